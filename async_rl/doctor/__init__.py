@@ -1,5 +1,6 @@
-"""Checks of one config on this machine, before a run: ``async-rl doctor``.
+"""``async-rl doctor``: check on this machine, before a run, whether the run of a config would work.
 
-A resolved config enters; findings leave, each with a fix if something is wrong. Called by the command line only.
-Nothing is written, and every check has a deadline, so none can hang the command.
+Each check takes the config and returns findings. A finding says what is wrong and how to correct it. The checks write
+nothing to the run, and each has a time limit, so that none can hang the command. Only the command line calls this
+folder.
 """

@@ -1,8 +1,8 @@
-"""Run all checks of one config, each in a separate thread or process with a deadline, so that none hangs the doctor.
+"""Run all checks of ``async-rl doctor``, and print their findings as a table or as JSON.
 
-Findings are plain data, printed as a table or as JSON. Each has a fix if something is wrong. Checks that may never
-return, crash the interpreter or leave much memory behind run in a process: the user's code, models, collectives. Their
-function is named ``module:function``, takes plain data and returns findings.
+Each check runs in a separate thread or process with a time limit, so that none can hang the doctor. Checks that load
+models, run the user's code or connect ranks run in a process, because they may hang, crash the interpreter or keep much
+memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from async_rl.process.child import module_command, package_environment
 from async_rl.terminal import visible
 
 State = Literal["OK", "WARN", "FAIL", "skip"]
-"""``skip`` means that it was not checked; ``found`` says why."""
+"""The result of a check. ``skip`` means that the check was not made; ``Finding.found`` says why."""
 
 _COLOURS: Mapping[State, str] = {"OK": "green", "WARN": "yellow", "FAIL": "bold red", "skip": "dim"}
 
@@ -39,12 +39,14 @@ COLLECTIVE_DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row of the table.
+    """The result of a check, shown as one row of the doctor's table.
 
     Attributes:
-        check: name of what was checked.
-        fix: what to do; set for every FAIL and WARN.
-        details: long text, printed below the table.
+        check: the name of the check.
+        state: whether the check passed.
+        found: what the check found on this machine.
+        fix: what the user can do about it. It is empty only if ``state`` is OK or skip.
+        details: long text that is printed below the table.
     """
 
     check: str
@@ -55,23 +57,23 @@ class Finding:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Finding:
-        """Build a finding from what ``asdict`` returned."""
+        """Return the finding that ``dataclasses.asdict`` converted to the mapping ``plain``."""
         return cls(**plain)
 
 
 def exit_code(rows: Sequence[Finding]) -> int:
-    """Return 1 if a check failed, else 0."""
+    """Return the doctor's exit code: 1 if a finding in ``rows`` is a FAIL, else 0."""
     return int(any(row.state == "FAIL" for row in rows))
 
 
 def print_json(rows: Sequence[Finding]) -> None:
-    """Print one object: ``ok``, and ``rows`` with an object for each finding."""
+    """Print one JSON object: ``ok`` is true if no check failed, and ``rows`` has an object for each finding."""
     plain = {"ok": not exit_code(rows), "rows": [asdict(row) for row in rows]}
     sys.stdout.write(json.dumps(plain, indent=2) + "\n")
 
 
 def print_table(rows: Sequence[Finding]) -> None:
-    """Print the table, then the details, then one line with the verdict."""
+    """Print the table of the findings, then their details, then one line with the number of failures and warnings."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -98,7 +100,10 @@ def print_table(rows: Sequence[Finding]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check. ``run`` returns its findings; what it raises becomes a FAIL."""
+    """A check that runs in a thread. ``run`` makes the check and returns the findings. ``deadline_s`` limits its time.
+
+    If ``run`` raises an exception, the finding is a FAIL.
+    """
 
     name: str
     run: Callable[[], Sequence[Finding]]
@@ -106,7 +111,11 @@ class Check:
 
 
 def run_check(check: Check) -> list[Finding]:
-    """Run a check in a thread. Return a FAIL if it raises, or does not end in time; then the thread is abandoned."""
+    """Run ``check`` in a thread and return its findings.
+
+    Return a FAIL if the check raises an exception, or is still running at its time limit. In that case its thread goes
+    on in the background, because a thread can't be killed.
+    """
     found: list[Finding] = []
 
     def work() -> None:
@@ -139,7 +148,14 @@ def _overdue(name: str, deadline_s: float) -> Finding:
 
 
 class CheckProcess:
-    """A check in a separate process. The constructor starts it; ``findings`` waits for it."""
+    """A check that runs in a separate process. The constructor starts the process; ``findings`` waits for its end.
+
+    Args:
+        name: the name of the check in the findings.
+        function: the function to run, as ``module:function``. It returns findings.
+        arguments: the keyword arguments of the function. They must be JSON data.
+        deadline_s: seconds after the start at which the process is killed.
+    """
 
     def __init__(self, name: str, function: str, arguments: Mapping[str, Any], deadline_s: float) -> None:
         self._name, self._deadline_s = name, deadline_s
@@ -156,7 +172,10 @@ class CheckProcess:
         self._process.stdin = None
 
     def findings(self) -> list[Finding]:
-        """Wait for the findings. Return a FAIL if the process failed, died, or was killed at its deadline."""
+        """Wait until the process ends and return its findings.
+
+        Return a FAIL if the process died without findings, or was killed at its time limit.
+        """
         left_s = max(0.1, self._started + self._deadline_s - time.monotonic())
         try:
             output, _ = self._process.communicate(timeout=left_s)
@@ -175,7 +194,7 @@ class CheckProcess:
             ]
 
     def close(self) -> None:
-        """Kill it and every process that it started."""
+        """Kill the process of the check and all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -191,13 +210,16 @@ def run_checks(
 ) -> list[Finding]:  # fmt: skip
     """Run every check and return the findings, in the order of the table.
 
-    The long checks start first, in separate processes, and are collected last. The others run one after another.
+    The checks of reward and parity take long, so they start first, in separate processes. Their findings come last.
 
     Args:
-        connect: address of a queue server to check, as a generator of this machine would. If None, check instead that
-            this machine can bind ``queue.address``.
-        deadline_s: limit for each check that loads the model.
-        on_check: called with the name of each check before the command waits for it.
+        connect: the address of a queue server. Check that a generator on this machine could connect to it. If None,
+            check instead that this machine can bind ``queue.address``.
+        keys_file: the key file with which the doctor connects to that server; None without keys.
+        insecure: accept addresses that other machines can reach without keys.
+        deadline_s: time limit in seconds of each check that loads data or a model.
+        with_parity: compare the log-probabilities of generator and learner, too.
+        on_check: called with the name of each check before the doctor waits for that check.
     """
     from async_rl.doctor import machine, task  # they import Finding from here
     from async_rl.weights.transport import collectives
@@ -263,9 +285,10 @@ def _machine_checks(config: Config, connect: str | None, keys_file: Path | None,
 
 
 def _child(function: str) -> None:
-    """Run one check in this process: arguments as JSON on standard input, findings as JSON on standard output.
+    """Run one check in this process, which ``CheckProcess`` has started.
 
-    What libraries print to standard output goes to standard error.
+    ``function`` is ``module:function``. Read its arguments as JSON from standard input, and write its findings as JSON
+    to standard output. Output that libraries print goes to standard error instead, so that it can't damage the JSON.
     """
     from async_rl.process.child import exit_on_sigterm
 

@@ -1,6 +1,7 @@
-"""Checks of this machine (versions, devices, disk and file systems, keys) and of its network.
+"""The doctor's checks of this machine: package versions, CPU cores, CUDA devices, disk, key files and network.
 
-The network checks cover the queue's address, the server at that address, interfaces, and a collective of two ranks.
+The checks of the network are about the queue server's address, the server that answers there, the network interfaces,
+and a broadcast between two ranks. Each function returns findings.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def check_versions(config: Config) -> list[Finding]:
 
 
 def _engine_row(config: Config, name: str, version: str | None) -> Finding:
-    """Check that the package of the backend ``name`` is here in the version that the backend requires."""
+    """Check that the package of the generator backend ``name`` (such as vLLM) is installed in the required version."""
     needs, backend = BACKENDS[name], config.generator.backend
     is_chosen = backend == name
     if version is None:
@@ -88,7 +89,10 @@ def num_cuda_devices() -> int:
 
 
 def check_cuda(config: Config) -> list[Finding]:
-    """Check that the devices that the config names are among those that torch finds."""
+    """Check that torch finds the CUDA devices that the config names, and list all devices with their free memory.
+
+    Warn if several processes would share the devices because the config assigns none.
+    """
     try:
         check_devices(config, "learner", "generator")
     except UserError as error:
@@ -119,7 +123,10 @@ def check_cuda(config: Config) -> list[Finding]:
 
 
 def check_disk(config: Config) -> list[Finding]:
-    """Check that the run directory and the journal can be written, and that there is room."""
+    """Check that the run directory and the queue's journal directory can be written, and that their disks have space.
+
+    Fail if the journal is on a network file system, because file locks are unreliable there.
+    """
     run_dir, journal = Path(config.run.dir).absolute(), journal_directory(config).absolute()
     check_writable(run_dir, "run.dir")
     rows = [_space_row(config, run_dir)]
@@ -161,7 +168,10 @@ def _space_row(config: Config, run_dir: Path) -> Finding:
 
 
 def _num_parameters(config: Config) -> int:
-    """Count the parameters in the headers of the model's safetensors files; 0 if they are not on this machine."""
+    """Return the number of the model's parameters, from the headers of its safetensors files.
+
+    Return 0 if ``model.path`` is no directory on this machine.
+    """
     from safetensors import safe_open
 
     directory = Path(config.model.path)
@@ -195,7 +205,7 @@ def _file_system(path: Path) -> str:
 
 
 def check_key_files(config: Config) -> list[Finding]:
-    """Check that the key files of ``queue.keys`` can be read, by this user alone."""
+    """Check that this user can read the key files in the directory ``queue.keys``, and that no other user can."""
     if config.queue.keys is None:
         return [
             Finding(
@@ -217,14 +227,20 @@ def check_key_files(config: Config) -> list[Finding]:
 
 
 def check_cores() -> list[Finding]:
-    """Show the cores that this process may use, and the environment variables that limit threads and devices."""
+    """Return a finding, always OK, with the number of CPU cores that this process may use.
+
+    It also shows the environment variables that limit threads and devices.
+    """
     names = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     limits = ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
     return [Finding("cores", "OK", f"{len(os.sched_getaffinity(0))}" + (f"; {limits}" if limits else ""))]
 
 
 def check_queue_address(config: Config, *, insecure: bool) -> list[Finding]:
-    """Check that a queue server could bind ``queue.address`` here, or that this run's server answers there already."""
+    """Check that a queue server on this machine could bind ``queue.address``.
+
+    The check also passes if this run's queue server is running already.
+    """
     address = config.queue.address
     if address is None:
         return [Finding("queue.address", "OK", "unset: any free port on loopback")]
@@ -248,7 +264,10 @@ def check_queue_address(config: Config, *, insecure: bool) -> list[Finding]:
 
 
 def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> list[Finding]:
-    """Check that a queue server answers at ``address``, with the package versions of this machine."""
+    """Check that a queue server answers at ``address``, and that it has the same package versions as this machine.
+
+    ``keys_file`` is the key file with which the doctor connects; None without keys.
+    """
     host, port = check_address(address)
     try:
         refuse_open_connect(address, insecure=insecure, has_keys=keys_file is not None)
@@ -297,7 +316,10 @@ def _versions_row(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Finding
 
 
 def check_interfaces(config: Config, connect: str | None) -> list[Finding]:
-    """Check the network interface that weights would use."""
+    """Check that this machine has the network interfaces that environment variables (for gloo, NCCL) name.
+
+    Also show the address of this machine over which weights would be sent.
+    """
     names = {name for _, name in socket.if_nameindex()}
     rows: list[Finding] = []
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
@@ -329,10 +351,12 @@ def check_interfaces(config: Config, connect: str | None) -> list[Finding]:
 
 
 def weights_host(config: Config, connect: str | None) -> str:
-    """Return the address of this machine that collectives use: that of the network interface towards the queue.
+    """Return the address of this machine over which it would send or receive weights.
+
+    It is the address of the network interface from which the queue server can be reached.
 
     Raises:
-        AddressError: there is no route to the queue.
+        AddressError: this machine has no route to the queue server.
     """
     address = connect or config.queue.advertise or config.queue.address
     if address is None:
@@ -353,7 +377,12 @@ def _own_address() -> str:
 
 
 def check_collective(host: str, backend: str) -> list[Finding]:
-    """Connect two ranks on ``host``, as for weights, and broadcast once. Runs in a separate process."""
+    """Check that two ranks on this machine can connect at the address ``host``, and broadcast 1 MiB between them.
+
+    ``backend`` is the collective library, such as gloo or nccl. The ranks connect as a learner and a generator do to
+    send weights. With nccl and a single CUDA device there is only one rank. ``CheckProcess`` runs this function in a
+    separate process.
+    """
     import torch
 
     from async_rl.net.streams import listening_socket

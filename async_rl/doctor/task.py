@@ -1,8 +1,8 @@
-"""Checks of the task: data, model, tokenizer, template, the reward on sample rows in its sandbox, and parity.
+"""The doctor's checks of what a run trains: data sets, model files, tokenizer, chat template, reward, and parity.
 
-``check_parity`` compares the generators' engine with the learner's model at the same weights, in one process, without a
-run. The engine samples answers to the first prompts as in the run, and the learner scores them. Then both score the
-same probe sequences. If the scores differ, the experiments of the run's parity check look for the cause.
+Parity means that the generators' engine and the learner compute the same log-probabilities with the same weights.
+``check_parity`` loads both in one process. The engine samples answers to the first prompts, and the learner scores
+them. Then both score the same token sequences. If the scores differ, experiments look for the cause, as in a run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _FIX = 'remove the cause, because a run would stop here too; weights.parity = "w
 
 
 def check_data(config: Config) -> list[Finding]:
-    """Check that every data set loads."""
+    """Check that the training set and all evaluation sets can be loaded. Return one finding for each set."""
     check_train_is_set(config)
     rows: list[Finding] = []
     sources = {"data.train": None, **{f"data.eval.{name}": source for name, source in config.data.eval.items()}}
@@ -77,7 +77,10 @@ def check_data(config: Config) -> list[Finding]:
 
 
 def check_model_files(config: Config) -> list[Finding]:
-    """Check that the model's files are complete, and show the first prompt as the model will see it."""
+    """Check that the model's weights, tokenizer and chat template are there and work.
+
+    One finding shows the first prompt of the training set, rendered with the chat template.
+    """
     try:
         directory = model_directory(config.model.path)
     except ModelError as error:
@@ -129,7 +132,10 @@ def _template_row(config: Config, tokenizer: Any) -> Finding:
 
 
 def check_reward(config: Mapping[str, Any]) -> list[Finding]:
-    """Grade right and wrong answers to the first rows, as a generator would. Runs in a separate process."""
+    """Check the reward: it must accept a right answer and reject a wrong one to each of the first training rows.
+
+    ``config`` is the config as JSON data. ``CheckProcess`` runs this function in a separate process.
+    """
     from async_rl.rewards.registry import build_reward
 
     resolved = parse_config(dict(config), "the doctor's config")
@@ -175,10 +181,13 @@ def _sandbox_row(config: Config) -> Finding:
 
 
 def _grade(config: Config, reward: Any, data: Mapping[str, Any]) -> tuple[str | None, float, float]:
-    """Return the right answer's text (None if unknown), its accuracy, and the accuracy of a wrong answer.
+    """Grade a right and a wrong answer to one dataset row, whose reward data is ``data``.
+
+    Returns:
+        The right answer's text (None if it is unknown), its accuracy, and the accuracy of the wrong answer.
 
     Raises:
-        RewardError: a row can't be graded.
+        RewardError: the row can't be graded.
     """
     kind, gold = config.reward.types[0], data.get("gt_answer")
     if kind.runs_programs:
@@ -223,9 +232,10 @@ def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]], *, is
 
 
 def check_parity(config: Mapping[str, Any]) -> list[Finding]:
-    """Compare the log-probabilities of generator and learner, in a separate process.
+    """Check that the generators' engine and the learner compute the same log-probabilities with the same weights.
 
-    Return one finding about sampled tokens and one about probe sequences.
+    ``config`` is the config as JSON data. Return one finding about tokens that the engine sampled, and one about token
+    sequences that both only score. ``CheckProcess`` runs this function in a separate process.
     """
     resolved = parse_config(dict(config), "the doctor's config")
     if not has_model(resolved.generator.backend):
@@ -299,7 +309,7 @@ def _given_row(backend: Backend, probe: Probe, weights: Mapping[str, Any], sides
 
 
 def _sample(config: Config, backend: Backend) -> list[Sampled]:
-    """Sample short answers to the first prompts, with the run's sampling settings."""
+    """Let ``backend`` sample short answers to the first prompts, with the run's sampling settings. Return them."""
     settings = config.sampling
     sampling = Sampling(
         temperature=settings.temperature,
