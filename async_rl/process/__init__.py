@@ -1,5 +1,5 @@
-"""Tools for every process of a run: start children, end with the parent, stop on signals, import the user's code.
+"""Functions for every process of a run: start children, end with the parent, stop on signals, import the user's code.
 
-The folder also compares the versions of installed packages and the source of user code between machines, and has points
-at which tests can stop a process. All roles (learner, queue, generators) use it.
+The folder also finds the versions of installed packages and the digests of the user's code, which learner and
+generators compare. It has named points at which tests can stop a process. Learner, queue server and generators use it.
 """

@@ -1,10 +1,9 @@
-"""Start the child processes of a run, end them when their parent dies, and let them reuse freed memory.
+"""Start the child processes of a run, and end them when their parent dies.
 
 ``module_command`` and ``package_environment`` make a child run a module of this copy of async-rl. ``ParentWatch`` ends
-children with their parent. It is a pipe whose write end only the parent (``launch``) holds, and nothing is written to
-it. Each child inherits the read end, and the environment variable ``ASYNC_RL_PARENT_WATCH_FD`` has its descriptor
-number. The child calls ``watch_parent`` first. When the parent dies, even by SIGKILL, the kernel closes the pipe, and
-the child ends itself and its process group.
+the children when their parent dies. It is a pipe to which nothing is written. Only the parent (``launch``) has the
+pipe's write end, so the kernel closes the pipe when the parent dies, even by SIGKILL. Each child inherits the read end
+and calls ``watch_parent``, which ends the child and its process group when the pipe is closed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 
 PARENT_WATCH_FD = "ASYNC_RL_PARENT_WATCH_FD"
 GRACE_S = 5.0
-"""Seconds that a process has to end after SIGTERM, before SIGKILL."""
+"""Seconds that a process gets to end after SIGTERM. Then it is killed with SIGKILL."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_BLOCK_BYTES = 32 << 20
@@ -44,13 +43,16 @@ def module_command(module: str, *arguments: str, flags: Sequence[str] = ()) -> t
 
 
 def package_path(inherited: Mapping[str, str]) -> str:
-    """Return a value for ``PYTHONPATH``: this package's folder, then the folders of ``PYTHONPATH`` in ``inherited``."""
+    """Return a ``PYTHONPATH`` with which a child process imports this copy of async-rl.
+
+    Its first folder is that of this package. The folders of ``PYTHONPATH`` in the environment ``inherited`` follow.
+    """
     others = [path for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", PACKAGE_ROOT)]
     return os.pathsep.join([PACKAGE_ROOT, *others])
 
 
 def package_environment() -> dict[str, str]:
-    """Return a copy of this process's environment with this package's folder first in ``PYTHONPATH``."""
+    """Return this process's environment variables, with ``PYTHONPATH`` changed so that a child imports this package."""
     return {**os.environ, "PYTHONPATH": package_path(os.environ)}
 
 
@@ -111,8 +113,9 @@ class ParentWatch:
 def watch_parent() -> bool:
     """Start a thread that ends this process, and the process group that it leads, when the parent dies.
 
-    Return False, and start nothing, if ``ASYNC_RL_PARENT_WATCH_FD`` is not set. The variable is removed, because this
-    process's own children don't inherit the descriptor.
+    Return whether the thread was started. It is not started if this process was not started by ``ParentWatch.spawn``,
+    which sets the environment variable ``ASYNC_RL_PARENT_WATCH_FD``. The variable is removed from the environment,
+    because this process's children don't inherit the descriptor to which it refers.
     """
     value = os.environ.pop(PARENT_WATCH_FD, None)
     if value is None:
@@ -136,15 +139,15 @@ def _wait_for_end(fd: int) -> None:
 
 
 def is_parent_gone() -> bool:
-    """Return whether the parent has died. In that case ``watch_parent`` itself has sent SIGTERM to this process."""
+    """Return whether ``watch_parent`` has noticed that the parent died.
+
+    If so, a SIGTERM that this process receives comes from ``watch_parent`` and not from a user.
+    """
     return _parent_is_gone.is_set()
 
 
 def _kill_group_and_exit(grace_s: float) -> None:
-    """Wait up to ``grace_s`` seconds for the end of the main thread.
-
-    Then exit, and kill the group that this process leads.
-    """
+    """Wait up to ``grace_s`` seconds for the main thread to end. Then kill this process and the group that it leads."""
     threading.main_thread().join(grace_s)
     if os.getpgrp() == os.getpid():
         kill_group(os.getpid(), signal.SIGKILL)
@@ -161,7 +164,7 @@ def exit_on_sigterm() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether process ``pid`` of this machine is alive. A zombie (ended, but not yet waited for) is not."""
+    """Return whether the process ``pid`` on this machine is alive. Return False for a zombie, which has ended."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

