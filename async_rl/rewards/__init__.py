@@ -1,7 +1,8 @@
-"""Scores finished rollouts: takes the model's text and its row, and returns the reward's parts and an accuracy.
+"""Scores finished rollouts. The input is the model's text and the row. The output is reward parts and an accuracy.
 
 Generators and offline evaluation call ``registry.build_reward`` and then the reward, from several threads. To add a
-reward, add a row to ``config/reward.py``, a class here, and the line that builds it to ``registry.REWARDS``;
-``conformance`` checks it. ``answers`` needs ``extraction`` and ``equality``, which asks the child process of
-``verifier``; ``code`` needs ``code_tests`` and the sandbox, or ``code_remote``.
+reward, add an entry to ``config.reward.REWARD_TYPES``, a class to this folder, and a line to ``registry.REWARDS`` that
+builds the class. ``conformance`` checks the new reward. ``answers`` scores known answers with ``extraction`` and
+``equality``. ``equality`` asks the child process of ``verifier``. ``code`` scores programs with ``code_tests``, and
+with the sandbox or ``code_remote``.
 """

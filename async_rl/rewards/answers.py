@@ -1,8 +1,10 @@
-"""Rewards for answers that are known and for the form of a reply; the majority vote over several answers.
+"""Rewards for rows with a known answer and for the form of a reply, and the majority vote over several answers.
 
-One finished rollout enters, its reward parts and accuracy leave. ``registry`` builds the rewards; workers call them.
-The figures of evaluations use the vote. ``XmlFormatReward`` is DistRL-LLM's, corrected where it contradicts itself: its
-form is ``<think>``, thoughts, ``</think>``, ``<answer>``, the answer, ``</answer>``, each tag on a line of its own.
+A reward's input is one finished rollout, and its output is the reward parts and the accuracy. ``registry`` builds the
+rewards, and generators' workers call them. Evaluations use the vote.
+
+``XmlFormatReward`` is DistRL-LLM's reward, corrected where the original contradicts itself. The form is ``<think>``,
+thoughts, ``</think>``, ``<answer>``, the answer, ``</answer>``, with each tag on a separate line.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.verifier import MathVerifier
 
 Equality = Callable[[str, str], bool]
-"""Whether the row's answer (first) and the model's answer are equal."""
+"""A function of the row's answer and the model's answer. It returns whether they are equal."""
 
 STRUCTURE_POINTS = 0.1
 TAG_POINTS = 0.05
@@ -30,15 +32,16 @@ _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _END = "</answer>"
 
 VoteKey = Callable[[str], Hashable]
-"""Maps an extracted answer to its key: answers with the same key vote together."""
+"""A function that returns the vote key of an extracted answer. Answers with the same key count as the same vote."""
 
 
 class AnswerReward:
-    """``correct``: ``scale`` if the answer equals ``gt_answer`` and the format is valid, else 0.
+    """Compares the answer in the model's text with the row's ``gt_answer``.
 
-    Without ``require_format`` a right answer earns it in any format. ``format``: ``format_reward`` where the format is
-    valid, whatever the answer; absent if that is 0. Accuracy looks at equality alone: a right answer in a wrong format
-    has accuracy 1.
+    The reward part ``correct`` is ``scale`` if the answers are equal and the format is valid, else 0. Without
+    ``require_format``, equal answers are enough. The part ``format`` is ``format_reward`` if the format is valid, else
+    0, for right and wrong answers. It is absent if ``format_reward`` is 0. The accuracy is 1 if the answers are equal,
+    in any format.
     """
 
     def __init__(
@@ -51,7 +54,10 @@ class AnswerReward:
         format_reward: float = 0.0,
         verifier: MathVerifier | None = None,
     ) -> None:
-        """``verifier`` is the one that ``equal`` uses, if any. It is closed with this reward."""
+        """Store the settings. ``extract`` finds the answer in a text. ``equal`` compares it with the row's answer.
+
+        ``verifier`` is the MathVerifier that ``equal`` uses, or None. It is closed together with this reward.
+        """
         self._extract = extract
         self._equal = equal
         self._scale = scale
@@ -63,8 +69,8 @@ class AnswerReward:
         gold = item.reward_data.get("gt_answer")
         if isinstance(gold, bool) or not isinstance(gold, str | int | float):
             raise RewardError(
-                f"expected a row with a gt_answer that is text or a number, got {gold!r:.80} and the keys "
-                f"{sorted(item.reward_data)}; correct the row, or set data.columns"
+                f"can't score an answer: expected a row with a gt_answer that is text or a number, got {gold!r:.80} "
+                f"and the keys {sorted(item.reward_data)}; correct the row, or set data.columns"
             )
         answer, format_valid = self._extract(item.text)
         equal = answer is not None and self._equal(str(gold), answer)
@@ -75,7 +81,10 @@ class AnswerReward:
         return RewardOutput(parts, 1.0 if equal else 0.0, answer)
 
     def counters(self) -> dict[str, int]:
-        """``verifier_{requests,timed_out,crashed}``: a timed out or crashed comparison was scored as unequal."""
+        """Return the verifier's counts of comparisons, as ``verifier_requests``, ``verifier_timed_out`` and so on.
+
+        A comparison that timed out or crashed was scored as unequal. Without a verifier the result is empty.
+        """
         counts = {} if self._verifier is None else self._verifier.counts
         return {f"verifier_{name}": count for name, count in counts.items()}
 
@@ -85,24 +94,27 @@ class AnswerReward:
 
 
 def same_mathematics(verifier: MathVerifier, time_limit_s: float) -> Equality:
-    """See ``equality.answers_equal``."""
+    """Return the function that compares two answers as mathematics (``equality.answers_equal``).
+
+    ``time_limit_s`` is the time limit of ``verifier`` for one comparison.
+    """
     return lambda gold, answer: answers_equal(gold, answer, verifier=verifier, time_limit_s=time_limit_s)
 
 
 def same_text(gold: str, answer: str) -> bool:
-    """Compare two texts, ignoring white space at both ends."""
+    """Return whether two texts are equal, apart from white space at both ends."""
     return gold.strip() == answer.strip()
 
 
 def xml_format_points(text: str) -> float:
-    """Return 0.3 for the whole form, less for parts of the form or if text follows it.
+    """Return the points of a text for DistRL-LLM's form: 0.3 for the complete form, less if parts are missing.
 
-    0.1 if the text begins with thoughts and an answer between their tags; 0.05 for each tag, with its line breaks, that
-    occurs exactly once. For each of the last two tags that earns its points, every character after the end of the
-    answer (a line break excepted) costs 0.001.
+    The text earns 0.1 if it begins with thoughts and an answer between their tags. It earns 0.05 for each of the four
+    tags that occurs exactly once with its line breaks. Every character after ``</answer>``, except one line break,
+    costs 0.001 for each of the last two tags that earned points.
 
-    Two departures from the original, which would teach the wrong thing: there thoughts of more than one line earned no
-    0.1, and a reply that ended at ``</answer>`` without a line break was charged for its whole length.
+    Two rules of the original are changed. There, thoughts of several lines did not earn the 0.1, and a reply that ended
+    at ``</answer>`` without a line break lost points for its whole length.
     """
     points = STRUCTURE_POINTS if _STRUCTURE.match(text) else 0.0
     earned = [text.count(tag) == 1 for tag in _TAGS]
@@ -112,7 +124,10 @@ def xml_format_points(text: str) -> float:
 
 
 class XmlFormatReward:
-    """``xml_format``: ``scale`` times the points. Accuracy is 1 for the whole form, else 0."""
+    """Rewards the form of a reply. The part ``xml_format`` is ``scale`` times ``xml_format_points``.
+
+    The accuracy is 1 for the complete form, else 0. The answer is not compared with the row.
+    """
 
     def __init__(self, *, scale: float) -> None:
         self._scale = scale
@@ -129,11 +144,10 @@ class XmlFormatReward:
 
 
 def vote_key_of(config: Config) -> VoteKey | None:
-    """Return the function that gives an answer's vote key; None for programs, which never vote.
+    """Return the function that computes the vote key of an answer. None if the answers are programs.
 
-    Where answers are compared as mathematics, those that are equal without the verifier (``equality``'s first two
-    steps) vote together: ``1/2`` and ``0.50`` do, ``x+1`` and ``1+x`` don't. Else equal texts do, without the white
-    space at both ends.
+    If the run's reward compares answers as mathematics, answers that are equal without the verifier have the same key:
+    ``1/2`` and ``0.50`` do, ``x+1`` and ``1+x`` do not. Otherwise the key is the text without white space at both ends.
     """
     if config.reward.types[0].runs_programs:
         return None
@@ -142,9 +156,10 @@ def vote_key_of(config: Config) -> VoteKey | None:
 
 
 def majority(answers: Sequence[str | None], vote_key: VoteKey) -> int | None:
-    """Return the index of the first answer with the most common key; None if no rollout has an answer.
+    """Return the index of the first answer with the most common vote key. None if all answers are None.
 
-    A rollout without an answer (None) has no vote. Of answers with equally many votes, the one given first wins.
+    ``answers`` has one entry for each rollout of a group, None for a rollout without an answer. Such a rollout does not
+    vote. If two keys have equally many votes, the key that occurs first wins.
     """
     keys = [None if answer is None else (vote_key(answer),) for answer in answers]
     votes = Counter(key for key in keys if key is not None)

@@ -1,9 +1,9 @@
-"""The reward for programs: takes the program out of the answer, runs it on the row's tests and counts those it passes.
+"""The reward for programs. It extracts the program from the model's text and runs the program on the row's tests.
 
-One finished rollout enters, its reward parts and accuracy leave. ``registry`` builds it. A judge runs the program:
-``LocalJudge`` in this machine's sandbox, also for the verifier's server, or ``code_remote.RemoteJudge``. Every test
-runs the program again in a new, isolated process. The program never gets the expected output: outputs are compared
-outside the sandbox.
+The input is one finished rollout, and the output is its reward parts and accuracy. ``registry`` builds the reward. A
+judge runs the program: ``LocalJudge`` in this machine's sandbox, or ``code_remote.RemoteJudge`` on another machine.
+Every test runs the program again in a new, isolated process. Outputs are compared outside the sandbox, so the program
+never gets the expected output.
 """
 
 from __future__ import annotations
@@ -24,31 +24,33 @@ from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
 from async_rl.sandbox.sandbox import Program, Ran, Sandbox
 
 MAX_EXTRACTED_CHARS = 1000
-"""Longest extracted program that is sent back with the rollout, for logs."""
+"""Maximum number of characters of the program that are stored with the rollout, for logs. The rest is cut off."""
 
 _FENCE = "```python"
 
 Verdict = Literal["passed", "wrong", "failed", "timed_out", "unusable", "not_run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-"""``failed``: the program ended with an error. ``unusable``: it does not compile, or lacks the function."""
+"""The possible results of one test. ``failed`` means that the program ended with an error. ``unusable`` means that the
+program does not compile or lacks the function. ``not_run`` means that an earlier test decided the result."""
 
 _OUTPUT_BYTES = 16 << 20
-"""Limit on standard output, and on each file that a program writes."""
+"""Maximum size in bytes of a program's standard output, and of each file that the program writes."""
 _SCRATCH_BYTES = 64 << 20
-"""Limit on all files of a program together."""
+"""Maximum size in bytes of all files of a program together."""
 _MAX_THREADS = 32
 
 
 class CodeReward:
-    """The part ``correct`` is ``scale`` if the program passes all tests and is in a code fence, else 0.
+    """Scores the program in the model's text by the row's tests.
 
-    With ``partial_credit`` it is ``scale`` times the share of tests passed; accuracy is that share too, because groups
-    are filtered by it. Otherwise accuracy is 1 if all tests pass, with or without a fence. For the penalty on long
-    answers, only a program that passes all tests counts as an answer.
+    The reward part ``correct`` is ``scale`` if the program passes all tests, else 0. It is always 0 if the program is
+    not in a code fence. The accuracy is 1 if the program passes all tests, else 0, with or without a fence. With
+    ``partial_credit`` both use the share of tests that the program passes. For the penalty on over-long answers, only a
+    program that passes all tests counts as an answer.
     """
 
     def __init__(self, judge: Judge, *, scale: float, partial_credit: bool, num_workers: int = 1) -> None:
-        """At most ``num_workers`` programs are judged at a time, however many threads call."""
+        """Store the settings. ``judge`` runs programs, and at most ``num_workers`` programs are judged at a time."""
         self._judge = judge
         self._workers = threading.BoundedSemaphore(num_workers)
         self._scale = scale
@@ -59,7 +61,9 @@ class CodeReward:
         try:
             tests = parse_tests(item.reward_data)
         except ValueError as error:
-            raise RewardError(f"can't grade an answer, because the tests of its row are malformed: {error}") from None
+            raise RewardError(
+                f"can't score a program, because the tests of its row are malformed: {error}; correct the row"
+            ) from None
         program, format_valid = extract_program(item.text)
         with self._workers:
             judgement = self._judge.judge(program or "", tests)
@@ -70,7 +74,7 @@ class CodeReward:
         return RewardOutput(parts, accuracy, (program or "")[:MAX_EXTRACTED_CHARS], has_answer=passed)
 
     def counters(self) -> dict[str, int]:
-        """Tests by verdict, as ``code_tests_{verdict}``."""
+        """Return the number of tests with each verdict since the start, with keys such as ``code_tests_passed``."""
         return {f"code_tests_{verdict}": self._counts[verdict] for verdict in VERDICTS}
 
     def close(self) -> None:
@@ -78,7 +82,10 @@ class CodeReward:
 
 
 def extract_program(text: str) -> Extraction:
-    """Return the text between the last "```python" and the next fence; without one all of it, of invalid format."""
+    """Return the program in the model's text: what is between the last "```python" and the next "```".
+
+    Without "```python" the program is the whole text, and the format is invalid.
+    """
     start = text.rfind(_FENCE)
     if start < 0:
         return Extraction(text, False)
@@ -89,7 +96,11 @@ def extract_program(text: str) -> Extraction:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """One verdict for each test, in the row's order; ``notes`` has the end of each run's standard error."""
+    """The result of running one program on the tests of a row.
+
+    ``verdicts`` has one verdict for each test, in the row's order. ``notes`` has the end of the program's standard
+    error for each test, or a reason why the test was not run.
+    """
 
     verdicts: tuple[Verdict, ...]
     notes: tuple[str, ...]
@@ -104,23 +115,27 @@ class Judgement:
 
 
 def judgement_of(verdicts: Sequence[Verdict], notes: Sequence[str], num_tests: int) -> Judgement:
-    """The judgement of ``num_tests`` tests, of which only the first may have been run."""
+    """Return the judgement of ``num_tests`` tests. Tests beyond those in ``verdicts`` get the verdict ``not_run``."""
     not_run: list[Verdict] = ["not_run"] * (num_tests - len(verdicts))
     return Judgement((*verdicts, *not_run), (*notes, *[""] * (num_tests - len(notes))))
 
 
 class Judge(Protocol):
-    """Judges programs, from any thread; close it once."""
+    """Runs programs on tests. Any thread may call ``judge``. ``close`` is called once, at the end."""
 
     def judge(self, source: str, tests: CodeTests) -> Judgement:
-        """Judge one program. Raises ``RewardError`` if the judge fails, never because the program is wrong."""
+        """Run the program ``source`` on ``tests`` and return the verdicts.
+
+        Raises:
+            RewardError: the judge itself failed. A wrong program does not cause this error.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class Runner(Protocol):
-    """Runs programs: ``sandbox.Sandbox``, or a fake in tests."""
+    """What ``LocalJudge`` needs in order to run programs. It is ``sandbox.Sandbox``, or a fake in tests."""
 
     def run(self, program: Program, limits: Limits) -> Ran: ...
 
@@ -128,13 +143,13 @@ class Runner(Protocol):
 
 
 class LocalJudge:
-    """Judges in this machine's sandbox.
+    """Runs programs on tests in this machine's sandbox and compares their outputs.
 
     Args:
-        runner: closed with this.
-        code: limits, and how to judge. Tests that ``total_time_limit_s`` leaves no time for count as timed out; without
-            ``partial_credit`` the first that fails is the last to be run.
-        clock: seconds.
+        runner: runs the programs. It is closed with this judge.
+        code: the limits, and the rules for comparing. After ``total_time_limit_s`` seconds, all tests that were not run
+            count as timed out. Without ``partial_credit``, no test is run after one that the program did not pass.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, runner: Runner, code: CodeRewardConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -143,7 +158,7 @@ class LocalJudge:
         self._clock = clock
 
     def with_settings(self, code: CodeRewardConfig) -> LocalJudge:
-        """Return a judge with other settings and the same runner; close only one of the two."""
+        """Return a judge with the settings ``code`` and the same runner. Only one of the two judges may be closed."""
         return LocalJudge(self._runner, code, clock=self._clock)
 
     def judge(self, source: str, tests: CodeTests) -> Judgement:
@@ -163,7 +178,7 @@ class LocalJudge:
 
     def _judge_one(self, source: str, tests: CodeTests, test: CodeTest, left_s: float) -> tuple[Verdict, str]:
         if left_s <= 0:
-            return "timed_out", "no time of reward.code.total_time_limit_s was left for this test"
+            return "timed_out", "the tests before this one used up reward.code.total_time_limit_s"
         limits = self._limits(left_s)
         if tests.function is None:
             prelude = self._code.prelude == "always"
@@ -200,9 +215,9 @@ class LocalJudge:
 
 
 def local_judge(code: CodeRewardConfig) -> LocalJudge:
-    """Return a judge that runs programs in this machine's sandbox.
+    """Start this machine's sandbox and return a judge that runs programs in it.
 
     Raises:
-        SandboxError: this machine can't isolate programs, and ``code.allow_unsafe`` is off.
+        SandboxError: this machine can't isolate programs, and ``code.allow_unsafe`` is False.
     """
     return LocalJudge(Sandbox(packages=code.packages, allow_unsafe=code.allow_unsafe), code)

@@ -1,11 +1,13 @@
-"""Judging programs on another machine, over HTTP: ``RemoteJudge`` asks, ``VerifierServer`` answers.
+"""Runs programs on another machine, over HTTP. ``RemoteJudge`` is the client, and ``VerifierServer`` is the server.
 
-The server is that of ``async-rl verifier``, for generators whose machines can't isolate programs. It is plain HTTP
-without authentication, for loopback or a trusted network: anybody who reaches it can run programs in the sandbox.
+``async-rl verifier`` starts the server, for generators on machines that can't isolate programs. It speaks plain HTTP
+without authentication, so it is meant for loopback or a trusted network. Every client that reaches it can run programs
+in its sandbox.
 
-The protocol is Colossal-RL's, so either end may be another's: POST ``/check_correctness`` with ``{"in_outs",
-"generation", "timeout", "debug"}``; the answer's ``result`` has a code for each test (true, false, -1 failed or timed
-out, -2 unusable), up to the first that fails. We add ``settings``, which other verifiers ignore.
+The protocol is Colossal-RL's, so the client or the server may also be Colossal-RL's. A request is a POST to
+``/check_correctness`` with ``{"in_outs", "generation", "timeout", "debug"}``. The answer's ``result`` is a list with a
+code for each test that was run: true, false, -1 (failed or timed out) or -2 (unusable). Our requests also have
+``settings``, which other verifiers ignore.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ PATH = "/check_correctness"
 CODES: dict[str, bool | int] = {"passed": True, "wrong": False, "failed": -1, "timed_out": -1, "unusable": -2}
 
 TOTAL_LIMIT_S = 600.0
-"""Time limit for one program: all tests and the wait for a free worker. Colossal-RL's value."""
+"""Time limit in seconds for one program: for all its tests and the wait for a free worker. Colossal-RL's value."""
 
 _ATTEMPTS = 3
 _PAUSE_S = 1.0
@@ -43,25 +45,28 @@ _LARGEST_ANSWER_BYTES = 16 << 20
 
 MAX_REQUEST_BYTES = 64 << 20
 MAX_CONNECTIONS = 256
-"""Further connections are closed at once: each needs a thread and up to ``MAX_REQUEST_BYTES``. At most half of them may
-be reading their requests; a further one takes the place of the oldest of these, so slow requests keep nobody out."""
+"""Maximum number of open connections. Each needs a thread and up to ``MAX_REQUEST_BYTES`` of memory, so further ones
+are closed at once. Only half of the connections may have incomplete requests. Beyond that, a new connection replaces
+the oldest one with an incomplete request, so that slow clients can't block others."""
 _LENGTH = re.compile(r"[0-9]{1,12}")
 _SOCKET_TIMEOUT_S = 60.0
 _REQUEST_S = 120.0
-"""Time limit from a connection's start to the end of its request."""
+"""Time limit in seconds from the start of a connection to the end of its request."""
 _ROOM_S = 1.0
-"""How long to wait for the thread of a connection that was ended."""
+"""Seconds for which a new connection waits until the thread of a replaced connection has ended."""
 _FULL_S = 0.1
-"""Seconds until the next ``accept`` when no descriptor is left."""
+"""Seconds until the server accepts connections again after it ran out of file descriptors."""
 
 logger = logging.getLogger(__name__)
 
 
 class RemoteJudge:
-    """Asks ``reward.code.endpoint``; checked with two programs when built.
+    """Lets the verifier at ``reward.code.endpoint`` run programs and judge their outputs.
+
+    When a RemoteJudge is created, it checks the verifier with a right and a wrong program.
 
     Raises:
-        SandboxError: it can't be reached, or judges two trivial programs wrongly.
+        SandboxError: the verifier can't be reached, or gives a wrong verdict on one of the two programs.
     """
 
     def __init__(
@@ -102,11 +107,16 @@ class RemoteJudge:
         if found != [True, False]:
             raise SandboxError(
                 f"reward.code.endpoint: expected the verifier at {self._url} to accept print(1) and to reject print(2) "
-                f"where 1 is the answer, got {found}; set the address of an `async-rl verifier`"
+                f"where 1 is the answer, got {found} (True: accepted); set the key to the address of an `async-rl "
+                f"verifier`"
             )
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        """Return the verifier's answer. Raises SandboxFailedError if it fails, which says nothing about the program."""
+        """Send ``request`` to the verifier and return the answer's JSON. Try again if the verifier is not available.
+
+        Raises:
+            SandboxFailedError: the verifier gave no answer. This says nothing about the program.
+        """
         body = json.dumps(request).encode()
         deadline_s = time.monotonic() + self._total_limit_s
         trouble = ""
@@ -157,11 +167,14 @@ def _is_code(code: Any) -> bool:
 
 
 class VerifierServer(ThreadingHTTPServer):
-    """Serves every request in a thread; at most ``code.num_workers`` of them judge at a time. Close it once.
+    """The HTTP server of ``async-rl verifier``. It runs programs in this machine's sandbox and answers with verdicts.
+
+    Each connection has a thread, and at most ``code.num_workers`` programs run at a time. ``close`` is called once.
 
     Args:
-        address: host and port to bind; port 0 takes any that is free, see ``server_address``.
-        code: limits and packages are this machine's; a request may ask for less time and sets how to judge.
+        address: host and port to bind. For port 0 the system chooses a free port, which is in ``server_address``.
+        code: the limits and packages of this machine. A request can shorten the time limits and choose how outputs are
+            compared.
 
     Raises:
         SandboxError: this machine can't isolate programs.
@@ -209,7 +222,7 @@ class VerifierServer(ThreadingHTTPServer):
         try:
             super().process_request(request, client_address)
         except RuntimeError as error:  # no thread
-            logger.warning("can't serve a connection: %s", error)
+            logger.warning("can't start a thread for a connection, so it is closed: %s; see ulimit -u", error)
             self.end_reading(request)
             self.shutdown_request(request)
             self._connections.release()
@@ -222,22 +235,22 @@ class VerifierServer(ThreadingHTTPServer):
             self._connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log why a connection ended. Called in an exception's handler."""
+        """Log the exception that ended a connection. It must be called while the exception is handled."""
         if isinstance(sys.exception(), OSError):
             logger.debug("a connection ended", exc_info=True)  # peers can cause it at will
         else:
             logger.exception("a request failed by a bug")
 
     def end_reading(self, request: socket.socket) -> None:
-        """Note that the request of this connection is complete, or that the connection has ended."""
+        """Note that the request on the connection ``request`` is complete, or that the connection has ended."""
         with self._reading_lock:
             self._reading.remove(request)
 
     def judge(self, request: Any) -> dict[str, Any]:
-        """Return the answer to one request.
+        """Run the program in ``request``, the JSON of one POST. Return the answer's JSON: ``result`` and ``metadata``.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: ``request`` is malformed.
             RewardError: the sandbox failed.
         """
         source, tests, code = _parse_request(request, self._code)
@@ -251,11 +264,13 @@ class VerifierServer(ThreadingHTTPServer):
 
 
 def serve(bind: str, overrides: Sequence[str], *, insecure: bool) -> None:
-    """Judge until interrupted. The body of ``async-rl verifier``.
+    """Run a verifier at the address ``bind`` until it is interrupted. This is the body of ``async-rl verifier``.
+
+    ``overrides`` are the settings from ``--set``, such as ``reward.code.num_workers=8``.
 
     Raises:
-        AddressError: ``bind`` is malformed, busy, or open to the network without ``insecure``.
-        ConfigError: an override is not a valid ``reward.code`` key.
+        AddressError: ``bind`` is malformed or in use, or is not loopback although ``insecure`` is False.
+        ConfigError: an override does not set a valid ``reward.code`` key.
         SandboxError: this machine can't isolate programs.
     """
     host, port = check_address(f"tcp://{bind}")
@@ -300,13 +315,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         if self.path != PATH:
-            return self._reply(404, {"error": f"expected POST {PATH}, got POST {self.path}"})
+            return self._reply(404, {"error": f"expected POST {PATH}, got POST {self.path}; correct the path"})
         if "Origin" in self.headers:
-            return self._reply(403, {"error": "expected no Origin: web pages may not ask the verifier"})
+            return self._reply(
+                403, {"error": "expected no Origin header, because web pages may not use the verifier; remove it"}
+            )
         length = self.headers.get("Content-Length", "")
         if not _LENGTH.fullmatch(length) or int(length) > MAX_REQUEST_BYTES:
             return self._reply(
-                413, {"error": f"expected a Content-Length up to {MAX_REQUEST_BYTES}, got {length[:20]!r}"}
+                413,
+                {
+                    "error": f"expected a request with a Content-Length up to {MAX_REQUEST_BYTES}, got "
+                    f"{length[:20]!r}; send less"
+                },
             )
         try:
             assert isinstance(self.server, VerifierServer)
@@ -335,11 +356,14 @@ class _Handler(BaseHTTPRequestHandler):
 def _parse_request(request: Any, code: CodeRewardConfig) -> tuple[str, CodeTests, CodeRewardConfig]:
     if not isinstance(request, dict) or not isinstance(request.get("generation"), str):
         got = str(request)[:200]
-        raise ValueError(f'expected {{"in_outs": ..., "generation": text, "timeout": seconds}}, got {got}')
+        raise ValueError(
+            f'malformed request: expected {{"in_outs": ..., "generation": text, "timeout": seconds}}, got {got}; '
+            f"correct the client"
+        )
     tests = parse_tests({"test_cases": request.get("in_outs")})
     settings = request.get("settings", {})
     if not isinstance(settings, dict):
-        raise ValueError(f"settings: expected an object, got {settings!r}")
+        raise ValueError(f"malformed request: settings: expected an object, got {settings!r:.200}; correct the client")
     asked: dict[str, Any] = {
         "time_limit_s": _at_most(request.get("timeout"), code.time_limit_s),
         "total_time_limit_s": _at_most(settings.get("total_timeout"), code.total_time_limit_s),

@@ -1,12 +1,13 @@
-"""Reads the tests of a code row, and decides whether a program's output is what a test expects. Pure.
+"""Reads the tests of a row for programs, and decides whether a program's output is right. No program is run here.
 
-Tests are read when data is loaded and when an answer is graded. ``test_cases`` is ``{"inputs": [...], "outputs":
-[...]}``, or that as JSON text, with ``fn_name`` inside it or next to it for tests that call a function.
+Tests are read when data is loaded and when a program is scored. A row's ``test_cases`` is ``{"inputs": [...],
+"outputs": [...]}``, or JSON text of such an object. For tests that call a function, ``fn_name`` is a key of
+``test_cases`` or of the row.
 
-Outputs are compared in the trusted process; all of them are hostile. They are compared token by token: an integer is
-exact, and another number may differ by the test's tolerance. Colossal-RL compares in six steps, the first that agrees
-wins, and the last compares the *sets* of the lines' tokens. By that step a program that prints both YES and NO passes
-every test with several answers, so it is left out unless asked for.
+A program may print anything to deceive the comparison. Outputs are compared token by token. An integer must be exact,
+and another number may differ by the test's tolerance. Colossal-RL compares in six steps and accepts an output if any
+step accepts it. Its last step compares the *set* of tokens of each line. A program that prints both YES and NO would
+pass many tests in that step, so it is used only if ``compare`` is ``cascade``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Literal
 Compare = Literal["tokens", "cascade"]
 
 TOLERANCE = 1e-6
-"""Default tolerance of non-integers, both absolute and relative to the expected number."""
+"""Default tolerance for numbers that are not integers, both absolute and relative to the expected number."""
 
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
@@ -32,10 +33,10 @@ _MOST_TIMES_LONGER, _SPARE_CHARS = 4, 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class CodeTest:
-    """One test.
+    """One test of a program.
 
-    For a program, ``given`` is standard input and ``expected`` standard output, both text. For a function, ``given`` is
-    a JSON list of arguments and ``expected`` the return value.
+    If the program is a script, ``given`` is the text on standard input and ``expected`` the text on standard output.
+    If a function is called, ``given`` is a JSON list of arguments and ``expected`` is the return value.
     """
 
     given: str
@@ -44,10 +45,10 @@ class CodeTest:
 
 @dataclass(frozen=True, slots=True)
 class CodeTests:
-    """The tests of one row. There is at least one.
+    """The tests of one row, at least one.
 
-    ``function`` is the name of the function to call. It is None if the program is a script. ``tolerance`` limits the
-    error of a number that is not an integer: it may be at most ``tolerance * max(1, abs(expected))``.
+    ``function`` is the name of the function to call. It is None if the program is a script. A number that is not an
+    integer may differ from the expected number by at most ``tolerance * max(1, abs(expected))``.
     """
 
     tests: tuple[CodeTest, ...]
@@ -56,20 +57,23 @@ class CodeTests:
 
 
 def parse_tests(reward_data: Mapping[str, Any]) -> CodeTests:
-    """Read the tests of one row.
+    """Read and check the tests in ``reward_data``, the fields of a row.
 
-    A script's input and output may be a list of lines. A function's arguments may be a list, or text with one JSON
-    value a line; what it returns may be any value but text, or JSON text. ``test_cases.tolerance`` is 1e-6 if unset.
+    For a script, an input or output is text or a list of lines. For a function, an input is a list of arguments, or
+    text with one JSON value per line. An output is the return value, which is read as JSON if it is text. If unset,
+    ``test_cases.tolerance`` is 1e-6.
 
     Raises:
-        ValueError: it has none, or they are malformed; the message says which.
+        ValueError: the row has no tests, or a test is malformed. The message names the field.
     """
     cases = reward_data.get("test_cases")
     if isinstance(cases, str):
         try:
             cases = json.loads(cases)
         except ValueError as error:
-            raise ValueError(f"test_cases: expected an object or JSON text, got other text ({error})") from None
+            raise ValueError(
+                f"test_cases: expected an object or JSON text, got text that is not JSON ({error})"
+            ) from None
     if not isinstance(cases, dict):
         raise ValueError(f'test_cases: expected {{"inputs": [...], "outputs": [...]}}, got {_short(cases)}')
     inputs, outputs = cases.get("inputs"), cases.get("outputs")
@@ -131,10 +135,10 @@ def _short(value: Any) -> str:
 
 
 def outputs_agree(expected: str, output: str, *, compare: Compare, tolerance: float = TOLERANCE) -> bool:
-    """Whether the text that a script printed is right.
+    """Return whether ``output``, the text that a script printed, is right.
 
-    The tokens must agree in order; white space, line breaks included, only separates them. ``cascade`` also accepts
-    lines in any order, with tokens in any order.
+    Tokens are separated by white space, which includes line breaks. The tokens must agree with those of ``expected``,
+    in order. With ``compare = "cascade"``, lines and the tokens of a line may also be in any order.
     """
     if _is_too_long(len(output), len(expected)):
         return False
@@ -147,10 +151,10 @@ def outputs_agree(expected: str, output: str, *, compare: Compare, tolerance: fl
 
 
 def values_agree(expected: Any, answer: bytes, *, compare: Compare, tolerance: float = TOLERANCE) -> bool:
-    """Whether the value that a function returned is right. ``answer`` is its JSON.
+    """Return whether ``answer``, the JSON of the value that a function returned, is right.
 
-    It must equal ``expected``, or the only item of ``expected``, because some data sets wrap values in a list;
-    ``cascade`` also accepts the first of several items.
+    The value must equal ``expected``. Because some datasets wrap values in a list, it may also equal the only item of
+    the list ``expected``, and with ``compare = "cascade"`` the first of several items.
     """
     if _is_too_long(len(answer), len(json.dumps(expected))):
         return False
@@ -166,12 +170,15 @@ def values_agree(expected: Any, answer: bytes, *, compare: Compare, tolerance: f
 
 
 def _is_too_long(length: int, expected_length: int) -> bool:
-    """Whether the text is too long to be right. Comparing megabytes would block other threads."""
+    """Return whether an output of ``length`` characters is too long to be right.
+
+    Such an output is not compared, because comparing megabytes would block other threads.
+    """
     return length > _MOST_TIMES_LONGER * expected_length + _SPARE_CHARS
 
 
 def _sets_of_lines(text: str) -> set[frozenset[str]]:
-    """Return the set of tokens of each line that is not blank."""
+    """Return the set whose items are the sets of tokens of the lines. Blank lines are left out."""
     return {frozenset(tokens) for line in text.split("\n") if (tokens := line.split())}
 
 

@@ -1,6 +1,7 @@
-"""The checks that any reward must pass, built-in or your own. Needs no test framework.
+"""The checks that every reward must pass, whether it is built in or the user's own. They need no test framework.
 
-A reward and one example row enter; a list of problems leaves, empty if there are none. From the command line::
+The input is a reward and an example row. The output is a list of problems, which is empty if the reward passes. The
+checks can be run from the command line::
 
     python -m async_rl.rewards.conformance file.py:function '{"gt_answer": "42"}' 'a text with the right answer'
 """
@@ -42,18 +43,18 @@ HOSTILE_TEXTS: Mapping[str, str] = {
     "program that kills": "```python\nimport os\nos.kill(os.getppid(), 9)\n```",
     "fence never closed": "```python\n" * 20_000,
 }
-"""Texts that a model may produce; a reward must score each of them."""
+"""Unusual texts that a model may write, each with a name. A reward must score all of them without an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A row of the data, and what is known of answers to it.
+    """An example row for the checks, with texts of a right and of a wrong answer.
 
     Attributes:
         reward_data: the row's fields, such as ``gt_answer``.
-        right: a text that must have accuracy 1, if one is known.
-        wrong: a text that must have accuracy below 1, if one is known.
-        row_fields: the fields without which the row can't be scored.
+        right: a text that must get accuracy 1. None if no such text is known.
+        wrong: a text that must get an accuracy below 1. None if no such text is known.
+        row_fields: the fields that the row must have. Without one of them, the reward must raise RewardError.
     """
 
     reward_data: Mapping[str, Any]
@@ -64,7 +65,7 @@ class Example:
 
 @dataclass(slots=True)
 class _Checks:
-    """One run of the suite: the reward, its example, and what was found wrong so far."""
+    """All checks on one reward. ``run`` makes the checks, and ``problems`` has a sentence for each problem found."""
 
     reward: Reward
     example: Example
@@ -88,7 +89,10 @@ class _Checks:
         return self.problems
 
     def _score(self, name: str, text: str) -> RewardOutput | None:
-        """Score ``text`` twice and return the output; None if the output is invalid."""
+        """Score ``text`` twice, check that the outputs are equal, and return the first one. None if one is invalid.
+
+        ``name`` is the name of the text in problems.
+        """
         outputs: list[RewardOutput] = []
         for _ in range(2):
             output = self._called(f"text {name!r}", lambda: self.reward(self._item(text)))
@@ -122,7 +126,10 @@ class _Checks:
             self.problems.append(f"the wrong answer: expected accuracy below 1, got {scored['wrong'].accuracy}")
 
     def _check_group(self, scored: Mapping[str, RewardOutput], texts: Mapping[str, str]) -> None:
-        """Check that a group gets the outputs of its rollouts, in order, unless the reward compares rollouts."""
+        """Check that scoring a group returns the same outputs, in order, as scoring its rollouts one by one.
+
+        If the reward compares the rollouts of a group, only check that each output is valid.
+        """
         names = [name for name in ("empty", "blank", "infinite", "right", "wrong") if name in scored]
         items = [self._item(texts[name]) for name in names]
         outputs = self._called("a group", lambda: score_group(self.reward, items))
@@ -141,7 +148,7 @@ class _Checks:
                 self._is_valid(name, output)
 
     def _check_threads(self, scored: Mapping[str, RewardOutput]) -> None:
-        """Check concurrent calls: generators call a reward from several threads."""
+        """Check that several threads can call the reward at the same time, as generators do."""
         if "right" not in scored:
             return
         item, found = self._item(self.example.right or ""), list[RewardOutput]()
@@ -181,7 +188,11 @@ class _Checks:
                 self.problems.append(f"counter {name!r}: expected a count of at least 0, got {count!r}")
 
     def _called(self, what: str, call: Callable[[], T]) -> T | None:
-        """Return the result of ``call``; None if it raises. Raises TimeoutError if it does not end."""
+        """Return the result of ``call``. If ``call`` raises an error, note a problem with ``what`` and return None.
+
+        Raises:
+            TimeoutError: ``call`` did not end within the time limit. This is noted as a problem too.
+        """
         try:
             return _bounded(call, self.time_limit_s)
         except TimeoutError:
@@ -197,16 +208,19 @@ class _Checks:
 
 
 def check_reward(reward: Reward, example: Example, *, time_limit_s: float = 60.0) -> list[str]:
-    """Run every check on ``reward``. Return a sentence for each problem.
+    """Run all checks on ``reward`` with the row ``example``. Return a sentence for each problem.
 
-    Args:
-        time_limit_s: wall-clock seconds that one call may take.
+    ``time_limit_s`` is the time in wall-clock seconds that one call of the reward may take.
     """
     return _Checks(reward, example, time_limit_s).run()
 
 
 def _bounded(call: Callable[[], T], time_limit_s: float) -> T:
-    """Run ``call`` in a separate thread, so that a hanging call can be abandoned. Return or raise its outcome."""
+    """Run ``call`` in a separate thread. Return its result, or raise its error.
+
+    Raises:
+        TimeoutError: ``call`` did not end within ``time_limit_s`` seconds. Its thread goes on in the background.
+    """
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -231,7 +245,10 @@ def _is_number(value: object) -> bool:
 
 
 def main() -> int:
-    """Check the reward that the command line names; exit code 1 if something is wrong with it."""
+    """Check the reward that the command line names, and print the problems.
+
+    Return the exit code: 0 if there is no problem, 1 if there are problems, 2 if the reward can't be built.
+    """
     if len(sys.argv) not in (3, 4):
         sys.stderr.write("usage: python -m async_rl.rewards.conformance NAME ROW_AS_JSON [RIGHT_TEXT]\n")
         return 2

@@ -1,14 +1,14 @@
-r"""Are two answers the same mathematics? Called by the math reward with the row's answer and an extracted one.
+r"""Decides whether the row's answer and the model's answer are the same mathematics. ``answers`` calls it.
 
-Three steps, the first that decides wins: two plain numbers are compared exactly; answers that are typeset alike are
-equal; anything else is asked of math_verify in a child process under a time limit. Colossal-RL's fallback (compare
-after removing spaces, braces and commas) is replaced by the second step, which never joins what is apart: there
-``1,2`` equals ``12`` and ``\frac{1}{23}`` equals ``\frac{12}{3}``, here they don't.
+There are three steps, and the first step that can decide does. First, two plain numbers are compared exactly. Second,
+answers that are typeset alike are equal. Third, math_verify compares the answers in a child process with a time limit.
+Colossal-RL has another fallback, which removes spaces, braces and commas: there ``1,2`` equals ``12``, and
+``\frac{1}{23}`` equals ``\frac{12}{3}``. In the second step here they differ.
 
-Before math_verify is asked, ``surely_different`` finds differences that it overlooks: it drops the base of ``12_5``,
-ignores text after a number (``5\text{ is wrong}``), a relation before it and all lines but one, and compares the right
-side of an equation with a number, whatever is on the left. ``spelled_out`` inserts the braces that its parser
-needs: TeX takes the next character or group as an argument, so ``\frac12`` is a half and ``\sqrt3`` a root.
+Before the third step, ``surely_different`` finds differences that math_verify overlooks. math_verify drops the base of
+``12_5``. It ignores text after a number (``5\text{ is wrong}``), a relation before a number and all lines but one. It
+compares the right side of an equation with a number, whatever the left side is. ``spelled_out`` inserts the braces that
+math_verify's parser needs, because TeX takes the next character or group as an argument: ``\frac12`` is a half.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from async_rl.rewards.extraction import closing_brace
 from async_rl.rewards.verifier import MathVerifier
 
 MAX_ANSWER_CHARS = 1000
-"""Longer answers are compared as text only; they are never parsed."""
+"""Maximum length of answers that are parsed. Longer answers are equal only if their texts are equal."""
 
 MAX_NESTING = 16
-"""More deeply nested answers are never parsed: parsers recurse."""
+"""Maximum depth of nested brackets in answers that math_verify parses, because its parser is recursive."""
 
 _GROUPED = r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3})+"
 _DECIMAL = re.compile(rf"(?:(?P<whole>{_GROUPED}|[0-9]+)(?:\.(?P<part>[0-9]*))?|\.(?P<only_part>[0-9]+))\.?")
@@ -52,14 +52,14 @@ _INEQUALITY = re.compile(r"[<>\u2264\u2265\u2260]|\\(?:leq?|geq?|leqslant|geqsla
 _REGION = re.compile(r"\\(?:in|infty|cup|cap|setminus|mathbb|emptyset|varnothing)(?![A-Za-z])|[\[(][^()\[\]]*,")
 _RATIO = re.compile(r"[0-9]\s*:\s*[0-9]")
 _LINE_BREAK = re.compile(r"\\\\(?![A-Za-z]{2})")
-"""Before two letters it is a command whose backslash was escaped once more."""
+"""Finds a line break, which is two backslashes. Two backslashes before two letters are a command that was escaped."""
 _TEXT_WITH_DIGITS = re.compile(r"\\(?:text|textnormal|textrm|mbox|mathrm|operatorname)\s*\{[^{}]*[0-9][^{}]*\}")
 _COMMAND_WITHOUT_TEXT = re.compile(r"\\[A-Za-z]+")
 _CLAIM_WORDS = frozenset({
     "is", "are", "was", "not", "no", "nor", "isn", "never", "wrong", "incorrect", "false", "true", "maybe", "perhaps",
     "possibly", "either", "but", "except", "than",
 })  # fmt: skip
-"""Words that turn the text around a number into a sentence. No unit contains them."""
+"""Words that turn the text around a number into a sentence. They are not parts of units."""
 _LIST_WORDS = frozenset({"and", "or"})
 _BRACKETS = re.compile(r"\([^()]*\)|\{[^{}]*\}|\[[^\[\]]*\]")
 _SUM = re.compile(r"[^\s(\[{,^_=]\s*[+\-]")
@@ -72,16 +72,18 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 
 
 def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_limit_s: float) -> bool:
-    """Whether ``prediction`` states the answer ``gold``. A comparison that times out or crashes says no.
+    """Return whether ``prediction`` and ``gold`` are the same mathematics.
+
+    Return False if the comparison by ``verifier`` times out or crashes. ``verifier`` counts such comparisons.
 
     Args:
-        gold: the row's answer, trusted.
-        prediction: the model's, hostile.
-        verifier: counts what timed out.
-        time_limit_s: wall-clock seconds for math_verify.
+        gold: the row's answer.
+        prediction: the model's answer. It may be any text.
+        verifier: runs math_verify, if the first two steps can't decide.
+        time_limit_s: processor seconds that math_verify may use.
 
     Raises:
-        RewardError: the verifier does not start.
+        RewardError: the verifier's processes can't be started.
     """
     gold, prediction = gold.strip(), prediction.strip()
     if not gold or not prediction:
@@ -107,9 +109,9 @@ def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_li
 
 
 def canonical_form(answer: str) -> Fraction | str:
-    """Return a key that two answers share only if ``answers_equal`` finds them equal without the verifier.
+    """Return a key of ``answer`` for comparisons without math_verify. Answers with the same key are equal.
 
-    Answers with different keys may still be equal: ``x+1`` and ``1+x``.
+    Equal answers can have different keys, for example ``x+1`` and ``1+x``.
     """
     answer = answer.strip()
     if len(answer) > MAX_ANSWER_CHARS:
@@ -122,13 +124,13 @@ def canonical_form(answer: str) -> Fraction | str:
 
 
 def plain_number(text: str) -> Fraction | None:
-    r"""The exact value of a plain number; None if ``text`` is anything else.
+    r"""Return the exact value of ``text`` if it is a plain number, else None.
 
-    Integers, decimals, fractions (``1/2``, ``\frac{1}{2}``), mixed numbers (``1 1/2``) and scientific notation
-    (``1.2\times 10^3``), with an optional sign, dollar sign, thousands separators where they belong and a full stop at
+    Plain numbers are integers, decimals, fractions (``1/2``, ``\frac{1}{2}``), mixed numbers (``1 1/2``) and scientific
+    notation (``1.2\times 10^3``). They may have a sign, a dollar sign, correct thousands separators and a full stop at
     the end: ``$1,234.50``, ``+.5``, ``-\frac12``, ``10\,000``.
 
-    Not ``12,34``, ``1e3``, ``50%``, ``1/0`` or anything with a unit.
+    ``12,34``, ``1e3``, ``50%``, ``1/0`` and numbers with a unit are not plain numbers.
     """
     text = _unwrapped(text)
     text = re.sub(r"\{,\}|,\\!", ",", text)
@@ -169,7 +171,10 @@ def _fraction(text: str) -> Fraction | None:
 
 
 def _is_float_of(text: str, number: Fraction, exact: Fraction) -> bool:
-    """Whether a decimal too long to be written by hand is ``exact`` rounded or cut at its last place."""
+    """Return whether the decimal ``text``, whose value is ``number``, is ``exact`` rounded or cut at its last place.
+
+    Return False for a decimal with few places, because a person may have written it as an exact answer.
+    """
     places = re.search(r"\.([0-9]+)", text)
     return (
         places is not None
@@ -179,11 +184,11 @@ def _is_float_of(text: str, number: Fraction, exact: Fraction) -> bool:
 
 
 def typeset_form(text: str) -> str:
-    r"""Return a form that two texts share only if they print alike.
+    r"""Return the normal form of an answer in LaTeX. Two answers have the same normal form only if they print alike.
 
-    ``\left( \dfrac{1}{2}, x^{2} \right)`` and ``(\frac{1}{2},x^2)`` share one.
-    Removes math delimiters, wrappers around the whole, a full stop at the end, sizing commands, and space that has no
-    letter or digit on one of its sides; drops braces only around a single character after ``^`` or ``_``.
+    ``\left( \dfrac{1}{2}, x^{2} \right)`` and ``(\frac{1}{2},x^2)`` have the same normal form. Math delimiters,
+    commands around the whole text, a full stop at the end, and commands for size are removed. A space is removed unless
+    there is a letter or digit on both sides. Braces are removed only around a single character after ``^`` or ``_``.
     """
     text = _unwrapped(text)
     text = re.sub(r"\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", "", text)
@@ -197,9 +202,9 @@ def typeset_form(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Return ``text`` without wrappers around the whole of it.
+    """Return ``text`` without what encloses the whole text: math delimiters, ``\\boxed{}``, ``\\text{}`` and braces.
 
-    Wrappers are math delimiters, ``\\boxed{}``, ``\\text{}``, braces, and a full stop at the end.
+    A full stop at the end is removed too.
     """
     while True:
         before = text = text.strip()
@@ -218,9 +223,10 @@ def _unwrapped(text: str) -> str:
 
 
 def _are_words(gold: str, gold_form: str, prediction: str, form: str) -> bool:
-    """Whether both are words, not products of variables. To math_verify, "listen" equals "silent".
+    """Return whether both answers are words, not products of variables. To math_verify, "listen" equals "silent".
 
-    Bare letters count as words from ``_MIN_WORD_LETTERS`` on: ``ab`` may well equal ``ba``.
+    ``gold_form`` and ``form`` are the answers in ``typeset_form``. Letters without ``\\text{}`` count as a word only
+    from ``_MIN_WORD_LETTERS`` letters on, because ``ab`` and ``ba`` may be equal products.
     """
     if _WORDS.fullmatch(gold_form) is None or _WORDS.fullmatch(form) is None:
         return False
@@ -229,9 +235,9 @@ def _are_words(gold: str, gold_form: str, prediction: str, form: str) -> bool:
 
 
 def _is_parsable(form: str) -> bool:
-    """Return whether math_verify can read the answer ``form`` correctly.
+    """Return whether math_verify can read an answer correctly. ``form`` is the answer in ``typeset_form``.
 
-    All brackets must match and must not be nested deeper than ``MAX_NESTING``, and no two numbers may be adjacent:
+    All brackets must match and must not be nested deeper than ``MAX_NESTING``. No two numbers may be adjacent.
     math_verify would read ``5 5`` as 10, and ``5}{6`` as 5.
     """
     if re.search(r"[0-9.] [0-9.]", form):
@@ -249,10 +255,10 @@ def _is_parsable(form: str) -> bool:
 
 
 def surely_different(gold: str, prediction: str) -> bool:
-    """Whether two answers in ``typeset_form`` differ in something that math_verify ignores.
+    """Return whether two answers in ``typeset_form`` differ in something that math_verify ignores.
 
-    That is a base, units, being an equation at all, and what only the prediction has: an inequality, a ratio, or
-    words that are no unit.
+    math_verify ignores different bases and units, and whether an answer is an equation. It also ignores an inequality,
+    a ratio, and words other than units, which make a difference if only the prediction has them.
     """
     gold_value, value = based_integer(gold), based_integer(prediction)
     if gold_value is not None and value is not None:
@@ -270,7 +276,10 @@ def surely_different(gold: str, prediction: str) -> bool:
 
 
 def _says_more(gold: str, prediction: str) -> bool:
-    """Whether ``prediction`` has words that make a claim, or offer a choice, which ``gold`` does not."""
+    """Return whether ``prediction`` has words such as ``not`` or ``or``, and ``gold`` has no such words.
+
+    Such words make a statement about the number, or offer a choice between several numbers.
+    """
     words, gold_words = _words_in(prediction), _words_in(gold)
     is_list = "," in gold or ";" in gold or "\\pm" in gold or gold_words & _LIST_WORDS
     return bool((words & _CLAIM_WORDS) - gold_words) or bool(words & _LIST_WORDS and not is_list)
@@ -281,7 +290,7 @@ def _words_in(form: str) -> set[str]:
 
 
 def based_integer(text: str) -> int | None:
-    """The value of an integer with its base as a subscript (``204_5`` is 54); None if ``text`` is anything else."""
+    """Return the value of an integer with its base as a subscript: 54 for ``204_5``. None for any other text."""
     found = _BASED.fullmatch(text)
     if found is None:
         return None
@@ -293,7 +302,10 @@ def based_integer(text: str) -> int | None:
 
 
 def unit_of(text: str) -> str:
-    r"""Return the unit in ``\text{...}`` after a number, with its power, lower case, singular; empty if none."""
+    r"""Return the unit that follows a number in ``\text{...}``. Empty if there is no unit.
+
+    The unit is in lower case, in the singular and has its power: ``cm^2`` for ``5\text{ CM}^2``.
+    """
     found = _UNIT.fullmatch(text)
     if found is None:
         return ""
@@ -303,7 +315,10 @@ def unit_of(text: str) -> str:
 
 
 def _is_equation_of_a_sum(gold: str) -> bool:
-    """Whether it is like ``x+y=3``, which does not mean 3; ``x=3`` or ``f(x)=3`` only names the 3."""
+    """Return whether ``gold`` is an equation with a sum on the left, such as ``x+y=3``.
+
+    Such an equation is not the same answer as ``3``. In ``x=3`` and ``f(x)=3`` the left side is only a name of the 3.
+    """
     sides = _EQUALS.split(gold)
     if len(sides) != 2:
         return False
@@ -314,10 +329,10 @@ def _is_equation_of_a_sum(gold: str) -> bool:
 
 
 def spelled_out(text: str) -> str:
-    r"""``text`` with braces around the arguments of ``\frac`` and ``\sqrt``, and around a fraction in an exponent.
+    r"""Return ``text`` with braces around the arguments of ``\frac`` and ``\sqrt``, and around fractions in exponents.
 
-    ``\frac94\pi`` becomes ``\frac{9}{4}\pi`` and ``x^\frac12`` ``x^{\frac{1}{2}}``. Digits that could belong together
-    are left to the parser: ``\sqrt10`` is a root of 1 to TeX, and of 10 to whoever writes it.
+    ``\frac94\pi`` becomes ``\frac{9}{4}\pi``, and ``x^\frac12`` becomes ``x^{\frac{1}{2}}``. ``\sqrt10`` stays, because
+    it is a root of 1 in TeX, but its author probably means a root of 10.
     """
     text = _SIZES.sub(lambda found: f"\\{found[1]}{found[2]}" if found[1] in ("left", "right") else "", text)
     # From the last to the first, so that the contents of an argument are spelled out already.
@@ -336,7 +351,10 @@ def spelled_out(text: str) -> str:
 
 
 def _frac_in_braces(text: str, start: int) -> str:
-    """``\\frac`` with its two arguments in braces, and the rest of ``text``; unchanged if they are unclear."""
+    """Return ``\\frac`` with its two arguments in braces, followed by the rest of ``text``.
+
+    The first argument begins at the index ``start``. If the arguments are unclear, no braces are added.
+    """
     top_end = _argument_end(text, start)
     bottom_start = None if top_end is None else top_end + (len(text[top_end:]) - len(text[top_end:].lstrip()))
     bottom_end = None if bottom_start is None else _argument_end(text, bottom_start)
@@ -346,7 +364,10 @@ def _frac_in_braces(text: str, start: int) -> str:
 
 
 def _argument_end(text: str, start: int) -> int | None:
-    """Return the end of the argument at ``start``: a group, a command without arguments, or one character."""
+    """Return the index after the TeX argument that begins at ``start``. None if the argument is unclear.
+
+    An argument is a group in braces, a command without arguments, or one character.
+    """
     if start >= len(text) or text[start] in "}^_&":
         return None
     if text[start] == "{":

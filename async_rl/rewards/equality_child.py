@@ -1,13 +1,14 @@
-"""The processes that run math_verify, so that no answer can hang or crash a generator. Started by ``verifier``.
+"""The processes that run math_verify, so that no answer can hang or crash a generator. ``verifier`` starts them.
 
-A *server* imports math_verify once, which takes a second, and forks *workers*, which takes milliseconds. It is started
-with a socket, on which requests are records: ``F`` with a descriptor forks a worker that serves there, and the reply is
-its process id (0 if the fork failed); ``W`` waits for the end of a worker, and the reply is the number of the signal
-that ended it, else 0. The server ends its workers when the socket closes; the kernel ends them when the server dies.
+A *server* process imports math_verify once, which takes a second, and forks *worker* processes, which takes
+milliseconds. The server gets requests on a socket, as records of 5 bytes. The request ``F`` comes with a descriptor. It
+forks a worker that gets its work on this descriptor, and the reply is the worker's process id, or 0 if the fork failed.
+The request ``W`` waits for the end of a worker, and the reply is the signal that ended the worker, or 0. When the
+socket closes or the server dies, all workers end.
 
 A worker reads frames of ``net.streams`` with JSON ``{"gold", "prediction", "time_limit_s"}`` and answers each with
-``{"equal": bool}``. The limit is of processor time, so a busy machine does not turn a right answer into a wrong one.
-Run as ``python -m async_rl.rewards.equality_child DESCRIPTOR PARENT_PID``.
+``{"equal": bool}``. The limit is on processor time, so that a right answer is not scored as wrong on a busy machine.
+The command is ``python -m async_rl.rewards.equality_child DESCRIPTOR PARENT_PID``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from async_rl.net.streams import pack_frame, read_frame
 
 MAX_FRAME_BYTES = 1 << 20
 MEMORY_LIMIT_BYTES = 2 << 30
-"""Address space of one worker."""
+"""Maximum size in bytes of the address space of one worker."""
 RECORD = struct.Struct("<cI")
 READY, FORK, WAIT = b"R", b"F", b"W"
 _ORPHAN_CHECK_S = 5.0
@@ -62,9 +63,10 @@ def main() -> None:
 
 
 def _receive(control: socket.socket, parent_pid: int) -> tuple[bytes, int, int] | None:
-    """Wait for the parent's next request.
+    """Wait for the parent's next request. Return None if the parent has ended.
 
-    Return its kind, a process id, and a file descriptor (-1 if none was sent). Return None if the parent has ended.
+    The result is the kind of the request (``FORK`` or ``WAIT``), a process id, and a file descriptor, which is -1 if
+    the request has none.
     """
     # A process forked from the parent may hold the other end open, so a closed socket is not the only sign.
     while not select.select([control], [], [], _ORPHAN_CHECK_S)[0]:
@@ -78,13 +80,13 @@ def _receive(control: socket.socket, parent_pid: int) -> tuple[bytes, int, int] 
 
 
 def _wait(pid: int) -> int:
-    """Wait for a worker's end. Return the signal that ended it, or 0."""
+    """Wait until the worker ``pid`` has ended. Return the number of the signal that ended the worker, or 0."""
     _, status = os.waitpid(pid, 0)
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
 def _fork_worker(control: socket.socket, descriptor: int, equal: Any) -> int:
-    """Fork a worker that serves on ``descriptor``. Return its process id; 0 if the machine refuses."""
+    """Fork a worker that gets its work on the socket ``descriptor``. Return its process id, or 0 if the fork failed."""
     server = os.getpid()
     try:
         pid = os.fork()

@@ -1,4 +1,7 @@
-"""Extracts the answer from a text: the last box, or the last answer tag. Pure, linear in the text's length."""
+r"""Extracts the answer from a model's text: the content of the last ``\boxed{}`` or of the last ``<answer>`` tag.
+
+The time is linear in the length of the text, so a hostile text can't slow a generator down.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,20 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 class Extraction(NamedTuple):
-    """``answer`` is None if there is none; ``format_valid`` decides whether a right answer is rewarded in training."""
+    """The answer that was extracted from a model's text. ``answer`` is None if the text has no answer.
+
+    ``format_valid`` says whether the text has the required format. A reward may pay only for answers in this format.
+    """
 
     answer: str | None
     format_valid: bool
 
 
 def extract_boxed(text: str) -> Extraction:
-    r"""The content of the last ``\boxed{...}``, stripped; the format is valid if it is there, closed and not blank.
+    r"""Return the stripped content of the last ``\boxed{...}`` in ``text``. The format is valid if it is not blank.
 
-    Only the last one counts: a box that was opened and never closed (a cut answer) is no answer, even if an earlier
-    box was complete. ``\{`` and ``\}`` are LaTeX's printed braces and don't count as braces.
+    There is no answer if the last box is never closed, for example because the text was cut, even if an earlier box is
+    complete. ``\{`` and ``\}`` are printed braces in LaTeX, so they neither open nor close the box.
     """
     start = text.rfind(_BOX)
     end = None if start < 0 else closing_brace(text, start + len(_BOX) - 1)
@@ -30,7 +36,7 @@ def extract_boxed(text: str) -> Extraction:
 
 
 def extract_answer_tag(text: str) -> Extraction:
-    """The content of the last ``<answer>...</answer>``, stripped.
+    """Return the stripped content of the last ``<answer>...</answer>`` in ``text``.
 
     The format is valid if each of ``<think> </think> <answer> </answer>`` occurs exactly once, in this order, and the
     text ends with ``</answer>``. Any text may precede ``<think>``.
@@ -50,16 +56,16 @@ def extract_answer_tag(text: str) -> Extraction:
 
 
 def extract_xml_answer(text: str) -> Extraction:
-    """Return the text from the last ``<answer>`` to the next ``</answer>``, stripped; the whole text without tags.
+    """Return the stripped text from the last ``<answer>`` to the next ``</answer>``. Without tags it is the whole text.
 
-    The format is valid if there is any answer.
+    The format is valid if the answer is not blank.
     """
     answer = text.rpartition(_TAGS[2])[2].partition(_TAGS[3])[0].strip()
     return Extraction(answer or None, bool(answer))
 
 
 def closing_brace(text: str, opening: int) -> int | None:
-    """Return the index of the brace that closes the one at ``opening``; None if it is never closed."""
+    """Return the index of the brace that closes the brace at index ``opening``. None if no brace closes it."""
     depth = 0
     position = opening
     while position < len(text):

@@ -1,8 +1,9 @@
-"""Wraps the user's reward function. It may be sync or async, and may score one rollout or a group.
+"""Wraps the user's reward function. The function may be sync or async, and may score one rollout or a group.
 
-Its parameter names select the form: ``item`` is one ``RewardInput``; ``items`` is the list for one prompt;
-``completions, solutions`` are lists of answer texts and reference answers. A form for one rollout returns a number or a
-``RewardOutput``. A form for a group returns a list of these; DistRL-LLM's returns ``[format, accuracy]`` per rollout.
+The names of the function's parameters select its form. With ``item``, it gets one ``RewardInput`` and returns a number
+or a ``RewardOutput``. With ``items``, it gets the list for one prompt and returns a list of numbers or
+``RewardOutput``s. With ``completions, solutions`` (DistRL-LLM's form), it gets lists of answer texts and reference
+answers, and returns a list with a pair ``[format, accuracy]`` for each rollout.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.records import RewardInput, RewardOutput
 
 MAX_CONCURRENT_CALLS = 64
-"""Calls of an async function that one generator runs at a time. A function that allows fewer holds a semaphore."""
+"""Maximum number of calls of an async function that run at the same time. A function that needs fewer calls at a time
+must use a semaphore."""
 
 _FORMS = (("item",), ("items",), ("completions", "solutions"))
 
 
 class FunctionReward:
-    """Calls ``function`` and checks what it returns. A number becomes a reward part with the function's name.
+    """Calls the user's ``function`` and checks what it returns. A number becomes a reward part named like the function.
 
     If the function is the run's main reward (``is_main``), the number is also the accuracy, so it must be in [0, 1].
     """
@@ -34,12 +36,13 @@ class FunctionReward:
         self, name: str, function: Callable[..., Any], *, scale: float, is_main: bool, time_limit_s: float,
         max_concurrent: int = MAX_CONCURRENT_CALLS,
     ) -> None:  # fmt: skip
-        """``time_limit_s`` bounds each call of an async function; nothing can end a sync one that hangs.
+        """Check the form of ``function`` and store the settings.
 
-        ``max_concurrent`` calls of an async function run at the same time; a sync one is never called twice at once.
+        ``time_limit_s`` limits each call of an async function, and at most ``max_concurrent`` calls run at the same
+        time. A sync function is called by one thread at a time and has no time limit.
 
         Raises:
-            ConfigError: it is not a function of one of the forms above.
+            ConfigError: ``function`` is not a function, or has other parameters than the forms of this module.
         """
         self._name, self._function, self._scale, self._is_main = name, function, scale, is_main
         self._part = name.rpartition(":")[2]
@@ -67,7 +70,10 @@ class FunctionReward:
                 f"the function faster"
             ) from error
         if self._form != "item" and (isinstance(values, str) or len(values) != len(items)):
-            raise RewardError(f"{self._name}: expected {len(items)} values, one for each rollout, got {len(values)}")
+            raise RewardError(
+                f"{self._name}: expected a list of {len(items)} values, one for each rollout, got {len(values)}; "
+                f"correct what the function returns"
+            )
         return [self._output(value) for value in values]
 
     def counters(self) -> dict[str, int]:
@@ -98,7 +104,8 @@ class FunctionReward:
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise RewardError(
-                f"{self._name}: expected a list with a value for each rollout, got {type(values).__name__}"
+                f"{self._name}: expected a list with a value for each rollout, got {type(values).__name__}; correct "
+                f"what the function returns"
             )
         return values
 
@@ -110,7 +117,10 @@ class FunctionReward:
             for part, number in numbers.items():
                 self._check_number(number, part)
             if not 0 <= value.accuracy <= 1:
-                raise RewardError(f"{self._name}: expected an accuracy in [0, 1], got {value.accuracy}")
+                raise RewardError(
+                    f"{self._name}: expected an accuracy in [0, 1], got {value.accuracy}; correct what the function "
+                    f"returns"
+                )
             parts = {part: self._scale * number for part, number in value.parts.items()}
             return RewardOutput(parts, float(value.accuracy), value.extracted)
         self._check_number(value, "")
@@ -124,7 +134,10 @@ class FunctionReward:
     def _format_and_accuracy(self, row: Any) -> RewardOutput:
         row = self._sequence(row)
         if len(row) != 2:
-            raise RewardError(f"{self._name}: expected [format, accuracy] for each rollout, got {len(row)} values")
+            raise RewardError(
+                f"{self._name}: expected [format, accuracy] for each rollout, got {len(row)} values; correct what the "
+                f"function returns"
+            )
         for number in row:
             self._check_number(number, "")
         return RewardOutput({"format": row[0], "accuracy": row[1]}, min(1.0, max(0.0, float(row[1]))))
@@ -132,31 +145,39 @@ class FunctionReward:
     def _check_number(self, value: Any, what: str) -> None:
         if not isinstance(value, int | float) or not math.isfinite(value):
             expected = f"{what} to be a finite number" if what else "a finite number or a RewardOutput"
-            raise RewardError(f"{self._name}: expected {expected}, got {value!r:.80}")
+            raise RewardError(
+                f"{self._name}: expected {expected}, got {value!r:.80}; correct what the function returns"
+            )
 
 
 def _form(name: str, function: Any) -> str:
-    """Return the form of ``function``: ``item``, ``items`` or ``completions``."""
+    """Return the form of ``function``: the name of its first parameter, ``item``, ``items`` or ``completions``.
+
+    Raises:
+        ConfigError: ``function`` has other parameters, or is not a function. The message begins with ``name``.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        raise ConfigError(f"{name}: expected a function, got {type(function).__name__}") from None
+        raise ConfigError(
+            f"{name}: expected a function, got {type(function).__name__}; name a function (see docs/rewards.md)"
+        ) from None
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = tuple(p.name for p in parameters if p.default is p.empty and p.kind in positional)
     if needed not in _FORMS:
         raise ConfigError(
             f"{name}: expected a function with parameters (item), (items) or (completions, solutions), got "
-            f"({', '.join(needed)}); see docs/rewards.md"
+            f"({', '.join(needed)}); rename its parameters (see docs/rewards.md)"
         )
     return needed[0]
 
 
 class AsyncCalls:
-    """Runs async calls for any number of threads, in one event loop that lives as long as the reward.
+    """Runs the async calls of all threads in one event loop, which runs in a thread until ``close``.
 
-    At most ``max_concurrent`` calls run at the same time; each is cancelled ``time_limit_s`` after it began (waiting
-    for its turn does not count). The loop's thread starts with the first call. What a function keeps between calls,
-    such as a session, stays usable.
+    At most ``max_concurrent`` calls run at the same time. A call is cancelled ``time_limit_s`` seconds after it began;
+    the time before it began does not count. Because all calls use the same loop, a function can keep objects such as
+    network sessions between calls.
     """
 
     def __init__(self, *, max_concurrent: int, time_limit_s: float) -> None:
@@ -167,18 +188,18 @@ class AsyncCalls:
         self._slots: asyncio.Semaphore | None = None
 
     def results(self, calls: Sequence[Callable[[], Coroutine[Any, Any, Any]]]) -> list[Any]:
-        """Wait for all calls and return their results, in order. Any thread may call it.
+        """Run all ``calls`` and return their results, in order. Any thread may call this.
 
         Raises:
-            TimeoutError: one took too long.
-            Exception: the first error of a call; the other calls are cancelled.
+            TimeoutError: a call took longer than the time limit.
+            Exception: the first error that a call raised. The other calls are cancelled.
         """
         with self._lock:
             loop = self._running_loop()
         return asyncio.run_coroutine_threadsafe(self._gathered(calls), loop).result()
 
     def close(self) -> None:
-        """Cancel all calls and stop the loop."""
+        """Cancel all running calls and stop the event loop."""
         with self._lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is not None and thread is not None:
@@ -208,7 +229,7 @@ class AsyncCalls:
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, then cancel the running calls and wait until they end."""
+    """Run the event loop ``loop`` until it is stopped. Then cancel the running calls and wait until they end."""
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()

@@ -1,6 +1,6 @@
-"""The input, the output and the protocol of rewards. The generator's worker calls a reward once for each rollout.
+"""The types of a reward: its input (``RewardInput``), its output (``RewardOutput``) and its methods (``Reward``).
 
-A reward may also score all rollouts of a group at once (``GroupReward``).
+A generator calls a reward once for each rollout. A ``GroupReward`` may score all rollouts of a group in one call.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from async_rl.records import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class RewardInput:
-    """One finished rollout.
+    """One finished rollout, as a reward gets it.
 
     Attributes:
-        text: the sampled tokens decoded, without special tokens; the prompt is not in it.
+        text: the text that the model sampled, without the prompt and without special tokens.
         reward_data: the row's fields for the reward, such as ``gt_answer``.
-        num_tokens: sampled tokens, end-of-sequence token included.
-        max_new_tokens: the lease's limit on ``num_tokens``.
-        finish_reason: ``length`` if it was cut.
+        num_tokens: number of sampled tokens, the end-of-sequence token included.
+        max_new_tokens: the limit on ``num_tokens`` for this rollout.
+        finish_reason: ``length`` if the text was cut at a limit.
     """
 
     text: str
@@ -33,10 +33,14 @@ class RewardInput:
 
 @dataclass(frozen=True, slots=True)
 class RewardOutput:
-    """``parts`` are summed to the reward; ``accuracy`` (1.0, 0.0, or a partial credit between) has no shaping in it.
+    """The score of one rollout.
 
-    ``extracted`` is the answer that was found in the text, for the logs; None if there is none. ``has_answer`` says
-    whether the text holds one that counts, for the penalty on over-long answers; if None, ``extracted`` decides.
+    Attributes:
+        parts: name -> value of each part of the reward. The reward is the sum of the parts.
+        accuracy: how right the answer is, from 0.0 to 1.0. Scales and penalties do not change it.
+        extracted: the answer that was found in the text, for logs. None if the text has no answer.
+        has_answer: whether the text has an answer, for the penalty on over-long answers. If None, the text has an
+            answer if ``extracted`` is not None.
     """
 
     parts: dict[str, float]
@@ -46,48 +50,48 @@ class RewardOutput:
 
 
 class Reward(Protocol):
-    """A reward function and the processes that it needs. Any thread may call it; close it once."""
+    """A reward function and the processes that it needs. Any thread may call it. ``close`` is called once."""
 
     def __call__(self, item: RewardInput) -> RewardOutput:
-        """Score one rollout.
+        """Return the score of one rollout.
 
         Raises:
-            RewardError: the rollout can't be scored; never raised for a wrong answer.
+            RewardError: the rollout can't be scored. A wrong answer does not cause this error.
         """
         ...
 
     def counters(self) -> dict[str, int]:
-        """Events since the start, by name, for metrics (``verifier_timed_out``, ...)."""
+        """Return counts of events since the start, for metrics, with names such as ``verifier_timed_out``."""
         ...
 
     def close(self) -> None:
-        """End the reward's processes; the next call would start them again."""
+        """End the reward's processes."""
         ...
 
 
 @runtime_checkable
 class GroupReward(Protocol):
-    """A reward that can score the rollouts of one prompt together, or await several at a time."""
+    """A reward that can score several rollouts of one prompt in one call."""
 
     @property
     def is_async(self) -> bool:
-        """Whether the reward awaits calls. If so, many threads score answers at the same time."""
+        """Whether the reward mostly waits for async calls. If so, generators score with many threads at a time."""
         ...
 
     @property
     def needs_whole_group(self) -> bool:
-        """Whether it scores all rollouts of a lease in one call, instead of each when it is finished."""
+        """Whether the reward must get all rollouts of a group in one call. If not, each is scored when it finishes."""
         ...
 
     def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
-        """Score several rollouts of one prompt, in order.
+        """Return the scores of several rollouts of one prompt, in the order of ``items``.
 
         Raises:
-            RewardError: they can't be scored.
+            RewardError: a rollout can't be scored.
         """
         ...
 
 
 def score_group(reward: Callable[[RewardInput], RewardOutput], items: Sequence[RewardInput]) -> list[RewardOutput]:
-    """Score each of ``items``, together where ``reward`` can."""
+    """Return the scores of ``items``, in order. A ``GroupReward`` scores all in one call, other rewards one by one."""
     return reward.score_group(items) if isinstance(reward, GroupReward) else [reward(item) for item in items]

@@ -1,9 +1,9 @@
-"""Builds the reward that ``[reward]`` describes. Called by generators, evaluation and preflight.
+"""Builds the reward that the config's section ``[reward]`` describes, for generators, evaluations and checks.
 
-It is a ``RewardSum``: the main reward, others added with weights, then the penalty for over-long answers, which is
-DAPO's equation 13 (arXiv:2503.14476) or Colossal-RL's variant of it. There L is ``max_new_tokens``, and C is
-``cache_length``. ``REWARDS`` is the table of built-in rewards; a name of the form ``module:function`` is the user's own
-code (``functions``, ``process.user_code``). See docs/rewards.md.
+The result is a ``RewardSum``. It adds the main reward, further rewards with weights, and the penalty for over-long
+answers. The penalty is DAPO's equation 13 (arXiv:2503.14476) or Colossal-RL's variant of it. In their formulas L is
+``max_new_tokens`` and C is ``cache_length``. ``REWARDS`` is the table of built-in rewards. A name such as
+``module:function`` or ``file.py:function`` is a function of the user. See docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOut
 from async_rl.rewards.verifier import MathVerifier
 
 Builder = Callable[[Config, float], Reward]
-"""Builds a reward from the config and ``reward.scale``."""
+"""A function of the config and a scale. It builds a reward whose parts are multiplied by the scale."""
 
 
 def build_reward(config: Config, *, code_digests: Mapping[str, str] | None = None) -> RewardSum:
-    """Build the reward that ``config`` asks for; close it. Its processes start when first needed, a sandbox at once.
+    """Build and return the reward that ``config`` describes. The caller must close the reward.
+
+    A sandbox is started at once. The reward's other processes start when they are needed first.
 
     Args:
-        code_digests: the learner's digests of the user's own code; if unset, this machine's code is not compared.
+        code_digests: name -> digest of the user's code on the learner. This machine's code must have the same digests.
+            If None, digests are not compared.
 
     Raises:
-        ConfigError: code is not allowed here, is missing, differs from the learner's, or is no reward function.
-        SandboxError: programs must be graded, and the sandbox or the verifier does not work.
+        ConfigError: the user's code is not allowed on this machine, is missing, differs from the learner's, or is not a
+            reward function.
+        SandboxError: the reward runs programs, and the sandbox or the verifier does not work.
     """
     main = _named(config.reward.type, config, config.reward.scale, code_digests, is_main=True)
     extras = [
@@ -59,7 +63,7 @@ def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, s
 
 
 def _answer_reward(name: str, extract: Callable[[str], Extraction]) -> Builder:
-    """Return the builder of the reward ``name``, which compares the answer that ``extract`` finds with the row's."""
+    """Return the builder of the reward ``name``, an ``AnswerReward`` that finds answers with ``extract``."""
 
     def build(config: Config, scale: float) -> AnswerReward:
         is_mathematics = REWARD_TYPES[name].compares_mathematics and config.reward.equality == "math"
@@ -77,10 +81,10 @@ def _answer_reward(name: str, extract: Callable[[str], Extraction]) -> Builder:
 
 
 def _code_reward(config: Config, scale: float) -> CodeReward:
-    """Build the reward for programs; start its sandbox or check its verifier.
+    """Build the reward for programs. Start the sandbox, or check the verifier at ``reward.code.endpoint``.
 
     Raises:
-        SandboxError: the sandbox or the verifier does not work; the message says what to do.
+        SandboxError: the sandbox or the verifier does not work. The message says what to do.
     """
     code = config.reward.code
     return CodeReward(
@@ -98,15 +102,19 @@ REWARDS: Mapping[str, Builder] = {
     "xml_format": lambda config, scale: XmlFormatReward(scale=scale),
     "code": _code_reward,
 }
-"""How each reward is built. ``config.reward.REWARD_TYPES`` has the same names."""
+"""The builder of each built-in reward, by name. ``config.reward.REWARD_TYPES`` has the same names."""
 
 
 OverlongPenalty = Callable[[RewardInput, float, bool], float]
-"""Maps (rollout, reward earned, whether it has an answer) to a penalty <= 0. Both numbers are shares of the scale."""
+"""A function of a rollout, the reward that the rollout earned, and whether the rollout has an answer. It returns the
+penalty, which is at most 0. Reward and penalty are shares of ``reward.scale``."""
 
 
 class Extra(NamedTuple):
-    """A further reward. Its parts are summed, times ``weight``, to one part called ``name``; accuracy is ignored."""
+    """A reward that is added to the main reward.
+
+    The sum of its parts, times ``weight``, becomes one part called ``name``. Its accuracy is ignored.
+    """
 
     name: str
     reward: Reward
@@ -114,9 +122,11 @@ class Extra(NamedTuple):
 
 
 class RewardSum:
-    """``main``'s parts, one part for every extra, and ``overlong``: the penalty times ``scale``.
+    """The run's whole reward: the main reward, further rewards, and the penalty for over-long answers.
 
-    Accuracy and the extracted answer are ``main``'s. Without ``overlong`` there is no such part.
+    Its output has the parts of ``main``, one part for each of ``extras``, and the part ``overlong``, which is the
+    penalty times ``scale``. Without a penalty there is no part ``overlong``. The accuracy and the extracted answer are
+    those of ``main``.
     """
 
     def __init__(
@@ -151,7 +161,7 @@ class RewardSum:
         return [RewardOutput(sums, o.accuracy, o.extracted) for sums, o in zip(parts, outputs, strict=True)]
 
     def counters(self) -> dict[str, int]:
-        """The counters of all rewards; counters of the same name are summed."""
+        """Return the counters of all rewards. Counters of the same name are summed."""
         total: dict[str, int] = {}
         for reward in self._rewards:
             for name, count in reward.counters().items():
@@ -164,7 +174,7 @@ class RewardSum:
 
 
 def overlong_penalty(config: Config) -> OverlongPenalty | None:
-    """Return the penalty that ``reward.overlong`` and ``reward.soft_overlong`` ask for; None if neither does."""
+    """Return the penalty that ``reward.overlong`` and ``reward.soft_overlong`` choose. None if both are off."""
     cache_length = config.cache_length if config.reward.soft_overlong else None
 
     def dapo(item: RewardInput, earned: float, has_answer: bool) -> float:
@@ -191,19 +201,19 @@ def overlong_penalty(config: Config) -> OverlongPenalty | None:
 
 
 def dapo_penalty(num_tokens: int, *, max_new_tokens: int, cache_length: int, truncated: bool) -> float:
-    """DAPO's penalty as a share of the reward's scale, in [-1, 0].
+    """Return DAPO's penalty for a long answer, as a share of the reward's scale, in [-1, 0].
 
-    0 up to L - C tokens; then linear, ``((L - C) - n) / C``; -1 from L on. An answer that was cut before L (by a
-    context limit) gets -1 too.
+    The penalty is 0 up to L - C tokens, then ``((L - C) - n) / C``, and -1 from L tokens on. An answer that was cut
+    before L tokens, for example by the model's context length, gets -1 too.
 
     Args:
-        num_tokens: n, sampled tokens.
+        num_tokens: n, the number of sampled tokens.
         max_new_tokens: L, at least 1.
         cache_length: C, at least 1.
-        truncated: the answer was cut.
+        truncated: whether the answer was cut.
 
     Raises:
-        ValueError: L or C is below 1, or n below 0.
+        ValueError: L or C is below 1, or n is below 0.
     """
     if max_new_tokens < 1 or cache_length < 1 or num_tokens < 0:
         raise ValueError(
@@ -225,18 +235,19 @@ def zero_at_limit_penalty(
     earned: float,
     has_answer: bool,
 ) -> float:
-    """Colossal-RL's penalty: linear like DAPO's, but from L on the whole reward becomes 0.
+    """Return Colossal-RL's penalty for a long answer, as a share of the reward's scale.
 
-    Between L - C and L the penalty applies only to texts with an answer, right or wrong. So a wrong answer there gets
-    less than one that was never finished.
+    From L tokens on, and if the answer was cut, the penalty is ``-earned``, so that the reward becomes 0. Between
+    L - C and L tokens it is DAPO's linear penalty, but only for texts with an answer. So a wrong answer there gets less
+    than a text without an answer.
 
     Args:
-        cache_length: C; if None, there is no linear part, and the reward is still 0 from L on.
-        earned: the reward without this, as a share of the scale.
-        has_answer: an answer was found in the text.
-
-    Returns:
-        A share of the scale: ``-earned`` from L on (and where it was cut), else in (-1, 0].
+        num_tokens: n, the number of sampled tokens.
+        max_new_tokens: L, at least 1.
+        cache_length: C, at least 1. If None, there is no linear part.
+        truncated: whether the answer was cut.
+        earned: the reward without this penalty, as a share of the scale.
+        has_answer: whether an answer was found in the text.
     """
     if truncated or num_tokens >= max_new_tokens:
         return 0.0 - earned  # not -0.0

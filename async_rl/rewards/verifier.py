@@ -1,6 +1,7 @@
-"""Compares answers with math_verify, in worker processes that are ended and replaced when they exceed the time limit.
+"""Compares answers with math_verify, in worker processes. A worker that exceeds the time limit is killed and replaced.
 
-Called by ``equality``. The processes start with the first question, and end with this process whatever ends it.
+``equality`` calls this module. The processes start with the first comparison. They end when this process ends, even if
+this process is killed.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from async_rl.rewards.equality_child import FORK, MAX_FRAME_BYTES, RECORD, WAIT
 Verdict = Literal["equal", "different", "timed_out", "crashed"]
 
 MAX_WORKERS = 8
-"""Questions that are compared at the same time. More than a machine may have cores: answers that use up their time then
-slow the others down, but none waits for them."""
+"""Maximum number of comparisons that run at the same time. It may exceed the number of cores, so that a comparison does
+not have to wait for others that use their whole time limit."""
 START_LIMIT_S = 120.0
-"""Time limit for importing sympy on a loaded machine; not part of any answer's time limit."""
+"""Time limit in seconds for importing math_verify on a busy machine. It is not part of the limit of a comparison."""
 _WALL_FACTOR = 50.0
-"""Wall-clock limit, in multiples of the processor time limit. A worker that exceeds it is stuck, not slow."""
+"""The wall-clock limit of a comparison, as a multiple of its processor time limit. A worker that exceeds the wall-clock
+limit hangs."""
 
 
 class _DeadlineError(Exception):
@@ -45,10 +47,10 @@ class _Worker:
 
 
 class _Server:
-    """The process that has math_verify loaded and forks workers.
+    """The server process, which has imported math_verify and forks workers (see ``equality_child``).
 
     Raises:
-        RewardError: it does not start.
+        RewardError: the process does not start.
     """
 
     def __init__(self) -> None:
@@ -71,18 +73,22 @@ class _Server:
             ) from error
 
     def fork(self) -> _Worker:
-        """Fork a worker. Raises ConnectionError: the server has ended, or the machine refuses another process."""
+        """Let the server process fork a worker, and return the worker.
+
+        Raises:
+            ConnectionError: the server process has ended, or the machine refuses another process.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [RECORD.pack(FORK, 0)], [theirs.fileno()])
         pid = self._reply(time.monotonic() + START_LIMIT_S)
         if not pid:
             ours.close()
-            raise ConnectionError("the worker could not be forked")
+            raise ConnectionError("the machine refuses another process for comparing answers; see ulimit -u")
         return _Worker(pid, ours)
 
     def end(self, worker: _Worker) -> int:
-        """End a worker if it still runs. Return the signal that ended it, or 0."""
+        """Kill ``worker`` if it still runs. Return the number of the signal that ended the worker, or 0."""
         worker.connection.close()
         # The server reaps workers only on request, so no other process can have this id.
         os.kill(worker.pid, signal.SIGKILL)
@@ -94,10 +100,10 @@ class _Server:
 
 
 class MathVerifier:
-    """Compares answers in at most ``MAX_WORKERS`` workers, which it starts when needed. Any thread may call it.
+    """Compares answers with math_verify in at most ``MAX_WORKERS`` worker processes. Any thread may call it.
 
-    ``counts`` has ``requests``, ``timed_out`` and ``crashed`` (questions without an answer), and ``started``
-    (workers).
+    The processes are started when they are needed. ``counts`` has the number of comparisons (``requests``), of those
+    that ``timed_out`` and ``crashed``, and the number of workers that were ``started``.
     """
 
     def __init__(self) -> None:
@@ -110,14 +116,16 @@ class MathVerifier:
 
     @property
     def idle_pids(self) -> tuple[int, ...]:
-        """Process ids of the workers that wait for a question."""
+        """The process ids of the workers that wait for a comparison."""
         return tuple(worker.pid for worker in self._idle)
 
     def ask(self, gold: str, prediction: str, time_limit_s: float) -> Verdict:
-        """Whether math_verify finds the answers equal. Both must be short (``equality.MAX_ANSWER_CHARS``).
+        """Compare two answers with math_verify and return the verdict.
 
         Args:
-            time_limit_s: processor seconds.
+            gold: the row's answer. It must be short (see ``equality.MAX_ANSWER_CHARS``).
+            prediction: the model's answer. It must be short too.
+            time_limit_s: processor seconds that the comparison may use.
 
         Raises:
             RewardError: the processes do not start.
@@ -135,7 +143,7 @@ class MathVerifier:
         return verdict
 
     def close(self) -> None:
-        """End all processes. Comparisons under way count as crashed; later ones are not allowed."""
+        """End all processes. Running comparisons return ``crashed``. ``ask`` must not be called afterwards."""
         with self._lock:
             self._is_closed = True
             self._drop_server()
@@ -159,7 +167,13 @@ class MathVerifier:
         return "equal" if json.loads(body)["equal"] else "different"
 
     def _take_worker(self) -> tuple[_Server, _Worker]:
-        """Return an idle or a new worker; start or replace the server if necessary. Called under the lock."""
+        """Return the server and an idle or a new worker. Start or replace the server if necessary.
+
+        The caller must hold the lock.
+
+        Raises:
+            RewardError: the server does not start, or ended twice.
+        """
         assert not self._is_closed
         for _ in range(2):
             if self._server is None:
@@ -174,13 +188,14 @@ class MathVerifier:
                 self.counts["started"] += 1
                 return self._server, worker
         raise RewardError(
-            "the process that compares answers ended twice; check that this machine has memory and processes left"
+            "the process that compares answers ended twice, so answers can't be scored; check that this machine has "
+            "memory and processes left"
         )
 
     def _end_worker(self, server: _Server, worker: _Worker, *, stuck: bool = False) -> Verdict:
-        """End a worker that did not answer.
+        """Kill a worker that did not answer, and return the verdict on its comparison.
 
-        Return ``timed_out`` if the answer's deadline or the worker's CPU time limit was reached, else ``crashed``.
+        The verdict is ``timed_out`` if the worker is ``stuck`` or reached its processor time limit, else ``crashed``.
         """
         with self._lock:
             if server is not self._server:  # the server was replaced or closed, together with its workers
