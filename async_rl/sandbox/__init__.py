@@ -1,6 +1,6 @@
-"""Runs untrusted Python programs, each isolated from the machine and from the others. Linux only.
+"""Runs untrusted Python programs, each isolated from the machine and from other programs. It works only on Linux.
 
-Enters a ``Program`` and its ``Limits``; leaves what it printed or returned, and how it ended. The code reward calls
-``sandbox.Sandbox``, which starts the ``launcher`` process; that forks a ``child`` for every program. What a program is
-expected to print never enters the launcher.
+The input is a ``Program`` and its ``Limits``. The output is what the program printed or returned, and how it ended. The
+code reward calls ``sandbox.Sandbox``, which starts the ``launcher`` process. The launcher forks a ``child`` process for
+every program. The output that a program should print is never sent to the launcher.
 """

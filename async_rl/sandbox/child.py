@@ -1,7 +1,7 @@
-"""One program's process: it confines itself further, then becomes the program. The launcher forks it for every run.
+"""The process of one program. The launcher forks it for every run. It gives up its rights, then runs the program.
 
-It begins as process 1 of a process namespace of its own, in the launcher's other namespaces and root. After ``confine``
-nothing here is trusted: the program shares this process and can change all of it.
+It begins as process 1 of a new process namespace. It shares the launcher's other namespaces and root directory until it
+calls ``confine``. When the program runs, it can change everything in this process, so nothing here is trusted then.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Limits:
     """The limits of one run of one program.
 
     Attributes:
-        time_s: wall-clock seconds; the limit on processor seconds is about the same.
-        memory_bytes: address space.
-        output_bytes: size of standard output, and of any file that it writes.
-        scratch_bytes: size of all files in its private directory together.
-        max_threads: number of threads, the main one included. A program can't start processes.
+        time_s: wall-clock seconds. The limit on processor seconds is between 1 and 2 s higher.
+        memory_bytes: size of the address space.
+        output_bytes: size of standard output, and of any file that the program writes.
+        scratch_bytes: size of all files in the program's private directory together.
+        max_threads: number of threads, with the main thread. A program can't start processes.
     """
 
     time_s: float
@@ -54,13 +54,13 @@ class Limits:
 
 
 FAILED_EXIT = 1
-"""The program raised an exception; the same code as Python's."""
+"""Exit code of a program that raised an exception. Python uses the same code."""
 
 UNUSABLE_EXIT = 121
-"""The program does not compile, or lacks the function."""
+"""Exit code of a program that does not compile, or lacks the function that should be called."""
 
 UNWRITABLE_EXIT = 120
-"""The program's output could not be flushed at exit; the same code as Python's."""
+"""Exit code of a program whose output could not be written at exit. Python uses the same code."""
 
 ENVIRONMENT = {
     "HOME": system.SCRATCH,
@@ -75,7 +75,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""The complete environment of a program."""
+"""All environment variables of a program."""
 
 FILE_NAME = "program.py"
 
@@ -83,17 +83,19 @@ _STAR_MODULES = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools operator io json "
     "typing"
 )
-"""Modules whose public names are in the prelude, except names of builtins (``math.pow``). Later modules win."""
+"""Modules whose public names a program can use without an import. Names of builtins, such as ``pow``, are left out. If
+two modules have a name in common, the later module's value is used."""
 
 _NAMED_MODULES = (
     "sys os time string re datetime collections heapq bisect copy math random statistics itertools functools operator "
     "io json typing fractions decimal array queue"
 )
-"""Modules that are in the prelude under their names."""
+"""Modules that a program can use by their names without an import."""
 
 _RECURSION_LIMIT = 600_000
 _STACK_BYTES = 112 << 20
-"""Stack limit. Linux keeps 128 MiB free below the main thread's stack; a larger stack could hit other memory."""
+"""Maximum size in bytes of the main thread's stack. Linux keeps 128 MiB free below that stack, so a larger stack could
+overwrite other memory."""
 
 _ANSWER_FD, _REPLY_FD = 3, 4
 _ASIDE_FD = 100
@@ -122,10 +124,12 @@ def load_prelude(packages: Iterable[str]) -> dict[str, Any]:
 
 
 def run(descriptors: Sequence[int], confine_here: Callable[[], None], prelude: dict[str, Any]) -> NoReturn:
-    """Become the program. ``descriptors``: program, standard input, output, standard error, reply.
+    """Turn this process into the program, and exit when the program ends.
 
-    ``confine_here`` is called just before the program's code, when all other descriptors are closed. Earlier errors are
-    reported on the reply's pipe, which the program never sees.
+    ``descriptors`` are five: the file with the program, standard input, output, standard error, and the pipe for the
+    reply. ``confine_here`` is called after all other descriptors were closed, just before the program's code runs. An
+    error before that is reported on the reply's pipe. The program can't use that pipe. ``prelude`` has the names that
+    the program can use without an import.
     """
     reply = descriptors[-1]
     try:
@@ -141,9 +145,10 @@ def run(descriptors: Sequence[int], confine_here: Callable[[], None], prelude: d
 
 
 def _take_descriptors(descriptors: Sequence[int]) -> dict[str, Any]:
-    """Put the request's descriptors in their places and read the program.
+    """Give the five ``descriptors`` their numbers, close all others, and return the request with the program.
 
-    0, 1 and 2 are standard; the answer of a call goes to 3, and its standard output nowhere; 4 is the reply.
+    Standard input, output and error get the numbers 0, 1 and 2, and the pipe for the reply gets 4. If a function is
+    called, the file for output gets the number 3 for the return value, and what the program prints is discarded.
     """
     program, stdin, output, errors, reply = descriptors
     size = os.fstat(program).st_size
@@ -163,10 +168,13 @@ def _take_descriptors(descriptors: Sequence[int]) -> dict[str, Any]:
 
 
 def confine(limits: Limits, seccomp_filter: bytes) -> None:
-    """Give the process its own directory, network and user namespace, limits, no capabilities and few system calls.
+    """Isolate this process and take its rights away, before the program's code runs.
+
+    The process gets a private directory, a network and a user namespace, and limits. It loses all capabilities and most
+    system calls.
 
     Raises:
-        OSError: the kernel refuses one of them.
+        OSError: the kernel refuses one of these steps.
     """
     os.setsid()
     system.unshare(system.CLONE_NEWNS | system.CLONE_NEWNET)
@@ -181,7 +189,7 @@ def confine(limits: Limits, seccomp_filter: bytes) -> None:
 
 
 def set_limits(limits: Limits) -> None:
-    """Set all limits but that on threads, for this process and all that it starts."""
+    """Set the limits on time, memory and files for this process. The limit on threads is set in ``confine``."""
     cpu_s = math.ceil(limits.time_s) + 1
     for kind, value in (
         (resource.RLIMIT_CORE, 0),
@@ -199,7 +207,10 @@ def set_limits(limits: Limits) -> None:
 
 
 def _execute(request: dict[str, Any], prelude: dict[str, Any]) -> int:
-    """Run the program and return its exit code. The verdict is reached outside this process, which it may change."""
+    """Run the program in ``request`` and return its exit code.
+
+    The program may change anything in this process, so whether its output is right is decided in another process.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.setrecursionlimit(_RECURSION_LIMIT)
     importlib.import_module("random").seed(0)
@@ -244,7 +255,7 @@ def _guarded(body: Any, module: types.ModuleType, request: dict[str, Any]) -> in
 
 
 def _print_end_of_trace(error: BaseException) -> None:
-    """Print the innermost frames. Formatting all 600,000 frames of an endless recursion would take seconds."""
+    """Print the last frames of a traceback. An endless recursion has 600,000 frames, which would take seconds."""
     last: deque[types.TracebackType] = deque(maxlen=_SHOWN_FRAMES)
     trace = error.__traceback__
     while trace is not None:
@@ -254,7 +265,7 @@ def _print_end_of_trace(error: BaseException) -> None:
 
 
 class _UnusableError(Exception):
-    """The program does not compile, or lacks the function."""
+    """The program does not compile, or lacks the function that should be called."""
 
 
 def _compiled(request: dict[str, Any]) -> types.CodeType:
@@ -269,7 +280,7 @@ def _run_script(module: types.ModuleType, request: dict[str, Any]) -> None:
 
 
 def _call(module: types.ModuleType, request: dict[str, Any]) -> None:
-    """Define the program's functions, call the one that is asked for, write what it returns."""
+    """Run the program as a module, call the function that ``request`` names, and write the return value as JSON."""
     arguments = json.loads(request["arguments"])
     # Like other judges: code under `if __name__ == "__main__"` does not run.
     module.__name__ = "program"
@@ -286,7 +297,11 @@ def _call(module: types.ModuleType, request: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Convert ``value`` to the types of JSON, tuples to lists. Objects of other types are refused."""
+    """Convert ``value`` to types that JSON has: tuples and numpy arrays to lists, keys to text.
+
+    Raises:
+        TypeError: ``value`` contains an object of another type.
+    """
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) in (list, tuple):

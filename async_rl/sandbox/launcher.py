@@ -1,17 +1,18 @@
-"""The launcher process: it confines itself, then forks a confined child for every program. ``Sandbox`` starts it.
+"""The launcher process. It isolates itself from the machine, then forks an isolated child process for every program.
 
-    python -m async_rl.sandbox.launcher SOCKET_FD SETTINGS_JSON
+``Sandbox`` starts it with the command ``python -m async_rl.sandbox.launcher SOCKET_FD SETTINGS_JSON``.
 
-The launcher is two processes. The *outer* one isolates itself from the machine: namespaces (user, mount, network, IPC,
-host name, process ids), a root that holds only the interpreter's libraries, an unprivileged user. It then forks the
-*inner* one, which is process 1 of its process namespace and serves the socket. When it ends, all programs end.
+The launcher is two processes. The *outer* process isolates itself from the machine with new namespaces (user, mount,
+network, IPC, host name, process ids), a root directory that has only the interpreter's libraries, and an unprivileged
+user. It then forks the *inner* process, which is process 1 of the new process namespace and serves the socket. When the
+inner process ends, all programs end.
 
 On the socket (SOCK_SEQPACKET) the launcher first sends ``{"ready": true}`` or ``{"refused": step, "error": ...}``. Then
-it receives one request for each program: ``limits`` as JSON, with five descriptors: program, standard input, output,
-standard error, reply. It never reads a program, so no program is in the memory that children inherit. On the reply's
-pipe it sends ``{"ended": ...}``, or ``{"failed": ...}`` if the sandbox failed, and closes it.
+it receives one request for each program: the ``Limits`` as JSON, and five descriptors (program, standard input, output,
+standard error, pipe for the reply). On this pipe it sends ``{"ended": ...}``, or ``{"failed": ...}`` if the sandbox
+failed. The launcher never reads a program, so that children can't find other programs in the memory that they inherit.
 
-With ``"unsafe": true`` among the settings nothing is isolated: programs only get limits and a session of their own.
+If the setting ``"unsafe"`` is true, nothing is isolated. Programs only get limits and a session each.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from async_rl.sandbox.child import Limits
 from async_rl.sandbox.system import build_filter
 
 NOBODY = 65534
-"""User and group id of programs if root starts the launcher."""
+"""The user id and group id that programs run with if root starts the launcher."""
 
 NUM_DESCRIPTORS = 5
 REQUEST_BYTES = 4096
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def _forget_the_parent() -> None:
-    """Drop arguments and environment variables that programs must not see."""
+    """Remove this process's command-line arguments and environment variables that programs must not see."""
     sys.argv[:] = ["launcher"]
     for name in list(os.environ):
         if name not in child.ENVIRONMENT:
@@ -77,7 +78,10 @@ def _forget_the_parent() -> None:
 
 
 class _Steps:
-    """Ends the launcher with a report of the step that the kernel refused: ``with steps("mounts"): ...``"""
+    """A context manager for the steps of isolating the launcher, as in ``with steps("mounts"): ...``.
+
+    If a step fails, it sends the name of the step and the error to the parent, and ends the launcher.
+    """
 
     def __init__(self, control: int) -> None:
         self._control = control
@@ -97,7 +101,10 @@ class _Steps:
 
 
 def _isolate(visible: list[str], steps: _Steps) -> None:
-    """Give this process, and all that it will start, new namespaces, root and user."""
+    """Give this process new namespaces, a new root directory with the paths in ``visible``, and an unprivileged user.
+
+    All processes that it starts afterwards inherit these.
+    """
     spaces = system.CLONE_NEWUSER | system.CLONE_NEWNS | system.CLONE_NEWNET | system.CLONE_NEWIPC
     spaces |= system.CLONE_NEWUTS | system.CLONE_NEWCGROUP | system.CLONE_NEWPID
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
@@ -123,9 +130,9 @@ def _isolate(visible: list[str], steps: _Steps) -> None:
 
 
 def _take_mount_namespace_as_root() -> None:
-    """Enter a new mount namespace, in which the root directory of programs is built.
+    """Enter a new mount namespace, in which the root directory for programs can be built. Root calls this.
 
-    If the container forbids that to its root user, enter a user namespace first.
+    In a container that forbids this to root, enter a new user namespace too.
     """
     try:
         return system.unshare(system.CLONE_NEWNS)
@@ -155,7 +162,10 @@ def _take_mount_namespace_as_root() -> None:
 
 
 def _new_user_namespace(spaces: int, proc: int) -> None:
-    """Enter new namespaces, of the kinds in ``spaces``, in which user and group keep their ids."""
+    """Enter new namespaces of the kinds in ``spaces`` (``CLONE_NEW...`` flags). User and group keep their ids in them.
+
+    ``proc`` is a descriptor of the directory ``/proc``.
+    """
     uid, gid = os.geteuid(), os.getegid()
     system.unshare(spaces)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -165,7 +175,7 @@ def _new_user_namespace(spaces: int, proc: int) -> None:
 
 
 def _prefer_for_oom_kill() -> None:
-    """Let the kernel kill this process and its programs first when the machine runs out of memory."""
+    """Ask the kernel to kill this process and its programs first if the machine runs out of memory."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -177,7 +187,7 @@ def _prefer_for_oom_kill() -> None:
 
 
 def _wait_for(inner: int, parent_pid: int) -> None:
-    """Wait for the inner process to end; kill it when the parent dies."""
+    """Wait until the inner process, whose id is ``inner``, has ended. Kill it when the parent dies."""
     pidfd = os.pidfd_open(inner)
     while not select.select([pidfd], [], [], _ORPHAN_CHECK_S)[0]:
         if os.getppid() != parent_pid:
@@ -185,7 +195,7 @@ def _wait_for(inner: int, parent_pid: int) -> None:
 
 
 def _serve(control: int, seccomp_filter: bytes, prelude: dict[str, Any]) -> NoReturn:
-    """Serve as the inner process until the socket's other end is closed."""
+    """Run programs in the inner process until the other end of the socket ``control`` is closed."""
     system.prctl(system.PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.collect()
     gc.freeze()  # garbage collections skip these objects, so children go on sharing their pages
@@ -199,7 +209,7 @@ def _serve(control: int, seccomp_filter: bytes, prelude: dict[str, Any]) -> NoRe
 
 
 class _Isolation:
-    """Starts programs inside namespaces."""
+    """Forks and isolates the processes of programs. ``_Unprotected`` has the same methods, without isolation."""
 
     def __init__(self, seccomp_filter: bytes) -> None:
         self._filter = seccomp_filter
@@ -207,7 +217,10 @@ class _Isolation:
         self._own_namespace = os.pidfd_open(os.getpid())
 
     def fork(self) -> int:
-        """Like ``os.fork``; the child is process 1 of a new namespace, and all in it die with it."""
+        """Fork a process like ``os.fork``. The child is process 1 of a new process namespace.
+
+        When the child ends, the kernel kills all processes in this namespace.
+        """
         system.unshare(system.CLONE_NEWPID)
         pid = -1
         try:
@@ -221,11 +234,14 @@ class _Isolation:
         child.confine(limits, self._filter)
 
     def clean_up(self, pid: int) -> None:
-        """Do nothing: the kernel has cleaned up."""
+        """Do nothing, because the kernel removes a program's namespaces and files when the program ends."""
 
 
 class _Unprotected:
-    """Starts programs without isolation (``allow_unsafe``): each has a directory and a session."""
+    """Forks the processes of programs without isolation, for ``reward.code.allow_unsafe``.
+
+    Each program gets limits, a directory below ``directory``, and a session.
+    """
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -251,7 +267,10 @@ class _Unprotected:
 
 @dataclass(slots=True)
 class _Running:
-    """A running program: its process, the pipe for its reply, its start and its deadline."""
+    """A running program: the id of its process, the descriptor for its reply, and the times of start and deadline.
+
+    ``killed`` is True after the program was killed at its deadline.
+    """
 
     pid: int
     reply: int
@@ -261,7 +280,7 @@ class _Running:
 
 
 class _Server:
-    """Serves requests in the inner process, and ends programs at their deadline."""
+    """Receives requests on the socket ``control``, starts their programs, and kills programs at their deadlines."""
 
     def __init__(self, control: int, mode: _Isolation | _Unprotected, prelude: dict[str, Any]) -> None:
         self._control = control
@@ -285,7 +304,7 @@ class _Server:
         return max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1 if deadlines else None
 
     def _start_next(self) -> bool:
-        """Start the program of the next request. Return False if the socket was closed."""
+        """Receive the next request and start its program. Return False if the socket was closed."""
         request, descriptors = receive(self._control)
         if not request:
             return False
@@ -295,7 +314,7 @@ class _Server:
         try:
             pid = self._mode.fork()
         except OSError as error:
-            write_record(reply, {"failed": f"can't start a process for a program: {error}"})
+            write_record(reply, {"failed": f"the sandbox can't start a process for a program: {error}"})
             os.close(reply)
         else:
             if pid == 0:
@@ -331,7 +350,10 @@ class _Server:
 
 
 def receive(control: int) -> tuple[bytes, list[int]]:
-    """Receive the next message on the socket ``control`` and its descriptors; both are empty at the socket's end."""
+    """Receive the next message on the socket ``control``. Return its bytes and the descriptors that came with it.
+
+    Both are empty if the other end of the socket was closed.
+    """
     with socket.socket(fileno=os.dup(control)) as end:
         message, descriptors, _, _ = socket.recv_fds(end, REQUEST_BYTES, NUM_DESCRIPTORS)
     return message, descriptors
@@ -342,7 +364,7 @@ def _send(control: int, record: dict[str, Any]) -> None:
 
 
 def write_record(fd: int, record: dict[str, Any]) -> None:
-    """Write ``record`` to a pipe; do nothing if the reader is gone."""
+    """Write ``record`` as a line of JSON to the pipe ``fd``. Do nothing if nobody reads from the pipe any more."""
     with contextlib.suppress(BrokenPipeError):
         os.write(fd, json.dumps(record).encode() + b"\n")
 

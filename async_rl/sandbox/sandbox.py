@@ -1,8 +1,8 @@
-"""Runs untrusted programs, each of them isolated. Called by the code reward, from any thread.
+"""Runs untrusted programs, each in an isolated process. The code reward calls it, from any thread.
 
-The launcher process isolates them (``launcher``). This side starts it, gives it one program at a time from each thread,
-and kills and replaces it if it fails. A program's expected output never leaves this side. Before any other program the
-sandbox runs ``PROBE``, a harmless program that tries to break out.
+A launcher process (see ``launcher``) isolates the programs. This module starts the launcher, sends it programs, and
+replaces it if it fails. The first program is always ``PROBE``, which tries to break out of the sandbox and does no
+harm. The output that a program should print is never sent to the launcher.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from async_rl.sandbox.child import ENVIRONMENT, Limits
 from async_rl.sandbox.system import kernel_release
 
 START_LIMIT_S = 60.0
-"""Time limit for the launcher to start and isolate itself on a loaded machine."""
+"""Time limit in seconds for the launcher to start and isolate itself on a busy machine."""
 
 GRACE_S = 20.0
-"""Extra time, beyond a program's limit, for the launcher to report how the program ended."""
+"""Seconds after a program's time limit within which the launcher must report how the program ended."""
 
 _OLDEST_KERNEL = (5, 14)
 _STDERR_TAIL_BYTES = 2000
@@ -88,9 +88,13 @@ Outcome = Literal["ended", "timed_out"]
 class Program:
     """A Python program and the input of one run.
 
-    With ``function``, the program is run as a module, then its function of that name (or the method of its class
-    ``Solution``) is called with ``arguments``, a JSON list; what it returns is the output, as JSON. Without, it is run
-    as a script that reads ``stdin``. ``prelude`` gives it the names of common modules without an import.
+    Attributes:
+        source: the text of the program.
+        stdin: the bytes on standard input, if the program is run as a script.
+        function: the name of the function to call, which may be a method of the program's class ``Solution``. The
+            output is its return value as JSON. If None, the program is run as a script.
+        arguments: a JSON list of the arguments of ``function``.
+        prelude: whether the program can use the names of common modules without an import.
     """
 
     source: str
@@ -102,15 +106,16 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The result of one run.
+    """The result of one run of a program.
 
     Attributes:
-        outcome: ``timed_out`` if it was killed at its time limit.
-        exit_code: 0 if all went well; negative: killed by that signal. The program can choose it.
-        output: standard output, or the JSON of what was returned; cut at ``output_bytes``.
-        stderr_tail: the end of standard error, for people.
-        wall_s: seconds from the request to its end.
-        cpu_s: processor seconds.
+        outcome: ``timed_out`` if the program was killed at its time limit, else ``ended``.
+        exit_code: the program's exit code. 0 means no error, -N that signal N killed the program. A hostile program can
+            choose it.
+        output: what the program printed, or the JSON of what its function returned, up to ``Limits.output_bytes``.
+        stderr_tail: the end of the program's standard error, for people.
+        wall_s: wall-clock seconds from the program's start to its end.
+        cpu_s: processor seconds that the program used.
     """
 
     outcome: Outcome
@@ -122,17 +127,18 @@ class Ran:
 
 
 class Sandbox:
-    """Runs programs with one launcher, which is started and checked at once. Any number of threads may run programs.
+    """Runs untrusted programs in isolated processes. Several threads may run programs at the same time.
 
-    ``counts`` has ``programs``, ``timed_out``, and ``launchers`` (started).
+    A launcher process is started, and its isolation is checked, when a Sandbox is created. ``counts`` has the number of
+    ``programs`` that were run, of those that ``timed_out``, and of ``launchers`` that were started.
 
     Args:
-        packages: installed packages that programs may import beyond the standard library, such as ``numpy``.
-        allow_unsafe: if programs can't be isolated, run them with limits only, and log a warning. ``is_isolated`` says
-            whether they are.
+        packages: installed packages, such as ``numpy``, that programs may import in addition to the standard library.
+        allow_unsafe: if this machine can't isolate programs, log a warning and run them with limits only.
+            ``is_isolated`` is False then.
 
     Raises:
-        SandboxError: this machine can't isolate programs; the message says what to do.
+        SandboxError: this machine can't isolate programs, and ``allow_unsafe`` is False. The message says what to do.
     """
 
     def __init__(self, *, packages: Sequence[str] = (), allow_unsafe: bool = False) -> None:
@@ -152,14 +158,16 @@ class Sandbox:
 
     @property
     def launcher_pid(self) -> int | None:
-        """Process id of the running launcher; None after ``close``."""
+        """The process id of the launcher. None if no launcher runs, for example after ``close``."""
         return None if self._launcher is None else self._launcher.process.pid
 
     def run(self, program: Program, limits: Limits) -> Ran:
-        """Run ``program`` once and wait for its end, at most ``limits.time_s`` (and ``GRACE_S`` if the launcher hangs).
+        """Run ``program`` once, wait until it has ended, and return the result.
+
+        The program is killed after ``limits.time_s`` seconds.
 
         Raises:
-            SandboxFailedError: the sandbox itself failed twice. A program can't cause it.
+            SandboxFailedError: the sandbox itself failed twice. A program can't cause this error.
         """
         for attempt in (1, 2):
             launcher = self._running()
@@ -182,7 +190,7 @@ class Sandbox:
         raise AssertionError("unreachable")
 
     def close(self) -> None:
-        """Kill the launcher and every program; the next ``run`` would start it again."""
+        """Kill the launcher and all programs. A later call of ``run`` starts a new launcher."""
         with self._lock:
             launcher, self._launcher = self._launcher, None
         if launcher is not None:
@@ -202,7 +210,11 @@ class Sandbox:
         launcher.kill()
 
     def _start_checked(self) -> None:
-        """Start the launcher for the first time, and check that ``PROBE`` can't break out."""
+        """Start the first launcher, and check that the program ``PROBE`` can't break out.
+
+        Raises:
+            SandboxError: the launcher does not start, or ``PROBE`` could break out.
+        """
         launcher = self._running()
         limits = Limits(
             time_s=START_LIMIT_S, memory_bytes=1 << 30, output_bytes=1 << 16, scratch_bytes=1 << 16,
@@ -218,7 +230,10 @@ class Sandbox:
         if ran.output != PROBE_ANSWER:
             self._end(launcher)
             found = (ran.output or ran.stderr_tail.encode()).decode(errors="replace").strip()
-            raise SandboxError(f"the sandbox does not isolate programs on this machine: {found or ran}; {REMEDY}")
+            raise SandboxError(
+                f"the sandbox does not isolate programs on this machine, because a test program found: {found or ran}; "
+                f"{REMEDY}"
+            )
 
 
 REMEDY = (
@@ -237,11 +252,15 @@ _ADVICE = {
 
 
 class _LauncherLostError(Exception):
-    """The launcher ended or does not answer."""
+    """The launcher process has ended or does not answer."""
 
 
 class _Launcher:
-    """The parent's end of a running launcher process."""
+    """A launcher process, as its parent sees it.
+
+    Raises:
+        SandboxError: the launcher did not start, or can't isolate itself. The message says what to do.
+    """
 
     def __init__(self, packages: list[str], *, isolated: bool) -> None:
         if isolated and kernel_release() < _OLDEST_KERNEL:
@@ -269,7 +288,12 @@ class _Launcher:
             raise SandboxError(f"programs can't be isolated here ({step}): {cause}; {remedy}")
 
     def run(self, program: Program, limits: Limits) -> Ran:
-        """Run one program. Raises ``_LauncherLostError`` or ``SandboxFailedError``; a new launcher may succeed."""
+        """Run one program, wait until it has ended, and return the result.
+
+        Raises:
+            _LauncherLostError: the launcher ended or does not answer.
+            SandboxFailedError: the launcher could not run the program.
+        """
         with ExitStack() as stack:
             files = [stack.enter_context(_memory_file(data)) for data in (_encoded(program), program.stdin)]
             output, errors = (stack.enter_context(_memory_file(None)) for _ in range(2))
@@ -294,7 +318,7 @@ class _Launcher:
             )
 
     def kill(self) -> None:
-        """End the launcher, and with it every program."""
+        """Kill the launcher. The kernel then kills all programs."""
         self._finalizer()
 
 
@@ -312,7 +336,10 @@ def _start_process(control: int, settings: dict[str, Any]) -> subprocess.Popen[b
 
 
 def _loader_environment() -> dict[str, str]:
-    """Keep ``LD_LIBRARY_PATH``: some interpreters need it to find their own shared library."""
+    """Return ``LD_LIBRARY_PATH`` as an environment for the launcher, because some interpreters don't start without it.
+
+    The result is empty if the variable is not set.
+    """
     return {"LD_LIBRARY_PATH": path} if (path := os.environ.get("LD_LIBRARY_PATH")) else {}
 
 
@@ -329,7 +356,11 @@ def _encoded(program: Program) -> bytes:
 
 @contextmanager
 def _memory_file(content: bytes | None) -> Iterator[int]:
-    """A file in memory without a name: ``content``, sealed, at its start; or an empty one to be written."""
+    """Make a file in memory without a name, yield its descriptor, and close it.
+
+    With ``content``, the file contains ``content``, is at its start, and can't be changed (it is sealed). If
+    ``content`` is None, the file is empty and can be written.
+    """
     fd = os.memfd_create("program", os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if content is not None else 0))
     try:
         if content is not None:
@@ -344,10 +375,10 @@ def _memory_file(content: bytes | None) -> Iterator[int]:
 
 
 def _read_reply(reply: int, deadline_s: float) -> dict[str, Any]:
-    """Read the launcher's report.
+    """Read the launcher's report on a program from the pipe ``reply``, and return the values under ``ended``.
 
     Raises:
-        _LauncherLostError: no complete report came by ``deadline_s``.
+        _LauncherLostError: no complete report came before ``deadline_s`` (``time.monotonic``).
         SandboxFailedError: the launcher could not run the program.
     """
     data = b""

@@ -1,16 +1,16 @@
-"""What the kernel does for the isolation: Linux calls, a filter on system calls, and the root that programs see.
+"""The parts of Linux that isolate programs: system calls, a filter on system calls, and a root directory for programs.
 
-The launcher and its children call this module. Python 3.11 lacks the Linux calls (namespaces, mounts, capabilities,
-seccomp), so they go through the C library; each raises OSError, with the call's name as file name, if the kernel
-refuses.
+The launcher and its children call this module. Python 3.11 lacks the system calls for namespaces, mounts, capabilities
+and seccomp, so they are made through the C library. If the kernel refuses a call, OSError is raised with the name of
+the call as its file name.
 
-The seccomp filter lists the system calls that a computing Python program needs, and no other. libseccomp (through
-pyseccomp) builds it in the launcher; every program loads it just before its own code runs. A call that is not listed
-fails with ENOSYS, so that libraries fall back as they do on older kernels.
+The seccomp filter permits only the system calls that a computing Python program needs. libseccomp (through pyseccomp)
+builds it in the launcher, and every program's process loads it just before the program's code runs. A call that is not
+listed fails with ENOSYS, so that libraries behave as on an older kernel, which lacks the call.
 
-The root has the interpreter's libraries, read-only, and nothing else of the machine: no ``/proc``, no ``/etc``, no home
-directories, no executables. The launcher enters it once, in a mount namespace of its own, before it reads any program.
-``SCRATCH`` is empty there; every program mounts a directory of its own over it.
+The root directory for programs has the interpreter's libraries, read-only, and nothing else of the machine: no
+``/proc``, no ``/etc``, no home directories, no executables. The launcher enters it once, before it gets any program.
+``SCRATCH`` is an empty directory in it, over which every program's process mounts a private directory.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ REFUSED = (
 )
 
 _TERMINAL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: used by ``isatty`` and file objects."""
+"""The permitted ``ioctl`` requests, which ``isatty`` and file objects use: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO,
+FIONCLEX and FIOCLEX."""
 
 _AF_UNIX = 1
 
@@ -143,7 +144,7 @@ def pivot_root(new_root: str, put_old: str) -> None:
 
 
 def make_read_only(target: str) -> None:
-    """Make all mounts at and below ``target`` read-only; keep their other flags. Needs Linux 5.12."""
+    """Make all mounts at and below ``target`` read-only, without setuid programs. This needs Linux 5.12."""
     attributes = _MountAttributes(attr_set=_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID)
     result = _libc.syscall(
         ctypes.c_long(_SYS_MOUNT_SETATTR), ctypes.c_int(-1), os.fsencode(target), ctypes.c_uint(_AT_RECURSIVE),
@@ -157,13 +158,16 @@ def prctl(option: int, value: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability for good: permitted, effective and inheritable."""
+    """Give up all capabilities of this thread (permitted, effective and inheritable). They can't be regained."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
 def load_filter(program: bytes) -> None:
-    """Apply the seccomp filter ``program`` (BPF instructions) for good to this thread and all that it starts."""
+    """Apply the seccomp filter ``program`` (BPF instructions) to this thread and all threads and processes it starts.
+
+    The filter can't be removed.
+    """
     instructions = _FilterProgram(len(program) // _FILTER_INSTRUCTION_BYTES, program)
     result = _libc.prctl(
         ctypes.c_int(PR_SET_SECCOMP), ctypes.c_ulong(_SECCOMP_MODE_FILTER), ctypes.byref(instructions), 0, 0
@@ -172,13 +176,13 @@ def load_filter(program: bytes) -> None:
 
 
 def close_from(fd: int) -> None:
-    """Close every descriptor from ``fd`` on."""
+    """Close all open descriptors whose number is ``fd`` or higher."""
     result = _libc.syscall(ctypes.c_long(_SYS_CLOSE_RANGE), ctypes.c_uint(fd), ctypes.c_uint(~0), ctypes.c_uint(0))
     _check(result, "close_range")
 
 
 def kernel_release() -> tuple[int, int]:
-    """Major and minor version of the running kernel; (0, 0) where it is not Linux."""
+    """Return the major and minor version of the running Linux kernel. (0, 0) on other systems."""
     if sys.platform != "linux":
         return (0, 0)
     major, minor = os.uname().release.split(".")[:2]
@@ -186,10 +190,12 @@ def kernel_release() -> tuple[int, int]:
 
 
 def build_filter() -> bytes:
-    """The filter as BPF instructions for ``load_filter``. It lets a program start threads, but no process.
+    """Return the filter on system calls as BPF instructions for ``load_filter``.
+
+    The filter permits the calls in ``ALLOWED``. A program can start threads, but no processes.
 
     Raises:
-        RuntimeError, OSError: libseccomp is missing or refuses.
+        RuntimeError, OSError: libseccomp is missing, or can't build the filter.
     """
     import pyseccomp as seccomp
 
@@ -220,10 +226,11 @@ def build_filter() -> bytes:
 
 
 SCRATCH = "/scratch"
-"""Where a program may write; also its working directory. Not /tmp: the interpreter itself may be installed there."""
+"""The only directory in which a program may write. It is also the program's working directory. It is not ``/tmp``,
+because the interpreter may be installed below ``/tmp``."""
 
 _STAGE = "/tmp"
-"""A directory that every machine has, to build the new root over."""
+"""The directory over which the new root directory is built. Every machine has it."""
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 _SHARED_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
@@ -231,9 +238,9 @@ _DATA = ("/usr/share/zoneinfo",)
 
 
 def library_paths(*, with_packages: bool) -> list[str]:
-    """``sys.path`` of the programs: the standard library, with ``with_packages`` also the installed packages.
+    """Return ``sys.path`` for programs: the standard library and, if ``with_packages`` is set, installed packages.
 
-    Other paths (a checkout installed in place) are left out, because they may hold private files.
+    Other folders of ``sys.path`` are left out, because they may have private files.
     """
     names = {"lib-dynload", *(("site-packages", "dist-packages") if with_packages else ())}
     standard = sysconfig.get_path("stdlib")
@@ -242,17 +249,22 @@ def library_paths(*, with_packages: bool) -> list[str]:
 
 
 def visible_paths(libraries: Iterable[str]) -> list[str]:
-    """Directories that programs may read, none of them inside another."""
+    """Return the directories that programs may read: ``libraries``, shared libraries and time zones.
+
+    A directory inside another one of them is left out.
+    """
     shared = [*_SHARED_LIBRARIES, *(os.path.join(sys.base_prefix, name) for name in ("lib", "lib64"))]
     wanted = {os.path.realpath(path) for path in (*shared, *_DATA, *libraries) if os.path.isdir(path)}
     return [path for path in sorted(wanted) if not any(str(parent) in wanted for parent in Path(path).parents)]
 
 
 def enter_root(visible: Iterable[str]) -> None:
-    """Make a new root of ``visible`` and the harmless devices, read-only, and leave the old one for good.
+    """Build a read-only root directory with the paths in ``visible`` and a few harmless devices, and enter it.
+
+    This process can't reach the old root directory afterwards.
 
     Raises:
-        OSError: a mount is refused.
+        OSError: the kernel refuses a mount.
     """
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     # Two steps: the new root is built where the old one stays whole, for what is mounted may lie below it.
@@ -282,7 +294,10 @@ def enter_root(visible: Iterable[str]) -> None:
 
 
 def mount_scratch(size_bytes: int) -> None:
-    """An empty directory of this program's own, gone with its mount namespace. Nothing in it can be executed."""
+    """Mount an empty directory of ``size_bytes`` at ``SCRATCH``, and make it the working directory.
+
+    Files in it can't be executed. It is removed together with the mount namespace of this process.
+    """
     flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
     mount("tmpfs", SCRATCH, "tmpfs", flags, f"mode=700,size={size_bytes},nr_inodes=4096")
     os.chdir(SCRATCH)
