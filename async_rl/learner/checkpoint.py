@@ -43,6 +43,7 @@ import msgpack
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from async_rl.errors import RunError
@@ -60,6 +61,7 @@ _LATEST = "latest"
 _PARTIAL = ".partial-"
 _BUG = "this is a bug in async-rl, please report it"
 _USE_ANOTHER = "use another checkpoint; a learner resumes from the one that checkpoints/latest names"
+_CHECK_DISK = "check the disk and its free space; the same command resumes from the last checkpoint"
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -145,7 +147,7 @@ def write_checkpoint(
 
     Raises:
         LineageError: a newer learner has taken over. Its ``latest`` and its checkpoints are unchanged.
-        RunError: ``latest`` already names ``step`` or a later step.
+        RunError: ``latest`` already names ``step`` or a later step, or the files can't be written.
         TypeError: ``extra`` is not plain data.
     """
     confirm()
@@ -169,8 +171,10 @@ def write_checkpoint(
         _flush_directory(root)
         fault_point("learner.checkpoint_written")
         commit_latest(run_dir, target.name, lineage, confirm)
-    except Exception:
+    except Exception as error:
         confirm()  # raises if the cause is a newer learner, which removes the partial files
+        if isinstance(error, OSError):
+            raise RunError(f"can't write the checkpoint {target}: {error}; {_CHECK_DISK}") from error
         raise
     _prune(root, step, keep_last)
     return target
@@ -357,15 +361,37 @@ OPTIMIZER = "optimizer."
 _STATE = "engine.json"
 
 
+@contextmanager
+def _storage_errors(action: str, directory: Path, remedy: str) -> Iterator[None]:
+    """Raise RunError for an error of torch's checkpoint reader or writer, or of the file system.
+
+    torch's ``CheckpointException`` is a BaseException, which our handlers of errors would miss.
+    """
+    try:
+        yield
+    except (OSError, ValueError, CheckpointException) as error:
+        found = error if not isinstance(error, CheckpointException) else next(iter(error.failures.values()))[0]
+        # torch reports a file that is too short, after the file system's own error.
+        chain = [found]
+        while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
+            chain.append(before)
+        cause = next((e for e in chain if isinstance(e, OSError)), found)
+        text = f"can't {action} the checkpoint {directory}: {type(cause).__name__}: {cause}; {remedy}"
+        raise RunError(text) from error
+
+
 def save_training_state(
     directory: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, num_updates: int, ranks: Ranks
 ) -> None:
     """Write this rank's part of model and optimizer into the checkpoint ``directory``. Return when every rank has
     written.
+
+    Raises:
+        RunError: a rank can't write its files.
     """
     _write_random_state(directory, ranks)
-    with _quiet():
-        # Its files of this rank are __RANK_N.distcp.
+    # The files of this rank are __RANK_N.distcp.
+    with _storage_errors("write", directory, _CHECK_DISK), _quiet():
         dcp.save(
             _tensors(model, optimizer),
             storage_writer=dcp.FileSystemWriter(directory),
@@ -390,7 +416,7 @@ def load_training_state(
         RunError: a file is missing, or the stored tensors belong to another model.
     """
     state = _tensors(model, optimizer)
-    try:
+    with _storage_errors("read", directory, _USE_ANOTHER):
         found = json.loads((directory / _STATE).read_text())
         _check_fits(directory, state)
         with _quiet():
@@ -400,10 +426,6 @@ def load_training_state(
                 process_group=ranks.host_group,
                 no_dist=not ranks.has_group,
             )
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"can't read the checkpoint {directory}: {type(error).__name__}: {error}; {_USE_ANOTHER}"
-        ) from error
     _read_random_state(directory, ranks)
     return int(found["num_updates"])
 
@@ -416,13 +438,8 @@ def load_tensors(directory: Path, prefix: str = MODEL) -> dict[str, Tensor]:
     """
     stored = {n: m for n, m in _stored(directory).items() if n.startswith(prefix)}
     state: dict[str, Any] = {n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in stored.items()}
-    try:
-        with _quiet():
-            dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"can't read the checkpoint {directory}: {type(error).__name__}: {error}; {_USE_ANOTHER}"
-        ) from error
+    with _storage_errors("read", directory, _USE_ANOTHER), _quiet():
+        dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 

@@ -39,6 +39,7 @@ FULL_S = 1.5
 CAUSES = (
     "No space left", "Input/output error", "Too many open files", "Interrupted system call",
     "disk I/O error", "disk is full", "unable to open database", "os error", "can't be read or written",
+    "can't write the checkpoint",
 )  # fmt: skip
 """What a message says that names the cause: the texts of the C library, of SQLite and of Rust."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 from collections import Counter
 from collections.abc import Mapping
@@ -30,6 +31,9 @@ from async_rl.learner.export import export_checkpoint
 from async_rl.learner.file_digests import find_damage
 from async_rl.learner.resume import find_resume_point, take_over
 from tests.damage import damage
+from tests.forked import Forked, preload
+
+preload("async_rl.learner.checkpoint")
 
 RANKS = Ranks(Place(0, 0, 1), torch.device("cpu"), None)
 NUM_PLACES = 200
@@ -213,6 +217,27 @@ def survive(whole: Path, directory: Path, number: int) -> str:
     assert step in (2, 4), what
     shutil.rmtree(directory)
     return f"{end} at step {step}"
+
+
+def write_little(run_dir: Path, max_bytes: int) -> None:
+    """Write a checkpoint where no file may be longer than ``max_bytes``, and say what came of it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+    try:
+        write(run_dir, 6)
+    except RunError as error:
+        os.write(1, str(error).encode()[:max_bytes])
+
+
+@pytest.mark.parametrize("max_bytes", [200, 4500, 6000])
+def test_a_checkpoint_that_cant_be_written_is_said_with_the_cause(run_dir: Path, max_bytes: int):
+    child = Forked(write_little, run_dir, max_bytes)
+    assert child.wait(60) == 0
+    said, _ = child.communicate()
+    assert said.startswith("can't write the checkpoint ")
+    if max_bytes > 600:
+        assert "[Errno 27] File too large" in said
+        assert "the same command resumes from the last checkpoint" in said
+    assert resume(run_dir) == 4
 
 
 def test_damage_at_a_random_place_is_survived(run_dir: Path, tmp_path: Path):
