@@ -1,5 +1,5 @@
-"""The files of a run: its directory and lock, metrics, step logs, curve and evaluation records.
+"""The run directory and its files: config, lock, metrics, step logs, curve, evaluation records, the queue's records.
 
-The functions here write rows, groups and other data into files of the run directory, and read them. The learner writes
-most of these files, the queue server writes two. Launch, evaluation, doctor and the command line read them.
+The modules write these files and read them. The learner writes most of the files, and the queue server writes
+``queue.json`` and ``ledger.json``. Launch, evaluation and doctor read them.
 """

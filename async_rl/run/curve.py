@@ -20,12 +20,9 @@ _EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def write_curve(run_dir: RunDir) -> bool:
-    """Draw a run's accuracy, evaluations, reward and staleness over its steps, into ``curve.png``.
+    """Draw a run's accuracy, evaluations, reward and staleness over its steps, and write the picture to ``curve.png``.
 
-    The file is written completely or not at all.
-
-    Returns:
-        False, without writing a file, if the run has no metrics yet.
+    Return whether the picture was written. It is not if the run has no metrics yet. A reader never sees half a file.
     """
     rows = read_rows(run_dir.metrics)
     if not rows:

@@ -1,8 +1,8 @@
 """The run directory: the paths of its files, whether its run is finished, and whether a config may use it.
 
-``launch`` and ``learner`` prepare the directory, in either order. All other modules get paths from ``RunDir``. The same
-config resumes a run. A changed config is refused with a list of the keys that differ. ``fresh`` renames the old
-directory and starts a new run.
+``launch`` or ``learner`` creates the directory, whichever starts first. Other modules get the paths from ``RunDir``. If
+the directory has a run with the same config, that run is resumed. If it has a run with another config, an error lists
+the keys that differ. ``--fresh`` renames the old directory and starts a new run.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """Path of ``config.toml``, which has the config with all defaults and options filled in."""
+        """Path of ``config.toml``, a copy of the run's config with all defaults and ``--set`` options filled in."""
         return self.path / "config.toml"
 
     @property
     def run_id(self) -> str:
-        """The run's id, which no other run has.
+        """The run's id, read from the file ``run_id``. No other run has the same id.
 
-        It is generated when the directory is prepared, and is kept over restarts.
+        The id is generated when the directory is created, and stays the same when the run is resumed.
         """
         return (self.path / "run_id").read_text(encoding="utf-8").strip()
 
@@ -95,7 +95,7 @@ class RunDir:
 
     @property
     def latest_checkpoint(self) -> str | None:
-        """The name of the newest checkpoint, from ``checkpoints/latest``, not validated; None if there is none."""
+        """The name of the newest checkpoint, as ``checkpoints/latest`` gives it; None if that file does not exist."""
         latest = self.checkpoints / "latest"
         return latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None
 
@@ -117,7 +117,7 @@ class RunDir:
 
     @property
     def lock(self) -> Path:
-        """Path of ``run.lock``, which the ``launch`` or ``learner`` that uses the directory has locked."""
+        """Path of ``run.lock``. The ``launch`` or ``learner`` that uses the run directory has locked this file."""
         return self.path / "run.lock"
 
     @property
@@ -141,12 +141,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path, key: str) -> None:
-    """Check that files can be written in the directory ``path`` or, if it does not exist yet, in its nearest parent.
+    """Check that files can be written in the directory ``path``. If it does not exist, check its nearest parent.
 
-    The check creates and removes a temporary directory.
+    The check creates a temporary directory and removes it.
 
     Raises:
-        RunError: files can't be written there. The message names the config ``key`` of the path.
+        RunError: files can't be written there. The message names ``key``, the config key whose value is ``path``.
     """
     place = path.absolute()
     while not place.exists():
@@ -163,10 +163,12 @@ def check_writable(path: Path, key: str) -> None:
 
 
 def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
-    """Check that ``config`` may use its ``run.dir``, but write nothing. Return the run directory.
+    """Check that ``config`` may use its ``run.dir``, and return the run directory. Write nothing.
+
+    With ``fresh`` the directory may have a run with another config, because that run will be moved aside.
 
     Raises:
-        RunError: as in ``prepare_run_dir``.
+        RunError: ``run.dir`` is a file, has a run with another config, or has other files but no run.
     """
     run_dir = RunDir(Path(config.run.dir))
     path = run_dir.path
@@ -187,14 +189,14 @@ def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
 
 
 def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
-    """Create or reuse ``run.dir``, and write the complete config into it. A second call changes nothing.
+    """Create the directory ``run.dir``, or reuse it to resume its run, and write the complete config into it.
 
-    The directory may have a finished run; callers check ``is_finished``. With ``fresh``, the directory of an existing
-    run is first renamed to ``NAME.old-N``.
+    A second call changes nothing. With ``fresh``, the directory of an existing run is first renamed to ``NAME.old-N``.
+    Without ``fresh``, the directory may have a finished run, so callers check ``is_finished``.
 
     Raises:
-        RunError: the directory has a run with another config (the message names the keys that differ outside
-            ``MAY_DIFFER``), has other files but no run, or can't be written.
+        RunError: the directory can't be written, has other files but no run, or has a run with another config. In the
+            last case the message lists the keys that differ and are not in ``MAY_DIFFER``.
     """
     run_dir = check_run_dir(config, fresh=fresh)
     try:
@@ -239,7 +241,7 @@ def _may_differ(key: str) -> bool:
 
 
 def move_aside(path: Path) -> None:
-    """Rename a directory to ``NAME.old-N``, with the first number N that is free."""
+    """Rename the directory ``path`` to ``NAME.old-N``. N is the lowest number for which no such file exists."""
     path = path.resolve()
     number = 1
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():

@@ -1,12 +1,12 @@
-"""Compute the figures of an evaluation from its groups, and write its answers as JSON lines.
+"""Compute the figures of an evaluation (accuracy, pass@k, ...) from its groups, and write its answers as JSON lines.
 
-The functions get the groups of one data set, one group for each row of the set. They return figures by name, or JSON
-objects. The learner calls them during training, and ``evaluation`` calls them offline. The learner logs trained
-rollouts in the same form.
+The functions get the groups of one evaluation set, one group for each row of the set. They return figures by name, or
+JSON objects. The learner calls them during training, and ``async-rl eval`` calls them after it. The learner also logs
+rollouts that it trained as such JSON objects.
 
-A row that could not be sampled (its prompt is too long, or every attempt failed) has a group without rollouts. Such a
-row counts as wrong in all figures of accuracy, so these always have the same denominator. ``unanswered`` is the number
-of such rows. Lengths, rewards and scores are means over the answers that exist.
+A row that could not be sampled (its prompt is too long, or every attempt failed) has a group without rollouts. The row
+counts as wrong in all figures of accuracy, so that these are means over all rows. ``unanswered`` is the number of such
+rows. Lengths, rewards and scores are means over the answers that exist.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from async_rl.rewards.answers import VoteKey, majority
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return an unbiased estimate of the probability that at least one of ``k`` tries solves a problem.
+    """Return an unbiased estimate of pass@k, the probability that at least one of ``k`` answers to a row is correct.
 
-    ``num_correct`` of ``num_samples`` tries were correct. The formula is eq. 1 of Chen et al. 2021.
+    The estimate uses ``num_samples`` answers, of which ``num_correct`` are correct. The formula is eq. 1 of Chen et al.
+    2021.
 
     Raises:
-        ValueError: k is not in 1..num_samples.
+        ValueError: ``k`` is not between 1 and ``num_samples``.
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"pass@k: expected k between 1 and {num_samples}, the samples of a row, got {k}")
@@ -40,18 +41,21 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def eval_metrics(
     dataset: str, groups: Sequence[tuple[Prompt, Group]], *, vote_key: VoteKey | None = None
 ) -> dict[str, float]:
-    """Return the figures of the set ``dataset`` under their keys in ``metrics.jsonl``, ``eval/<dataset>/<figure>``."""
+    """Return the figures of the evaluation set ``dataset`` by their keys in ``metrics.jsonl``.
+
+    The keys have the form ``eval/<dataset>/<figure>``. ``groups`` and ``vote_key`` are used as in ``eval_figures``.
+    """
     found = eval_figures([group.rollouts for _, group in groups], vote_key=vote_key)
     return {f"eval/{dataset}/{key}": value for key, value in found.items()}
 
 
 def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None = None) -> dict[str, float]:
-    """Return the figures of an evaluation set by name. ``metrics.EVAL_FIGURES`` describes them.
+    """Return the figures of an evaluation set by name. ``metrics.EVAL_FIGURES`` describes each figure.
 
     Args:
-        rows: the rollouts of each row, in the order of their index.
-        vote_key: maps an answer to a key. In the majority vote, answers with the same key count as the same answer.
-            There is no majority figure if ``vote_key`` is None, or if no rollout has an extracted answer.
+        rows: the rollouts of each dataset row; empty for a row without an answer.
+        vote_key: maps an answer to a key. In the majority vote, answers with the same key count as the same answer. The
+            result has no majority figure if ``vote_key`` is None, or if no rollout has an extracted answer.
     """
     if not rows:
         return {"rows": 0}
@@ -71,9 +75,13 @@ def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None 
 
 
 def _pass_figures(answered: Sequence[Sequence[Rollout]], num_rows: int) -> dict[str, float]:
-    """Return ``pass_at_k``, where k is the number of samples per row, and ``pass_at_1``, ``_2``, ``_4``, ... up to k.
+    """Return the figures ``pass_at_1``, ``pass_at_2``, ``pass_at_4``, ... and ``pass_at_k``, as means over all rows.
 
-    A row counts as solved by an answer only if the answer's accuracy is 1.
+    In ``pass_at_k``, k is the smallest number of answers of an answered row. An answer is correct if its accuracy is 1.
+
+    Args:
+        answered: the rollouts of each row that has an answer.
+        num_rows: the number of all rows.
     """
     if not answered:
         return {"pass_at_k": 0.0}
@@ -113,7 +121,11 @@ Decode = Callable[[np.ndarray], str]
 
 
 def row_records(prompt: Prompt, group: Group, decode: Decode) -> list[dict[str, Any]]:
-    """Return a JSON object for each answer to one row of an evaluation, or one object if the row has no answer."""
+    """Return the JSON objects that record the answers to one row of an evaluation set, one object for each answer.
+
+    ``prompt`` is the row, and ``group`` has its answers. A row without an answer has one object, with the
+    ``finish_reason`` ``unanswered``.
+    """
     if not group.rollouts:
         asked = {"row": prompt.row, "messages": [dict(m) for m in prompt.messages], **_expected(prompt)}
         return [{**asked, "response": None, "accuracy": 0.0, "finish_reason": "unanswered"}]
@@ -124,9 +136,9 @@ def row_records(prompt: Prompt, group: Group, decode: Decode) -> list[dict[str, 
 
 
 def answer_record(prompt: Prompt, rollout: Rollout, decode: Decode) -> dict[str, Any]:
-    """Return one answer as a JSON object: prompt, response, extracted and expected answer, scores, sampling versions.
+    """Return the JSON object that records one answer: prompt, response, expected answer, rewards, weights versions.
 
-    A row with test cases has ``num_tests``, their number, instead of ``expected``.
+    If the dataset row has test cases, the object has their number as ``num_tests``.
     """
     versions = [v for s in rollout.sequences for v in s.versions.tolist() if v != NO_VERSION]
     return {
@@ -152,7 +164,11 @@ def _expected(prompt: Prompt) -> dict[str, Any]:
 
 
 def _turn_fields(rollout: Rollout, decode: Decode) -> dict[str, Any]:
-    """Return the turns of a rollout and each sequence's text, environment tokens included; empty without turns."""
+    """Return the fields of ``answer_record`` that only a rollout with an environment has: score, turns and sequences.
+
+    ``sequences`` has the text of each token sequence, including the environment's tokens. Return an empty mapping if
+    the rollout has no turns.
+    """
     if not rollout.turns:
         return {}
     return {

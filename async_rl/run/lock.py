@@ -1,10 +1,10 @@
 """The lock of a run directory: only one ``launch`` or one ``learner`` may use the directory at a time.
 
 The lock is a flock of the file ``run.lock``, which also names the processes that hold the lock. ``launch`` passes the
-locked descriptor to its learner, so the lock lasts as long as one of these two processes is alive. The lock tells a
-user early that another process uses the directory. The queue protects the files: it refuses requests of an older
-learner after a newer one has attached. A learner asks both before it writes files, because ``launch --takeover`` starts
-another queue server.
+locked descriptor to its learner, so the lock lasts as long as one of these two processes is alive. With the lock, a
+second ``launch`` fails at its start. The files are also protected by the queue server, which refuses requests of an
+older learner after a newer learner has attached. Before a learner writes files, it asks the queue server and checks the
+lock, because ``launch --takeover`` starts another queue server.
 
 ``launch`` and the learner's rank 0 call ``locked_run_dir``. A learner that ``launch`` started calls
 ``RunLock.inherit``.
@@ -34,17 +34,20 @@ logger = logging.getLogger(__name__)
 LOCK_FD = "ASYNC_RL_RUN_LOCK_FD"
 """Name of the environment variable with the number of the locked descriptor that ``launch`` passes to its learner."""
 ENDING_S = 10.0
-"""Longest wait, in seconds, for the lock of a process that has died. Its children hold the lock until they end, soon
-after it."""
+"""Longest wait, in seconds, for a lock whose holder has died. The holder's children keep the lock until they end, too,
+which takes a few seconds."""
 _LOOK_AGAIN_S = 0.05
 _UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that holds the lock of a run directory.
+    """A process that holds the lock of a run directory, as the file ``run.lock`` names it.
 
-    ``role`` is its subcommand of async-rl, ``launch``, ``learner`` or ``sft``.
+    Attributes:
+        pid: the process id.
+        host: the name of the process's machine.
+        role: the subcommand of async-rl that the process runs: ``launch``, ``learner`` or ``sft``.
     """
 
     pid: int
@@ -72,9 +75,9 @@ class RunLock:
 
     @classmethod
     def inherit(cls, run_dir: RunDir, role: str) -> RunLock | None:
-        """Return the lock that ``launch`` passed to this process; None if there is none.
+        """Return the lock that ``launch`` passed to this process; None if ``launch`` did not start this process.
 
-        Record this process as a holder.
+        This process is added to the holders in the lock file, with its subcommand ``role``.
 
         Raises:
             RunError: another process has taken over the run directory in the meantime.
@@ -93,9 +96,10 @@ class RunLock:
 
     @property
     def is_current(self) -> bool:
-        """Whether ``run.lock`` in the directory is still the file that this process has locked.
+        """Whether this process's lock is still valid.
 
-        It is not after another process has taken over the directory or moved it.
+        It is not after another process has taken over the run directory or moved it. ``run.lock`` is then another file
+        than the one that this process has locked.
         """
         try:
             found, own = os.stat(self.path), os.fstat(self.fd)
@@ -113,20 +117,22 @@ class RunLock:
             raise LineageError(f"{_holder_of(self.path) or 'another process'} has taken over {self.path.parent}")
 
     def record(self, role: str) -> None:
-        """Append this process to the holders that the lock file names."""
+        """Append this process, with its subcommand ``role``, to the holders in the lock file."""
         line = json.dumps(asdict(Holder(os.getpid(), socket.gethostname(), role))) + "\n"
         os.pwrite(self.fd, line.encode(), os.fstat(self.fd).st_size)
 
     def close(self) -> None:
-        """Close this process's descriptor. The lock ends when every process has closed its descriptor."""
+        """Close the lock file in this process. The lock is free when all processes that hold it have closed it."""
         os.close(self.fd)
 
 
 def acquire(run_dir: RunDir, role: str, *, takeover: bool = False) -> RunLock:
-    """Lock ``run_dir`` and return the lock. Create the directory if it does not exist, but write no other file there.
+    """Lock the run directory and return the lock. Create the directory if it does not exist.
 
-    With ``takeover``, the lock is also taken from a process that holds it: a new lock file replaces the old one, and a
-    lock of the old file has no effect any more.
+    Args:
+        role: the subcommand of async-rl that this process runs, for the lock file.
+        takeover: if another process holds the lock, replace the lock file by a new one, so that the other process's
+            lock is no longer valid.
 
     Raises:
         RunError: another process holds the lock, or the directory can't be written.
@@ -167,12 +173,12 @@ def acquire(run_dir: RunDir, role: str, *, takeover: bool = False) -> RunLock:
 def locked_run_dir(
     config: Config, *, role: str, fresh: bool, takeover: bool = False
 ) -> Iterator[tuple[RunDir, RunLock]]:
-    """Lock and prepare the run directory of ``config``, and yield the directory and its lock.
+    """Lock and prepare the run directory of ``config``, and yield the directory and its lock. Unlock it at the end.
 
-    The block's end unlocks it. With ``fresh``, the lock of the old directory is held until the new directory is locked.
+    With ``fresh``, the lock of the old directory is also held until the end of the block.
 
     Raises:
-        RunError: another process uses the directory, or as in ``prepare_run_dir``.
+        RunError: another process uses the directory, or ``prepare_run_dir`` refuses it.
     """
     run_dir = check_run_dir(config, fresh=fresh)
     locks = [acquire(run_dir, role, takeover=takeover)]
@@ -204,7 +210,7 @@ def _try_lock(fd: int, run_dir: RunDir) -> bool:
 
 
 def _take_over(run_dir: RunDir, role: str) -> RunLock:
-    """Replace the lock file by a new one that this process has locked. Return the new lock."""
+    """Replace the lock file by a new file that this process has locked. Return the new lock."""
     partial = run_dir.lock.with_name(f".{run_dir.lock.name}.{os.getpid()}.partial")
     lock = RunLock(run_dir.lock, os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644))
     _try_lock(lock.fd, run_dir)
@@ -220,7 +226,10 @@ def _holder_of(path: Path) -> Holder | None:
 
 
 def _read_holder(fd: int) -> Holder | None:
-    """Return the first process in the lock file that may be alive, or else the first one; None if there is none."""
+    """Return the process that holds the lock, from the open lock file ``fd``; None if the file names no process.
+
+    It is the first process in the file that may be alive or, if all have died, the first one.
+    """
     *lines, _ = os.pread(fd, 1 << 16, 0).decode("utf-8", errors="replace").split("\n")
     holders = [Holder(**json.loads(line)) for line in lines]
     return next((holder for holder in holders if holder.may_live), holders[0] if holders else None)

@@ -168,10 +168,13 @@ class MetricsWriter:
             self._wandb.log({key: value for key, value in plain.items() if value is not None})
 
     def rewind_to(self, step: int, *, evals_to_come: Collection[tuple[str, int]] = ()) -> int:
-        """Move the rows after ``step`` to another file, as ``StepLog.rewind_to`` does. Return their number.
+        """Move the rows of the steps after ``step`` to another file, as ``StepLog.rewind_to`` does.
 
         Args:
             evals_to_come: pairs (dataset, step) of evaluations that will run again. Their rows are moved, too.
+
+        Returns:
+            The number of rows that were moved.
         """
         return self._log.rewind_to(step, is_gone=lambda row: _is_eval_of(row, evals_to_come))
 
@@ -183,7 +186,7 @@ class MetricsWriter:
 
 
 def _finite(value: Any) -> Any:
-    """Return ``value`` as JSON data: a NumPy scalar as a plain number, NaN and infinities as None."""
+    """Return ``value`` as JSON data. NumPy scalars become plain numbers, and NaN and infinities become None."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -195,10 +198,12 @@ def _is_eval_of(row: Row, evals: Collection[tuple[str, int]]) -> bool:
 
 
 def check_wandb(config: Config) -> None:
-    """Check that there is an API key if ``log.wandb`` is ``"online"``, because wandb would otherwise ask for one.
+    """Check that there is an API key for Weights & Biases if ``log.wandb`` is ``"online"``.
+
+    Without an API key, wandb would wait for the user to type one.
 
     Raises:
-        ConfigError: there is neither ``WANDB_API_KEY`` nor an entry in the netrc file.
+        ConfigError: ``WANDB_API_KEY`` is not set, and the netrc file has no key for the server.
     """
     if config.log.wandb != "online" or os.environ.get("WANDB_API_KEY"):
         return
@@ -219,7 +224,10 @@ def check_wandb(config: Config) -> None:
 
 
 def _start_wandb(run_dir: Path, config: Config) -> Any:
-    """Start the run in Weights & Biases and return it; None if ``log.wandb`` is off. A resumed run keeps its id."""
+    """Start logging to Weights & Biases. Return the wandb run; None if ``log.wandb`` is off.
+
+    The wandb run's id is kept in the file ``wandb_id``, so that a resumed run goes on in the same wandb run.
+    """
     check_wandb(config)
     mode = config.log.wandb
     if mode == "off":

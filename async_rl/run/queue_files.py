@@ -1,6 +1,7 @@
-"""The queue server's files in the run directory, ``queue.json`` and ``ledger.json``. Both are replaced atomically.
+"""The files that the queue server writes into the run directory: ``queue.json`` and ``ledger.json``.
 
-``queue.json`` says where the server is. ``ledger.json`` has the queue's counts of groups, rollouts and tokens.
+``queue.json`` has the server's address. ``ledger.json`` has the queue's counts of groups, rollouts and tokens. Readers
+see a whole old file or a whole new file.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from async_rl.run.directory import write_atomically
 
 LEDGER_EVERY_S = 1.0
 _LEDGER_GAP_S = 0.25
-"""Shortest time between two writes of ``ledger.json``, in seconds. Shorter steps share one write."""
+"""Shortest time between two writes of ``ledger.json``, in seconds, if the learner makes steps in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueRecord:
     """The content of ``queue.json``: the run id, process id and address of a run's queue server.
 
-    ``run_id`` is empty until the first learner attaches, unless a command-line option set it.
+    ``run_id`` is empty until the first learner attaches, except if the server was started with ``--run-id``.
     """
 
     run_id: str
@@ -37,7 +38,7 @@ class QueueRecord:
 
 
 def read_record(run_dir: Path) -> QueueRecord | None:
-    """Return the content of ``queue.json`` in ``run_dir``; None if there is no such file, or it has another format."""
+    """Return the content of ``queue.json`` in ``run_dir``; None if the file does not exist or is malformed."""
     try:
         plain = json.loads((run_dir / "queue.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -50,10 +51,10 @@ def read_record(run_dir: Path) -> QueueRecord | None:
 
 
 def last_port(run_dir: Path, run_id: str) -> int | None:
-    """Return the port of the last queue server of run ``run_id``, from ``queue.json``; None if there is no such server.
+    """Return the port of the run's last queue server, from ``queue.json``; None if the file has no such server.
 
-    A restarted server uses the same port, because generators still connect to it. An empty ``run_id`` stands for any
-    run.
+    A restarted server uses the same port, because generators still connect to it. ``run_id`` is the id of the run. If
+    it is empty, the server of any run counts.
     """
     record = read_record(run_dir)
     if record is None or (run_id and record.run_id != run_id):
@@ -66,9 +67,9 @@ def _write_json(path: Path, plain: Mapping[str, Any]) -> None:
 
 
 class BackgroundFile:
-    """A JSON file that is written in a separate thread, because a slow disk must not block the server.
+    """Writes a JSON file in a separate thread, so that a slow disk does not block the queue server.
 
-    ``write`` and ``close`` raise the OSError of the previous write if it failed.
+    If a write fails, the next call of ``write`` or ``close`` raises its OSError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,14 +83,14 @@ class BackgroundFile:
         return self._writing is not None and not self._writing.done()
 
     def write(self, plain: Mapping[str, Any]) -> None:
-        """Start to write ``plain`` as JSON in the background. Do not call it while ``is_busy``."""
+        """Start to write ``plain`` to the file as JSON, and return at once. Do not call this while ``is_busy``."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
         self._writing = self._thread.submit(_write_json, self._path, plain)
 
     def close(self) -> None:
-        """Wait until the last write is done."""
+        """Wait until the last write is done, and end the thread."""
         self._thread.shutdown()
         if self._writing is not None:
             self._writing.result()
@@ -105,7 +106,7 @@ class RunFiles:
         self._written_revision, self._written_at, self._written_step = -1, 0.0, -1
 
     def record(self, run_id: str) -> None:
-        """Write ``queue.json`` with this run id, this process and the server's address."""
+        """Write ``queue.json`` with ``run_id``, the id of this process and the server's address."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         _write_json(self._run_dir / "queue.json", QueueRecord(run_id, os.getpid(), self._address).as_dict())
         self._recorded_run_id = run_id
@@ -113,12 +114,14 @@ class RunFiles:
     def write(
         self, run_id: str, ledger: Callable[[], Mapping[str, Any]], now: float, *, revision: int, step: int
     ) -> None:
-        """Write both files if their content has changed.
+        """Write ``queue.json`` and ``ledger.json`` if their content has changed since the last call.
 
-        ``ledger.json`` waits if its last write is too recent or still running.
+        ``ledger.json`` is not written now if its last write is too recent or still running. A later call writes it.
 
         Args:
+            run_id: the id of the run that the server serves.
             ledger: returns the content of ``ledger.json``.
+            now: the current time in seconds.
             revision: a number that grows with every change of the ledger.
             step: the learner's step. After a new step the ledger is written sooner.
         """
@@ -132,6 +135,6 @@ class RunFiles:
         self._written_revision = revision
 
     def write_last(self, run_id: str, ledger: Mapping[str, Any]) -> None:
-        """Write the final ``ledger.json``, after a write in the background has ended."""
+        """Write ``ledger.json`` for the last time, at the end of the server. Wait for an unfinished write before."""
         self._ledger.close()
         _write_json(self._run_dir / "ledger.json", {"run_id": run_id, **ledger})

@@ -35,7 +35,11 @@ class StepLog:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row, which must have an integer ``step`` and only finite numbers."""
+        """Append one row to the file. It must have an integer ``step``, and its numbers must be finite.
+
+        Raises:
+            ValueError: the row has no integer ``step``, or a number is not finite.
+        """
         if not isinstance(row.get("step"), int):
             raise ValueError(
                 f"{self._path.name}: expected a row with an integer 'step', got {row.get('step')!r}; this is a bug in "
@@ -45,10 +49,13 @@ class StepLog:
         self._file.flush()
 
     def rewind_to(self, step: int, *, is_gone: Callable[[Row], bool] = lambda row: False) -> int:
-        """Move the rows after ``step``, and those for which ``is_gone`` is true, to ``NAME.rolled_back-N.jsonl``.
+        """Move the rows of the steps after ``step`` to a new file ``NAME.rolled_back-N.jsonl``.
 
-        These rows belong to steps that the run will train again. A start without a checkpoint passes -1, which moves
-        all rows.
+        The learner calls this when it resumes from the checkpoint of ``step``, because it will train the later steps
+        again. Without a checkpoint, ``step`` is -1 and all rows are moved.
+
+        Args:
+            is_gone: returns True for an earlier row that must be moved, too.
 
         Returns:
             The number of rows that were moved.
@@ -76,7 +83,7 @@ class StepLog:
 class StepLogTail:
     """Reads the rows that another process appends to a file. The other process may replace the file by a shorter one.
 
-    ``history`` has the rows that were in the file at the start.
+    ``history`` has the rows that the file had when this object was constructed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,7 +97,7 @@ class StepLogTail:
             self.history = self._read()
 
     def poll(self) -> list[Row]:
-        """Return the rows that were completed since the last call."""
+        """Return the rows that the other process has written since the last call."""
         try:
             inode = self._path.stat().st_ino
         except FileNotFoundError:
