@@ -6,6 +6,6 @@ from async_rl.cli.main import main
 from async_rl.process.child import package_environment
 
 if __name__ == "__main__":
-    # A learner starts a queue server, a reward its verifier: they find the package wherever this was called from.
+    # Child processes must be able to import async_rl in any working directory.
     os.environ.update(package_environment())
     main()

@@ -1,8 +1,8 @@
-"""Every exception class that async-rl raises on purpose. All of them derive from ``AsyncRLError``.
+"""The exception classes of async-rl. All derive from ``AsyncRLError``.
 
-The user can correct the cause of a ``UserError`` (a bad config, a missing file, a busy port). A command prints such an
-error as one message and exits with code 2. Any other error stops the process, or the process counts the error and
-continues. Each message says what was expected, what was found, where, and what to do.
+The user can correct the cause of a ``UserError`` (a bad config, a missing file, a busy port). A command prints the
+message of a ``UserError`` and exits with code 2. After any other error, a process stops, or it counts the error and
+goes on. Each message says what was expected, what was found, where, and what to do.
 """
 
 
@@ -35,7 +35,7 @@ class KeyFileError(UserError):
 
 
 class RunError(UserError):
-    """The run directory can't be used: another config or process owns it, or there is no run to continue."""
+    """The run directory can't be used: it belongs to another config or process, or it has no run to resume."""
 
 
 class WireError(AsyncRLError):
@@ -47,13 +47,13 @@ class QueueError(AsyncRLError):
 
 
 class StorageError(QueueError):
-    """The queue server can't read or write its files on disk. The run stops with this error as the cause."""
+    """The queue server can't read or write its files on disk. The run stops, and reports this error as the cause."""
 
 
 class DamagedPayloadError(QueueError):
     """The stored bytes of a group are damaged, so the queue drops the group and its prompt is sampled again.
 
-    ``file`` is the path of the file that has the damage.
+    ``file`` is the path of the damaged file.
     """
 
     def __init__(self, message: str, file: str) -> None:
@@ -70,23 +70,26 @@ class StorageFullError(StorageError):
 
 
 class LineageError(QueueError):
-    """A learner sent a request after a newer learner had taken over its run. The request is refused."""
+    """A learner tried to use its run after a newer learner had taken the run over. The older learner must end."""
 
 
 class IdInUseError(QueueError):
-    """A generator asked for an id that another generator still uses. The id is free after that one is silent."""
+    """A generator asked for an id that another generator still uses.
+
+    The id becomes free when the queue server has received nothing from the other generator for some time.
+    """
 
 
 class StaleRolloutError(AsyncRLError):
-    """A rollout was sampled with weights that are older than ``queue.max_staleness`` allows."""
+    """A rollout was sampled with an older version of the weights than ``queue.max_staleness`` allows."""
 
 
 class WeightsError(AsyncRLError):
-    """A version of the weights did not arrive, or its digest differs from the one in its manifest."""
+    """A version of the weights can't be published, received or used."""
 
 
 class EngineError(AsyncRLError):
-    """The inference engine of a generator (vLLM) died, failed or gave an invalid answer. The generator ends."""
+    """The inference engine of a generator (vLLM) died, failed or returned an invalid result. The generator ends."""
 
 
 class CorruptWeightsError(WeightsError):
@@ -94,9 +97,9 @@ class CorruptWeightsError(WeightsError):
 
 
 class RewardError(AsyncRLError):
-    """A reward can't be computed, because its verifier does not start or the dataset row has no answer.
+    """The reward of an answer can't be computed, for example because the dataset row has no reference answer.
 
-    A wrong answer of the model is no error.
+    A wrong answer of the model does not raise this error; it gets a low reward.
     """
 
 
@@ -117,7 +120,7 @@ class TrainingError(AsyncRLError):
 
 
 class StoppedError(AsyncRLError):
-    """The learner ended because a signal asked for it, after it saved its last step. The message says what is saved."""
+    """Training ended early because the process received SIGTERM or SIGINT. The message says which step is saved."""
 
 
 class ParityError(TrainingError):

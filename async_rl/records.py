@@ -1,9 +1,9 @@
-"""The records that processes send each other: prompts and leases to generators, groups of rollouts back.
+"""The records that processes send each other. Prompts and leases go to generators, and groups of rollouts come back.
 
-They hold only facts, such as tokens, masks, log-probabilities, versions and rewards. The learner computes advantages
-and losses from them. ``T`` is the number of tokens of one sequence, prompt and environment tokens included. The records
-are msgspec ``Struct``s, because these are constructed ten times as fast as dataclasses, and encoded and checked in C.
-This module uses neither torch nor sockets.
+The records have only facts, such as tokens, masks, log-probabilities, versions and rewards. The learner computes
+advantages and losses from them. ``T`` is the number of tokens of one sequence, including prompt and environment tokens.
+The records are ``msgspec.Struct``s, because msgspec constructs a Struct ten times as fast as a dataclass, and encodes
+and checks it in C. This module uses neither torch nor sockets.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ NO_VERSION = -1
 
 
 TEXT_ROLE = "text"
-"""The role of the only message of a prompt that is plain text, to be continued without a chat template."""
+"""The ``role`` of the only message of a plain-text prompt, which the model continues without a chat template."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
     """One dataset row, with its position in the order in which the run uses the rows.
 
     Attributes:
-        position: the number of prompts before this one, over all epochs. It never repeats within a run.
-        row: the row's index in its file.
-        epoch: the pass over the dataset, from 0.
+        position: the prompt's index in that order, over all epochs, from 0. It never repeats within a run.
+        row: the row's index in the loaded dataset, from 0. Malformed rows are skipped and do not count.
+        epoch: the index of the pass over the dataset, from 0.
         messages: the chat messages, each with ``role`` and ``content``.
-        reward_data: what the reward needs, such as ``gt_answer``. Other code does not read it.
+        reward_data: the row's data that the reward needs, such as ``gt_answer``.
     """
 
     position: int
@@ -51,7 +51,10 @@ class Prompt(msgspec.Struct, frozen=True):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """The settings with which a generator samples one rollout. ``temperature`` 0 means greedy decoding."""
+    """The settings with which a generator samples one rollout. They are those of the config section ``sampling``.
+
+    ``temperature`` 0 means greedy decoding. ``top_p`` 1 and ``top_k`` 0 switch these limits off.
+    """
 
     temperature: float
     top_p: float
@@ -128,9 +131,12 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One answer of the policy in a rollout of several turns: its number of sampled tokens and what it earned.
+    """One answer of the policy in a rollout with an environment.
 
-    ``reward`` belongs to the last of these tokens. ``score`` is a figure of the environment that is only logged.
+    Attributes:
+        num_tokens: the number of tokens that the policy sampled for this answer.
+        reward: the environment's reward for this answer. It belongs to the last of these tokens.
+        score: a figure from the environment that is only logged.
     """
 
     num_tokens: int
@@ -144,11 +150,11 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
     Attributes:
         sequences: the token sequences of the answer.
         reward_parts: rewards by name. Their sum is ``reward``.
-        accuracy: 1.0 for a correct answer, 0.0 for a wrong one, or between for a partly correct one. Reward shaping
-            does not change it.
+        accuracy: 1.0 for a correct answer, 0.0 for a wrong answer, a number in between for a partly correct answer.
+            Reward shaping does not change it.
         finish_reason: why sampling ended.
-        extracted: the final answer that was found in the text; None if none was found.
-        turns: the answers in their order if an environment played the rollout, else empty.
+        extracted: the final answer that was found in the text; None if the text has no final answer.
+        turns: the policy's answers in their order if the run has an environment, else empty.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -160,7 +166,7 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def score(self) -> float:
-        """The sum of the turns' scores."""
+        """The sum of the scores of all turns; 0 if the rollout has no turns."""
         return float(sum(turn.score for turn in self.turns))
 
     @property
@@ -182,8 +188,8 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     """All rollouts that a generator sampled for one prompt under one lease.
 
     Groups are delivered whole, advantages are computed within a group, and the queue's ledger counts groups.
-    ``weights_digest`` maps each weights version that sampled tokens here to the digest of its weights, as the generator
-    verified it. The learner refuses a group with a digest that it did not publish.
+    ``weights_digest`` maps each weights version that sampled tokens of the group to the digest of that version's
+    weights, as the generator computed it. The learner refuses a group with a digest that it did not publish.
     """
 
     lease_id: str

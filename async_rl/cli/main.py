@@ -1,7 +1,8 @@
-"""The ``async-rl`` command: parsing and messages only. Heavy imports happen inside the commands.
+"""The subcommands of ``async-rl`` that run a part of a run, such as ``launch`` and ``learner``, and the entry point.
 
-Exit codes: 0 done; 1 failed (with a traceback, or the first cause of a stopped run); 2 bad input, with one message;
-130 interrupted; 143 terminated.
+A subcommand parses its arguments and calls another folder. Large modules such as torch are imported inside the
+subcommands, so that ``async-rl --help`` is fast. Exit codes: 0 done; 1 failed, with a traceback or the first cause of a
+stopped run; 2 a mistake of the user, with one message; 130 stopped by SIGINT; 143 stopped by SIGTERM.
 """
 
 from __future__ import annotations
@@ -302,15 +303,16 @@ app.add_typer(tools)
 
 
 def _is_first_rank() -> bool:
-    """Whether this process does the checks that one rank does for all."""
+    """Return whether this process is rank 0 of the learner, which makes the preflight checks for all ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager
 def _role() -> Iterator[bool]:
-    """Prepare a long-running command: it ends with its parent, cleans up on SIGTERM, and logs.
+    """Prepare this process for a long-running subcommand, such as ``learner``, which runs in the ``with`` block.
 
-    Yields whether ``launch`` started the process.
+    The process ends when its parent dies, runs its ``finally`` blocks on SIGTERM, and logs to standard error. Yield
+    whether ``launch`` started this process.
     """
     exit_on_sigterm()
     is_launched = watch_parent()
@@ -320,13 +322,16 @@ def _role() -> Iterator[bool]:
     try:
         yield is_launched
     except BrokenPipeError:
-        # Typer takes this for `| head` and exits silently; in a role it is a failure.
+        # Typer would exit without a message, as is right for `| head`. In a long-running process it is a failure.
         traceback.print_exc()
         raise SystemExit(1) from None
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Run one command and exit with its code. The entry point of the command line."""
+    """Run the subcommand that ``arguments`` name, and exit with its exit code. This is the program's entry point.
+
+    ``arguments`` are those of the command line if None. A ``UserError`` is printed as one message, with exit code 2.
+    """
     try:
         app(arguments)
     except UserError as error:

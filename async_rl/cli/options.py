@@ -1,4 +1,4 @@
-"""The options that several commands share, and those of ``async-rl eval``."""
+"""The command-line options that several subcommands share, and all options of ``async-rl eval``, as annotated types."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Commands that start no learner, generator or server: ``config``, ``eval``, ``export``, ``doctor``, ``keys``.
+"""The subcommands that start no learner, generator or server: ``config``, ``eval``, ``export``, ``doctor``, ``keys``.
 
-Each imports what it needs.
+Each subcommand imports large modules only when it runs, so that ``async-rl --help`` is fast.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def evaluate(
 
 
 def _evaluate(models: list[str], options: EvalOptions, out: Path | None) -> None:
-    """Evaluate ``models`` with ``options`` and print the figures."""
+    """Evaluate ``models`` with ``options``, print the figures, and write the answers to ``out`` if it is set."""
     from async_rl.evaluation.offline import describe, eval_settings, run_eval
 
     settings = eval_settings(models, options)
