@@ -1,5 +1,5 @@
-"""Offline evaluation of models and checkpoints, and tables that compare evaluations: ``async-rl eval``.
+"""Evaluates models and checkpoints outside a run, and compares evaluations in tables. ``async-rl eval`` calls it.
 
-Names of models and the command line's options enter; figures, answers and tables leave. Called by the command line.
-A run's own evaluations are done elsewhere: generators answer them, and the learner records them.
+The input is names of models and the options of the command line. The output is figures, answers and tables. The
+evaluations during a run are not done here: generators answer their rows, and the learner records their figures.
 """

@@ -1,9 +1,9 @@
-"""Offline evaluation, the body of ``async-rl eval``: let models answer the rows of data sets, and score the answers.
+"""Lets models answer the rows of datasets, and scores the answers. This is the body of ``async-rl eval``.
 
-``eval_settings`` builds the ``Config``: it begins with a config file, with the config of the run that the first model
-belongs to, or with the defaults, and applies the command line's options. ``run_eval`` samples and scores with the
-generator's own parts (``rollouts``: single answers, or environments of several turns) and with the random numbers of a
-run's evaluations. So an answer here is the one that a generator of the run would have given.
+``eval_settings`` builds the ``Config``. It starts from a config file, from the config of the run to which the first
+model belongs, or from the defaults, and then applies the options of the command line. ``run_eval`` samples and scores
+with the code and the random numbers that generators use in a run. So it gets the same answers as an evaluation in the
+run with the same weights.
 """
 
 from __future__ import annotations
@@ -40,12 +40,21 @@ from async_rl.run.eval_records import Decode, append_json_lines, eval_figures, r
 from async_rl.run.metrics import EVAL_FIGURES
 
 Progress = Callable[[str, int, int], None]
-"""Called with (model and set, rows answered, rows)."""
+"""A function that shows the progress. It gets a text that names model and dataset, the number of rows that are done,
+and the number of all rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """One model's figures on one set, and why rows have no answer: cause -> rows, and the first error."""
+    """The result of evaluating one model on one dataset.
+
+    Attributes:
+        model: the name of the model, as the user gave it.
+        dataset: the name of the dataset, a key of ``data.eval``.
+        figures: key -> value of the figures, with the keys of ``metrics.EVAL_FIGURES``.
+        causes: cause -> number of rows that have no answer for this cause. Empty if all rows have answers.
+        first_failure: the error of the first row without an answer. Empty if all rows have answers.
+    """
 
     model: str
     dataset: str
@@ -57,18 +66,22 @@ class Evaluated:
 def run_eval(
     models: Sequence[str], settings: EvalSettings, *, out: Path | None = None, progress: Progress | None = None
 ) -> list[Evaluated]:
-    """Evaluate every model on every set of ``data.eval``, model by model.
+    """Evaluate every model on every dataset of ``data.eval``, model by model. Return one result for each pair.
 
     Args:
         models: Hugging Face directories, hub ids, or checkpoints of runs.
-        out: a directory for ``DATASET.jsonl``, one line per answer, and ``figures.json``. None of these files may exist
-            yet.
+        settings: the config of the evaluation, from ``eval_settings``.
+        out: a directory in which ``DATASET.jsonl`` gets one line per answer, and ``figures.json`` all figures. These
+            files must not exist yet. If None, nothing is written.
+        progress: called when further rows are done. If None, no progress is shown.
 
     Raises:
-        UserError: a model, a data set or a setting can't be used, or no row of a set could be answered.
+        UserError: a model, a dataset or a setting can't be used, or no row of a dataset could be answered.
     """
     if len(set(models)) < len(models):
-        raise ConfigError(f"expected each model only once, got {', '.join(models)}; leave out the repeated one")
+        raise ConfigError(
+            f"async-rl eval: expected each model only once, got {', '.join(models)}; leave out the repeated one"
+        )
     config = settings.config
     if out is not None:
         _check_out(out, config)
@@ -94,7 +107,10 @@ def run_eval(
 
 
 def describe(found: Sequence[Evaluated], config: Config) -> list[str]:
-    """Write the figures as text: one line per figure if there is only one result, else a table per set."""
+    """Return lines of text that show the results ``found``.
+
+    A single result is shown with one line per figure. Several results are shown in one table per dataset.
+    """
     lines: list[str] = []
     for name in dict.fromkeys(one.dataset for one in found):
         of_set = [one for one in found if one.dataset == name]
@@ -108,7 +124,7 @@ def describe(found: Sequence[Evaluated], config: Config) -> list[str]:
 
 
 def _figure_lines(figures: Mapping[str, float]) -> list[str]:
-    """Return one line per figure: key, value, meaning."""
+    """Return one line for each figure, with its key, its value and its meaning."""
     tries = {
         f"pass_at_{2**i}": f"Unbiased estimate of the probability that one of {2**i} answers is right."
         for i in range(1, 11)
@@ -133,7 +149,8 @@ def _evaluated(config: Config, model: str, dataset: str, answered: OfflineSample
     if not any(rows):
         counts = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in answered.causes.items())
         raise DataError(
-            f"{model} could not answer any of the {len(rows)} rows of {dataset}: {counts}; {answered.first_failure}"
+            f"{model} could not answer any of the {len(rows)} rows of {dataset}: {counts}; {answered.first_failure}; "
+            f"change the setting or the rows that the error names"
         )
     found = eval_figures(rows, vote_key=vote_key_of(config))
     # Versions belong to a run's weights; a model on disk has none.
@@ -142,7 +159,11 @@ def _evaluated(config: Config, model: str, dataset: str, answered: OfflineSample
 
 
 def _player(config: Config, model: str, grader: Grader | None, stack: ExitStack) -> tuple[Backend, Rollouts, Decode]:
-    """Return the model's backend, rollouts and token decoder; ``stack`` closes them."""
+    """Load a model for the evaluation. ``stack`` closes it.
+
+    Return the backend that samples, the object that plays rollouts, and the function that decodes token ids to text.
+    ``grader`` scores single answers. It is None if the config has an environment.
+    """
     quiet_progress_bars()
     directory = _model_directory(model, stack)
     backend = stack.enter_context(closing(build_backend(config, directory, load_pretrained=True)))
@@ -181,19 +202,24 @@ def _lease(config: Config, dataset: str, prompt: Prompt) -> Lease:
 
 
 def _check_out(out: Path, config: Config) -> None:
-    """Check before sampling that the answers can be written.
+    """Check that the answers can be written to the directory ``out``, before any answer is sampled.
 
     Raises:
-        UserError: answers exist already, or the directory can't be written.
+        UserError: ``out`` has files of an earlier evaluation, or can't be written.
     """
     for name in (FIGURES_FILE, *(f"{dataset}.jsonl" for dataset in config.data.eval)):
         if (out / name).exists():
-            raise DataError(f"expected no earlier answers at {out}, but {name} exists; choose another --out")
+            raise DataError(
+                f"--out {out}: expected no files of an earlier evaluation, but {name} exists; choose another directory"
+            )
     check_writable(out, "--out")
 
 
 def _write(out: Path, found: Sequence[Evaluated], answered: OfflineSamples, decode: Decode) -> None:
-    """Add the answers of the newest evaluation to its file in ``out``, and write the figures of all evaluations."""
+    """Add the answers of the newest result to the file of its dataset in ``out``, and write the figures of all results.
+
+    ``found`` has all results so far, and ``answered`` has the answers of the last one.
+    """
     newest = found[-1]
     lines = (line for prompt, group in answered.groups for line in row_records(prompt, group, decode))
     append_json_lines(out / f"{newest.dataset}.jsonl", ({"model": newest.model, **line} for line in lines))
@@ -201,7 +227,10 @@ def _write(out: Path, found: Sequence[Evaluated], answered: OfflineSamples, deco
 
 
 def _model_directory(model: str, stack: ExitStack) -> Path:
-    """Return the directory of the model's files: for a checkpoint a temporary export, which ``stack`` removes."""
+    """Return the directory with the files of ``model``. A checkpoint is exported to a temporary directory first.
+
+    ``stack`` removes the temporary directory.
+    """
     path = Path(model)
     if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):  # no hub id
         raise ModelError(f"expected a model, a checkpoint or a run directory at {model}, got none; correct the path")
@@ -217,21 +246,23 @@ def _model_directory(model: str, stack: ExitStack) -> Path:
 
 
 MAX_PROMPT_TOKENS = 4096
-"""``sampling.max_prompt_tokens`` of an evaluation without a config."""
+"""Value of ``sampling.max_prompt_tokens`` if neither a config file nor a run's config is used."""
 
 _NEVER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class EvalOptions:
-    """The options of the command line.
+    """The options of the command ``async-rl eval``.
 
     Attributes:
-        datasets: ``SOURCE`` or ``NAME=SOURCE``, as for ``data.eval``. If empty, the config's ``data.eval`` is used.
-        config: a config file. If unset, the config of the run that the first model belongs to, or else the defaults.
-        overrides: ``section.key=value``, in the form of ``--set``.
-        values: config key -> the value of the key's own option (``--samples`` for ``eval.num_samples``). They replace
-            those of ``overrides`` and of single sets.
+        datasets: the values of ``--dataset``, in the form ``SOURCE`` or ``NAME=SOURCE``. If empty, the config's
+            ``data.eval`` is used.
+        config: the config file of ``--config``. If None, the config of the run to which the first model belongs is
+            used, or else the defaults.
+        overrides: the values of ``--set``, in the form ``section.key=value``.
+        values: config key -> the value of the option for this key, such as ``--samples`` for ``eval.num_samples``. They
+            replace values from ``overrides`` and values for single datasets.
     """
 
     datasets: tuple[str, ...] = ()
@@ -242,17 +273,17 @@ class EvalOptions:
 
 @dataclass(frozen=True, slots=True)
 class EvalSettings:
-    """The config of an evaluation, and ``notes``, lines to show to the user."""
+    """The config of an evaluation. ``notes`` are lines for the user about where its settings come from."""
 
     config: Config
     notes: tuple[str, ...]
 
 
 def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
-    """Return the config to evaluate ``models`` with.
+    """Build and return the config for evaluating ``models`` with the options of the command line.
 
     Raises:
-        ConfigError: the config, an override or an option is wrong, or no data set is named.
+        ConfigError: the config, an override or an option is wrong, or no dataset is named.
     """
     raw, notes = _base(models, options)
     if not _is_usable_offline(raw):
@@ -266,7 +297,7 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
         usable = " or ".join(name for name, one in BACKENDS.items() if one.offline)
         raise ConfigError(
             f"generator.backend: expected {usable} for an offline evaluation, got {raw['generator']['backend']!r}, "
-            f"which serves only the evaluations of a run (data.eval, eval.every); leave the key out"
+            f"which works only in a run, together with a learner; leave the key out"
         )
     _apply(raw, options)
     raw.setdefault("run", {}).setdefault("dir", "unused")
@@ -275,18 +306,26 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     raw.setdefault("queue", {})["lease_timeout_s"] = _NEVER_S
     config = parse_config(raw, "the config with this command line")
     if not config.data.eval:
-        raise ConfigError("expected --dataset FILE, or a config with data.eval, got neither; name a data set to answer")
+        raise ConfigError(
+            "async-rl eval: expected --dataset FILE, or a config with data.eval, got neither; name a dataset"
+        )
     return EvalSettings(config, tuple(notes))
 
 
 def _is_usable_offline(raw: Mapping[str, Any]) -> bool:
-    """Return False for a known backend that needs a learner. A user's own backend is checked where it is imported."""
+    """Return whether the backend that the config ``raw`` names can be used without a learner.
+
+    Return True for the user's own backend too, because such a backend is checked when it is imported.
+    """
     capabilities = BACKENDS.get(raw.get("generator", {}).get("backend", AUTO))
     return capabilities is None or capabilities.offline
 
 
 def run_config_of(model: str) -> Path | None:
-    """Find the ``config.toml`` of the run whose directory, checkpoint or export ``model`` is; None if there is none."""
+    """Return the path of the ``config.toml`` of the run to which ``model`` belongs. None if it belongs to no run.
+
+    ``model`` may be a run's directory, or a checkpoint or an export in it.
+    """
     path = Path(model)
     if not path.exists():
         return None  # a hub id
@@ -297,7 +336,10 @@ def run_config_of(model: str) -> Path | None:
 
 
 def _base(models: Sequence[str], options: EvalOptions) -> tuple[dict[str, Any], list[str]]:
-    """Return the config before options are applied, as plain data, and notes for the user."""
+    """Return the config before the options of the command line are applied, and notes for the user.
+
+    The config is a dict of sections, as in the TOML file.
+    """
     source = options.config or run_config_of(models[0])
     if source is None:
         return {"sampling": {"max_prompt_tokens": MAX_PROMPT_TOKENS}}, []
@@ -313,9 +355,13 @@ def _base(models: Sequence[str], options: EvalOptions) -> tuple[dict[str, Any], 
 
 
 def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
-    """Put the options of the command line into the configuration ``raw``.
+    """Put the options of the command line into ``raw``, the config as a dict of sections.
 
-    An option for a key of ``eval`` also removes that key from every evaluation set, so that it holds for all sets.
+    An option for a key of ``eval`` also removes that key from the settings of single datasets, so that the option holds
+    for all datasets.
+
+    Raises:
+        ConfigError: two datasets have the same name.
     """
     if options.datasets:
         named = [_named(dataset) for dataset in options.datasets]
@@ -343,7 +389,10 @@ def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
 
 
 def _named(dataset: str) -> tuple[str, str]:
-    """Return name and source of a ``--dataset``. Without ``NAME=`` the name is the last part of the source."""
+    """Return the name and the source of ``dataset``, a value of ``--dataset``.
+
+    Without ``NAME=``, the name is the last part of the source, without its ending.
+    """
     name, separator, source = dataset.partition("=")
     if separator and "/" not in name:
         return name, source
@@ -352,7 +401,7 @@ def _named(dataset: str) -> tuple[str, str]:
 
 
 def describe_settings(config: Config, name: str) -> str:
-    """Describe in words how the rows of the set ``name`` are answered."""
+    """Return a text that says how the rows of the dataset ``name`` are answered, for example with which temperature."""
     chosen = config.eval.of(name)
     answers = "1 answer" if chosen.num_samples == 1 else f"{chosen.num_samples} answers"
     how: Mapping[str, Any] = {

@@ -1,7 +1,7 @@
-"""Tables that compare evaluations: the steps of a run, several runs, several models. Imports no torch.
+"""Makes tables that compare evaluations: of the steps of a run, of several runs, of several models.
 
 ``compare`` is the body of ``async-rl eval --compare``. It reads the ``metrics.jsonl`` of runs and the ``figures.json``
-of offline evaluations, and evaluates nothing again.
+of offline evaluations. No model is evaluated again, and torch is not imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from async_rl.run.directory import RunDir
 from async_rl.run.step_log import read_rows
 
 FIGURES_FILE = "figures.json"
-"""File of ``async-rl eval --out DIR``: a list of objects, each with one model's figures on one set."""
+"""Name of the file that ``async-rl eval --out DIR`` writes. It is a JSON list of objects, each with
+the figures of one model on one dataset."""
 
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("best_of_n", "best@{n}", ".3f"),
@@ -29,21 +30,26 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("length_mean", "tokens", ".1f"),
     ("truncated", "cut", ".1%"),
 )
-"""Key, heading and format of the columns after accuracy and pass@k."""
+"""The columns of a table after accuracy and pass@k. Each has the key of a figure, a heading and a number format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of a table: one label per heading, and figures by the keys of ``metrics.EVAL_FIGURES``."""
+    """One evaluation, which is one line of a table.
+
+    ``labels`` has one label for each heading, such as the model's name. ``figures`` has the keys of
+    ``metrics.EVAL_FIGURES``.
+    """
 
     labels: tuple[str, ...]
     figures: Mapping[str, float]
 
 
 def eval_table(headings: Sequence[str], entries: Sequence[Entry]) -> list[str]:
-    """Return a heading and one line per entry, in columns.
+    """Return the lines of a table: a line of headings, then one line for each of ``entries``.
 
-    Columns without a figure are left out, and so are labels (except the last) that are the same for all entries.
+    ``headings`` are the headings of the labels. Columns without any figure are left out. A column of labels is left out
+    if all labels are the same, unless it is the last one.
     """
     columns = [("accuracy", [_accuracy(entry.figures) for entry in entries])]
     columns += [(heading, [_cell(e.figures, key, form) for e in entries]) for key, heading, form in _chosen(entries)]
@@ -58,18 +64,21 @@ def eval_table(headings: Sequence[str], entries: Sequence[Entry]) -> list[str]:
 
 
 def compare(paths: Sequence[Path]) -> list[str]:
-    """Return the lines of one table per data set, with the evaluations of all ``paths``: runs by step, and models.
+    """Return the lines of tables that compare all evaluations in the directories ``paths``, one table per dataset.
+
+    A path is the directory of a run or the ``--out`` directory of ``async-rl eval``. A table has one line for each
+    evaluated step of a run and for each model.
 
     Raises:
-        RunError: a path is neither a run directory nor an ``--out`` of ``async-rl eval``, or holds no evaluation.
+        RunError: a path is neither of the two, or contains no evaluation.
     """
     found: dict[str, list[Entry]] = {}
     for path in paths:
         entries = _entries(path)
         if not entries:
             raise RunError(
-                f"{path}: expected evaluations, got none; set data.eval in the run's config and resume it, or use "
-                f"`async-rl eval`"
+                f"{path}: expected evaluations, got none; set data.eval in the run's config and resume the run, or "
+                f"evaluate its checkpoints with `async-rl eval --out DIR`"
             )
         for dataset, entry in entries:
             found.setdefault(dataset, []).append(entry)
@@ -80,7 +89,10 @@ def compare(paths: Sequence[Path]) -> list[str]:
 
 
 def _entries(path: Path) -> list[tuple[str, Entry]]:
-    """Return (dataset, entry) pairs of one directory, in the order of steps."""
+    """Return the evaluations in the directory ``path``, as pairs (name of the dataset, entry of its table).
+
+    The evaluations of a run are in the order of its steps.
+    """
     metrics, figures = RunDir(path).metrics, path / FIGURES_FILE
     if figures.is_file():
         written: list[dict[str, Any]] = json.loads(figures.read_text(encoding="utf-8"))
@@ -88,7 +100,7 @@ def _entries(path: Path) -> list[tuple[str, Entry]]:
     if not metrics.is_file():
         raise RunError(
             f"{path}: expected a run directory (with a metrics.jsonl) or an --out directory of `async-rl eval` (with a "
-            f"{FIGURES_FILE}), got neither"
+            f"{FIGURES_FILE}), got neither; correct the path"
         )
     entries: list[tuple[str, Entry]] = []
     for row in sorted(read_rows(metrics), key=lambda row: row["step"]):
@@ -98,7 +110,10 @@ def _entries(path: Path) -> list[tuple[str, Entry]]:
 
 
 def _figures_of_row(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return data set -> figures for a row of ``metrics.jsonl``; empty for a training step."""
+    """Return the figures of evaluations in one row of ``metrics.jsonl``, as name of the dataset -> figures.
+
+    The result is empty if the row has no evaluation.
+    """
     found: dict[str, dict[str, float]] = {}
     for key, value in row.items():
         if key.startswith("eval/") and value is not None:
@@ -120,7 +135,11 @@ def _either(numbers: Sequence[float]) -> str:
 
 
 def _chosen(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
-    """Return the columns after accuracy. ``{n}`` becomes the number of answers per row if all entries share it."""
+    """Choose the columns after accuracy. Return the key, the heading and the number format of each.
+
+    In headings such as ``best@{n}``, ``{n}`` is replaced by the number of answers per row. It is replaced by the letter
+    n if entries differ in this number.
+    """
     samples = {int(entry.figures.get("samples", 1)) for entry in entries}
     number = str(samples.pop()) if len(samples) == 1 else "n"
     keys = {key for entry in entries for key in entry.figures}
@@ -161,7 +180,7 @@ def _versions(figures: Mapping[str, float]) -> str:
 
 
 def _padded(cells: Sequence[str], widths: Sequence[int], num_labels: int) -> list[str]:
-    """Pad the cells of a line: labels left-aligned, figures right-aligned."""
+    """Return the cells of one line, padded to ``widths``. Labels are left-aligned, and figures are right-aligned."""
     return [
         cell.ljust(width) if i < num_labels else cell.rjust(width)
         for i, (cell, width) in enumerate(zip(cells, widths, strict=True))

@@ -340,7 +340,7 @@ def test_no_answer_at_all_is_an_error_and_no_accuracy(model: Path, dataset: Path
 def test_what_stands_in_the_way_is_said_before_the_model_is_loaded(model: Path, dataset: Path, tmp_path: Path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "rows.jsonl").touch()
-    with pytest.raises(DataError, match=r"rows\.jsonl exists; choose another --out"):
+    with pytest.raises(DataError, match=r"rows\.jsonl exists; choose another directory"):
         evaluate(model, dataset, out=tmp_path / "out")
     with pytest.raises(RunError, match="--out: expected a directory"):
         evaluate(model, dataset, out=dataset / "out")
