@@ -119,14 +119,14 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
             lengths = [len(a) for a in (self.token_ids, self.loss_mask, self.behavior_logprobs, self.versions)]
             raise ValueError(
                 f"a token sequence: expected token_ids, loss_mask, behavior_logprobs and versions of one length, got "
-                f"{lengths}"
+                f"lengths {lengths}; this is a bug in async-rl, please report it"
             )
         if self.sampling_mask is not None and len(self.sampling_mask) != (
             num_sampled := np.count_nonzero(self.loss_mask)
         ):
             raise ValueError(
                 f"a token sequence: expected a sampling mask for {num_sampled} sampled tokens, got one for "
-                f"{len(self.sampling_mask)}"
+                f"{len(self.sampling_mask)}; this is a bug in async-rl, please report it"
             )
 
 

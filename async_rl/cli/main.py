@@ -56,7 +56,8 @@ def launch(
         bool,
         typer.Option(
             "--dry-run",
-            help="Check everything, print the commands and what they still need, write nothing. Exit code 0.",
+            help="Print the commands, and whether the run could start on this machine. Write and start nothing. Exit "
+            "code 0.",
         ),
     ] = False,
     fresh: Fresh = False,
@@ -65,8 +66,8 @@ def launch(
 ) -> None:
     """Run everything that CONFIG describes on this machine: queue server, learner, generators. Show a live view.
 
-    Ctrl-C or SIGTERM saves the last step and ends the run; the same command resumes it. Every process that launch
-    starts ends when it ends.
+    Ctrl-C or SIGTERM saves the last step and ends the run; the same command resumes it. When launch ends, all processes
+    that it started end, too.
 
     \b
     Example:
@@ -240,7 +241,8 @@ def status(
     """
     if (run_dir is None) == (connect is None):
         raise ConfigError(
-            "expected either RUN_DIR or --connect ADDRESS, got " + ("neither" if run_dir is None else "both")
+            f"expected either RUN_DIR or --connect ADDRESS, got {'neither' if run_dir is None else 'both'}; name the "
+            f"run by exactly one of them"
         )
     if connect is not None:
         check_address(connect)

@@ -20,7 +20,8 @@ Insecure = Annotated[
     bool,
     typer.Option(
         "--insecure",
-        help="Allow addresses beyond loopback without keys. On trusted networks only: nothing is authenticated.",
+        help="Allow addresses that other machines can reach, without keys. Use it on trusted networks only, because "
+        "anybody there can send messages to the run.",
     ),
 ]
 Fresh = Annotated[
@@ -30,8 +31,8 @@ Takeover = Annotated[
     bool,
     typer.Option(
         "--takeover",
-        help="Take the run over from a `learner` or `launch` that uses its directory and does not answer. That one can "
-        "write nothing to the run any more.",
+        help="Take the run over from a `learner` or `launch` that uses its directory and does not answer. The old "
+        "process can then write nothing to the run any more.",
     ),
 ]
 Keys = Annotated[
@@ -53,14 +54,16 @@ Models = Annotated[
 ]
 Datasets = Annotated[
     list[str] | None,
-    typer.Option("--dataset", metavar="[NAME=]FILE", help="Rows to answer, as for data.eval. May be repeated."),
+    typer.Option(
+        "--dataset", metavar="[NAME=]FILE", help="A file of rows to answer, as in data.eval. May be repeated."
+    ),
 ]
 EvalConfig = Annotated[
     Path | None,
     typer.Option(
         "--config",
         metavar="CONFIG",
-        help="Config with settings and data sets. If unset, the config of the first MODEL's run.",
+        help="Config file with the settings and data sets. If unset, the config of the first MODEL's run.",
     ),
 ]
 Samples = Annotated[int | None, typer.Option("--samples", metavar="N", min=1, help="Answers per row.")]

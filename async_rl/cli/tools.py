@@ -68,7 +68,7 @@ def show_config(
         from async_rl.errors import ConfigError
 
         raise ConfigError(
-            f"expected CONFIG alone, or --explain with a key, got {key!r} without --explain; add --explain"
+            f"expected only CONFIG, or --explain and a key, got the key {key!r} without --explain; add --explain"
         )
     if not explain:
         typer.echo(config_to_toml(resolved), nl=False)

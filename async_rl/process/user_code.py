@@ -209,7 +209,9 @@ def _parts(name: str) -> tuple[str, str | None]:
     """
     found = _NAME.fullmatch(name)
     if found is None:
-        raise ConfigError(f"expected the name of user code as module:attribute or file.py:attribute, got {name!r}")
+        raise ConfigError(
+            f"expected the name of user code as module:attribute or file.py:attribute, got {name!r}; correct the name"
+        )
     return found["place"], found["attribute"]
 
 

@@ -180,8 +180,8 @@ def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
         foreign = sorted(p.name for p in path.iterdir() if not _is_ours(p.name))
         if foreign:
             raise RunError(
-                f"run.dir: expected an empty directory or one of a run, got {path}, which has no config.toml but holds "
-                f"{foreign[0]!r}; choose another run.dir"
+                f"run.dir: expected an empty directory or the directory of a run, got {path}, which has no config.toml "
+                f"but holds {foreign[0]!r}; choose another run.dir"
             )
     elif not fresh:
         _refuse_changed_config(run_dir, config)
@@ -223,14 +223,14 @@ def _refuse_changed_config(run_dir: RunDir, config: Config) -> None:
         old = load_config(run_dir.config)
     except ConfigError as error:
         raise RunError(
-            f"{run_dir.path} holds a run whose config.toml this async-rl can't read; choose another run.dir, "
-            f"or start over with --fresh (the old directory is moved aside)\n{error}"
+            f"run.dir: {run_dir.path} holds a run, but this version of async-rl can't read its config.toml; choose "
+            f"another run.dir, or start over with --fresh (the old directory is moved aside)\n{error}"
         ) from None
     changed = [line for line in config_difference(old, config) if not _may_differ(line.partition(":")[0])]
     if changed:
         listed = "\n".join(f"  {line}" for line in changed)
         raise RunError(
-            f"{run_dir.path} holds a run with another config; these keys differ (old -> new):\n{listed}\n"
+            f"run.dir: {run_dir.path} holds a run with another config; these keys differ (old -> new):\n{listed}\n"
             f"Resume with the old values, choose another run.dir, or start over with --fresh (the old directory is "
             f"moved aside)."
         )

@@ -90,7 +90,7 @@ class RunLock:
         try:
             lock.check()
         except LineageError as error:
-            raise RunError(f"{error}; stop this launch, because the other process now writes the run") from None
+            raise RunError(f"run.dir: {error}; stop this launch, and let the other process continue the run") from None
         lock.record(role)
         return lock
 
@@ -114,7 +114,10 @@ class RunLock:
             LineageError: another process has taken it over.
         """
         if not self.is_current:
-            raise LineageError(f"{_holder_of(self.path) or 'another process'} has taken over {self.path.parent}")
+            raise LineageError(
+                f"{_holder_of(self.path) or 'another process'} has taken over {self.path.parent}, so this process must "
+                f"not write there"
+            )
 
     def record(self, role: str) -> None:
         """Append this process, with its subcommand ``role``, to the holders in the lock file."""

@@ -31,8 +31,8 @@ EVAL_FIGURES: dict[str, str] = {
     "majority_at_n": "Mean accuracy of the answer that most answers to a row agree on.",
     "reward": "Mean reward of an answer, penalties included.",
     "reward_best_of_n": "Mean reward of the answer to each row with the highest reward.",
-    "score": "Mean sum of an answer's scores; only with an environment.",
-    "score_best_of_n": "Mean of each row's highest sum of scores; only with an environment.",
+    "score": "Mean score of an answer, which is the sum of the scores of its turns; only with an environment.",
+    "score_best_of_n": "Mean score of the answer to each row with the highest score; only with an environment.",
     "turns": "Mean turns per answer; only with an environment.",
     "length_mean": "Mean tokens per answer.",
     "truncated": "Share of answers that were cut at the token limit.",
@@ -66,7 +66,7 @@ METRIC_KEYS: dict[str, str] = {
     "length/mean": "Mean sampled tokens per rollout.",
     "length/max": "Most sampled tokens of a rollout.",
     "length/truncated": "Share of rollouts that were cut at the token limit.",
-    "score/mean": "Mean sum of a rollout's scores; only with an environment.",
+    "score/mean": "Mean score of a rollout, which is the sum of the scores of its turns; only with an environment.",
     "turns/mean": "Mean turns per rollout; only with an environment.",
     "turns/max": "Most turns of a rollout; only with an environment.",
     # Staleness, in versions.
@@ -75,7 +75,7 @@ METRIC_KEYS: dict[str, str] = {
     "staleness/in_flight_mean": "Part of staleness/mean from before the group arrived at the queue, in versions.",
     "staleness/in_queue_mean": "Part of staleness/mean from the time in the queue, in versions.",
     "staleness/bound": "Staleness bound of new leases after the step, in versions; only with queue.adaptive.",
-    "staleness/decision": "Change of that bound by the step, in versions; only with queue.adaptive.",
+    "staleness/decision": "Change of staleness/bound after the step, in versions; only with queue.adaptive.",
     # The ratio of the learner's policy pi to the sampling policy mu, per token.
     "ratio/mean": "Mean of pi/mu over trained tokens.",
     "ratio/max": "Largest pi/mu of a trained token.",
@@ -96,32 +96,34 @@ METRIC_KEYS: dict[str, str] = {
     "skip/steps": "Number of the step's optimizer steps that were skipped: beyond loss.min_ess or max_kl, a gradient "
     "that is not finite, or nothing to train on.",
     "mismatch_kl/mean": "k3 estimate of KL(mu || pi) over the step's tokens, skipped ones included, in nats.",
-    "mismatch_kl/k1": "k1 estimate of the same KL, in nats: unbiased, of either sign.",
+    "mismatch_kl/k1": "k1 estimate of KL(mu || pi) over the same tokens as mismatch_kl/mean, in nats. It is unbiased, "
+    "and it may be negative.",
     "mismatch_kl/lag_N": "mismatch_kl/mean over tokens of staleness N, in nats.",
     "mismatch_kl/after_update_lag_N": "The same over those tokens of staleness N whose answer had received a weight "
     "update before them, in nats.",
     "mismatch_kl/no_update_lag_N": "The same over the other tokens of staleness N, in nats.",
     "mismatch_kl/update_effect": "after_update minus no_update at equal staleness, mean over tokens after an update, "
     "in nats: the cost of keeping keys and values across updates, apart from policy staleness.",
-    "mismatch_kl/after_update_tokens": "Number of tokens in that mean.",
+    "mismatch_kl/after_update_tokens": "Number of tokens over which mismatch_kl/update_effect is a mean.",
     "lag_N/<name>": "Figures over tokens of staleness N: tokens, mismatch_k1, mean_abs_log, ratio_mean, ratio_max, "
     "ratio_p01, ratio_p50, ratio_p99, clip_low, clip_high, skipped, out_of_range, ess.",
     # Engine against learner.
     "parity/mean": "Mean |engine - learner| of the log-probabilities of the same token sequences at the same version, "
     "in nats; in steps in which generators answered.",
-    "parity/<name>": "Of the same differences: max, p50, p95, p99 in nats; number of tokens and generators; version.",
+    "parity/<name>": "More figures of the differences in parity/mean: max, p50, p95, p99 in nats; number of tokens and "
+    "generators; version.",
     "parity/sampled_<name>": "The same figures for tokens as they were sampled, by the version that the learner still "
     "held; in nats.",
     # Groups that are lost before training.
     "bias/groups": "Number of groups that ended in the last 50 steps; the other bias figures are about them.",
-    "bias/lost": "Share of them that was dropped or cancelled.",
+    "bias/lost": "Share of the groups in bias/groups that were dropped or cancelled.",
     "bias/length": "Mean tokens per answer that was kept (trained or filtered, without tokens masked as stale) divided "
     "by the mean over all answers that ended; a cancelled answer counts the tokens reported by then.",
     "bias/reward": "Mean reward of what was kept minus the mean of all that was received and ended.",
     "bias/accuracy": "Mean accuracy of what was kept minus the mean of all that was received and ended.",
     # The queue.
     "queue/depth": "Number of groups that are ready in the queue.",
-    "queue/bytes": "Size of these groups and of finished evaluation groups, in bytes.",
+    "queue/bytes": "Size of the ready groups and of finished evaluation groups, in bytes.",
     "queue/in_flight": "Number of groups that are being sampled.",
     # Time.
     "time/step_s": "Seconds that the step took.",

@@ -43,7 +43,7 @@ class StepLog:
         if not isinstance(row.get("step"), int):
             raise ValueError(
                 f"{self._path.name}: expected a row with an integer 'step', got {row.get('step')!r}; this is a bug in "
-                f"async-rl"
+                f"async-rl, please report it"
             )
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()

@@ -448,7 +448,7 @@ def test_config_explains_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         cli.main(["config", config, "--explain", "queue.max_staleness", "--set", "queue.max_staleness=2"])
     assert capsys.readouterr().out.startswith("queue.max_staleness = 2\n    Maximum number of versions")
-    assert "got 'queue' without --explain" in refusal(capsys, "config", config, "queue")
+    assert "got the key 'queue' without --explain" in refusal(capsys, "config", config, "queue")
 
 
 def test_config_prints_toml_that_reads_back_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
