@@ -38,7 +38,7 @@ class Source:
         """Find the dataset ``name``, without reading it.
 
         Raises:
-            DataError: there is no such file, and ``name`` does not have the form of a hub id.
+            DataError: there is no such file and ``name`` is not a hub id, or ``name`` has a split before a single file.
         """
         self.name = name
         self._hash = hashlib.sha256()

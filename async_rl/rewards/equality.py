@@ -52,7 +52,8 @@ _INEQUALITY = re.compile(r"[<>\u2264\u2265\u2260]|\\(?:leq?|geq?|leqslant|geqsla
 _REGION = re.compile(r"\\(?:in|infty|cup|cap|setminus|mathbb|emptyset|varnothing)(?![A-Za-z])|[\[(][^()\[\]]*,")
 _RATIO = re.compile(r"[0-9]\s*:\s*[0-9]")
 _LINE_BREAK = re.compile(r"\\\\(?![A-Za-z]{2})")
-"""Finds a line break, which is two backslashes. Two backslashes before two letters are a command that was escaped."""
+"""Finds a LaTeX line break, which is two backslashes. Two backslashes before two letters don't count, because they are
+a LaTeX command with an escaped backslash."""
 _TEXT_WITH_DIGITS = re.compile(r"\\(?:text|textnormal|textrm|mbox|mathrm|operatorname)\s*\{[^{}]*[0-9][^{}]*\}")
 _COMMAND_WITHOUT_TEXT = re.compile(r"\\[A-Za-z]+")
 _CLAIM_WORDS = frozenset({
@@ -329,8 +330,9 @@ def _is_equation_of_a_sum(gold: str) -> bool:
 
 
 def spelled_out(text: str) -> str:
-    r"""Return ``text`` with braces around the arguments of ``\frac`` and ``\sqrt``, and around fractions in exponents.
+    r"""Return the answer ``text`` in a form that math_verify's parser reads correctly.
 
+    Braces are put around the arguments of ``\frac`` and ``\sqrt``, and around fractions in exponents.
     ``\frac94\pi`` becomes ``\frac{9}{4}\pi``, and ``x^\frac12`` becomes ``x^{\frac{1}{2}}``. ``\sqrt10`` stays, because
     it is a root of 1 in TeX, but its author probably means a root of 10.
     """

@@ -105,9 +105,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 def load_prelude(packages: Iterable[str]) -> dict[str, Any]:
-    """Import the modules that programs often use, and ``packages``.
+    """Import the modules that programs often use, and the installed packages named in ``packages``.
 
-    Return the names that every program can use without an import, each with its value.
+    Return the names that a program with a prelude can use without an import, each with its value.
 
     Raises:
         ImportError: one of ``packages`` is not installed.
@@ -128,8 +128,8 @@ def run(descriptors: Sequence[int], confine_here: Callable[[], None], prelude: d
 
     ``descriptors`` are five: the file with the program, standard input, output, standard error, and the pipe for the
     reply. ``confine_here`` is called after all other descriptors were closed, just before the program's code runs. An
-    error before that is reported on the reply's pipe. The program can't use that pipe. ``prelude`` has the names that
-    the program can use without an import.
+    error until then is reported on the reply's pipe, which the program can't use. ``prelude`` has the names that the
+    program can use without an import.
     """
     reply = descriptors[-1]
     try:
