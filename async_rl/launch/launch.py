@@ -194,7 +194,7 @@ def ledger_line(ledger: Mapping[str, Any]) -> str:
 
 
 def explain(outcome: Outcome, *, checkpoint: str | None = None, fresh: bool = False) -> list[str]:
-    """Return lines of text that explain why the run stopped, with the first cause last; none if the run just finished.
+    """Return lines of text that explain why the run stopped, with the first cause last; empty if nothing stopped it.
 
     Args:
         checkpoint: the name of the run's latest checkpoint; None if the run has saved no step.

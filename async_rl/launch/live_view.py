@@ -117,9 +117,9 @@ def eval_accuracies(row: Row) -> dict[str, float]:
 
 
 def eval_lines(row: Row) -> list[str]:
-    """Return a line of text with the accuracy of each evaluation set in ``row`` of ``metrics.jsonl``.
+    """Return one line of text with the accuracy for each evaluation set in ``row``, a row of ``metrics.jsonl``.
 
-    The line also gives the number of dataset rows without an answer, because they count as wrong.
+    A line also gives the number of dataset rows without an answer if there are any, because they count as wrong.
     """
     lines: list[str] = []
     for dataset, accuracy in eval_accuracies(row).items():
@@ -269,7 +269,10 @@ class LiveView:
 
 
 def _processes_text(processes: Sequence[ProcessStatus]) -> RenderableType:
-    """Return a list of all processes with their states. If there are many, return their numbers by kind and state."""
+    """Return text for the terminal that lists all processes with their states.
+
+    If there are more than ``MAX_NAMED_PROCESSES``, the text gives only their number by kind and state.
+    """
     if len(processes) <= MAX_NAMED_PROCESSES:
         texts = [Text(_process_line(m.name, m.state, m.num_restarts), style=_style(m.state)) for m in processes]
     else:

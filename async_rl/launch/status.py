@@ -203,9 +203,10 @@ def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _ledger_tables(ledger: Mapping[str, Any]) -> list[Table]:
-    """Return the tables of a ledger: the counts for training, those for evaluations, and what received groups became.
+    """Return the tables that show ``ledger``, the part of the status with the queue's counts.
 
-    Tables without rows are left out.
+    The first has the counts of training groups, the second those of evaluation groups. The third shows how many
+    received groups were trained, dropped and so on, with mean rewards. Tables without rows are left out.
     """
     accounts = {name: ledger[name] for name in ("groups", "rollouts", "tokens") if name in ledger}
     tables = [_accounts_table("ledger", accounts), _accounts_table("ledger of evaluations", ledger.get("eval", {}))]

@@ -71,9 +71,9 @@ def reuse_freed_memory() -> None:
 
 
 class ParentWatch:
-    """The pipe by which child processes notice that this process has died. This process holds its write end.
+    """A pipe by which child processes notice that this process has died. Only this process has the pipe's write end.
 
-    ``read_fd`` is the descriptor that children inherit.
+    ``read_fd`` is the descriptor of the pipe's read end, which the children inherit.
     """
 
     def __init__(self) -> None:
@@ -178,6 +178,9 @@ def is_alive(pid: int) -> bool:
 
 
 def kill_group(leader: int, signum: int) -> None:
-    """Send the signal ``signum`` to the process group that ``leader`` leads. Do nothing if the group has ended."""
+    """Send the signal ``signum`` to the process group whose leader has the process id ``leader``.
+
+    Do nothing if the group has ended.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signum)

@@ -191,8 +191,8 @@ def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
 def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
     """Create the directory ``run.dir``, or reuse it to resume its run, and write the complete config into it.
 
-    A second call changes nothing. With ``fresh``, the directory of an existing run is first renamed to ``NAME.old-N``.
-    Without ``fresh``, the directory may have a finished run, so callers check ``is_finished``.
+    With ``fresh``, the directory of an existing run is first renamed to ``NAME.old-N``. Without ``fresh``, the
+    directory may have a finished run, so callers check ``is_finished``, and a second call changes nothing.
 
     Raises:
         RunError: the directory can't be written, has other files but no run, or has a run with another config. In the

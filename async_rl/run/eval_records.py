@@ -77,7 +77,8 @@ def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None 
 def _pass_figures(answered: Sequence[Sequence[Rollout]], num_rows: int) -> dict[str, float]:
     """Return the figures ``pass_at_1``, ``pass_at_2``, ``pass_at_4``, ... and ``pass_at_k``, as means over all rows.
 
-    In ``pass_at_k``, k is the smallest number of answers of an answered row. An answer is correct if its accuracy is 1.
+    In ``pass_at_k``, k is the number of answers per row. If rows have different numbers of answers, k is the smallest.
+    An answer counts as correct only if its accuracy is 1. A row without an answer counts as 0.
 
     Args:
         answered: the rollouts of each row that has an answer.

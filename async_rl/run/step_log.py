@@ -1,7 +1,7 @@
-"""A file of rows, one JSON object per line, each with the number of its optimizer step (``step``).
+"""Write and read files of rows, one JSON object per line. Each row has the number of its optimizer step (``step``).
 
-The file can be appended to, read, followed while it grows, and rewound to a checkpoint. The learner writes
-``metrics.jsonl`` and ``trained.jsonl`` this way. Launch, status and evaluation read them.
+The learner writes ``metrics.jsonl`` and ``trained.jsonl`` in this form. When it resumes from a checkpoint, it removes
+the rows of later steps. Other processes read the files, also while they grow.
 """
 
 from __future__ import annotations
