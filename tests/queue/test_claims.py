@@ -184,7 +184,7 @@ def test_the_vocabulary_is_that_of_the_learner_also_after_a_reload(tmp_path, mon
     run.call(b"learner", attach, [b'{"vocab_size": 100}'])
     assert run.server._state.vocab_size == 100
     assert run.server._journal is not None
-    run.server._reload(run.server._journal)
+    run.server._durable.revert()
     assert run.server._state.vocab_size == 100
     run.close()
 
@@ -213,7 +213,7 @@ def test_a_quarantine_outlives_the_server(tmp_path, monkeypatch):
     run.call(b"peer", messages.Hello("g0", "host", "fake"))
     run.learner(messages.Quarantine(LINEAGE, "g0", "far from the learner"))
     assert run.server._journal is not None
-    run.server._reload(run.server._journal)
+    run.server._durable.revert()
     reply = run.call(b"peer", messages.LeaseRequest("g0", LINEAGE, 0, 1))
     assert reply.fields["reason"] == "this generator is quarantined: far from the learner"
     run.close()

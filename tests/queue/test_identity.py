@@ -144,16 +144,14 @@ def test_owners_and_refusals_outlive_the_server(tmp_path, monkeypatch):
     reply = run.call(b"peer", messages.LeaseRequest("g0", LINEAGE, 0, 2))
     first, _ = read_as(reply.fields, LeasesGranted).leases
     assert run.call(b"peer", messages.ReturnGroups("g0", (first.lease_id,)), [b"no group"])
-    journal = run.server._journal
-    assert journal is not None
-    run.server._reload(journal)
+    run.server._durable.revert()
     entry = run.server._state.generators.get("g0")
     assert entry is not None
     assert (entry.refused, list(entry.returned)) == ({"malformed": 1}, [True])
     # It counts as silent until it is heard, so a restarted generator with a new secret is not shut out.
     assert run.server._state.alive_generators(0.0) == ()
     run.call(b"peer", messages.Goodbye("g0"))
-    run.server._reload(journal)
+    run.server._durable.revert()
     assert run.server._state.generators.get("g0") is None
     run.close()
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -35,7 +34,6 @@ from async_rl.data.chat import vocabulary_size
 from async_rl.errors import (
     AsyncRLError,
     ConfigError,
-    DamagedJournalError,
     IdInUseError,
     LineageError,
     QueueError,
@@ -45,11 +43,10 @@ from async_rl.errors import (
     WireError,
 )
 from async_rl.net.codec import read_as
-from async_rl.net.wire import Frame, Message, decode, encode, pack_plain
-from async_rl.process.fault_points import fault_point
+from async_rl.net.wire import Frame, Message, decode, encode
 from async_rl.queue.core import generator_requests, persistence
-from async_rl.queue.core.admission import QueueSettings, eval_sampling
-from async_rl.queue.core.prompts import PromptStream, Row
+from async_rl.queue.core.admission import QueueSettings
+from async_rl.queue.core.prompts import Row
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
     GENERATOR_REQUESTS,
@@ -63,13 +60,14 @@ from async_rl.queue.messages import (
     ReturnReply,
     Status,
 )
+from async_rl.queue.server.durable import DurableState, QueueData
 from async_rl.queue.server.full_disk import LOG_EVERY_S, FullDisk, HeldMessages
-from async_rl.queue.server.handlers import Deferred, Handlers, Reply, WelcomePack
+from async_rl.queue.server.handlers import Deferred, Handlers, Reply
 from async_rl.queue.server.lifetime import Lifetime
 from async_rl.queue.server.pending import PendingRequests, Request
 from async_rl.queue.server.sockets import Endpoint
-from async_rl.queue.storage.journal import Change, Changes, Journal, unpack
-from async_rl.queue.storage.payloads import MemoryPayloads, RecentPayloads, is_out_of_room
+from async_rl.queue.storage.journal import Journal
+from async_rl.queue.storage.payloads import is_out_of_room
 from async_rl.run.queue_files import LEDGER_EVERY_S, RunFiles, last_port
 
 logger = logging.getLogger(__name__)
@@ -78,8 +76,6 @@ _DRAIN_S = 0.003
 """Seconds for which messages are handled before their replies are sent. If it were longer, the learner would wait for
 generators' groups to be handled. If it were shorter, each message would need its own commit."""
 _MAX_DRAIN = 256
-_RECENT_BYTES = 256 << 20
-"""Maximum size of the groups that are kept in memory in addition to the journal."""
 _LOOK_AGAIN_S = 0.5
 """Seconds between two tries of a commit on a full disk."""
 _NOT_AWAITED = ("alive", "bye_learner")
@@ -126,7 +122,7 @@ class QueueServer:
             raise ConfigError(
                 f"data.train: expected at least one row, got none in {config.data.train!r}; add rows to it"
             )
-        self._settings = QueueSettings.from_config(config, vocab_size=_vocabulary_size(config))
+        settings = QueueSettings.from_config(config, vocab_size=_vocabulary_size(config))
         run_dir = Path(config.run.dir)
         # Bind first: a server that can't bind its address must not create a journal.
         self._endpoint = Endpoint(
@@ -138,10 +134,9 @@ class QueueServer:
         except UserError:
             self._endpoint.close()
             raise
-        self._train_rows, self._data_digest = train_rows, data_digest
-        self._eval_rows = {name: rows[: config.eval.of(name).max_rows] for name, rows in eval_rows.items()}
         self._config, self._on_ready = config, on_ready
-        self._start_empty(run_id)
+        data = QueueData(train_rows, eval_rows, data_digest)
+        self._durable = DurableState(config, settings, data, self._journal, run_id)
         self._pending = PendingRequests(lambda: self._state.revision, self._send, self._attempt)
         self._full_disk, self._held, self._is_stalled = FullDisk(), HeldMessages(), False
         self._learner_peer: bytes | None = None
@@ -159,29 +154,19 @@ class QueueServer:
         self._endpoint.register(self._poller)
         for fd in self._lifetime.fds:
             self._poller.register(fd, zmq.POLLIN)
-        if self._journal is not None:
-            try:
-                self._load(self._journal)
-            except QueueError:
-                self._close()
-                raise
+        try:
+            self._durable.load()
+        except QueueError:
+            self._close()
+            raise
 
-    def _start_empty(self, run_id: str) -> None:
-        """Replace the queue's state by one without groups."""
-        config = self._config
-        stream = PromptStream(
-            len(self._train_rows), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
-        )
-        self._changes = Changes(is_wanted=self._journal is not None)
-        self._state = QueueState(
-            self._settings, self._train_rows, stream, data_digest=self._data_digest, instance=secrets.token_hex(16),
-            payloads=MemoryPayloads() if self._journal is None else RecentPayloads(self._journal, _RECENT_BYTES),
-            changes=self._changes,
-        )  # fmt: skip
-        self._handlers = Handlers(self._state, config, self._eval_rows, run_id)
-        self._committed = -1
-        self._saved_welcome: WelcomePack | None = None
-        self._saved_handlers: tuple[Any, ...] = ()
+    @property
+    def _state(self) -> QueueState:
+        return self._durable.state
+
+    @property
+    def _handlers(self) -> Handlers:
+        return self._durable.handlers
 
     def stop(self, reason: str) -> None:
         """Make the loop end soon, for ``reason``. This is safe from a signal handler or another thread."""
@@ -412,22 +397,10 @@ class QueueServer:
 
     def _commit(self) -> None:
         """Commit the changes since the last commit to the journal. On a full disk, wait until there is room."""
-        if self._journal is None or self._committed == self._state.revision:
-            return
-        blobs = {"queue": persistence.save(self._state)}
-        if (key := self._handlers.saved_key) != self._saved_handlers:
-            self._saved_handlers = key
-            blobs["handlers"] = pack_plain(self._handlers.save())
-        if self._handlers.welcome is not self._saved_welcome:
-            self._saved_welcome = self._handlers.welcome
-            blobs["welcome"] = pack_plain(self._handlers.welcome)
-        changes = self._changes.drain()
-        while not self._has_committed(self._journal, changes, blobs):
+        while not self._has_committed():
             self._wait_for_room()
-        self._committed = self._state.revision
-        fault_point("queue.journaled")
 
-    def _has_committed(self, journal: Journal, changes: Sequence[Change], blobs: Mapping[str, bytes]) -> bool:
+    def _has_committed(self) -> bool:
         """Try to commit. Return False if the disk is full.
 
         Raises:
@@ -435,7 +408,7 @@ class QueueServer:
         """
         now = time.monotonic()
         try:
-            journal.commit(changes, blobs)
+            self._durable.commit()
         except StorageFullError as error:
             self._full_disk.note(str(error), now)
             if not self._is_stalled:
@@ -508,7 +481,7 @@ class QueueServer:
             raise QueueError(f"the queue stops the run: {text}") from cause
         generator_id = self._handlers.registry.id_of(request.peer)
         waiting = self._pending.pop_all()
-        self._reload(self._journal)
+        self._durable.revert()
         logger.warning("the queue went back to its last commit and disconnected generator %r", generator_id)
         self._endpoint.send_now(request.peer, _frames(request, Reply(ErrorReply("internal", text)), {}))
         self._endpoint.block(request.peer, time.monotonic())
@@ -517,17 +490,6 @@ class QueueServer:
         for other, message in waiting:
             if other.peer != request.peer:
                 self._handle(replace(other, generator_id=None), message)
-
-    def _reload(self, journal: Journal) -> None:
-        """Restore the state of the last commit."""
-        revision = self._state.revision
-        journal.revert()
-        self._start_empty(self._handlers.run_id)
-        self._load(journal)
-        # ``revision`` must grow, because files and pending requests compare it.
-        self._state.revision += revision + 1
-        if self._committed >= 0:
-            self._committed = self._state.revision
 
     def _tell_learner(self, cause: str, failed: Request | None = None) -> None:
         """Answer the learner's requests with the error ``cause``, until one answer is sent or the learner is gone."""
@@ -552,43 +514,6 @@ class QueueServer:
                     is_told = True
 
     # Files and notices.
-
-    def _load(self, journal: Journal) -> None:
-        """Restore the state that the last server committed to the journal.
-
-        If the journal is damaged, begin with an empty state.
-        """
-        try:
-            self._load_records(journal)
-        except DamagedJournalError as error:
-            journal.move_aside(str(error))
-            self._start_empty(self._handlers.run_id)
-        if journal.damage:
-            logger.warning("%s", journal.damage)
-
-    def _load_records(self, journal: Journal) -> None:
-        found = journal.load()
-        if found is None:
-            return
-        if not {"queue", "handlers"} <= found.state.keys():
-            raise DamagedJournalError(f"expected records of queue and handlers, got {sorted(found.state)}")
-        welcome = unpack(found.state["welcome"]) if "welcome" in found.state else None
-        rows, now = self._handlers.eval_rows, time.monotonic()
-        samplings = {name: eval_sampling(self._config, name) for name in rows}
-        refs = persistence.load(self._state, found.entries, found.state["queue"], rows, samplings, now)
-        try:
-            self._state.check()
-        except AssertionError as error:
-            raise DamagedJournalError(f"its records are of different commits: {error}") from error
-        for file, count in journal.adopt(refs).items():
-            logger.warning("%s is missing or too short: %d payloads are lost", file, count)
-        self._handlers.load(unpack(found.state["handlers"]), welcome, now)
-        self._saved_welcome = self._handlers.welcome
-        # Loading must not count as a change.
-        self._changes.drain()
-        self._committed = self._state.revision
-        stats = self._state.stats()
-        logger.info("the journal is loaded: %d groups queued, %d in flight", stats.depth, stats.in_flight)
 
     def _log_damage(self) -> None:
         for file, count in self._state.damage.items():

@@ -1,0 +1,165 @@
+"""The queue's state with its journal. The server loads it at its start, commits changes, and reverts it after a bug.
+
+``commit`` writes all changes since the last commit, together or not at all. Without a journal nothing is saved, and
+there is nothing to go back to.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_rl.config.config import Config
+from async_rl.errors import DamagedJournalError
+from async_rl.net.wire import pack_plain
+from async_rl.process.fault_points import fault_point
+from async_rl.queue.core import persistence
+from async_rl.queue.core.admission import QueueSettings, eval_sampling
+from async_rl.queue.core.prompts import PromptStream, Row
+from async_rl.queue.core.state import QueueState
+from async_rl.queue.server.handlers import Handlers, WelcomePack
+from async_rl.queue.storage.journal import Change, Changes, Journal, unpack
+from async_rl.queue.storage.payloads import MemoryPayloads, RecentPayloads
+
+logger = logging.getLogger(__name__)
+
+_RECENT_BYTES = 256 << 20
+"""Maximum size of the groups that are kept in memory in addition to the journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueData:
+    """The rows that generators sample: for training, and for evaluations by name of the set.
+
+    ``digest`` is the digest of the training rows.
+    """
+
+    train: Sequence[Row]
+    evals: Mapping[str, Sequence[Row]]
+    digest: str = ""
+
+
+class DurableState:
+    """The queue's state, and the handlers that change it. It begins empty; ``load`` restores what the journal has.
+
+    Args:
+        journal: where commits go. None: nothing is saved.
+        run_id: the run to serve. If empty, the first learner sets it.
+
+    Attributes:
+        state: the queue's state. ``load`` and ``revert`` replace it.
+        handlers: the handlers of requests, for ``state``.
+    """
+
+    def __init__(
+        self, config: Config, settings: QueueSettings, data: QueueData, journal: Journal | None, run_id: str
+    ) -> None:
+        self._config, self._settings, self._journal = config, settings, journal
+        self._data = QueueData(
+            data.train, {name: rows[: config.eval.of(name).max_rows] for name, rows in data.evals.items()}, data.digest
+        )
+        self._start_empty(run_id)
+
+    def load(self) -> None:
+        """Restore the state of the last commit. If the journal is damaged, move it aside and begin with an empty state.
+
+        Raises:
+            QueueError: the journal belongs to another run, or can't be read.
+        """
+        journal = self._journal
+        if journal is None:
+            return
+        try:
+            self._load_records(journal)
+        except DamagedJournalError as error:
+            journal.move_aside(str(error))
+            self._start_empty(self.handlers.run_id)
+        if journal.damage:
+            logger.warning("%s", journal.damage)
+
+    def commit(self) -> None:
+        """Commit the changes since the last commit to the journal.
+
+        Raises:
+            StorageFullError: the disk is full. The next call tries to commit the same changes again.
+            QueueError: the journal can't be written.
+        """
+        if self._journal is None:
+            return
+        if self._unsaved is None:
+            if self._committed == self.state.revision:
+                return
+            self._unsaved = self._changes.drain(), self._records()
+        self._journal.commit(*self._unsaved)
+        self._unsaved = None
+        self._committed = self.state.revision
+        fault_point("queue.journaled")
+
+    def revert(self) -> None:
+        """Go back to the last commit. Only a queue with a journal can."""
+        assert self._journal is not None
+        revision = self.state.revision
+        self._journal.revert()
+        self._start_empty(self.handlers.run_id)
+        self.load()
+        # ``revision`` must grow, because files and pending requests compare it.
+        self.state.revision += revision + 1
+        if self._committed >= 0:
+            self._committed = self.state.revision
+
+    def _start_empty(self, run_id: str) -> None:
+        """Replace the state by one without groups."""
+        config, data, journal = self._config, self._data, self._journal
+        stream = PromptStream(
+            len(data.train), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs
+        )
+        self._changes = Changes(is_wanted=journal is not None)
+        self.state = QueueState(
+            self._settings, data.train, stream, data_digest=data.digest, instance=secrets.token_hex(16),
+            payloads=MemoryPayloads() if journal is None else RecentPayloads(journal, _RECENT_BYTES),
+            changes=self._changes,
+        )  # fmt: skip
+        self.handlers = Handlers(self.state, config, data.evals, run_id)
+        self._committed = -1
+        self._unsaved: tuple[Sequence[Change], Mapping[str, bytes]] | None = None
+        self._saved_welcome: WelcomePack | None = None
+        self._saved_handlers: tuple[Any, ...] = ()
+
+    def _records(self) -> dict[str, bytes]:
+        """Return the records of queue and handlers. Those of the handlers are left out if they have not changed."""
+        records = {"queue": persistence.save(self.state)}
+        if (key := self.handlers.saved_key) != self._saved_handlers:
+            self._saved_handlers = key
+            records["handlers"] = pack_plain(self.handlers.save())
+        if self.handlers.welcome is not self._saved_welcome:
+            self._saved_welcome = self.handlers.welcome
+            records["welcome"] = pack_plain(self.handlers.welcome)
+        return records
+
+    def _load_records(self, journal: Journal) -> None:
+        found = journal.load()
+        if found is None:
+            return
+        if not {"queue", "handlers"} <= found.state.keys():
+            raise DamagedJournalError(f"expected records of queue and handlers, got {sorted(found.state)}")
+        welcome = unpack(found.state["welcome"]) if "welcome" in found.state else None
+        rows, now = self.handlers.eval_rows, time.monotonic()
+        samplings = {name: eval_sampling(self._config, name) for name in rows}
+        refs = persistence.load(self.state, found.entries, found.state["queue"], rows, samplings, now)
+        try:
+            self.state.check()
+        except AssertionError as error:
+            raise DamagedJournalError(f"its records are of different commits: {error}") from error
+        for file, count in journal.adopt(refs).items():
+            logger.warning("%s is missing or too short: %d payloads are lost", file, count)
+        self.handlers.load(unpack(found.state["handlers"]), welcome, now)
+        self._saved_welcome = self.handlers.welcome
+        # Loading must not count as a change.
+        self._changes.drain()
+        self._committed = self.state.revision
+        stats = self.state.stats()
+        logger.info("the journal is loaded: %d groups queued, %d in flight", stats.depth, stats.in_flight)
