@@ -36,7 +36,10 @@ class QueueConfig(Section):
         "being sampled and that the step would make too old, then discards those.",
     )
     wait_s: float = Field(
-        default=60.0, gt=0, description='Maximum seconds that one step waits for groups with queue.on_stale = "wait".'
+        default=60.0,
+        gt=0,
+        description="Maximum seconds that one step waits for groups that are still being sampled and that the step "
+        'would make too old. Then they are discarded. Only used with queue.on_stale = "wait".',
     )
     adaptive: bool = Field(
         default=False,

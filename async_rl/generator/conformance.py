@@ -113,8 +113,9 @@ class _Trial:
             found += self.backend.step()
             if time.monotonic() > deadline:
                 raise ConformanceError(
-                    f"{type(self.backend).__name__}, {self.name}: {self.backend.num_running} sequences still run after "
-                    f"{self.subject.limit_s:g} s"
+                    f"{type(self.backend).__name__}, {self.name}: expected all sequences to finish within "
+                    f"{self.subject.limit_s:g} s of step() calls, got {self.backend.num_running} that still run; "
+                    f"correct step() or num_running, or raise Subject.limit_s if the backend is only slow"
                 )
         return found
 

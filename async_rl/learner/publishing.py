@@ -3,7 +3,7 @@
 The trainer calls ``VersionPublisher`` after a step. ``VersionPublisher`` remembers the digest of every version with
 which rollouts may still arrive, so that it recognises rollouts of weights which this run never published.
 
-A ``WeightsPlane`` takes a version's tensors and returns the digest to announce. ``StagedWeights`` sends every version
+A ``WeightsSender`` takes a version's tensors and returns the digest to announce. ``StagedWeights`` sends every version
 at once. ``FixedLagWeights``, for studies of staleness (``learner.fixed_lag``), sends each version a fixed number of
 versions later. ``start.py`` builds the one that the config asks for.
 """
@@ -37,7 +37,7 @@ class Published(NamedTuple):
     digest: str
 
 
-class WeightsPlane(Protocol):
+class WeightsSender(Protocol):
     """Sends versions of the weights to the generators."""
 
     @property
@@ -101,25 +101,27 @@ class StagedWeights:
 
 
 class FixedLagWeights:
-    """Sends every version to ``plane`` when it is ``fixed_lag`` versions old, so that the lag is fixed, not bounded.
+    """Sends every version to the generators only when the learner is ``fixed_lag`` versions ahead of it.
 
-    The batch that version v trains on is then completely sampled by version v - fixed_lag. The config requires
-    ``queue.max_staleness`` to equal ``fixed_lag``, so the queue has room for that one batch, and the next version is
-    announced after the learner's step, when no group is being sampled. The first fixed_lag steps of a learner start
-    have no older version. They train on samples of the version that the learner began with: lag 0, 1, ..., fixed_lag.
+    So every rollout is trained at exactly this lag. The config requires ``queue.max_staleness`` to equal ``fixed_lag``,
+    so the queue has room for one batch, and version v - fixed_lag samples all of the batch that the learner trains at
+    version v. The next version is announced after the learner's step, when no group is being sampled.
 
-    As a cost, generators and learner take turns, and fixed_lag + 1 versions are kept in host memory. An evaluation
-    between the first and the last step waits until its version is sent.
+    In the first ``fixed_lag`` steps after a start of the learner no version is old enough. They train on samples of the
+    version that the learner started with, at lags 0, 1, ..., fixed_lag - 1.
+
+    The cost: generators and learner take turns, host memory holds ``fixed_lag`` + 1 versions, and an evaluation during
+    the run waits until its version is sent. The last version of a run is sent at once.
     """
 
-    def __init__(self, plane: WeightsPlane, fixed_lag: int) -> None:
-        self._plane, self._fixed_lag = plane, fixed_lag
+    def __init__(self, sender: WeightsSender, fixed_lag: int) -> None:
+        self._sender, self._fixed_lag = sender, fixed_lag
         self._delayed: dict[int, list[tuple[str, Tensor]]] = {}
         self._published: int | None = None
 
     @property
     def channel(self) -> str:
-        return self._plane.channel
+        return self._sender.channel
 
     def publish(
         self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
@@ -133,10 +135,10 @@ class FixedLagWeights:
         for old in [delayed for delayed in self._delayed if delayed < due]:
             del self._delayed[old]
         self._published = due
-        return self._plane.publish(lineage, due, iter(self._delayed[due]), tick=tick, is_last=is_last)
+        return self._sender.publish(lineage, due, iter(self._delayed[due]), tick=tick, is_last=is_last)
 
     def stats(self) -> dict[str, float]:
-        return self._plane.stats()
+        return self._sender.stats()
 
 
 class VersionPublisher:
@@ -148,7 +150,7 @@ class VersionPublisher:
         state: TrainerState,
         engine: Engine,
         queue: LearnerQueue,
-        weights: WeightsPlane,
+        weights: WeightsSender,
         parity: ParityGate | None,
     ) -> None:
         self._config, self._state, self._engine, self._queue = config, state, engine, queue

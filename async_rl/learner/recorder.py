@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from async_rl.config.config import Config
 from async_rl.learner.checkpoint import TrainerState
 from async_rl.learner.parity import ParityGate
-from async_rl.learner.publishing import WeightsPlane
+from async_rl.learner.publishing import WeightsSender
 from async_rl.learner.staleness import DropBias
 from async_rl.learner.step_result import StepResult, step_metrics
 from async_rl.queue.messages import Acked, GeneratorStats, TakenGroup
@@ -48,7 +48,7 @@ class StepRecorder:
         *,
         metrics: RowWriter,
         step_log: RowWriter,
-        weights: WeightsPlane,
+        weights: WeightsSender,
         parity: ParityGate | None,
         run_dir: Path,
         decode: Decode,

@@ -29,7 +29,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import Ranks, compute_dtype, init_ranks
 from async_rl.learner.export import export_checkpoint
 from async_rl.learner.parity import ParityGate
-from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsPlane
+from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsSender
 from async_rl.learner.resume import ResumePoint, find_resume_point, take_over
 from async_rl.learner.trainer import Trainer
 from async_rl.net.address import check_address, is_loopback, local_host_towards
@@ -203,7 +203,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             state=state,
             engine=engine,
             queue=queue,
-            weights=_weights_plane(config, publisher),
+            weights=_weights_sender(config, publisher),
             metrics=metrics,
             step_log=trained,
             run_dir=run_dir.path,
@@ -245,7 +245,7 @@ def _take_files_over(
     return metrics, trained
 
 
-def _weights_plane(config: Config, publisher: Publisher) -> WeightsPlane:
+def _weights_sender(config: Config, publisher: Publisher) -> WeightsSender:
     """Return the object that stages and sends versions. It delays each version if ``learner.fixed_lag`` is set."""
     staging = Staging(
         config.weights.staging_bytes,

@@ -30,7 +30,7 @@ from async_rl.learner.checkpoint import TrainerState, checkpoint_name, write_che
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.evaluations import Evaluations
 from async_rl.learner.parity import ParityGate
-from async_rl.learner.publishing import VersionPublisher, WeightsPlane
+from async_rl.learner.publishing import VersionPublisher, WeightsSender
 from async_rl.learner.recorder import RowWriter, StepRecorder, WaitLog
 from async_rl.learner.staleness import BoundLimits, BoundState, check_staleness, reading_of, update_bound
 from async_rl.learner.step_result import StepResult, check_skipped, count_skipped, step_result
@@ -63,7 +63,7 @@ class Trainer:
         state: TrainerState,
         engine: Engine,
         queue: LearnerQueue,
-        weights: WeightsPlane,
+        weights: WeightsSender,
         metrics: RowWriter,
         step_log: RowWriter,
         run_dir: Path,

@@ -178,7 +178,10 @@ def _is_too_long(length: int, expected_length: int) -> bool:
 
 
 def _sets_of_lines(text: str) -> set[frozenset[str]]:
-    """Return the set whose items are the sets of tokens of the lines. Blank lines are left out."""
+    """Turn each line into the set of its tokens, and return these sets, without those of blank lines.
+
+    Texts that differ only in order or in repetitions have the same result.
+    """
     return {frozenset(tokens) for line in text.split("\n") if (tokens := line.split())}
 
 

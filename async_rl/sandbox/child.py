@@ -272,7 +272,7 @@ def _compiled(request: dict[str, Any]) -> types.CodeType:
     try:
         return compile(request["source"], FILE_NAME, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _UnusableError(f"{type(error).__name__}: {error}") from None
+        raise _UnusableError(f"the program does not compile: {type(error).__name__}: {error}") from None
 
 
 def _run_script(module: types.ModuleType, request: dict[str, Any]) -> None:

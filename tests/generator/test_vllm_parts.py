@@ -120,7 +120,7 @@ def test_a_temperature_that_vllm_would_raise_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", fake)
     assert sampling_parameters(sampling(temperature=0.01), 5, listed=0, eos_ids={4, 2})["stop_token_ids"] == [2, 4]
-    with pytest.raises(ModelError, match=r"temperature 0\.009: vLLM samples at 0\.01 at least"):
+    with pytest.raises(ModelError, match=r"temperature 0\.009: vLLM can't sample at temperatures between 0 and 0\.01"):
         sampling_parameters(sampling(temperature=0.009), 5, listed=0, eos_ids={4, 2})
 
 

@@ -20,7 +20,7 @@ from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, write_e
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parity import ParityGate
-from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published, WeightsPlane
+from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published, WeightsSender
 from async_rl.learner.resume import find_resume_point
 from async_rl.learner.start import _restore, _take_files_over
 from async_rl.learner.trainer import Trainer
@@ -143,7 +143,7 @@ class Run:
         metrics, trained = _take_files_over(
             run_dir, point, state, self.config, written, confirm=lambda: queue.confirm(state.lineage)
         )
-        weights: WeightsPlane = self.weights
+        weights: WeightsSender = self.weights
         if self.config.learner.fixed_lag is not None:
             weights = FixedLagWeights(weights, self.config.learner.fixed_lag)
         queue = cast(LearnerQueue, self.queue)

@@ -165,8 +165,9 @@ def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: 
 
     if 0 < sampling.temperature < _MIN_TEMPERATURE:
         raise ModelError(
-            f"temperature {sampling.temperature}: vLLM samples at {_MIN_TEMPERATURE} at least; set 0 for greedy "
-            f"decoding, or sampling.temperature (temperature_end, eval.temperature) to {_MIN_TEMPERATURE} or more"
+            f"temperature {sampling.temperature}: vLLM can't sample at temperatures between 0 and {_MIN_TEMPERATURE}; "
+            f"raise sampling.temperature, sampling.temperature_end or eval.temperature, whichever has this value; "
+            f"evaluations may also use 0, greedy decoding"
         )
     return SamplingParams(
         temperature=sampling.temperature,

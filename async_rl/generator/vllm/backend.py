@@ -181,10 +181,10 @@ class VllmBackend:
         longest = len(prompt_ids) + sampling.max_new_tokens
         if longest > self._max_length:
             raise ModelError(
-                f"a prompt of {len(prompt_ids)} tokens and an answer of up to {sampling.max_new_tokens} may take "
-                f"{longest} tokens, but the engine was built for at most {self._max_length} (the smaller one of the "
-                f"model's max_position_embeddings and the run's sampling.max_prompt_tokens + max_new_tokens); lower "
-                f"sampling.max_new_tokens, or leave out longer prompts"
+                f"a prompt of {len(prompt_ids)} tokens with an answer of up to {sampling.max_new_tokens} may be "
+                f"{longest} tokens long, but the engine holds at most {self._max_length}; lower "
+                f"sampling.max_new_tokens (eval.max_new_tokens for evaluations), or sampling.max_prompt_tokens, above "
+                f"which prompts are left out"
             )
         vocab_size = self._engine.vocab_size
         listed = num_listed(sampling, vocab_size) if lease.wants_sampling_mask else 0

@@ -412,7 +412,11 @@ class QueueState(PersistedState):
         )
 
     def ledger_dict(self) -> dict[str, Any]:
-        """Return the ledgers of training and evaluations and the outcomes of groups, as plain data."""
+        """Return the counts of ``ledger.json`` and ``async-rl status``, as plain data.
+
+        They say where all groups, rollouts and tokens of training are (in flight, queued, trained, dropped, ...), the
+        same for evaluations under ``eval``, and under ``outcomes`` the tokens and rewards by how groups ended.
+        """
         return {
             **self.ledger.as_dict(),
             "eval": self.eval_ledger.as_dict(),

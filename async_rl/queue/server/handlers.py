@@ -372,7 +372,10 @@ class Handlers:
         try:
             group = read_summary(payload)
             if group.lease_id != lease_id:
-                raise WireError(f"expected the group of lease {lease_id!r}, got the group of lease {group.lease_id!r}")
+                raise WireError(
+                    f"a generator returned a group for lease {lease_id!r}, but the group itself names lease "
+                    f"{group.lease_id!r}; this is a bug in the generator"
+                )
         except WireError as error:
             return generator_requests.refuse(self.state, generator_id, lease_id, now), str(error)
         return generator_requests.receive(self.state, generator_id, group, payload, now)

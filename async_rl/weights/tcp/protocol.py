@@ -272,5 +272,7 @@ def receive_message(pipe: socket.socket, expected: Sequence[type[_T]]) -> tuple[
         if record.__name__ == message.type:
             return read_as(message.fields, record), descriptors[0] if descriptors else None
     raise WireError(
-        f"expected a message of type {' or '.join(record.__name__ for record in expected)}, got {message.type!r}"
+        f"the pipe between the learner and its server of the weights: expected a message of type "
+        f"{' or '.join(record.__name__ for record in expected)}, got {message.type!r}; this is a bug in async-rl, "
+        f"please report it"
     )
