@@ -2,7 +2,6 @@
 
 All requests come through one socket, and replies, notices and batches leave through it. ``start`` starts a server or
 finds the running one (for the command ``async-rl queue``, ``launch`` and the learner). ``server`` has the loop,
-``durable`` the state with its journal, ``pending`` the requests that wait, ``sockets`` the socket and its limits, and
-``handlers`` a function for each request.
-The rules are in ``queue.core``.
+``durable`` the state with its journal, ``pending`` what waits, ``sockets`` the socket and its limits, and ``handlers``
+a function for each request. The rules are in ``queue.core``.
 """

@@ -1,7 +1,7 @@
 """The queue's state with its journal. The server loads it at its start, commits changes, and reverts it after a bug.
 
 ``commit`` writes all changes since the last commit, together or not at all. Without a journal nothing is saved, and
-there is nothing to go back to.
+there is nothing to go back to. ``FullDisk`` reports a disk without room, on which no commit succeeds.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ from async_rl.queue.storage.payloads import MemoryPayloads, RecentPayloads
 
 logger = logging.getLogger(__name__)
 
+LOG_EVERY_S = 30.0
+"""Seconds between two log messages about a full disk."""
+_NOTIFY_EVERY_S = 5.0
+"""Seconds between two notices to the clients that the disk is full. Without them the clients would give up."""
 _RECENT_BYTES = 256 << 20
 """Maximum size of the groups that are kept in memory in addition to the journal."""
 
@@ -163,3 +167,46 @@ class DurableState:
         self._committed = self.state.revision
         stats = self.state.stats()
         logger.info("the journal is loaded: %d groups queued, %d in flight", stats.depth, stats.in_flight)
+
+
+@dataclass(slots=True)
+class FullDisk:
+    """Whether the queue's disk is full. ``reason`` says why it has no room; empty if it has.
+
+    All times are in seconds.
+    """
+
+    reason: str = ""
+    _since: float = 0.0
+    _logged_at: float = float("-inf")
+    _is_logged: bool = False
+    _notified_at: float = float("-inf")
+
+    def note(self, reason: str, now: float) -> None:
+        """Record that a write found no room. Log it at once, then every ``LOG_EVERY_S``."""
+        if not self.reason:
+            self._since = now
+        self.reason = reason
+        if now - self._logged_at >= LOG_EVERY_S:
+            self._logged_at, self._is_logged = now, True
+            logger.warning("the queue waits for room on its disk, %.0f s so far: %s", now - self._since, reason)
+
+    def end(self, now: float) -> None:
+        """Record that the disk has room again."""
+        if self._is_logged:
+            logger.info("the queue's disk has room again, after %.0f s", now - self._since)
+        self.reason, self._is_logged = "", False
+
+    def must_notify(self, now: float) -> bool:
+        """Return whether it is time to send the notice that the disk is full.
+
+        If so, the time until the next one starts.
+        """
+        is_due = now - self._notified_at >= _NOTIFY_EVERY_S
+        if is_due:
+            self._notified_at = now
+        return is_due
+
+    def status(self, now: float) -> str:
+        """Return the text about the full disk that ``async-rl status`` shows; empty if the disk has room."""
+        return self.reason and f"for {now - self._since:.0f} s: {self.reason}"

@@ -1,4 +1,8 @@
-"""The requests that can't be answered yet. The server tries them again after every change of the queue."""
+"""Requests and messages that wait.
+
+``PendingRequests`` has the requests that can't be answered yet. The server tries them again after every change of the
+queue. ``HeldMessages`` has what arrives while the disk is full. The server handles it when a commit has succeeded.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,9 @@ from async_rl.queue.server.handlers import MAX_GENERATORS, Deferred, Reply
 _MAX_PENDING = 2 * MAX_GENERATORS + 64
 """Maximum number of requests that wait: enough for a hello and a lease request of every generator. Further requests are
 answered at once."""
+_MAX_HELD_BYTES = 256 << 20
+_MAX_HELD = 10_000
+"""Limits on what is kept while the disk is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +116,30 @@ class PendingRequests:
             return False
         self._send(pending.request, reply)
         return True
+
+
+class HeldMessages:
+    """Messages that arrived while the disk was full, so that no change could be committed.
+
+    A repeated request is kept once.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[bytes, str, str, str | None], list[memoryview]] = {}
+        self._num_bytes = 0
+
+    @property
+    def has_room(self) -> bool:
+        """Whether to receive more messages. Messages that are not received stay in the sockets."""
+        return self._num_bytes < _MAX_HELD_BYTES and len(self._held) < _MAX_HELD
+
+    def add(self, peer: bytes, key: str, type_: str, request_id: str | None, frames: list[memoryview]) -> None:
+        """Keep one message. ``key`` is the public key of its sender."""
+        if (peer, key, type_, request_id) not in self._held:
+            self._num_bytes += sum(map(len, frames))
+            self._held[peer, key, type_, request_id] = frames
+
+    def pop_all(self) -> list[tuple[bytes, str, list[memoryview]]]:
+        """Remove and return all messages as (peer, key, frames), in the order of their arrival."""
+        held, self._held, self._num_bytes = self._held, {}, 0
+        return [(peer, key, frames) for (peer, key, _, _), frames in held.items()]

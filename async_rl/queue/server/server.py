@@ -60,11 +60,10 @@ from async_rl.queue.messages import (
     ReturnReply,
     Status,
 )
-from async_rl.queue.server.durable import DurableState, QueueData
-from async_rl.queue.server.full_disk import LOG_EVERY_S, FullDisk, HeldMessages
+from async_rl.queue.server.durable import LOG_EVERY_S, DurableState, FullDisk, QueueData
 from async_rl.queue.server.handlers import Deferred, Handlers, Reply
 from async_rl.queue.server.lifetime import Lifetime
-from async_rl.queue.server.pending import PendingRequests, Request
+from async_rl.queue.server.pending import HeldMessages, PendingRequests, Request
 from async_rl.queue.server.sockets import Endpoint
 from async_rl.queue.storage.journal import Journal
 from async_rl.queue.storage.payloads import is_out_of_room
