@@ -59,7 +59,8 @@ class QueueConfig(Section):
     max_filtered: int | None = Field(
         default=None,
         ge=1,
-        description="The run stops when this many groups were filtered since its last step; if unset, 100 times "
+        description="The run stops with a diagnosis when this many groups were filtered (queue.filter_range) since the "
+        "learner's last step, because the data is then too easy or too hard; if unset, 100 times "
         "learner.groups_per_step.",
     )
     max_bytes: int = Field(

@@ -179,8 +179,8 @@ class RewardConfig(Section):
     )
     require_format: bool = Field(
         default=True,
-        description="Whether a right answer must also have a valid format to earn reward.scale points. The metric "
-        "accuracy counts it as right in either case.",
+        description="Whether a right answer must also have a valid format to earn reward.scale points. The accuracy "
+        "metric counts it as right in either case.",
     )
     format: float = Field(
         default=0.0, description="Points for a valid format, whatever the answer; reward.scale does not apply to them."

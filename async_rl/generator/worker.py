@@ -191,7 +191,10 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
     """
     for name, content in files.items():
         if not name or name in (".", "..") or Path(name).name != name or "\\" in name:
-            raise QueueError(f"expected file names without a folder from the queue, got {name!r}")
+            raise QueueError(
+                f"the queue sent the model file {name!r}: expected a file name without a folder; check the address of "
+                f"the queue, which may not be an async-rl queue of this version"
+            )
         (directory / name).write_bytes(content)
 
 

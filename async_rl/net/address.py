@@ -44,7 +44,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_open_bind(address: str, *, insecure: bool, has_keys: bool = False) -> None:
-    """Refuse that a server without keys listens on an address that other machines can reach, except if ``insecure``.
+    """Refuse to listen without keys on an address that other machines can reach, unless ``insecure`` is set.
 
     Raises:
         AddressError: the server would be open to a network.
@@ -58,10 +58,10 @@ def refuse_open_bind(address: str, *, insecure: bool, has_keys: bool = False) ->
 
 
 def refuse_open_connect(address: str, *, insecure: bool, has_keys: bool) -> None:
-    """Refuse that a client without keys connects to a queue on another machine, unless ``insecure`` is set.
+    """Refuse to connect to a queue on another machine without keys, unless ``insecure`` is set.
 
     Raises:
-        AddressError: the queue would not be authenticated, so another server could replace it.
+        AddressError: the client could not verify that the server is the run's queue.
     """
     host, _ = check_address(address)
     if not insecure and not has_keys and not is_loopback(host):

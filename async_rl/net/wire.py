@@ -246,7 +246,10 @@ def _raw_header(view: memoryview, limits: Limits) -> tuple[memoryview, int]:
     if len(view) > limits.max_bytes:
         raise WireError(f"expected a message of at most {limits.max_bytes} bytes, got one of {len(view)} bytes")
     if len(view) < _PREFIX.size:
-        raise WireError(f"expected a message of at least {_PREFIX.size} bytes, got one of {len(view)} bytes")
+        raise WireError(
+            f"expected a message of at least {_PREFIX.size} bytes, got one of {len(view)} bytes; the sender is "
+            f"probably not async-rl"
+        )
     magic, length = _PREFIX.unpack_from(view)
     if magic != _MAGIC:
         raise WireError(

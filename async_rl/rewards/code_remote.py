@@ -101,14 +101,15 @@ class RemoteJudge:
     def _check(self) -> None:
         tests = CodeTests((CodeTest("", "1\n"),), None)
         try:
-            found = [self.judge(source, tests).all_passed for source in ("print(1)", "print(2)")]
+            right, wrong = (self.judge(source, tests).all_passed for source in ("print(1)", "print(2)"))
         except SandboxFailedError as error:
             raise SandboxError(f"reward.code.endpoint: {error}") from error
-        if found != [True, False]:
+        if wrong or not right:
+            words = ["accepted" if is_accepted else "rejected" for is_accepted in (right, wrong)]
             raise SandboxError(
-                f"reward.code.endpoint: expected the verifier at {self._url} to accept print(1) and to reject print(2) "
-                f"where 1 is the answer, got {found} (True: accepted); set the key to the address of an `async-rl "
-                f"verifier`"
+                f"reward.code.endpoint: the service at {self._url} failed a test: where the output 1 is right, "
+                f"expected the program print(1) accepted and print(2) rejected, got them {words[0]} and {words[1]}; "
+                f"set the key to the address of an `async-rl verifier`"
             )
 
     def _ask(self, request: dict[str, Any]) -> Any:

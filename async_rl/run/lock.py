@@ -116,7 +116,7 @@ class RunLock:
         if not self.is_current:
             raise LineageError(
                 f"{_holder_of(self.path) or 'another process'} has taken over {self.path.parent}, so this process must "
-                f"not write there"
+                f"not write there; it ends"
             )
 
     def record(self, role: str) -> None:

@@ -220,8 +220,11 @@ def keys_towards(server_key: bytes | None, keys: ClientKeys | None) -> ClientKey
     if server_key is not None and keys is not None:
         return keys.for_server(server_key)
     if server_key is not None or keys is not None:
-        expects, has = ("no keys", "some") if server_key is None else ("keys", "none")
-        raise WeightsError(f"expected {expects} for the learner's weights channel, but this generator has {has}")
+        learner, generator = ("no keys", "keys") if server_key is None else ("keys", "none")
+        raise WeightsError(
+            f"the learner sends weights with {learner}, but this generator has {generator}; start all roles with "
+            f"queue.keys, or all without"
+        )
     return None
 
 

@@ -106,7 +106,10 @@ class LayoutPlan:
             WeightsError: the dtype is not in ``ITEM_SIZES``.
         """
         if dtype not in ITEM_SIZES:
-            raise WeightsError(f"tensor {name!r} of the model: expected a dtype in {sorted(ITEM_SIZES)}, got {dtype}")
+            raise WeightsError(
+                f"tensor {name!r} of the model: expected a dtype in {sorted(ITEM_SIZES)}, got {dtype}; use a model "
+                f"with other dtypes"
+            )
         size = math.prod(shape) * ITEM_SIZES[dtype]
         offset = -(-self._end // ALIGNMENT) * ALIGNMENT
         if self._end and offset + size > self._bucket_bytes:

@@ -252,7 +252,8 @@ class Publisher:
     def _check(self) -> None:
         if self._error is not None:
             raise WeightsError(
-                f"the thread that sends weights to generators has failed: {self._error!r}"
+                f"the thread that sends weights to generators has failed: {self._error!r}; if "
+                f"this error does not name a cause outside async-rl, please report it"
             ) from self._error
 
     def _on_collective_sent(self, delivery: Delivery, elapsed_s: float, error: Exception | None) -> None:

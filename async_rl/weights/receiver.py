@@ -96,7 +96,8 @@ class Receiver:
         """
         if self._crash is not None:
             raise WeightsError(
-                f"the thread that receives weights from the learner has failed: {self._crash!r}"
+                f"the thread that receives weights from the learner has failed: {self._crash!r}; if "
+                f"this error does not name a cause outside async-rl, please report it"
             ) from self._crash
         self._received.clear()
         announced = self._announced

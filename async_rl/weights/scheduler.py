@@ -229,8 +229,8 @@ class SyncScheduler:
             member.offered_at = None
 
     def mark_failed(self, member_id: bytes, attempt: int, reason: str) -> None:
-        """Record that the member did not get its version by this attempt. ``attempt`` is the number of a collective or
-        a pull.
+        """Record that an attempt to send the new version to the member has failed. ``attempt`` names a collective or a
+        pull.
         """
         member = self.members.get(member_id)
         if member is None:

@@ -93,5 +93,5 @@ def test_workers_that_take_for_ever_are_named(stack):
     channel, workers = make(stack, limit_s=0.0)
     channel.prepare()
     workers[0].report(1)
-    with pytest.raises(WeightsError, match=r"workers \[1\] did not prepare a version within 0 s"):
+    with pytest.raises(WeightsError, match=r"workers \[1\] did not prepare the new weights within 0 s"):
         channel.wait(0.1)

@@ -153,9 +153,9 @@ def test_a_sampling_mask_that_may_go_on_beyond_the_list_is_an_error():
 
 
 def test_logprobs_of_other_tokens_than_the_sampled_ones_are_an_error():
-    with pytest.raises(EngineError, match="logprobs of 2 tokens, got 1"):
+    with pytest.raises(EngineError, match="log-probabilities of 2 tokens, got 1"):
         Gathered(None).add([7, 8], FlatLogprobs([[(7, -0.5)]]))
-    with pytest.raises(EngineError, match="logprob of token 7 from vLLM, got that of 8"):
+    with pytest.raises(EngineError, match="log-probability of the sampled token 7, got that of 8"):
         Gathered(None).add([7], FlatLogprobs([[(8, -0.5)]]))
 
 
@@ -174,7 +174,7 @@ def test_spans_become_a_version_a_token_and_must_cover_all():
         [span("3", 1, 5)],
         [span("3", 0, 6)],
     ):
-        with pytest.raises(EngineError, match="spans of weight versions over 5 tokens"):
+        with pytest.raises(EngineError, match="weight version of each of 5 tokens, as spans"):
             token_versions(spans, 5)
 
 

@@ -459,7 +459,7 @@ def test_files_from_the_queue_stay_in_their_directory(tmp_path):
     write_files(directory, {"config.json": b"{}"})
     assert (directory / "config.json").read_bytes() == b"{}"
     for name in ("../config.json", "/etc/config.json", "a/b", "..", "", "a\\b"):
-        with pytest.raises(QueueError, match="file names without a folder"):
+        with pytest.raises(QueueError, match="expected a file name without a folder"):
             write_files(directory, {name: b""})
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "model"]
 

@@ -75,7 +75,10 @@ def describe_model(directory: Path) -> PreTrainedModel:
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
     except (OSError, ValueError) as error:
-        raise ModelError(f"can't build the model of {directory}: {error}") from error
+        raise ModelError(
+            f"can't build the model of {directory}: {error}; correct its config.json, or install the version of "
+            f"transformers that it needs"
+        ) from error
     return model
 
 
@@ -125,7 +128,7 @@ def end_of_sequence_ids(directory: Path, config: PretrainedConfig, tokenizer: An
     try:
         stored: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
-        raise ModelError(f"can't read {path}: {error}") from error
+        raise ModelError(f"{path}: expected JSON, got other text: {error}; correct the file") from error
     sources = (stored.get("eos_token_id"), getattr(config, "eos_token_id", None), tokenizer.eos_token_id)
     ids: set[int] = set()
     for source in sources:
@@ -169,7 +172,10 @@ class WeightTable:
                 )
         for alias, name in self._aliases.items():
             if alias in weights and not torch.equal(weights[alias], weights[name]):
-                raise WeightsError(f"{alias} is tied to {name} by the model config, but the two tensors differ")
+                raise WeightsError(
+                    f"{alias} is tied to {name} by the model's config, but the tensors from the learner differ; "
+                    f"learner and generator must run one model config"
+                )
 
     def digests(self) -> dict[str, str]:
         """Return the digest of each parameter's present bytes, by the parameter's name."""

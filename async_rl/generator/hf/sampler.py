@@ -55,7 +55,10 @@ def make_plan(
     vocab_size: int,
     device: torch.device,
 ) -> SamplingPlan:
-    """Return the sampling plan for rows with these settings, each [R]. ``top_k`` 0 and ``top_p`` 1 switch them off."""
+    """Return the tensors that ``sample`` needs for R rows with these settings. Each array has the shape [R].
+
+    A ``top_ks`` of 0 means no top-k, a ``top_ps`` of 1 no top-p, and a temperature of 0 greedy decoding.
+    """
     greedy = temperatures == 0
     scales = np.where(greedy, 1.0, temperatures)
     # Greedy rows stay unfiltered: their logprobs are of the whole distribution at temperature 1.

@@ -250,12 +250,18 @@ class Gathered:
         """
         starts, ends = logprobs.start_indices, logprobs.end_indices
         if len(starts) != len(token_ids):
-            raise EngineError(f"expected vLLM's logprobs of {len(token_ids)} tokens, got {len(starts)}")
+            raise EngineError(
+                f"vLLM: expected log-probabilities of {len(token_ids)} tokens, got {len(starts)}; "
+                f"report it with the installed version of vLLM"
+            )
         ids, values = logprobs.token_ids, logprobs.logprobs
         for token_id, start, end in zip(token_ids, starts, ends, strict=True):
             # The sampled token's own comes first.
             if ids[start] != token_id:
-                raise EngineError(f"expected the logprob of token {token_id} from vLLM, got that of {ids[start]}")
+                raise EngineError(
+                    f"vLLM: expected the log-probability of the sampled token {token_id}, got that of {ids[start]}; "
+                    f"report it with the installed version of vLLM"
+                )
             self._token_ids.append(token_id)
             self._logprobs.append(values[start])
             if self._vocab_size is not None:
@@ -298,5 +304,8 @@ def token_versions(spans: Iterable[Any] | None, num_tokens: int) -> np.ndarray:
         versions[span.start : span.end] = int(span.version)
         end = span.end
     if end != num_tokens:
-        raise EngineError(f"expected spans of weight versions over {num_tokens} tokens from vLLM, got {spans}")
+        raise EngineError(
+            f"vLLM: expected the weight version of each of {num_tokens} tokens, as spans, got {spans}; "
+            f"report it with the installed version of vLLM"
+        )
     return versions

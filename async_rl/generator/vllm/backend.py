@@ -338,8 +338,8 @@ class VllmBackend:
         while len(found) < len(wanted):
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"expected log-probabilities of {len(wanted)} tokens from vLLM within {_SCORE_LIMIT_S:.0f} s, got "
-                    f"fewer"
+                    f"expected vLLM to score {len(wanted)} tokens within {_SCORE_LIMIT_S:.0f} s, got {len(found)}; "
+                    f"look for the cause in the generator's log"
                 )
             for piece in self._engine.poll(_STEP_S):
                 if piece.request_id not in tokens:
@@ -384,7 +384,10 @@ class VllmBackend:
         if piece.finish_reason is None:
             return None
         if piece.finish_reason not in _FINISH_REASONS:
-            raise EngineError(f"expected vLLM to finish by stop or length, got {piece.finish_reason!r}")
+            raise EngineError(
+                f"vLLM: expected a sequence to end with the reason stop or length, got {piece.finish_reason!r}; "
+                f"report it with the installed version of vLLM"
+            )
         lease_id = rollout.lease.lease_id
         progress = self._leases[lease_id]
         del self._running[piece.request_id], progress.running[piece.request_id]

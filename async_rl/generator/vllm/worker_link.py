@@ -80,7 +80,10 @@ class SharedStaging:
             # Reserve all of it now: a page that is missing later would end the process by a signal.
             os.posix_fallocate(self._fd, 0, max(1, end))
         except OSError as error:
-            raise WeightsError(f"no shared memory for {end} bytes of weights: {error.strerror}") from error
+            raise WeightsError(
+                f"no shared memory for {end} bytes of weights: {error.strerror}; free or enlarge /dev/shm (docker run "
+                f"--shm-size)"
+            ) from error
         self.rows, self.size_bytes = rows, max(1, end)
         self._views = map_tensors(self.path, self.size_bytes, self.rows)
 
@@ -169,7 +172,10 @@ class PrepareChannel:
         if len(self._errors) < num_workers:
             if time.monotonic() > self._deadline_s:
                 missing = sorted(set(range(num_workers)) - self._errors.keys())
-                raise WeightsError(f"vLLM's workers {missing} did not prepare a version within {self._limit_s:.0f} s")
+                raise WeightsError(
+                    f"vLLM's workers {missing} did not prepare the new weights within {self._limit_s:.0f} s; look for "
+                    f"the cause in the generator's log"
+                )
             return True
         if failed := [f"worker {rank}: {error}" for rank, error in sorted(self._errors.items()) if error]:
             raise WeightsError(

@@ -28,8 +28,10 @@ SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl")
 
 
 class MicroBatchResult(NamedTuple):
-    """The loss and the statistics of one micro-batch. ``sums`` has the same length on every rank and in every
-    micro-batch.
+    """The loss and the statistics of one micro-batch.
+
+    ``sums`` has the statistics that are summed over tokens. Its length is the same on every rank and in every
+    micro-batch, so that the engine can add them up.
     """
 
     loss_sum: Tensor  # [], float64, carries grad: this micro-batch's part of the step's loss times its denominator

@@ -130,7 +130,8 @@ class QueueSettings:
     def worst_case_bytes(self) -> int:
         """The size in bytes of the largest group that a generator may return for a training lease.
 
-        In a rollout of several turns, each turn may start a new token sequence that repeats the whole text so far.
+        The queue reserves this much for each group in flight. The longest prompt and answer count once for every turn,
+        because each turn may start a new token sequence that repeats the whole text so far.
         """
         sampling = self.sampling
         tokens = self.max_turns * (sampling.max_prompt_tokens + sampling.max_new_tokens)

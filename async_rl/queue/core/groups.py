@@ -350,10 +350,10 @@ class GroupRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReadyGroups:
-    """The groups that are ready to be taken, by lease id. Adding and removing a group takes O(log n) time.
+    """The groups that are ready to be taken, by lease id. Adding or taking a group costs O(log n).
 
-    One heap orders the groups by delivery, another by age. The heap entries of a removed group stay until they reach
-    the top.
+    One heap has them in the order in which they are given out, another by the version that staleness is counted from,
+    oldest first. A removed group's entries stay in the heaps, and are skipped when they reach the top.
     """
 
     def __init__(self, groups: Iterable[StoredGroup] = ()) -> None:

@@ -53,14 +53,16 @@ _END_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _DeltaLink:
-    """Deltas from the weights with digest ``base`` to the weights with digest ``digest``, which the server keeps.
+    """One step of a chain of deltas. It turns the weights with digest ``base`` into those with digest ``digest``.
+
+    The stream server keeps the deltas themselves.
 
     Attributes:
         base: digest of the weights before.
         digest: digest of the weights after.
-        job: the number under which the server keeps the deltas.
-        sizes: bytes of each bucket's delta, or -1 where the whole bucket must be sent.
-        size_bytes: bytes to transfer in all, with whole buckets where there is no delta.
+        job: the number by which the stream server knows these deltas.
+        sizes: bytes of each bucket's delta. -1 for a bucket that has none and is sent whole.
+        size_bytes: total bytes to transfer: all deltas, and every bucket that is sent whole.
     """
 
     base: str
