@@ -232,8 +232,8 @@ class GeneratorConfig(Section):
     allow_code: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Your own modules and files that generators on this machine may import; a queue server can't "
-        "extend it.",
+        description="Your own modules and files that generators on this machine may import. The config that a queue "
+        "server sends can't add to them.",
     )
 
     @field_validator("backend")

@@ -118,8 +118,8 @@ class WeightsConfig(Section):
 
     transport: Literal["auto", "tcp", "gloo", "nccl"] = Field(
         default="auto",
-        description="How weights travel. auto is tcp, unless all runs on one host or a trusted network: then it is "
-        "nccl if the learner has CUDA, else gloo.",
+        description="How weights reach the generators. If the whole run is on one host or on a trusted network, auto "
+        "is nccl if the learner has CUDA, else gloo. Otherwise auto is tcp.",
     )
     deltas: Literal["auto", "on", "off"] = Field(
         default="auto",

@@ -116,8 +116,8 @@ class CodeRewardConfig(Section):
     packages: tuple[str, ...] = Field(
         default=("numpy",),
         strict=False,
-        description="Packages that are imported before a program starts; if empty, programs can import only the "
-        "standard library, else all packages that are installed with async-rl.",
+        description="Packages that are imported before a program starts. If the list is empty, programs can import "
+        "only the standard library; otherwise they can import all packages that are installed with async-rl.",
     )
     prelude: Literal["calls", "always", "never"] = Field(
         default="calls",

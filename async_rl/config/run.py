@@ -103,7 +103,7 @@ class VllmConfig(Section):
     prepare_weights: bool = Field(
         default=True,
         description="Whether vLLM on a CPU prepares a version while it decodes, in a second copy of the weights; if "
-        "false, decoding pauses meanwhile.",
+        "false, decoding pauses while the version is loaded.",
     )
 
 
@@ -144,7 +144,7 @@ class ExperimentalConfig(Section):
     bucket_bytes: int = Field(
         default=64 << 20,
         ge=1024,
-        description="Bytes of one bucket, the part of a version that has its own digest.",
+        description="Bytes of one bucket. A version of the weights is divided into buckets, each with its own digest.",
     )
     parity_every: int = Field(
         default=50,

@@ -1,16 +1,18 @@
 """Inference engines: the protocol they implement, the table that builds them, and their random numbers. No torch.
 
-The loop owns a backend and steps it: ``step`` runs one decode step over every running sequence (or, where the engine
-runs by itself, collects what it has done) and returns the sequences that finished. ``activate`` applies new weights
-between two steps; running sequences go on, and every token carries the version that sampled it.
+A backend is an inference engine behind the protocol ``Backend``. The generator's loop calls ``step``, which decodes one
+token of every running sequence and returns the samples that finished. An engine that decodes by itself only collects
+its outputs in ``step``. ``activate`` applies new weights between two steps. Running sequences then go on, and every
+token carries the version that sampled it.
 
 ``build_backend`` builds the engine that ``generator.backend`` names, for the generator command, offline evaluation and
-the doctor. What each can do is in ``config.generator``. A new built-in backend is a module of its own, a row in
-``FACTORIES`` and a row there; a user's own (``module:Class``) is imported under the rules of ``process.user_code``.
+the doctor. ``config.generator.BACKENDS`` says what each built-in backend can do. A new built-in backend needs a module,
+a row in ``FACTORIES`` and a row in ``BACKENDS``. A user's own backend (``module:Class``) is imported under the rules of
+``process.user_code``.
 
-``rollout_keys`` and ``uniforms`` give random numbers that are a pure function of lease seed, rollout index and token
-index: who samples a rollout, together with which others, and in which order, can't change them. The mixer is
-splitmix64 (Steele et al., 2014), one stream per rollout.
+``rollout_keys`` and ``uniforms`` give random numbers that depend only on the lease's seed, the rollout's index and the
+token's index. So they are the same on every generator, in every batch and in every order. They come from splitmix64
+(Steele et al., 2014), with one stream for each rollout.
 """
 
 from __future__ import annotations

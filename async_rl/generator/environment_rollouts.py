@@ -1,13 +1,14 @@
 """Rollouts of several turns: the backend samples answers, and the environments' processes reply to them.
 
-Each turn is a separate request to the backend, whose prompt is all the tokens so far. So weights are updated, answers
-cancelled and slots shared as for single answers. ``sampling.max_new_tokens`` limits the tokens that a rollout samples
-in all its turns. No sequence is longer than ``sampling.max_prompt_tokens`` plus ``sampling.max_new_tokens``.
+Each turn is a separate request to the backend, with all the tokens so far as its prompt. So updates of the weights,
+cancelled leases and the sharing of slots work as for single answers. ``sampling.max_new_tokens`` limits the tokens that
+a rollout samples in all its turns. No sequence is longer than ``sampling.max_prompt_tokens`` plus
+``sampling.max_new_tokens``.
 
 A ``Trajectory`` holds the tokens of one rollout. It keeps sampled tokens as they are and never tokenises them again.
-It tokenises separately what the environment adds, and leaves that out of the loss mask. The *prefix rule*: a state that
-begins with the old state and the action continues the sequence; any other state begins a new sequence (for example
-where a template removes old thoughts).
+It tokenises separately what the environment adds, and leaves these tokens out of the loss mask. If the environment's
+new state begins with the old state and the model's answer, it continues the token sequence. Any other state begins a
+new sequence, for example if the chat template removes old thoughts.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Open:
-    """An unfinished rollout.
+    """A rollout that has not ended.
 
-    ``request_id`` names the request that the backend is sampling for it; None if there is none.
+    ``request_id`` is the id of the rollout's request that the backend is sampling; None if there is none.
     """
 
     key: str
@@ -168,7 +169,7 @@ class EnvironmentRollouts:
         return messages[0]["content"] if is_text else self._text.render(messages)
 
     def _next_turn(self, rollout: _Open, wanted: Mapping[str, Any]) -> None:
-        """Have the backend sample the next answer of a rollout.
+        """Request the model's next answer in a rollout from the backend.
 
         ``wanted`` is the environment's request, with the state to answer.
         """

@@ -1,8 +1,9 @@
 """The generator's loop: receive weights, request leases, step, grade, return, heartbeat. No torch.
 
-One thread owns everything here. The queue client and the weights receiver work in the background; the loop polls them,
-and blocks in the queue's poll while nothing runs. ``Queue`` and ``WeightsReceiver`` are what the loop needs of the two;
-tests use fakes. ``worker.run_generator`` builds a ``Worker``.
+One thread runs this loop. The queue client and the weights receiver work in the background, and the loop polls both.
+While no sequence runs, the loop waits in the poll of the queue client. The protocols ``Queue`` and ``WeightsReceiver``
+have the methods of both that the loop uses, so that tests can replace them. ``worker.run_generator`` builds a
+``Worker``.
 """
 
 from __future__ import annotations
@@ -426,9 +427,9 @@ class Activity:
         )
 
     def check_idle(self, generator_id: str, *, is_running: bool, awaited: Callable[[], str]) -> None:
-        """Log a warning if no sequence has run for ``WATCHDOG_S`` seconds. It says what the generator waits for.
+        """Log a warning if no sequence has run for ``WATCHDOG_S`` seconds.
 
-        There is one warning until a sequence runs again.
+        The warning says what the generator waits for. It is not repeated until a sequence has run again.
         """
         now_s = self._clock()
         if is_running:

@@ -1,7 +1,8 @@
-"""A generator's answer to a probe: its engine's log-probabilities of the learner's tokens. No torch.
+"""Compare the engine's log-probabilities with the learner's, on tokens that the learner chose. No torch.
 
-The loop calls ``answer_probe`` when the probe's version is active, and changes no weights meanwhile. If the engine
-differs from the learner by more than the limit, cheap experiments look for the cause, the most certain one first.
+The learner sends a probe: tokens, and its own log-probabilities of them under one version of the weights. The loop
+calls ``answer_probe`` while this version is active. If the engine differs from the learner by more than the limit, the
+function looks for the cause with a few cheap experiments, and begins with the one whose result is most certain.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class ScoringBackend(Protocol):
 
 
 def answer_probe(backend: Backend, probe: Probe, weights: Mapping[str, Any]) -> Answer:
-    """Return the engine's log-probabilities of the probe's tokens.
+    """Return the engine's log-probabilities of the probe's tokens as the answer to the learner.
 
-    If they differ from the learner's, add the likely cause.
+    If they differ from the learner's by more than the limit, the answer also names the likely cause.
 
     ``weights`` are the verified tensors of the probe's version, which is active.
     """
@@ -150,6 +151,9 @@ def temperature_cause(backend: Any, probe: Probe, found: np.ndarray, wanted: np.
 
 
 def _explains(candidate: np.ndarray, found: np.ndarray, wanted: np.ndarray, limit: float) -> bool:
-    """Whether ``candidate`` is within ``limit`` of ``wanted``, the learner's values, and much nearer than ``found``."""
+    """Return whether ``candidate`` is within ``limit`` of the learner's values, ``wanted``.
+
+    It must also be much nearer to them than the engine's values, ``found``.
+    """
     mean = compare(candidate, wanted).mean
     return mean <= limit and mean < 0.3 * compare(found, wanted).mean

@@ -1,14 +1,14 @@
-"""From a lease to its scored group: the leases of a generator, the rollouts of single answers, and their grading.
+"""Turn a lease into its scored group: the table of a generator's leases, rollouts of one answer, and graders.
 
-``ActiveLeases`` holds the leases that the loop works on. A ``Rollouts`` plays their rollouts: the loop submits leases,
-passes on what the backend finished, and collects rollouts when they are scored. ``SingleTurnRollouts`` samples one
-answer per rollout; ``environment_rollouts`` plays several turns.
+``ActiveLeases`` is the table of the leases that the loop works on. An object of the protocol ``Rollouts`` plays their
+rollouts: the loop submits leases to it, passes finished samples to it, and collects scored rollouts from it.
+``SingleTurnRollouts`` samples one answer per rollout. ``environment_rollouts`` plays rollouts of several turns.
 
-A ``Grader`` scores finished samples while the loop goes on: a slow answer (a symbolic comparison takes milliseconds, a
-hostile one seconds) never delays the next decode step.
+A ``Grader`` scores finished samples in the background. So an answer that takes long to score (milliseconds for a
+symbolic comparison, seconds for a hostile answer) does not delay the next decode step.
 
-Under ``data.on_long_prompt = "truncate"`` a prompt above ``sampling.max_prompt_tokens`` is cut at the end of its last
-user message. The template around that message stays whole: it opens the model's turn.
+Under ``data.on_long_prompt = "truncate"`` a prompt above ``sampling.max_prompt_tokens`` loses the end of its last user
+message. The chat template's text after that message is kept, because it begins the model's turn.
 """
 
 from __future__ import annotations
@@ -313,8 +313,9 @@ def graded_rollouts(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) 
 class Graded:
     """The result for one sample: a scored rollout, or the reason why its lease failed.
 
-    ``rollout`` is None if the lease failed. Only then ``cause`` applies; ``error`` is what the reward raised, or None.
-    ``detail`` describes the failure of the lease, or of a rollout that ended in an error.
+    ``rollout`` is None if the lease failed. Only in this case ``cause`` is meaningful, and ``error`` is the exception
+    that the reward raised, or None if it raised none. ``detail`` describes the failure of the lease, or of a rollout
+    that ended in an error.
     """
 
     lease: Lease

@@ -304,7 +304,7 @@ class GetEvalResults(OfLearner, frozen=True):
 
 
 class AwaitEval(OfLearner, frozen=True):
-    """The learner waits until an evaluation is finished that it has not requested yet."""
+    """The learner waits for a finished evaluation whose answers have not been sent yet."""
 
 
 class Take(OfLearner, frozen=True):
@@ -479,7 +479,7 @@ class BatchPart(msgspec.Struct, frozen=True):
 class EvalRow(msgspec.Struct, frozen=True):
     """A row of a finished evaluation. If ``answered``, a part of the message has its group.
 
-    If not, it could not be sampled.
+    A row is not answered if it could not be sampled.
     """
 
     prompt: Prompt
@@ -575,8 +575,8 @@ class Status(msgspec.Struct, frozen=True):
 class ErrorReply(msgspec.Struct, frozen=True):
     """The reply that a request was refused. ``message`` says why.
 
-    ``kind`` is "lineage" (a newer learner owns the queue), "id_in_use" (of a generator), "wire" (malformed request),
-    "queue" (refused for another reason) or "internal" (a bug).
+    ``kind`` is "lineage" (a newer learner owns the queue), "id_in_use" (another generator has this id), "wire"
+    (malformed request), "queue" (refused for another reason) or "internal" (a bug).
     """
 
     kind: str

@@ -1,8 +1,8 @@
 """The transformers backend: continuous batching over a Hugging Face causal LM, on the CPU or one GPU.
 
-Enters: leases, and weights by version. Leaves: finished samples. Called by ``generator.backend``.
+It gets leases and versions of the weights, and returns finished samples. ``generator.backend`` builds it.
 
-``backend`` is the engine; ``slots`` its batch of running sequences and their keys and values, ``sampler`` the choice of
-tokens and the log-probabilities of tokens that the learner sends, ``forward`` the passes through the model,
-``causal_model`` the model itself and its weights.
+``backend`` has the engine. ``slots`` has the batch of running sequences, with their keys and values. ``sampler``
+chooses tokens, and computes the log-probabilities of tokens that the learner sends. ``forward`` runs the model's
+forward pass. ``causal_model`` builds the model and replaces its weights.
 """

@@ -1,8 +1,9 @@
 """Continuous batching over a Hugging Face causal LM.
 
-In each ``step``, waiting samples take the free slots, one forward pass decodes one token for every running row, and
-finished sequences leave. Prompts are prefilled together, once per group; the keys and values are copied to the slots of
-the group. Shape letters: R = running rows, V = vocabulary.
+A slot is the place of one sequence in the batch. In each ``step``, waiting samples take the free slots, one forward
+pass decodes one token for every running sequence (row), and finished sequences free their slots. The prompt of a group
+is computed once, and its keys and values are copied to the slots of the group. Shape letters: R = running rows, V =
+vocabulary.
 """
 
 from __future__ import annotations
@@ -272,9 +273,9 @@ class TransformersBackend:
         self._plan = None
 
     def _may_join(self, waiting: _Waiting, chosen: Sequence[object]) -> bool:
-        """Whether ``waiting`` may enter the batch when groups run one at a time.
+        """Return whether the samples of ``waiting`` may enter the batch when groups run one at a time.
 
-        It may if the batch is empty or holds only samples of the same lease.
+        They may if the batch is empty or holds only samples of the same lease.
         """
         if chosen:
             return False
@@ -379,7 +380,7 @@ class TransformersBackend:
         return finished
 
     def _ends_with_stop(self, row: int) -> bool:
-        """Whether the row's newest token completed a stop string.
+        """Return whether the row's newest token completed a stop string.
 
         An earlier stop string would have ended the row already.
         """

@@ -1,7 +1,7 @@
-"""A Hugging Face causal LM, built from its config, that gets its weights by name.
+"""Build a Hugging Face causal LM from its config, and replace its weights by their names.
 
-Called by the backends. The transformers backend takes only models with standard full attention in every layer: sliding
-windows and recurrent states would need other caches.
+The backends use this module. The transformers backend takes only models with standard full attention in every layer:
+sliding windows and recurrent states would need other caches.
 """
 
 from __future__ import annotations

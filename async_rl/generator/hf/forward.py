@@ -1,15 +1,15 @@
-"""One interface to a causal LM's forward pass, and its two implementations. Called by the transformers backend.
+"""The forward pass of a causal LM, for the transformers backend: the protocol ``Forward`` and two implementations.
 
-``make_forward`` picks the faster one that fits the model. ``TransformersForward`` calls the model, as any Hugging Face
-model allows. ``LlamaForward`` computes Llama and its relatives (Mistral, Qwen2, Qwen3) straight from the parameters:
-the same operations in the same order as transformers' own modules, without the module calls, argument handling and
-output records between them, which cost as much as the arithmetic when a step decodes one token per row. Its prefill
-ends where the last layer's keys and values are known.
+``make_forward`` chooses the faster implementation that fits the model. ``TransformersForward`` calls the model, and
+works for every model that the backend accepts. ``LlamaForward`` computes Llama, Mistral, Qwen2 and Qwen3 directly from
+the parameters, with the same operations in the same order as transformers' modules. It leaves out the calls from module
+to module, which cost as much as the arithmetic when a step decodes one token per row. Its prefill ends as soon as the
+last layer's keys and values are known.
 
-``decode_attention`` is the attention of a called model when it decodes one token per row. Transformers' own sdpa path
-repeats keys and values once for every query head (``repeat_kv``) when query heads share a KV head; reading the cache
-takes most of a decode step, so that copy would too. Here the query heads of one KV head become the query positions of
-one sdpa call.
+``decode_attention`` is the attention of ``TransformersForward`` when it decodes one token per row. Where query heads
+share a KV head, transformers' own sdpa attention copies the keys and values for every query head (``repeat_kv``).
+Reading the cache takes most of a decode step, and this copy would take as long. ``decode_attention`` avoids the copy:
+the query heads of one KV head become the query positions of one sdpa call.
 
 Shape letters: R = rows, V = vocabulary, B = prompts, T = tokens of the longest prompt, N = tokens of the pass or cached
 tokens, E = hidden size, Q = query heads, H = KV heads, G = Q / H, D = head dimension.
@@ -232,7 +232,7 @@ class LlamaForward:
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
-        """Whether ``LlamaForward`` can compute ``model``.
+        """Return whether ``LlamaForward`` can compute ``model``.
 
         The model must be of one of the four classes, with one dtype and one device, and without quantisation and
         adapters.

@@ -1,4 +1,4 @@
-"""Logits to tokens and behavior logprobs; and the logprobs of given tokens, for the learner's probes.
+"""Choose tokens from logits, and compute the log-probabilities (logprobs) of sampled and of given tokens.
 
 ``sample`` treats each row with its own temperature, top-p and top-k. ``cached_decode`` and ``full_forward`` score the
 tokens of probe sequences. ``cached_decode`` does the same as a rollout: prefill, one decode step per token with a

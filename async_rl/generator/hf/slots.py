@@ -1,8 +1,8 @@
 """The batch of the transformers backend: row r of ``RunningSequences`` is slot r of the KV cache ``SlotCache``.
 
-Rows 0 to ``num_rows - 1`` are in use. When a sequence leaves, the last one takes its row, so a decode step computes no
-empty row. ``RunningSequences`` keeps the sequences as columns of arrays: one step's bookkeeping is a handful of array
-operations, whatever the number of rows. ``PrefillCache`` collects the keys and values of prompts.
+Rows 0 to ``num_rows - 1`` are in use. When a sequence ends, the sequence in the last row moves to the free row, so that
+a decode step computes no empty row. ``RunningSequences`` stores the sequences' numbers in arrays with one entry per
+row, because a step then needs only a few array operations. ``PrefillCache`` collects the keys and values of prompts.
 
 Shape letters: L = layers, S = slots, R = running rows (always the first R slots), H = KV heads, C = capacity in
 tokens, D = head dimension, P = prefix tokens, N = tokens.

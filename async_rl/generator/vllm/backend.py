@@ -1,9 +1,9 @@
-"""vLLM as a backend: leases in, samples out; weights change while sequences run.
+"""The backend that samples leases with vLLM, and changes the engine's weights while sequences run.
 
-The engine runs in separate processes; ``step`` collects its outputs. Each rollout is a request with its own seed. The
-requests of a group have the same prompt and cache salt, so they share a prefill through the prefix cache. A rollout
-enters the engine when a slot is free. Its salt names the weights that are active then, so no rollout begins with keys
-and values of older weights.
+The engine runs in separate processes, and ``step`` collects its outputs. Each rollout is a request with its own seed.
+The requests of a group have the same prompt and cache salt, so they share a prefill through the prefix cache. A rollout
+enters the engine when a slot is free. Its cache salt is the number of activations until then, so no rollout begins with
+keys and values of older weights.
 """
 
 from __future__ import annotations

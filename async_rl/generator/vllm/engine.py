@@ -1,9 +1,9 @@
 """vLLM's ``AsyncLLM``, driven step by step: its event loop runs only during calls of ``VllmEngine``.
 
-The engine is another process and decodes all the time; its outputs wait on its socket. So the generator's loop needs no
-second thread, and a swap of weights is one call. ``KvCacheCapacity`` estimates from the engine's figures how many
-sequences fit in its cache. More would wait inside the engine, or be preempted and computed again, while their leases
-age.
+The engine is another process and decodes all the time. Its outputs wait in a socket until the generator reads them. So
+the generator's loop needs no second thread, and one call replaces the weights. ``KvCacheCapacity`` estimates from the
+engine's figures how many sequences fit in its cache. More would wait inside the engine, or be preempted and computed
+again, while their leases age.
 
 ``vllm.backend`` calls this module. vLLM's names are those of 0.32.
 """

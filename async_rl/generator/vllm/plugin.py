@@ -1,12 +1,12 @@
 """The part of async-rl that vLLM loads in each of its processes, by entry point ``vllm.general_plugins``. No torch.
 
-``register`` registers our weight transfer by name. In the processes of an engine that a generator started, it also adds
-our call ``swap`` to vLLM's engine core, and ends the process with its parent: otherwise vLLM's engine process would
-outlive a generator that is killed.
+``register`` registers our weight transfer by name. In the processes of an engine that a generator started, it adds
+the function ``swap`` to vLLM's engine core. It also ends the process with its parent, because vLLM's engine process
+would otherwise outlive a generator that is killed.
 
-The engine core is the process whose loop schedules decode steps. It serves its clients' calls between two steps. Our
-swap is a single call, so no earlier call has to pause the engine, and everything that must change together changes
-between the same two steps: tensors, the version of new tokens, and the caches.
+The engine core is the process whose loop schedules decode steps. It serves its clients' calls between two steps.
+``swap`` is a single call, so no other call has to pause the engine first. Tensors, the version of new tokens and the
+caches all change between the same two steps.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def swap(core: Any, number: int, version: str, recompute: bool) -> float:
     started_s = time.perf_counter()
     if core.batch_queue:
         raise RuntimeError(
-            f"expected no running step in vLLM's engine during a swap of weights, got {len(core.batch_queue)}"
+            f"expected no running step in vLLM's engine during a swap of weights, got {len(core.batch_queue)}; this is "
+            f"a bug in async-rl or vLLM, please report it"
         )
     core.collective_rpc("swap_weights", args=(number,))
     core.set_weight_version(version)

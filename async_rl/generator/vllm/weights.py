@@ -185,7 +185,10 @@ class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
     def receive_weights(self, update_info: SharedUpdate) -> None:
         loaded = self.model.load_weights(self._in_order())
         if loaded is not None and (missing := sorted(self._parameters - set(loaded))):
-            raise ValueError(f"expected every parameter of the model in a version, missing {missing[:5]}")
+            raise ValueError(
+                f"expected every parameter of the model in a version, missing {missing[:5]}; learner and generator "
+                f"must run one model config"
+            )
 
     def _in_order(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._tensors.items()
@@ -373,7 +376,10 @@ class DoubleBuffer:
                     _pack(copy)
             unpacked = [(copy, wanted) for copy, wanted in unpacked if not wanted <= loaded]
         if missing := sorted(set(names.values()) - loaded):
-            raise ValueError(f"expected every parameter of the model in a version, missing {missing[:5]}")
+            raise ValueError(
+                f"expected every parameter of the model in a version, missing {missing[:5]}; learner and generator "
+                f"must run one model config"
+            )
         self._check()
         self._note_changes()
 

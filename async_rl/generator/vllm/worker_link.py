@@ -1,4 +1,4 @@
-"""Share memory for one version's tensors, and pipes for commands, with vLLM's worker processes. No torch.
+"""Shared memory for the tensors of one version, and pipes for commands, between generator and vLLM's workers. No torch.
 
 Memory and pipes have no names in a file system. The workers run as the same user and open them through ``/proc``.
 
@@ -6,9 +6,9 @@ Memory and pipes have no names in a file system. The workers run as the same use
 same pages once (``map_tensors``), so that a swap is a copy. The memory is an anonymous file of the generator. The
 kernel frees it when the last process that uses it ends.
 
-``PrepareChannel`` is the pipes to the threads that prepare versions in the workers. vLLM serves its own calls between
-two decode steps, which delays the next step; these pipes bypass its engine. Commands are the lines
-``prepare NUMBER`` and ``release``. A report is a line of JSON, ``{"rank", "number", "error"}``, written at once.
+``PrepareChannel`` is the pipes to the threads that prepare versions in the workers. Calls through vLLM's engine are
+served between two decode steps, and delay the next step. Commands through these pipes do not delay it. Commands are the
+lines ``prepare NUMBER`` and ``release``. A report is a line of JSON, ``{"rank", "number", "error"}``, written at once.
 """
 
 from __future__ import annotations

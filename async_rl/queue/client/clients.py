@@ -213,20 +213,20 @@ class LearnerQueue:
     def await_eval(self, lineage: str, wait_s: float) -> str:
         """Wait up to ``wait_s`` for a finished evaluation that was not returned yet.
 
-        Return "", or the reason if there is none.
+        Return "" if there is one or if no evaluation runs, else the reason why none is finished.
         """
         return read_as(self._call(messages.AwaitEval(lineage), wait_s=wait_s).fields, messages.EvalWait).reason
 
     def begin_take(self, lineage: str, step: int, version: int, wait_s: float) -> None:
-        """Send the request of the next ``take``, which must have the same step and version.
+        """Request the groups of the next step, without waiting for them.
 
-        Don't wait for the reply.
+        The next call of ``take`` returns these groups. It must have the same step and version.
         """
         request = Take(lineage, step, version)
         self._begun_take = (request, self._connection.post(request, wait_s=wait_s))
 
     def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
-        """Return the groups of the next step. Wait up to ``wait_s`` for them; then return why they are not ready.
+        """Return the groups of the next step, or why they are not ready after a wait of ``wait_s`` seconds.
 
         The learner has done ``step`` steps, and trains the groups first at ``version``.
         """
@@ -277,7 +277,7 @@ class LearnerQueue:
     def ping(self) -> str:
         """Return the id of the run that the server serves.
 
-        It is empty before the first learner if the server got no run id.
+        The id is empty if the server was started without one and no learner has attached yet.
         """
         return read_as(self._call(messages.Ping()).fields, messages.Pong).run_id
 

@@ -40,7 +40,8 @@ _READABLE = int(zmq.POLLIN)
 class Outstanding:
     """A request that has no reply yet.
 
-    ``due_at`` is when to send it next, ``sent_at`` when it was sent last, or None.
+    ``due_at`` is the time at which to send the request next. ``sent_at`` is the time at which it was sent last; None if
+    it was not sent yet.
     """
 
     request_id: str

@@ -247,7 +247,7 @@ class LearnerSide(msgspec.Struct):
         """Check the learner's report of a step.
 
         Raises:
-            QueueError: it is about another step than the taken one, or its version or bound is out of range.
+            QueueError: the report is about another step than the taken one, or its version or bound is out of range.
         """
         if ack.step != self.step:
             raise QueueError(

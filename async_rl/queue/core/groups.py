@@ -188,7 +188,7 @@ def _turn_fault(group: FlatGroup) -> str:
 
 
 def _largest_token_id(group: FlatGroup) -> int:
-    """Return the largest id of a token, or in a sampling mask. A negative id counts as 2^31 or more."""
+    """Return the largest token id in the group's tokens and sampling masks. A negative id counts as 2^31 or more."""
     ids = group.token_ids
     largest = int(np.maximum.reduce(ids.view(np.uint32))) if len(ids) else 0
     return largest if group.sampling_mask is None else max(largest, largest_id(group.sampling_mask))
@@ -307,7 +307,8 @@ class StoredGroup(msgspec.Struct, frozen=True, gc=False):
             ``named_version`` and ``position``.
         oldest_version: the lowest version of its tokens.
         newest_version: the highest version of its tokens.
-        bound_version: one of these two, chosen by ``queue.on_stale``. The staleness bound applies to it.
+        bound_version: the version to which the staleness bound applies: ``oldest_version`` or ``newest_version``, as
+            ``queue.on_stale`` says.
         num_rollouts: its number of rollouts.
         num_tokens: its number of sampled tokens.
         reward: the sum of the rewards of its rollouts.

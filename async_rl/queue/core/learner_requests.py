@@ -222,7 +222,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
 def lacks_groups(state: QueueState, lineage: str, step: int) -> bool:
     """Return whether too few groups are ready for a take of this step.
 
-    Much cheaper than ``take``, which builds statistics.
+    This function is much cheaper than ``take``, which also builds statistics.
     """
     learner = state.learner
     if learner is None or (learner.lineage, learner.step) != (lineage, step) or state.taken:

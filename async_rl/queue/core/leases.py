@@ -319,9 +319,9 @@ class GeneratorTable:
         return now - entry.seen_at <= self._timeout_s
 
     def why_nobody(self, now: float) -> str:
-        """Return the reason why no generator can get leases: all that are alive are quarantined.
+        """Return a text that says that all generators that are alive are quarantined, with the reasons.
 
-        Return "" if that is not so.
+        Return "" if a generator is alive and not quarantined, or if none is alive.
         """
         alive = self.alive(now)
         if not alive or not all(entry.quarantined for entry in alive):

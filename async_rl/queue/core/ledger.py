@@ -58,7 +58,10 @@ class Account(msgspec.Struct, array_like=True):
         setattr(self, source, getattr(self, source) - amount)
 
     def void(self) -> None:
-        """Count amounts in flight as rolled back, and taken amounts as queued, as after the restore of a snapshot."""
+        """Change the counters as the restore of a snapshot requires.
+
+        Amounts in flight count as rolled back, and taken amounts as queued.
+        """
         self.dropped["rolled_back"] += self.in_flight
         self.queued += self.taken
         self.in_flight = self.taken = 0

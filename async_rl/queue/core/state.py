@@ -33,8 +33,8 @@ _NAMED = 100
 class Attempts(msgspec.Struct):
     """The numbers of failed and of late attempts to sample a prompt.
 
-    At ``queue.max_attempts`` of either, it is excluded. Such a prompt is then counted as ``poison`` (failed) or
-    ``too_slow`` (late).
+    A prompt with ``queue.max_attempts`` failed attempts is excluded under the cause ``poison``. A prompt with as many
+    late attempts is excluded under the cause ``too_slow``.
     """
 
     failed: int = 0

@@ -171,7 +171,7 @@ class DurableState:
 
 @dataclass(slots=True)
 class FullDisk:
-    """Whether the queue's disk is full. ``reason`` says why it has no room; empty if it has.
+    """Remembers whether the queue's disk is full. ``reason`` says why the disk has no room; empty if it has room.
 
     All times are in seconds.
     """
@@ -200,7 +200,7 @@ class FullDisk:
     def must_notify(self, now: float) -> bool:
         """Return whether it is time to send the notice that the disk is full.
 
-        If so, the time until the next one starts.
+        If it returns True, the caller must send the notice. The next notice is due ``_NOTIFY_EVERY_S`` later.
         """
         is_due = now - self._notified_at >= _NOTIFY_EVERY_S
         if is_due:

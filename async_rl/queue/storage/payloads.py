@@ -151,7 +151,7 @@ class Spot(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A payload that was copied forward."""
+    """A payload that was copied to a newer file. ``to`` is the place of the copy."""
 
     ref: PayloadRef
     to: Spot
