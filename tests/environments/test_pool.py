@@ -22,6 +22,7 @@ from async_rl.process.user_code import code_digests
 from tests.end_to_end.harness import processes_of, state_of, wait_until
 from tests.environments.pools import pool_of
 
+TIMEOUT_S = 1.0
 SAMPLES = str(Path(__file__).with_name("samples.py"))
 
 
@@ -30,11 +31,16 @@ def config(name: str = SAMPLES, **settings: Any) -> EnvironmentConfig:
 
 
 class Driver:
-    """A pool whose rollouts are told what to do, one order after another."""
+    """A pool whose rollouts are told what to do, one order after another. Only ``pass_time`` makes its time pass."""
 
-    def __init__(self, pool: EnvironmentPool) -> None:
-        self.pool = pool
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self._now_s = 0.0
+        self.pool = pool_of(config, clock=lambda: self._now_s)
         self.waiting: list[Event] = []
+
+    def pass_time(self) -> None:
+        """Let more than ``environment.timeout_s`` pass."""
+        self._now_s += 2 * TIMEOUT_S
 
     def start(self, *keys: str, **extra_info: Any) -> None:
         for index, key in enumerate(keys):
@@ -62,14 +68,15 @@ class Driver:
 
 @contextlib.contextmanager
 def driving(*arguments: Any, **settings: Any) -> Iterator[Driver]:
-    with contextlib.closing(pool_of(config(*arguments, **settings))) as pool:
-        yield Driver(pool)
+    driver = Driver(config(*arguments, timeout_s=TIMEOUT_S, **settings))
+    with contextlib.closing(driver.pool):
+        yield driver
 
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
     """Shared: a pool that outlives whatever its rollouts did is what is promised."""
-    with driving(timeout_s=1.0) as made:
+    with driving() as made:
         yield made
 
 
@@ -118,6 +125,8 @@ def test_an_environment_that_hangs_or_crashes_costs_its_own_rollout_alone(driver
     driver.next("bad")
     driver.say("bad", misdeed)
     assert driver.order("good", "go")["state"] == "start 0;go;"
+    if misdeed in ("spin", "sleep", "ignore"):
+        driver.pass_time()
     message = driver.next("bad")
     assert message["type"] == "failed"
     reasons = {"raise": "no such key", "exit": "ended", "recurse": "ended", "leave": "ended"}
@@ -128,12 +137,13 @@ def test_an_environment_that_hangs_or_crashes_costs_its_own_rollout_alone(driver
 def test_a_process_that_is_killed_takes_those_along_that_it_started(monkeypatch):
     monkeypatch.setenv("ASYNC_RL_TEST_MARKER", str(time.monotonic_ns()))
     marker = f"ASYNC_RL_TEST_MARKER={os.environ['ASYNC_RL_TEST_MARKER']}"
-    with driving(timeout_s=1.0) as driver:
+    with driving() as driver:
         driver.start("a")
         driver.next("a")
         assert len(processes_of(marker)) == 2  # the fork server and one rollout
         driver.say("a", "spawn")
         wait_until("the grandchild", lambda: len(processes_of(marker)) == 3)
+        driver.pass_time()
         assert driver.next("a")["type"] == "failed"
         wait_until("only the fork server to be left", lambda: len(processes_of(marker)) == 1)
     assert processes_of(marker) == []
@@ -208,7 +218,7 @@ def test_generate_plays_the_whole_rollout_itself():
 
 
 def test_with_the_fork_server_killed_its_rollouts_fail_and_the_next_ones_find_another():
-    with driving(timeout_s=20.0) as driver:
+    with driving() as driver:
         driver.start("a")
         driver.next("a")
         (pid,) = driver.pool.pids
@@ -262,8 +272,7 @@ def test_nothing_outlives_a_generator_that_is_killed(tmp_path):
     program = textwrap.dedent(f"""
         import sys, time
         from tests.environments.test_pool import Driver, config
-        from tests.environments.pools import pool_of
-        driver = Driver(pool_of(config()))
+        driver = Driver(config())
         driver.start("a", "b")
         driver.next("a"), driver.next("b")
         driver.say("a", "spin")
