@@ -221,7 +221,7 @@ def test_the_weights_channel_lets_in_the_listed_only(tmp_path, keys):
         for receiver in receivers.values():
             receiver.follow(Announcement("line-a", 0, "digest", publisher.address))
         wait_until(lambda: publisher.stats().joined == 1, "the listed receiver")
-        wait_until(lambda: "expected keys" in (receivers["keyless"].error or ""), "the keyless one to say why")
+        wait_until(lambda: "sends weights with keys" in (receivers["keyless"].error or ""), "the keyless one to say so")
         deadline = time.monotonic() + SILENCE_S
         while time.monotonic() < deadline:
             receivers["unlisted"].wait(0.1)
