@@ -57,6 +57,10 @@ def stream_server(live: bytes, ended: bytes) -> Iterator[StreamServerProcess]:
             server.poll()
         assert pulled(server.port, make_request(ended, [0, 2]).encode(), 23_000) == BUCKETS[0] + BUCKETS[2]
         server.send(EndSession(ended))
+        # The server handles messages in their order: when it knows this session, it has ended the other.
+        after = os.urandom(TOKEN_BYTES)
+        server.send(OpenSession(after, 0, [], b""))
+        assert pulled(server.port, make_request(after, [2]).encode(), len(BUCKETS[2])) == BUCKETS[2]
         yield server
         assert server.num_starts == 1
 
