@@ -103,8 +103,8 @@ class Config(Section):
         ):
             if value != needed:
                 raise ValueError(
-                    f"{key}: expected {needed} with learner.fixed_lag = {lag}, got {value}; set it so, or leave "
-                    f"learner.fixed_lag out"
+                    f"{key}: expected {needed} with learner.fixed_lag = {lag}, got {value}; set "
+                    f"{key} = {needed}, or leave learner.fixed_lag out"
                 )
 
     def _check_adaptive(self) -> None:
@@ -125,10 +125,10 @@ class Config(Section):
         limits = self.experimental
         if limits.adaptive_min_ess <= (loss.min_ess or 0) or limits.adaptive_max_kl >= (loss.max_kl or float("inf")):
             raise ValueError(
-                f"experimental.adaptive_min_ess, experimental.adaptive_max_kl: expected the first above loss.min_ess = "
-                f"{loss.min_ess or '0 (off)'} and the second below loss.max_kl = {loss.max_kl or '0 (off)'}, got "
-                f"{limits.adaptive_min_ess} and {limits.adaptive_max_kl}; otherwise steps are skipped before "
-                f"queue.adaptive lowers the staleness bound"
+                f"queue.adaptive: expected experimental.adaptive_min_ess above loss.min_ess = "
+                f"{loss.min_ess or '0 (off)'}, got {limits.adaptive_min_ess}, and experimental.adaptive_max_kl below "
+                f"loss.max_kl = {loss.max_kl or 'infinity (off)'}, got {limits.adaptive_max_kl}; correct the "
+                f"wrong one, because steps would be skipped before the staleness bound is lowered"
             )
 
     def _check_sampling_keys(self) -> None:
@@ -152,8 +152,8 @@ class Config(Section):
             )
         if self.sampling.temperature_steps is not None and self.sampling.temperature_end is None:
             raise ValueError(
-                "sampling.temperature_steps: expected sampling.temperature_end to be set too, but it is unset; set it, "
-                "or leave sampling.temperature_steps out"
+                "sampling.temperature_steps: expected sampling.temperature_end to be set too, got none; set "
+                "sampling.temperature_end, or leave sampling.temperature_steps out"
             )
 
     def _check_backend(self) -> None:
@@ -181,7 +181,7 @@ class Config(Section):
             if is_asked and longest >= lease:
                 raise ValueError(
                     f"{key}: expected less than queue.lease_timeout_s = {lease}, got {longest}; the lease of an "
-                    f"answer that takes so long would expire, so lower the one or raise the other"
+                    f"answer that takes so long would expire, so lower {key} or raise queue.lease_timeout_s"
                 )
 
     def _check_environment(self) -> None:
@@ -191,8 +191,8 @@ class Config(Section):
         if environment.timeout_s >= self.queue.lease_timeout_s:
             raise ValueError(
                 f"environment.timeout_s: expected less than queue.lease_timeout_s = {self.queue.lease_timeout_s:g}, "
-                f"got {environment.timeout_s:g}; a lease could expire during one call, so lower the one or raise the "
-                f"other"
+                f"got {environment.timeout_s:g}; a lease could expire during one call, so lower "
+                f"environment.timeout_s or raise queue.lease_timeout_s"
             )
         if self.reward.names != (RewardConfig().type,):
             raise ValueError(

@@ -125,8 +125,9 @@ class EvalConfig(EvalSetConfig):
 
     @field_serializer("sets")
     def _only_what_is_set(self, sets: dict[str, EvalSetConfig]) -> dict[str, dict[str, Any]]:
-        """Return the keys that are set for each set. A written default would override the key of ``[eval]`` when
-        read again.
+        """Return, for each set, only the keys that the user has set.
+
+        If a default were written too, it would override the key of ``[eval]`` when the file is read again.
         """
         return {name: own.model_dump(exclude_unset=True, exclude_none=True) for name, own in sets.items()}
 

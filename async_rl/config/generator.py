@@ -96,14 +96,16 @@ def check_backend_name(name: str) -> None:
     """
     if name != AUTO and name not in BACKENDS and not is_code_name(name):
         known = ", ".join((AUTO, *BACKENDS))
-        raise ValueError(f"expected one of {known}, or your own as module:Class or file.py:Class, got {name!r}")
+        raise ValueError(
+            f"expected one of {known}, or your own as module:Class or file.py:Class, got {name!r}; correct it"
+        )
 
 
 def known_capabilities(name: str) -> BackendCapabilities | None:
     """Return what the backend ``name`` can do. None for a user's backend, which is not imported here.
 
-    For ``auto`` return what all backends can do that it may choose. ``offline`` is enough for one of them, because in
-    an evaluation without a learner it chooses among those.
+    ``auto`` chooses a backend later, so the result for ``auto`` promises only what every backend that it may choose can
+    do. ``offline`` is the exception: for an evaluation without a learner, ``auto`` chooses only a backend that has it.
 
     Raises:
         ValueError: no backend has this name.
@@ -161,7 +163,7 @@ def check_capabilities(config: Config, capabilities: BackendCapabilities) -> Non
     if must_fit and generator.batch_size < config.sampling.group_size:
         raise ValueError(
             f"generator.batch_size: expected at least sampling.group_size = {config.sampling.group_size} with "
-            f"sampling.deterministic, got {generator.batch_size}; raise it"
+            f"sampling.deterministic, got {generator.batch_size}; raise it, so that a whole group fits into one batch"
         )
     masks = config.sampling.top_p < 1 or config.sampling.top_k > 0
     for key, value, is_asked, is_able, default in (
@@ -331,7 +333,7 @@ class EnvironmentConfig(Section):
     @classmethod
     def _is_code(cls, value: str) -> str:
         if value and not is_code_name(value, needs_attribute=False):
-            raise ValueError(f"expected file.py, file.py:name, module or module:name, got {value!r}")
+            raise ValueError(f"expected file.py, file.py:name, module or module:name, got {value!r}; correct the name")
         return value
 
     @property

@@ -55,7 +55,8 @@ class LoraConfig(Section):
         unfit = [name for name in names if not name or "." in name]
         if unfit or len(set(names)) < len(names):
             raise ValueError(
-                f"expected each layer once, by the last part of its name, such as q_proj, got {list(names)}"
+                f"expected each layer once, by the last part of its name, such as q_proj, got {list(names)}; "
+                f"correct the list"
             )
         return names
 
@@ -145,7 +146,7 @@ class OptimizerConfig(Section):
     @classmethod
     def _are_rates(cls, value: tuple[float, float]) -> tuple[float, float]:
         if not all(0 <= beta < 1 for beta in value):
-            raise ValueError(f"expected two numbers from 0 to below 1, got {list(value)}")
+            raise ValueError(f"expected two numbers from 0 to below 1, got {list(value)}; correct them")
         return value
 
 

@@ -128,10 +128,10 @@ def _suggestion(location: Sequence[Any]) -> str:
 
 
 def machine_overrides(config: Config) -> list[str]:
-    """Return the ``--set`` options with which the operator of a generator's machine allows what ``config`` asks of it.
+    """Return the ``--set`` options that a generator must be started with, so that it accepts ``config``.
 
-    A generator takes these keys from its own ``--set`` only. A queue server must not decide which code runs on another
-    machine, without which protection, and where programs are sent.
+    They set the keys that a generator never takes from the queue's config. The queue server must not decide which code
+    another machine runs, without which protection, or where that machine sends programs.
     """
     names = json.dumps(config.generator.allow_code, ensure_ascii=False)
     overrides = [f"generator.allow_code={names}"] if config.generator.allow_code else []

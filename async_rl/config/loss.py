@@ -56,8 +56,8 @@ class SkipStatistic(NamedTuple):
 
     Attributes:
         description: what it computes, for docs/config.md.
-        is_ratio: whether it is an average or maximum of ratios, so that it is 1 when pi equals mu. Otherwise it is a
-            divergence, which is 0 then.
+        is_ratio: True for an average or maximum of ratios, which is 1 if pi equals mu. False for a divergence, which
+            is 0 if pi equals mu.
     """
 
     description: str

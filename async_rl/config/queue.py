@@ -31,9 +31,9 @@ class QueueConfig(Section):
     )
     on_stale: OnStale = Field(
         default="mask",
-        description="What happens to tokens that are older than queue.max_staleness: mask keeps them out of the loss, "
-        "drop discards their group, and wait delays a step by up to queue.wait_s for groups that are still "
-        "being sampled and that the step would make too old, then discards those.",
+        description="What happens to tokens that are older than queue.max_staleness. mask: they are kept out of the "
+        "loss; drop: their group is discarded; wait: as drop, but a step that would make groups too old while they are "
+        "still being sampled first waits for them, for at most queue.wait_s.",
     )
     wait_s: float = Field(
         default=60.0,
@@ -132,7 +132,10 @@ class WeightsConfig(Section):
         description="Number of versions from one publication of the weights to the next; 1 publishes every version.",
     )
     deadline_s: float = Field(
-        default=60.0, gt=0, description="Seconds after which a generator that has not received a version is dropped."
+        default=60.0,
+        gt=0,
+        description="Seconds in which a generator must receive an offered version of the weights. After that, the "
+        "learner sends it no more weights until it joins again.",
     )
     staging_bytes: int | None = Field(
         default=None,
@@ -143,8 +146,8 @@ class WeightsConfig(Section):
     parity: Literal["stop", "warn", "off"] = Field(
         default="stop",
         description="What happens if generator and learner compute different log-probabilities with the same weights: "
-        "stop ends the run, warn logs it, off does not compare them. stop and warn quarantine a generator whose mean "
-        "difference is above 1 nat, or 20 times experimental.parity_limit if that is set.",
+        "stop ends the run, warn logs it, off does not compare them. With stop and warn, a generator gets no more "
+        "leases if its mean difference is above 1 nat; if experimental.parity_limit is set, above 20 times that limit.",
     )
     trusted_network: bool = Field(
         default=False,

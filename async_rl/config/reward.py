@@ -99,7 +99,9 @@ def reward_type(name: str) -> RewardType:
     if is_code_name(name):
         return USER_CODE
     if name not in REWARD_TYPES:
-        raise ValueError(f"expected {', '.join(REWARD_TYPES)}, module:function or file.py:function, got {name!r}")
+        raise ValueError(
+            f"expected {', '.join(REWARD_TYPES)}, module:function or file.py:function, got {name!r}; correct it"
+        )
     return REWARD_TYPES[name]
 
 
@@ -157,7 +159,7 @@ class CodeRewardConfig(Section):
     @classmethod
     def _is_http(cls, value: str | None) -> str | None:
         if value is not None and not value.startswith(("http://", "https://")):
-            raise ValueError(f"expected an address like http://10.0.0.1:8000, got {value!r}")
+            raise ValueError(f"expected an address like http://10.0.0.1:8000, got {value!r}; correct it")
         return value
 
 
@@ -234,7 +236,7 @@ class RewardConfig(Section):
             cls._is_reward(name)
             if weight == 0 or not math.isfinite(weight):
                 raise ValueError(
-                    f"expected a finite weight other than 0 for {name}, got {weight}; leave the reward out instead"
+                    f"expected a finite weight other than 0 for {name}, got {weight}; correct it, or leave {name} out"
                 )
         return value
 

@@ -28,5 +28,5 @@ def look_up(table: Mapping[str, T], name: str, key: str) -> T:
         ConfigError: ``table`` has no such name. The message lists the known names.
     """
     if name not in table:
-        raise ConfigError(f"{key}: expected one of {', '.join(table)}, got {name!r}")
+        raise ConfigError(f"{key}: expected one of {', '.join(table)}, got {name!r}; set {key} to one of them")
     return table[name]

@@ -267,7 +267,8 @@ def resolve_backend(config: Config, *, offline: bool = False) -> str:
             continue
         return name
     raise ModelError(
-        f"generator.backend: none of {', '.join(AUTO_CANDIDATES)} can run on this machine; install the packages of one"
+        f"generator.backend: none of {', '.join(AUTO_CANDIDATES)} can run on this machine; install one of "
+        f"these packages"
     )
 
 
@@ -296,7 +297,8 @@ def _own_class(name: str, config: Config, code_digests: Mapping[str, str] | None
     if not isinstance(capabilities, BackendCapabilities) or not callable(getattr(found, "from_files", None)):
         raise ConfigError(
             f"generator.backend: expected {name} to be a class with an attribute capabilities (BackendCapabilities) "
-            f"and a classmethod from_files(directory, config, *, device, load_pretrained), got {found!r}"
+            f"and a classmethod from_files(directory, config, *, device, load_pretrained), got {found!r}; "
+            f"correct the class or the name"
         )
     try:
         check_capabilities(config, capabilities)

@@ -113,7 +113,10 @@ class FakeBackend:
         coder = self.text
         text = coder.render(messages)
         if self._fake.fails_on and self._fake.fails_on in text:
-            raise ValueError(f"experimental.fake.fails_on = {self._fake.fails_on!r} is in the prompt")
+            raise ValueError(
+                f"experimental.fake.fails_on = {self._fake.fails_on!r} is in the prompt, so the fake backend fails on "
+                f"purpose; leave the key out to sample this prompt"
+            )
         return coder.encode(text)
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:

@@ -137,7 +137,8 @@ def _stale_tensors(backend: Any, version: int, weights: Mapping[str, Any]) -> li
 def temperature_cause(backend: Any, probe: Probe, found: np.ndarray, wanted: np.ndarray, limit: float) -> str:
     """Describe how the engine's temperature is wrong. Return "" if the temperature does not explain the difference.
 
-    Either the engine ignores the temperature, or with another one its values fit the learner's, ``wanted``.
+    Two errors are recognised: the engine ignores the temperature, or its values at another temperature fit the
+    learner's, ``wanted``.
     """
     asked = probe.temperature
     doubled = backend.score_tokens(probe.sequences, 2 * asked)

@@ -347,9 +347,7 @@ def test_an_adaptive_bound_needs_room_and_limits_that_speak_before_a_step_is_ski
     )
     assert a_config(weights={"sync_every": 3}, learner={"updates_per_batch": 2}).lowest_bound == 3
     for loss in ({"min_ess": 0.95}, {"max_kl": 0.02}):
-        assert "experimental.adaptive_min_ess, experimental.adaptive_max_kl: expected" in refusal(
-            queue=adaptive, loss=loss
-        )
+        assert "queue.adaptive: expected experimental.adaptive_min_ess above" in refusal(queue=adaptive, loss=loss)
     assert a_config(
         queue=adaptive, experimental={"adaptive_max_kl": 0.01}, loss={"max_kl": 0.02, "min_ess": 0.5}
     ).queue.adaptive

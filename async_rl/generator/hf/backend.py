@@ -167,9 +167,10 @@ class TransformersBackend:
         longest = len(prompt_ids) + lease.sampling.max_new_tokens
         if self._max_positions is not None and longest > self._max_positions:
             raise ModelError(
-                f"a prompt of {len(prompt_ids)} tokens and an answer of up to {lease.sampling.max_new_tokens} may take "
-                f"{longest}, but the model has max_position_embeddings = {self._max_positions}; lower "
-                f"sampling.max_new_tokens"
+                f"a prompt of {len(prompt_ids)} tokens with an answer of up to {lease.sampling.max_new_tokens} may be "
+                f"{longest} tokens long, but the model has max_position_embeddings = {self._max_positions}; lower "
+                f"sampling.max_new_tokens (eval.max_new_tokens for evaluations), or sampling.max_prompt_tokens, above "
+                f"which prompts are left out"
             )
         self._sampled_by_finished[lease.lease_id] = 0
         self._waiting.append(_Waiting(lease, prompt_ids))
@@ -355,7 +356,8 @@ class TransformersBackend:
         if np.isnan(logprobs).any():
             raise WeightsError(
                 f"version {self._version} gives NaN logprobs for {int(np.isnan(logprobs).sum())} of {len(logprobs)} "
-                f"sequences; its weights are broken (look for a non-finite loss or a too high optimizer.lr)"
+                f"sequences; its weights are broken, so look for a non-finite loss in the learner's log, or lower "
+                f"optimizer.lr"
             )
         return tokens, logprobs
 

@@ -49,7 +49,8 @@ def build_model(
             model.tie_weights()
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"can't build the model in {directory} with sdpa attention: {error}; use another model"
+            f"can't build the model in {directory} with sdpa attention: {error}; correct model.path, or use "
+            f"another model"
         ) from error
     return model.eval().requires_grad_(False)
 
@@ -156,25 +157,26 @@ class WeightTable:
         unknown = sorted(weights.keys() - self._parameters.keys() - self._aliases.keys())
         if adapters := [name for name in unknown if ".lora_" in name]:
             raise WeightsError(
-                f"got {len(adapters)} tensors of LoRA adapters, {adapters[0]} among them: the transformers backend "
-                f"runs full weights only; merge them in the learner"
+                f"expected merged weights from the learner, got {len(adapters)} tensors of LoRA adapters, "
+                f"{adapters[0]} among them; this is a bug in async-rl, please report it"
             )
         if missing or unknown:
             raise WeightsError(
-                f"expected the model's {len(self._parameters)} parameters, got {len(weights)} tensors: "
-                f"missing {missing[:5]}, unknown {unknown[:5]}; learner and generator must run one model config"
+                f"expected the {len(self._parameters)} parameters of the generator's model, got {len(weights)} tensors "
+                f"from the learner: missing {missing[:5]}, unknown {unknown[:5]}; learner and generator must run one "
+                f"model config with one version of transformers"
             )
         for name, parameter in self._parameters.items():
             if weights[name].shape != parameter.shape:
                 raise WeightsError(
-                    f"{name}: expected shape {list(parameter.shape)}, got {list(weights[name].shape)}; learner and "
-                    f"generator must run one model config"
+                    f"{name}: expected shape {list(parameter.shape)}, got {list(weights[name].shape)} from the "
+                    f"learner; learner and generator must run one model config with one version of transformers"
                 )
         for alias, name in self._aliases.items():
             if alias in weights and not torch.equal(weights[alias], weights[name]):
                 raise WeightsError(
-                    f"{alias} is tied to {name} by the model's config, but the tensors from the learner differ; "
-                    f"learner and generator must run one model config"
+                    f"{alias} is tied to {name} by the generator's model config, but the learner sent two tensors that "
+                    f"differ; both must run one model config with one version of transformers"
                 )
 
     def digests(self) -> dict[str, str]:

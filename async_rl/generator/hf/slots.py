@@ -342,5 +342,5 @@ def _refuse_unlike(keys: Tensor, values: Tensor, first_keys: Tensor, first_value
     if keys.shape[1::2] != first_keys.shape[1::2] or values.shape[1::2] != first_values.shape[1::2]:
         raise ModelError(
             f"expected every layer to cache {tuple(first_keys.shape[1::2])} (KV heads, head dimension), got "
-            f"{tuple(keys.shape[1::2])}; the transformers backend needs layers of one shape"
+            f"{tuple(keys.shape[1::2])}; the transformers backend needs layers of one shape, so use another model"
         )

@@ -403,8 +403,8 @@ class VllmBackend:
         if np.isnan(logprobs).any():
             raise WeightsError(
                 f"version {versions[np.isnan(logprobs)][0]} gives NaN logprobs for {int(np.isnan(logprobs).sum())} of "
-                f"{len(logprobs)} tokens; its weights are broken (look for a non-finite loss or a too high "
-                f"optimizer.lr)"
+                f"{len(logprobs)} tokens; its weights are broken, so look for a non-finite loss in the "
+                f"learner's log, or lower optimizer.lr"
             )
         text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return Sampled(

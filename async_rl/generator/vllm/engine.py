@@ -148,7 +148,9 @@ class VllmEngine:
         if self._tasks or self._pieces:
             self._loop.run_until_complete(self._wait(timeout_s))
         if self._failure is not None:
-            raise EngineError(f"vLLM failed: {self._failure!r}; the reason is in the lines above") from self._failure
+            raise EngineError(
+                f"vLLM failed: {self._failure!r}; the reason is above this line in the generator's log"
+            ) from self._failure
         pieces, self._pieces = self._pieces, []
         self._arrived.clear()
         return pieces
@@ -205,7 +207,10 @@ class VllmEngine:
             WeightsError: a worker has failed, or takes too long; the engine goes on with its present weights.
         """
         if self._llm.errored:
-            raise EngineError("vLLM has died while it prepared weights; the reason is in the lines above")
+            raise EngineError(
+                "vLLM died while it prepared a version of the weights; the reason is above this line in the "
+                "generator's log"
+            )
         return self._channel.wait(timeout_s)
 
     def swap(self, version: int, *, recompute: bool) -> float:
@@ -258,7 +263,9 @@ class VllmEngine:
         try:
             return self._run(asyncio.wait_for(call, _SWAP_LIMIT_S))
         except Exception as error:
-            raise WeightsError(f"vLLM did not {what}: {type(error).__name__}: {error}") from error
+            raise WeightsError(
+                f"vLLM did not {what}: {type(error).__name__}: {error}; look for the cause in the generator's log"
+            ) from error
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         return self._loop.run_until_complete(work)

@@ -79,5 +79,8 @@ def swap(core: Any, number: int, version: str, recompute: bool) -> float:
     core.collective_rpc("swap_weights", args=(number,))
     core.set_weight_version(version)
     if recompute and not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
-        raise RuntimeError("vLLM could not reset its cache of keys and values")
+        raise RuntimeError(
+            "vLLM could not discard its cached keys and values after a swap of weights; set "
+            'generator.kv_after_update = "keep", or report it with the installed version of vLLM'
+        )
     return time.perf_counter() - started_s

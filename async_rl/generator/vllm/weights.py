@@ -170,7 +170,10 @@ class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
     def swap(self, number: int) -> None:
         """Give the model the weights that were prepared under ``number``. See ``Preparer.swap``."""
         if self._preparer is None:
-            raise RuntimeError(f"no version can be prepared here: {self.obstacle or 'the transfer is not set up yet'}")
+            raise RuntimeError(
+                f"expected a vLLM worker that prepares weights, got one that can't: "
+                f"{self.obstacle or 'the transfer is not set up yet'}; this is a bug in async-rl, please report it"
+            )
         self._preparer.swap(number)
 
     def start_weight_update(self) -> None:
@@ -237,7 +240,8 @@ class Preparer:
         """
         if self._ready is None or self._ready[0] != number:
             raise RuntimeError(
-                f"expected prepared weights number {number} in this worker, got {self._ready and self._ready[0]}"
+                f"expected prepared weights number {number} in vLLM's worker {self._rank}, got number "
+                f"{self._ready and self._ready[0]}; this is a bug in async-rl, please report it"
             )
         (_, copy), self._ready = self._ready, None
         self._old.append(copy.swap())
@@ -368,7 +372,8 @@ class DoubleBuffer:
             found = self._root.load_weights((name, tensors[name]) for name in group)
             if found is None:
                 raise ValueError(
-                    f"expected load_weights of {type(self._root).__name__} to return the loaded names, got none"
+                    f"expected load_weights of {type(self._root).__name__} to return the loaded names, got none; "
+                    f"set experimental.vllm.prepare_weights = false"
                 )
             loaded |= found
             for copy, wanted in unpacked:
@@ -393,14 +398,15 @@ class DoubleBuffer:
             buffers = [(copy._buffers.get(name), layer._buffers.get(name)) for name in copy._buffers | layer._buffers]
             if copy._parameters.keys() != layer._parameters.keys() or any(new is not old for new, old in buffers):
                 raise ValueError(
-                    f"vLLM created or replaced tensors in {type(layer).__name__}, so its weights can't be swapped"
+                    f"vLLM created or replaced tensors in {type(layer).__name__}, so its weights can't be swapped; set "
+                    f"experimental.vllm.prepare_weights = false"
                 )
             for name, old in layer._parameters.items():
                 new = copy._parameters[name]
                 if old is not None and (old.shape, old.stride(), old.dtype) != (new.shape, new.stride(), new.dtype):
                     raise ValueError(
                         f"expected {name} of {type(layer).__name__} to be {list(old.shape)}, {old.dtype} once packed, "
-                        f"got {list(new.shape)}, {new.dtype}"
+                        f"got {list(new.shape)}, {new.dtype}; set experimental.vllm.prepare_weights = false"
                     )
 
     def _note_changes(self) -> None:
@@ -444,8 +450,8 @@ def _pack(layer: Any) -> None:
 def release(old: list[Any]) -> None:
     """Free the memory of the tensors in the list ``old``, and empty the list.
 
-    To give hundreds of megabytes back to the system takes milliseconds. In an operation of torch, Python's lock is free
-    for that time, so that decode steps go on. If the last reference to a tensor is merely dropped, the lock is held.
+    Each tensor gives its memory back in an operation of torch, which releases Python's lock, so that decode steps go
+    on. Without that operation, Python would hold the lock for the milliseconds that hundreds of megabytes take.
     """
     while old:
         thing = old.pop()

@@ -157,13 +157,13 @@ class LearnerQueue:
         self._call(messages.ConfirmLineage(lineage))
 
     def confirm_awaited(self, lineage: str, evaluations: Iterable[tuple[str, int]]) -> None:
-        """Check that the queue knows what this learner waits for: groups of the newest announced version, and
-        ``evaluations``, pairs (dataset, step).
+        """Check that the queue knows the newest version that this learner announced, and ``evaluations``.
 
-        A queue server that was restarted with a damaged journal may have lost them.
+        ``evaluations`` are the pairs (dataset, step) whose results the learner waits for. A queue server that was
+        restarted with a damaged journal may have lost the version or an evaluation.
 
         Raises:
-            QueueError: it has lost them. The message says how to go on.
+            QueueError: the queue has lost the version or an evaluation. The message says how to go on.
         """
         self._check_lock()
         self._call(messages.ConfirmLineage(lineage, self._announced, tuple(evaluations)))

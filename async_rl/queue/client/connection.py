@@ -67,7 +67,9 @@ class Connection:
     def __init__(self, address: str, name: str, keys: ClientKeys | None = None, *, secret: str = "") -> None:
         host, port = check_address(address)
         if not port:
-            raise AddressError(f"expected an address with a port, like tcp://127.0.0.1:5555, got {address!r}")
+            raise AddressError(
+                f"expected an address with a port, like tcp://127.0.0.1:5555, got {address!r}; add the queue's port"
+            )
         self.address, self._has_keys, self._secret = address, keys is not None, secret
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self._outstanding: dict[str, Outstanding] = {}

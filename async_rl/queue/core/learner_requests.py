@@ -93,7 +93,9 @@ def attach(
 def confirm(
     state: QueueState, lineage: str, announced: int | None = None, evaluations: Collection[EvalKey] = ()
 ) -> None:
-    """Check that ``lineage`` owns the queue, which knows the version ``announced`` and these evaluations.
+    """Check that ``lineage`` owns the queue, and that the queue knows what this learner waits for.
+
+    That is a version as new as ``announced`` (None if there is none), and ``evaluations`` as pairs (dataset, step).
 
     Raises:
         LineageError: another learner owns the queue.
@@ -102,7 +104,10 @@ def confirm(
     newest = state.attached(lineage).announced_version
     if announced is not None and (newest is None or newest < announced):
         known = "none" if newest is None else f"version {newest}"
-        raise QueueError(f"expected version {announced} as the newest announced one, got {known}; {_RESTART}")
+        raise QueueError(
+            f"expected version {announced} as the newest that the queue knows, because this learner has announced it, "
+            f"got {known}; {_RESTART}"
+        )
     for key in evaluations:
         if key not in state.evals and key not in state.received_evals:
             raise QueueError(f"the queue does not know the evaluation of {key[0]} at step {key[1]}; {_RESTART}")
@@ -193,8 +198,8 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
         return NotReady(f"waits for the ack of step {learner.step}", state.stats())
     if (step, version) != (learner.step, learner.version):
         raise QueueError(
-            f"expected a take of step {learner.step} at version {learner.version}, as acked, got step {step} at "
-            f"version {version}; {_RESTART}"
+            f"expected a take of step {learner.step} at version {learner.version}, which the learner reported last, "
+            f"got step {step} at version {version}; {_RESTART}"
         )
     if state.taken:
         payloads = _read_again(state)
@@ -243,7 +248,8 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
         return Acked(state.stats(), learner.acked[1])
     if not state.taken:
         raise QueueError(
-            f"expected a take of step {learner.step} before its ack, got an ack of step {ack.step}; {_RESTART}"
+            f"expected a take of step {learner.step} before the report that it was trained, got the report of step "
+            f"{ack.step}; {_RESTART}"
         )
     learner.check(ack, settings)
     _settle(state, learner, ack.trained)

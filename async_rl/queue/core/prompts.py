@@ -203,7 +203,7 @@ class Evaluation:
 
 
 def entry_key(key: EvalKey, row: int | None = None) -> str:
-    """Return the key of an evaluation's record in the journal or, with ``row``, of the record of that row's answer."""
+    """Return the key of a record in the journal: the evaluation's, or that of the answer to ``row`` if it is given."""
     return json.dumps([*key] if row is None else [*key, row])
 
 

@@ -357,9 +357,9 @@ class QueueState(PersistedState):
     def cancel_left_behind(self, learner: LearnerSide) -> None:
         """End the leases in flight whose groups will be too old once the learner has trained the batch that it took.
 
-        If they were sampled further, they would use generators in vain and count in admission: at a staleness bound of
-        1 this cost a tenth of the steps/s (``benchmarks/on_stale.py``). If the optimizer step is then skipped, the
-        leases were cancelled needlessly. Their prompts are requeued.
+        Their prompts are requeued. Without this method such leases would keep generators busy in vain, and would count
+        as groups in flight when new leases are granted. At a staleness bound of 1 that cost a tenth of the steps/s
+        (``benchmarks/on_stale.py``). If the optimizer step is skipped later, the leases were ended needlessly.
         """
         if self.settings.on_stale != "mask":
             for active in self.leases.training_older_than(self.settings.oldest_after_step(learner.version)):
@@ -462,9 +462,9 @@ class QueueState(PersistedState):
         )
 
     def _num_prompts(self) -> int:
-        """Return the number of prompts that were drawn from the stream: the sum over where they are or how they ended.
+        """Return the number of prompts that were drawn from the stream. A prompt that was requeued counts once.
 
-        A prompt that was requeued counts once.
+        The number is the sum of all counters that say where a prompt is now, or how it ended.
         """
         groups = self.ledger.groups
         here = self.stream.num_requeued + groups.in_flight + groups.queued + groups.taken

@@ -51,7 +51,7 @@ class DurableState:
     """The queue's state, and the handlers that change it. It begins empty; ``load`` restores what the journal has.
 
     Args:
-        journal: where commits go. None: nothing is saved.
+        journal: the journal to which changes are committed. If None, nothing is saved.
         run_id: the run to serve. If empty, the first learner sets it.
 
     Attributes:

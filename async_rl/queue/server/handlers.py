@@ -388,7 +388,10 @@ class Handlers:
     def _on_parity(self, request: messages.AnswerProbe, message: Message, now: float) -> Reply:
         data = request.answer
         if len(data) > MAX_ANSWER_BYTES:
-            raise WireError(f"expected an answer to a probe of at most {MAX_ANSWER_BYTES} bytes, got {len(data)} bytes")
+            raise WireError(
+                f"expected an answer of at most {MAX_ANSWER_BYTES} bytes to the learner's probe, got {len(data)} bytes "
+                f"from generator {request.generator_id!r}; {messages.SAME_VERSION}"
+            )
         # The learner must be able to read it.
         decode_answer(data)
         self.registry.seen(request.generator_id, now).answer = ProbeAnswer(request.lineage, request.version, data)

@@ -172,7 +172,10 @@ class QueueServer:
         self._lifetime.stop(reason)
 
     def stop_after_learner(self, reason: str) -> None:
-        """End when the learner has left, at most ``checkpoint.grace_s`` later; at the second call, at once."""
+        """Make the loop end when the learner has left, but at most ``checkpoint.grace_s`` seconds after this call.
+
+        A second call ends the loop at once.
+        """
         self._lifetime.stop_after_learner(reason)
 
     def run(self) -> str:

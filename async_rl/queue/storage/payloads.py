@@ -144,7 +144,7 @@ class RecentPayloads:
 
 
 class Spot(NamedTuple):
-    """The current place of a header and its payload."""
+    """The place where a payload is stored now: its segment file's number, and the offset of the payload's header."""
 
     segment: int
     offset: int
