@@ -197,7 +197,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     key, separator, text = override.partition("=")
     parts = key.strip().split(".")
     if not separator or len(parts) < 2 or not all(parts):
-        raise ConfigError(f"expected --set section.key=value, got {override!r}")
+        raise ConfigError(f"expected --set section.key=value, got {override!r}; correct the option")
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:

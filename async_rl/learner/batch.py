@@ -153,7 +153,7 @@ def _numbers(builder: _Builder, values: Sequence[float]) -> np.ndarray:
 
 
 def _fault(rollout: Rollout, temperature: float, vocab_size: int | None) -> str:
-    """What would stop the learner in a rollout; empty if there is nothing. The loss leaves out bad logprobs itself."""
+    """Return why a rollout can't be trained on, empty if it can. Bad logprobs don't count: the loss leaves them out."""
     if not all(map(math.isfinite, (rollout.reward, rollout.accuracy, temperature))):
         return "its reward, accuracy or temperature is not finite"
     for sequence in rollout.sequences:

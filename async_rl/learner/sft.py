@@ -290,9 +290,13 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{where}: expected one JSON object per line: {error}") from None
+            raise DataError(
+                f"{where}: expected one JSON object per line, got text that is not JSON: {error}; correct it"
+            ) from None
         if not isinstance(row, dict):
-            raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}")
+            raise DataError(
+                f"{where}: expected a JSON object, got {type(row).__name__}; write the row as an object of fields"
+            )
         yield where, row
 
 
@@ -310,7 +314,8 @@ def _encode_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, wher
             segments = [(_encode(tokenizer, prompt), False), ([*_encode(tokenizer, response), end], True)]
         case _:
             raise DataError(
-                f'{where}: expected "prompt" and "response" as text, or "messages" as a list, got keys {sorted(row)}'
+                f'{where}: expected "prompt" and "response" as text, or "messages" as a list, '
+                f"got keys {sorted(row)}; correct the row"
             )
     token_ids = [token for tokens, _ in segments for token in tokens]
     loss_mask = np.array([trained for tokens, trained in segments for _ in tokens], dtype=np.bool_)
@@ -327,11 +332,16 @@ def _chat_segments(
             case {"role": str(), "content": str()}:
                 pass
             case _:
-                raise DataError(f'{where}: expected messages with "role" and "content" as text, got {message!r:.80}')
+                raise DataError(
+                    f'{where}: expected messages with "role" and "content" as text, got {message!r:.80}; '
+                    f"correct the message"
+                )
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         roles = [message["role"] for message in messages]
-        raise DataError(f'{where}: expected at least one message with the role "assistant", got the roles {roles}')
+        raise DataError(
+            f'{where}: expected at least one message with the role "assistant", got the roles {roles}; remove the row'
+        )
     segments: list[tuple[list[int], bool]] = []
     done = ""
     for turn in turns:

@@ -174,7 +174,8 @@ def make_keys(directory: Path, clients: Sequence[str] = ()) -> list[str]:
     for name in names:
         if not _NAME.fullmatch(name) or f"{name}.key" == SERVER_FILE:
             raise KeyFileError(
-                f"expected a client's name of letters, digits, '.', '_' and '-', other than 'queue', got {name!r}"
+                f"expected a client's name of letters, digits, '.', '_' and '-', other than 'queue', got {name!r}; "
+                f"choose another name"
             )
     try:
         done = _make_server(directory)

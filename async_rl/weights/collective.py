@@ -271,7 +271,9 @@ class Communicator:
                 f"rank {rank} of {size} could not connect to the others at {store_host}:{store_port} within "
                 f"{stall_s:.1f} s: {_first_line(error)}; check the network between them"
             ) from error
-        raise WeightsError(f"expected transport 'gloo' or 'nccl', got {backend!r}")
+        raise WeightsError(
+            f"expected transport 'gloo' or 'nccl', got {backend!r}; this is a bug in async-rl, please report it"
+        )
 
     def broadcast(
         self, bucket: Tensor, *, chunk_bytes: int, deadline: float, on_chunk: Callable[[Tensor], None] | None = None

@@ -24,6 +24,7 @@ from torch import Tensor
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import Layout, LayoutPlan, Manifest, TensorSpec, digest_bytes
 
+_BUG = "this is a bug in async-rl, please report it"
 _TICK_S = 1.0
 _DEFAULT_NUM_VERSIONS = 2
 _DEFAULT_NUM_PULLED_VERSIONS = 3
@@ -350,11 +351,13 @@ class Staging:
             if spec is None or got != (spec.name, spec.dtype, spec.shape):
                 wanted = "no more tensors" if spec is None else f"{(spec.name, spec.dtype, spec.shape)}"
                 raise WeightsError(
-                    f"tensor {index} of the weights: expected {wanted}, as in the version before, got {got}"
+                    f"tensor {index} of the weights: expected {wanted}, as in the version before, got {got}; {_BUG}"
                 )
             _fill(slot.buckets[spec.bucket], spec, tensor)
         if index + 1 != len(layout.tensors):
-            raise WeightsError(f"expected {len(layout.tensors)} tensors, as in the version before, got {index + 1}")
+            raise WeightsError(
+                f"expected {len(layout.tensors)} tensors, as in the version before, got {index + 1}; {_BUG}"
+            )
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -128,7 +128,9 @@ def load_reference(config: Config, dtype: torch.dtype) -> PolicyModel:
     try:
         model = PolicyModel(load_model(settings))
     except ModelError as error:
-        raise ModelError(f"can't use the reference model {path} (loss.kl_reference): {error}") from error
+        raise ModelError(
+            f"can't use the reference model {path} (loss.kl_reference, or model.path if that is unset): {error}"
+        ) from error
     model.requires_grad_(False)
     for parameter in model.parameters():
         # Not model.to(dtype): buffers keep their dtype, as in the policy.

@@ -104,7 +104,8 @@ def read_items(connection: socket.socket, header: RequestHeader, max_items: int)
     """
     if header.num_items > max_items:
         raise WireError(
-            f"expected a request for at most {max_items} items of the weights, got one for {header.num_items}"
+            f"expected a request for at most {max_items} items of the weights, got one for {header.num_items}; "
+            f"the peer is not a generator of this async-rl version"
         )
     body = read_exactly(connection.recv, 4 * header.num_items)
     return Request(header.token, header.nonce, struct.unpack(f"<{header.num_items}I", body))

@@ -154,11 +154,17 @@ class _VersionPull:
             try:
                 missing, reason = self._request(missing, by_delta)
             except (OSError, struct.error) as error:
-                raise WeightsError(f"weights can't be received from {self._host}:{self._pull.port}: {error}") from error
+                raise WeightsError(
+                    f"can't receive weights from the learner at {self._host}:{self._pull.port}: {error}; the "
+                    f"learner offers the version again"
+                ) from error
             if not missing:
                 return ReceiveResult(self._wire_bytes, self._num_corrupt)
             self._num_corrupt += len(missing)
-        raise CorruptWeightsError(f"{reason} ({len(missing)} buckets, after {MAX_REQUESTS} requests)")
+        raise CorruptWeightsError(
+            f"{len(missing)} buckets of the weights were still damaged after {MAX_REQUESTS} requests: {reason}; check "
+            f"the network and the memory of both machines"
+        )
 
     def _request(self, buckets: Sequence[int], by_delta: set[int]) -> tuple[list[int], str]:
         """Request these buckets and read the answer. Return the buckets that arrived corrupt, and the reason of
@@ -240,7 +246,8 @@ class _VersionPull:
             if not is_valid:
                 raise WeightsError(
                     f"link {number} of the chain of deltas: expected {len(self._buckets)} sizes, each smaller than its "
-                    f"bucket, got {len(link)} sizes, of which some are too large"
+                    f"bucket, got {len(link)} sizes, some of them too large; "
+                    f"install the same version of async-rl on every machine"
                 )
 
 
