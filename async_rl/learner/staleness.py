@@ -103,7 +103,7 @@ _COUNTS_IN = {
 
 
 class DropBias:
-    """Computes the ``bias/...`` metrics of the last steps, after every step of one learner start."""
+    """Computes the ``bias/...`` metrics: how the groups kept in the last steps differ from all groups that ended."""
 
     def __init__(self) -> None:
         self._ledgers: deque[Mapping[str, Any]] = deque(maxlen=WINDOW_STEPS + 1)

@@ -78,7 +78,7 @@ class FinishAction:
 class PullAction:
     """Instructs the publisher to offer ``version`` to one member, which may pull it until ``deadline``.
 
-    The pull is over when ``Member.pull`` is no longer this action.
+    The pull is in progress as long as the member's ``Member.pull`` is this object.
     """
 
     attempt: int

@@ -303,7 +303,9 @@ def _delta_or_bucket(session: _Session, item: int) -> memoryview:
     number, bucket = divmod(item - num_buckets, num_buckets)
     delta = session.chain[number][bucket] if number < len(session.chain) else None
     if delta is None:
-        raise OSError(f"expected a request for items of this session, got item {item}, which it does not have")
+        raise OSError(
+            f"expected a request for items of the generator's session, got item {item}, which the session lacks"
+        )
     return memoryview(delta)
 
 
