@@ -277,7 +277,7 @@ def test_without_a_kl_coefficient_no_reference_is_loaded(directory: Path):
 def test_a_reference_that_is_missing_or_has_another_vocabulary_is_refused(
     directory: Path, tmp_path: Path, reference: dict[str, Any]
 ):
-    with pytest.raises(ModelError, match=r"\(loss.kl_reference\)"):
+    with pytest.raises(ModelError, match=r"\(loss\.kl_reference, or model\.path if that is unset\)"):
         make_engine(directory, {"loss": reference | {"kl_reference": str(tmp_path / "nothing")}})
     from transformers import AutoModelForCausalLM
 
