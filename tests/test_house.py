@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("queue",),
     ("weights",),
     ("generator", "learner"),
-    ("evaluation", "doctor", "launch"),
+    ("comparison", "evaluation", "doctor", "launch"),
     ("cli",),
     ("__main__",),
 )
@@ -31,7 +31,7 @@ SEPARATE = {("generator", "learner"), ("learner", "generator")}
 HEAVY = ("torch", "transformers")
 LIGHT = (
     "errors", "sampling_mask", "records", "config", "net", "process", "sandbox", "run", "rewards", "environments",
-    "data", "queue", "launch", "cli",
+    "data", "queue", "launch", "cli", "comparison",
     "doctor.check", "doctor.machine", "evaluation.table",
     "generator.worker", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.offline", "generator.environment_rollouts",

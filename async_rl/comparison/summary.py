@@ -1,0 +1,184 @@
+"""Summarise a run: speed, idle time, staleness, off-policy statistics, lost data, rewards and evaluations.
+
+Means over steps leave out the first steps of a run, in which the queue fills (``WARM_UP``). Means of shares of time are
+weighted by the time of each step, means over tokens by the trained tokens of each step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.config.config import Config
+from async_rl.config.loading import load_config
+from async_rl.errors import RunError
+from async_rl.run.directory import RunDir
+from async_rl.run.metrics import Row
+from async_rl.run.step_log import read_rows
+
+WARM_UP = 0.1
+"""Share of a run's steps, at its beginning, that means over steps leave out. At least one step remains."""
+
+_LAG = re.compile(r"mismatch_kl/lag_(\d+)")
+_LOST = ("stale", "cancelled", "too_slow")
+"""Causes in the ledger for which groups are dropped because of their age."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation of a run on one dataset.
+
+    Attributes:
+        step: the step that requested it.
+        time_s: seconds since the run began.
+        accuracy: mean accuracy, 0 to 1.
+        error: standard error of the accuracy over rows. 0 if it is unknown.
+    """
+
+    step: int
+    time_s: float
+    accuracy: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """The figures of one run. A figure is None if the run has not measured it.
+
+    Attributes:
+        name: the run's directory, as the user gave it.
+        config: the run's config, which the run directory holds.
+        num_steps: number of steps so far.
+        is_finished: whether the run has ended.
+        steps_per_s: steps per second, without the time between steps of two starts.
+        overlap: mean of ``overlap/efficiency``, weighted by time.
+        idle_learner: share of time in which the learner waited for groups.
+        idle_generators: share of time in which generators decoded nothing.
+        staleness_mean: mean staleness of trained tokens, in versions.
+        staleness_max: staleness of the oldest trained token, in versions.
+        ess: mean normalised effective sample size, in (0, 1].
+        clip_fraction: share of trained tokens whose ratio was clipped.
+        mismatch_by_lag: for each staleness in versions, the mean k3 estimate of KL(mu || pi) of its tokens, nats.
+        dropped: share of the groups that ended which were dropped because they were too old.
+        masked: share of the tokens of ended groups that were masked as stale.
+        reward: mean reward over the last tenth of the steps.
+        curve: (step, seconds since the run began, mean reward) of every step.
+        evaluations: the evaluations of each dataset, in the order of their steps.
+    """
+
+    name: str
+    config: Config
+    num_steps: int
+    is_finished: bool
+    steps_per_s: float | None
+    overlap: float | None
+    idle_learner: float | None
+    idle_generators: float | None
+    staleness_mean: float | None
+    staleness_max: float | None
+    ess: float | None
+    clip_fraction: float | None
+    mismatch_by_lag: Mapping[int, float]
+    dropped: float | None
+    masked: float | None
+    reward: float | None
+    curve: Sequence[tuple[int, float, float]]
+    evaluations: Mapping[str, Sequence[Evaluation]]
+
+    @property
+    def bound(self) -> int:
+        """The run's staleness bound, in versions."""
+        return self.config.queue.max_staleness
+
+
+def summarise(path: Path) -> RunSummary:
+    """Return the summary of the run in the directory ``path``, whether it is running or has ended.
+
+    Raises:
+        RunError: there is no run, or it has made no step yet.
+    """
+    run_dir = RunDir(path)
+    if not run_dir.metrics.is_file() or not run_dir.config.is_file():
+        raise RunError(
+            f"{path}: expected a run directory (with config.toml and metrics.jsonl), got none; correct the path"
+        )
+    rows = sorted(read_rows(run_dir.metrics), key=lambda row: row["step"])
+    steps = [row for row in rows if "version" in row]
+    if not steps:
+        raise RunError(f"{path}: expected a run that has made a step, got none yet; wait for its first step")
+    ledger = _ledger(run_dir)
+    warm = steps[min(round(WARM_UP * len(steps)), len(steps) - 1) :]
+    seconds = sum(row["time/step_s"] for row in warm)
+    return RunSummary(
+        name=str(path),
+        config=load_config(run_dir.config),
+        num_steps=steps[-1]["step"],
+        is_finished=run_dir.is_finished,
+        steps_per_s=len(warm) / seconds if seconds > 0 else None,
+        overlap=_mean(warm, "overlap/efficiency", "time/step_s"),
+        idle_learner=_mean(warm, "idle/learner", "time/step_s"),
+        idle_generators=_mean(warm, "idle/generators", "time/step_s"),
+        staleness_mean=_mean(warm, "staleness/mean", "tokens/trained"),
+        staleness_max=max((row["staleness/max"] for row in warm if row.get("staleness/max") is not None), default=None),
+        ess=_mean(warm, "ratio/ess", "tokens/trained"),
+        clip_fraction=_mean(warm, "ratio/clip_fraction", "tokens/trained"),
+        mismatch_by_lag=_by_lag(warm),
+        dropped=_dropped(ledger),
+        masked=_masked(ledger),
+        reward=_mean(steps[-max(1, len(steps) // 10) :], "reward/mean", None),
+        curve=[(row["step"], row["time_s"], row["reward/mean"]) for row in steps if row.get("reward/mean") is not None],
+        evaluations=_evaluations(rows),
+    )
+
+
+def _mean(rows: Sequence[Row], key: str, weight: str | None) -> float | None:
+    """Return the mean of ``key`` over the rows that have it, weighted by the key ``weight`` if given. None if none."""
+    pairs = [(row[key], 1.0 if weight is None else row.get(weight) or 0.0) for row in rows if row.get(key) is not None]
+    total = sum(share for _, share in pairs)
+    return sum(value * share for value, share in pairs) / total if total > 0 else None
+
+
+def _by_lag(rows: Sequence[Row]) -> dict[int, float]:
+    lags = sorted({int(found[1]) for row in rows for key in row if (found := _LAG.fullmatch(key))})
+    means = {lag: _mean(rows, f"mismatch_kl/lag_{lag}", f"lag_{lag}/tokens") for lag in lags}
+    return {lag: mean for lag, mean in means.items() if mean is not None}
+
+
+def _ledger(run_dir: RunDir) -> Mapping[str, Any]:
+    return json.loads(run_dir.ledger.read_text(encoding="utf-8")) if run_dir.ledger.is_file() else {}
+
+
+def _dropped(ledger: Mapping[str, Any]) -> float | None:
+    groups = ledger.get("groups")
+    if not groups:
+        return None
+    lost = sum(groups["dropped"].get(cause, 0) for cause in _LOST)
+    ended = groups["trained"] + groups["filtered"] + sum(groups["dropped"].values())
+    return lost / ended if ended else None
+
+
+def _masked(ledger: Mapping[str, Any]) -> float | None:
+    tokens = ledger.get("tokens")
+    if not tokens:
+        return None
+    ended = tokens["trained"] + sum(tokens["masked"].values())
+    return tokens["masked"].get("stale", 0) / ended if ended else None
+
+
+def _evaluations(rows: Sequence[Row]) -> dict[str, list[Evaluation]]:
+    found: dict[str, list[Evaluation]] = {}
+    for row in rows:
+        for dataset, accuracy in _accuracies(row):
+            error = row.get(f"eval/{dataset}/accuracy_se") or 0.0
+            found.setdefault(dataset, []).append(Evaluation(row["step"], row["time_s"], accuracy, error))
+    return found
+
+
+def _accuracies(row: Row) -> Iterator[tuple[str, float]]:
+    for key, value in row.items():
+        if key.startswith("eval/") and key.endswith("/accuracy") and value is not None:
+            yield key.removeprefix("eval/").removesuffix("/accuracy"), value
