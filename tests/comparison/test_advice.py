@@ -1,0 +1,103 @@
+"""What the figures say about the staleness bound."""
+
+from pathlib import Path
+
+import pytest
+
+from async_rl.comparison.advice import Point, advise, recommend
+from async_rl.comparison.summary import summarise
+
+from .runs import eval_row, step_row, write_run
+
+
+def point(bound: int, speed: float, accuracy: float | None = 0.9, error: float = 0.01, ess: float = 0.99) -> Point:
+    return Point(bound, speed, accuracy, error, ess, staleness=bound / 2)
+
+
+def test_the_lowest_bound_that_is_about_as_fast_as_the_fastest_is_recommended():
+    advice = recommend([point(0, 1.0), point(1, 1.5), point(4, 1.98), point(16, 2.0)])
+    assert advice.bound == 4
+    assert advice.sentence == "Set queue.max_staleness = 4."
+    assert advice.reasons == (
+        "Steps/s: 1.50 times from 0 to 1, 1.32 times from 1 to 4, 1.01 times from 4 to 16; above 4 a higher bound "
+        "stops paying: less than 5% more.",
+        "The accuracy at the end does not suffer: 0.900 ± 0.010 at 0, 0.900 ± 0.010 at 1, 0.900 ± 0.010 at 4, 0.900 ± "
+        "0.010 at 16.",
+        "At 4 a trained token is 2.0 versions old on average, and the effective sample size is 0.990.",
+    )
+
+
+def test_the_highest_bound_may_not_be_the_last_word():
+    advice = recommend([point(0, 1.0), point(4, 2.0)])
+    assert advice.bound == 4
+    assert "4 is the highest bound that was tried, so a higher one may pay too" in advice.reasons[0]
+
+
+def test_a_bound_that_clearly_costs_accuracy_is_not_recommended():
+    # 0.95 - 0.80 is 10 standard errors of a difference (0.014); 0.95 - 0.93 is 1.4.
+    advice = recommend([point(0, 1.0, 0.95), point(1, 1.5, 0.93), point(4, 2.0, 0.80)])
+    assert advice.bound == 1
+    assert advice.reasons[1] == (
+        "But the accuracy at the end is clearly lower there: 0.800 ± 0.010 at 4, 0.950 ± 0.010 at 0. 1 is the fastest "
+        "bound without such a loss."
+    )
+
+
+def test_a_low_effective_sample_size_is_a_warning():
+    advice = recommend([point(0, 1.0), point(4, 2.0, ess=0.7)])
+    assert "0.700, which is low: consider a lower bound or optimizer.lr" in advice.reasons[-1]
+
+
+def test_without_evaluations_speed_alone_decides():
+    advice = recommend([point(0, 1.0, None), point(4, 2.0, None)])
+    assert advice.bound == 4
+    assert len(advice.reasons) == 2
+
+
+def test_seeds_of_one_bound_are_averaged(tmp_path: Path):
+    # Accuracies 0.8 and 0.9: the mean is 0.85, its standard error 0.0707 / sqrt(2) = 0.05.
+    runs = []
+    for bound, seed, accuracy, step_s in ((0, 0, 0.8, 2.0), (0, 1, 0.9, 2.0), (4, 0, 0.85, 1.0), (4, 1, 0.85, 1.0)):
+        rows = [step_row(1, time__step_s=step_s), eval_row(1, accuracy)]
+        path = tmp_path / f"{bound}-{seed}"
+        runs.append(summarise(write_run(path, rows, bound=bound, run={"seed": seed})))
+    advice = advise(runs)
+    assert advice.bound == 4
+    assert "0.850 ± 0.050 at 0, 0.850 ± 0.000 at 4" in advice.reasons[1]
+
+
+def test_runs_that_differ_in_another_key_get_no_advice(tmp_path: Path):
+    runs = [
+        summarise(write_run(tmp_path / name, [step_row(1)], bound=bound, optimizer={"lr": lr}))
+        for name, bound, lr in (("a", 0, 1e-6), ("b", 4, 2e-6))
+    ]
+    advice = advise(runs)
+    assert advice.bound is None
+    assert advice.reasons == ("The runs also differ in optimizer.lr.",)
+
+
+@pytest.mark.parametrize(
+    ("figures", "sentence"),
+    [
+        ({"overlap__efficiency": 0.6}, "Raise queue.max_staleness above 4."),
+        ({"ratio__ess": 0.5}, "Lower queue.max_staleness below 4, or lower optimizer.lr."),
+        (
+            {"idle__generators": 0.4, "staleness__mean": 3.9},
+            "Lower queue.max_staleness below 4: this costs no speed.",
+        ),
+        ({"idle__learner": 0.5}, "Add generators, or raise generator.batch_size."),
+        ({"overlap__efficiency": 0.97}, "Nothing speaks against queue.max_staleness = 4."),
+    ],
+)
+def test_a_single_run_shows_what_to_change(tmp_path: Path, figures: dict[str, float], sentence: str):
+    assert advise([summarise(write_run(tmp_path / "run", [step_row(1, **figures)]))]).sentence == sentence
+
+
+def test_lost_data_asks_for_a_higher_bound(tmp_path: Path):
+    ledger = {
+        "groups": {"trained": 95, "filtered": 0, "dropped": {"stale": 5}},
+        "tokens": {"trained": 90, "masked": {}},
+    }
+    advice = advise([summarise(write_run(tmp_path / "run", [step_row(1)], ledger=ledger))])
+    assert advice.sentence == "Raise queue.max_staleness above 4."
+    assert advice.reasons == ("5.0% of the data was lost because it was too old.",)
