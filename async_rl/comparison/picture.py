@@ -1,0 +1,99 @@
+"""Draw runs side by side: learning over steps and over seconds, idle shares and overlap, mismatch by lag."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from async_rl.comparison.summary import RunSummary
+from async_rl.comparison.table import short_names
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+
+
+def write_picture(summaries: Sequence[RunSummary], path: Path) -> None:
+    """Draw the runs and write the picture to ``path`` as PNG. A reader never sees half a file.
+
+    The learning curves are the accuracies on the first dataset, or the mean rewards if no run has evaluations.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    (per_step, per_second), (shares, mismatch) = figure.subplots(2, 2)
+    names = [f"{name} (bound {run.bound})" for name, run in zip(_names(summaries), summaries, strict=True)]
+    _draw_learning(per_step, per_second, names, summaries)
+    _draw_shares(shares, summaries)
+    _draw_mismatch(mismatch, names, summaries)
+    for axes in (per_step, per_second, shares, mismatch):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="best", fontsize=8, edgecolor="none", framealpha=0.85)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    figure.savefig(partial, dpi=120, format="png")
+    os.replace(partial, path)
+
+
+def _names(summaries: Sequence[RunSummary]) -> list[str]:
+    return short_names([summary.name for summary in summaries])
+
+
+def _draw_learning(per_step: Axes, per_second: Axes, names: Sequence[str], summaries: Sequence[RunSummary]) -> None:
+    datasets = sorted({dataset for summary in summaries for dataset in summary.evaluations})
+    label = f"accuracy on {datasets[0]}" if datasets else "reward (mean over a twentieth of the steps)"
+    for number, (name, summary) in enumerate(zip(names, summaries, strict=True)):
+        style = {"color": _COLORS[number % len(_COLORS)], "linewidth": 1.8, "label": name}
+        if datasets:
+            found = summary.evaluations.get(datasets[0], ())
+            steps, times = [e.step for e in found], [e.time_s for e in found]
+            values, marker = [e.accuracy for e in found], "o-"
+        else:
+            steps, times, values = _smooth(summary)
+            marker = "-"
+        per_step.plot(steps, values, marker, **style)
+        per_second.plot(times, values, marker, **style)
+    per_step.set(xlabel="optimizer step", ylabel=label)
+    per_second.set(xlabel="seconds", ylabel=label)
+
+
+def _smooth(summary: RunSummary) -> tuple[list[int], list[float], list[float]]:
+    """Return steps, seconds, and the running mean of the reward over a twentieth of the run."""
+    window = max(1, len(summary.curve) // 20)
+    values = [value for _, _, value in summary.curve]
+    means = np.convolve(values, np.ones(window) / window, mode="valid").tolist() if values else []
+    ends = summary.curve[window - 1 :]
+    return [step for step, _, _ in ends], [time_s for _, time_s, _ in ends], means
+
+
+def _draw_shares(axes: Axes, summaries: Sequence[RunSummary]) -> None:
+    places = np.arange(len(summaries))
+    for number, (label, name) in enumerate(
+        (("overlap", "overlap"), ("learner idle", "idle_learner"), ("generators idle", "idle_generators"))
+    ):
+        values = [getattr(summary, name) for summary in summaries]
+        heights = [np.nan if value is None else value for value in values]
+        axes.bar(places + 0.27 * (number - 1), heights, 0.25, color=_COLORS[number], label=label)
+    axes.set_xticks(places, _names(summaries), fontsize=8)
+    axes.set_ylabel("share of the time")
+    axes.set_ylim(0, 1.05)
+    for place, summary in zip(places, summaries, strict=True):
+        if summary.steps_per_s is not None:
+            axes.annotate(f"{summary.steps_per_s:.3g} steps/s", (float(place), 1.0), ha="center", fontsize=8)
+
+
+def _draw_mismatch(axes: Axes, names: Sequence[str], summaries: Sequence[RunSummary]) -> None:
+    for number, (name, summary) in enumerate(zip(names, summaries, strict=True)):
+        lags = [lag for lag, value in summary.mismatch_by_lag.items() if value > 0]
+        values = [summary.mismatch_by_lag[lag] for lag in lags]
+        axes.plot(lags, values, "o-", color=_COLORS[number % len(_COLORS)], label=name)
+    axes.set_yscale("log")
+    axes.set(xlabel="age of a token (versions)", ylabel="KL(behavior policy || policy), nats")

@@ -1,0 +1,80 @@
+"""``async-rl sweep``: launch a config once for each value of one key and each seed, one run after the other.
+
+Each run has a directory of its own below ``<run.dir>-sweep``. Finished runs are not repeated, and an interrupted one
+resumes, so the same command goes on where it was stopped. All configs are checked before the first run starts.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_rl.config.loading import load_config
+from async_rl.errors import ConfigError
+from async_rl.process.child import module_command, package_environment
+from async_rl.run.directory import RunDir, check_run_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One run of a sweep: its directory, and the ``--set`` options with which it is launched."""
+
+    run_dir: Path
+    overrides: tuple[str, ...]
+
+
+def plan_sweep(config: Path, overrides: Sequence[str], over: str, num_seeds: int) -> list[Variant]:
+    """Return the runs of a sweep, seed after seed, in the order of the values.
+
+    Args:
+        config: the config file.
+        overrides: ``--set`` options for all runs.
+        over: ``KEY=VALUE,VALUE,...``, the key that differs and its values.
+        num_seeds: runs of each value. Their seeds are ``run.seed``, ``run.seed`` + 1, ...
+
+    Raises:
+        ConfigError: ``over`` is malformed, or the config is wrong with one of the values.
+        RunError: a directory of the sweep has a run with another config.
+    """
+    key, separator, listed = over.partition("=")
+    values = [value.strip() for value in listed.split(",")]
+    if not separator or not all(values) or len(set(values)) < len(values):
+        raise ConfigError(f"--over: expected KEY=VALUE,VALUE,... with values that differ, got {over!r}; correct it")
+    if key.strip() in ("run.dir", "run.seed", "run.name"):
+        raise ConfigError(
+            f"--over: expected a key other than {key.strip()}, which the sweep sets; use --seeds for seeds"
+        )
+    base = load_config(config, overrides)
+    folder = Path(f"{base.run.dir.rstrip('/')}-sweep")
+    variants: list[Variant] = []
+    for seed in range(base.run.seed, base.run.seed + num_seeds):
+        for value in values:
+            name = f"{key.rpartition('.')[2]}={value.replace('/', '_')}" + (f"-seed={seed}" if num_seeds > 1 else "")
+            own = (f"{key.strip()}={value}", f"run.seed={seed}", f"run.dir={json.dumps(str(folder / name))}")
+            check_run_dir(load_config(config, [*overrides, *own]), fresh=False)
+            variants.append(Variant(folder / name, (*overrides, *own)))
+    return variants
+
+
+def launch_variant(config: Path, variant: Variant) -> int:
+    """Run ``async-rl launch`` for one run of a sweep. Return its exit code, 0 if the run had finished before.
+
+    If this process gets SIGINT or SIGTERM, ``launch`` saves its last step first.
+    """
+    if RunDir(variant.run_dir).is_finished:
+        return 0
+    options = [part for override in variant.overrides for part in ("--set", override)]
+    command = module_command("async_rl", "launch", str(config), *options)
+    process = subprocess.Popen(command, env=package_environment())
+    try:
+        return process.wait()
+    except BaseException as error:
+        # Ctrl-C has reached launch too, because it is in the terminal's process group.
+        if not isinstance(error, KeyboardInterrupt):
+            process.send_signal(signal.SIGTERM)
+        process.wait()
+        raise

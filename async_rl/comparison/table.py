@@ -1,0 +1,127 @@
+"""Tables that show runs side by side, and the JSON object with the same figures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_rl.comparison.advice import Advice
+from async_rl.comparison.summary import Evaluation, RunSummary
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    heading: str
+    value: Callable[[RunSummary], float | None]
+    form: str
+
+
+_SPEED = (
+    _Column("bound", lambda run: run.bound, "d"),
+    _Column("steps", lambda run: run.num_steps, "d"),
+    _Column("steps/s", lambda run: run.steps_per_s, ".3g"),
+    _Column("overlap", lambda run: run.overlap, ".2f"),
+    _Column("learner idle", lambda run: run.idle_learner, ".0%"),
+    _Column("generators idle", lambda run: run.idle_generators, ".0%"),
+)
+_STALENESS = (
+    _Column("bound", lambda run: run.bound, "d"),
+    _Column("staleness", lambda run: run.staleness_mean, ".2f"),
+    _Column("oldest", lambda run: run.staleness_max, ".0f"),
+    _Column("ESS", lambda run: run.ess, ".3f"),
+    _Column("clipped", lambda run: run.clip_fraction, ".2%"),
+    _Column("dropped", lambda run: run.dropped, ".1%"),
+    _Column("masked", lambda run: run.masked, ".1%"),
+)
+MAX_LAGS = 8
+"""Number of lags that the table of the mismatch shows. ``--json`` has all."""
+
+
+def comparison_lines(summaries: Sequence[RunSummary], advice: Advice) -> list[str]:
+    """Return the lines that ``async-rl compare`` prints: tables of speed, staleness and learning, then the advice."""
+    names = short_names([summary.name for summary in summaries])
+    lines = ["Speed", *_table(names, summaries, _SPEED), ""]
+    lines += ["Age of the data, in versions, and what it costs", *_table(names, summaries, _STALENESS), ""]
+    lags = sorted({lag for summary in summaries for lag in summary.mismatch_by_lag})[:MAX_LAGS]
+    if lags:
+        lines += ["KL(behavior policy || policy) by age of a token, in nats"]
+        rows = [[_cell(summary.mismatch_by_lag.get(lag), ".1e") for lag in lags] for summary in summaries]
+        lines += [*_aligned(["run", *(f"{lag}" for lag in lags)], names, rows), ""]
+    lines += _learning(names, summaries)
+    return [*lines, advice.sentence, *(f"  {reason}" for reason in advice.reasons)]
+
+
+def comparison_json(summaries: Sequence[RunSummary], advice: Advice) -> dict[str, Any]:
+    """Return the figures of the tables and the advice as plain data."""
+    runs = []
+    for summary in summaries:
+        figures = {name: getattr(summary, name) for name in RunSummary.__dataclass_fields__ if name != "config"}
+        figures["evaluations"] = {
+            dataset: [{"step": e.step, "time_s": e.time_s, "accuracy": e.accuracy, "error": e.error} for e in found]
+            for dataset, found in summary.evaluations.items()
+        }
+        runs.append({"bound": summary.bound, **figures})
+    return {"runs": runs, "advice": advice.sentence, "reasons": list(advice.reasons), "bound": advice.bound}
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return the names of run directories without the parent directories that all of them share."""
+    if len(set(names)) < 2:
+        return [os.path.basename(os.path.normpath(name)) or name for name in names]
+    paths = [os.path.abspath(name) for name in names]
+    return [os.path.relpath(path, os.path.commonpath(paths)) for path in paths]
+
+
+def reached(found: Sequence[Evaluation], target: float) -> Evaluation | None:
+    """Return the first evaluation with an accuracy of at least ``target``. None if there is none."""
+    return next((evaluation for evaluation in found if evaluation.accuracy >= target), None)
+
+
+def common_target(summaries: Iterable[RunSummary], dataset: str) -> float:
+    """Return the highest accuracy that every run with evaluations on ``dataset`` has reached."""
+    return min(max(e.accuracy for e in found) for s in summaries if (found := s.evaluations.get(dataset)))
+
+
+def _learning(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str]:
+    """Return a table for each dataset: the last accuracy, and when a run reached what all runs have reached."""
+    lines: list[str] = []
+    for dataset in sorted({dataset for summary in summaries for dataset in summary.evaluations}):
+        target = common_target(summaries, dataset)
+        lines.append(f"Learning: accuracy on {dataset}; every run reached {target:.3f}")
+        rows = [_learning_row(summary, summary.evaluations.get(dataset, ()), target) for summary in summaries]
+        lines += [*_aligned(["run", "reward", "accuracy", "reached at step", "after s"], names, rows), ""]
+    if not lines:
+        rows = [[_cell(summary.reward, ".3f")] for summary in summaries]
+        lines = ["Learning", *_aligned(["run", "reward"], names, rows), ""]
+    return lines
+
+
+def _learning_row(summary: RunSummary, found: Sequence[Evaluation], target: float) -> list[str]:
+    first, last = reached(found, target), found[-1] if found else None
+    return [
+        _cell(summary.reward, ".3f"),
+        "-" if last is None else f"{last.accuracy:.3f} ± {last.error:.3f}",
+        _cell(None if first is None else first.step, "d"),
+        _cell(None if first is None else first.time_s, ".1f"),
+    ]
+
+
+def _table(names: Sequence[str], summaries: Sequence[RunSummary], columns: Sequence[_Column]) -> list[str]:
+    rows = [[_cell(column.value(summary), column.form) for column in columns] for summary in summaries]
+    return _aligned(["run", *(column.heading for column in columns)], names, rows)
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _aligned(headings: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: names left-aligned, figures right-aligned, indented by two."""
+    cells = [list(headings), *([name, *row] for name, row in zip(names, rows, strict=True))]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
+    return [
+        "  " + "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in cells
+    ]
