@@ -1,10 +1,11 @@
-"""The subcommands that start no learner, generator or server: ``config``, ``eval``, ``export``, ``doctor``, ``keys``.
+"""The subcommands that start no learner, generator or server themselves, such as ``config``, ``compare`` and ``eval``.
 
 Each subcommand imports large modules only when it runs, so that ``async-rl --help`` is fast.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ from async_rl.cli.options import (
     TopK,
     TopP,
 )
+from async_rl.terminal import visible
 
 if TYPE_CHECKING:
     from async_rl.evaluation.offline import EvalOptions
@@ -77,6 +79,81 @@ def show_config(
 
     for line in explain_keys(resolved, key, width=min(100, shutil.get_terminal_size().columns)):
         typer.echo(line)
+
+
+@tools.command("compare", short_help="Compare runs, and recommend a staleness bound.")
+def compare_runs(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The directories of runs, finished or running.")],
+    picture: Annotated[
+        Path, typer.Option("--picture", metavar="FILE", help="Where to write the picture, a PNG file.")
+    ] = Path("compare.png"),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables, and draw no picture.")
+    ] = False,
+) -> None:
+    """Show the speed, the age of the data and the learning of runs side by side, and say which bound to set.
+
+    For advice on queue.max_staleness, compare runs that differ in nothing else but run.seed.
+
+    \b
+    Examples:
+      async-rl compare runs/bound-0 runs/bound-4
+      async-rl compare runs/quickstart --json
+    """
+    _compare_runs(runs, picture, as_json=as_json)
+
+
+@tools.command(short_help="Run a config with several values of one key, and compare the runs.")
+def sweep(
+    config: ConfigPath,
+    over: Annotated[
+        str,
+        typer.Option("--over", metavar="KEY=V1,V2,...", help="The key that differs between the runs, and its values."),
+    ],
+    overrides: Overrides = None,
+    seeds: Annotated[
+        int,
+        typer.Option("--seeds", metavar="N", min=1, help="Runs of each value, each with its own run.seed."),
+    ] = 1,
+) -> None:
+    """Launch CONFIG once for each value of KEY, one run after the other; then compare the runs.
+
+    The runs' directories are below <run.dir>-sweep, and so is the picture. The same command goes on where it was
+    stopped: it leaves finished runs alone and resumes the others.
+
+    \b
+    Example:
+      async-rl sweep configs/quickstart.toml --over queue.max_staleness=0,1,4,16 --seeds 3
+    """
+    from async_rl.comparison.sweep import launch_variant, plan_sweep
+    from async_rl.process.child import exit_on_sigterm
+
+    exit_on_sigterm()
+    variants = plan_sweep(config, overrides or [], over, seeds)
+    for number, variant in enumerate(variants, start=1):
+        typer.echo(f"run {number} of {len(variants)}: {variant.run_dir}")
+        if code := launch_variant(config, variant):
+            typer.echo(f"{variant.run_dir}: exit code {code} of launch; the same command goes on there", err=True)
+            raise typer.Exit(code if code > 0 else 1)
+    _compare_runs([variant.run_dir for variant in variants], variants[0].run_dir.parent / "compare.png", as_json=False)
+
+
+def _compare_runs(runs: list[Path], picture: Path, *, as_json: bool) -> None:
+    """Print the comparison of ``runs``. Draw ``picture`` unless the output is JSON."""
+    from async_rl.comparison.advice import advise
+    from async_rl.comparison.picture import write_picture
+    from async_rl.comparison.summary import summarise
+    from async_rl.comparison.table import comparison_json, comparison_lines
+
+    summaries = [summarise(path) for path in runs]
+    advice = advise(summaries)
+    if as_json:
+        typer.echo(json.dumps(comparison_json(summaries, advice), indent=2))
+        return
+    for line in comparison_lines(summaries, advice):
+        typer.echo(visible(line))
+    write_picture(summaries, picture)
+    typer.echo(f"picture: {picture}")
 
 
 @tools.command("eval", short_help="Evaluate models on data sets; compare evaluations.")

@@ -1,0 +1,103 @@
+"""``async-rl compare`` and ``async-rl sweep``, as their user sees them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from async_rl.cli.main import app
+from async_rl.comparison.sweep import launch_variant, plan_sweep
+from async_rl.errors import ConfigError
+
+from .runs import eval_row, step_row, write_run
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def two_runs(tmp_path: Path) -> list[str]:
+    slow = [eval_row(0, 0.2), step_row(1, time__step_s=2.0, mismatch_kl__lag_0=1e-5, lag_0__tokens=9), eval_row(1, 0.9)]
+    fast = [eval_row(0, 0.2), step_row(1, overlap__efficiency=0.9), eval_row(1, 0.8), step_row(2), eval_row(2, 0.9)]
+    return [str(write_run(tmp_path / "b0", slow, bound=0)), str(write_run(tmp_path / "b4", fast, bound=4))]
+
+
+def test_runs_are_shown_side_by_side_with_advice_and_a_picture(tmp_path: Path):
+    picture = tmp_path / "c.png"
+    done = CliRunner().invoke(app, ["compare", *two_runs(tmp_path), "--picture", str(picture)])
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert lines[:4] == [
+        "Speed",
+        "  run  bound  steps  steps/s  overlap  learner idle  generators idle",
+        "  b0       0      1      0.5        -            0%                -",
+        "  b4       4      2        1     0.90            0%                -",
+    ]
+    assert lines[lines.index("Learning: accuracy on math; every run reached 0.900") :][1:4] == [
+        "  run  reward       accuracy  reached at step  after s",
+        "  b0    0.500  0.900 ± 0.010                1      1.0",
+        "  b4    0.500  0.900 ± 0.010                2      2.0",
+    ]
+    assert "Set queue.max_staleness = 4." in lines
+    assert max(map(len, lines[:15])) <= 80
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_scripts_get_the_figures_as_json_and_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["compare", *two_runs(tmp_path), "--json"])
+    found = json.loads(done.output)
+    assert found["bound"] == 4
+    assert [run["bound"] for run in found["runs"]] == [0, 4]
+    assert found["runs"][1]["evaluations"]["math"][-1] == {"step": 2, "time_s": 2.0, "accuracy": 0.9, "error": 0.01}
+    assert not (tmp_path / "compare.png").exists()
+
+
+def a_config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(f'run.dir = "{tmp_path}/r"\nmodel.path = "m"\ndata.train = "d.jsonl"\nrun.seed = 5\n')
+    return path
+
+
+def test_a_sweep_has_a_run_for_each_value_and_seed(tmp_path: Path):
+    plan = plan_sweep(a_config(tmp_path), ["learner.steps=3"], "queue.max_staleness=0,4", 2)
+    assert [variant.run_dir.name for variant in plan] == [
+        "max_staleness=0-seed=5", "max_staleness=4-seed=5", "max_staleness=0-seed=6", "max_staleness=4-seed=6",
+    ]  # fmt: skip
+    folder = tmp_path / "r-sweep"
+    assert plan[1].overrides == (
+        "learner.steps=3", "queue.max_staleness=4", "run.seed=5", f'run.dir="{folder}/max_staleness=4-seed=5"',
+    )  # fmt: skip
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        ("queue.max_staleness", r"--over: expected KEY=VALUE,VALUE"),
+        ("queue.max_staleness=1,,2", r"--over: expected KEY=VALUE,VALUE"),
+        ("queue.max_staleness=1,1", r"values that differ"),
+        ("run.seed=1,2", r"--over: expected a key other than run\.seed"),
+        ("queue.max_staleness=1,-1", r"queue\.max_staleness"),
+        ("queue.max_stale=1", r"queue\.max_stale"),
+    ],
+)
+def test_a_wrong_sweep_is_refused_before_its_first_run(tmp_path: Path, over: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        plan_sweep(a_config(tmp_path), [], over, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
+
+
+def test_a_finished_run_is_not_launched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plan = plan_sweep(a_config(tmp_path), [], "queue.max_staleness=0", 1)
+    plan[0].run_dir.mkdir(parents=True)
+    (plan[0].run_dir / "finished.json").write_text("{}")
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("launched"))
+    assert launch_variant(a_config(tmp_path), plan[0]) == 0
+
+
+def test_a_launch_that_fails_stops_the_sweep_with_its_exit_code(tmp_path: Path):
+    done = CliRunner().invoke(app, ["sweep", str(a_config(tmp_path)), "--over", "queue.max_staleness=0,1"])
+    assert done.exit_code == 2
+    assert "run 1 of 2" in done.output
+    assert "exit code 2 of launch; the same command goes on there" in done.output
+    assert "run 2 of 2" not in done.output
