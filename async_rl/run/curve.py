@@ -15,12 +15,13 @@ from async_rl.run.step_log import read_rows
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = {"reward": "#0072b2", "accuracy": "#009e73", "staleness": "#d55e00"}
+_COLORS = {"reward": "#0072b2", "accuracy": "#009e73", "staleness": "#d55e00", "speed": "#000000", "ess": "#e69f00"}
+_IDLE = {"idle/learner": ("learner", "#0072b2"), "idle/generators": ("generators", "#cc79a7")}
 _EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def write_curve(run_dir: RunDir) -> bool:
-    """Draw a run's accuracy, evaluations, reward and staleness over its steps, and write the picture to ``curve.png``.
+    """Draw what a run learns, how fast it is and how old its data is, and write the picture to ``curve.png``.
 
     Return whether the picture was written. It is not if the run has no metrics yet. A reader never sees half a file.
     """
@@ -30,16 +31,26 @@ def write_curve(run_dir: RunDir) -> bool:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 8), layout="constrained")
+    figure = Figure(figsize=(13, 8), layout="constrained")
     FigureCanvasAgg(figure)
-    accuracy, reward, staleness = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
+    panels = figure.subplots(3, 2, sharex=True)
+    (accuracy, speed), (reward, idle), (staleness, ess) = panels
     figure.suptitle(run_dir.path.resolve().name, fontsize=13)
     _draw_accuracy(accuracy, rows)
     _draw_mean(reward, rows, "reward/mean", _COLORS["reward"], "mean of the step's rollouts")
     reward.set_ylabel("reward")
     _draw_staleness(staleness, rows)
-    staleness.set_xlabel("optimizer step")
-    for axes in (accuracy, reward, staleness):
+    _draw_mean(speed, rows, "time/step_s", _COLORS["speed"], "of each step")
+    speed.set_ylabel("seconds per step")
+    speed.set_ylim(bottom=0)
+    for key, (label, color) in _IDLE.items():
+        _draw_mean(idle, rows, key, color, label)
+    idle.set(ylabel="idle share of the time", ylim=(-0.02, 1.08))
+    _draw_mean(ess, rows, "ratio/ess", _COLORS["ess"], "of the step's tokens")
+    ess.set_ylabel("effective sample size")
+    for axes in panels[-1]:
+        axes.set_xlabel("optimizer step")
+    for axes in panels.flat:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
