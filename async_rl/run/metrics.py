@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import netrc
 import os
+import sys
 import uuid
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -45,109 +46,152 @@ EVAL_FIGURES: dict[str, str] = {
 }
 """Meaning of each figure of an evaluation, by name."""
 
-METRIC_KEYS: dict[str, str] = {
-    "step": "Optimizer steps so far, skipped ones included.",
-    "version": "Optimizer steps so far that changed the weights.",
-    "time_s": "Seconds since the run started, without the time between restarts.",
-    "generators": "Number of generators that are alive.",
-    # What the step trained.
-    "loss/policy": "Policy loss of the step.",
-    "grad_norm": "Norm of the gradient before clipping.",
-    "lr": "Learning rate of the step.",
-    "entropy": "Mean entropy of the policy over trained tokens, in nats.",
-    "temperature": "Sampling temperature, mean over the groups of the step.",
-    "tokens/trained": "Number of tokens that carried a gradient.",
-    "tokens/masked": "Number of tokens of the step's groups that were left out of the loss.",
-    "masked/<cause>": "Number of rollouts left out of the loss for this cause.",
-    # The rollouts of the step.
-    "reward/mean": "Mean reward of the step's rollouts.",
-    "reward/<part>": "Mean of this part of the reward over the step's rollouts.",
-    "accuracy/mean": "Mean accuracy of the step's rollouts, 0 to 1, without any shaping.",
-    "length/mean": "Mean sampled tokens per rollout.",
-    "length/max": "Most sampled tokens of a rollout.",
-    "length/truncated": "Share of rollouts that were cut at the token limit.",
-    "score/mean": "Mean score of a rollout, which is the sum of the scores of its turns; only with an environment.",
-    "turns/mean": "Mean turns per rollout; only with an environment.",
-    "turns/max": "Most turns of a rollout; only with an environment.",
-    # Staleness, in versions.
-    "staleness/mean": "Staleness, in versions, mean over trained tokens.",
-    "staleness/max": "Staleness of the oldest trained token, in versions.",
-    "staleness/in_flight_mean": "Part of staleness/mean from before the group arrived at the queue, in versions.",
-    "staleness/in_queue_mean": "Part of staleness/mean from the time in the queue, in versions.",
-    "staleness/bound": "Staleness bound of new leases after the step, in versions; only with queue.adaptive.",
-    "staleness/decision": "Change of staleness/bound after the step, in versions; only with queue.adaptive.",
-    # The ratio of the learner's policy pi to the sampling policy mu, per token.
-    "ratio/mean": "Mean of pi/mu over trained tokens.",
-    "ratio/max": "Largest pi/mu of a trained token.",
-    "ratio/p01": "1st percentile of pi/mu over trained tokens; from a histogram, within 5 % of its logarithm.",
-    "ratio/p50": "Median of pi/mu over trained tokens; from the same histogram.",
-    "ratio/p99": "99th percentile of pi/mu over trained tokens; from the same histogram.",
-    "ratio/clip_low": "Share of trained tokens whose ratio was clipped at a lower bound.",
-    "ratio/clip_high": "Share of trained tokens clipped at an upper bound (loss.clip_high, dual_clip, importance_cap).",
-    "ratio/clip_fraction": "Share of trained tokens clipped at either bound.",
-    "ratio/ess": "Normalised effective sample size over trained tokens, in (0, 1]; loss.min_ess bounds it.",
-    "ratio/kl": "k3 estimate of KL(mu || pi) over trained tokens, in nats; loss.max_kl bounds it.",
-    "ratio/mean_abs_log": "Mean |log pi - log mu| over the step's tokens, skipped ones included, in nats.",
-    "kl/reference": "KL divergence to the reference model, in nats; only with loss.kl_coef.",
-    "skip/tokens": "Number of tokens in sequences above loss.skip_threshold.",
-    "skip/out_of_range": "Number of single tokens outside loss.token_range.",
-    "skip/token_fraction": "Share of tokens skipped for either reason, among tokens that were not masked before.",
-    "skip/sequences": "Number of sequences above loss.skip_threshold.",
-    "skip/steps": "Number of the step's optimizer steps that were skipped: beyond loss.min_ess or max_kl, a gradient "
-    "that is not finite, or nothing to train on.",
-    "mismatch_kl/mean": "k3 estimate of KL(mu || pi) over the step's tokens, skipped ones included, in nats.",
-    "mismatch_kl/k1": "k1 estimate of KL(mu || pi) over the same tokens as mismatch_kl/mean, in nats. It is unbiased, "
-    "and it may be negative.",
-    "mismatch_kl/lag_N": "mismatch_kl/mean over tokens of staleness N, in nats.",
-    "mismatch_kl/after_update_lag_N": "The same over those tokens of staleness N whose answer had received a weight "
-    "update before them, in nats.",
-    "mismatch_kl/no_update_lag_N": "The same over the other tokens of staleness N, in nats.",
-    "mismatch_kl/update_effect": "after_update minus no_update at equal staleness, mean over tokens after an update, "
-    "in nats: the cost of keeping keys and values across updates, apart from policy staleness.",
-    "mismatch_kl/after_update_tokens": "Number of tokens over which mismatch_kl/update_effect is a mean.",
-    "lag_N/<name>": "Figures over tokens of staleness N: tokens, mismatch_k1, mean_abs_log, ratio_mean, ratio_max, "
-    "ratio_p01, ratio_p50, ratio_p99, clip_low, clip_high, skipped, out_of_range, ess.",
-    # Engine against learner.
-    "parity/mean": "Mean |engine - learner| of the log-probabilities of the same token sequences at the same version, "
-    "in nats; in steps in which generators answered.",
-    "parity/<name>": "More figures of the differences in parity/mean: max, p50, p95, p99 in nats; number of tokens and "
-    "generators; version.",
-    "parity/sampled_<name>": "The same figures for tokens as they were sampled, by the version that the learner still "
-    "held; in nats.",
-    # Groups that are lost before training.
-    "bias/groups": "Number of groups that ended in the last 50 steps; the other bias figures are about them.",
-    "bias/lost": "Share of the groups in bias/groups that were dropped or cancelled.",
-    "bias/length": "Mean tokens per answer that was kept (trained or filtered, without tokens masked as stale) divided "
-    "by the mean over all answers that ended; a cancelled answer counts the tokens reported by then.",
-    "bias/reward": "Mean reward of what was kept minus the mean of all that was received and ended.",
-    "bias/accuracy": "Mean accuracy of what was kept minus the mean of all that was received and ended.",
-    # The queue.
-    "queue/depth": "Number of groups that are ready in the queue.",
-    "queue/bytes": "Size of the ready groups and of finished evaluation groups, in bytes.",
-    "queue/in_flight": "Number of groups that are being sampled.",
-    # Time.
-    "time/step_s": "Seconds that the step took.",
-    "time/wait_s": "Seconds in which the learner waited for groups.",
-    "time/train_s": "Seconds in which the learner trained.",
-    "time/publish_s": "Seconds in which the learner staged weights for publishing.",
-    "time/generate_s": "Busy sequence-seconds of all generators divided by the sequences that fit, per step.",
-    "time/pause_s": "Mean seconds of a generator's pause per activation of a version.",
-    "idle/learner": "Share of the step's time in which the learner waited.",
-    "idle/generators": "Share of the step's time in which generators decoded nothing.",
-    "overlap/efficiency": "Busy seconds per step of the busier side (time/generate_s, or the learner's) divided by "
-    "time/step_s; 1 is perfect overlap.",
-    "throughput/trained_tokens_per_s": "Trained tokens per second.",
-    "throughput/generated_tokens_per_s": "Sampled tokens per second, over all generators.",
-    # Weights; counts are since the learner started.
-    "weights/members": "Number of generators that receive weights.",
-    "weights/transfer_s": "Seconds of the newest version's transfer.",
-    "weights/<name>": "Counts since the learner started: dropped_members, dropped_versions, superseded (versions), "
-    "failures, corrupt (buckets), pulled_bytes and pulled_full_bytes (bytes); delta_bytes and delta_s (bytes and "
-    "seconds of the newest difference).",
-    **{f"eval/<dataset>/{name}": meaning for name, meaning in EVAL_FIGURES.items()},
+METRIC_SECTIONS: dict[str, dict[str, str]] = {
+    "Step": {
+        "step": "Optimizer steps so far, skipped ones included.",
+        "version": "Optimizer steps so far that changed the weights.",
+        "time_s": "Seconds since the run started, without the time between restarts.",
+        "generators": "Number of generators that are alive.",
+    },
+    "What the step trained": {
+        "loss/policy": "Policy loss of the step.",
+        "grad_norm": "Norm of the gradient before clipping.",
+        "lr": "Learning rate of the step.",
+        "entropy": "Mean entropy of the policy over trained tokens, in nats.",
+        "temperature": "Sampling temperature, mean over the groups of the step.",
+        "tokens/trained": "Number of tokens that carried a gradient.",
+        "tokens/masked": "Number of tokens of the step's groups that were left out of the loss.",
+        "masked/<cause>": "Number of rollouts left out of the loss for this cause.",
+    },
+    "The step's rollouts": {
+        "reward/mean": "Mean reward of the step's rollouts.",
+        "reward/<part>": "Mean of this part of the reward over the step's rollouts.",
+        "accuracy/mean": "Mean accuracy of the step's rollouts, 0 to 1, without any shaping.",
+        "length/mean": "Mean sampled tokens per rollout.",
+        "length/max": "Most sampled tokens of a rollout.",
+        "length/truncated": "Share of rollouts that were cut at the token limit.",
+        "score/mean": "Mean score of a rollout, which is the sum of the scores of its turns; only with an environment.",
+        "turns/mean": "Mean turns per rollout; only with an environment.",
+        "turns/max": "Most turns of a rollout; only with an environment.",
+    },
+    "Staleness": {
+        "staleness/mean": "Staleness, in versions, mean over trained tokens.",
+        "staleness/max": "Staleness of the oldest trained token, in versions.",
+        "staleness/in_flight_mean": "Part of staleness/mean from before the group arrived at the queue, in versions.",
+        "staleness/in_queue_mean": "Part of staleness/mean from the time in the queue, in versions.",
+        "staleness/bound": "Staleness bound of new leases after the step, in versions; only with queue.adaptive.",
+        "staleness/decision": "Change of staleness/bound after the step, in versions; only with queue.adaptive.",
+    },
+    "Ratio of the learner's policy pi to the sampling policy mu": {
+        "ratio/mean": "Mean of pi/mu over trained tokens.",
+        "ratio/max": "Largest pi/mu of a trained token.",
+        "ratio/p01": "1st percentile of pi/mu over trained tokens; from a histogram, within 5 % of its logarithm.",
+        "ratio/p50": "Median of pi/mu over trained tokens; from the same histogram.",
+        "ratio/p99": "99th percentile of pi/mu over trained tokens; from the same histogram.",
+        "ratio/clip_low": "Share of trained tokens whose ratio was clipped at a lower bound.",
+        "ratio/clip_high": "Share of trained tokens clipped at an upper bound (loss.clip_high, dual_clip, "
+        "importance_cap).",
+        "ratio/clip_fraction": "Share of trained tokens clipped at either bound.",
+        "ratio/ess": "Normalised effective sample size over trained tokens, in (0, 1]; loss.min_ess bounds it.",
+        "ratio/kl": "k3 estimate of KL(mu || pi) over trained tokens, in nats; loss.max_kl bounds it.",
+        "ratio/mean_abs_log": "Mean |log pi - log mu| over the step's tokens, skipped ones included, in nats.",
+        "kl/reference": "KL divergence to the reference model, in nats; only with loss.kl_coef.",
+        "skip/tokens": "Number of tokens in sequences above loss.skip_threshold.",
+        "skip/out_of_range": "Number of single tokens outside loss.token_range.",
+        "skip/token_fraction": "Share of tokens skipped for either reason, among tokens that were not masked before.",
+        "skip/sequences": "Number of sequences above loss.skip_threshold.",
+        "skip/steps": "Number of the step's optimizer steps that were skipped: beyond loss.min_ess or max_kl, a "
+        "gradient "
+        "that is not finite, or nothing to train on.",
+        "mismatch_kl/mean": "k3 estimate of KL(mu || pi) over the step's tokens, skipped ones included, in nats.",
+        "mismatch_kl/k1": "k1 estimate of KL(mu || pi) over the same tokens as mismatch_kl/mean, in nats. It is "
+        "unbiased, "
+        "and it may be negative.",
+        "mismatch_kl/lag_N": "mismatch_kl/mean over tokens of staleness N, in nats.",
+        "mismatch_kl/after_update_lag_N": "The same over those tokens of staleness N whose answer had received a "
+        "weight "
+        "update before them, in nats.",
+        "mismatch_kl/no_update_lag_N": "The same over the other tokens of staleness N, in nats.",
+        "mismatch_kl/update_effect": "after_update minus no_update at equal staleness, mean over tokens after an "
+        "update, "
+        "in nats: the cost of keeping keys and values across updates, apart from policy staleness.",
+        "mismatch_kl/after_update_tokens": "Number of tokens over which mismatch_kl/update_effect is a mean.",
+        "lag_N/<name>": "Figures over tokens of staleness N: tokens, mismatch_k1, mean_abs_log, ratio_mean, ratio_max, "
+        "ratio_p01, ratio_p50, ratio_p99, clip_low, clip_high, skipped, out_of_range, ess.",
+    },
+    "Engine against learner": {
+        "parity/mean": "Mean |engine - learner| of the log-probabilities of the same token sequences at the same "
+        "version, "
+        "in nats; in steps in which generators answered.",
+        "parity/<name>": "More figures of the differences in parity/mean: max, p50, p95, p99 in nats; number of "
+        "tokens and "
+        "generators; version.",
+        "parity/sampled_<name>": "The same figures for tokens as they were sampled, by the version that the learner "
+        "still "
+        "held; in nats.",
+    },
+    "Bias by groups that are lost": {
+        "bias/groups": "Number of groups that ended in the last 50 steps; the other bias figures are about them.",
+        "bias/lost": "Share of the groups in bias/groups that were dropped or cancelled.",
+        "bias/length": "Mean tokens per answer that was kept (trained or filtered, without tokens masked as stale) "
+        "divided "
+        "by the mean over all answers that ended; a cancelled answer counts the tokens reported by then.",
+        "bias/reward": "Mean reward of what was kept minus the mean of all that was received and ended.",
+        "bias/accuracy": "Mean accuracy of what was kept minus the mean of all that was received and ended.",
+    },
+    "Queue": {
+        "queue/depth": "Number of groups that are ready in the queue.",
+        "queue/bytes": "Size of the ready groups and of finished evaluation groups, in bytes.",
+        "queue/in_flight": "Number of groups that are being sampled.",
+    },
+    "Time": {
+        "time/step_s": "Seconds that the step took.",
+        "time/wait_s": "Seconds in which the learner waited for groups.",
+        "time/train_s": "Seconds in which the learner trained.",
+        "time/publish_s": "Seconds in which the learner staged weights for publishing.",
+        "time/generate_s": "Busy sequence-seconds of all generators divided by the sequences that fit, per step.",
+        "time/pause_s": "Mean seconds of a generator's pause per activation of a version.",
+        "idle/learner": "Share of the step's time in which the learner waited.",
+        "idle/generators": "Share of the step's time in which generators decoded nothing.",
+        "overlap/efficiency": "Busy seconds per step of the busier side (time/generate_s, or the learner's) divided by "
+        "time/step_s; 1 is perfect overlap.",
+        "throughput/trained_tokens_per_s": "Trained tokens per second.",
+        "throughput/generated_tokens_per_s": "Sampled tokens per second, over all generators.",
+    },
+    "Weights": {
+        "weights/members": "Number of generators that receive weights.",
+        "weights/transfer_s": "Seconds of the newest version's transfer.",
+        "weights/<name>": "Counts since the learner started: dropped_members, dropped_versions, superseded (versions), "
+        "failures, corrupt (buckets), pulled_bytes and pulled_full_bytes (bytes); delta_bytes and delta_s (bytes and "
+        "seconds of the newest difference).",
+    },
+    "Evaluations": {
+        **{f"eval/<dataset>/{name}": meaning for name, meaning in EVAL_FIGURES.items()},
+    },
 }
-"""Meaning and unit of each key of ``metrics.jsonl``. ``N``, ``<name>`` and the like stand for parts of a key that
-vary."""
+"""Meaning and unit of each key of ``metrics.jsonl``, by subject. ``N``, ``<name>`` and the like stand for parts of a
+key that vary."""
+
+METRIC_KEYS: dict[str, str] = {key: meaning for keys in METRIC_SECTIONS.values() for key, meaning in keys.items()}
+"""The same for all subjects together."""
+
+_PAGE = """# Metrics
+
+The learner writes one JSON object for each step to `metrics.jsonl` in the run directory, and one for each evaluation.
+With `log.wandb` they go to Weights & Biases too. Values that are not finite are null. `N` and names in `<>` stand for
+parts of a key that vary. [tuning.md](tuning.md#reading-the-metrics) says what to do about them.
+
+This page is generated from `async_rl/run/metrics.py`: `python -m async_rl.run.metrics > docs/metrics.md`.
+"""
+
+
+def markdown() -> str:
+    """Return the text of ``docs/metrics.md``: a table of keys and meanings for each subject."""
+    parts = [_PAGE]
+    for title, keys in METRIC_SECTIONS.items():
+        rows = [f"| `{key}` | {meaning.replace('|', chr(92) + '|')} |" for key, meaning in keys.items()]
+        parts.append("\n".join([f"## {title}", "", "| key | meaning |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
 
 
 class MetricsWriter:
@@ -258,3 +302,7 @@ def _start_wandb(run_dir: Path, config: Config) -> Any:
     # Rows carry their own step: wandb's own counter rejects the smaller steps that follow a rollback.
     run.define_metric("*", step_metric="step")
     return run
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

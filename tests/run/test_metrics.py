@@ -15,7 +15,7 @@ from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir
-from async_rl.run.metrics import MetricsWriter, check_wandb
+from async_rl.run.metrics import MetricsWriter, check_wandb, markdown
 from async_rl.run.step_log import read_rows
 
 
@@ -175,3 +175,8 @@ def test_the_curve_of_an_evaluation_alone_is_drawn_and_of_nothing_is_not(tmp_pat
     write_rows(tmp_path, some_rows(100)[:1])
     assert write_curve(RunDir(tmp_path))
     assert os.listdir(tmp_path).count("curve.png") == 1
+
+
+def test_the_page_of_all_metrics_is_current():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert page == markdown(), "write it again: python -m async_rl.run.metrics > docs/metrics.md"
