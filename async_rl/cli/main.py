@@ -56,8 +56,8 @@ def launch(
         bool,
         typer.Option(
             "--dry-run",
-            help="Print the commands, and whether the run could start on this machine. Write and start nothing. Exit "
-            "code 0.",
+            help="Print the commands, and check whether the run could start on this machine. Write and start nothing. "
+            "Exit code 2 if launch would refuse to start here.",
         ),
     ] = False,
     fresh: Fresh = False,

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from async_rl.config.config import Config
 from async_rl.config.loading import machine_overrides
-from async_rl.errors import ConfigError, UserError
+from async_rl.errors import ConfigError
 from async_rl.launch.live_view import LiveView, PlainView, duration, eval_accuracies
 from async_rl.launch.preflight import check_launch
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
@@ -48,7 +48,7 @@ def launch(
         config_path: the file from which ``config`` was read. The commands that ``dry_run`` prints name this file.
         overrides: the ``--set`` options with which ``config`` was read.
         fresh: rename the directory of an earlier run, and start a new run.
-        dry_run: print the commands, and whether the run could start on this machine. Write and start nothing.
+        dry_run: print the commands, then check whether the run could start on this machine. Write and start nothing.
         insecure: allow network addresses without keys.
         takeover: take the run directory from another process that uses it.
 
@@ -66,8 +66,10 @@ def launch(
     if dry_run:
         arguments = [str(config_path), *(part for override in overrides for part in ("--set", override))]
         commands = _commands(config, arguments, run_id="RUN_ID", insecure=insecure)
-        for line in [*describe_commands(config, commands), *_readiness(config, insecure=insecure)]:
+        for line in describe_commands(config, commands):
             _print_line(console, line)
+        preflight(config, insecure=insecure)
+        _print_line(console, "# launch would start here: data, model and address passed the checks")
         return 0
     with console.status("checking data, model and address"):  # seconds; shown on a terminal only
         preflight(config, insecure=insecure)
@@ -83,18 +85,6 @@ def preflight(config: Config, *, insecure: bool) -> None:
     """
     _commands(config, [], run_id="", insecure=insecure)
     check_launch(config, insecure=insecure)
-
-
-def _readiness(config: Config, *, insecure: bool) -> list[str]:
-    """Run the preflight checks, and return lines of text that say whether ``launch`` would start on this machine.
-
-    A failed check is no error of a dry run, because its commands may be meant for another machine.
-    """
-    try:
-        preflight(config, insecure=insecure)
-    except UserError as error:
-        return [f"# launch would be refused here: {line}" for line in str(error).splitlines()]
-    return ["# launch would start here: data, model and address passed the checks"]
 
 
 def describe_commands(config: Config, commands: RunCommands) -> list[str]:

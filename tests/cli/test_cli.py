@@ -18,7 +18,7 @@ from tests.queue.builders import make_config
 from tests.queue.conftest import Servers, attach
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("launch", "learner", "generator", "queue", "status", "config", "eval", "export", "sft")
+COMMANDS = ("launch", "learner", "generator", "queue", "status", "config", "compare", "sweep", "eval", "export", "sft")
 
 
 def write_config(directory: Path, **sections: str) -> Path:
@@ -416,9 +416,23 @@ def test_a_dry_run_prints_every_command_and_writes_nothing(
         cli.main(["launch", str(config), "--dry-run", "--set", "generator.count=2"])
     assert not leaving.value.code
     printed = capsys.readouterr().out
+    assert "# launch would start here" in printed
     for role in (f"async_rl queue {config}", f"async_rl learner {config} --set generator.count=2", "generator-1"):
         assert role in printed
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_that_launch_would_refuse_exits_2_after_the_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = write_config(tmp_path)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["launch", str(config), "--dry-run", "--set", "data.train=nowhere.jsonl"])
+    assert leaving.value.code == 2
+    output = capsys.readouterr()
+    assert f"async_rl learner {config}" in output.out
+    assert "would start here" not in output.out
+    assert "no dataset at nowhere.jsonl" in output.err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
