@@ -15,6 +15,8 @@ from async_rl.comparison.table import short_names
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_ROUNDING = 1e-7
+"""KL in nats below which the difference of two policies is that of float32 rounding."""
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 
 
@@ -29,7 +31,7 @@ def write_picture(summaries: Sequence[RunSummary], path: Path) -> None:
     figure = Figure(figsize=(11, 8), layout="constrained")
     FigureCanvasAgg(figure)
     (per_step, per_second), (shares, mismatch) = figure.subplots(2, 2)
-    names = [f"{name} (bound {run.bound})" for name, run in zip(_names(summaries), summaries, strict=True)]
+    names = [_label(name, run.bound) for name, run in zip(_names(summaries), summaries, strict=True)]
     _draw_learning(per_step, per_second, names, summaries)
     _draw_shares(shares, summaries)
     _draw_mismatch(mismatch, names, summaries)
@@ -41,6 +43,11 @@ def write_picture(summaries: Sequence[RunSummary], path: Path) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     figure.savefig(partial, dpi=120, format="png")
     os.replace(partial, path)
+
+
+def _label(name: str, bound: int) -> str:
+    """Return the name of a run with its bound, which the name of a sweep's run may already have."""
+    return name if f"max_staleness={bound}" in name else f"{name} (bound {bound})"
 
 
 def _names(summaries: Sequence[RunSummary]) -> list[str]:
@@ -82,12 +89,11 @@ def _draw_shares(axes: Axes, summaries: Sequence[RunSummary]) -> None:
         values = [getattr(summary, name) for summary in summaries]
         heights = [np.nan if value is None else value for value in values]
         axes.bar(places + 0.27 * (number - 1), heights, 0.25, color=_COLORS[number], label=label)
-    axes.set_xticks(places, _names(summaries), fontsize=8)
+    speeds = ["-" if run.steps_per_s is None else f"{run.steps_per_s:.3g}" for run in summaries]
+    labels = [f"{name}\n{speed} steps/s" for name, speed in zip(_names(summaries), speeds, strict=True)]
+    axes.set_xticks(places, labels, fontsize=8)
     axes.set_ylabel("share of the time")
     axes.set_ylim(0, 1.05)
-    for place, summary in zip(places, summaries, strict=True):
-        if summary.steps_per_s is not None:
-            axes.annotate(f"{summary.steps_per_s:.3g} steps/s", (float(place), 1.0), ha="center", fontsize=8)
 
 
 def _draw_mismatch(axes: Axes, names: Sequence[str], summaries: Sequence[RunSummary]) -> None:
@@ -96,4 +102,5 @@ def _draw_mismatch(axes: Axes, names: Sequence[str], summaries: Sequence[RunSumm
         values = [summary.mismatch_by_lag[lag] for lag in lags]
         axes.plot(lags, values, "o-", color=_COLORS[number % len(_COLORS)], label=name)
     axes.set_yscale("log")
+    axes.set_ylim(bottom=_ROUNDING)
     axes.set(xlabel="age of a token (versions)", ylabel="KL(behavior policy || policy), nats")

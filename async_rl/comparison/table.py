@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,7 @@ _STALENESS = (
     _Column("dropped", lambda run: run.dropped, ".1%"),
     _Column("masked", lambda run: run.masked, ".1%"),
 )
+_WRAP = textwrap.TextWrapper(width=80, initial_indent="  ", subsequent_indent="    ")
 MAX_LAGS = 8
 """Number of lags that the table of the mismatch shows. ``--json`` has all."""
 
@@ -50,7 +52,7 @@ def comparison_lines(summaries: Sequence[RunSummary], advice: Advice) -> list[st
         rows = [[_cell(summary.mismatch_by_lag.get(lag), ".1e") for lag in lags] for summary in summaries]
         lines += [*_aligned(["run", *(f"{lag}" for lag in lags)], names, rows), ""]
     lines += _learning(names, summaries)
-    return [*lines, advice.sentence, *(f"  {reason}" for reason in advice.reasons)]
+    return [*lines, advice.sentence, *(line for reason in advice.reasons for line in _WRAP.wrap(reason))]
 
 
 def comparison_json(summaries: Sequence[RunSummary], advice: Advice) -> dict[str, Any]:
