@@ -76,10 +76,9 @@ def advise(summaries: Sequence[RunSummary]) -> Advice:
             (f"The runs also differ in {', '.join(others)}.",),
         )
     bounds = sorted({summary.bound for summary in summaries})
-    timed = [summary for summary in summaries if summary.steps_per_s]
-    if len(bounds) == 1 or len({summary.bound for summary in timed}) < len(bounds):
+    if len(bounds) == 1:
         return _of_one_bound(summaries)
-    return recommend([_point([summary for summary in timed if summary.bound == bound]) for bound in bounds])
+    return recommend([_point([summary for summary in summaries if summary.bound == bound]) for bound in bounds])
 
 
 def recommend(points: Sequence[Point]) -> Advice:
@@ -176,7 +175,7 @@ def _point(runs: Sequence[RunSummary]) -> Point:
     error = stdev(accuracies) / math.sqrt(len(accuracies)) if len(accuracies) > 1 else of_rows
     return Point(
         bound=runs[0].bound,
-        steps_per_s=fmean(run.steps_per_s or 0.0 for run in runs),
+        steps_per_s=fmean(run.steps_per_s for run in runs),
         accuracy=fmean(accuracies) if accuracies else None,
         error=error,
         ess=_mean(run.ess for run in runs),

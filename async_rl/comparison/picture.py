@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import numpy as np
 
 from async_rl.comparison.summary import RunSummary
 from async_rl.comparison.table import short_names
+from async_rl.run.curve import new_figure, running_mean, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,24 +25,13 @@ def write_picture(summaries: Sequence[RunSummary], path: Path) -> None:
 
     The learning curves are the accuracies on the first dataset, or the mean rewards if no run has evaluations.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 8)
     (per_step, per_second), (shares, mismatch) = figure.subplots(2, 2)
     names = [_label(name, run.bound) for name, run in zip(_names(summaries), summaries, strict=True)]
     _draw_learning(per_step, per_second, names, summaries)
     _draw_shares(shares, summaries)
     _draw_mismatch(mismatch, names, summaries)
-    for axes in (per_step, per_second, shares, mismatch):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="best", fontsize=8, edgecolor="none", framealpha=0.85)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    figure.savefig(partial, dpi=120, format="png")
-    os.replace(partial, path)
+    save_picture(figure, path)
 
 
 def _label(name: str, bound: int) -> str:
@@ -74,10 +63,8 @@ def _draw_learning(per_step: Axes, per_second: Axes, names: Sequence[str], summa
 
 def _smooth(summary: RunSummary) -> tuple[list[int], list[float], list[float]]:
     """Return steps, seconds, and the running mean of the reward over a twentieth of the run."""
-    window = max(1, len(summary.curve) // 20)
-    values = [value for _, _, value in summary.curve]
-    means = np.convolve(values, np.ones(window) / window, mode="valid").tolist() if values else []
-    ends = summary.curve[window - 1 :]
+    means = running_mean([value for _, _, value in summary.curve])
+    ends = summary.curve[len(summary.curve) - len(means) :]
     return [step for step, _, _ in ends], [time_s for _, time_s, _ in ends], means
 
 
@@ -89,8 +76,7 @@ def _draw_shares(axes: Axes, summaries: Sequence[RunSummary]) -> None:
         values = [getattr(summary, name) for summary in summaries]
         heights = [np.nan if value is None else value for value in values]
         axes.bar(places + 0.27 * (number - 1), heights, 0.25, color=_COLORS[number], label=label)
-    speeds = ["-" if run.steps_per_s is None else f"{run.steps_per_s:.3g}" for run in summaries]
-    labels = [f"{name}\n{speed} steps/s" for name, speed in zip(_names(summaries), speeds, strict=True)]
+    labels = [f"{name}\n{run.steps_per_s:.3g} steps/s" for name, run in zip(_names(summaries), summaries, strict=True)]
     axes.set_xticks(places, labels, fontsize=8)
     axes.set_ylabel("share of the time")
     axes.set_ylim(0, 1.05)

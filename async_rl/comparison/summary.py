@@ -67,14 +67,14 @@ class RunSummary:
         masked: share of the tokens of ended groups that were masked as stale.
         reward: mean reward over the last tenth of the steps.
         curve: (step, seconds since the run began, mean reward) of every step.
-        evaluations: the evaluations of each dataset, in the order of their steps.
+        evaluations: the evaluations of each dataset, in the order of their steps; datasets by name.
     """
 
     name: str
     config: Config
     num_steps: int
     is_finished: bool
-    steps_per_s: float | None
+    steps_per_s: float
     overlap: float | None
     idle_learner: float | None
     idle_generators: float | None
@@ -112,13 +112,12 @@ def summarise(path: Path) -> RunSummary:
         raise RunError(f"{path}: expected a run that has made a step, got none yet; wait for its first step")
     ledger = _ledger(run_dir)
     warm = steps[min(round(WARM_UP * len(steps)), len(steps) - 1) :]
-    seconds = sum(row["time/step_s"] for row in warm)
     return RunSummary(
         name=str(path),
         config=load_config(run_dir.config),
         num_steps=steps[-1]["step"],
         is_finished=run_dir.is_finished,
-        steps_per_s=len(warm) / seconds if seconds > 0 else None,
+        steps_per_s=len(warm) / sum(row["time/step_s"] for row in warm),
         overlap=_mean(warm, "overlap/efficiency", "time/step_s"),
         idle_learner=_mean(warm, "idle/learner", "time/step_s"),
         idle_generators=_mean(warm, "idle/generators", "time/step_s"),
@@ -175,7 +174,7 @@ def _evaluations(rows: Sequence[Row]) -> dict[str, list[Evaluation]]:
         for dataset, accuracy in _accuracies(row):
             error = row.get(f"eval/{dataset}/accuracy_se") or 0.0
             found.setdefault(dataset, []).append(Evaluation(row["step"], row["time_s"], accuracy, error))
-    return found
+    return dict(sorted(found.items()))
 
 
 def _accuracies(row: Row) -> Iterator[tuple[str, float]]:

@@ -40,21 +40,19 @@ def plan_sweep(config: Path, overrides: Sequence[str], over: str, num_seeds: int
         ConfigError: ``over`` is malformed, or the config is wrong with one of the values.
         RunError: a directory of the sweep has a run with another config.
     """
-    key, separator, listed = over.partition("=")
+    key, separator, listed = (part.strip() for part in over.partition("="))
     values = [value.strip() for value in listed.split(",")]
     if not separator or not all(values) or len(set(values)) < len(values):
         raise ConfigError(f"--over: expected KEY=VALUE,VALUE,... with values that differ, got {over!r}; correct it")
-    if key.strip() in ("run.dir", "run.seed", "run.name"):
-        raise ConfigError(
-            f"--over: expected a key other than {key.strip()}, which the sweep sets; use --seeds for seeds"
-        )
+    if key in ("run.dir", "run.seed", "run.name"):
+        raise ConfigError(f"--over: expected a key other than {key}, which the sweep sets; use --seeds for seeds")
     base = load_config(config, overrides)
     folder = Path(f"{base.run.dir.rstrip('/')}-sweep")
     variants: list[Variant] = []
     for seed in range(base.run.seed, base.run.seed + num_seeds):
         for value in values:
             name = f"{key.rpartition('.')[2]}={value.replace('/', '_')}" + (f"-seed={seed}" if num_seeds > 1 else "")
-            own = (f"{key.strip()}={value}", f"run.seed={seed}", f"run.dir={json.dumps(str(folder / name))}")
+            own = (f"{key}={value}", f"run.seed={seed}", f"run.dir={json.dumps(str(folder / name))}")
             check_run_dir(load_config(config, [*overrides, *own]), fresh=False)
             variants.append(Variant(folder / name, (*overrides, *own)))
     return variants

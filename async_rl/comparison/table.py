@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from async_rl.comparison.advice import Advice
 from async_rl.comparison.summary import Evaluation, RunSummary
+from async_rl.evaluation.table import aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +61,7 @@ def comparison_json(summaries: Sequence[RunSummary], advice: Advice) -> dict[str
     runs = []
     for summary in summaries:
         figures = {name: getattr(summary, name) for name in RunSummary.__dataclass_fields__ if name != "config"}
-        figures["evaluations"] = {
-            dataset: [{"step": e.step, "time_s": e.time_s, "accuracy": e.accuracy, "error": e.error} for e in found]
-            for dataset, found in summary.evaluations.items()
-        }
+        figures["evaluations"] = {name: [asdict(one) for one in found] for name, found in summary.evaluations.items()}
         runs.append({"bound": summary.bound, **figures})
     return {"runs": runs, "advice": advice.sentence, "reasons": list(advice.reasons), "bound": advice.bound}
 
@@ -120,10 +118,6 @@ def _cell(value: float | None, form: str) -> str:
 
 
 def _aligned(headings: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: names left-aligned, figures right-aligned, indented by two."""
-    cells = [list(headings), *([name, *row] for name, row in zip(names, rows, strict=True))]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(headings))]
-    return [
-        "  " + "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in cells
-    ]
+    """Return the lines of a table with the names of the runs in front, indented by two."""
+    named = [[name, *row] for name, row in zip(names, rows, strict=True)]
+    return [f"  {line}" for line in aligned([headings, *named])]

@@ -58,9 +58,22 @@ def eval_table(headings: Sequence[str], entries: Sequence[Entry]) -> list[str]:
     labels = [(heading, [entry.labels[i] for entry in entries]) for i, heading in enumerate(headings)]
     labels = [column for column in labels[:-1] if len(set(column[1])) > 1] + labels[-1:]
     shown = labels + [(heading, cells) for heading, cells in columns if any(cells)]
-    widths = [max(len(cell) for cell in (heading, *cells)) for heading, cells in shown]
-    rows = [[heading for heading, _ in shown], *([cells[i] for _, cells in shown] for i in range(len(entries)))]
-    return ["  ".join(_padded(row, widths, len(labels))).rstrip() for row in rows]
+    return aligned(
+        [[heading for heading, _ in shown], *([cells[i] for _, cells in shown] for i in range(len(entries)))],
+        num_labels=len(labels),
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]], *, num_labels: int = 1) -> list[str]:
+    """Return the lines of a table: the first ``num_labels`` columns are left-aligned, the others right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i < num_labels else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def compare(paths: Sequence[Path]) -> list[str]:
@@ -177,11 +190,3 @@ def _versions(figures: Mapping[str, float]) -> str:
     if oldest is None or newest is None:
         return ""
     return str(int(oldest)) if oldest == newest else f"{int(oldest)}-{int(newest)}"
-
-
-def _padded(cells: Sequence[str], widths: Sequence[int], num_labels: int) -> list[str]:
-    """Return the cells of one line, padded to ``widths``. Labels are left-aligned, and figures are right-aligned."""
-    return [
-        cell.ljust(width) if i < num_labels else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]

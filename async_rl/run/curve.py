@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from async_rl.run.step_log import read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLORS = {"reward": "#0072b2", "accuracy": "#009e73", "staleness": "#d55e00", "speed": "#000000", "ess": "#e69f00"}
 _IDLE = {"idle/learner": ("learner", "#0072b2"), "idle/generators": ("generators", "#cc79a7")}
@@ -28,11 +30,7 @@ def write_curve(run_dir: RunDir) -> bool:
     rows = read_rows(run_dir.metrics)
     if not rows:
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 8), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, 8)
     panels = figure.subplots(3, 2, sharex=True)
     (accuracy, speed), (reward, idle), (staleness, ess) = panels
     figure.suptitle(run_dir.path.resolve().name, fontsize=13)
@@ -50,15 +48,42 @@ def write_curve(run_dir: RunDir) -> bool:
     ess.set_ylabel("effective sample size")
     for axes in panels[-1]:
         axes.set_xlabel("optimizer step")
-    for axes in panels.flat:
+    save_picture(figure, run_dir.curve)
+    return True
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of this size in inches. It needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_picture(figure: Figure, path: Path) -> None:
+    """Give all panels of ``figure`` a grid and a legend, and write it to ``path`` as PNG.
+
+    A reader never sees half a file.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="best", fontsize=9, edgecolor="none", framealpha=0.85)
-    partial = run_dir.curve.with_name(f".{run_dir.curve.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     figure.savefig(partial, dpi=120, format="png")
-    os.replace(partial, run_dir.curve)
-    return True
+    os.replace(partial, path)
+
+
+def running_mean(values: Sequence[float]) -> list[float]:
+    """Return the means over a twentieth of ``values``, each ending at one value. The first values have none."""
+    window = max(1, len(values) // 20)
+    return np.convolve(values, np.ones(window) / window, mode="valid").tolist() if values else []
 
 
 def _series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
@@ -88,13 +113,13 @@ def _draw_mean(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str
     steps, values = _series(rows, key)
     if not values:
         return
-    window = max(1, len(values) // 20)
+    smooth = running_mean(values)
+    window = len(values) - len(smooth) + 1
     style: dict[str, Any] = {"color": color, "linewidth": 1.8}
     if window == 1:
         axes.plot(steps, values, label=label, **style)
         return
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-    smooth = np.convolve(values, np.ones(window) / window, mode="valid")
     axes.plot(steps[window - 1 :], smooth, label=f"{label} (mean over {window} steps)", **style)
 
 

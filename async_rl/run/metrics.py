@@ -101,41 +101,33 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "skip/token_fraction": "Share of tokens skipped for either reason, among tokens that were not masked before.",
         "skip/sequences": "Number of sequences above loss.skip_threshold.",
         "skip/steps": "Number of the step's optimizer steps that were skipped: beyond loss.min_ess or max_kl, a "
-        "gradient "
-        "that is not finite, or nothing to train on.",
+        "gradient that is not finite, or nothing to train on.",
         "mismatch_kl/mean": "k3 estimate of KL(mu || pi) over the step's tokens, skipped ones included, in nats.",
         "mismatch_kl/k1": "k1 estimate of KL(mu || pi) over the same tokens as mismatch_kl/mean, in nats. It is "
-        "unbiased, "
-        "and it may be negative.",
+        "unbiased, and it may be negative.",
         "mismatch_kl/lag_N": "mismatch_kl/mean over tokens of staleness N, in nats.",
         "mismatch_kl/after_update_lag_N": "The same over those tokens of staleness N whose answer had received a "
-        "weight "
-        "update before them, in nats.",
+        "weight update before them, in nats.",
         "mismatch_kl/no_update_lag_N": "The same over the other tokens of staleness N, in nats.",
         "mismatch_kl/update_effect": "after_update minus no_update at equal staleness, mean over tokens after an "
-        "update, "
-        "in nats: the cost of keeping keys and values across updates, apart from policy staleness.",
+        "update, in nats: the cost of keeping keys and values across updates, apart from policy staleness.",
         "mismatch_kl/after_update_tokens": "Number of tokens over which mismatch_kl/update_effect is a mean.",
-        "lag_N/<name>": "Figures over tokens of staleness N: tokens, mismatch_k1, mean_abs_log, ratio_mean, ratio_max, "
-        "ratio_p01, ratio_p50, ratio_p99, clip_low, clip_high, skipped, out_of_range, ess.",
+        "lag_N/<name>": "Figures over tokens of staleness N: tokens, mismatch_k1, mean_abs_log, ratio_mean, "
+        "ratio_max, ratio_p01, ratio_p50, ratio_p99, clip_low, clip_high, skipped, out_of_range, ess.",
     },
     "Engine against learner": {
         "parity/mean": "Mean |engine - learner| of the log-probabilities of the same token sequences at the same "
-        "version, "
-        "in nats; in steps in which generators answered.",
+        "version, in nats; in steps in which generators answered.",
         "parity/<name>": "More figures of the differences in parity/mean: max, p50, p95, p99 in nats; number of "
-        "tokens and "
-        "generators; version.",
+        "tokens and generators; version.",
         "parity/sampled_<name>": "The same figures for tokens as they were sampled, by the version that the learner "
-        "still "
-        "held; in nats.",
+        "still held; in nats.",
     },
     "Bias by groups that are lost": {
         "bias/groups": "Number of groups that ended in the last 50 steps; the other bias figures are about them.",
         "bias/lost": "Share of the groups in bias/groups that were dropped or cancelled.",
         "bias/length": "Mean tokens per answer that was kept (trained or filtered, without tokens masked as stale) "
-        "divided "
-        "by the mean over all answers that ended; a cancelled answer counts the tokens reported by then.",
+        "divided by the mean over all answers that ended; a cancelled answer counts the tokens reported by then.",
         "bias/reward": "Mean reward of what was kept minus the mean of all that was received and ended.",
         "bias/accuracy": "Mean accuracy of what was kept minus the mean of all that was received and ended.",
     },
@@ -153,17 +145,17 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "time/pause_s": "Mean seconds of a generator's pause per activation of a version.",
         "idle/learner": "Share of the step's time in which the learner waited.",
         "idle/generators": "Share of the step's time in which generators decoded nothing.",
-        "overlap/efficiency": "Busy seconds per step of the busier side (time/generate_s, or the learner's) divided by "
-        "time/step_s; 1 is perfect overlap.",
+        "overlap/efficiency": "Busy seconds per step of the busier side (time/generate_s, or the learner's) divided "
+        "by time/step_s; 1 is perfect overlap.",
         "throughput/trained_tokens_per_s": "Trained tokens per second.",
         "throughput/generated_tokens_per_s": "Sampled tokens per second, over all generators.",
     },
     "Weights": {
         "weights/members": "Number of generators that receive weights.",
         "weights/transfer_s": "Seconds of the newest version's transfer.",
-        "weights/<name>": "Counts since the learner started: dropped_members, dropped_versions, superseded (versions), "
-        "failures, corrupt (buckets), pulled_bytes and pulled_full_bytes (bytes); delta_bytes and delta_s (bytes and "
-        "seconds of the newest difference).",
+        "weights/<name>": "Counts since the learner started: dropped_members, dropped_versions, superseded "
+        "(versions), failures, corrupt (buckets), pulled_bytes and pulled_full_bytes (bytes); delta_bytes and delta_s "
+        "(bytes and seconds of the newest difference).",
     },
     "Evaluations": {
         **{f"eval/<dataset>/{name}": meaning for name, meaning in EVAL_FIGURES.items()},
