@@ -150,9 +150,9 @@ def _compare_runs(runs: list[Path], picture: Path, *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(comparison_json(summaries, advice), indent=2))
         return
+    write_picture(summaries, picture)
     for line in comparison_lines(summaries, advice):
         typer.echo(visible(line))
-    write_picture(summaries, picture)
     typer.echo(f"picture: {picture}")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from async_rl.comparison.summary import RunSummary
 from async_rl.comparison.table import short_names
+from async_rl.errors import RunError
 from async_rl.run.curve import new_figure, running_mean, save_picture
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ def write_picture(summaries: Sequence[RunSummary], path: Path) -> None:
     """Draw the runs and write the picture to ``path`` as PNG. A reader never sees half a file.
 
     The learning curves are the accuracies on the first dataset, or the mean rewards if no run has evaluations.
+
+    Raises:
+        RunError: the file can't be written.
     """
     figure = new_figure(11, 8)
     (per_step, per_second), (shares, mismatch) = figure.subplots(2, 2)
@@ -31,7 +35,12 @@ def write_picture(summaries: Sequence[RunSummary], path: Path) -> None:
     _draw_learning(per_step, per_second, names, summaries)
     _draw_shares(shares, summaries)
     _draw_mismatch(mismatch, names, summaries)
-    save_picture(figure, path)
+    try:
+        save_picture(figure, path)
+    except OSError as error:
+        raise RunError(
+            f"can't write the picture {path}: {error.strerror or error}; choose another file or directory"
+        ) from error
 
 
 def _label(name: str, bound: int) -> str:

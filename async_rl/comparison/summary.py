@@ -99,14 +99,18 @@ def summarise(path: Path) -> RunSummary:
     """Return the summary of the run in the directory ``path``, whether it is running or has ended.
 
     Raises:
-        RunError: there is no run, or it has made no step yet.
+        RunError: there is no run, it has made no step yet, or a file of it is damaged.
+        ConfigError: this version of async-rl can't read the run's config.
     """
     run_dir = RunDir(path)
     if not run_dir.metrics.is_file() or not run_dir.config.is_file():
         raise RunError(
             f"{path}: expected a run directory (with config.toml and metrics.jsonl), got none; correct the path"
         )
-    rows = sorted(read_rows(run_dir.metrics), key=lambda row: row["step"])
+    try:
+        rows = sorted(read_rows(run_dir.metrics), key=lambda row: row["step"])
+    except ValueError as error:
+        raise RunError(str(error)) from error
     steps = [row for row in rows if "version" in row]
     if not steps:
         raise RunError(f"{path}: expected a run that has made a step, got none yet; wait for its first step")
@@ -148,7 +152,12 @@ def _by_lag(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def _ledger(run_dir: RunDir) -> Mapping[str, Any]:
-    return json.loads(run_dir.ledger.read_text(encoding="utf-8")) if run_dir.ledger.is_file() else {}
+    try:
+        return json.loads(run_dir.ledger.read_text(encoding="utf-8")) if run_dir.ledger.is_file() else {}
+    except ValueError as error:
+        raise RunError(
+            f"can't read {run_dir.ledger}: {error}; delete this file to compare the run without it"
+        ) from error
 
 
 def _dropped(ledger: Mapping[str, Any]) -> float | None:

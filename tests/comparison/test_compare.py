@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from async_rl.cli.main import app
+from async_rl.cli.main import app, main
 from async_rl.comparison.sweep import launch_variant, plan_sweep
 from async_rl.errors import ConfigError
 
@@ -101,3 +101,19 @@ def test_a_launch_that_fails_stops_the_sweep_with_its_exit_code(tmp_path: Path):
     assert "run 1 of 2" in done.output
     assert "exit code 2 of launch; the same command goes on there" in done.output
     assert "run 2 of 2" not in done.output
+
+
+def test_files_that_cannot_be_read_or_written_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    def refusal(*arguments: str) -> str:
+        with pytest.raises(SystemExit) as leaving:
+            main(["compare", *arguments])
+        assert leaving.value.code == 2
+        return capsys.readouterr().err
+
+    runs = two_runs(tmp_path)
+    nowhere = str(tmp_path / "nowhere" / "c.png")
+    assert f"can't write the picture {nowhere}: No such file or directory" in refusal(*runs, "--picture", nowhere)
+    (tmp_path / "b0" / "ledger.json").write_text("{")
+    assert f"can't read {runs[0]}/ledger.json" in refusal(*runs)
+    (tmp_path / "b4" / "metrics.jsonl").write_text("?\n")
+    assert "metrics.jsonl, line 1: expected a JSON object" in refusal(runs[1])
