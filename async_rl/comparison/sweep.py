@@ -16,7 +16,7 @@ from pathlib import Path
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.process.child import module_command, package_environment
-from async_rl.run.directory import RunDir, check_run_dir
+from async_rl.run.reuse import check_run_dir, has_ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ def plan_sweep(config: Path, overrides: Sequence[str], over: str, num_seeds: int
         for value in values:
             name = f"{key.rpartition('.')[2]}={value.replace('/', '_')}" + (f"-seed={seed}" if num_seeds > 1 else "")
             own = (f"{key}={value}", f"run.seed={seed}", f"run.dir={json.dumps(str(folder / name))}")
-            check_run_dir(load_config(config, [*overrides, *own]), fresh=False)
+            # Other keys would make a run that is a mixture, so that the sweep compares nothing.
+            check_run_dir(load_config(config, [*overrides, *own]), fresh=False, tunable=("learner.steps",))
             variants.append(Variant(folder / name, (*overrides, *own)))
     return variants
 
@@ -63,7 +64,8 @@ def launch_variant(config: Path, variant: Variant) -> int:
 
     If this process gets SIGINT or SIGTERM, ``launch`` saves its last step first.
     """
-    if RunDir(variant.run_dir).is_finished:
+    resolved = load_config(config, variant.overrides)
+    if has_ended(check_run_dir(resolved, fresh=False, tunable=("learner.steps",)), resolved):
         return 0
     options = [part for override in variant.overrides for part in ("--set", override)]
     command = module_command("async_rl", "launch", str(config), *options)

@@ -74,6 +74,18 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     return parse_config(raw, f"{path} with its --set" if overrides else str(path))
 
 
+def config_from_toml(text: str, source: str) -> Config:
+    """Return the config in the TOML ``text``. Error messages name ``source``.
+
+    Raises:
+        ConfigError: ``text`` is not TOML, or not a valid config.
+    """
+    try:
+        return parse_config(tomllib.loads(text), source)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{source} is not valid TOML: {error}; correct it there") from error
+
+
 def parse_config(raw: Mapping[str, Any], source: str) -> Config:
     """Return the config in ``raw``, which has a dict for each section. Error messages name ``source``.
 
@@ -222,11 +234,26 @@ def config_to_toml(config: Config) -> str:
     return tomli_w.dumps(data)
 
 
+def plain_values(config: Config) -> dict[str, Any]:
+    """Return ``section.key`` -> value for every key, as plain data that JSON has, too."""
+    return _flat(config.model_dump(mode="json"))
+
+
+def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Return ``section.key`` -> (old value, new value) for every key whose value differs, sorted by key."""
+    before, after = plain_values(old), plain_values(new)
+    keys = sorted(before.keys() | after.keys())
+    return {key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)}
+
+
+def show_change(key: str, old: object, new: object) -> str:
+    """Return the text ``section.key: old -> new``."""
+    return f"{key}: {old!r} -> {new!r}"
+
+
 def config_difference(old: Config, new: Config) -> list[str]:
     """Return a line ``section.key: old -> new`` for every key whose value differs."""
-    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
-    keys = sorted(before.keys() | after.keys())
-    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if before.get(k) != after.get(k)]
+    return [show_change(key, *values) for key, values in changed_keys(old, new).items()]
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -28,8 +28,9 @@ from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
 from async_rl.process.child import module_command, package_path
 from async_rl.run.curve import write_curve
-from async_rl.run.directory import RunDir, check_run_dir
+from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, locked_run_dir
+from async_rl.run.reuse import check_run_dir, has_ended
 from async_rl.run.step_log import read_rows
 from async_rl.terminal import visible
 
@@ -57,10 +58,11 @@ def launch(
     """
     console = Console(stderr=False, markup=False)
     run_dir = check_run_dir(config, fresh=fresh)
-    if run_dir.is_finished and not fresh:
+    if not fresh and has_ended(run_dir, config):
         _print_line(
             console,
-            f"the run in {run_dir.path} is finished; pass --fresh to start over (the old directory is moved aside)",
+            f"the run in {run_dir.path} is finished; raise learner.steps to train on, or pass --fresh to start over "
+            f"(the old directory is moved aside)",
         )
         return 0
     if dry_run:

@@ -20,8 +20,9 @@ from async_rl.net.address import check_address, refuse_open_bind
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.process.user_code import check_allowed, code_digests
 from async_rl.rewards.registry import build_reward
-from async_rl.run.directory import check_run_dir, check_writable
+from async_rl.run.directory import check_writable
 from async_rl.run.metrics import check_wandb
+from async_rl.run.reuse import check_run_dir, has_ended
 from async_rl.weights.transport import TRANSPORTS
 
 
@@ -54,7 +55,7 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
         UserError: a check failed. The later checks are not made.
     """
     run_dir = check_run_dir(config, fresh=fresh)
-    if run_dir.is_finished and not fresh:
+    if not fresh and has_ended(run_dir, config):
         return
     check_writable(run_dir.path, "run.dir")
     check_wandb(config)

@@ -1,8 +1,7 @@
-"""The run directory: the paths of its files, whether its run is finished, and whether a config may use it.
+"""The run directory: the paths of its files, and the helpers with which they are written.
 
-``launch`` or ``learner`` creates the directory, whichever starts first. Other modules get the paths from ``RunDir``. If
-the directory has a run with the same config, that run is resumed. If it has a run with another config, an error lists
-the keys that differ. ``--fresh`` renames the old directory and starts a new run.
+``launch`` or ``learner`` creates the directory, whichever starts first. Other modules get the paths from ``RunDir``.
+``reuse.py`` says which config may use a directory that has a run.
 """
 
 from __future__ import annotations
@@ -10,39 +9,12 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_rl.config.config import Config
-from async_rl.config.loading import config_difference, config_to_toml, load_config
-from async_rl.errors import ConfigError, RunError
-
-MAY_DIFFER: tuple[str, ...] = (
-    "run.dir", "run.name", "data.on_change",
-    "queue.address", "queue.advertise", "queue.keys", "queue.max_bytes", "queue.lease_timeout_s", "queue.journal_dir",
-    "learner.max_tokens", "learner.nproc", "learner.devices", "learner.reshard", "learner.num_threads",
-    "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",
-    "generator.max_concurrent_groups", "generator.memory_fraction", "generator.num_threads",
-    "weights.transport", "weights.deadline_s", "weights.staging_bytes",
-    "weights.trusted_network", "weights.deltas", "weights.parity",
-    "checkpoint.every", "checkpoint.keep_last",
-    "log.wandb", "log.project", "log.rollouts_every", "log.rollouts_groups",
-    "experimental.max_messages_per_s", "experimental.max_malformed_per_minute", "experimental.distributed_timeout_s",
-    "experimental.bucket_bytes", "experimental.parity_every", "experimental.parity_limit", "experimental.linger_s",
-    "experimental.sft_checkpoint_every", "sft",
-)  # fmt: skip
-"""Keys (and one section) of the config that may change when a run is resumed. They change where and how fast the run
-computes and what it records, but not what it learns."""
-
-_ENTRIES = frozenset({
-    "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
-    "checkpoints", "export", "curve.png", "logs", "finished.json", "run.lock", "wandb", "wandb_id", "run_id", "sft",
-})  # fmt: skip
-"""Names of files and folders that may exist in a run directory without ``config.toml``, because the queue server may
-start before the config is written."""
+from async_rl.errors import RunError
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +48,16 @@ class RunDir:
     @property
     def trained(self) -> Path:
         return self.path / "trained.jsonl"
+
+    @property
+    def config_changes(self) -> Path:
+        """Path of ``config_changes.jsonl``: which keys changed at a restart, and after which step."""
+        return self.path / "config_changes.jsonl"
+
+    @property
+    def origin(self) -> Path:
+        """Path of ``origin.json``, which says from which checkpoint of another run this run was forked."""
+        return self.path / "origin.json"
 
     @property
     def ledger(self) -> Path:
@@ -162,88 +144,13 @@ def check_writable(path: Path, key: str) -> None:
         ) from None
 
 
-def check_run_dir(config: Config, *, fresh: bool) -> RunDir:
-    """Check that ``config`` may use its ``run.dir``, and return the run directory. Write nothing.
+def move_aside(path: Path) -> Path:
+    """Rename the directory ``path`` to ``NAME.old-N``, and return the new path.
 
-    With ``fresh`` the directory may have a run with another config, because that run will be moved aside.
-
-    Raises:
-        RunError: ``run.dir`` is a file, has a run with another config, or has other files but no run.
+    N is the lowest number for which no such file exists.
     """
-    run_dir = RunDir(Path(config.run.dir))
-    path = run_dir.path
-    if not path.exists():
-        return run_dir
-    if not path.is_dir():
-        raise RunError(f"run.dir: expected a directory at {path}, got a file; choose another run.dir")
-    if not run_dir.config.exists():
-        foreign = sorted(p.name for p in path.iterdir() if not _is_ours(p.name))
-        if foreign:
-            raise RunError(
-                f"run.dir: expected an empty directory or the directory of a run, got {path}, which has no config.toml "
-                f"but holds {foreign[0]!r}; choose another run.dir"
-            )
-    elif not fresh:
-        _refuse_changed_config(run_dir, config)
-    return run_dir
-
-
-def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
-    """Create the directory ``run.dir``, or reuse it to resume its run, and write the complete config into it.
-
-    With ``fresh``, the directory of an existing run is first renamed to ``NAME.old-N``. Without ``fresh``, the
-    directory may have a finished run, so callers check ``is_finished``, and a second call changes nothing.
-
-    Raises:
-        RunError: the directory can't be written, has other files but no run, or has a run with another config. In the
-            last case the message lists the keys that differ and are not in ``MAY_DIFFER``.
-    """
-    run_dir = check_run_dir(config, fresh=fresh)
-    try:
-        if fresh and run_dir.config.exists():
-            move_aside(run_dir.path)
-        run_dir.path.mkdir(parents=True, exist_ok=True)
-        text = config_to_toml(config)
-        if not run_dir.config.exists() or run_dir.config.read_text(encoding="utf-8") != text:
-            write_atomically(run_dir.config, text)
-        if not (run_dir.path / "run_id").exists():
-            write_atomically(run_dir.path / "run_id", f"{uuid.uuid4().hex[:12]}\n")
-        run_dir.logs.mkdir(exist_ok=True)
-    except OSError as error:
-        raise RunError(f"run.dir: can't write to {run_dir.path}: {error}; choose another run.dir") from error
-    return run_dir
-
-
-def _is_ours(name: str) -> bool:
-    return name in _ENTRIES or name.startswith(("metrics.rolled_back", "trained.rolled_back", "."))
-
-
-def _refuse_changed_config(run_dir: RunDir, config: Config) -> None:
-    try:
-        old = load_config(run_dir.config)
-    except ConfigError as error:
-        raise RunError(
-            f"run.dir: {run_dir.path} holds a run, but this version of async-rl can't read its config.toml; choose "
-            f"another run.dir, or start over with --fresh (the old directory is moved aside)\n{error}"
-        ) from None
-    changed = [line for line in config_difference(old, config) if not _may_differ(line.partition(":")[0])]
-    if changed:
-        listed = "\n".join(f"  {line}" for line in changed)
-        raise RunError(
-            f"run.dir: {run_dir.path} holds a run with another config; these keys differ (old -> new):\n{listed}\n"
-            f"Resume with the old values, choose another run.dir, or start over with --fresh (the old directory is "
-            f"moved aside)."
-        )
-
-
-def _may_differ(key: str) -> bool:
-    return key in MAY_DIFFER or key.partition(".")[0] in MAY_DIFFER
-
-
-def move_aside(path: Path) -> None:
-    """Rename the directory ``path`` to ``NAME.old-N``. N is the lowest number for which no such file exists."""
     path = path.resolve()
     number = 1
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
-    path.rename(aside)
+    return path.rename(aside)

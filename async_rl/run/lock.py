@@ -27,7 +27,8 @@ from pathlib import Path
 from async_rl.config.config import Config
 from async_rl.errors import LineageError, RunError
 from async_rl.process.child import is_alive
-from async_rl.run.directory import RunDir, check_run_dir, move_aside, prepare_run_dir
+from async_rl.run.directory import RunDir, move_aside
+from async_rl.run.reuse import check_run_dir, prepare_run_dir, starts_over
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,8 @@ def locked_run_dir(
 ) -> Iterator[tuple[RunDir, RunLock]]:
     """Lock and prepare the run directory of ``config``, and yield the directory and its lock. Unlock it at the end.
 
-    With ``fresh``, the lock of the old directory is also held until the end of the block.
+    The run that is there is moved aside with ``fresh``, or if it made no step and has another config. The lock of the
+    old directory is then also held until the end of the block.
 
     Raises:
         RunError: another process uses the directory, or ``prepare_run_dir`` refuses it.
@@ -186,8 +188,14 @@ def locked_run_dir(
     run_dir = check_run_dir(config, fresh=fresh)
     locks = [acquire(run_dir, role, takeover=takeover)]
     try:
-        if fresh and run_dir.config.exists():
-            move_aside(run_dir.path)
+        is_useless = not fresh and starts_over(run_dir, config)
+        if is_useless or (fresh and run_dir.config.exists()):
+            aside = move_aside(run_dir.path)
+            if is_useless:
+                logger.warning(
+                    "run.dir: the run in %s had another config and made no step; it is now %s, and a new run starts",
+                    run_dir.path, aside,
+                )  # fmt: skip
             locks.append(acquire(run_dir, role))
         prepare_run_dir(config)
         yield run_dir, locks[-1]

@@ -388,22 +388,23 @@ def test_sft_names_the_keys_that_it_needs(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_launch_refuses_a_changed_config_with_the_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from async_rl.run.directory import prepare_run_dir
+    from async_rl.run.reuse import prepare_run_dir
 
     config = write_config(tmp_path)
-    prepare_run_dir(load_config(config))
-    assert "optimizer.lr: 1e-06 -> 0.1" in refusal(capsys, "launch", str(config), "--set", "optimizer.lr=0.1")
+    prepare_run_dir(load_config(config)).trained.write_text('{"step": 1}\n')
+    assert "loss.clip_high: 0.28 -> 0.1" in refusal(capsys, "launch", str(config), "--set", "loss.clip_high=0.1")
 
 
 def test_a_finished_run_is_left_alone_with_exit_code_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from async_rl.run.directory import prepare_run_dir
+    from async_rl.run.reuse import prepare_run_dir
 
     config = write_config(tmp_path)
     prepare_run_dir(load_config(config)).mark_finished({"step": 3})
     with pytest.raises(SystemExit) as leaving:
         cli.main(["launch", str(config)])
     assert not leaving.value.code
-    assert "is finished; pass --fresh to start over" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is finished; raise learner.steps to train on, or pass --fresh to start over" in said
 
 
 def test_a_dry_run_prints_every_command_and_writes_nothing(

@@ -8,7 +8,9 @@ from typer.testing import CliRunner
 
 from async_rl.cli.main import app, main
 from async_rl.comparison.sweep import launch_variant, plan_sweep
+from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
+from async_rl.run.reuse import prepare_run_dir
 
 from .runs import eval_row, step_row, write_run
 
@@ -89,8 +91,7 @@ def test_a_wrong_sweep_is_refused_before_its_first_run(tmp_path: Path, over: str
 
 def test_a_finished_run_is_not_launched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     plan = plan_sweep(a_config(tmp_path), [], "queue.max_staleness=0", 1)
-    plan[0].run_dir.mkdir(parents=True)
-    (plan[0].run_dir / "finished.json").write_text("{}")
+    prepare_run_dir(load_config(a_config(tmp_path), plan[0].overrides)).mark_finished({})
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("launched"))
     assert launch_variant(a_config(tmp_path), plan[0]) == 0
 

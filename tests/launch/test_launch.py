@@ -34,8 +34,9 @@ from async_rl.launch.live_view import (
 from async_rl.launch.preflight import check_bindable
 from async_rl.launch.supervisor import Command, Outcome, ProcessStatus, Supervisor, Timing
 from async_rl.process.child import PACKAGE_ROOT, ParentWatch
-from async_rl.run.directory import RunDir, prepare_run_dir
+from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
+from async_rl.run.reuse import prepare_run_dir
 from async_rl.run.step_log import StepLogTail
 
 DEADLINE_S = 60.0

@@ -1,0 +1,223 @@
+"""Whether a config may use a run directory, and what happens to the run that is there.
+
+=====================================================  ============================================================
+the directory has                                      what ``prepare_run_dir`` does
+=====================================================  ============================================================
+no run                                                 starts one
+a run with the same config                             resumes it
+a run whose config differs in ``FREE`` or ``TUNABLE``  resumes it with the new values, from its next step on
+a run to which no learner ever attached                replaces its config
+a run that made no step                                moves it aside (``NAME.old-N``) and starts a new one
+a run that made steps with other values of other keys  refuses, and lists these keys
+=====================================================  ============================================================
+
+A finished run goes on if ``learner.steps`` is raised. ``--fresh`` always moves the old run aside.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_rl.config.config import Config
+from async_rl.config.loading import changed_keys, config_to_toml, load_config, plain_values, show_change
+from async_rl.errors import ConfigError, RunError
+from async_rl.run.directory import RunDir, move_aside, write_atomically
+
+FREE: tuple[str, ...] = (
+    "run.dir", "run.name", "data.on_change",
+    "queue.address", "queue.advertise", "queue.keys", "queue.max_bytes", "queue.lease_timeout_s", "queue.journal_dir",
+    "learner.max_tokens", "learner.nproc", "learner.devices", "learner.reshard", "learner.num_threads",
+    "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",
+    "generator.max_concurrent_groups", "generator.memory_fraction", "generator.num_threads",
+    "weights.transport", "weights.deadline_s", "weights.staging_bytes",
+    "weights.trusted_network", "weights.deltas", "weights.parity",
+    "checkpoint", "log",
+    "experimental.max_messages_per_s", "experimental.max_malformed_per_minute", "experimental.distributed_timeout_s",
+    "experimental.bucket_bytes", "experimental.parity_every", "experimental.parity_limit", "experimental.linger_s",
+    "experimental.sft_checkpoint_every", "sft",
+)  # fmt: skip
+"""Keys and sections that may change when a run is resumed. They change where and how fast the run computes and what it
+records, but not what it learns."""
+
+TUNABLE: tuple[str, ...] = (
+    "learner.steps", "data.epochs", "data.eval", "eval", "generator",
+    "queue.max_staleness", "queue.on_stale", "queue.wait_s", "queue.adaptive",
+    "queue.max_filtered", "queue.max_attempts", "queue.max_refused_share",
+    "optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.warmup_steps",
+    "experimental.adaptive_min_ess", "experimental.adaptive_max_kl", "experimental.max_skipped_steps",
+)  # fmt: skip
+"""Keys and sections that may change, too. They affect what the run learns from the next step on, and not what it has
+learned, so the learner records each change with its step (``config_changes.py``)."""
+
+SHARED: tuple[str, ...] = (
+    "queue", "data", "sampling", "eval", "environment", "reward.max_abs", "run.seed", "learner.groups_per_step",
+    "learner.updates_per_batch", "weights.sync_every",
+)  # fmt: skip
+"""Keys and sections that the queue server and its learner must have in common, except those in ``FREE``."""
+
+_FILES = frozenset({
+    "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
+    "checkpoints", "export", "curve.png", "logs", "finished.json", "run.lock", "wandb", "wandb_id", "run_id", "sft",
+    "config_changes.jsonl", "origin.json",
+})  # fmt: skip
+"""Names of files and folders that may exist in a run directory without ``config.toml``, because the queue server may
+start before the config is written."""
+_FILE_PREFIXES = ("metrics.rolled_back", "trained.rolled_back", "queue.old-", ".")
+
+
+def check_run_dir(config: Config, *, fresh: bool, tunable: Sequence[str] = TUNABLE) -> RunDir:
+    """Check that ``config`` may use its ``run.dir``, and return the run directory. Write nothing.
+
+    Args:
+        fresh: the directory may have a run with any config, because it will be moved aside.
+        tunable: the keys and sections that may differ from the run's, in addition to ``FREE``.
+
+    Raises:
+        RunError: ``run.dir`` is a file, has a run that made steps with other values of other keys, or has other files
+            but no run; or ``learner.steps`` is below the steps that the run has trained.
+    """
+    run_dir = RunDir(Path(config.run.dir))
+    path = run_dir.path
+    if not path.exists():
+        return run_dir
+    if not path.is_dir():
+        raise RunError(f"run.dir: expected a directory at {path}, got a file; choose another run.dir")
+    if not run_dir.config.exists():
+        foreign = sorted(p.name for p in path.iterdir() if not _is_ours(p.name))
+        if foreign:
+            raise RunError(
+                f"run.dir: expected an empty directory or the directory of a run, got {path}, which has no config.toml "
+                f"but holds {foreign[0]!r}; choose another run.dir"
+            )
+    elif not fresh and _has_trained(run_dir):
+        _refuse_other_run(run_dir, config, tunable)
+    return run_dir
+
+
+def has_ended(run_dir: RunDir, config: Config) -> bool:
+    """Return whether the run in the directory is finished, and ``config`` gives it no further steps or epochs.
+
+    Call ``check_run_dir`` before.
+    """
+    if not run_dir.is_finished or not run_dir.config.exists():
+        return run_dir.is_finished
+    old = load_config(run_dir.config)
+    return config.learner.steps <= old.learner.steps and config.data.epochs == old.data.epochs
+
+
+def starts_over(run_dir: RunDir, config: Config) -> bool:
+    """Return whether the run must be moved aside: its config does not fit, a learner attached, but made no step."""
+    return (
+        run_dir.config.exists()
+        and run_dir.metrics.exists()
+        and not _has_trained(run_dir)
+        and bool(_misfits(run_dir, config, TUNABLE))
+    )
+
+
+def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
+    """Create the directory ``run.dir``, or reuse it as the table above says, and write the complete config into it.
+
+    With ``fresh``, the directory of an existing run is first moved aside. Without ``fresh``, the directory may have a
+    finished run, so callers check ``has_ended``, and a second call changes nothing.
+
+    Raises:
+        RunError: the directory can't be written, or ``check_run_dir`` refuses it.
+    """
+    run_dir = check_run_dir(config, fresh=fresh)
+    try:
+        if (fresh and run_dir.config.exists()) or starts_over(run_dir, config):
+            move_aside(run_dir.path)
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        if run_dir.is_finished and not has_ended(run_dir, config):
+            os.unlink(run_dir.finished_marker)
+        text = config_to_toml(config)
+        if not run_dir.config.exists() or run_dir.config.read_text(encoding="utf-8") != text:
+            write_atomically(run_dir.config, text)
+        if not (run_dir.path / "run_id").exists():
+            write_atomically(run_dir.path / "run_id", f"{uuid.uuid4().hex[:12]}\n")
+        run_dir.logs.mkdir(exist_ok=True)
+    except OSError as error:
+        raise RunError(f"run.dir: can't write to {run_dir.path}: {error}; choose another run.dir") from error
+    return run_dir
+
+
+def shared_values(config: Config) -> dict[str, Any]:
+    """Return the values of the keys in ``SHARED``, except those in ``FREE``, as plain data."""
+    return {
+        key: value for key, value in plain_values(config).items() if is_among(key, SHARED) and not is_among(key, FREE)
+    }
+
+
+def check_shared(config: Config, server: Mapping[str, Any]) -> None:
+    """Check that the learner's ``config`` agrees with ``server``, what ``shared_values`` returned in the queue server.
+
+    Raises:
+        ConfigError: a value differs, because the server was started with another config.
+    """
+    own = shared_values(config)
+    keys = sorted(own.keys() | server.keys())
+    lines = [f"  {show_change(key, server.get(key), own.get(key))}" for key in keys if server.get(key) != own.get(key)]
+    if lines:
+        listed = "\n".join(lines)
+        raise ConfigError(
+            f"the queue server runs with another config than this learner; these keys differ (queue server -> "
+            f"learner):\n{listed}\nStop the queue server, and start it with the learner's config."
+        )
+
+
+def is_among(key: str, keys: Sequence[str]) -> bool:
+    """Return whether ``key`` is one of ``keys``, or belongs to one of them that is a section or a table."""
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
+
+
+def _is_ours(name: str) -> bool:
+    return name in _FILES or name.startswith(_FILE_PREFIXES)
+
+
+def _has_trained(run_dir: RunDir) -> bool:
+    """Return whether the run has made a step. A fork has a checkpoint before its first step, which does not count."""
+    if run_dir.trained.exists() and run_dir.trained.stat().st_size > 0:
+        return True
+    return run_dir.latest_checkpoint is not None and not run_dir.origin.exists()
+
+
+def _misfits(run_dir: RunDir, config: Config, tunable: Sequence[str]) -> list[str]:
+    """Return a line ``section.key: old -> new`` for each changed key that the run can't take. Of a config that can't be
+    read, return the cause.
+    """
+    try:
+        old = load_config(run_dir.config)
+    except ConfigError as error:
+        return [str(error)]
+    found = changed_keys(old, config)
+    return [show_change(key, *values) for key, values in found.items() if not is_among(key, (*FREE, *tunable))]
+
+
+def _refuse_other_run(run_dir: RunDir, config: Config, tunable: Sequence[str]) -> None:
+    try:
+        load_config(run_dir.config)
+    except ConfigError as error:
+        raise RunError(
+            f"run.dir: {run_dir.path} holds a run, but this version of async-rl can't read its config.toml; choose "
+            f"another run.dir, or start over with --fresh (the old directory is moved aside)\n{error}"
+        ) from None
+    if changed := _misfits(run_dir, config, tunable):
+        listed = "\n".join(f"  {line}" for line in changed)
+        raise RunError(
+            f"run.dir: {run_dir.path} holds a run with another config; these keys differ (old -> new):\n{listed}\n"
+            f"Resume with the old values, continue from a checkpoint of this run in another run.dir with --from "
+            f"{run_dir.path}, or start over with --fresh (the old directory is moved aside)."
+        )
+    step = re.fullmatch(r"step-(\d+)", run_dir.latest_checkpoint or "")
+    trained = 0 if step is None else int(step[1])
+    if config.learner.steps < trained:
+        raise RunError(
+            f"learner.steps: expected at least {trained}, the steps that the run in {run_dir.path} has trained, got "
+            f"{config.learner.steps}; raise it, or choose another run.dir"
+        )

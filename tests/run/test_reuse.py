@@ -1,0 +1,199 @@
+"""The run directory: which config may use it, what may differ, what is moved aside."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config.config import Config
+from async_rl.config.loading import load_config, parse_config
+from async_rl.errors import ConfigError, RunError
+from async_rl.run.directory import RunDir
+from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_run_dir, shared_values
+
+
+def a_config(directory: Path, **sections: dict[str, object]) -> Config:
+    raw = {"run": {"dir": str(directory)}, "model": {"path": "tiny"}, **sections}
+    return parse_config(raw, "test")
+
+
+def test_preparing_writes_the_resolved_config_and_doing_it_twice_changes_nothing(tmp_path: Path):
+    config = a_config(tmp_path / "run")
+    run_dir = prepare_run_dir(config)
+    written = run_dir.config.stat().st_mtime_ns
+    assert load_config(run_dir.config) == config
+    prepare_run_dir(config)
+    assert run_dir.config.stat().st_mtime_ns == written
+
+
+def test_checking_writes_nothing(tmp_path: Path):
+    check_run_dir(a_config(tmp_path / "run"), fresh=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def trained(config: Config, steps: int = 2) -> RunDir:
+    """A run that has made ``steps`` steps and has a checkpoint of the last one, as far as these rules look."""
+    run_dir = prepare_run_dir(config)
+    run_dir.metrics.write_text('{"step": 1}\n')
+    run_dir.trained.write_text('{"step": 1}\n')
+    (run_dir.checkpoints / f"step-{steps:06d}").mkdir(parents=True)
+    (run_dir.checkpoints / "latest").write_text(f"step-{steps:06d}\n")
+    return run_dir
+
+
+def test_a_changed_config_is_refused_with_exactly_the_keys_that_differ(tmp_path: Path):
+    trained(a_config(tmp_path / "run"))
+    changed = a_config(
+        tmp_path / "run", loss={"clip_high": 0.5}, sampling={"group_size": 3}, generator={"count": 7},
+        queue={"max_staleness": 7},
+    )  # fmt: skip
+    with pytest.raises(RunError) as refused:
+        prepare_run_dir(changed)
+    message = str(refused.value)
+    assert "loss.clip_high: 0.28 -> 0.5" in message
+    assert "sampling.group_size: 8 -> 3" in message
+    assert "generator.count" not in message
+    assert "max_staleness" not in message
+    assert f"--from {tmp_path / 'run'}" in message
+    assert "--fresh" in message
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"learner": {"steps": 500}},
+        {"queue": {"max_staleness": 16, "on_stale": "drop"}},
+        {"optimizer": {"lr": 0.5, "schedule": "cosine"}},
+        {"eval": {"every": 3}, "data": {"eval": {"test": "rows.jsonl"}}},
+        {"generator": {"kv_after_update": "recompute", "count": 2}},
+    ],
+)
+def test_a_run_that_made_steps_takes_changes_that_apply_from_now_on(tmp_path: Path, sections: dict[str, Any]):
+    run_dir = trained(a_config(tmp_path / "run"))
+    changed = a_config(tmp_path / "run", **sections)
+    prepare_run_dir(changed)
+    assert load_config(run_dir.config) == changed
+    with pytest.raises(RunError, match="these keys differ") as refused:
+        check_run_dir(a_config(tmp_path / "run"), fresh=False, tunable=())
+    assert all(section in str(refused.value) for section in sections)
+
+
+def test_fewer_steps_than_are_trained_are_refused(tmp_path: Path):
+    trained(a_config(tmp_path / "run", learner={"steps": 9}), steps=6)
+    check_run_dir(a_config(tmp_path / "run", learner={"steps": 6}), fresh=False)
+    with pytest.raises(RunError, match=r"learner\.steps: expected at least 6, the steps .* got 5"):
+        check_run_dir(a_config(tmp_path / "run", learner={"steps": 5}), fresh=False)
+
+
+def test_a_finished_run_goes_on_if_it_gets_more_steps_or_epochs(tmp_path: Path):
+    run_dir = trained(a_config(tmp_path / "run", learner={"steps": 2}, data={"epochs": 1}))
+    run_dir.mark_finished({"step": 2})
+    same = a_config(tmp_path / "run", learner={"steps": 2}, data={"epochs": 1}, queue={"max_staleness": 9})
+    assert has_ended(run_dir, same)
+    for more in ({"learner": {"steps": 3}, "data": {"epochs": 1}}, {"learner": {"steps": 2}, "data": {"epochs": 2}}):
+        assert not has_ended(run_dir, a_config(tmp_path / "run", **more))
+    extended = a_config(tmp_path / "run", learner={"steps": 3}, data={"epochs": 1})
+    prepare_run_dir(extended)
+    assert not run_dir.is_finished
+    assert load_config(run_dir.config) == extended
+
+
+def test_a_run_to_which_no_learner_attached_takes_any_config_in_place(tmp_path: Path):
+    run_dir = prepare_run_dir(a_config(tmp_path / "run"))
+    run_id = run_dir.run_id
+    (run_dir.path / "queue").mkdir()
+    corrected = a_config(tmp_path / "run", sampling={"group_size": 3}, data={"train": "other.jsonl"})
+    prepare_run_dir(corrected)
+    assert load_config(run_dir.config) == corrected
+    assert run_dir.run_id == run_id
+    run_dir.config.write_text("of another version")
+    prepare_run_dir(corrected)
+    assert load_config(run_dir.config) == corrected
+
+
+def test_a_run_that_made_no_step_is_moved_aside_for_another_config(tmp_path: Path):
+    run_dir = prepare_run_dir(a_config(tmp_path / "run"))
+    run_id = run_dir.run_id
+    run_dir.metrics.touch()
+    run_dir.trained.touch()
+    prepare_run_dir(a_config(tmp_path / "run"))
+    assert run_dir.run_id == run_id, "the same config resumes it"
+    prepare_run_dir(a_config(tmp_path / "run", queue={"max_staleness": 9}))
+    assert run_dir.run_id == run_id, "changes that apply from now on need no new run"
+    prepare_run_dir(a_config(tmp_path / "run", sampling={"group_size": 3}))
+    assert run_dir.run_id != run_id
+    assert not run_dir.metrics.exists()
+    assert (tmp_path / "run.old-1" / "run_id").read_text().strip() == run_id
+
+
+def test_what_does_not_change_the_training_may_differ_and_is_written_down(tmp_path: Path):
+    run_dir = prepare_run_dir(a_config(tmp_path / "run"))
+    moved = a_config(
+        tmp_path / "run", generator={"count": 3}, learner={"nproc": 2}, log={"wandb": "offline"},
+        checkpoint={"every": 3}, sft={"steps": 2}, queue={"journal_dir": str(tmp_path / "journal")}, data={"on_change": "accept"},
+    )  # fmt: skip
+    prepare_run_dir(moved)
+    assert load_config(run_dir.config) == moved
+
+
+def test_fresh_moves_the_old_run_aside_even_with_a_changed_config(tmp_path: Path):
+    old = prepare_run_dir(a_config(tmp_path / "run"))
+    old.metrics.write_text('{"step": 1}\n')
+    for number in (1, 2):
+        run_dir = prepare_run_dir(a_config(tmp_path / "run", optimizer={"lr": 0.1 * number}), fresh=True)
+        assert not run_dir.metrics.exists()
+    assert (tmp_path / "run.old-1" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert (tmp_path / "run.old-2" / "config.toml").exists()
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_directory_of_other_things_is_refused_and_left_as_it_is(tmp_path: Path, fresh: bool):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(RunError, match=r"thesis\.txt"):
+        prepare_run_dir(a_config(tmp_path), fresh=fresh)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_directory_where_only_the_queue_server_was_is_entered(tmp_path: Path):
+    (tmp_path / "queue.json").write_text("{}")
+    for name in ("queue", "queue.old-1", "queue.old-2"):  # as `async-rl queue --fresh` leaves them
+        (tmp_path / name).mkdir()
+    assert prepare_run_dir(a_config(tmp_path)).config.exists()
+
+
+def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(RunError, match="expected a directory"):
+        prepare_run_dir(a_config(tmp_path / "run"))
+
+
+def test_a_directory_that_cannot_be_made_is_a_run_error(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="can't write"):
+        prepare_run_dir(a_config(tmp_path / "file" / "run"))
+
+
+def test_a_config_of_another_version_is_refused_with_its_cause(tmp_path: Path):
+    trained(a_config(tmp_path))
+    (tmp_path / "config.toml").write_text("[run]\ndir = 'x'\nold_key = 1\n[model]\npath = 'x'\n")
+    with pytest.raises(RunError, match=r"(?s)can't read.*run\.old_key: unknown key"):
+        prepare_run_dir(a_config(tmp_path))
+
+
+def test_the_finished_marker_keeps_its_facts(tmp_path: Path):
+    run_dir = prepare_run_dir(a_config(tmp_path / "run"))
+    assert not run_dir.is_finished
+    run_dir.mark_finished({"step": 5, "elapsed_s": 1.5})
+    again = prepare_run_dir(a_config(tmp_path / "run"))
+    assert again.is_finished
+    assert json.loads(again.finished_marker.read_text()) == {"step": 5, "elapsed_s": 1.5}
+
+
+def test_a_queue_server_with_another_config_than_the_learner_is_named(tmp_path: Path):
+    server = a_config(tmp_path, queue={"max_staleness": 4, "address": "tcp://127.0.0.1:5555"}, generator={"count": 2})
+    check_shared(a_config(tmp_path, queue={"max_staleness": 4}, loss={"clip_high": 0.5}), shared_values(server))
+    with pytest.raises(
+        ConfigError, match=r"(?s)server -> learner.*queue\.max_staleness: 4 -> 1\n.*Stop the queue server"
+    ):
+        check_shared(a_config(tmp_path, queue={"max_staleness": 1}), shared_values(server))
