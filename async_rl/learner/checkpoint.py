@@ -46,6 +46,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from async_rl.config.config import Config
 from async_rl.errors import RunError
 from async_rl.learner.engine import Engine
 from async_rl.learner.engine.ranks import Ranks
@@ -97,6 +98,16 @@ class TrainerState:
     def is_resumed(self) -> bool:
         """Whether this start resumes a checkpoint."""
         return bool(self.parent_lineage)
+
+    def fitted(self, config: Config) -> TrainerState:
+        """Return the state for a learner start with ``config``, which may have other evaluation sets or another bound
+        than the checkpoint's.
+        """
+        pending = [(name, step) for name, step in self.pending_evals if name in config.data.eval]
+        bound = self.bound_state if config.queue.adaptive else None
+        if bound is not None and bound.bound > config.queue.max_staleness:
+            bound = BoundState(config.queue.max_staleness)
+        return replace(self, pending_evals=pending, bound_state=bound)
 
     def add_digest(self, version: int, digest: str) -> None:
         """Record that this run published ``version`` with this digest of its weights."""

@@ -20,7 +20,7 @@ import torch
 
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
-from async_rl.config.loading import config_to_toml
+from async_rl.config.loading import config_from_toml, config_to_toml, show_change
 from async_rl.data.chat import load_tokenizer, model_files, vocabulary_size
 from async_rl.errors import QueueError, StoppedError
 from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, read_extra
@@ -39,11 +39,13 @@ from async_rl.process.stop import StopRequest
 from async_rl.process.user_code import DIGESTS_FILE, write_digests
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_queue
+from async_rl.run.config_changes import record_change
 from async_rl.run.curve import write_curve
-from async_rl.run.directory import RunDir, check_run_dir, prepare_run_dir
+from async_rl.run.directory import RunDir
 from async_rl.run.eval_records import Decode
 from async_rl.run.lock import RunLock, locked_run_dir
 from async_rl.run.metrics import MetricsWriter, check_wandb
+from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_run_dir
 from async_rl.run.step_log import StepLog, read_rows
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import Staging
@@ -98,8 +100,10 @@ def run_learner(
             directory.
         TrainingError: the run can't continue.
     """
-    if not fresh and (run_dir := check_run_dir(config, fresh=False)).is_finished:
-        logger.info("the run in %s is finished; pass --fresh to start over", config.run.dir)
+    if not fresh and has_ended(run_dir := check_run_dir(config, fresh=False), config):
+        logger.info(
+            "the run in %s is finished; raise learner.steps to train on, or pass --fresh to start over", config.run.dir
+        )
         finish_queue(config, run_dir.run_id)
         return
     check_wandb(config)
@@ -166,7 +170,8 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
     """Train with ``engine`` until the run ends. Return the rows of ``metrics.jsonl``."""
     run_dir = prepare_run_dir(config)
     point = find_resume_point(run_dir.path)
-    state, snapshot = _restore(engine, point.checkpoint)
+    restored = _restore(engine, point.checkpoint, config)
+    state = restored.state
     log_path = run_dir.logs / "queue.log"
     address = ensure_queue(config, run_dir.run_id, context.insecure, log_path, may_start=context.may_start_queue)
     # Without a journal a restarted queue is empty, and the learner has to start again from its checkpoint.
@@ -191,13 +196,17 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         if context.on_queue is not None:
             context.on_queue(address)
         check_lock()
-        queue.attach(
+        shared = queue.attach(
             run_id=run_dir.run_id, lineage=state.lineage, parent_lineage=state.parent_lineage,
             fork_version=state.fork_version, step=state.step, num_steps=config.learner.steps,
-            config_toml=config_to_toml(config), files=context.files, snapshot=snapshot,
+            config_toml=config_to_toml(config), files=context.files, snapshot=restored.snapshot,
         )  # fmt: skip
+        check_shared(config, shared)
         confirm = partial(queue.confirm, state.lineage)
         metrics, trained = _take_files_over(run_dir, point, state, config, written, confirm=confirm)
+        change = record_change(run_dir, state.step, restored.config, config)
+        for key, values in change.changed.items():
+            logger.info("from step %d on: %s", change.step + 1, show_change(key, *values))
         Trainer(
             config,
             state=state,
@@ -269,15 +278,33 @@ def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: to
     return ParityGate(config, engine, queue, dtype=dtype)
 
 
-def _restore(engine: Engine, checkpoint: Path | None) -> tuple[TrainerState, bytes | None]:
-    """Restore the engine. Return the state to continue from, under a new lineage, and the queue's snapshot or None."""
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a learner continues from.
+
+    Attributes:
+        state: the trainer's state, under a new lineage.
+        snapshot: the queue's state. None if there is no checkpoint.
+        config: the config with which the checkpoint was trained; the run's own config if there is no checkpoint.
+    """
+
+    state: TrainerState
+    snapshot: bytes | None
+    config: Config
+
+
+def _restore(engine: Engine, checkpoint: Path | None, config: Config) -> Restored:
+    """Restore the engine from ``checkpoint``, and return the rest of it, changed where ``config`` differs."""
     if checkpoint is None:
-        return TrainerState().fork(), None
+        return Restored(TrainerState().fork(), None, config)
     extra = read_extra(checkpoint)
     engine.load(checkpoint)
-    state = TrainerState.from_plain(extra["trainer"]).fork()
+    old = config_from_toml(extra["config"], f"the config in {checkpoint}")
+    state = TrainerState.from_plain(extra["trainer"]).fitted(config).fork()
+    if config.data.epochs != old.data.epochs:
+        state.exhausted = False
     logger.info("resuming from %s: step %d, version %d", checkpoint, state.step, state.version)
-    return state, extra["queue"]
+    return Restored(state, extra["queue"], old)
 
 
 def _publisher(config: Config, queue_address: str, context: LearnerContext) -> Publisher:
@@ -308,10 +335,13 @@ def _weights_host(queue_address: str) -> str:
 def _rewind(run_dir: RunDir, metrics: MetricsWriter, state: TrainerState, config: Config) -> None:
     """Move aside what was written after the checkpoint, or everything if there is no checkpoint.
 
-    An evaluation of the checkpoint's own step is recorded after the checkpoint, so it is requested again.
+    The evaluations of the last step are recorded after its checkpoint. They are requested again, unless the run now
+    goes on beyond that step.
     """
     step = state.step if state.is_resumed else -1
-    evals = {*state.pending_evals, *((dataset, state.step) for dataset in config.data.eval)}
+    evals = set(state.pending_evals)
+    if state.exhausted or state.step >= config.learner.steps:
+        evals |= {(dataset, state.step) for dataset in config.data.eval}
     metrics.rewind_to(step, evals_to_come=evals)
     anew = {f"{dataset}-step-{step:06d}" for dataset, step in evals}
     for folder in (run_dir.rollouts, run_dir.eval):

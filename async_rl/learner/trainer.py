@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml
 from async_rl.errors import StoppedError, TrainingError
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, prepare_batch, with_scores
@@ -265,7 +266,7 @@ class Trainer:
 
     def _checkpoint(self, snapshot: bytes) -> None:
         self.state.elapsed_s = self._clock.elapsed_s
-        extra = {"trainer": self.state.to_plain(), "queue": snapshot}
+        extra = {"trainer": self.state.to_plain(), "queue": snapshot, "config": config_to_toml(self.config)}
         keep_last = self.config.checkpoint.keep_last
         write_checkpoint(
             self.engine, self._run_dir, self.state.step, extra,

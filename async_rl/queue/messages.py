@@ -447,9 +447,13 @@ class GetStatus(msgspec.Struct, frozen=True):
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """The reply to ``Attach``: the learner now owns the queue."""
+    """The reply to ``Attach``: the learner now owns the queue.
+
+    ``shared`` has the server's values of the config keys on which both must agree (``shared_values``).
+    """
 
     run_id: str
+    shared: dict[str, Any]
 
 
 class TakenEntry(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ import torch
 from msgspec import structs
 
 from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
 from async_rl.errors import TrainingError
 from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, write_extra
 from async_rl.learner.engine import Engine, UpdateStats
@@ -133,7 +134,8 @@ class Run:
         """One learner start, as ``start.train_with`` does it."""
         engine = cast(Engine, self.engine)
         point = find_resume_point(self.path)
-        state, snapshot = _restore(engine, point.checkpoint)
+        restored = _restore(engine, point.checkpoint, self.config)
+        state, snapshot = restored.state, restored.snapshot
         run_dir, written = RunDir(self.path), ExitStack()
         steps = self.config.learner.steps
         learner_requests.attach(
@@ -185,6 +187,14 @@ class Run:
         return {cause: n for cause, n in self.queue_state.stats().ledger["groups"]["dropped"].items() if n}
 
 
+def retune(run: Run, **sections: Mapping[str, Any]) -> None:
+    """Let the run's next learner start, and its queue server, have other values of some keys."""
+    raw = run.config.model_dump(mode="json", exclude_none=True)
+    changed = {name: {**raw[name], **values} for name, values in sections.items()}
+    run.config = parse_config({**raw, **changed}, "test")
+    run.queue_state.settings = QueueSettings.from_config(run.config, vocab_size=None)
+
+
 def make_run(directory: Path, *, num_rows: int = 100, **sections: Mapping[str, Any]) -> Run:
     data = {"train": "none.jsonl", "shuffle": False, "eval": {"test": "none.jsonl"}, **sections.pop("data", {})}
     defaults: dict[str, Mapping[str, Any]] = {"checkpoint": {"every": 2}, "eval": {"every": 2}, "learner": {"steps": 5}}
@@ -234,6 +244,46 @@ def test_a_learner_killed_before_its_first_checkpoint_starts_over(tmp_path: Path
     assert len(read_rows(aside)) == before
     assert run.queue_state.stats().ledger["groups"]["trained"] == 10
     assert (run.dropped.get("rolled_back", 0) > 0) == (request_name != "await_eval")
+
+
+def test_a_finished_run_with_more_steps_goes_on_from_its_last_one(tmp_path: Path):
+    run = make_run(tmp_path)
+    run.start()
+    retune(run, learner={"steps": 8})
+    state = run.start()
+    assert (run.steps, run.evals) == ([1, 2, 3, 4, 5, 6, 7, 8], [0, 2, 4, 5, 6, 8])
+    assert (state.step, state.version) == (8, 8)
+    assert run.queue_state.stats().ledger["groups"]["trained"] == 16
+
+
+def test_data_that_ended_goes_on_with_more_epochs(tmp_path: Path):
+    run = make_run(tmp_path, num_rows=4, data={"epochs": 1})
+    assert run.start().exhausted
+    assert run.steps == [1, 2]
+    retune(run, data={"epochs": 2})
+    run.queue_state.stream = PromptStream(4, seed=0, shuffle=False, epochs=2)
+    assert run.start().exhausted
+    assert run.steps == [1, 2, 3, 4]
+
+
+def test_an_evaluation_set_that_is_gone_at_a_restart_is_not_awaited(tmp_path: Path):
+    run = make_run(tmp_path, data={"eval": {"test": "a.jsonl", "rare": "b.jsonl"}}, learner={"steps": 3})
+    run.dies("await_eval", 3)
+    retune(run, data={"eval": {"rare": "b.jsonl"}})
+    state = run.start()
+    assert (state.step, state.pending_evals) == (3, [])
+    assert run.queue is not None
+    assert {name for name, _, _ in run.queue.asked} == {"rare"}
+
+
+def test_a_staleness_bound_lowered_at_a_restart_holds_for_the_groups_that_wait(tmp_path: Path):
+    run = make_run(tmp_path, queue={"max_staleness": 4}, learner={"steps": 6})
+    run.dies("take", 3)
+    retune(run, queue={"max_staleness": 0})
+    run.start()
+    assert run.steps == [1, 2, 3, 4, 5, 6]
+    ages = {row["step"]: row["staleness/max"] for row in read_rows(run.path / "metrics.jsonl") if "version" in row}
+    assert max(age for step, age in ages.items() if step > 2) == 0
 
 
 @pytest.mark.parametrize("request_name", ["await_eval", "finish"])

@@ -59,6 +59,7 @@ def settings(**changes: Any) -> QueueSettings:
         "max_turns": 1,
         "max_abs_reward": 1e6,
         "max_refused_share": 0.1,
+        "adaptive": False,
     }
     return QueueSettings(**(plain | changes))
 

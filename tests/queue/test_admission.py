@@ -7,6 +7,7 @@ depends on time: generators act whenever the learner has acted, and stop when th
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import pytest
 
@@ -140,7 +141,7 @@ def test_a_bound_out_of_its_limits_is_refused_and_changes_nothing(bound: int):
 
 
 def test_a_bound_comes_back_with_its_snapshot_and_goes_without_one():
-    state = make_state(max_staleness=4)
+    state = make_state(max_staleness=4, adaptive=True)
     fill_and_take(state)
     snapshot = ack(state, snapshot=True, lease_bound=2)
     fill_and_take(state, 1)
@@ -149,6 +150,23 @@ def test_a_bound_comes_back_with_its_snapshot_and_goes_without_one():
     assert persistence.status(state, 1.0)["lease_bound"] == 2
     learner_requests.attach(state, "line-c", "line-b", 0, 0, 100, None, 1.0)
     assert persistence.status(state, 1.0)["lease_bound"] == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"max_staleness": 1, "adaptive": True}, 1),
+        ({"max_staleness": 16, "adaptive": True}, 2),
+        ({"max_staleness": 16, "adaptive": False}, 16),
+    ],
+)
+def test_a_run_that_resumes_with_another_bound_leases_by_the_new_one(changes: dict[str, Any], expected: int):
+    state = make_state(max_staleness=4, adaptive=True)
+    fill_and_take(state)
+    snapshot = ack(state, snapshot=True, lease_bound=2)
+    state.settings = settings(**changes)
+    learner_requests.attach(state, "line-b", LINEAGE, 1, 1, 100, snapshot, 1.0)
+    assert persistence.status(state, 1.0)["lease_bound"] == expected
 
 
 def test_a_lease_is_not_given_when_its_worst_case_does_not_fit():

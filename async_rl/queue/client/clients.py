@@ -133,10 +133,11 @@ class LearnerQueue:
     def attach(
         self, run_id: str, lineage: str, parent_lineage: str, fork_version: int, step: int, num_steps: int,
         config_toml: str, files: Mapping[str, bytes], snapshot: bytes | None,
-    ) -> None:  # fmt: skip
+    ) -> dict[str, Any]:  # fmt: skip
         """Take over the queue. Its state is restored from ``snapshot``, or is empty if ``snapshot`` is None.
 
-        ``files`` maps file names to bytes that the queue gives to generators.
+        ``files`` maps file names to bytes that the queue gives to generators. Returns the server's values of the config
+        keys on which it and the learner must agree, for ``check_shared``.
         """
         names = tuple(sorted(files))
         parts = [files[name] for name in names]
@@ -145,11 +146,12 @@ class LearnerQueue:
         attach = messages.Attach(
             run_id, lineage, parent_lineage, fork_version, step, num_steps, config_toml, names, snapshot is not None
         )
-        self._call(attach, parts)
+        attached = read_as(self._call(attach, parts).fields, messages.Attached)
         self._lineage = lineage
         if self._keep_alive is not None:
             self._keep_alive.close()
         self._keep_alive = _KeepAlive(self.address, lineage, self._keys)
+        return attached.shared
 
     def confirm(self, lineage: str) -> None:
         """Check that this learner still owns the queue. Call it right before writing files of the run."""

@@ -71,6 +71,7 @@ class QueueSettings:
     max_turns: int
     max_abs_reward: float
     max_refused_share: float
+    adaptive: bool
 
     def __post_init__(self) -> None:
         if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
@@ -124,6 +125,7 @@ class QueueSettings:
             max_turns=config.environment.max_turns if config.environment.is_set else 1,
             max_abs_reward=config.reward.max_abs,
             max_refused_share=config.queue.max_refused_share,
+            adaptive=config.queue.adaptive,
         )
 
     @property
@@ -227,10 +229,12 @@ class LearnerSide(msgspec.Struct):
     ) -> LearnerSide:
         """Return a learner that attaches at ``version``.
 
-        Its staleness bound is that of ``before``, the learner in the restored snapshot, or ``queue.max_staleness`` if
-        ``before`` is None.
+        Its staleness bound is ``queue.max_staleness``. With ``queue.adaptive`` it is at most that of ``before``, the
+        learner in the restored snapshot.
         """
-        bound = settings.max_staleness if before is None else before.lease_bound
+        bound = settings.max_staleness
+        if settings.adaptive and before is not None:
+            bound = min(bound, before.lease_bound)
         return cls(lineage, step, num_steps, version, version, bound)
 
     def group_limit(self, settings: QueueSettings, active_version: int) -> int:

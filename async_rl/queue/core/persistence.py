@@ -104,7 +104,9 @@ def load(
     """
     try:
         saved = decode_state(data)
-        if saved.data_digest != state.data_digest and not state.settings.accepts_changed_data:
+        # Before the first learner no prompt was drawn, so the rows may change.
+        is_used = saved.learner is not None
+        if is_used and saved.data_digest != state.data_digest and not state.settings.accepts_changed_data:
             raise _changed_data("the queue's journal was written", saved, state)
         state.adopt(replace(saved, data_digest=state.data_digest))
         state.clock_ahead_s = saved.now - now
@@ -147,6 +149,11 @@ def _load_evaluations(
         evaluation = Evaluation(record, eval_rows[record.dataset], samplings[record.dataset])
         state.evals.add(evaluation)
         for row, answer in answers.get(evaluation.key, {}).items():
+            if row not in evaluation.todo:
+                raise DamagedJournalError(
+                    f"it has an answer to row {row} of the evaluation set {record.dataset!r}, which now has "
+                    f"{len(evaluation.rows)} rows"
+                )
             evaluation.todo.remove(row)
             state.evals.answer(evaluation, row, answer)
     return [a.ref for found in answers.values() for a in found.values() if a.ref is not None]

@@ -48,6 +48,7 @@ from async_rl.queue.messages import (
 )
 from async_rl.queue.parity import decode_answer
 from async_rl.queue.storage.payloads import Payload
+from async_rl.run.reuse import shared_values
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ class Handlers:
         self.run_id, self.learner_gone = request.run_id, False
         self.welcome = pack
         self.state.vocab_size = vocab_size
-        return Reply(messages.Attached(self.run_id))
+        return Reply(messages.Attached(self.run_id, shared_values(self._config)))
 
     def _vocab_size(self, pack: WelcomePack) -> int | None:
         """Return the vocabulary's size, from the learner's ``config.json`` or the backend; None if unknown."""
