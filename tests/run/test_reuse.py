@@ -1,6 +1,7 @@
 """The run directory: which config may use it, what may differ, what is moved aside."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from async_rl.run.directory import RunDir
 from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_run_dir, shared_values
 
 
-def a_config(directory: Path, **sections: dict[str, object]) -> Config:
+def a_config(directory: Path, **sections: Mapping[str, object]) -> Config:
     raw = {"run": {"dir": str(directory)}, "model": {"path": "tiny"}, **sections}
     return parse_config(raw, "test")
 
@@ -131,7 +132,8 @@ def test_what_does_not_change_the_training_may_differ_and_is_written_down(tmp_pa
     run_dir = prepare_run_dir(a_config(tmp_path / "run"))
     moved = a_config(
         tmp_path / "run", generator={"count": 3}, learner={"nproc": 2}, log={"wandb": "offline"},
-        checkpoint={"every": 3}, sft={"steps": 2}, queue={"journal_dir": str(tmp_path / "journal")}, data={"on_change": "accept"},
+        checkpoint={"every": 3}, sft={"steps": 2}, queue={"journal_dir": str(tmp_path / "journal")},
+        data={"on_change": "accept"},
     )  # fmt: skip
     prepare_run_dir(moved)
     assert load_config(run_dir.config) == moved
