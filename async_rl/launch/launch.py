@@ -27,7 +27,7 @@ from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
 from async_rl.process.child import module_command, package_path
-from async_rl.run.curve import write_curve
+from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, locked_run_dir
 from async_rl.run.reuse import check_run_dir, has_ended
@@ -127,6 +127,7 @@ def _run(config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, in
         view = LiveView(console, run_dir.metrics, config.learner.steps, client_keys_of(config.queue.keys))
     else:
         view = PlainView(console, run_dir.metrics, config.learner.steps)
+    curve = CurveUpdater(run_dir, lock, view.note)
     try:
         # The processes read the copy in the run directory, so an edit of the user's file can't affect a restart.
         commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)
@@ -135,9 +136,10 @@ def _run(config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, in
         supervisor = Supervisor(commands, run_dir, environment=environment, view=view, timing=timing, lock=lock)
         outcome = supervisor.run()
     finally:
+        curve.close()
         view.close()
     if outcome.exit_code <= 1 and lock.is_current:
-        write_curve(run_dir)
+        curve.draw()
     for line in summary(run_dir, time.monotonic() - started):
         _print_line(console, line)
     sys.stdout.flush()

@@ -40,7 +40,7 @@ from async_rl.process.user_code import DIGESTS_FILE, write_digests
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_queue
 from async_rl.run.config_changes import record_change
-from async_rl.run.curve import write_curve
+from async_rl.run.curve import draw_curve
 from async_rl.run.directory import RunDir
 from async_rl.run.eval_records import Decode
 from async_rl.run.lock import RunLock, locked_run_dir
@@ -367,7 +367,8 @@ def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool, confirm: Cal
             shutil.rmtree(remains, ignore_errors=True)
         export_checkpoint(checkpoint, run_dir.export)
         confirm()
-    write_curve(run_dir)
+    if problem := draw_curve(run_dir):
+        logger.warning("%s", problem)
     run_dir.mark_finished({"step": state.step, "version": state.version, "elapsed_s": round(state.elapsed_s, 3)})
     logger.info("finished: step %d, version %d; %s", state.step, state.version, run_dir.path)
 

@@ -1,15 +1,23 @@
-"""Draw ``curve.png``, a picture of a run's metrics. It is drawn when the learner or ``launch`` ends."""
+"""Draw ``curve.png``, a picture of a run's metrics.
+
+``launch`` draws it again and again while the run goes (``CurveUpdater``), and once more when the run ends. The learner
+draws it only at the end of the run. Only then does the learner import matplotlib.
+"""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from async_rl.run.directory import RunDir
+from async_rl.run.lock import RunLock
 from async_rl.run.metrics import Row
 from async_rl.run.step_log import read_rows
 
@@ -22,10 +30,96 @@ _IDLE = {"idle/learner": ("learner", "#0072b2"), "idle/generators": ("generators
 _EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
-def write_curve(run_dir: RunDir) -> bool:
+LOOK_S = 1.0
+"""Seconds between two looks at the size of ``metrics.jsonl``."""
+FIRST_DRAWING_S = 10.0
+MIN_PAUSE_S = 10.0
+PAUSE_PER_DRAWING = 50.0
+"""Seconds without drawing after a drawing that took one second, so that drawing takes at most 2 % of the time."""
+
+
+class CurveUpdater:
+    """A thread of ``launch`` that draws ``curve.png`` again when ``metrics.jsonl`` has changed.
+
+    The first drawing begins ``FIRST_DRAWING_S`` seconds after the start of the thread. No two drawings run at the same
+    time. The first picture is announced. A drawing that fails is reported once, and is tried again after the usual
+    pause.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        lock: RunLock,
+        note: Callable[[str], None],
+        *,
+        look_s: float = LOOK_S,
+        first_s: float = FIRST_DRAWING_S,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            lock: the lock of the run directory. Nothing is written after another process has taken the directory over.
+            note: shows a line of text to the user. The thread calls it.
+            look_s: seconds between two looks at ``metrics.jsonl``.
+            first_s: seconds before the first drawing.
+        """
+        self._run_dir, self._lock, self._note, self._look_s = run_dir, lock, note, look_s
+        self._drawn: tuple[int, int] | None = None
+        self._draw_at = time.monotonic() + first_s
+        self._reported = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="curve", daemon=True)
+        self._thread.start()
+
+    def draw(self) -> None:
+        """Draw the curve now. Call this only after ``close``."""
+        problem = draw_curve(self._run_dir, self._lock)
+        if problem and not self._reported:
+            self._note(problem)
+        self._reported = bool(problem)
+
+    def close(self) -> None:
+        """End the thread. Wait until it has finished a drawing that it has begun."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._look_s):
+            found = _size_of(self._run_dir.metrics)
+            started = time.monotonic()
+            if found == self._drawn or started < self._draw_at or not self._lock.is_current:
+                continue
+            is_first = self._drawn is None
+            self._drawn = found
+            self.draw()
+            ended = time.monotonic()
+            if is_first and not self._reported:
+                self._note(f"curve: {self._run_dir.curve}, drawn again while the run goes")
+            self._draw_at = ended + pause_after(ended - started)
+
+
+def pause_after(drawing_s: float) -> float:
+    """Return how many seconds to wait after a drawing that took ``drawing_s`` seconds."""
+    return max(MIN_PAUSE_S, PAUSE_PER_DRAWING * drawing_s)
+
+
+def draw_curve(run_dir: RunDir, lock: RunLock | None = None) -> str:
+    """Draw ``curve.png`` if the run has metrics. Return why it could not be drawn; an empty text if nothing failed.
+
+    A missing picture must not end a run, so this function raises no exception.
+    """
+    try:
+        write_curve(run_dir, lock)
+    except Exception as error:  # whatever fails in the drawing: the caller reports it
+        return f"can't draw {run_dir.curve}: {type(error).__name__}: {error}; the run does not need it and goes on"
+    return ""
+
+
+def write_curve(run_dir: RunDir, lock: RunLock | None = None) -> bool:
     """Draw what a run learns, how fast it is and how old its data is, and write the picture to ``curve.png``.
 
-    Return whether the picture was written. It is not if the run has no metrics yet. A reader never sees half a file.
+    Return whether the picture was written. It is not if the run has no metrics yet, or if ``lock`` is no longer valid.
+    A reader never sees half a file.
     """
     rows = read_rows(run_dir.metrics)
     if not rows:
@@ -48,8 +142,7 @@ def write_curve(run_dir: RunDir) -> bool:
     ess.set_ylabel("effective sample size")
     for axes in panels[-1]:
         axes.set_xlabel("optimizer step")
-    save_picture(figure, run_dir.curve)
-    return True
+    return save_picture(figure, run_dir.curve, lock)
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -62,10 +155,10 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def save_picture(figure: Figure, path: Path) -> None:
+def save_picture(figure: Figure, path: Path, lock: RunLock | None = None) -> bool:
     """Give all panels of ``figure`` a grid and a legend, and write it to ``path`` as PNG.
 
-    A reader never sees half a file.
+    A reader never sees half a file. If ``lock`` is given and no longer valid, write nothing and return False.
 
     Raises:
         OSError: the file can't be written.
@@ -75,15 +168,32 @@ def save_picture(figure: Figure, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="best", fontsize=9, edgecolor="none", framealpha=0.85)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=120, format="png")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    figure.savefig(partial, dpi=120, format="png")
-    os.replace(partial, path)
+    if lock is not None and not lock.is_current:  # drawing takes a second: check as late as possible
+        return False
+    try:
+        partial.write_bytes(picture.getbuffer())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return True
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
     """Return the means over a twentieth of ``values``, each ending at one value. The first values have none."""
     window = max(1, len(values) // 20)
     return np.convolve(values, np.ones(window) / window, mode="valid").tolist() if values else []
+
+
+def _size_of(path: Path) -> tuple[int, int] | None:
+    """Return the inode and the size of a file; None if it does not exist."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size
 
 
 def _series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:

@@ -1,8 +1,7 @@
-"""metrics.jsonl: appended, rewound, read with a torn end; wandb offline; the curve."""
+"""metrics.jsonl: appended, rewound, read with a torn end; wandb offline."""
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,6 @@ import pytest
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError
-from async_rl.run.curve import write_curve
-from async_rl.run.directory import RunDir
 from async_rl.run.metrics import MetricsWriter, check_wandb, markdown
 from async_rl.run.step_log import read_rows
 
@@ -134,47 +131,6 @@ def test_wandb_offline_writes_a_run_that_keeps_its_id_when_resumed(tmp_path: Pat
     run_id = (tmp_path / "wandb_id").read_text()
     runs = [p.name for p in (tmp_path / "wandb").glob("offline-run-*")]
     assert [name.endswith(run_id) for name in runs] == [True]
-
-
-def some_rows(num_steps: int) -> list[dict[str, float]]:
-    rows: list[dict[str, float]] = []
-    for step in range(num_steps + 1):
-        if step % 25 == 0:
-            rows.append({"step": step, "time_s": 3.0 * step, "eval/gsm8k/accuracy": 0.2 + 0.6 * step / num_steps})
-        if step:
-            accuracy = 0.2 + 0.6 * step / num_steps + 0.1 * math.sin(step * 7)
-            rows.append(
-                {
-                    "step": step,
-                    "version": step,
-                    "time_s": 3.0 * step,
-                    "tokens/trained": 100,
-                    "accuracy/mean": accuracy,
-                    "reward/mean": accuracy - 0.1,
-                    "staleness/mean": 1.0 + 0.5 * math.cos(step),
-                    "staleness/max": step % 5,
-                }
-            )
-    return rows
-
-
-def write_rows(directory: Path, rows: list[dict[str, float]]) -> None:
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def test_the_curve_is_a_picture_and_needs_no_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("DISPLAY", raising=False)
-    write_rows(tmp_path, some_rows(100))
-    assert write_curve(RunDir(tmp_path))
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["curve.png", "metrics.jsonl"]
-
-
-def test_the_curve_of_an_evaluation_alone_is_drawn_and_of_nothing_is_not(tmp_path: Path):
-    assert not write_curve(RunDir(tmp_path))
-    write_rows(tmp_path, some_rows(100)[:1])
-    assert write_curve(RunDir(tmp_path))
-    assert os.listdir(tmp_path).count("curve.png") == 1
 
 
 def test_the_page_of_all_metrics_is_current():

@@ -1,0 +1,147 @@
+"""``curve.png``: what is drawn, how often ``launch`` draws it, and what happens if it can't be drawn."""
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from async_rl.run import curve
+from async_rl.run.curve import CurveUpdater, pause_after, write_curve
+from async_rl.run.directory import RunDir
+from async_rl.run.lock import RunLock, acquire
+
+
+def some_rows(num_steps: int) -> list[dict[str, float]]:
+    rows: list[dict[str, float]] = []
+    for step in range(num_steps + 1):
+        if step % 25 == 0:
+            rows.append({"step": step, "time_s": 3.0 * step, "eval/gsm8k/accuracy": 0.2 + 0.6 * step / num_steps})
+        if step:
+            accuracy = 0.2 + 0.6 * step / num_steps + 0.1 * math.sin(step * 7)
+            rows.append(
+                {
+                    "step": step,
+                    "version": step,
+                    "time_s": 3.0 * step,
+                    "tokens/trained": 100,
+                    "accuracy/mean": accuracy,
+                    "reward/mean": accuracy - 0.1,
+                    "staleness/mean": 1.0 + 0.5 * math.cos(step),
+                    "staleness/max": step % 5,
+                }
+            )
+    return rows
+
+
+def write_rows(directory: Path, rows: list[dict[str, float]]) -> None:
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_curve_is_a_picture_and_needs_no_display(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("DISPLAY", raising=False)
+    write_rows(tmp_path, some_rows(100))
+    assert write_curve(RunDir(tmp_path))
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["curve.png", "metrics.jsonl"]
+
+
+def test_the_curve_of_an_evaluation_alone_is_drawn_and_of_nothing_is_not(tmp_path: Path):
+    assert not write_curve(RunDir(tmp_path))
+    write_rows(tmp_path, some_rows(100)[:1])
+    assert write_curve(RunDir(tmp_path))
+    assert os.listdir(tmp_path).count("curve.png") == 1
+
+
+def test_drawing_takes_at_most_two_percent_of_the_time_and_pauses_ten_seconds():
+    assert pause_after(1.2) == 60.0  # 1.2 of 61.2 s is 1.96 %
+    assert pause_after(0.1) == 10.0  # not 5
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Iterator[RunLock]:
+    held = acquire(RunDir(tmp_path), "launch")
+    yield held
+    held.close()
+
+
+@pytest.fixture
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curve, "MIN_PAUSE_S", 0.0)
+    monkeypatch.setattr(curve, "PAUSE_PER_DRAWING", 0.0)
+
+
+def poll(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline, f"waited 60 s for {what}"
+        threading.Event().wait(0.01)
+
+
+def test_the_curve_is_drawn_again_when_the_metrics_grow(tmp_path: Path, lock: RunLock, without_pauses: None):
+    notes: list[str] = []
+    updater = CurveUpdater(RunDir(tmp_path), lock, notes.append, look_s=0.01, first_s=0.0)
+    write_rows(tmp_path, some_rows(3))
+    poll((tmp_path / "curve.png").exists, "the first picture")
+    first = (tmp_path / "curve.png").read_bytes()
+    write_rows(tmp_path, some_rows(30))
+    poll(lambda: (tmp_path / "curve.png").read_bytes() != first, "the second picture")
+    updater.close()
+    assert notes == [f"curve: {tmp_path / 'curve.png'}, drawn again while the run goes"]
+
+
+def test_two_drawings_never_run_at_once_and_unchanged_metrics_are_not_drawn_again(
+    tmp_path: Path, lock: RunLock, without_pauses: None, monkeypatch: pytest.MonkeyPatch
+):
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    running: list[int] = []
+
+    def drawing(run_dir: RunDir, lock: RunLock | None) -> str:
+        running.append(1)
+        assert len(running) == 1
+        begun.release()
+        go_on.acquire()
+        running.pop()
+        return ""
+
+    monkeypatch.setattr(curve, "draw_curve", drawing)
+    write_rows(tmp_path, some_rows(3))
+    updater = CurveUpdater(RunDir(tmp_path), lock, lambda line: None, look_s=0.001, first_s=0.0)
+    assert begun.acquire(timeout=60)
+    write_rows(tmp_path, some_rows(4))  # grows during the first drawing, so it is drawn once more
+    go_on.release()
+    assert begun.acquire(timeout=60)
+    go_on.release()
+    assert not begun.acquire(timeout=0.2)
+    updater.close()
+
+
+def test_a_picture_that_cant_be_written_is_reported_once_and_tried_again(
+    tmp_path: Path, lock: RunLock, without_pauses: None
+):
+    (tmp_path / "curve.png").mkdir()  # nothing can be renamed to a directory
+    notes: list[str] = []
+    updater = CurveUpdater(RunDir(tmp_path), lock, notes.append, look_s=0.01, first_s=0.0)
+    write_rows(tmp_path, some_rows(3))
+    poll(lambda: notes, "the report")
+    write_rows(tmp_path, some_rows(4))
+    (tmp_path / "curve.png").rmdir()
+    write_rows(tmp_path, some_rows(5))
+    poll((tmp_path / "curve.png").is_file, "the picture")
+    updater.close()
+    assert len(notes) == 1
+    assert "curve.png" in notes[0]
+    assert "goes on" in notes[0]
+    assert not list(tmp_path.glob(".*partial"))
+
+
+def test_no_curve_is_written_after_another_process_has_taken_over(tmp_path: Path, lock: RunLock):
+    write_rows(tmp_path, some_rows(3))
+    newer = acquire(RunDir(tmp_path), "launch", takeover=True)
+    assert not write_curve(RunDir(tmp_path), lock)
+    assert not list(tmp_path.glob("*curve.png*"))
+    newer.close()
