@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from async_rl import __version__
-from async_rl.cli.options import ConfigPath, Connect, Fresh, Insecure, Keys, Overrides, Takeover
+from async_rl.cli.options import ConfigPath, Connect, Fresh, From, Insecure, Keys, Overrides, Takeover
 from async_rl.cli.tools import tools
 from async_rl.errors import ConfigError, UserError
 from async_rl.net.address import check_address, refuse_open_connect
@@ -61,24 +61,30 @@ def launch(
         ),
     ] = False,
     fresh: Fresh = False,
+    source: From = None,
     insecure: Insecure = False,
     takeover: Takeover = False,
 ) -> None:
     """Run everything that CONFIG describes on this machine: queue server, learner, generators. Show a live view.
 
     Ctrl-C or SIGTERM saves the last step and ends the run; the same command resumes it. When launch ends, all processes
-    that it started end, too.
+    that it started end, too. A finished run goes on with a higher learner.steps.
 
     \b
-    Example:
+    Examples:
       async-rl launch configs/quickstart.toml --set learner.steps=20
+      async-rl launch configs/quickstart.toml --from runs/quickstart@40 --set run.dir=runs/fork \\
+        --set queue.max_staleness=16
     """
     from async_rl.config.loading import load_config
     from async_rl.launch import launch as launcher
 
     chosen = overrides or []
     resolved = load_config(config, chosen)
-    code = launcher.launch(resolved, config, chosen, fresh=fresh, dry_run=dry_run, insecure=insecure, takeover=takeover)
+    code = launcher.launch(
+        resolved, config, chosen,
+        fresh=fresh, source=source, dry_run=dry_run, insecure=insecure, takeover=takeover,
+    )  # fmt: skip
     raise typer.Exit(code)
 
 
@@ -87,6 +93,7 @@ def learner(
     config: ConfigPath,
     overrides: Overrides = None,
     fresh: Fresh = False,
+    source: From = None,
     insecure: Insecure = False,
     takeover: Takeover = False,
 ) -> None:
@@ -113,7 +120,9 @@ def learner(
         from async_rl.learner.start import run_learner
 
         # A queue server started by a learner of launch would outlive launch.
-        run_learner(resolved, fresh=fresh, insecure=insecure, may_start_queue=not is_launched, takeover=takeover)
+        run_learner(
+            resolved, fresh=fresh, source=source, insecure=insecure, may_start_queue=not is_launched, takeover=takeover
+        )
 
 
 @app.command(short_help="Sample rollouts for a run.")

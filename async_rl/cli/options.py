@@ -27,6 +27,15 @@ Insecure = Annotated[
 Fresh = Annotated[
     bool, typer.Option("--fresh", help="Start over. An existing run directory is moved aside, never deleted.")
 ]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="RUN[@STEP]",
+        help="Fork another run: continue from its latest checkpoint, or that of STEP, with its model, optimizer and "
+        "place in the data, in the run.dir of CONFIG.",
+    ),
+]
 Takeover = Annotated[
     bool,
     typer.Option(

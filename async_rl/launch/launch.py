@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ _MARGIN_S = 5.0
 
 def launch(
     config: Config, config_path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool, insecure: bool,
-    takeover: bool = False,
+    takeover: bool = False, source: str | None = None,
 ) -> int:  # fmt: skip
     """Start the run of ``config`` and wait until it is finished, has failed or was stopped. Return the exit code.
 
@@ -52,6 +52,7 @@ def launch(
         dry_run: print the commands, then check whether the run could start on this machine. Write and start nothing.
         insecure: allow network addresses without keys.
         takeover: take the run directory from another process that uses it.
+        source: ``RUN`` or ``RUN@STEP``, the run from which to fork. None if the run is no fork.
 
     Raises:
         UserError: the run can't start, for a reason that the user can correct. No process was started.
@@ -65,6 +66,7 @@ def launch(
             f"(the old directory is moved aside)",
         )
         return 0
+    make_fork = None if source is None else _planned_fork(config, source, fresh=fresh)
     if dry_run:
         arguments = [str(config_path), *(part for override in overrides for part in ("--set", override))]
         commands = _commands(config, arguments, run_id="RUN_ID", insecure=insecure)
@@ -76,7 +78,27 @@ def launch(
     with console.status("checking data, model and address"):  # seconds; shown on a terminal only
         preflight(config, insecure=insecure)
     with locked_run_dir(config, role="launch", fresh=fresh, takeover=takeover) as (run_dir, lock):
+        if make_fork is not None:
+            _print_line(console, make_fork())
         return _run(config, run_dir, lock, console, insecure=insecure, fresh=fresh)
+
+
+def _planned_fork(config: Config, source: str, *, fresh: bool) -> Callable[[], str] | None:
+    """Return the function that makes the fork in the prepared run directory, and returns a line that says so.
+
+    None if the directory already has the fork, which is then resumed.
+    """
+    from async_rl.learner.fork import find_fork_point, fork_run, must_fork  # imports torch
+
+    point = find_fork_point(source)
+    if not must_fork(point, config, fresh=fresh):
+        return None
+
+    def make_fork() -> str:
+        fork_run(point, config)
+        return f"forked from {point.checkpoint}: the first step is {point.step + 1}"
+
+    return make_fork
 
 
 def preflight(config: Config, *, insecure: bool) -> None:

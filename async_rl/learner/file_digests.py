@@ -58,6 +58,15 @@ def write_manifest(directory: Path) -> None:
     (directory / MANIFEST).write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def renew_entry(directory: Path, name: str) -> None:
+    """Correct ``digests.json`` of ``directory`` after the file ``name`` was replaced. The file is replaced, too."""
+    path = directory / MANIFEST
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    entries[name] = digest_of(directory / name)
+    path.unlink()  # it may be a hard link
+    path.write_text(json.dumps(entries, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def find_damage(directory: Path) -> str:
     """Return a description of the first damaged file of a checkpoint, in order of names. Empty if no file is damaged.
 

@@ -28,6 +28,7 @@ from async_rl.learner.engine import Engine
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import Ranks, compute_dtype, init_ranks
 from async_rl.learner.export import export_checkpoint
+from async_rl.learner.fork import find_fork_point, fork_run, must_fork
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsSender
 from async_rl.learner.resume import ResumePoint, find_resume_point, take_over
@@ -84,8 +85,9 @@ class LearnerContext:
 
 
 def run_learner(
-    config: Config, *, fresh: bool = False, insecure: bool = False, may_start_queue: bool = True, takeover: bool = False
-) -> None:
+    config: Config, *, fresh: bool = False, insecure: bool = False, may_start_queue: bool = True,
+    takeover: bool = False, source: str | None = None,
+) -> None:  # fmt: skip
     """Run the command ``async-rl learner``: rank 0 trains, the other ranks follow its commands until it ends.
 
     Args:
@@ -94,6 +96,7 @@ def run_learner(
         insecure: leave connections unencrypted, even beyond loopback.
         may_start_queue: start a queue server if there is none. If False, another process starts it.
         takeover: replace a process that uses the run directory.
+        source: ``RUN`` or ``RUN@STEP``, the run from which to fork. None if the run is no fork.
 
     Raises:
         UserError: the run directory, the model or the log settings can't be used, or another process uses the
@@ -116,7 +119,11 @@ def run_learner(
         with ranks.together("preparing the run directory"):
             lock = RunLock.inherit(RunDir(Path(config.run.dir)), "learner")
             if lock is None:
+                point = None if source is None else find_fork_point(source)
+                is_due = point is not None and must_fork(point, config, fresh=fresh)
                 _, lock = held.enter_context(locked_run_dir(config, role="learner", fresh=fresh, takeover=takeover))
+                if point is not None and is_due:
+                    fork_run(point, config)
             else:
                 held.callback(lock.close)
         _lead(config, ranks, lock, fresh=fresh, insecure=insecure, may_start_queue=may_start_queue)
@@ -245,6 +252,8 @@ def _take_files_over(
         LineageError: another learner has committed a newer checkpoint since this one read its own, or has taken over.
     """
     take_over(run_dir.path, point, lineage=state.lineage, confirm=confirm)
+    if not state.is_resumed:
+        run_dir.origin.unlink(missing_ok=True)  # of a fork that was not completed
     metrics = MetricsWriter(run_dir.path, config)
     written.callback(metrics.close)
     trained = StepLog(run_dir.trained)

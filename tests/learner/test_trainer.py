@@ -187,7 +187,7 @@ class Run:
         return {cause: n for cause, n in self.queue_state.stats().ledger["groups"]["dropped"].items() if n}
 
 
-def retune(run: Run, **sections: Mapping[str, Any]) -> None:
+def retune(run: Run, /, **sections: Mapping[str, Any]) -> None:
     """Let the run's next learner start, and its queue server, have other values of some keys."""
     raw = run.config.model_dump(mode="json", exclude_none=True)
     changed = {name: {**raw[name], **values} for name, values in sections.items()}

@@ -201,8 +201,7 @@ def snapshot(state: QueueState, learner: LearnerSide) -> bytes:
     saved = persisted(state)
     saved.cursor = StreamCursor(state.cursor.position, sorted([*state.cursor.requeued, *in_flight]))
     saved.learner = msgspec.structs.replace(learner, taken_ids=(), acked=None, announcement=None, digests={})
-    frame = pack_plain(Snapshot(saved, groups))
-    return xxhash.xxh3_128_digest(frame) + frame
+    return _encode_snapshot(Snapshot(saved, groups))
 
 
 def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) -> Snapshot:
@@ -211,6 +210,21 @@ def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) ->
     Raises:
         QueueError: it is damaged, or its step, version or training rows differ from the learner's.
     """
+    found = _decode_snapshot(data)
+    learner = found.state.learner
+    if learner is None or (learner.step, learner.version) != (step, version):
+        got = "one without a learner" if learner is None else f"one of step {learner.step} at version {learner.version}"
+        raise QueueError(
+            f"expected a snapshot of step {step} at version {version} in the checkpoint, got {got}; {_OLDER_CHECKPOINT}"
+        )
+    # A fork with other data has no digest of the rows that it will get.
+    is_other = found.state.data_digest not in ("", state.data_digest)
+    if is_other and not state.settings.accepts_changed_data:
+        raise _changed_data("the checkpoint", found.state, state)
+    return found
+
+
+def _decode_snapshot(data: bytes) -> Snapshot:
     digest, frame = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(frame) != digest:
         raise QueueError(
@@ -218,21 +232,28 @@ def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) ->
             f"{_OLDER_CHECKPOINT}"
         )
     try:
-        found = _SNAPSHOT_DECODER.decode(frame)
+        return _SNAPSHOT_DECODER.decode(frame)
     except msgspec.MsgspecError as error:
         raise QueueError(
             f"the queue's snapshot in the checkpoint is undamaged, but was written by another version of async-rl: "
             f"{error}; resume with that version"
         ) from error
-    learner = found.state.learner
-    if learner is None or (learner.step, learner.version) != (step, version):
-        got = "one without a learner" if learner is None else f"one of step {learner.step} at version {learner.version}"
-        raise QueueError(
-            f"expected a snapshot of step {step} at version {version} in the checkpoint, got {got}; {_OLDER_CHECKPOINT}"
-        )
-    if found.state.data_digest != state.data_digest and not state.settings.accepts_changed_data:
-        raise _changed_data("the checkpoint", found.state, state)
-    return found
+
+
+def snapshot_for_other_data(data: bytes) -> bytes:
+    """Return a snapshot with the learner's step and version of the snapshot ``data``, and otherwise an empty queue.
+
+    Its prompts begin at the first one, and it fits any training rows.
+
+    Raises:
+        QueueError: the snapshot is damaged, or was written by another version of async-rl.
+    """
+    return _encode_snapshot(Snapshot(PersistedState(learner=_decode_snapshot(data).state.learner), []))
+
+
+def _encode_snapshot(snapshot: Snapshot) -> bytes:
+    frame = pack_plain(snapshot)
+    return xxhash.xxh3_128_digest(frame) + frame
 
 
 def restore(state: QueueState, found: Snapshot | None) -> None:

@@ -18,7 +18,7 @@ from async_rl.errors import DamagedJournalError
 from async_rl.net.wire import pack_plain
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.core import persistence
-from async_rl.queue.core.admission import QueueSettings, eval_sampling
+from async_rl.queue.core.admission import LearnerSide, QueueSettings, eval_sampling
 from async_rl.queue.core.prompts import PromptStream, Row
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.server.handlers import Handlers, WelcomePack
@@ -144,6 +144,11 @@ class DurableState:
             records["welcome"] = pack_plain(self.handlers.welcome)
         return records
 
+    def _goes_on(self, learner: LearnerSide) -> bool:
+        """Return whether the config gives a run that was finished further steps, or further data for its steps."""
+        has_data = bool(learner.steps_left) and not self.state.stream.exhausted
+        return self._config.learner.steps > learner.num_steps or has_data
+
     def _load_records(self, journal: Journal) -> None:
         found = journal.load()
         if found is None:
@@ -154,6 +159,9 @@ class DurableState:
         rows, now = self.handlers.eval_rows, time.monotonic()
         samplings = {name: eval_sampling(self._config, name) for name in rows}
         refs = persistence.load(self.state, found.entries, found.state["queue"], rows, samplings, now)
+        learner = self.state.learner
+        if learner is not None and learner.finished and self._goes_on(learner):
+            learner.finished = False
         try:
             self.state.check()
         except AssertionError as error:

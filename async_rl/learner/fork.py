@@ -1,0 +1,182 @@
+"""Fork a run: continue from a checkpoint of another run, in a new run directory and with another config.
+
+``fork_run`` copies the checkpoint into the new directory, and the learner resumes from the copy as from its own. The
+fork continues the run's steps, versions and learning rate schedule, with its model, optimizer and place in the data.
+Groups that waited in the run's queue are not copied, so the queue of the fork counts them as rolled back and samples
+their prompts again. Metrics and evaluations begin anew.
+
+Checkpoints are never changed in place, so the large files are hard links if both directories are on one file system.
+Nothing is written into the other run's directory.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from async_rl.config.config import Config
+from async_rl.config.loading import changed_keys, config_from_toml
+from async_rl.errors import RunError
+from async_rl.learner.checkpoint import (
+    TrainerState,
+    checkpoint_name,
+    checkpoint_step,
+    checkpoints_of,
+    commit_latest,
+    read_extra,
+    resolve_checkpoint,
+    write_extra,
+)
+from async_rl.learner.file_digests import renew_entry
+from async_rl.queue.core.persistence import snapshot_for_other_data
+from async_rl.run.directory import RunDir, write_atomically
+from async_rl.run.reuse import is_among, starts_over
+
+_PLACE_KEYS = (
+    "run.seed", "environment", "data.train", "data.columns", "data.prompt_format", "data.shuffle", "data.on_bad_row",
+)  # fmt: skip
+"""Keys and sections on which the order of the prompts depends. If one differs, the fork begins at the first prompt."""
+_NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""Errors of a hard link that say that this file system needs a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """The checkpoint from which a run is forked.
+
+    Attributes:
+        checkpoint: its directory.
+        run_id: the id of its run.
+    """
+
+    checkpoint: Path
+    run_id: str
+
+    @property
+    def step(self) -> int:
+        return checkpoint_step(self.checkpoint)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.checkpoint.parent.parent
+
+
+def find_fork_point(source: str) -> ForkPoint:
+    """Return the checkpoint that ``source`` names: ``RUN`` (its latest one) or ``RUN@STEP``.
+
+    Raises:
+        RunError: there is no such checkpoint. The message lists those that exist.
+    """
+    path, step = Path(source), None
+    name, separator, number = source.rpartition("@")
+    if separator and number.isdecimal() and not path.exists():
+        path, step = Path(name), int(number)
+    if not (path / "run_id").is_file():
+        raise RunError(f"--from: expected a run directory, or RUN@STEP, got {source!r}; correct the path")
+    if step is None:
+        checkpoint = resolve_checkpoint(path)
+    else:
+        checkpoint = path / "checkpoints" / checkpoint_name(step)
+        if not checkpoint.is_dir():
+            there = sorted(checkpoint_step(p) for p in checkpoints_of(path))
+            raise RunError(
+                f"--from: expected a step of which {path} has a checkpoint ({', '.join(map(str, there)) or 'none'}), "
+                f"got {step}; name one of these, or keep more with checkpoint.keep_last"
+            )
+    return ForkPoint(checkpoint, RunDir(path).run_id)
+
+
+def must_fork(point: ForkPoint, config: Config, *, fresh: bool) -> bool:
+    """Return whether the fork is still to be made: False if ``run.dir`` already has it. Write nothing.
+
+    Raises:
+        RunError: ``run.dir`` has another run, or ``learner.steps`` leaves nothing to train.
+    """
+    run_dir = RunDir(Path(config.run.dir))
+    if run_dir.path.exists() and run_dir.path.samefile(point.run_dir):
+        raise RunError(
+            f"run.dir: expected another directory than that of the run from which to fork, got {run_dir.path}; choose "
+            f"another run.dir"
+        )
+    if config.learner.steps <= point.step:
+        raise RunError(
+            f"learner.steps: expected more than {point.step}, the step of {point.checkpoint}, because a fork goes on "
+            f"counting there, got {config.learner.steps}; raise it"
+        )
+    if fresh or not run_dir.config.exists() or starts_over(run_dir, config):
+        return True
+    origin = json.loads(run_dir.origin.read_text(encoding="utf-8")) if run_dir.origin.exists() else None
+    if origin is None and run_dir.metrics.exists():
+        raise RunError(
+            f"run.dir: {run_dir.path} has a run that was not forked; choose another run.dir, leave out --from to "
+            f"resume that run, or pass --fresh (the old directory is moved aside)"
+        )
+    if origin is not None and (origin["run_id"], origin["step"]) != (point.run_id, point.step):
+        raise RunError(
+            f"run.dir: {run_dir.path} has a fork of {origin['run_dir']} at step {origin['step']}, not of "
+            f"{point.run_dir} at step {point.step}; name that one in --from, choose another run.dir, or pass --fresh "
+            f"(the old directory is moved aside)"
+        )
+    return run_dir.latest_checkpoint is None
+
+
+def fork_run(point: ForkPoint, config: Config) -> None:
+    """Make the checkpoint of ``point`` the newest one of ``run.dir``, which this process has locked and prepared.
+
+    Raises:
+        RunError: the checkpoint is damaged or not of a reinforcement learning run, or the files can't be written.
+        ConfigError: another version of async-rl wrote the checkpoint's config.
+    """
+    run_dir = RunDir(Path(config.run.dir))
+    extra = read_extra(point.checkpoint)
+    if "queue" not in extra:
+        raise RunError(
+            f"--from: expected a checkpoint of launch or learner, got {point.checkpoint}, which `async-rl sft` wrote; "
+            f"set model.path to the model that sft exported, and leave out --from"
+        )
+    try:
+        source = {"run_dir": str(point.run_dir.absolute()), "run_id": point.run_id, "step": point.step}
+        write_atomically(run_dir.origin, json.dumps(source, indent=1) + "\n")
+        partial = run_dir.checkpoints / ".partial-fork"
+        target = run_dir.checkpoints / point.checkpoint.name
+        for remains in (partial, target):  # of the same fork, interrupted
+            shutil.rmtree(remains, ignore_errors=True)
+        shutil.copytree(point.checkpoint, partial, copy_function=_link_or_copy)
+        (partial / "extra.msgpack").unlink()
+        write_extra(partial, _forked_extra(extra, config))
+        renew_entry(partial, "extra.msgpack")
+        partial.rename(target)
+        commit_latest(run_dir.path, point.checkpoint.name, "fork", lambda: None)
+    except OSError as error:
+        raise RunError(
+            f"can't copy {point.checkpoint} to {run_dir.checkpoints}: {error}; correct that, and run the same command "
+            f"again"
+        ) from error
+
+
+def _forked_extra(extra: dict[str, object], config: Config) -> dict[str, object]:
+    """Return ``extra`` of a checkpoint as the fork needs it. It evaluates first, so that its curve has a beginning."""
+    old = config_from_toml(str(extra["config"]), "the checkpoint's config")
+    keeps_place = not any(is_among(key, _PLACE_KEYS) for key in changed_keys(old, config))
+    trainer, queue = extra["trainer"], extra["queue"]
+    assert isinstance(trainer, dict)
+    assert isinstance(queue, bytes)
+    state = TrainerState.from_plain(trainer)
+    state = replace(
+        state, digests={}, pending_evals=[(name, state.step) for name in config.data.eval], skipped_in_a_row=0,
+        bound_state=None, exhausted=False,
+    )  # fmt: skip
+    return {**extra, "trainer": state.to_plain(), "queue": queue if keeps_place else snapshot_for_other_data(queue)}
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINK:
+            raise
+        shutil.copyfile(source, target)

@@ -1,0 +1,64 @@
+"""A finished run is extended with another bound, then forked: what is trained goes on, and nothing is trained twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from async_rl.comparison.summary import summarise
+from async_rl.run.config_changes import ConfigChange, read_changes
+from async_rl.run.directory import RunDir
+from tests.end_to_end.faults_harness import fault_config, trained_rows
+from tests.end_to_end.harness import check_ledger, roles, steps
+
+NUM_ROWS = 24
+
+
+@pytest.mark.slow
+def test_a_run_is_extended_with_another_bound_and_then_forked_from_an_older_step(tmp_path: Path):
+    config = fault_config(tmp_path, num_rows=NUM_ROWS, learner={"steps": 4}, checkpoint={"every": 2, "keep_last": 9})
+    run, fork = RunDir(tmp_path / "run"), RunDir(tmp_path / "fork")
+    with roles(tmp_path / "logs") as start:
+        start("first", "launch", str(config)).succeed()
+        assert steps(run.path) == [1, 2, 3, 4]
+        again = ("--set", "learner.steps=8", "--set", "queue.max_staleness=0")
+        start("extended", "launch", str(config), *again).succeed()
+        options = ("--set", f"run.dir={fork.path}", "--set", "learner.steps=6", "--set", "loss.clip_high=0.3")
+        forked = start("forked", "launch", str(config), "--from", f"{run.path}@2", *options)
+        forked.succeed()
+        same = start("same", "launch", str(config), "--from", f"{run.path}@2", *options)
+        same.succeed()
+        other = start("other", "launch", str(config), "--from", f"{run.path}@4", *options, "--set", "learner.steps=9")
+        assert other.wait() == 2
+
+    assert steps(run.path) == list(range(1, 9))
+    assert run.is_finished
+    changed = {"learner.steps": (4, 8), "queue.max_staleness": (run_bound(config), 0)}
+    assert read_changes(run) == [ConfigChange(4, changed)]
+    positions = trained_positions(run)
+    assert len(positions) == len(set(positions)) == 16, "no prompt is trained twice in the epoch, none is passed over"
+    check_ledger(run.path)
+
+    assert "forked from" in forked.log
+    assert steps(fork.path) == [3, 4, 5, 6]
+    assert json.loads(fork.origin.read_text())["step"] == 2
+    assert read_changes(fork) == [ConfigChange(2, {"learner.steps": (4, 6), "loss.clip_high": (0.28, 0.3)})]
+    positions = trained_positions(fork)
+    assert len(positions) == len(set(positions)) == 8
+    assert not set(positions) & set(trained_positions(run)[:4]), "the fork keeps its place in the data"
+    check_ledger(fork.path)
+    assert summarise(fork.path).num_steps == 6
+    assert "is finished" in same.log
+    assert f"has a fork of {run.path} at step 2, not of {run.path} at step 4" in " ".join(other.log.split())
+
+
+def trained_positions(run: RunDir) -> list[int]:
+    return [position for row in trained_rows(run.path) for position, _ in row["groups"]]
+
+
+def run_bound(config: Path) -> int:
+    from async_rl.config.loading import load_config
+
+    return load_config(config).queue.max_staleness

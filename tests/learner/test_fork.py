@@ -1,0 +1,136 @@
+"""Forks: a run goes on from a checkpoint of another run, in a directory of its own and with another config."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import RunError
+from async_rl.learner.file_digests import find_damage
+from async_rl.learner.fork import ForkPoint, find_fork_point, fork_run, must_fork
+from async_rl.queue.core.admission import QueueSettings
+from async_rl.queue.core.prompts import PromptStream
+from async_rl.queue.core.state import QueueState
+from async_rl.run.directory import RunDir
+from async_rl.run.reuse import prepare_run_dir
+from tests.learner.test_trainer import Run, make_run, retune
+from tests.queue.builders import rows
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A run of 5 steps with checkpoints of the steps 2, 4 and 5."""
+    run = make_run(tmp_path, checkpoint={"every": 2, "keep_last": 9})
+    prepare_run_dir(run.config)
+    run.start()
+    return run
+
+
+def forked(run: Run, directory: Path, *, digest: str = "", **sections: dict[str, object]) -> Run:
+    """What ``launch --from RUN@2`` prepares: the directory, and a queue server with an empty queue."""
+    fork = Run(run.config, run.queue_state)
+    retune(fork, **{"run": {"dir": str(directory)}, **sections})
+    prepare_run_dir(fork.config)
+    stream = PromptStream(100, seed=0, shuffle=False)
+    settings = QueueSettings.from_config(fork.config, vocab_size=None)
+    fork.queue_state = QueueState(settings, rows(100), stream, data_digest=digest)
+    point = find_fork_point(f"{run.path}@2")
+    assert must_fork(point, fork.config, fresh=False)
+    fork_run(point, fork.config)
+    assert not must_fork(point, fork.config, fresh=False)
+    return fork
+
+
+def positions(run: Run) -> list[int]:
+    lines = (run.path / "trained.jsonl").read_text().splitlines()
+    return [position for line in lines for position, _ in json.loads(line)["groups"]]
+
+
+def test_a_fork_goes_on_at_the_step_and_the_place_of_its_checkpoint_and_evaluates_first(run: Run, tmp_path: Path):
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    fork = forked(run, tmp_path / "fork", learner={"steps": 6})
+    checkpoint = fork.path / "checkpoints" / "step-000002"
+    assert find_damage(checkpoint) == ""
+    state = fork.start()
+    assert (fork.steps, fork.evals) == ([3, 4, 5, 6], [2, 4, 6])
+    assert state.version == 6
+    assert sorted(positions(fork)) == list(range(4, 12))
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+    origin = json.loads((fork.path / "origin.json").read_text())
+    assert origin == {"run_dir": str(run.path), "run_id": RunDir(run.path).run_id, "step": 2}
+
+
+def test_a_fork_with_other_data_begins_at_its_first_prompt(run: Run, tmp_path: Path):
+    fork = forked(run, tmp_path / "fork", digest="of other rows", data={"train": "other.jsonl"})
+    fork.start()
+    assert fork.steps == [3, 4, 5]
+    assert sorted(positions(fork)) == list(range(6))
+
+
+def test_files_are_linked_where_that_is_possible_and_copied_elsewhere(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def inodes(directory: Path) -> dict[str, int]:
+        return {p.name: p.stat().st_ino for p in (directory / "checkpoints" / "step-000002").iterdir() if p.is_file()}
+
+    source, own = inodes(run.path), {"extra.msgpack", "digests.json"}
+    linked = inodes(forked(run, tmp_path / "linked").path)
+    assert {name for name in source if linked[name] != source[name]} == own
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    copied = forked(run, tmp_path / "copied")
+    assert not set(inodes(copied.path).values()) & set(source.values())
+    assert find_damage(copied.path / "checkpoints" / "step-000002") == ""
+
+
+def test_an_interrupted_fork_is_made_again(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = forked(run, tmp_path / "fork").config
+    (tmp_path / "fork" / "checkpoints" / "latest").unlink()
+    point = find_fork_point(f"{run.path}@2")
+    assert must_fork(point, config, fresh=False)
+    (tmp_path / "fork" / "checkpoints" / ".partial-fork").mkdir()
+    fork_run(point, config)
+    assert find_damage(tmp_path / "fork" / "checkpoints" / "step-000002") == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{run}@3", r"--from: expected a step of which .*run has a checkpoint \(2, 4, 5\), got 3"),
+        ("{run}/nothing", r"--from: expected a run directory, or RUN@STEP, got"),
+        ("{run}@2x", r"--from: expected a run directory, or RUN@STEP, got"),
+    ],
+)
+def test_a_source_that_does_not_exist_is_refused(run: Run, source: str, expected: str):
+    with pytest.raises(RunError, match=expected):
+        find_fork_point(source.format(run=run.path))
+
+
+def test_a_run_without_a_step_is_the_latest_checkpoint(run: Run):
+    assert find_fork_point(str(run.path)) == ForkPoint(
+        run.path / "checkpoints" / "step-000005", RunDir(run.path).run_id
+    )
+
+
+def test_a_fork_is_refused_where_it_cannot_go_on(run: Run, tmp_path: Path):
+    point = find_fork_point(f"{run.path}@4")
+    with pytest.raises(RunError, match=r"run\.dir: expected another directory than that of the run"):
+        must_fork(point, run.config, fresh=True)
+    fork = forked(run, tmp_path / "fork")
+    with pytest.raises(RunError, match=r"has a fork of .*run at step 2, not of .*run at step 4"):
+        must_fork(point, fork.config, fresh=False)
+    assert must_fork(point, fork.config, fresh=True)
+    retune(fork, learner={"steps": 4})
+    with pytest.raises(RunError, match=r"learner\.steps: expected more than 4, .* got 4"):
+        must_fork(point, fork.config, fresh=False)
+    other = make_run(tmp_path / "other")
+    prepare_run_dir(other.config)
+    other.start()
+    with pytest.raises(RunError, match="has a run that was not forked"):
+        must_fork(point, other.config, fresh=False)
