@@ -16,6 +16,7 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config
 from async_rl.errors import RunError
+from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.metrics import Row
 from async_rl.run.step_log import read_rows
@@ -68,6 +69,7 @@ class RunSummary:
         reward: mean reward over the last tenth of the steps.
         curve: (step, seconds since the run began, mean reward) of every step.
         evaluations: the evaluations of each dataset, in the order of their steps; datasets by name.
+        changes: the config keys that changed during the run, with their steps.
     """
 
     name: str
@@ -88,6 +90,7 @@ class RunSummary:
     reward: float | None
     curve: Sequence[tuple[int, float, float]]
     evaluations: Mapping[str, Sequence[Evaluation]]
+    changes: Sequence[ConfigChange] = ()
 
     @property
     def bound(self) -> int:
@@ -135,6 +138,7 @@ def summarise(path: Path) -> RunSummary:
         reward=_mean(steps[-max(1, len(steps) // 10) :], "reward/mean", None),
         curve=[(row["step"], row["time_s"], row["reward/mean"]) for row in steps if row.get("reward/mean") is not None],
         evaluations=_evaluations(rows),
+        changes=read_changes(run_dir),
     )
 
 

@@ -45,7 +45,7 @@ MAX_LAGS = 8
 def comparison_lines(summaries: Sequence[RunSummary], advice: Advice) -> list[str]:
     """Return the lines that ``async-rl compare`` prints: tables of speed, staleness and learning, then the advice."""
     names = short_names([summary.name for summary in summaries])
-    lines = ["Speed", *_table(names, summaries, _SPEED), ""]
+    lines = ["Speed", *_table(names, summaries, _SPEED), *_changes(names, summaries), ""]
     lines += ["Age of the data, in versions, and what it costs", *_table(names, summaries, _STALENESS), ""]
     lags = sorted({lag for summary in summaries for lag in summary.mismatch_by_lag})[:MAX_LAGS]
     if lags:
@@ -61,6 +61,7 @@ def comparison_json(summaries: Sequence[RunSummary], advice: Advice) -> dict[str
     runs = []
     for summary in summaries:
         figures = {name: getattr(summary, name) for name in RunSummary.__dataclass_fields__ if name != "config"}
+        figures["changes"] = [asdict(change) for change in summary.changes]
         figures["evaluations"] = {name: [asdict(one) for one in found] for name, found in summary.evaluations.items()}
         runs.append({"bound": summary.bound, **figures})
     return {"runs": runs, "advice": advice.sentence, "reasons": list(advice.reasons), "bound": advice.bound}
@@ -105,6 +106,18 @@ def _learning_row(summary: RunSummary, found: Sequence[Evaluation], target: floa
         "-" if last is None else f"{last.accuracy:.3f} ± {last.error:.3f}",
         _cell(None if first is None else first.step, "d"),
         _cell(None if first is None else first.time_s, ".1f"),
+    ]
+
+
+def _changes(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str]:
+    """Return a sentence for each config key that changed during a run. The figures of that run are of both values."""
+    return [
+        line
+        for name, summary in zip(names, summaries, strict=True)
+        for change in summary.changes
+        for key, (old, new) in change.changed.items()
+        if key != "learner.steps"
+        for line in _WRAP.wrap(f"{name}: {key} was {old} until step {change.step}, then {new}")
     ]
 
 

@@ -1,11 +1,15 @@
 """The figures of a run, by hand."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from async_rl.comparison.advice import advise
 from async_rl.comparison.summary import Evaluation, summarise
+from async_rl.comparison.table import comparison_lines
 from async_rl.errors import RunError
+from async_rl.run.config_changes import ConfigChange
 
 from .runs import eval_row, step_row, write_run
 
@@ -25,6 +29,17 @@ def test_means_are_weighted_by_time_and_by_tokens_and_leave_the_warm_up_out(tmp_
     assert found.idle_generators is None
     assert found.ess == pytest.approx((800 * 1.0 + 300 * 0.5) / 1100)
     assert found.staleness_max == 4
+
+
+def test_keys_that_changed_during_a_run_are_named(tmp_path: Path):
+    run = write_run(tmp_path / "run", [step_row(1)])
+    change = {"step": 40, "changed": {"learner.steps": [40, 80], "queue.max_staleness": [4, 16]}}
+    (run / "config_changes.jsonl").write_text(json.dumps(change) + "\n")
+    found = summarise(run)
+    assert found.changes == [ConfigChange(40, {"learner.steps": (40, 80), "queue.max_staleness": (4, 16)})]
+    lines = comparison_lines([found], advise([found]))
+    assert "  run: queue.max_staleness was 4 until step 40, then 16" in lines
+    assert not [line for line in lines if "learner.steps" in line]
 
 
 def test_the_mismatch_of_a_lag_is_a_mean_over_its_tokens(tmp_path: Path):
