@@ -133,7 +133,8 @@ def sweep(
     for number, variant in enumerate(variants, start=1):
         typer.echo(f"run {number} of {len(variants)}: {variant.run_dir}")
         if code := launch_variant(config, variant):
-            typer.echo(f"{variant.run_dir}: exit code {code} of launch; the same command goes on there", err=True)
+            said = f"launch of {variant.run_dir} ended with exit code {code}"
+            typer.echo(f"{said}; see the messages above, then run the same sweep command to continue there", err=True)
             raise typer.Exit(code if code > 0 else 1)
     _compare_runs([variant.run_dir for variant in variants], variants[0].run_dir.parent / "compare.png", as_json=False)
 
@@ -341,7 +342,10 @@ def _compare(paths: list[Path], *, has_options: bool) -> None:
     from async_rl.evaluation.table import compare
 
     if has_options:
-        raise ConfigError("--compare samples nothing: expected only directories, got other options too; leave them out")
+        raise ConfigError(
+            "async-rl eval --compare: expected only directories, because --compare only reads results, got "
+            "other options too; leave those options out"
+        )
     for line in compare(paths):
         typer.echo(line)
 

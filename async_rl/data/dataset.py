@@ -94,8 +94,8 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
 def _canonical(raw: Mapping[str, Any], columns: Mapping[RowField, str], where: str) -> dict[str, Any]:
     """Return the fields of the row ``raw``, with known columns renamed to our keys. Other columns keep their names.
 
-    ``columns`` maps a key to the name of its column. If it names another column for ``prompt``, a column that happens
-    to be called ``prompt`` is left out. The same holds for every key.
+    ``columns`` maps a key to the name of its column. If ``columns`` names another column for a key, the column that
+    happens to have the key's own name is left out.
     """
     ours = {columns.get(key, key): key for key in _KEYS}
     displaced = set(_KEYS) - ours.keys()
@@ -123,7 +123,7 @@ def _check_keys(fields: Mapping[str, Any], raw: Mapping[str, Any], where: str, r
     what = missing[0] if asks else _column("messages", rules)
     known = {_column(key, rules) for key in _KEYS}
     hint = "" if known & raw.keys() else "; name its columns in [data.columns]"
-    raise DataError(f"{where}: expected a row with {needed}, got no {what} in {sorted(raw)}{hint}")
+    raise DataError(f"{where}: expected a row with {needed}, got no {what} among the keys {sorted(raw)}{hint}")
 
 
 def _messages(fields: Mapping[str, Any], where: str, rules: RowRules) -> tuple[Mapping[str, str], ...]:

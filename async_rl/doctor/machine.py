@@ -38,7 +38,7 @@ _PACKAGES_THAT_MATTER = ("async-rl", "torch", "transformers")
 
 
 def check_versions(config: Config) -> list[Finding]:
-    """Compare Python and the packages with the versions that async-rl requires."""
+    """Check that Python and the installed packages have the versions that async-rl requires."""
     from packaging.requirements import Requirement
 
     wanted = {r.name: r for r in map(Requirement, requires("async-rl") or ()) if r.marker is None}

@@ -2,7 +2,7 @@
 
 Parity means that the generators' engine and the learner compute the same log-probabilities with the same weights.
 ``check_parity`` loads both in one process. The engine samples answers to the first prompts, and the learner scores
-them. Then both score the same token sequences. If the scores differ, experiments look for the cause, as in a run.
+them. Then both score the same token sequences. If the scores differ, the finding names the likely cause.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ _MOST_KILLABLE = b"1000"
 
 
 def digest_word(digest: str | None) -> str:
-    """Return the command-line argument of the fork server for the digest that the environment's code must have.
+    """Return the fork server's command-line argument ``DIGEST``: what digest the environment's code must have.
 
-    None means that any code is accepted. It differs from an empty digest, which no code has.
+    If ``digest`` is None, the argument says that any code is accepted. For an empty digest, no code is accepted.
     """
     return _ANY if digest is None else _SHA256 + digest
 

@@ -233,7 +233,9 @@ def _model_directory(model: str, stack: ExitStack) -> Path:
     """
     path = Path(model)
     if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):  # no hub id
-        raise ModelError(f"expected a model, a checkpoint or a run directory at {model}, got none; correct the path")
+        raise ModelError(
+            f"async-rl eval: expected a model, a checkpoint or a run directory at {model}, got none; correct the path"
+        )
     if path.is_dir() and not (path / "config.json").exists():
         from async_rl.learner.checkpoint import resolve_checkpoint
         from async_rl.learner.export import export_checkpoint

@@ -148,10 +148,10 @@ def _either(numbers: Sequence[float]) -> str:
 
 
 def _chosen(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
-    """Choose the columns after accuracy. Return the key, the heading and the number format of each.
+    """Choose the table's columns to the right of the accuracy. Return each column's key, heading and number format.
 
-    In headings such as ``best@{n}``, ``{n}`` is replaced by the number of answers per row. It is replaced by the letter
-    n if entries differ in this number.
+    In headings such as ``best@{n}``, ``{n}`` becomes the number of answers per row, or the letter n if evaluations
+    differ in this number.
     """
     samples = {int(entry.figures.get("samples", 1)) for entry in entries}
     number = str(samples.pop()) if len(samples) == 1 else "n"

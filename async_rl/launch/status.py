@@ -131,7 +131,7 @@ def print_status(status: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def status_tables(status: Mapping[str, Any]) -> list[Table]:
-    """Return the tables that show a status: the run, its generators, its ledgers, and the processes that wait.
+    """Return the tables that show a status: the run, its generators, the queue's counts, and the waiting processes.
 
     Keys that this version of async-rl does not know are shown under their names in the status.
     """
@@ -221,9 +221,9 @@ def _ledger_tables(ledger: Mapping[str, Any]) -> list[Table]:
 
 
 def _accounts_table(title: str, accounts: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return a table of counts, with a column for each account (such as groups and tokens) and a row for each term.
+    """Return a table of the queue's counts. ``accounts`` maps what is counted, such as ``tokens``, to its counts.
 
-    Terms that are zero in all accounts are left out.
+    Each entry of ``accounts`` is a column, and each count (such as ``issued``) is a row. Rows of zeros are left out.
     """
     table = Table(title=title, title_justify="left")
     for column in ("", *accounts):
@@ -236,9 +236,9 @@ def _accounts_table(title: str, accounts: Mapping[str, Mapping[str, Any]]) -> Ta
 
 
 def _flat(account: Mapping[str, Any]) -> dict[str, int]:
-    """Return the counts of a ledger's account by term, without nested mappings.
+    """Return the counts of ``account``, which is one column of the table, as a flat mapping from name to number.
 
-    Nested counts get names such as ``dropped: stale``. The term ``received`` (of tokens) is renamed to ``issued``, so
+    Nested counts get names such as ``dropped: stale``. The count ``received`` of tokens is renamed to ``issued``, so
     that it shares a row with the issued groups.
     """
     counts: dict[str, int] = {}

@@ -355,7 +355,8 @@ class Supervisor:
         self._pause()
         if self._lock is not None and not self._lock.is_current:
             # A queue server started now would write over the files of the other run.
-            raise _Stop(Outcome(1, f"another process has taken over {self._run_dir.path}"))
+            taken = f"another process has taken over {self._run_dir.path}; to take it back, launch with --takeover"
+            raise _Stop(Outcome(1, taken))
         # The queue first: if its death made others die, it is the first cause.
         for unit in (self._queue, *self._generators):
             # In this order: the file exists before the queue server tells anyone to end.

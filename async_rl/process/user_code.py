@@ -172,7 +172,10 @@ def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
         for name in sorted(digests.keys() & before.keys()):
             if digests[name] != before[name]:
                 logger.warning(
-                    "the source of %s has changed since this run started, SHA-256 now %s", name, digests[name][:16]
+                    "the source of %s has changed since this run started, SHA-256 now %s; copy the new source to the "
+                    "machines of the generators",
+                    name,
+                    digests[name][:16],
                 )
     if names:
         path.write_bytes(content)
@@ -195,8 +198,8 @@ def read_digests(content: bytes | None) -> Mapping[str, str]:
         found = None
     if not isinstance(found, dict) or not all(isinstance(item, str) for item in found.values()):
         raise QueueError(
-            f"{DIGESTS_FILE}: expected a JSON object that maps names to digests, got {bytes(content)[:80]!r}; start "
-            f"the learner again"
+            f"{DIGESTS_FILE} of the run: expected a JSON object that maps names of code to digests, got "
+            f"{bytes(content)[:80]!r}; delete the file in the run directory, and start the learner again"
         )
     return found
 

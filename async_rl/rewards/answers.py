@@ -69,8 +69,8 @@ class AnswerReward:
         gold = item.reward_data.get("gt_answer")
         if isinstance(gold, bool) or not isinstance(gold, str | int | float):
             raise RewardError(
-                f"can't score an answer: expected a row with a gt_answer that is text or a number, got {gold!r:.80} "
-                f"and the keys {sorted(item.reward_data)}; correct the row, or set data.columns"
+                f"can't score an answer: expected text or a number as the row's gt_answer, got {gold!r:.80} in a row "
+                f"with the keys {sorted(item.reward_data)}; correct the row, or name its column in [data.columns]"
             )
         answer, format_valid = self._extract(item.text)
         equal = answer is not None and self._equal(str(gold), answer)

@@ -204,7 +204,9 @@ class VerifierServer(ThreadingHTTPServer):
         except OSError as error:
             if is_out_of_resources(error):
                 # The connection is still in the queue: without a pause the server would ask for it again at once.
-                logger.warning("can't accept a connection now: %s; raise the limit on open files (ulimit -n)", error)
+                logger.warning(
+                    "the verifier can't accept a connection now: %s; raise the limit on open files (ulimit -n)", error
+                )
                 time.sleep(_FULL_S)
             raise
 
@@ -223,7 +225,11 @@ class VerifierServer(ThreadingHTTPServer):
         try:
             super().process_request(request, client_address)
         except RuntimeError as error:  # no thread
-            logger.warning("can't start a thread for a connection, so it is closed: %s; see ulimit -u", error)
+            logger.warning(
+                "the verifier closes a client's connection, because no thread can be started for it: %s; raise the "
+                "limit on processes and threads (ulimit -u)",
+                error,
+            )
             self.end_reading(request)
             self.shutdown_request(request)
             self._connections.release()

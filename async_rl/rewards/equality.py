@@ -3,7 +3,7 @@ r"""Decides whether the row's answer and the model's answer are the same mathema
 There are three steps, and the first step that can decide does. First, two plain numbers are compared exactly. Second,
 answers that are typeset alike are equal. Third, math_verify compares the answers in a child process with a time limit.
 Colossal-RL has another fallback, which removes spaces, braces and commas: there ``1,2`` equals ``12``, and
-``\frac{1}{23}`` equals ``\frac{12}{3}``. In the second step here they differ.
+``\frac{1}{23}`` equals ``\frac{12}{3}``. The second step here keeps such answers apart.
 
 Before the third step, ``surely_different`` finds differences that math_verify overlooks. math_verify drops the base of
 ``12_5``. It ignores text after a number (``5\text{ is wrong}``), a relation before a number and all lines but one. It
@@ -172,9 +172,10 @@ def _fraction(text: str) -> Fraction | None:
 
 
 def _is_float_of(text: str, number: Fraction, exact: Fraction) -> bool:
-    """Return whether the decimal ``text``, whose value is ``number``, is ``exact`` rounded or cut at its last place.
+    """Return whether the decimal ``text`` is what remains of ``exact`` after rounding or cutting its digits.
 
-    Return False for a decimal with few places, because a person may have written it as an exact answer.
+    ``number`` is the value of ``text``. Return False for a decimal with few places, because a person may have written
+    it as an exact answer.
     """
     places = re.search(r"\.([0-9]+)", text)
     return (

@@ -34,7 +34,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
         ValueError: ``k`` is not between 1 and ``num_samples``.
     """
     if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@k: expected k between 1 and {num_samples}, the number of answers to the row, got {k}")
+        raise ValueError(
+            f"pass@k: expected k between 1 and {num_samples}, the number of answers to the row, got {k}; this is a bug "
+            f"in async-rl, please report it"
+        )
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 

@@ -2,9 +2,9 @@
 
 The lock is a flock of the file ``run.lock``, which also names the processes that hold the lock. ``launch`` passes the
 locked descriptor to its learner, so the lock lasts as long as one of these two processes is alive. With the lock, a
-second ``launch`` fails at its start. The files are also protected by the queue server, which refuses requests of an
-older learner after a newer learner has attached. Before a learner writes files, it asks the queue server and checks the
-lock, because ``launch --takeover`` starts another queue server.
+second ``launch`` fails at its start. The queue server protects the files, too: it refuses requests of an older learner
+after a newer learner has attached. But ``launch --takeover`` starts another queue server, which the older learner does
+not ask. So before a learner writes files, it asks its queue server and also checks the lock.
 
 ``launch`` and the learner's rank 0 call ``locked_run_dir``. A learner that ``launch`` started calls
 ``RunLock.inherit``.
@@ -116,8 +116,8 @@ class RunLock:
         """
         if not self.is_current:
             raise LineageError(
-                f"{_holder_of(self.path) or 'another process'} has taken over {self.path.parent}, so this process must "
-                f"not write there; it ends"
+                f"{_holder_of(self.path) or 'another process'} has taken over {self.path.parent}; this process ends, "
+                f"because only one may write there"
             )
 
     def record(self, role: str) -> None:

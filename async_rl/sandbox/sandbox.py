@@ -226,7 +226,7 @@ class Sandbox:
                 ran = launcher.run(Program(PROBE, stdin=secret.name.encode()), limits)
         except (_LauncherLostError, SandboxFailedError) as error:
             self._end(launcher)
-            raise SandboxError(f"programs can't be isolated here: {error}; {REMEDY}") from error
+            raise SandboxError(f"programs can't be isolated on this machine: {error}; {REMEDY}") from error
         if ran.output != PROBE_ANSWER:
             self._end(launcher)
             found = (ran.output or ran.stderr_tail.encode()).decode(errors="replace").strip()
@@ -285,7 +285,7 @@ class _Launcher:
             cause = first.get("error", "the launcher process ended at once; see its output above")
             advice = _ADVICE.get(step)
             remedy = f"{advice}, or {REMEDY}" if advice else REMEDY
-            raise SandboxError(f"programs can't be isolated here ({step}): {cause}; {remedy}")
+            raise SandboxError(f"programs can't be isolated on this machine (step: {step}): {cause}; {remedy}")
 
     def run(self, program: Program, limits: Limits) -> Ran:
         """Run one program, wait until it has ended, and return the result.
@@ -388,7 +388,8 @@ def _read_reply(reply: int, deadline_s: float) -> dict[str, Any]:
         remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
             raise _LauncherLostError(
-                f"the sandbox's launcher process did not report a program's result within {GRACE_S:g} s after its limit"
+                f"the sandbox's launcher process did not report a program's result within {GRACE_S:g} s after the "
+                f"program's time limit"
             )
         chunk = os.read(reply, 1 << 16)
         if not chunk:

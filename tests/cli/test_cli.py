@@ -567,7 +567,7 @@ def test_an_evaluation_says_what_it_needs(tmp_path: Path, capsys: pytest.Capture
     assert "expected --dataset FILE, or a config with data.eval" in refusal(capsys, "eval", "owner/model")
     assert "got neither" in refusal(capsys, "eval", "--compare", str(tmp_path))
     found = refusal(capsys, "eval", "--compare", str(tmp_path), "--samples", "2")
-    assert "--compare samples nothing: expected only directories" in found
+    assert "async-rl eval --compare: expected only directories" in found
     found = refusal(capsys, "eval", "owner/model", "--dataset", "a.jsonl", "--set", "evl.x=1")
     assert "the config with this command line is not a valid config" in found
 

@@ -100,7 +100,7 @@ def test_a_launch_that_fails_stops_the_sweep_with_its_exit_code(tmp_path: Path):
     done = CliRunner().invoke(app, ["sweep", str(a_config(tmp_path)), "--over", "queue.max_staleness=0,1"])
     assert done.exit_code == 2
     assert "run 1 of 2" in done.output
-    assert "exit code 2 of launch; the same command goes on there" in done.output
+    assert "ended with exit code 2; see the messages above, then run the same sweep command" in done.output
     assert "run 2 of 2" not in done.output
 
 

@@ -169,7 +169,9 @@ def test_rows_of_the_hub_are_rows(monkeypatch: Any):
     monkeypatch.setattr(
         datasets, "load_dataset", lambda path, config, *, split: datasets.Dataset.from_list([{"question": "1+1?"}])
     )
-    with pytest.raises(DataError, match=r"owner/name: row 1: expected a row .* got no messages in .'question'"):
+    with pytest.raises(
+        DataError, match=r"owner/name: row 1: expected a row .* got no messages among the keys .'question'"
+    ):
         load_rows("owner/name")
 
 

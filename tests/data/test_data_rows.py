@@ -98,14 +98,18 @@ def test_a_column_that_only_happens_to_have_our_name_is_not_ours():
 
 def test_errors_name_the_data_s_own_columns():
     columns: dict[RowField, str] = {"prompt": "question", "gt_answer": "solution"}
-    with pytest.raises(DataError, match=r'with "messages" and "solution", got no solution in \[\'question\'\]'):
+    with pytest.raises(
+        DataError, match=r'with "messages" and "solution", got no solution among the keys \[\'question\'\]'
+    ):
         parse({"question": "1+1?"}, columns=columns)
     with pytest.raises(DataError, match="question: expected text that is not blank"):
         parse({"question": " ", "solution": 2}, columns=columns)
 
 
 def test_data_of_unknown_columns_is_told_where_to_name_them():
-    with pytest.raises(DataError, match=r"got no messages in \['answer', 'question'\]; name its columns in"):
+    with pytest.raises(
+        DataError, match=r"got no messages among the keys \['answer', 'question'\]; name its columns in"
+    ):
         parse({"question": "1+1?", "answer": "2"})
 
 

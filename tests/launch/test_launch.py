@@ -501,7 +501,7 @@ def test_a_launch_whose_run_directory_was_taken_over_ends_and_restarts_nothing(t
     supervisor = Supervisor(
         commands, run_dir, environment=dict(os.environ), view=FakeView(take_over), timing=FAST, lock=older
     )
-    assert supervisor.run().stopped_by == f"another process has taken over {run_dir.path}"
+    assert supervisor.run().stopped_by.startswith(f"another process has taken over {run_dir.path}; ")
     assert (commands.ports, commands.learner_starts) == ([None], 1)
     for lock in (older, *newer):
         lock.close()

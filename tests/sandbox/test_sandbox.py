@@ -226,7 +226,9 @@ def test_everything_ends_when_the_parent_is_killed():
 
 
 def test_a_package_that_is_not_installed_is_refused_by_name():
-    with pytest.raises(SandboxError, match=r"\(packages\): No module named 'no_such_package'.*reward\.code\.packages"):
+    with pytest.raises(
+        SandboxError, match=r"\(step: packages\): No module named 'no_such_package'.*reward\.code\.packages"
+    ):
         Sandbox(packages=["no_such_package"])
 
 
