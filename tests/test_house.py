@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "async_rl"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "terminal", "__init__"),
+    ("errors", "output", "terminal", "__init__"),
     ("sampling_mask", "records"),
     ("config", "net", "process", "sandbox"),
     ("run", "rewards", "environments", "data"),
