@@ -18,6 +18,7 @@ from async_rl.cli.main import main
 from async_rl.doctor.check import Finding, print_table
 from async_rl.launch.live_view import PlainView
 from async_rl.launch.status import print_status
+from async_rl.output import print_json
 from async_rl.terminal import VisibleFormatter, visible, visible_values
 
 ATTACK = "\x1b]0;owned\x07\x1b[2J\u202egen\r\x9b31m"
@@ -50,13 +51,13 @@ def test_status_tables_show_what_a_generator_is_called(capsys: pytest.CaptureFix
         "waits": [{"who": ATTACK, "for": "take", "since_s": 1.0}],
         "unknown": [{ATTACK: ATTACK}],
     }
-    print_status(status, as_json=False)
+    print_status(status)
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert "\x07" not in printed
     assert "\u202e" not in printed
     assert "[red]" in printed
-    print_status(status, as_json=True)
+    print_json(status)
     assert "\x1b" not in capsys.readouterr().out
 
 

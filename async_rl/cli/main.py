@@ -19,10 +19,22 @@ from typing import Annotated, Any
 import typer
 
 from async_rl import __version__
-from async_rl.cli.options import ConfigPath, Connect, Fresh, From, Insecure, Keys, Overrides, Takeover
+from async_rl.cli.options import (
+    AsJson,
+    ConfigPath,
+    Connect,
+    Fresh,
+    From,
+    Insecure,
+    Keys,
+    Overrides,
+    Quiet,
+    Takeover,
+)
 from async_rl.cli.tools import tools
 from async_rl.errors import ConfigError, UserError
 from async_rl.net.address import check_address, refuse_open_connect
+from async_rl.output import print_json
 from async_rl.process.child import exit_on_sigterm, watch_parent
 from async_rl.terminal import log_visibly, visible
 
@@ -64,6 +76,8 @@ def launch(
     source: From = None,
     insecure: Insecure = False,
     takeover: Takeover = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run everything that CONFIG describes on this machine: queue server, learner, generators. Show a live view.
 
@@ -81,10 +95,14 @@ def launch(
 
     chosen = overrides or []
     resolved = load_config(config, chosen)
-    code = launcher.launch(
-        resolved, config, chosen,
-        fresh=fresh, source=source, dry_run=dry_run, insecure=insecure, takeover=takeover,
-    )  # fmt: skip
+    if dry_run:
+        launcher.dry_run(
+            resolved, config, chosen, fresh=fresh, source=source, insecure=insecure, as_json=as_json, quiet=quiet
+        )
+        return
+    if as_json:
+        raise ConfigError("--json: expected only with --dry-run; the figures of a run are in its metrics.jsonl")
+    code = launcher.launch(resolved, fresh=fresh, source=source, insecure=insecure, takeover=takeover, quiet=quiet)
     raise typer.Exit(code)
 
 
@@ -232,7 +250,7 @@ def status(
     connect: Annotated[
         str | None, typer.Option("--connect", metavar="ADDRESS", help="Ask the queue server at this address instead.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    as_json: AsJson = False,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="How long to wait for an answer.")
     ] = 5.0,
@@ -264,7 +282,10 @@ def status(
     else:
         assert connect is not None
         found = status_at(connect, timeout, chosen)
-    print_status(found, as_json=as_json)
+    if as_json:
+        print_json(found)
+    else:
+        print_status(found)
 
 
 @app.command(short_help="Supervised warm start on prompts with answers.")

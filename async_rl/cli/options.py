@@ -44,6 +44,10 @@ Takeover = Annotated[
         "process can then write nothing to the run any more.",
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Show neither progress nor messages, only the result and errors.")
+]
 Keys = Annotated[
     Path | None,
     typer.Option("--keys", metavar="FILE", help="This client's key file, made by `async-rl keys new`."),

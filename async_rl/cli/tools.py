@@ -5,15 +5,14 @@ Each subcommand imports large modules only when it runs, so that ``async-rl --he
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from async_rl.cli.options import (
+    AsJson,
     BatchSize,
     Compare,
     ConfigPath,
@@ -27,6 +26,7 @@ from async_rl.cli.options import (
     Models,
     Out,
     Overrides,
+    Quiet,
     RewardType,
     Samples,
     Seed,
@@ -35,10 +35,8 @@ from async_rl.cli.options import (
     TopK,
     TopP,
 )
+from async_rl.output import Progress, print_json
 from async_rl.terminal import visible
-
-if TYPE_CHECKING:
-    from async_rl.evaluation.offline import EvalOptions
 
 tools = typer.Typer(rich_markup_mode=None)
 
@@ -54,6 +52,7 @@ def show_config(
     explain: Annotated[
         bool, typer.Option("--explain", help="Print what each key means, its values and its default. See KEY.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check CONFIG and print it as TOML with every key, defaults included; or explain its keys.
 
@@ -73,10 +72,17 @@ def show_config(
             f"expected only CONFIG, or --explain and a key, got the key {key!r} without --explain; add --explain"
         )
     if not explain:
-        typer.echo(config_to_toml(resolved), nl=False)
+        if as_json:
+            print_json(resolved.model_dump(mode="json"))
+        else:
+            typer.echo(config_to_toml(resolved), nl=False)
         return
     from async_rl.config.document import explain as explain_keys
+    from async_rl.config.document import explain_json
 
+    if as_json:
+        print_json(explain_json(resolved, key))
+        return
     for line in explain_keys(resolved, key, width=min(100, shutil.get_terminal_size().columns)):
         typer.echo(line)
 
@@ -87,20 +93,20 @@ def compare_runs(
     picture: Annotated[
         Path, typer.Option("--picture", metavar="FILE", help="Where to write the picture, a PNG file.")
     ] = Path("compare.png"),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of tables, and draw no picture.")
-    ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Show the speed, the age of the data and the learning of runs side by side, and say which bound to set.
 
-    For advice on queue.max_staleness, compare runs that differ in nothing else but run.seed.
+    For advice on queue.max_staleness, compare runs that differ in nothing else but run.seed. With --json no picture is
+    drawn.
 
     \b
     Examples:
       async-rl compare runs/bound-0 runs/bound-4
       async-rl compare runs/quickstart --json
     """
-    _compare_runs(runs, picture, as_json=as_json)
+    _compare_runs(runs, picture, as_json=as_json, quiet=quiet)
 
 
 @tools.command(short_help="Run a config with several values of one key, and compare the runs.")
@@ -115,11 +121,14 @@ def sweep(
         int,
         typer.Option("--seeds", metavar="N", min=1, help="Runs of each value, each with its own run.seed."),
     ] = 1,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Launch CONFIG once for each value of KEY, one run after the other; then compare the runs.
 
     The runs' directories are below <run.dir>-sweep, and so is the picture. The same command goes on where it was
-    stopped: it leaves finished runs alone and resumes the others.
+    stopped: it leaves finished runs alone and resumes the others. What launch prints goes to standard error. With
+    --json no picture is drawn.
 
     \b
     Example:
@@ -131,27 +140,35 @@ def sweep(
     exit_on_sigterm()
     variants = plan_sweep(config, overrides or [], over, seeds)
     for number, variant in enumerate(variants, start=1):
-        typer.echo(f"run {number} of {len(variants)}: {variant.run_dir}")
-        if code := launch_variant(config, variant):
+        if not quiet:
+            typer.echo(f"run {number} of {len(variants)}: {variant.run_dir}", err=True)
+        if code := launch_variant(config, variant, quiet=quiet):
             said = f"launch of {variant.run_dir} ended with exit code {code}"
             typer.echo(f"{said}; see the messages above, then run the same sweep command to continue there", err=True)
             raise typer.Exit(code if code > 0 else 1)
-    _compare_runs([variant.run_dir for variant in variants], variants[0].run_dir.parent / "compare.png", as_json=False)
+    run_dirs = [variant.run_dir for variant in variants]
+    _compare_runs(run_dirs, run_dirs[0].parent / "compare.png", as_json=as_json, quiet=quiet)
 
 
-def _compare_runs(runs: list[Path], picture: Path, *, as_json: bool) -> None:
+def _compare_runs(runs: list[Path], picture: Path, *, as_json: bool, quiet: bool) -> None:
     """Print the comparison of ``runs``. Draw ``picture`` unless the output is JSON."""
     from async_rl.comparison.advice import advise
     from async_rl.comparison.picture import write_picture
     from async_rl.comparison.summary import summarise
     from async_rl.comparison.table import comparison_json, comparison_lines
 
-    summaries = [summarise(path) for path in runs]
-    advice = advise(summaries)
+    with Progress(quiet=quiet) as progress:
+        summaries = []
+        for number, path in enumerate(runs):
+            progress.show("reading the runs", number, len(runs))
+            summaries.append(summarise(path))
+        advice = advise(summaries)
+        if not as_json:
+            progress.show(f"drawing {picture}")
+            write_picture(summaries, picture)
     if as_json:
-        typer.echo(json.dumps(comparison_json(summaries, advice), indent=2))
+        print_json(comparison_json(summaries, advice))
         return
-    write_picture(summaries, picture)
     for line in comparison_lines(summaries, advice):
         typer.echo(visible(line))
     typer.echo(f"picture: {picture}")
@@ -176,6 +193,8 @@ def evaluate(
     out: Out = None,
     limit: Limit = None,
     compare: Compare = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Let models answer data sets and print accuracy, pass@k, best-of-n and majority@n; or compare evaluations.
 
@@ -197,23 +216,23 @@ def evaluate(
     }  # fmt: skip
     values = {key: value for key, value in given.items() if value is not None}
     if compare:
-        _compare([Path(model) for model in models], has_options=bool(values or datasets or overrides or config or out))
+        has_options = bool(values or datasets or overrides or config or out)
+        _compare([Path(model) for model in models], has_options=has_options, as_json=as_json)
         return
-    from async_rl.evaluation.offline import EvalOptions
+    with Progress(quiet=quiet) as progress:
+        progress.show("loading PyTorch")
+        from async_rl.evaluation.offline import EvalOptions, describe, eval_settings, evaluation_json, run_eval
 
-    _evaluate(models, EvalOptions(tuple(datasets or ()), config, tuple(overrides or ()), values), out)
-
-
-def _evaluate(models: list[str], options: EvalOptions, out: Path | None) -> None:
-    """Evaluate ``models`` with ``options``, print the figures, and write the answers to ``out`` if it is set."""
-    from async_rl.evaluation.offline import describe, eval_settings, run_eval
-
-    settings = eval_settings(models, options)
-    for note in settings.notes:
-        typer.echo(note)
-    found = run_eval(models, settings, out=out, progress=_show_progress if sys.stderr.isatty() else None)
-    for line in describe(found, settings.config):
-        typer.echo(line)
+        options = EvalOptions(tuple(datasets or ()), config, tuple(overrides or ()), values)
+        settings = eval_settings(models, options)
+        for note in settings.notes:
+            progress.note(note)
+        found = run_eval(models, settings, out=out, report=progress.show)
+    if as_json:
+        print_json(evaluation_json(found))
+        return
+    for line in describe(found, settings.config, width=shutil.get_terminal_size().columns):
+        typer.echo(visible(line))
     if out is not None:
         typer.echo(f"answers: {', '.join(str(out / f'{name}.jsonl') for name in settings.config.data.eval)}")
 
@@ -227,6 +246,8 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write only the adapter of a run with lora.rank, in peft's format.")
     ] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory (config, tokenizer, safetensors).
 
@@ -237,10 +258,15 @@ def export(
       async-rl export runs/quickstart exported
       async-rl export runs/lora adapter --adapter
     """
-    from async_rl.learner.export import export_adapter, export_checkpoint
+    with Progress(quiet=quiet) as progress:
+        progress.show("loading PyTorch")
+        from async_rl.learner.export import export_adapter, export_checkpoint
 
-    (export_adapter if adapter else export_checkpoint)(checkpoint, out)
-    typer.echo(f"wrote {out}")
+        (export_adapter if adapter else export_checkpoint)(checkpoint, out, progress.show)
+    if as_json:
+        print_json({"checkpoint": str(checkpoint), "out": str(out)})
+    else:
+        typer.echo(f"wrote {out}")
 
 
 @tools.command(short_help="Check a config on this machine and say how to fix what is wrong.")
@@ -258,7 +284,8 @@ def doctor(
     parity: Annotated[
         bool, typer.Option(help="Load the model as engine and as learner, and compare their log-probabilities.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     timeout: Annotated[
         float,
         typer.Option(
@@ -283,24 +310,22 @@ def doctor(
     resolved = load_config(config, overrides or [])
     if connect is not None:
         check_address(connect)
-    from async_rl.doctor.check import exit_code, print_json, print_table, run_checks
+    from async_rl.doctor.check import exit_code, findings_json, print_table, run_checks
 
-    def show(name: str) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\033[K{name} ...")
-
-    found = run_checks(
-        resolved,
-        connect=connect,
-        keys_file=keys,
-        insecure=insecure,
-        deadline_s=timeout,
-        with_parity=parity,
-        on_check=show,
-    )
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\033[K")
-    (print_json if as_json else print_table)(found)
+    with Progress(quiet=quiet) as progress:
+        found = run_checks(
+            resolved,
+            connect=connect,
+            keys_file=keys,
+            insecure=insecure,
+            deadline_s=timeout,
+            with_parity=parity,
+            report=progress.show,
+        )
+    if as_json:
+        print_json(findings_json(found))
+    else:
+        print_table(found)
     raise typer.Exit(exit_code(found))
 
 
@@ -337,19 +362,17 @@ def keys_new(
         typer.echo(line)
 
 
-def _compare(paths: list[Path], *, has_options: bool) -> None:
+def _compare(paths: list[Path], *, has_options: bool, as_json: bool) -> None:
     from async_rl.errors import ConfigError
-    from async_rl.evaluation.table import compare
+    from async_rl.evaluation.table import compare, compare_json
 
     if has_options:
         raise ConfigError(
             "async-rl eval --compare: expected only directories, because --compare only reads results, got "
             "other options too; leave those options out"
         )
+    if as_json:
+        print_json(compare_json(paths))
+        return
     for line in compare(paths):
-        typer.echo(line)
-
-
-def _show_progress(what: str, num_done: int, num_rows: int) -> None:
-    sys.stderr.write(f"\r{what}: {num_done}/{num_rows} rows" + ("\n" if num_done == num_rows else ""))
-    sys.stderr.flush()
+        typer.echo(visible(line))

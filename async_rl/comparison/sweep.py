@@ -18,6 +18,8 @@ from async_rl.errors import ConfigError
 from async_rl.process.child import module_command, package_environment
 from async_rl.run.reuse import check_run_dir, has_ended
 
+_STDERR = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -59,8 +61,10 @@ def plan_sweep(config: Path, overrides: Sequence[str], over: str, num_seeds: int
     return variants
 
 
-def launch_variant(config: Path, variant: Variant) -> int:
+def launch_variant(config: Path, variant: Variant, *, quiet: bool = False) -> int:
     """Run ``async-rl launch`` for one run of a sweep. Return its exit code, 0 if the run had finished before.
+
+    What ``launch`` prints goes to standard error; with ``quiet``, only its errors do.
 
     If this process gets SIGINT or SIGTERM, ``launch`` saves its last step first.
     """
@@ -69,7 +73,7 @@ def launch_variant(config: Path, variant: Variant) -> int:
         return 0
     options = [part for override in variant.overrides for part in ("--set", override)]
     command = module_command("async_rl", "launch", str(config), *options)
-    process = subprocess.Popen(command, env=package_environment())
+    process = subprocess.Popen(command, env=package_environment(), stdout=subprocess.DEVNULL if quiet else _STDERR)
     try:
         return process.wait()
     except BaseException as error:

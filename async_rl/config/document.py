@@ -145,6 +145,32 @@ def explain(config: Config, name: str | None, *, width: int) -> list[str]:
     Raises:
         ConfigError: there is no such section or key.
     """
+    lines: list[str] = []
+    for key in _keys_of(name):
+        facts = f"Values: {key.values}. Default: {key.shown_default}."
+        lines += [_assignment(config, key.name), *_wrapped(key.description, width), *_wrapped(facts, width), ""]
+    return lines[:-1]
+
+
+def explain_json(config: Config, name: str | None) -> dict[str, dict[str, str]]:
+    """Return what ``explain`` shows as plain data, by the name of the key. ``value`` is TOML, or ``unset``.
+
+    Raises:
+        ConfigError: there is no such section or key.
+    """
+    return {
+        key.name: {
+            "value": _in_toml(key.name, _value_of(config, key.name)),
+            "meaning": key.description,
+            "values": key.values,
+            "default": key.shown_default,
+        }
+        for key in _keys_of(name)
+    }
+
+
+def _keys_of(name: str | None) -> list[Key]:
+    """Return the keys that the section, table or key ``name`` contains; all keys if it is None."""
     keys = [key for table in tables() for key in table.keys]
     chosen = [key for key in keys if name is None or key.name == name or key.name.startswith(f"{name}.")]
     if not chosen:
@@ -152,22 +178,22 @@ def explain(config: Config, name: str | None, *, width: int) -> list[str]:
         near = difflib.get_close_matches(str(name), [*Config.model_fields, *known], n=1)
         hint = f"; did you mean {near[0]}?" if near else f"; the sections are {', '.join(Config.model_fields)}"
         raise ConfigError(f"--explain: expected a section or a key of the config, got {name!r}{hint}")
-    lines: list[str] = []
-    for key in chosen:
-        facts = f"Values: {key.values}. Default: {key.shown_default}."
-        lines += [_assignment(config, key.name), *_wrapped(key.description, width), *_wrapped(facts, width), ""]
-    return lines[:-1]
+    return chosen
 
 
 def _wrapped(text: str, width: int) -> Sequence[str]:
     return textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
 
 
-def _assignment(config: Config, name: str) -> str:
+def _value_of(config: Config, name: str) -> Any:
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
-    shown = _in_toml(name, value)
+    return value
+
+
+def _assignment(config: Config, name: str) -> str:
+    shown = _in_toml(name, _value_of(config, name))
     return f"{name} (unset)" if shown == "unset" else f"{name} = {shown}"
 
 

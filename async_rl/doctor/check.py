@@ -25,6 +25,7 @@ from typing import IO, Any, Literal
 
 from async_rl.config.config import Config
 from async_rl.errors import AddressError, AsyncRLError
+from async_rl.output import Report, ignore
 from async_rl.process.child import module_command, package_environment
 from async_rl.terminal import visible
 
@@ -66,10 +67,9 @@ def exit_code(rows: Sequence[Finding]) -> int:
     return int(any(row.state == "FAIL" for row in rows))
 
 
-def print_json(rows: Sequence[Finding]) -> None:
-    """Print one JSON object: ``ok`` is true if no check failed, and ``rows`` has an object for each finding."""
-    plain = {"ok": not exit_code(rows), "rows": [asdict(row) for row in rows]}
-    sys.stdout.write(json.dumps(plain, indent=2) + "\n")
+def findings_json(rows: Sequence[Finding]) -> dict[str, Any]:
+    """Return plain data: ``ok`` is true if no check failed, and ``rows`` has an object for each finding."""
+    return {"ok": not exit_code(rows), "rows": [asdict(row) for row in rows]}
 
 
 def print_table(rows: Sequence[Finding]) -> None:
@@ -206,7 +206,7 @@ class CheckProcess:
 
 def run_checks(
     config: Config, *, connect: str | None, keys_file: Path | None, insecure: bool, deadline_s: float,
-    with_parity: bool = True, on_check: Callable[[str], None] = lambda name: None,
+    with_parity: bool = True, report: Report = ignore,
 ) -> list[Finding]:  # fmt: skip
     """Run every check and return the findings, in the order of the table.
 
@@ -219,7 +219,7 @@ def run_checks(
         insecure: accept addresses that other machines can reach without keys.
         deadline_s: time limit in seconds of each check that loads data or a model.
         with_parity: compare the log-probabilities of generator and learner, too.
-        on_check: called with the name of each check before the doctor waits for that check.
+        report: gets what is checked, before the doctor waits for that check.
     """
     from async_rl.doctor import machine, task  # they import Finding from here
     from async_rl.weights.transport import collectives
@@ -229,7 +229,7 @@ def run_checks(
 
     def run_all(checks: list[Check]) -> None:
         for check in checks:
-            on_check(check.name)
+            report(f"checking {check.name}")
             found.extend(run_check(check))
 
     with ExitStack() as stack:
@@ -245,7 +245,7 @@ def run_checks(
         except AddressError:  # the finding about the interface reports it
             host = "127.0.0.1"
         for backend in collectives(has_cuda=bool(machine.num_cuda_devices())):
-            on_check(f"{backend}, two ranks")
+            report(f"checking {backend}, two ranks")
             arguments = {"host": host, "backend": backend}
             found += start(
                 f"{backend}, two ranks", "machine:check_collective", arguments, COLLECTIVE_DEADLINE_S
@@ -258,10 +258,10 @@ def run_checks(
                 Check("model", lambda: task.check_model_files(config), deadline_s),
             ]
         )
-        on_check("reward")
+        report("checking reward")
         found += reward.findings()
         if parity is not None:
-            on_check("parity: engine and learner load the model")
+            report("checking parity: engine and learner load the model")
             found += parity.findings()
     return found
 

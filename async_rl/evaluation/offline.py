@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import tempfile
+import textwrap
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +32,7 @@ from async_rl.generator.backend import Backend, build_backend
 from async_rl.generator.offline import OfflineSamples, sample_offline
 from async_rl.generator.rollouts import Grader, Rollouts, SingleTurnRollouts
 from async_rl.generator.worker import build_environment, build_grader
+from async_rl.output import Report, ignore
 from async_rl.process.user_code import is_code_name
 from async_rl.queue.core.admission import eval_sampling, lease_seed
 from async_rl.records import Lease, Prompt
@@ -38,10 +40,6 @@ from async_rl.rewards.answers import vote_key_of
 from async_rl.run.directory import check_writable, write_atomically
 from async_rl.run.eval_records import Decode, append_json_lines, eval_figures, row_records
 from async_rl.run.metrics import EVAL_FIGURES
-
-Progress = Callable[[str, int, int], None]
-"""A function that shows the progress. It gets a text that names model and dataset, the number of rows that are done,
-and the number of all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class Evaluated:
 
 
 def run_eval(
-    models: Sequence[str], settings: EvalSettings, *, out: Path | None = None, progress: Progress | None = None
+    models: Sequence[str], settings: EvalSettings, *, out: Path | None = None, report: Report = ignore
 ) -> list[Evaluated]:
     """Evaluate every model on every dataset of ``data.eval``, model by model. Return one result for each pair.
 
@@ -73,7 +71,7 @@ def run_eval(
         settings: the config of the evaluation, from ``eval_settings``.
         out: a directory in which ``DATASET.jsonl`` gets one line per answer, and ``figures.json`` all figures. These
             files must not exist yet. If None, nothing is written.
-        progress: called when further rows are done. If None, no progress is shown.
+        report: gets the progress: which model is loaded, and how many rows of which dataset are answered.
 
     Raises:
         UserError: a model, a dataset or a setting can't be used, or no row of a dataset could be answered.
@@ -85,19 +83,20 @@ def run_eval(
     config = settings.config
     if out is not None:
         _check_out(out, config)
+    report("reading the datasets")
     prompts = {name: _prompts(config, name) for name in config.data.eval}
     found: list[Evaluated] = []
     with ExitStack() as stack:
+        report("preparing the reward")
         grader = None if config.environment.is_set else build_grader(config, None, stack)
         for model in models:
             with ExitStack() as of_model:
-                backend, rollouts, decode = _player(config, model, grader, of_model)
+                backend, rollouts, decode = _player(config, model, grader, of_model, report)
                 for name in config.data.eval:
                     leases = [_lease(config, name, prompt) for prompt in prompts[name]]
 
                     def tell(done: int, rows: int, what: str = f"{model} on {name}") -> None:
-                        if progress is not None:
-                            progress(what, done, rows)
+                        report(what, done, rows)
 
                     answered = sample_offline(backend, rollouts, leases, progress=tell)
                     found.append(_evaluated(config, model, name, answered))
@@ -106,8 +105,13 @@ def run_eval(
     return found
 
 
-def describe(found: Sequence[Evaluated], config: Config) -> list[str]:
-    """Return lines of text that show the results ``found``.
+def evaluation_json(found: Sequence[Evaluated]) -> dict[str, Any]:
+    """Return the results ``found`` as plain data: the fields of each ``Evaluated``."""
+    return {"results": [asdict(one) for one in found]}
+
+
+def describe(found: Sequence[Evaluated], config: Config, *, width: int) -> list[str]:
+    """Return lines of text that show the results ``found``. ``width`` is the number of columns of the terminal.
 
     A single result is shown with one line per figure. Several results are shown in one table per dataset.
     """
@@ -116,21 +120,25 @@ def describe(found: Sequence[Evaluated], config: Config) -> list[str]:
         of_set = [one for one in found if one.dataset == name]
         lines.append(f"{name}: {int(of_set[0].figures['rows'])} rows, {describe_settings(config, name)}")
         if len(found) == 1:
-            lines += _figure_lines(of_set[0].figures)
+            lines += _figure_lines(of_set[0].figures, width)
         else:
             lines += eval_table(["model"], [Entry((one.model,), one.figures) for one in of_set])
         lines += [line for one in of_set for line in _failure_lines(one)]
     return lines
 
 
-def _figure_lines(figures: Mapping[str, float]) -> list[str]:
+def _figure_lines(figures: Mapping[str, float], width: int) -> list[str]:
     """Return one line for each figure, with its key, its value and its meaning."""
     tries = {
         f"pass_at_{2**i}": f"Unbiased estimate of the probability that one of {2**i} answers is right."
         for i in range(1, 11)
     }
     meanings = {**EVAL_FIGURES, **tries, "pass_at_1": "Share of answers that are completely right."}
-    return [f"{key:<17} {value:<10.4g} {meanings.get(key, '')}".rstrip() for key, value in figures.items()]
+    lines: list[str] = []
+    for key, value in figures.items():
+        text = f"{key:<17} {value:<10.4g} {meanings.get(key, '')}"
+        lines += textwrap.wrap(text, max(60, width), subsequent_indent=" " * 29)
+    return lines
 
 
 def _failure_lines(one: Evaluated) -> list[str]:
@@ -158,14 +166,18 @@ def _evaluated(config: Config, model: str, dataset: str, answered: OfflineSample
     return Evaluated(model, dataset, figures, dict(Counter[str](answered.causes)), answered.first_failure)
 
 
-def _player(config: Config, model: str, grader: Grader | None, stack: ExitStack) -> tuple[Backend, Rollouts, Decode]:
+def _player(
+    config: Config, model: str, grader: Grader | None, stack: ExitStack, report: Report
+) -> tuple[Backend, Rollouts, Decode]:
     """Load a model for the evaluation. ``stack`` closes it.
 
     Return the backend that samples, the object that plays rollouts, and the function that decodes token ids to text.
     ``grader`` scores single answers. It is None if the config has an environment.
     """
+    report("loading transformers")
     quiet_progress_bars()
-    directory = _model_directory(model, stack)
+    directory = _model_directory(model, stack, report)
+    report(f"loading {model}")
     backend = stack.enter_context(closing(build_backend(config, directory, load_pretrained=True)))
     tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
 
@@ -226,7 +238,7 @@ def _write(out: Path, found: Sequence[Evaluated], answered: OfflineSamples, deco
     write_atomically(out / FIGURES_FILE, json.dumps([asdict(one) for one in found], indent=1) + "\n")
 
 
-def _model_directory(model: str, stack: ExitStack) -> Path:
+def _model_directory(model: str, stack: ExitStack, report: Report) -> Path:
     """Return the directory with the files of ``model``. A checkpoint is exported to a temporary directory first.
 
     ``stack`` removes the temporary directory.
@@ -242,8 +254,9 @@ def _model_directory(model: str, stack: ExitStack) -> Path:
 
         checkpoint = resolve_checkpoint(path)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-rl-eval-")))
-        export_checkpoint(checkpoint, scratch / "model")
+        export_checkpoint(checkpoint, scratch / "model", report)
         return scratch / "model"
+    report("")  # a download has progress bars of its own
     return model_directory(model, weights=True)
 
 

@@ -85,6 +85,31 @@ def compare(paths: Sequence[Path]) -> list[str]:
     Raises:
         RunError: a path is neither of the two, or contains no evaluation.
     """
+    lines: list[str] = []
+    for dataset, entries in _entries_by_dataset(paths).items():
+        lines += [*([""] if lines else []), _title(dataset, entries), *eval_table(["of", "step"], entries)]
+    return lines
+
+
+def compare_json(paths: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
+    """Return the evaluations in the directories ``paths`` as plain data: for each dataset a list of evaluations.
+
+    Each has the path or the model (``of``), the step (None for a model) and the figures.
+
+    Raises:
+        RunError: as ``compare``.
+    """
+    return {
+        dataset: [
+            {"of": of, "step": int(step) if step.isdecimal() else None, "figures": dict(entry.figures)}
+            for entry in entries
+            for of, step in [entry.labels]
+        ]
+        for dataset, entries in _entries_by_dataset(paths).items()
+    }
+
+
+def _entries_by_dataset(paths: Sequence[Path]) -> dict[str, list[Entry]]:
     found: dict[str, list[Entry]] = {}
     for path in paths:
         entries = _entries(path)
@@ -95,10 +120,7 @@ def compare(paths: Sequence[Path]) -> list[str]:
             )
         for dataset, entry in entries:
             found.setdefault(dataset, []).append(entry)
-    lines: list[str] = []
-    for dataset, entries in found.items():
-        lines += [*([""] if lines else []), _title(dataset, entries), *eval_table(["of", "step"], entries)]
-    return lines
+    return found
 
 
 def _entries(path: Path) -> list[tuple[str, Entry]]:

@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from rich.console import Console
 
 from async_rl.config.config import Config
 from async_rl.config.loading import machine_overrides
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, UserError
 from async_rl.launch.live_view import LiveView, PlainView, duration, eval_accuracies
 from async_rl.launch.preflight import check_launch
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
+from async_rl.output import Progress, can_redraw, print_json
 from async_rl.process.child import module_command, package_path
 from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir
@@ -34,24 +36,23 @@ from async_rl.run.reuse import check_run_dir, has_ended
 from async_rl.run.step_log import read_rows
 from async_rl.terminal import visible
 
+_CHECKING = "checking data, model and address"
 _DAY_S = 86400
 _MARGIN_S = 5.0
 """Seconds that a stopped learner gets in addition to ``checkpoint.grace_s`` before it is killed."""
 
 
 def launch(
-    config: Config, config_path: Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool, insecure: bool,
-    takeover: bool = False, source: str | None = None,
+    config: Config, *, fresh: bool, insecure: bool, takeover: bool = False, quiet: bool = False,
+    source: str | None = None,
 ) -> int:  # fmt: skip
     """Start the run of ``config`` and wait until it is finished, has failed or was stopped. Return the exit code.
 
     Args:
-        config_path: the file from which ``config`` was read. The commands that ``dry_run`` prints name this file.
-        overrides: the ``--set`` options with which ``config`` was read.
         fresh: rename the directory of an earlier run, and start a new run.
-        dry_run: print the commands, then check whether the run could start on this machine. Write and start nothing.
         insecure: allow network addresses without keys.
         takeover: take the run directory from another process that uses it.
+        quiet: print only the summary at the end, and errors.
         source: ``RUN`` or ``RUN@STEP``, the run from which to fork. None if the run is no fork.
 
     Raises:
@@ -60,27 +61,62 @@ def launch(
     console = Console(stderr=False, markup=False)
     run_dir = check_run_dir(config, fresh=fresh)
     if not fresh and has_ended(run_dir, config):
-        _print_line(
-            console,
-            f"the run in {run_dir.path} is finished; raise learner.steps to train on, or pass --fresh to start over "
-            f"(the old directory is moved aside)",
-        )
+        _print_line(console, _has_ended_line(run_dir))
         return 0
-    make_fork = None if source is None else _planned_fork(config, source, fresh=fresh)
-    if dry_run:
-        arguments = [str(config_path), *(part for override in overrides for part in ("--set", override))]
-        commands = _commands(config, arguments, run_id="RUN_ID", insecure=insecure)
-        for line in describe_commands(config, commands):
-            _print_line(console, line)
-        preflight(config, insecure=insecure)
-        _print_line(console, "# launch would start here: data, model and address passed the checks")
-        return 0
-    with console.status("checking data, model and address"):  # seconds; shown on a terminal only
+    with Progress(quiet=quiet) as progress:
+        progress.show(_CHECKING)
+        make_fork = None if source is None else _planned_fork(config, source, fresh=fresh)
         preflight(config, insecure=insecure)
     with locked_run_dir(config, role="launch", fresh=fresh, takeover=takeover) as (run_dir, lock):
         if make_fork is not None:
-            _print_line(console, make_fork())
-        return _run(config, run_dir, lock, console, insecure=insecure, fresh=fresh)
+            _print_line(Console(markup=False, quiet=quiet), make_fork())
+        return _run(config, run_dir, lock, console, insecure=insecure, fresh=fresh, quiet=quiet)
+
+
+def dry_run(
+    config: Config, config_path: Path, overrides: Sequence[str], *, fresh: bool, insecure: bool, as_json: bool = False,
+    quiet: bool = False, source: str | None = None,
+) -> None:  # fmt: skip
+    """Print the commands of the run, then check whether it could start on this machine. Write and start nothing.
+
+    Args:
+        config_path: the file from which ``config`` was read. The printed commands name this file.
+        overrides: the ``--set`` options with which ``config`` was read.
+        fresh: as if the directory of an earlier run were renamed.
+        insecure: allow network addresses without keys.
+        as_json: print one JSON object, after the checks. Its ``problem`` is why launch would refuse, or null.
+        quiet: show no progress of the checks.
+        source: ``RUN`` or ``RUN@STEP``, the run from which launch would fork. None if the run is no fork.
+
+    Raises:
+        UserError: launch would refuse to start. The commands were printed before.
+    """
+    console = Console(markup=False)
+    run_dir = check_run_dir(config, fresh=fresh)
+    is_finished = not fresh and has_ended(run_dir, config)
+    if source is not None and not is_finished:
+        _planned_fork(config, source, fresh=fresh)
+    arguments = [str(config_path), *(part for override in overrides for part in ("--set", override))]
+    commands = _commands(config, arguments, run_id="RUN_ID", insecure=insecure)
+    if not as_json:
+        for line in [_has_ended_line(run_dir)] if is_finished else describe_commands(config, commands):
+            _print_line(console, line)
+    problem: UserError | None = None
+    if not is_finished:
+        try:
+            with Progress(quiet=quiet) as progress:
+                progress.show(_CHECKING)
+                preflight(config, insecure=insecure)
+        except UserError as error:
+            problem = error
+    if as_json:
+        planned = [] if is_finished else [asdict(command) for command in _all_commands(config, commands)]
+        refusal = None if problem is None else str(problem)
+        print_json({"run_dir": config.run.dir, "finished": is_finished, "problem": refusal, "processes": planned})
+    if problem is not None:
+        raise problem
+    if not as_json and not is_finished:
+        _print_line(console, "# launch would start here: data, model and address passed the checks")
 
 
 def _planned_fork(config: Config, source: str, *, fresh: bool) -> Callable[[], str] | None:
@@ -116,15 +152,23 @@ def describe_commands(config: Config, commands: RunCommands) -> list[str]:
 
     Ports that are chosen only when the run starts appear as 0 (queue server) and 29500 (ranks of the learner).
     """
-    address = config.queue.advertise or config.queue.address or "tcp://127.0.0.1:0"
     lines = [f"# run directory: {config.run.dir}; free ports are chosen at start"]
-    for command in (
-        commands.queue(None),
-        *commands.learner(29500),
-        *(commands.generator(index, address, 0) for index in range(commands.num_generators)),
-    ):
+    for command in _all_commands(config, commands):
         lines += [f"# {command.name}", command.shell_line()]
     return lines
+
+
+def _all_commands(config: Config, commands: RunCommands) -> list[Command]:
+    address = config.queue.advertise or config.queue.address or "tcp://127.0.0.1:0"
+    generators = (commands.generator(index, address, 0) for index in range(commands.num_generators))
+    return [commands.queue(None), *commands.learner(29500), *generators]
+
+
+def _has_ended_line(run_dir: RunDir) -> str:
+    return (
+        f"the run in {run_dir.path} is finished; raise learner.steps to train on, or pass --fresh to start over (the "
+        f"old directory is moved aside)"
+    )
 
 
 def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, insecure: bool) -> RunCommands:
@@ -140,15 +184,18 @@ def _has_gpu() -> bool:
     return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
 
 
-def _run(config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, insecure: bool, fresh: bool) -> int:
+def _run(
+    config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, insecure: bool, fresh: bool, quiet: bool
+) -> int:
     started = time.monotonic()
     run_id = run_dir.run_id
     name = config.run.name or run_dir.path.name
-    _print_line(console, f"{name}: {config.learner.steps} steps in {run_dir.path} (logs in {run_dir.logs})")
-    if console.is_terminal:
+    shown = Console(markup=False, quiet=quiet)
+    _print_line(shown, f"{name}: {config.learner.steps} steps in {run_dir.path} (logs in {run_dir.logs})")
+    if can_redraw(sys.stdout) and not quiet:
         view = LiveView(console, run_dir.metrics, config.learner.steps, client_keys_of(config.queue.keys))
     else:
-        view = PlainView(console, run_dir.metrics, config.learner.steps)
+        view = PlainView(shown, run_dir.metrics, config.learner.steps)
     curve = CurveUpdater(run_dir, lock, view.note)
     try:
         # The processes read the copy in the run directory, so an edit of the user's file can't affect a restart.

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,11 +119,8 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
         ) from error
 
 
-def print_status(status: Mapping[str, Any], *, as_json: bool) -> None:
-    """Print the status of a run, as one JSON object if ``as_json``, else as tables."""
-    if as_json:
-        sys.stdout.write(json.dumps(status, indent=2) + "\n")
-        return
+def print_status(status: Mapping[str, Any]) -> None:
+    """Print the status of a run as tables."""
     console = Console(markup=False)
     for table in status_tables(visible_values(status)):
         console.print(table)

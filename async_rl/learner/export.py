@@ -21,6 +21,7 @@ from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoint import MODEL_FILES, load_tensors, resolve_checkpoint
 from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
 from async_rl.learner.file_digests import find_damage
+from async_rl.output import Report, ignore
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -40,31 +41,32 @@ def check_export_target(out_dir: Path) -> None:
         raise RunError(f"expected no directory, or an empty one, at {out_dir}, got {got}; choose another path")
 
 
-def export_checkpoint(checkpoint_dir: Path, out_dir: Path) -> None:
+def export_checkpoint(checkpoint_dir: Path, out_dir: Path, report: Report = ignore) -> None:
     """Write the checkpoint's model to ``out_dir``, completely or not at all, so that ``from_pretrained`` can load it.
 
     ``checkpoint_dir`` is a checkpoint, or a run directory that has one. The weights get the dtype in the model's
-    config, or float32 if it has none.
+    config, or float32 if it has none. ``report`` gets the progress.
 
     Raises:
         RunError: the checkpoint does not exist or is damaged, ``out_dir`` is not empty, or the adapters' frozen weights
             have changed.
         ModelError: the checkpoint's weights don't fit its config, or the model of its adapters is gone.
     """
-    _export(checkpoint_dir, out_dir, _write)
+    _export(checkpoint_dir, out_dir, _write, report)
 
 
-def export_adapter(checkpoint_dir: Path, out_dir: Path) -> None:
+def export_adapter(checkpoint_dir: Path, out_dir: Path, report: Report = ignore) -> None:
     """Write only the checkpoint's adapters to ``out_dir``, completely or not at all, in peft's format.
 
     Raises:
         RunError: the checkpoint does not exist, is damaged or has no adapters, or ``out_dir`` is not empty.
     """
-    _export(checkpoint_dir, out_dir, _write_adapter)
+    _export(checkpoint_dir, out_dir, _write_adapter, report)
 
 
-def _export(checkpoint_dir: Path, out_dir: Path, write: Callable[[Path, Path], None]) -> None:
+def _export(checkpoint_dir: Path, out_dir: Path, write: Callable[[Path, Path, Report], None], report: Report) -> None:
     checkpoint_dir = resolve_checkpoint(Path(checkpoint_dir))
+    report(f"checking the files of {checkpoint_dir}")
     if damage := find_damage(checkpoint_dir):
         raise RunError(f"the checkpoint {checkpoint_dir.name} is damaged: {damage}; export another checkpoint")
     out_dir = Path(out_dir)
@@ -72,7 +74,7 @@ def _export(checkpoint_dir: Path, out_dir: Path, write: Callable[[Path, Path], N
     partial = out_dir.with_name(f".{out_dir.name}.{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir(parents=True)
     try:
-        write(checkpoint_dir, partial)
+        write(checkpoint_dir, partial, report)
         if out_dir.exists():
             out_dir.rmdir()
         os.rename(partial, out_dir)
@@ -81,20 +83,22 @@ def _export(checkpoint_dir: Path, out_dir: Path, write: Callable[[Path, Path], N
         raise
 
 
-def _write_adapter(checkpoint_dir: Path, target: Path) -> None:
+def _write_adapter(checkpoint_dir: Path, target: Path, report: Report) -> None:
     if not has_adapters(checkpoint_dir):
         raise RunError(
             f"expected a checkpoint of adapters (lora.rank), got one of all weights: {checkpoint_dir}; export it "
             f"without --adapter"
         )
+    report(f"writing {ADAPTER_WEIGHTS}")
     save_file(peft_names(load_tensors(checkpoint_dir)), target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     shutil.copy2(checkpoint_dir / ADAPTER_CONFIG, target / ADAPTER_CONFIG)
 
 
-def _write(checkpoint_dir: Path, target: Path) -> None:
+def _write(checkpoint_dir: Path, target: Path, report: Report) -> None:
     """Write the checkpoint's model with ``save_pretrained``, which knows how names on disk differ from names in
     memory.
     """
+    report("loading transformers")
     from transformers import AutoConfig
 
     quiet_progress_bars()
@@ -106,7 +110,9 @@ def _write(checkpoint_dir: Path, target: Path) -> None:
             f"expected the model's config in {files}, but can't read it: {error}; use another checkpoint"
         ) from error
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    report(f"reading the weights of {checkpoint_dir}")
     model = (_merged if has_adapters(checkpoint_dir) else _whole)(checkpoint_dir, config, dtype)
+    report("writing the model")
     model.save_pretrained(target)
     for path in sorted(files.iterdir()):
         if not (target / path.name).exists():

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -436,6 +437,46 @@ def test_a_dry_run_that_launch_would_refuse_exits_2_after_the_commands(
     assert "no dataset at nowhere.jsonl" in output.err
 
 
+def printed_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    """The object that a command prints on standard output, where nothing else may be."""
+    with pytest.raises(SystemExit) as leaving:
+        cli.main([*arguments, "--json"])
+    assert (leaving.value.code or 0) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_dry_run_as_json_has_every_process_and_why_launch_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("async_rl.launch.preflight.check_model", lambda path, messages, dtype: None)
+    config = str(write_config(tmp_path, data=write_data(tmp_path)))
+    plan = printed_json(capsys, "launch", config, "--dry-run")
+    assert [process["name"] for process in plan["processes"]] == ["queue", "learner-0", "generator-0"]
+    assert plan["processes"][1]["argv"][1:] == ["-m", "async_rl", "learner", config]
+    assert (plan["run_dir"], plan["finished"], plan["problem"]) == (str(tmp_path / "run"), False, None)
+    plan = printed_json(capsys, "launch", config, "--dry-run", "--set", "data.train=nowhere.jsonl", code=2)
+    assert "no dataset at nowhere.jsonl" in plan["problem"]
+    assert "--json: expected only with --dry-run" in refusal(capsys, "launch", config, "--json")
+
+
+def test_config_as_json_has_the_values_or_their_explanations(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = str(write_config(tmp_path))
+    values = printed_json(capsys, "config", config, "--set", "queue.max_staleness=2")
+    assert (values["queue"]["max_staleness"], values["queue"]["address"]) == (2, None)
+    found = printed_json(capsys, "config", config, "--explain", "queue.max_staleness")
+    assert list(found) == ["queue.max_staleness"]
+    assert found["queue.max_staleness"]["value"] == found["queue.max_staleness"]["default"] == "4"
+
+
+@pytest.mark.parametrize("command", ["status", "compare", "doctor", "eval", "export", "sweep", "config", "launch"])
+def test_scripts_can_ask_for_json_and_silence(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert "--json" in text
+    assert ("--quiet" in text) == (command not in ("status", "config"))  # these two show no progress
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as leaving:
@@ -579,3 +620,5 @@ def test_evaluations_of_a_run_are_compared(tmp_path: Path, capsys: pytest.Captur
         cli.main(["eval", "--compare", str(tmp_path)])
     assert leaving.value.code == 0
     assert capsys.readouterr().out.split() == ["math:", "8", "rows", "step", "accuracy", "3", "0.500"]
+    found = printed_json(capsys, "eval", "--compare", str(tmp_path))
+    assert found == {"math": [{"of": str(tmp_path), "step": 3, "figures": {"accuracy": 0.5, "rows": 8}}]}

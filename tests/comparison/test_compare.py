@@ -27,7 +27,7 @@ def test_runs_are_shown_side_by_side_with_advice_and_a_picture(tmp_path: Path):
     picture = tmp_path / "c.png"
     done = CliRunner().invoke(app, ["compare", *two_runs(tmp_path), "--picture", str(picture)])
     assert done.exit_code == 0, done.output
-    lines = done.output.splitlines()
+    lines = done.stdout.splitlines()
     assert lines[:4] == [
         "Speed",
         "  run  bound  steps  steps/s  overlap  learner idle  generators idle",
@@ -47,7 +47,7 @@ def test_runs_are_shown_side_by_side_with_advice_and_a_picture(tmp_path: Path):
 def test_scripts_get_the_figures_as_json_and_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["compare", *two_runs(tmp_path), "--json"])
-    found = json.loads(done.output)
+    found = json.loads(done.stdout)
     assert found["bound"] == 4
     assert [run["bound"] for run in found["runs"]] == [0, 4]
     assert found["runs"][1]["evaluations"]["math"][-1] == {"step": 2, "time_s": 2.0, "accuracy": 0.9, "error": 0.01}

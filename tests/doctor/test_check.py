@@ -1,11 +1,10 @@
 """No check can hang the doctor, nor end it."""
 
-import json
 import threading
 
 import pytest
 
-from async_rl.doctor.check import Check, CheckProcess, Finding, exit_code, print_json, print_table, run_check
+from async_rl.doctor.check import Check, CheckProcess, Finding, exit_code, findings_json, print_table, run_check
 from async_rl.errors import ConfigError
 
 
@@ -69,7 +68,6 @@ def test_the_table_has_a_fix_beside_every_red_row(capsys: pytest.CaptureFixture[
     assert (exit_code(ROWS), exit_code(ROWS[:2])) == (1, 0)
 
 
-def test_json_is_one_object(capsys: pytest.CaptureFixture[str]):
-    print_json(ROWS)
-    plain = json.loads(capsys.readouterr().out)
+def test_json_is_one_object():
+    plain = findings_json(ROWS)
     assert (plain["ok"], [row["state"] for row in plain["rows"]]) == (False, ["OK", "WARN", "FAIL"])

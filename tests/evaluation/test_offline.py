@@ -169,13 +169,16 @@ def test_printed_figures_line_up_and_say_what_they_mean(dataset: Path, model: Pa
     config = settings_of(
         str(model), dataset, eval__num_samples=4, eval__temperature=0.6, eval__top_p=0.95, eval__max_new_tokens=10
     ).config
-    lines = describe([Evaluated("m", "rows", FIGURES, {}, "")], config)
+    lines = describe([Evaluated("m", "rows", FIGURES, {}, "")], config, width=200)
     assert lines == [
         "rows: 1319 rows, 4 answers a row, temperature 0.6, top-p 0.95, at most 10 tokens",
         f"accuracy          0.1235     {EVAL_FIGURES['accuracy']}",
         f"rows              1319       {EVAL_FIGURES['rows']}",
         "new               1",
     ]
+    narrow = describe([Evaluated("m", "rows", FIGURES, {}, "")], config, width=80)
+    assert max(map(len, narrow)) <= 80
+    assert narrow[2].startswith(" " * 29 + "without")
 
 
 def test_several_models_are_a_table_and_what_has_no_answer_is_told(dataset: Path, model: Path):
@@ -188,7 +191,7 @@ def test_several_models_are_a_table_and_what_has_no_answer_is_told(dataset: Path
         Evaluated("base", "rows", figures, {}, ""),
         Evaluated("runs/mine", "rows", others, {"prompt_too_long": 1}, "row 3: 9 tokens"),
     ]
-    assert describe(found, config) == [
+    assert describe(found, config, width=200) == [
         "rows: 4 rows, 2 answers a row, temperature 1, at most 10 tokens",
         "model           accuracy  pass@2  unanswered",
         "base       0.500 ± 0.100   0.750",

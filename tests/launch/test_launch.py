@@ -515,11 +515,10 @@ def test_a_launch_is_refused_a_run_directory_in_use_and_takes_it_over_when_told_
     monkeypatch.setattr(launch_module, "preflight", lambda config, *, insecure: None)
     monkeypatch.setattr(launch_module, "_run", lambda config, run_dir, lock, *rest, **options: started.append(lock))
     older = acquire(prepare_run_dir(config), "launch")
-    flags = {"fresh": False, "dry_run": False, "insecure": False}
     with pytest.raises(RunError, match="`async-rl launch --takeover` takes the run over"):
-        launch_module.launch(config, Path("run.toml"), [], **flags)
+        launch_module.launch(config, fresh=False, insecure=False)
     assert started == []
-    launch_module.launch(config, Path("run.toml"), [], **flags, takeover=True)
+    launch_module.launch(config, fresh=False, insecure=False, takeover=True)
     assert len(started) == 1
     assert not older.is_current
     older.close()
