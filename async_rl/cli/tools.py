@@ -143,8 +143,8 @@ def sweep(
         if not quiet:
             typer.echo(f"run {number} of {len(variants)}: {variant.run_dir}", err=True)
         if code := launch_variant(config, variant, quiet=quiet):
-            said = f"launch of {variant.run_dir} ended with exit code {code}"
-            typer.echo(f"{said}; see the messages above, then run the same sweep command to continue there", err=True)
+            ended = f"launch of {variant.run_dir} ended with exit code {code}"
+            typer.echo(f"{ended}; see the messages above, then run the same sweep command to continue there", err=True)
             raise typer.Exit(code if code > 0 else 1)
     run_dirs = [variant.run_dir for variant in variants]
     _compare_runs(run_dirs, run_dirs[0].parent / "compare.png", as_json=as_json, quiet=quiet)
@@ -368,8 +368,8 @@ def _compare(paths: list[Path], *, has_options: bool, as_json: bool) -> None:
 
     if has_options:
         raise ConfigError(
-            "async-rl eval --compare: expected only directories, because --compare only reads results, got "
-            "other options too; leave those options out"
+            "async-rl eval --compare: expected only directories, got other options too; leave the "
+            "other options out, because --compare only reads results"
         )
     if as_json:
         print_json(compare_json(paths))

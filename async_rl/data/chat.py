@@ -129,7 +129,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
     if not len(ids):
         raise ModelError(
             f"expected tokens from the tokenizer's chat template for a prompt of {len(messages)} messages, got none; "
-            f"correct the chat template in the model's directory"
+            f"correct the chat template of the model"
         )
     return np.asarray(ids, dtype=np.int32)
 

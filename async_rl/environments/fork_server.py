@@ -30,9 +30,9 @@ _MOST_KILLABLE = b"1000"
 
 
 def digest_word(digest: str | None) -> str:
-    """Return the fork server's command-line argument ``DIGEST``: what digest the environment's code must have.
+    """Return the argument that tells the fork server which digest the environment's code must have.
 
-    If ``digest`` is None, the argument says that any code is accepted. For an empty digest, no code is accepted.
+    If ``digest`` is None, any code is accepted. If it is empty, no code is accepted.
     """
     return _ANY if digest is None else _SHA256 + digest
 

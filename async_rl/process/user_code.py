@@ -166,19 +166,26 @@ def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
     """
     digests = code_digests(names)
     content = json.dumps(digests, indent=1, sort_keys=True).encode()
+    if not names:
+        return content
     path = run_dir / DIGESTS_FILE
-    if path.exists():
-        before = read_digests(path.read_bytes())
-        for name in sorted(digests.keys() & before.keys()):
-            if digests[name] != before[name]:
-                logger.warning(
-                    "the source of %s has changed since this run started, SHA-256 now %s; copy the new source to the "
-                    "machines of the generators",
-                    name,
-                    digests[name][:16],
-                )
-    if names:
-        path.write_bytes(content)
+    before = _digests_of(path.read_bytes()) if path.exists() else {}
+    if before is None:
+        before = {}
+        logger.warning(
+            "%s is damaged, so changes of code since the run's earlier start are not found; it is written anew", path
+        )
+    for name in sorted(digests.keys() & before.keys()):
+        if digests[name] != before[name]:
+            logger.warning(
+                "the source of %s has changed since this run started, SHA-256 now %s; copy the new source to the "
+                "machines of the generators",
+                name,
+                digests[name][:16],
+            )
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
     return content
 
 
@@ -188,20 +195,26 @@ def read_digests(content: bytes | None) -> Mapping[str, str]:
     The result is empty if ``content`` is None.
 
     Raises:
-        QueueError: ``content`` is malformed. It usually comes over a socket.
+        QueueError: ``content``, which comes from the learner over the queue server, is malformed.
     """
     if content is None:
         return {}
+    found = _digests_of(content)
+    if found is None:
+        raise QueueError(
+            f"{DIGESTS_FILE} from the learner: expected a JSON object that maps names of code to digests, got "
+            f"{bytes(content)[:80]!r}; start the learner again, with the same version of async-rl as here"
+        )
+    return found
+
+
+def _digests_of(content: bytes) -> dict[str, str] | None:
+    """Return the digests in ``content``, which should be JSON from ``write_digests``, or None if it is malformed."""
     try:
         found = json.loads(bytes(content))
     except ValueError:
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(item, str) for item in found.values()):
-        raise QueueError(
-            f"{DIGESTS_FILE} of the run: expected a JSON object that maps names of code to digests, got "
-            f"{bytes(content)[:80]!r}; delete the file in the run directory, and start the learner again"
-        )
-    return found
+        return None
+    return found if isinstance(found, dict) and all(isinstance(item, str) for item in found.values()) else None
 
 
 def _parts(name: str) -> tuple[str, str | None]:

@@ -144,6 +144,17 @@ def test_digests_are_recorded_in_the_run_and_a_change_is_told(
     assert "has changed since this run started" in caplog.text
 
 
+@pytest.mark.parametrize("damaged", [b"", b'{"reward": "ab', b"[1]"])
+def test_a_start_replaces_damaged_digests_in_the_run_directory_and_says_so(
+    damaged: bytes, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = tmp_path / "code_digests.json"
+    path.write_bytes(damaged)
+    content = write_digests(tmp_path, [f"{source}:one"])
+    assert path.read_bytes() == content
+    assert f"{path} is damaged" in caplog.text
+
+
 @pytest.mark.parametrize("content", [b"[]", b"{", b'{"a": 1}', b"\xff"])
 def test_malformed_digests_are_refused(content: bytes):
     with pytest.raises(QueueError, match=r"code_digests\.json"):
