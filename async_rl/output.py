@@ -2,18 +2,21 @@
 
 ``Progress`` shows what a command is doing. On a terminal it redraws one line. Otherwise, and on a terminal that can't
 move its cursor, it writes plain lines: the first after two seconds, then one every ten seconds. Functions that take
-long have an argument of the type ``Report``, which they call when they begin with something else.
+long have an argument of the type ``Report``, which they call when they begin with something else. Processes that keep a
+log, such as the learner, use ``logged`` instead.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 from async_rl.terminal import visible
@@ -54,6 +57,7 @@ class Progress:
         *,
         quiet: bool = False,
         stream: TextIO | None = None,
+        write: Callable[[str], None] | None = None,
         first_s: float = FIRST_LINE_S,
         every_s: float = LINE_EVERY_S,
     ) -> None:
@@ -62,10 +66,12 @@ class Progress:
         Args:
             quiet: show nothing, neither progress nor messages.
             stream: where to show it; standard error if None.
+            write: takes the plain lines instead of ``stream``.
             first_s: seconds after which the first plain line about an activity is written.
             every_s: seconds between two plain lines about an activity.
         """
         self._quiet, self._stream = quiet, sys.stderr if stream is None else stream
+        self._write = write
         self._first_s, self._every_s = first_s, every_s
         self._what, self._done, self._total = "", 0, 0
         self._since = self._next = 0.0
@@ -76,7 +82,7 @@ class Progress:
     def __enter__(self) -> Self:
         if self._quiet:
             return self
-        if can_redraw(self._stream):
+        if self._write is None and can_redraw(self._stream):
             self._bar = _bar(self._stream)
         else:
             self._thread = threading.Thread(target=self._write_lines, name="progress", daemon=True)
@@ -112,6 +118,9 @@ class Progress:
         if self._bar is not None:
             self._bar.console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
             return
+        if self._write is not None:
+            self._write(line)
+            return
         self._stream.write(visible(line) + "\n")
         self._stream.flush()
 
@@ -135,6 +144,17 @@ class Progress:
                 self._next = now + self._every_s
                 count = f", {self._done:,} of {self._total:,}" if self._total else ""
                 self.note(f"{self._what}{count} ({now - self._since:.0f} s so far)")
+
+
+@contextmanager
+def logged(logger: logging.Logger, what: str) -> Iterator[None]:
+    """Log ``what``, once more every ten seconds while the block runs, and at its end how long it took."""
+    started = time.monotonic()
+    logger.info("%s", what)
+    with Progress(write=lambda line: logger.info("%s", line), first_s=LINE_EVERY_S) as progress:
+        progress.show(what)
+        yield
+    logger.info("%s: done in %.1f s", what, time.monotonic() - started)
 
 
 def _bar(stream: TextIO) -> RichProgress:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import threading
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from async_rl.output import Progress, can_redraw, print_json
+from async_rl.output import Progress, can_redraw, logged, print_json
 
 
 class Terminal(io.StringIO):
@@ -84,3 +85,9 @@ def test_a_terminal_that_cant_move_its_cursor_gets_plain_lines(monkeypatch: pyte
 def test_json_is_valid_when_a_number_is_not_finite(capsys: pytest.CaptureFixture[str]):
     print_json({"a": [math.nan, 1.5], "b": {"c": (math.inf, "x")}})
     assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": [None, "x"]}}
+
+
+def test_a_logged_block_says_that_it_begins_and_how_long_it_took(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO), logged(logging.getLogger("x"), "loading 100% of m"):
+        assert caplog.messages == ["loading 100% of m"]
+    assert [message.partition(": done in")[0] for message in caplog.messages] == ["loading 100% of m"] * 2

@@ -134,6 +134,7 @@ def learner(
             from async_rl.launch.preflight import check_learner
 
             check_learner(resolved, fresh=fresh, insecure=insecure)
+        logging.getLogger(__name__).info("loading PyTorch")
         quiet_progress_bars()
         from async_rl.learner.start import run_learner
 
@@ -302,6 +303,7 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
         resolved = load_config(config, overrides or [])
         from async_rl.data.chat import quiet_progress_bars
 
+        logging.getLogger(__name__).info("loading PyTorch")
         quiet_progress_bars()
         from async_rl.learner.sft import run_sft
 

@@ -12,6 +12,7 @@ are dead, and removes them.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import secrets
 import shutil
@@ -39,11 +40,14 @@ from async_rl.generator.loop import Worker
 from async_rl.generator.rollouts import ThreadGrader
 from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.net.keys import SECRET_VARIABLE, ClientKeys
+from async_rl.output import logged
 from async_rl.process.child import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
 from async_rl.rewards.registry import RewardSum, build_reward
 from async_rl.rewards.verifier import MAX_WORKERS
+
+logger = logging.getLogger(__name__)
 
 _SCRATCH_PREFIX = "async-rl-generator-"
 _SCRATCH_LOCK = "lock"
@@ -95,7 +99,8 @@ def run_generator(
         directory = stack.enter_context(scratch_directory())
         write_files(directory, welcome.files)
         digests = read_digests(welcome.files.get(DIGESTS_FILE))
-        backend = stack.enter_context(closing(_build_backend(config, overrides, directory, digests)))
+        with logged(logger, f"loading the backend {config.generator.backend}"):
+            backend = stack.enter_context(closing(_build_backend(config, overrides, directory, digests)))
         is_trusted = insecure or config.weights.trusted_network
         receiver = Receiver(generator_id, insecure=is_trusted, device=cuda_device(config), keys=keys)
         stack.enter_context(closing(receiver))

@@ -5,6 +5,8 @@ The figures come from new rows of ``metrics.jsonl``, and from a thread that asks
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 import time
 from collections import deque
@@ -22,6 +24,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.launch.status import ask_status, awaited_by
 from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
+from async_rl.run.directory import RunDir
 from async_rl.run.step_log import Row, StepLogTail
 from async_rl.terminal import visible, visible_values
 
@@ -31,6 +34,10 @@ REFRESH_S = 0.5
 ETA_STEPS = 20
 SHOWN_WAIT_S = 2.0
 MAX_NAMED_PROCESSES = 8
+LINE_EVERY_S = 10.0
+"""Seconds between two lines of ``PlainView`` while no step is trained."""
+_LOG_BYTES = 8 << 10
+_LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \S+ (?:INFO|WARNING) [\w.]+: (.+)$")
 _GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
 
 
@@ -81,6 +88,11 @@ class Progress:
             self.add(row)
         self._times.clear()
 
+    @property
+    def is_training(self) -> bool:
+        """Whether this launch has trained a step, and has further steps to train."""
+        return bool(self._times) and self.step_row["step"] < self.num_steps
+
     def add(self, row: Row) -> None:
         """Take the figures from ``row``, the next row of ``metrics.jsonl``."""
         for dataset, accuracy in eval_accuracies(row).items():
@@ -103,6 +115,31 @@ class Progress:
             return None
         (first_step, first_s), (last_step, last_s) = self._times[0], self._times[-1]
         return (last_s - first_s) / (last_step - first_step) * max(0, self.num_steps - last_step)
+
+
+def newest_messages(logs: Path) -> dict[str, str]:
+    """Return the newest log message of the first learner rank and of the first generator, if they have logged one.
+
+    The messages say what these processes are doing. ``logs`` is the directory of the logs.
+    """
+    found = {name: newest_message(logs / f"{name}.log") for name in ("learner-0", "generator-0")}
+    return {name: message for name, message in found.items() if message}
+
+
+def newest_message(log: Path) -> str:
+    """Return the newest message that a process has logged to the file ``log`` since its last start; empty if none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            lines = file.read().decode("utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return ""
+    for line in reversed(lines[:-1]):
+        if line.startswith("--- "):  # the supervisor's line about the start
+            return ""
+        if found := _LOG_LINE.match(line):
+            return found[1]
+    return ""
 
 
 def is_step_row(row: Row) -> bool:
@@ -159,11 +196,16 @@ def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
 
 
 class PlainView:
-    """Shows a run's progress as lines of text, for logs and pipes: one line per step, evaluation or event."""
+    """Shows a run's progress as lines of text, for logs and pipes: one line per step, evaluation or event.
+
+    Before the first step and after the last one, a line every few seconds says what the processes are doing.
+    """
 
     def __init__(self, console: Console, metrics: Path, num_steps: int) -> None:
         self._console, self._tail = console, StepLogTail(metrics)
         self._progress = Progress(num_steps, self._tail.history)
+        self._logs = RunDir(metrics.parent).logs
+        self._started_at = self._noted_at = time.monotonic()
 
     def refresh(self, processes: Sequence[ProcessStatus]) -> None:
         for row in self._tail.poll():
@@ -172,8 +214,13 @@ class PlainView:
                 self.note(line)
             if is_step_row(row):
                 self.note(step_line(row, self._progress.num_steps, self._progress.eta_s))
+        now = time.monotonic()
+        if processes and not self._progress.is_training and now - self._noted_at >= LINE_EVERY_S:
+            doing = "; ".join(f"{name}: {message}" for name, message in newest_messages(self._logs).items())
+            self.note(f"{duration(now - self._started_at)} so far; {doing or 'starting'}")
 
     def note(self, line: str) -> None:
+        self._noted_at = time.monotonic()
         self._console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
     def watch_queue(self, address: str) -> None:
@@ -193,6 +240,7 @@ class LiveView:
     def __init__(self, console: Console, metrics: Path, num_steps: int, keys: ClientKeys | None = None) -> None:
         self._console, self._tail, self._keys = console, StepLogTail(metrics), keys
         self._progress = Progress(num_steps, self._tail.history)
+        self._logs = RunDir(metrics.parent).logs
         self._poller: StatusPoller | None = None
         self._drawn_at, self._started_at = 0.0, time.monotonic()
         self._live = Live(console=console, auto_refresh=False, transient=False)
@@ -234,15 +282,21 @@ class LiveView:
         table.add_column(style="bold")
         table.add_column()
         step = row.get("step", 0)
-        eta = f", ETA {duration(progress.eta_s)}" if progress.eta_s is not None else ""
+        eta = f", ETA {duration(progress.eta_s)}" if progress.eta_s else ""
         so_far = duration(time.monotonic() - self._started_at)
         table.add_row("step", f"{step}/{progress.num_steps}, {so_far} so far{eta}")
+        if processes and not progress.is_training:
+            for name, message in newest_messages(self._logs).items():
+                table.add_row(name, visible(message))
+        evaluations = self._poller.latest.get("evaluations", ()) if self._poller is not None else ()
+        if processes and evaluations:
+            table.add_row("evaluating", ", ".join(evaluations))
         if row:
             self._add_figures(table, row)
         else:
-            table.add_row("", "no step yet: the model is loaded, evaluated, then sampled from")
             table.add_row("queue", self._queue_text(row))
-        if waits := _waits_text(self._poller.latest.get("waits", ())) if self._poller is not None else "":
+        waiting = self._poller.latest.get("waits", ()) if self._poller is not None and processes else ()
+        if waits := _waits_text(waiting):
             table.add_row("waiting", waits)
         for dataset, points in progress.evals.items():
             shown = points if len(points) <= 5 else [points[0], *points[-4:]]

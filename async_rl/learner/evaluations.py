@@ -109,6 +109,7 @@ class Evaluations:
 
     def _request(self, dataset: str, step: int, *, exclusive: bool) -> None:
         state = self._state
+        logger.info("evaluating %s at step %d", dataset, step)
         self._queue.evaluate(
             lineage=state.lineage, dataset=dataset, step=step, min_version=state.version, exclusive=exclusive
         )

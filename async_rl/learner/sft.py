@@ -42,6 +42,7 @@ from async_rl.learner.export import check_export_target, export_checkpoint
 from async_rl.learner.losses.objective import SupervisedObjective
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.resume import find_resume_point, take_over
+from async_rl.output import logged
 from async_rl.process.stop import StopRequest
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
@@ -78,7 +79,8 @@ def run_sft(config: Config) -> None:
         return
     check_export_target(out)
     ranks = init_ranks(config)
-    engine = FsdpEngine(config, ranks, objective=SupervisedObjective(), schedule=_schedule(config))
+    with logged(logger, f"loading the model {config.model.path}"):
+        engine = FsdpEngine(config, ranks, objective=SupervisedObjective(), schedule=_schedule(config))
     exit_code = _run_leader(config, ranks, engine, done) if ranks.is_leader else _follow(config, ranks, engine)
     if exit_code:
         raise SystemExit(exit_code)
@@ -95,7 +97,8 @@ def _run_leader(config: Config, ranks: Ranks, engine: FsdpEngine, done: int) -> 
     cause, exit_code = "", 0
     with StopRequest(config.checkpoint.grace_s, elsewhere=ranks.stop_signal) as stop:
         try:
-            engine.self_test()
+            with logged(logger, "testing the engine"):
+                engine.self_test()
             lock = acquire(RunDir(Path(config.run.dir) / "sft"), "sft")
             try:
                 _lead(config, engine, lock, done, stop.check)
@@ -129,7 +132,8 @@ def _lead(config: Config, engine: FsdpEngine, lock: RunLock, done: int, stop_sig
     take_over(run_dir, point, lineage="sft", confirm=lock.check)
     newest = point.checkpoint
     if newest is not None:
-        engine.load(newest)
+        with logged(logger, f"reading {newest}"):
+            engine.load(newest)
         logger.info("going on from %s", newest)
     run_dir.mkdir(parents=True, exist_ok=True)
     _forget_metrics_after(run_dir / "metrics.jsonl", done)
@@ -155,7 +159,8 @@ def _lead(config: Config, engine: FsdpEngine, lock: RunLock, done: int, stop_sig
             f"async-rl, please report it"
         )
     engine.close()  # the export of a large model may outlast the timeout of the other ranks
-    export_checkpoint(newest, Path(config.sft.out))
+    with logged(logger, f"exporting the model to {config.sft.out}"):
+        export_checkpoint(newest, Path(config.sft.out))
     logger.info("wrote %s", config.sft.out)
 
 

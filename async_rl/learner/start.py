@@ -35,6 +35,7 @@ from async_rl.learner.resume import ResumePoint, find_resume_point, take_over
 from async_rl.learner.trainer import Trainer
 from async_rl.net.address import check_address, is_loopback, local_host_towards
 from async_rl.net.keys import ServerKeys, client_keys_of
+from async_rl.output import logged
 from async_rl.process.child import reuse_freed_memory
 from async_rl.process.stop import StopRequest
 from async_rl.process.user_code import DIGESTS_FILE, write_digests
@@ -131,7 +132,8 @@ def run_learner(
 
 def _follow(config: Config, ranks: Ranks) -> None:
     """Run a rank other than 0 until rank 0 ends. A signal that this rank gets is reported to rank 0."""
-    engine = FsdpEngine(config, ranks)
+    with logged(logger, f"loading the model {config.model.path}"):
+        engine = FsdpEngine(config, ranks)
     with StopRequest(config.checkpoint.grace_s, on_request=ranks.pass_stop_on):
         exit_code = engine.follow()
     if exit_code:
@@ -154,11 +156,13 @@ def _lead(config: Config, ranks: Ranks, lock: RunLock, *, fresh: bool, insecure:
             may_start_queue=may_start_queue,
             lock=lock,
         )
-    engine = FsdpEngine(config, ranks)
+    with logged(logger, f"loading the model {config.model.path}"):
+        engine = FsdpEngine(config, ranks)
     cause, exit_code = "", 0
     with StopRequest(config.checkpoint.grace_s, elsewhere=ranks.stop_signal) as stop:
         try:
-            engine.self_test()
+            with logged(logger, "testing the engine"):
+                engine.self_test()
             train_with(config, engine, replace(context, stop_signal=stop.check))
         except StoppedError as stopped:
             stop.note_saved()
@@ -307,7 +311,8 @@ def _restore(engine: Engine, checkpoint: Path | None, config: Config) -> Restore
     if checkpoint is None:
         return Restored(TrainerState().fork(), None, config)
     extra = read_extra(checkpoint)
-    engine.load(checkpoint)
+    with logged(logger, f"reading {checkpoint}"):
+        engine.load(checkpoint)
     old = config_from_toml(extra["config"], f"the config in {checkpoint}")
     state = TrainerState.from_plain(extra["trainer"]).fitted(config).fork()
     if config.data.epochs != old.data.epochs:
@@ -374,7 +379,8 @@ def _wrap_up(run_dir: RunDir, state: TrainerState, *, export: bool, confirm: Cal
         # A learner that died after its export left these files. The export never replaces files.
         for remains in (run_dir.export, *run_dir.path.glob(f".{run_dir.export.name}.*.partial")):
             shutil.rmtree(remains, ignore_errors=True)
-        export_checkpoint(checkpoint, run_dir.export)
+        with logged(logger, f"exporting the model to {run_dir.export}"):
+            export_checkpoint(checkpoint, run_dir.export)
         confirm()
     if problem := draw_curve(run_dir):
         logger.warning("%s", problem)

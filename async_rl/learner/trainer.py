@@ -35,6 +35,7 @@ from async_rl.learner.publishing import VersionPublisher, WeightsSender
 from async_rl.learner.recorder import RowWriter, StepRecorder, WaitLog
 from async_rl.learner.staleness import BoundLimits, BoundState, check_staleness, reading_of, update_bound
 from async_rl.learner.step_result import StepResult, check_skipped, count_skipped, step_result
+from async_rl.output import logged
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Acked, Batch, StepAck
@@ -268,10 +269,11 @@ class Trainer:
         self.state.elapsed_s = self._clock.elapsed_s
         extra = {"trainer": self.state.to_plain(), "queue": snapshot, "config": config_to_toml(self.config)}
         keep_last = self.config.checkpoint.keep_last
-        write_checkpoint(
-            self.engine, self._run_dir, self.state.step, extra,
-            keep_last=keep_last, lineage=self.state.lineage, confirm=self._confirm,
-        )  # fmt: skip
+        with logged(logger, f"writing the checkpoint of step {self.state.step}"):
+            write_checkpoint(
+                self.engine, self._run_dir, self.state.step, extra,
+                keep_last=keep_last, lineage=self.state.lineage, confirm=self._confirm,
+            )  # fmt: skip
         self.queue.checkpoint_committed(self.state.lineage, self.state.step)
         self._last_checkpoint = self.state.step
 

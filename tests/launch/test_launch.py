@@ -29,6 +29,7 @@ from async_rl.launch.live_view import (
     duration,
     eval_accuracies,
     eval_lines,
+    newest_message,
     step_line,
 )
 from async_rl.launch.preflight import check_bindable
@@ -720,6 +721,50 @@ def test_the_live_view_shows_step_members_and_evaluations(tmp_path: Path):
     text = console.export_text()
     for shown in ("1/10", "0.500 @0", "queue: running", "generator-0: restarting, 2 restarts"):
         assert shown in text
+
+
+def log_message(directory: Path, process: str, *lines: str) -> None:
+    (directory / "logs").mkdir(exist_ok=True)
+    with (directory / "logs" / f"{process}.log").open("a") as log:
+        log.write("".join(f"{line}\n" for line in lines))
+
+
+LOADING = "2026-01-02 03:04:05,678 INFO async_rl.learner.start: loading the model m"
+
+
+def test_the_newest_message_of_a_log_is_that_of_the_last_start(tmp_path: Path):
+    log = tmp_path / "logs" / "learner-0.log"
+    assert newest_message(log) == ""
+    log_message(tmp_path, "learner-0", "--- 2026-01-02 03:04:05 python", LOADING, "Traceback (most recent call last):")
+    with log.open("a") as file:
+        file.write(LOADING + " and more, but the line is not comple")
+    assert newest_message(log) == "loading the model m"
+    log_message(tmp_path, "learner-0", "", "--- 2026-01-02 03:05:00 python")
+    assert newest_message(log) == ""
+
+
+def test_the_views_say_what_the_processes_do_until_a_step_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("async_rl.launch.live_view.LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("async_rl.launch.live_view.REFRESH_S", 0.0)
+    processes = [ProcessStatus("learner-0", "running", 0)]
+    plain = Console(width=100, force_terminal=False, record=True, file=io.StringIO())
+    live = Console(width=100, force_terminal=True, record=True, file=io.StringIO())
+    views = [PlainView(plain, tmp_path / "metrics.jsonl", 10), LiveView(live, tmp_path / "metrics.jsonl", 10)]
+    log_message(tmp_path, "learner-0", LOADING)
+    log_message(tmp_path, "generator-0", LOADING.replace("loading the model m", "joining \x1b[2J"))
+    for view in views:
+        view.refresh(processes)
+    assert plain.export_text() == "0s so far; learner-0: loading the model m; generator-0: joining \\x1b[2J\n"
+    shown = live.export_text()
+    assert "loading the model m" in shown
+    assert "joining \\x1b[2J" in shown
+    append(tmp_path / "metrics.jsonl", a_row(1))
+    for view in views:
+        view.refresh(processes)
+        view.refresh(processes)
+        view.close()
+    assert plain.export_text() == "step 1/10\n"
+    assert "loading the model m" not in live.export_text().partition("1/10")[2]
 
 
 def test_the_live_view_breaks_no_member_over_two_lines_and_counts_many(tmp_path: Path):
