@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from async_rl.cli.main import main
 from async_rl.doctor.check import Finding, print_table
-from async_rl.launch.live_view import PlainView
+from async_rl.launch.live_view import LiveView, PlainView
 from async_rl.launch.status import print_status
 from async_rl.output import print_json
 from async_rl.terminal import VisibleFormatter, visible, visible_values
@@ -59,6 +60,31 @@ def test_status_tables_show_what_a_generator_is_called(capsys: pytest.CaptureFix
     assert "[red]" in printed
     print_json(status)
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_markup_in_what_others_wrote_is_shown_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "200")
+    markup = "[/red]x:skull:"
+    status: dict[str, Any] = {
+        "run_id": markup,
+        "generators": [{"id": markup, "host": markup, "seen_s_ago": 1.0}],
+        "waits": [{"who": markup, "for": markup, "since_s": 100.0}],
+        "ledger": {"groups": {"dropped": {markup: 3}}, "eval": {markup: {"issued": 1}}},
+        "unknown": [{markup: markup}],
+        markup: markup,
+    }
+    print_status(status)
+    assert capsys.readouterr().out.count("[/red]x:skull:") == 11
+    print_table([Finding(markup, "FAIL", markup, fix=markup, details=markup)])
+    assert capsys.readouterr().out.count("[/red]x:skull:") == 5
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, f"eval/{markup}/accuracy": 0.5}) + "\n")
+    output = io.StringIO()
+    view = LiveView(Console(file=output, width=200, markup=False, emoji=False), tmp_path / "metrics.jsonl", 1)
+    view.note(markup)
+    view.close()
+    assert output.getvalue().count("[/red]x:skull:") == 2
 
 
 def test_lines_of_a_run_and_findings_of_doctor_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

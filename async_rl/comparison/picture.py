@@ -11,7 +11,7 @@ import numpy as np
 from async_rl.comparison.summary import RunSummary
 from async_rl.comparison.table import short_names
 from async_rl.errors import RunError
-from async_rl.run.curve import new_figure, running_mean, save_picture
+from async_rl.run.curve import new_figure, plain_label, running_mean, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def _label(name: str, bound: int) -> str:
 
 
 def _names(summaries: Sequence[RunSummary]) -> list[str]:
-    return short_names([summary.name for summary in summaries])
+    return [plain_label(name) for name in short_names([summary.name for summary in summaries])]
 
 
 def _draw_learning(per_step: Axes, per_second: Axes, names: Sequence[str], summaries: Sequence[RunSummary]) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Self
 
 from async_rl.config.config import Config
 from async_rl.errors import AddressError, AsyncRLError
@@ -46,7 +46,7 @@ class Finding:
         check: the name of the check.
         state: whether the check passed.
         found: what the check found on this machine.
-        fix: what the user can do about it. It is empty only if ``state`` is OK or skip.
+        fix: what the user can do about it. It is empty if ``state`` is OK or skip, or if ``found`` says it.
         details: long text that is printed below the table.
     """
 
@@ -60,6 +60,16 @@ class Finding:
     def from_plain(cls, plain: Mapping[str, Any]) -> Finding:
         """Return the finding that ``dataclasses.asdict`` converted to the mapping ``plain``."""
         return cls(**plain)
+
+    @classmethod
+    def of_error(cls, check: str, error: AsyncRLError) -> Self:
+        """Return a FAIL with the message of ``error``. The message's last clause, which says what to do, is the fix.
+
+        A message of several lines, or of one clause, is not divided.
+        """
+        message = str(error)
+        found, _, fix = message.rpartition("; ")
+        return cls(check, "FAIL", found, fix=fix) if found and "\n" not in message else cls(check, "FAIL", message)
 
 
 def exit_code(rows: Sequence[Finding]) -> int:
@@ -78,7 +88,7 @@ def print_table(rows: Sequence[Finding]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    console = Console()
+    console = Console(emoji=False)
     table = Table(show_lines=False)
     for column in ("check", "", "found"):
         table.add_column(column, no_wrap=column != "found", overflow="fold")
@@ -88,7 +98,7 @@ def print_table(rows: Sequence[Finding]) -> None:
     console.print(table)
     for row in rows:
         if row.details:
-            console.print(f"{row.check}:", style="bold")
+            console.print(f"{row.check}:", style="bold", markup=False)
             console.print(visible(row.details), markup=False, highlight=False)
     red, yellow = (sum(row.state == state for row in rows) for state in ("FAIL", "WARN"))
     verdict = "no check failed" if not red else f"{red} {'check' if red == 1 else 'checks'} failed"
@@ -122,7 +132,7 @@ def run_check(check: Check) -> list[Finding]:
         try:
             found.extend(check.run())
         except AsyncRLError as error:
-            found.append(Finding(check.name, "FAIL", str(error), fix="do what the message says"))
+            found.append(Finding.of_error(check.name, error))
         except Exception as error:  # a check that fails is a finding too
             found.append(
                 Finding(
@@ -302,7 +312,7 @@ def _child(function: str) -> None:
     try:
         found.extend(check(**arguments))
     except AsyncRLError as error:
-        found.append(Finding(arguments.get("check", name), "FAIL", str(error), fix="do what the message says"))
+        found.append(Finding.of_error(arguments.get("check", name), error))
     json.dump([asdict(finding) for finding in found], answer)
     answer.flush()
     # Do not wait for what the check left running, such as an engine's threads.

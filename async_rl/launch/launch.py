@@ -58,7 +58,7 @@ def launch(
     Raises:
         UserError: the run can't start, for a reason that the user can correct. No process was started.
     """
-    console = Console(stderr=False, markup=False)
+    console = Console(stderr=False, markup=False, emoji=False)
     run_dir = check_run_dir(config, fresh=fresh)
     if not fresh and has_ended(run_dir, config):
         _print_line(console, _has_ended_line(run_dir))
@@ -69,7 +69,7 @@ def launch(
         preflight(config, insecure=insecure)
     with locked_run_dir(config, role="launch", fresh=fresh, takeover=takeover) as (run_dir, lock):
         if make_fork is not None:
-            _print_line(Console(markup=False, quiet=quiet), make_fork())
+            _print_line(Console(markup=False, emoji=False, quiet=quiet), make_fork())
         return _run(config, run_dir, lock, console, insecure=insecure, fresh=fresh, quiet=quiet)
 
 
@@ -91,7 +91,7 @@ def dry_run(
     Raises:
         UserError: launch would refuse to start. The commands were printed before.
     """
-    console = Console(markup=False)
+    console = Console(markup=False, emoji=False)
     run_dir = check_run_dir(config, fresh=fresh)
     is_finished = not fresh and has_ended(run_dir, config)
     if source is not None and not is_finished:
@@ -190,7 +190,7 @@ def _run(
     started = time.monotonic()
     run_id = run_dir.run_id
     name = config.run.name or run_dir.path.name
-    shown = Console(markup=False, quiet=quiet)
+    shown = Console(markup=False, emoji=False, quiet=quiet)
     _print_line(shown, f"{name}: {config.learner.steps} steps in {run_dir.path} (logs in {run_dir.logs})")
     if can_redraw(sys.stdout) and not quiet:
         view = LiveView(console, run_dir.metrics, config.learner.steps, client_keys_of(config.queue.keys))

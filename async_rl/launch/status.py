@@ -121,7 +121,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
 
 def print_status(status: Mapping[str, Any]) -> None:
     """Print the status of a run as tables."""
-    console = Console(markup=False)
+    console = Console(markup=False, emoji=False)
     for table in status_tables(visible_values(status)):
         console.print(table)
 

@@ -75,6 +75,10 @@ def _export(checkpoint_dir: Path, out_dir: Path, write: Callable[[Path, Path, Re
     partial.mkdir(parents=True)
     try:
         write(checkpoint_dir, partial, report)
+        # safetensors writes files that only the user may read: give all files the modes that the umask allows.
+        mode = partial.stat().st_mode & 0o666
+        for path in partial.iterdir():
+            path.chmod(mode)
         if out_dir.exists():
             out_dir.rmdir()
         os.rename(partial, out_dir)

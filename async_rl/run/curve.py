@@ -20,6 +20,7 @@ from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock
 from async_rl.run.metrics import Row
 from async_rl.run.step_log import read_rows
+from async_rl.terminal import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -127,7 +128,7 @@ def write_curve(run_dir: RunDir, lock: RunLock | None = None) -> bool:
     figure = new_figure(13, 8)
     panels = figure.subplots(3, 2, sharex=True)
     (accuracy, speed), (reward, idle), (staleness, ess) = panels
-    figure.suptitle(run_dir.path.resolve().name, fontsize=13)
+    figure.suptitle(plain_label(run_dir.path.resolve().name), fontsize=13)
     _draw_accuracy(accuracy, rows)
     _draw_mean(reward, rows, "reward/mean", _COLORS["reward"], "mean of the step's rollouts")
     reward.set_ylabel("reward")
@@ -153,6 +154,11 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def plain_label(name: str) -> str:
+    """Return ``name`` as a label that matplotlib draws as it is. Text between dollar signs would be a formula."""
+    return visible(name).replace("$", r"\$")
 
 
 def save_picture(figure: Figure, path: Path, lock: RunLock | None = None) -> bool:

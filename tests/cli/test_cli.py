@@ -543,6 +543,15 @@ def test_a_failure_that_is_not_the_users_keeps_its_traceback(raised: Exception, 
     assert str(raised) in done.stderr
 
 
+@pytest.mark.parametrize("command", [[str(ROOT / "cli.py")], ["-m", "async_rl"]])
+def test_a_python_without_the_dependencies_is_told_how_to_install_them(command: list[str]):
+    done = subprocess.run([sys.executable, "-S", *command, "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "expected its dependencies, got no typer, pydantic, torch" in done.stderr
+    assert f"run `make install` in {ROOT}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_command_runs_from_any_directory_without_being_installed(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "cli.py"), "--version"], capture_output=True, text=True, timeout=60, cwd=tmp_path

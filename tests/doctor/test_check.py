@@ -26,6 +26,12 @@ def test_what_a_check_raises_is_a_red_row(error: Exception):
     assert (row.state, str(error) in row.found) == ("FAIL", True)
 
 
+def test_the_remedy_in_an_error_is_the_fix_of_its_row():
+    one, many = ConfigError("run.dir: a; b, got c; choose another"), ConfigError("two mistakes:\n  a: wrong; b\n  c: d")
+    assert Finding.of_error("config", one) == Finding("config", "FAIL", "run.dir: a; b, got c", fix="choose another")
+    assert Finding.of_error("config", many) == Finding("config", "FAIL", str(many))
+
+
 def test_rows_come_back_from_a_process_whatever_it_prints():
     assert CheckProcess("fine", "tests.doctor.children:fine", {"number": 3}, 60.0).findings() == [
         Finding("fine", "OK", "3")
@@ -50,7 +56,7 @@ def test_a_process_that_dies_is_a_red_row_with_its_last_words():
 
 def test_a_users_error_in_a_process_is_a_red_row():
     (row,) = CheckProcess("model", "tests.doctor.children:refuses", {"check": "model"}, 60.0).findings()
-    assert row == Finding("model", "FAIL", "no such model, model", fix="do what the message says")
+    assert row == Finding("model", "FAIL", "no such model, model")
 
 
 ROWS = [

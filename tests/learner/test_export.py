@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,16 @@ def test_a_run_directory_exports_its_latest(tmp_path: Path):
     trained_checkpoint(tmp_path)
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_an_exported_file_has_the_mode_that_the_umask_allows(tmp_path: Path):
+    _, checkpoint = trained_checkpoint(tmp_path)
+    before = os.umask(0o027)
+    try:
+        export_checkpoint(checkpoint, tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}  # 666 without 027
 
 
 def test_a_directory_with_files_is_refused_and_left_alone(tmp_path: Path):

@@ -50,6 +50,13 @@ def test_the_curve_is_a_picture_and_needs_no_display(tmp_path: Path, monkeypatch
     assert sorted(p.name for p in tmp_path.iterdir()) == ["curve.png", "metrics.jsonl"]
 
 
+def test_a_directory_whose_name_looks_like_a_formula_has_a_curve(tmp_path: Path):
+    run_dir = tmp_path / "$x^{$"
+    run_dir.mkdir()
+    write_rows(run_dir, some_rows(2))
+    assert write_curve(RunDir(run_dir))
+
+
 def test_the_curve_of_an_evaluation_alone_is_drawn_and_of_nothing_is_not(tmp_path: Path):
     assert not write_curve(RunDir(tmp_path))
     write_rows(tmp_path, some_rows(100)[:1])
