@@ -122,7 +122,8 @@ def test_a_learner_that_died_before_its_farewell_tells_its_queue_when_it_is_star
     finish_queue(config, "run")  # nobody is there any more: nothing to do
 
 
-def test_a_server_that_is_away_is_said_once_and_so_is_its_return(servers, tmp_path, caplog):
+def test_a_server_that_is_away_is_said_once_and_so_is_its_return(servers, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("async_rl.queue.client.clients._LOST_AFTER_S", 0.0)
     config = make_config(str(tmp_path / "run"))
     first = servers.start(config, "--run-id", "run")
     queue = servers.learner(first.address)
@@ -137,6 +138,8 @@ def test_a_server_that_is_away_is_said_once_and_so_is_its_return(servers, tmp_pa
     # The socket notices the death a moment after it.
     wait_until(is_lost, "the end of the connection")
     with caplog.at_level("INFO"):
+        queue._watch_connection("status", 2.0)
+        assert caplog.messages == []  # a request that ends soon says nothing: it raises an error
         request = queue._connection.post(Ping())
         wait_until(lambda: not queue._watch_connection("ping", 60.0) and bool(caplog.messages), "a warning")
         servers.start(config, "--run-id", "run")

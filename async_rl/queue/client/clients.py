@@ -54,6 +54,8 @@ ALIVE_EVERY_S = 5.0
 _LOOK_EVERY_S = 0.25
 _LOST_AFTER_S = 1.0
 """Seconds without a connection after which this is logged."""
+_LONG_WAIT_S = 5.0
+"""Seconds. The loss of a connection is logged only if the request may wait at least this much longer."""
 _MAX_RESTARTS = 5
 """Maximum number of restarts of the server for one request. The request itself may crash the server."""
 _HELLO_WAIT_S = 5.0
@@ -365,7 +367,8 @@ class LearnerQueue:
             return False
         now = time.monotonic()
         self._lost_at = self._lost_at or now
-        if now - self._lost_at >= _LOST_AFTER_S and not self._is_lost_logged:
+        # A request that ends soon raises an error, which says the same.
+        if now - self._lost_at >= _LOST_AFTER_S and left_s >= _LONG_WAIT_S and not self._is_lost_logged:
             self._is_lost_logged = True
             logger.warning(
                 "no connection to the queue at %s; request %r waits for it up to %.0f s more",
