@@ -177,16 +177,21 @@ def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title=f"generators: {len(generators)}", title_justify="left")
-    for column in ("id", "host", "version", "busy", "tokens", "tokens/s", "last seen"):
-        table.add_column(column, no_wrap=column in ("id", "tokens/s", "last seen"))
-    for generator in generators:
+    # An id begins with the host unless the user chose it. On a narrow screen only the names are broken over lines.
+    hosts = ["" if str(g.get("id", "")).startswith(str(g.get("host"))) else str(g.get("host", "")) for g in generators]
+    table.add_column("id", overflow="fold")
+    if any(hosts):
+        table.add_column("host", overflow="fold")
+    for column in ("version", "busy", "tokens", "tokens/s", "last seen"):
+        table.add_column(column, no_wrap=True)
+    for generator, generator_host in zip(generators, hosts, strict=True):
         stats = generator.get("stats") or {}
         wall_s, max_running = stats.get("wall_s", 0.0), stats.get("max_running", 0)
         active, seen_s = generator.get("active"), generator.get("seen_s_ago")
         gone = "" if generator.get("alive", True) else "gone, "
         table.add_row(
             str(generator.get("id", "")),
-            str(generator.get("host", "")),
+            *([generator_host] if any(hosts) else []),
             str(active[1]) if active else "-",
             f"{stats['busy_sequence_s'] / (wall_s * max_running):.0%} of {max_running}"
             if wall_s and max_running

@@ -613,6 +613,23 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
     assert [line for line in lines if line.startswith(unshown)] == []
 
 
+def test_status_loses_no_figure_of_a_generator_with_a_long_id_on_a_narrow_screen():
+    from rich.console import Console
+
+    from async_rl.launch.status import status_tables
+
+    host = "ip-10-0-12-1.eu-west-1.compute.internal"
+    stats = {"wall_s": 10.0, "max_running": 64, "busy_sequence_s": 320.0, "num_tokens": 1234567}
+    generator = {"id": f"{host}-12345-abcd", "host": host, "active": ["l", 12], "seen_s_ago": 1.0, "stats": stats}
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in status_tables({"generators": [generator]}):
+        console.print(table)
+    text = console.export_text()
+    assert [figure for figure in ("12", "50% of 64", "1,234,567", "123,457", "1.0 s ago") if figure not in text] == []
+    cells = [line.split("│")[1].strip() for line in text.splitlines() if line.count("│") == 7]
+    assert "".join(cells) == generator["id"]
+
+
 def test_an_evaluation_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "expected --dataset FILE, or a config with data.eval" in refusal(capsys, "eval", "owner/model")
     assert "got neither" in refusal(capsys, "eval", "--compare", str(tmp_path))
