@@ -123,5 +123,9 @@ class StoppedError(AsyncRLError):
     """Training ended early because the process received SIGTERM or SIGINT. The message says which step is saved."""
 
 
+class RunStoppedError(UserError, TrainingError):
+    """The queue stopped the run for a cause that the user can correct, such as a reward that fails for every answer."""
+
+
 class ParityError(TrainingError):
     """A generator and the learner compute different log-probabilities for the same tokens and the same weights."""

@@ -7,7 +7,8 @@ mistake.
 Messages are JSON objects in frames of ``net.streams``, so that a malformed message of an environment can do no harm.
 The generator sends ``start`` (prompt, extra_info, seed, max_turns), ``sampled`` (text, finish_reason, num_tokens),
 ``over`` (the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state, max_tokens, stop),
-``ended`` (turns: the reward and score of every action), ``failed`` (error) and ``cancelled``.
+``ended`` (turns: the reward and score of every action), ``failed`` (error; for an exception also what
+``describe_error`` returns, as detail and place) and ``cancelled``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from async_rl.environments.protocol import Action, Rollout, RolloutOverError, State
 from async_rl.errors import WireError
 from async_rl.net.streams import pack_frame, take_frame
+from async_rl.process.user_code import describe_error
 
 MAX_BYTES = 64 << 20
 
@@ -195,8 +197,10 @@ async def _play(channel: _Channel, code: Any, rollout: RemoteRollout) -> None:
             await _end_tasks(asyncio.all_tasks() - before)
     except (EnvironmentFault, FrameError) as error:
         await channel.send({"type": "failed", "error": str(error)})
-    except Exception:  # an error in the environment's code fails its rollout; the traceback is logged
-        await channel.send({"type": "failed", "error": traceback.format_exc()[-_ERROR_CHARACTERS:]})
+    except Exception as error:  # an error in the environment's code fails its rollout; the traceback is logged
+        detail, place = describe_error(error)
+        trace = traceback.format_exc()[-_ERROR_CHARACTERS:]
+        await channel.send({"type": "failed", "error": trace, "detail": detail, "place": place})
     else:
         await channel.send({"type": "ended", "turns": rollout.turns})
 

@@ -144,7 +144,7 @@ class EnvironmentRollouts:
             elif event.type == "ended":
                 self._end(rollout, event)
             else:
-                self._fail(rollout, str(event.message.get("error")))
+                self._fail(rollout, **{key: str(event.message.get(key, "")) for key in ("error", "detail", "place")})
         done, self._done = self._done, []
         return done
 
@@ -247,11 +247,12 @@ class EnvironmentRollouts:
         self._pool.cancel(rollout.key)
         self._fail(rollout, error)
 
-    def _fail(self, rollout: _Open, error: str) -> None:
+    def _fail(self, rollout: _Open, error: str, detail: str = "", place: str = "") -> None:
+        """End a rollout that failed. Log ``error``; report ``detail`` (by default ``error``) and ``place``."""
         logger.warning("environment failed on position %d, %s: %s", rollout.lease.prompt.position, rollout.key, error)
         self._stop_sampling(rollout)
         failed = Rollout(rollout.trajectory.sequences(), {"environment": 0.0}, 0.0, "error")
-        self._finish(rollout, failed, error)
+        self._finish(rollout, failed, detail or error, place)
 
     def _stop_sampling(self, rollout: _Open) -> None:
         if rollout.request_id is not None:
@@ -259,12 +260,12 @@ class EnvironmentRollouts:
             self._backend.cancel(rollout.request_id)
             rollout.request_id = None
 
-    def _finish(self, rollout: _Open, scored: Rollout, detail: str = "") -> None:
+    def _finish(self, rollout: _Open, scored: Rollout, detail: str = "", place: str = "") -> None:
         open_lease = self._leases[rollout.lease.lease_id]
         del open_lease.rollouts[rollout.key]
         if not open_lease.rollouts:
             del self._leases[rollout.lease.lease_id]
-        self._done.append(Graded(rollout.lease, rollout.index, scored, detail=detail))
+        self._done.append(Graded(rollout.lease, rollout.index, scored, detail=detail, place=place))
 
 
 def extra_info(settings: Mapping[str, Any], lease: Lease, index: int) -> dict[str, Any]:

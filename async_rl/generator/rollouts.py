@@ -23,6 +23,7 @@ from typing import Protocol
 import numpy as np
 
 from async_rl.generator.backend import Backend, Sampled
+from async_rl.process.user_code import describe_error
 from async_rl.queue.messages import FailureCause
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, TokenSequence
 from async_rl.rewards.records import GroupReward, RewardInput, RewardOutput, score_group
@@ -315,7 +316,7 @@ class Graded:
 
     ``rollout`` is None if the lease failed. Only in this case ``cause`` is meaningful, and ``error`` is the exception
     that the reward raised, or None if it raised none. ``detail`` describes the failure of the lease, or of a rollout
-    that ended in an error.
+    that ended in an error, and ``place`` says where it happened: equal failures have equal places.
     """
 
     lease: Lease
@@ -324,6 +325,7 @@ class Graded:
     error: Exception | None = None
     cause: FailureCause = "reward_error"
     detail: str = ""
+    place: str = ""
 
 
 class Grader(Protocol):
@@ -350,8 +352,8 @@ def _graded(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) -> list[
         rollouts = graded_rollouts(reward, lease, samples)
         return [Graded(lease, sample.index, rollout) for sample, rollout in zip(samples, rollouts, strict=True)]
     except Exception as error:  # the boundary to reward code: the loop fails and counts the lease
-        detail = f"{type(error).__name__}: {error}"
-        return [Graded(lease, sample.index, None, error, detail=detail) for sample in samples]
+        detail, place = describe_error(error)
+        return [Graded(lease, sample.index, None, error, detail=detail, place=place) for sample in samples]
 
 
 class ThreadGrader:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
-from async_rl.errors import StoppedError, TrainingError
+from async_rl.errors import RunStoppedError, StoppedError
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, prepare_batch, with_scores
 from async_rl.learner.checkpoint import TrainerState, checkpoint_name, write_checkpoint
@@ -99,7 +99,8 @@ class Trainer:
         """Train until the last step or the end of the data. The caller notifies the queue of the end afterwards.
 
         Raises:
-            TrainingError: the queue stopped the run, or too many optimizer steps in a row were skipped.
+            RunStoppedError: the queue stopped the run.
+            TrainingError: too many optimizer steps in a row were skipped.
             LineageError: a newer learner took over.
             StoppedError: a signal asked to stop. The last trained step is saved.
         """
@@ -170,7 +171,7 @@ class Trainer:
                     fault_point("learner.taken")
                     return answer
                 if answer.stop:
-                    raise TrainingError(answer.stop)
+                    raise RunStoppedError(answer.stop)
                 if answer.exhausted:
                     logger.info("the data has ended at step %d: %s", self.state.step, answer.reason)
                     self.state.exhausted = True

@@ -24,6 +24,8 @@ import logging
 import os
 import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -388,3 +390,28 @@ def _names(node: ast.AST, package: str) -> Iterator[str]:
     base = ".".join([*above, *filter(None, [node.module])])
     yield base
     yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+
+
+def describe_error(error: BaseException) -> tuple[str, str]:
+    """Return a sentence about an exception of user code, and its place, which is equal for equal mistakes.
+
+    The sentence has the exception, and the file, the line and the source line of the innermost frame in the user's
+    code. If no frame is in the user's code, the place is that of the innermost frame, and the sentence leaves it out.
+    """
+    kind = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    innermost = (own or frames or [None])[-1]
+    place = kind if innermost is None else f"{kind} at {innermost.filename}:{innermost.lineno}"
+    if not own:
+        return f"{kind}: {error}", place
+    frame = own[-1]
+    return f"{kind}: {error} ({frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line})", place
+
+
+def _is_users(filename: str) -> bool:
+    """Return whether a source file is neither of async-rl, nor of an installed package, nor of Python."""
+    path = Path(filename)
+    folders = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
+    is_ours = any(path.is_relative_to(folder) for folder in folders)
+    return path.is_absolute() and not is_ours and not set(_INSTALLED) & set(path.parts)

@@ -410,11 +410,15 @@ class ReturnGroups(OfGenerator, frozen=True):
 
 
 class FailLease(OfGenerator, frozen=True):
-    """A generator returns a lease without a group. ``detail`` is text for people."""
+    """A generator returns a lease without a group.
+
+    ``detail`` is text for people. ``place`` says where the failure happened: equal failures have equal places.
+    """
 
     lease_id: str
     cause: FailureCause
     detail: str
+    place: str
 
 
 class AnswerProbe(OfGenerator, frozen=True):
@@ -508,9 +512,13 @@ class EvalResults(msgspec.Struct, frozen=True):
 
 
 class EvalWait(msgspec.Struct, frozen=True):
-    """The reply to ``AwaitEval``: the reason why no finished evaluation can be sent yet; empty if one can."""
+    """The reply to ``AwaitEval``: the reason why no finished evaluation can be sent yet; empty if one can.
+
+    ``stop`` is the reason why the evaluation can't go on; empty if it can.
+    """
 
     reason: str
+    stop: str
 
 
 class ProbeAnswers(msgspec.Struct, frozen=True):

@@ -86,6 +86,32 @@ def test_a_run_with_rewards_of_the_user_s_own_over_a_table(tmp_path: Path):
     assert set(digests.values()) == {hashlib.sha256(SOURCE.encode()).hexdigest()}
 
 
+@pytest.mark.slow
+def test_a_reward_that_always_fails_stops_the_run_with_its_own_error_and_the_corrected_one_goes_on(tmp_path: Path):
+    source = tmp_path / "my_rewards.py"
+    source.write_text("def right(item):\n    return item.reward_data['answer'] == item.text\n")
+    config = tiny_config(
+        tmp_path,
+        write_tiny_task(tmp_path, num_rows=8),
+        reward={"type": f"{source}:right", "soft_overlong": False},
+        learner={"steps": 2},
+        generator={"backend": "fake", "batch_size": 4, "allow_code": [str(source)]},
+        experimental={"fake": FAKE},
+        eval={"every": 0},
+    )
+    path = write_config(tmp_path / "config.toml", config)
+    with roles(tmp_path / "logs") as start:
+        failed = start("failed", "launch", str(path))
+        assert failed.wait() == 1
+        expected = f"KeyError: 'answer' ({source}, line 2, in right: return item.reward_data['answer'] == item.text)"
+        assert f"the reward failed 8 times in a row with the same error: {expected}" in failed.log
+        assert "Traceback" not in failed.log
+        source.write_text("def right(item):\n    return float(item.reward_data['gt_answer'] in item.text)\n")
+        start("corrected", "launch", str(path)).succeed()
+    assert steps(tmp_path / "run") == [1, 2]
+    check_ledger(tmp_path / "run")
+
+
 def test_code_that_nobody_allowed_is_refused_before_anything_starts(tmp_path: Path):
     source = tmp_path / "my_rewards.py"
     source.write_text(SOURCE)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.loading import config_to_toml, parse_config
+from async_rl.config.loading import config_to_toml, load_config, parse_config
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.backend import build_backend
 from async_rl.generator.worker import build_environment, generator_config
@@ -17,6 +18,7 @@ from async_rl.launch.preflight import check_code
 from async_rl.process.user_code import (
     check_allowed,
     code_digests,
+    describe_error,
     is_code_name,
     load_code,
     read_digests,
@@ -205,3 +207,34 @@ def test_a_generator_plays_only_the_environment_that_the_learner_has(source: Pat
             build_environment(config, tmp_path, backend, {str(source): "0" * 64}, stack)
         with pytest.raises(ConfigError, match="to have a function step"):
             build_environment(config, tmp_path, backend, code_digests([str(source)]), stack)
+
+
+def test_an_error_of_user_code_is_described_by_its_file_and_line(tmp_path: Path):
+    source = tmp_path / "my_reward.py"
+    source.write_text("import json\n\ndef score(text):\n    return json.loads(text)['answer']\n")
+    score = load_code(f"{source}:score", allowed=[str(source)], digest=None)
+    described = []
+    for text in ("[", "x1", "{}"):
+        with pytest.raises((ValueError, KeyError)) as failed:
+            score(text)
+        described.append(describe_error(failed.value))
+    (first, place), (second, same), (third, other) = described
+    where = f"({source}, line 4, in score: return json.loads(text)['answer'])"
+    assert (first, second) == (
+        f"JSONDecodeError: Expecting value: line 1 column 2 (char 1) {where}",
+        f"JSONDecodeError: Expecting value: line 1 column 1 (char 0) {where}",
+    )
+    assert third == f"KeyError: 'answer' {where}"
+    assert place == same == f"JSONDecodeError at {source}:4"
+    assert other == f"KeyError at {source}:4"
+
+
+def test_an_error_without_user_code_is_described_by_its_text(tmp_path: Path):
+    with pytest.raises(ConfigError) as failed:
+        load_config(tmp_path / "nothing.toml")
+    frames = failed.value.__traceback__
+    assert frames is not None
+    failed.value.__traceback__ = frames.tb_next  # without the frame of this test
+    sentence, place = describe_error(failed.value)
+    assert sentence == f"ConfigError: {failed.value}"
+    assert re.fullmatch(r"ConfigError at .*async_rl/config/loading\.py:\d+", place)

@@ -83,7 +83,9 @@ def corpus(
         "return": (
             {**mine, "lease_ids": [lease.lease_id]}, (encode_group(group(lease, generator=generator_id)),),
         ),
-        "fail": ({**mine, "lease_id": lease.lease_id, "cause": "engine_error", "detail": "out of luck"}, ()),
+        "fail": (
+            {**mine, "lease_id": lease.lease_id, "cause": "engine_error", "detail": "out of luck", "place": "f:1"}, (),
+        ),
         "parity": ({**mine, "lineage": lineage, "version": 0, "answer": answer}, ()),
         "bye": (mine, ()),
     }  # fmt: skip

@@ -187,7 +187,7 @@ def requests_of(lease: Lease) -> list[tuple[msgspec.Struct, list[bytes]]]:
         (messages.LeaseRequest("g0", LINEAGE, 0, 1), []),
         (messages.Heartbeat("g0", {lease.lease_id: 10**6}, GeneratorStats()), []),
         (messages.ReturnGroups("g0", (lease.lease_id,)), [encode_group(group(lease))]),
-        (messages.FailLease("g0", lease.lease_id, "prompt_too_long", ""), []),
+        (messages.FailLease("g0", lease.lease_id, "prompt_too_long", "", ""), []),
         (messages.AnswerProbe("g0", LINEAGE, 0, PROBE_ANSWER), []),
         (messages.Goodbye("g0"), []),
     ]

@@ -176,3 +176,32 @@ def test_a_journal_of_no_run_yet_is_taken_over_by_the_first_that_names_one(serve
     first.process.wait()
     second = servers.start(config, "--run-id", "run")
     assert answering_run(second.address, 10.0) == "run"
+
+
+def test_a_generator_gets_no_welcome_of_a_learner_that_has_ended(servers, tmp_path):
+    """The journal keeps the welcome. The next learner's config or code may be another one."""
+    config = make_config(str(tmp_path / "run"))
+    first = servers.start(config, "--run-id", "run")
+    old = servers.learner(first.address)
+    attach(old)
+    old.close()  # its thread would report that it is alive
+    first.process.kill()
+    first.process.wait()
+    second = servers.start(config, "--run-id", "run")
+    generator = servers.generator(second.address)
+    with pytest.raises(QueueError, match="waits for a learner to attach"):
+        generator.hello(0.5, "fake")
+    attach(servers.learner(second.address), "line-b", parent_lineage="line-a")
+    generator.hello(10.0, "fake")
+
+
+def test_a_generator_is_welcome_again_when_the_learner_speaks_to_a_restarted_server(servers, tmp_path):
+    config = make_config(str(tmp_path / "run"))
+    first = servers.start(config, "--run-id", "run")
+    learner = servers.learner(first.address)
+    attach(learner)
+    first.process.kill()
+    first.process.wait()
+    second = servers.start(config, "--run-id", "run")
+    learner.confirm("line-a")
+    assert servers.generator(second.address).hello(10.0, "fake").run_id == "run"

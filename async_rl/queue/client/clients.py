@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from async_rl.errors import AddressError, IdInUseError, QueueError, WireError
+from async_rl.errors import AddressError, IdInUseError, QueueError, RunStoppedError, WireError
 from async_rl.net.codec import decode_group, encode_group, read_as
 from async_rl.net.keys import ClientKeys
 from async_rl.net.wire import Frame, Message
@@ -218,8 +218,14 @@ class LearnerQueue:
         """Wait up to ``wait_s`` for a finished evaluation that was not returned yet.
 
         Return "" if there is one or if no evaluation runs, else the reason why none is finished.
+
+        Raises:
+            RunStoppedError: the run's reward or environment fails for every answer.
         """
-        return read_as(self._call(messages.AwaitEval(lineage), wait_s=wait_s).fields, messages.EvalWait).reason
+        reply = read_as(self._call(messages.AwaitEval(lineage), wait_s=wait_s).fields, messages.EvalWait)
+        if reply.stop:
+            raise RunStoppedError(reply.stop)
+        return reply.reason
 
     def begin_take(self, lineage: str, step: int, version: int, wait_s: float) -> None:
         """Request the groups of the next step, without waiting for them.
@@ -521,10 +527,14 @@ class GeneratorQueue:
         if num_bytes >= _RETURN_BYTES or len(self._returning) >= _RETURN_GROUPS:
             self._send_returns()
 
-    def fail(self, lease_id: str, cause: FailureCause, detail: str = "") -> None:
-        """Return a lease without a group. A ``Returned`` event has the queue's reply."""
+    def fail(self, lease_id: str, cause: FailureCause, detail: str = "", place: str = "") -> None:
+        """Return a lease without a group. A ``Returned`` event has the queue's reply.
+
+        ``place`` is where the failure happened, by default ``detail``. Equal failures must have equal places.
+        """
         self._num_unanswered += 1
-        self._connection.post(messages.FailLease(self.generator_id, lease_id, cause, detail[:2000]))
+        detail, place = detail[:2000], (place or detail)[:2000]
+        self._connection.post(messages.FailLease(self.generator_id, lease_id, cause, detail, place))
 
     def answer_probe(self, lineage: str, answer: Answer) -> None:
         """Send this generator's log-probabilities for the tokens of an ``Announcement.probe``. The queue keeps them."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from async_rl.errors import IdInUseError, QueueError
 from async_rl.queue.core.admission import LearnerSide, lease_seed
 from async_rl.queue.core.groups import GroupSummary, StoredGroup, refusal_cause, why_unfit
-from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, GeneratorEntry, Owner
+from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, FailureStreak, GeneratorEntry, Owner
 from async_rl.queue.core.prompts import Answer, Evaluation
 from async_rl.queue.core.state import Attempts, QueueState
 from async_rl.queue.messages import DropCause, FailureCause, GeneratorStats, LeasesGranted, Verdict
@@ -188,6 +188,7 @@ def receive(
     else:
         verdict = _receive_training(state, learner, active, group, payload)
     entry.note_returned(refused=False)
+    state.failures = FailureStreak()
     return verdict, ""
 
 
@@ -241,8 +242,14 @@ def renew(state: QueueState, generator_id: str, lease_ids: Sequence[str], now: f
             active.grown_at = state.now
 
 
-def fail(state: QueueState, generator_id: str, lease_id: str, cause: FailureCause, now: float) -> Verdict:
-    """End a lease that a generator returned without a group. ``cause`` is the generator's reason."""
+def fail(
+    state: QueueState, generator_id: str, lease_id: str, cause: FailureCause, now: float, *, detail: str = "",
+    place: str = "",
+) -> Verdict:  # fmt: skip
+    """End a lease that a generator returned without a group.
+
+    ``cause``, ``detail`` and ``place`` are the generator's reason (see ``FailLease``).
+    """
     _seen(state, generator_id, now)
     active = state.leases.get(lease_id)
     if active is None:
@@ -253,6 +260,7 @@ def fail(state: QueueState, generator_id: str, lease_id: str, cause: FailureCaus
     if cause == "prompt_too_long":
         state.refuse_prompt(active)
     else:
+        state.failures = state.failures.after(cause, place, detail, generator_id)
         state.lose_lease(active, "failed", stop_sampling=False)
     return "refused"
 

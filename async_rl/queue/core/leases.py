@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from async_rl.queue.messages import GeneratorStats
+from async_rl.queue.messages import FailureCause, GeneratorStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.records import Lease
 
@@ -35,6 +35,47 @@ class LeaseRecord(msgspec.Struct, frozen=True, gc=False):
     version: int
     issued_at: float
     evaluation: tuple[str, int] | None
+
+
+MAX_EQUAL_FAILURES = 8
+"""The run stops after this many leases in a row that failed at the same place of the user's code."""
+_USERS_CODE: Mapping[FailureCause, str] = {"reward_error": "the reward", "environment_error": "the environment"}
+
+
+@dataclass(frozen=True, slots=True)
+class FailureStreak:
+    """The leases that failed in a row at the same place of a reward or environment, without a good group in between.
+
+    Attributes:
+        cause: the cause that the generator reported.
+        place: where the failure happened.
+        detail: the last failure, as text for people.
+        generator_id: the generator that reported it.
+        count: the number of these leases.
+    """
+
+    cause: FailureCause = "reward_error"
+    place: str = ""
+    detail: str = ""
+    generator_id: str = ""
+    count: int = 0
+
+    def after(self, cause: FailureCause, place: str, detail: str, generator_id: str) -> FailureStreak:
+        """Return the streak after one more failed lease."""
+        if cause not in _USERS_CODE:
+            return self
+        is_same = self.count and (self.cause, self.place) == (cause, place)
+        return FailureStreak(cause, place, detail, generator_id, self.count + 1 if is_same else 1)
+
+    @property
+    def diagnosis(self) -> str:
+        """The reason why the run can't continue; empty if it can."""
+        if self.count < MAX_EQUAL_FAILURES:
+            return ""
+        return (
+            f"{_USERS_CODE[self.cause]} failed {self.count} times in a row with the same error: {self.detail}. Correct "
+            f"the cause, then run the same command again; the log of generator {self.generator_id!r} has the traceback"
+        )
 
 
 @dataclass(slots=True)

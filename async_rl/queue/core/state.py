@@ -18,7 +18,7 @@ from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import LearnerSide, QueueSettings
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
-from async_rl.queue.core.leases import ActiveLease, GeneratorTable, LeaseTable
+from async_rl.queue.core.leases import ActiveLease, FailureStreak, GeneratorTable, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
 from async_rl.queue.core.prompts import Answer, EvalBook, EvalKey, PromptStream, Row, StreamCursor
 from async_rl.queue.messages import DropCause, QueueStats
@@ -112,6 +112,7 @@ class QueueState(PersistedState):
         clock_ahead_s: the seconds by which the queue's clock is ahead of the caller's.
         vocab_size: limit on the token ids of returned groups. None if unknown.
         damage: the number of damaged groups by file, until the server has logged them.
+        failures: the leases that failed in a row with the same error. A restarted server counts from 0.
     """
 
     settings: QueueSettings
@@ -133,6 +134,7 @@ class QueueState(PersistedState):
     clock_ahead_s: float = 0.0
     vocab_size: int | None = None
     damage: Counter[str] = field(default_factory=Counter)
+    failures: FailureStreak = field(default_factory=FailureStreak)
 
     def __post_init__(self) -> None:
         if self.stream.num_rows != len(self.rows):
@@ -378,6 +380,8 @@ class QueueState(PersistedState):
 
     def stop_diagnosis(self) -> str:
         """Return the reason why the run can't continue; empty if it can."""
+        if self.failures.diagnosis:
+            return self.failures.diagnosis
         if self.filtered_since_step >= self.settings.max_filtered:
             right = self.filtered_right_since_step
             wrong = self.filtered_since_step - right

@@ -34,6 +34,7 @@ from async_rl.queue.core.prompts import Row
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
     GENERATOR_REQUESTS,
+    LEARNER_REQUESTS,
     REQUESTS,
     Acked,
     Announcement,
@@ -109,6 +110,9 @@ class Handlers:
         self.welcome: WelcomePack | None = None
         self.registry = GeneratorRegistry()
         self.learner_gone = False
+        self._has_heard_learner = False
+        """Whether the attached learner has sent a request to this process. Until then ``welcome`` may be that of a
+        learner that has ended, which the journal has kept."""
         self._quarantined: set[str] = set()
 
     def handle(self, message: Message, now: float) -> Reply | Deferred | None:
@@ -123,7 +127,17 @@ class Handlers:
             raise WireError(
                 f"expected a known type of message, got type {message.type[:40]!r}; {messages.SAME_VERSION}"
             )
-        return getattr(self, f"_on_{message.type}")(read_as(message.fields, record), message, now)
+        request = read_as(message.fields, record)
+        reply = getattr(self, f"_on_{message.type}")(request, message, now)
+        if message.type in LEARNER_REQUESTS:
+            self._note_learner(request.lineage)
+        return reply
+
+    def _note_learner(self, lineage: str) -> None:
+        learner = self.state.learner
+        if not self._has_heard_learner and learner is not None and lineage == learner.lineage:
+            self._has_heard_learner = True
+            self.state.revision += 1  # generators that wait for a welcome get it now
 
     def generator_of(self, message: Message, peer: bytes, key: str, now: float) -> str | None:
         """Return the id of the generator that sent a message; None if no generator sent it.
@@ -252,7 +266,8 @@ class Handlers:
     def _on_await_eval(self, request: messages.AwaitEval, message: Message, now: float) -> Deferred:
         def attempt(now: float, last: bool) -> Reply | None:
             reason = learner_requests.eval_wait(self.state, request.lineage)
-            return Reply(messages.EvalWait(reason)) if last or not reason else None
+            stop = self.state.failures.diagnosis
+            return Reply(messages.EvalWait(reason, stop)) if last or stop or not reason else None
 
         return Deferred(_wait_s(message), attempt)
 
@@ -306,7 +321,7 @@ class Handlers:
 
         def attempt(now: float, last: bool) -> Reply | None:
             pack = self.welcome
-            if pack is None:
+            if pack is None or not self._has_heard_learner:
                 return Reply(messages.NotYet("waits for a learner to attach")) if last else None
             return Reply(messages.WelcomeReply(self.run_id, pack.config_toml, pack.names), pack.files)
 
@@ -383,7 +398,9 @@ class Handlers:
 
     def _on_fail(self, request: messages.FailLease, message: Message, now: float) -> Reply:
         lease_id = request.lease_id
-        verdict = generator_requests.fail(self.state, request.generator_id, lease_id, request.cause, now)
+        verdict = generator_requests.fail(
+            self.state, request.generator_id, lease_id, request.cause, now, detail=request.detail, place=request.place
+        )
         return Reply(messages.ReturnReply({lease_id: verdict}, {lease_id: request.detail}))
 
     def _on_parity(self, request: messages.AnswerProbe, message: Message, now: float) -> Reply:
