@@ -69,7 +69,7 @@ def test_markup_in_what_others_wrote_is_shown_as_it_is(
     markup = "[/red]x:skull:"
     status: dict[str, Any] = {
         "run_id": markup,
-        "generators": [{"id": markup, "host": markup, "seen_s_ago": 1.0}],
+        "generators": [{"id": markup, "host": f"host {markup}", "seen_s_ago": 1.0}],
         "waits": [{"who": markup, "for": markup, "since_s": 100.0}],
         "ledger": {"groups": {"dropped": {markup: 3}}, "eval": {markup: {"issued": 1}}},
         "unknown": [{markup: markup}],

@@ -242,6 +242,7 @@ class LiveView:
         self._progress = Progress(num_steps, self._tail.history)
         self._logs = RunDir(metrics.parent).logs
         self._poller: StatusPoller | None = None
+        self._has_queue_ended = False
         self._drawn_at, self._started_at = 0.0, time.monotonic()
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
@@ -251,6 +252,8 @@ class LiveView:
         if now - self._drawn_at < REFRESH_S:
             return
         self._drawn_at = now
+        # At the end of a run the queue server ends before the learner: that it answers no more is no problem then.
+        self._has_queue_ended = ("queue", "done") in ((process.name, process.state) for process in processes)
         self._show_rows()
         self._live.update(self._draw(processes), refresh=True)
 
@@ -265,7 +268,7 @@ class LiveView:
         """Draw the table a last time, and leave it on the screen."""
         if self._poller is not None:
             self._poller.close()
-            self._poller.error = ""  # a run that has ended has no queue server
+            self._has_queue_ended = True
         self._show_rows()
         self._live.update(self._draw([]), refresh=True)
         self._live.stop()
@@ -288,15 +291,14 @@ class LiveView:
         if processes and not progress.is_training:
             for name, message in newest_messages(self._logs).items():
                 table.add_row(name, visible(message))
-        evaluations = self._poller.latest.get("evaluations", ()) if self._poller is not None else ()
-        if processes and evaluations:
+        status = self._poller.latest if self._poller is not None and not self._has_queue_ended else {}
+        if evaluations := status.get("evaluations", ()):
             table.add_row("evaluating", ", ".join(evaluations))
         if row:
             self._add_figures(table, row)
         else:
             table.add_row("queue", self._queue_text(row))
-        waiting = self._poller.latest.get("waits", ()) if self._poller is not None and processes else ()
-        if waits := _waits_text(waiting):
+        if waits := _waits_text(status.get("waits", ())):
             table.add_row("waiting", waits)
         for dataset, points in progress.evals.items():
             shown = points if len(points) <= 5 else [points[0], *points[-4:]]
@@ -318,7 +320,7 @@ class LiveView:
         depth = status.get("depth", row.get("queue/depth"))
         in_flight = status["ledger"]["groups"]["in_flight"] if status else row.get("queue/in_flight")
         text = f"{_number(depth)} groups ready, {_number(in_flight)} in flight"
-        error = self._poller.error if self._poller is not None else ""
+        error = self._poller.error if self._poller is not None and not self._has_queue_ended else ""
         return f"{text} (no answer: {error.splitlines()[0]})" if error else text
 
 

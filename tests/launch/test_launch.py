@@ -19,7 +19,7 @@ from rich.console import Console
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.errors import AddressError, ConfigError, RunError
+from async_rl.errors import AddressError, ConfigError, QueueError, RunError
 from async_rl.launch import launch as launch_module
 from async_rl.launch.launch import RunCommands, describe_commands, explain, ledger_line, summary
 from async_rl.launch.live_view import (
@@ -765,6 +765,34 @@ def test_the_views_say_what_the_processes_do_until_a_step_is_trained(tmp_path: P
         view.close()
     assert plain.export_text() == "step 1/10\n"
     assert "loading the model m" not in live.export_text().partition("1/10")[2]
+
+
+def test_the_live_view_is_calm_when_the_queue_of_a_finished_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    failed = threading.Event()
+
+    def ask(*_: object) -> dict[str, object]:
+        if failed.is_set():
+            raise QueueError("the queue at tcp://127.0.0.1:7 did not answer")
+        failed.set()
+        return {"ledger": {"groups": {"in_flight": 0}}, "waits": [{"who": "g", "for": "lease", "since_s": 9.0}]}
+
+    monkeypatch.setattr("async_rl.launch.live_view.ask_status", ask)
+    monkeypatch.setattr("async_rl.launch.live_view.POLL_S", 0.001)
+    monkeypatch.setattr("async_rl.launch.live_view.REFRESH_S", 0.0)
+    console = Console(width=100, force_terminal=True, record=True, file=io.StringIO())
+    view = LiveView(console, tmp_path / "metrics.jsonl", 10)
+    view.watch_queue("tcp://127.0.0.1:7")
+    poll(lambda: view._poller is not None and view._poller.error, "a request that fails")
+    view.refresh([ProcessStatus("queue", "running", 0)])
+    assert "no answer: the queue at" in console.export_text()
+    view.refresh([ProcessStatus("queue", "done", 0), ProcessStatus("learner-0", "running", 0)])
+    view.close()
+    text = console.export_text()
+    assert "learner-0: running" in text
+    assert "no answer" not in text
+    assert "waiting" not in text
 
 
 def test_the_live_view_breaks_no_member_over_two_lines_and_counts_many(tmp_path: Path):
