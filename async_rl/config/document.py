@@ -10,7 +10,7 @@ import difflib
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -167,6 +167,22 @@ def explain_json(config: Config, name: str | None) -> dict[str, dict[str, str]]:
         }
         for key in _keys_of(name)
     }
+
+
+def commented_toml(values: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return ``values`` (a dict for each section) as TOML in which the meaning of each key stands above it."""
+    known = {key.name: key for table in tables() for key in table.keys}
+    lines: list[str] = []
+    for section, keys in values.items():
+        lines += ["", f"[{section}]"]
+        for name, value in keys.items():
+            key = f"{section}.{name}"
+            lines += [*_commented(known[key].description), f"{name} = {_in_toml(key, value)}"]
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _commented(text: str) -> Sequence[str]:
+    return textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
 
 
 def _keys_of(name: str | None) -> list[Key]:

@@ -1,0 +1,320 @@
+"""``async-rl init``: writes the first config of a new run, from flags or from answers in a terminal.
+
+It looks at the first rows of the data to find the columns, chooses the settings that depend on the hardware, and writes
+a config in which every key has a comment. With a reward of the user's own it also writes a file with a first version of
+it. ``Plan`` has the answers; ``config_text`` turns them into TOML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from async_rl.config.document import commented_toml
+from async_rl.config.loading import parse_config
+from async_rl.config.reward import REWARD_TYPES
+from async_rl.data.files import Source
+from async_rl.errors import ConfigError, DataError
+from async_rl.terminal import visible
+
+OWN_REWARD = "own"
+"""The answer for a reward of the user's own, for which ``init`` writes a file."""
+OWN_REWARD_FILE = "reward.py"
+_NUM_ROWS = 100
+_PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query", "input", "text")
+_ANSWERS = ("gt_answer", "answer", "final_answer", "solution", "target", "label", "expected", "output")
+_WHOLE_SOLUTION = re.compile(r"####|\\\\boxed|\n")
+
+_REWARD_SOURCE = '''\
+"""The reward of this run. `async-rl doctor` tries it on rows of the data."""
+
+
+def score(item):
+    """Return the reward of one answer of the model, a number; 1 for a right answer, 0 for a wrong one.
+
+    item.text is the answer, item.reward_data the row of the data without its prompt. docs/rewards.md has more.
+    """
+    expected = str(item.reward_data{expected})
+    return float(expected.strip() in item.text)
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What the first rows of the data have.
+
+    Attributes:
+        names: the names of all columns, in the order of the first row.
+        prompt: the column of the prompt. None if no known name is there.
+        answer: the column of the reference answer. None if no known name is there.
+        has_tests: whether the rows have tests for programs.
+        has_solutions: whether the answers look like whole solutions, and not like final answers.
+    """
+
+    names: tuple[str, ...]
+    prompt: str | None
+    answer: str | None
+    has_tests: bool = False
+    has_solutions: bool = False
+
+
+def look_at(data: str) -> Columns:
+    """Read the first rows of the dataset ``data`` and return what is in them.
+
+    Raises:
+        DataError: the data can't be read, or its first rows are no objects.
+    """
+    names: dict[str, None] = {}
+    answers: list[str] = []
+    for where, row in islice(Source(data).records(), _NUM_ROWS):
+        if isinstance(row, DataError):
+            raise row
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}; write each row as an object")
+        names |= dict.fromkeys(map(str, row))
+        answers += [str(row[name]) for name in _ANSWERS if name in row][:1]
+    if not names:
+        raise DataError(f"expected at least one row in {data}, got none; write rows to it, or choose another")
+    return Columns(
+        tuple(names),
+        prompt=next((name for name in _PROMPTS if name in names), None),
+        answer=next((name for name in _ANSWERS if name in names), None),
+        has_tests="test_cases" in names,
+        has_solutions=any(_WHOLE_SOLUTION.search(answer) for answer in answers),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the options of ``init`` say, by the names of ``Plan``. None: ask, or choose from the data."""
+
+    model: str | None = None
+    data: str | None = None
+    evaluation: str | None = None
+    reward: str | None = None
+    prompt: str | None = None
+    answer: str | None = None
+    num_gpus: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answers from which a config is written.
+
+    Attributes:
+        model: directory or hub id of the model.
+        data: the training data.
+        evaluation: the evaluation data; empty for none.
+        reward: a name in ``REWARD_TYPES``, ``OWN_REWARD``, or ``file.py:function``.
+        prompt, answer: columns of the prompt and of the reference answer. ``answer`` is None if the data has none.
+        num_gpus: number of GPUs of this machine to use.
+    """
+
+    model: str
+    data: str
+    evaluation: str
+    reward: str
+    prompt: str
+    answer: str | None
+    num_gpus: int
+    name: str = "first"
+
+
+def reward_source(plan: Plan) -> str:
+    """Return the first version of the user's own reward, as Python."""
+    column = "gt_answer" if plan.answer is not None else None
+    return _REWARD_SOURCE.replace("{expected}", f'["{column}"]' if column else '.get("answer", "")')
+
+
+def config_text(plan: Plan, reward_file: Path) -> str:
+    """Return the commented config of ``plan``, which has been checked.
+
+    ``reward_file`` is the file with the user's own reward, for a plan with ``OWN_REWARD``.
+
+    Raises:
+        ConfigError: the answers don't make a valid config.
+    """
+    values = _values(plan, reward_file)
+    parse_config(values, "the answers")
+    header = (
+        f"# Written by `async-rl init`. Check it with `async-rl doctor`, run it with `async-rl launch`.\n"
+        f"# Keys that are not here have their defaults: `async-rl config FILE --explain` shows all of them.\n"
+        f"# Model: {plan.model}; {plan.num_gpus or 'no'} GPU{'' if plan.num_gpus == 1 else 's'}.\n\n"
+    )
+    return header + commented_toml(values)
+
+
+def _values(plan: Plan, reward_file: Path) -> dict[str, Any]:
+    own = f"{reward_file}:score" if plan.reward == OWN_REWARD else plan.reward
+    columns = {"prompt": plan.prompt, "gt_answer": plan.answer}
+    named = {key: column for key, column in columns.items() if column not in (None, key, "messages")}
+    data: dict[str, Any] = {"train": plan.data}
+    if plan.evaluation:
+        data["eval"] = {"held_out": plan.evaluation}
+    if named:
+        data["columns"] = named
+    values: dict[str, Any] = {
+        "run": {"dir": f"runs/{plan.name}"},
+        "model": {"path": plan.model},
+        "data": data,
+        "reward": {"type": own},
+        **_sizes(plan.num_gpus),
+    }
+    if own not in REWARD_TYPES:
+        values["generator"]["allow_code"] = [own.partition(":")[0]]
+    return values
+
+
+def _sizes(num_gpus: int) -> dict[str, dict[str, Any]]:
+    """Return the sections that depend on the hardware: a small run without GPUs, a usual one with GPUs."""
+    is_small = num_gpus == 0
+    learner: dict[str, Any] = {"steps": 50 if is_small else 300, "groups_per_step": 4 if is_small else 32}
+    generator: dict[str, Any] = {"count": 1, "batch_size": 16 if is_small else 128}
+    if num_gpus == 1:
+        learner["devices"] = generator["devices"] = [0]
+        generator["memory_fraction"] = 0.4
+    elif num_gpus > 1:
+        num_ranks = num_gpus // 2
+        learner |= {"nproc": num_ranks, "devices": list(range(num_ranks))}
+        generator |= {"count": num_gpus - num_ranks, "devices": list(range(num_ranks, num_gpus))}
+    return {
+        "sampling": {
+            "group_size": 4 if is_small else 8,
+            "max_prompt_tokens": 256 if is_small else 1024,
+            "max_new_tokens": 128 if is_small else 1024,
+        },
+        "queue": {"max_staleness": 4},
+        "learner": learner,
+        "optimizer": {"lr": 1e-6},
+        "generator": generator,
+        "checkpoint": {"every": 25},
+        "eval": {"every": 25},
+    }
+
+
+def shown_row(data: str, *, width: int) -> list[str]:
+    """Return lines that show the first row of the data, one column a line, each at most ``width`` characters."""
+    _, row = next(iter(Source(data).records()))
+    if not isinstance(row, Mapping):
+        return []
+    return [f"  {name}: {json.dumps(value, ensure_ascii=False, default=str)}"[:width] for name, value in row.items()]
+
+
+def next_commands(config: Path) -> Sequence[str]:
+    """Return the commands to try next, with what they do."""
+    return (
+        f"async-rl doctor {config}    # checks model, data, reward and machine",
+        f"async-rl launch {config}    # trains; Ctrl-C saves, the same command goes on",
+        f"async-rl config {config} --explain queue    # what the keys of a section mean",
+    )
+
+
+def check_answers(plan: Plan, columns: Columns) -> None:
+    """Check that the columns of ``plan`` are in the data.
+
+    Raises:
+        ConfigError: a column is missing, or the reward needs one that the plan does not name.
+    """
+    for flag, column in (("--prompt-column", plan.prompt), ("--answer-column", plan.answer)):
+        if column is not None and column not in columns.names:
+            raise ConfigError(
+                f"{flag}: expected a column of {plan.data}, which has {', '.join(columns.names)}, got {column!r}; name "
+                f"one of these"
+            )
+    needs = REWARD_TYPES[plan.reward].row_fields if plan.reward in REWARD_TYPES else ()
+    if "gt_answer" in needs and plan.answer is None:
+        raise ConfigError(
+            f"--reward {plan.reward}: expected a column with the right answers in {plan.data}, which has "
+            f"{', '.join(columns.names)}; name it with --answer-column, or use --reward {OWN_REWARD}"
+        )
+    if "test_cases" in needs and not columns.has_tests:
+        raise ConfigError(
+            f"--reward {plan.reward}: expected a column test_cases in {plan.data}, which has "
+            f"{', '.join(columns.names)}; see docs/data.md, or use --reward {OWN_REWARD}"
+        )
+
+
+def write_config(config: Path, given: Given) -> list[str]:
+    """Ask for what ``given`` leaves open, write ``config``, and return the lines that say what was written.
+
+    Raises:
+        ConfigError: a file exists already, an answer is wrong, or it is missing and there is no terminal to ask in.
+        DataError: the data can't be read.
+    """
+    if config.exists():
+        raise ConfigError(f"expected a new file, but {config} exists; name another file, or remove this one")
+    if not config.parent.is_dir():
+        raise ConfigError(f"expected a directory for {config}, got none at {config.parent}; create it first")
+    reward_file = config.parent / OWN_REWARD_FILE
+    plan = _ask(config, given)
+    text = config_text(plan, reward_file)
+    lines = [f"wrote {config}"]
+    if plan.reward == OWN_REWARD and not reward_file.exists():
+        reward_file.write_text(reward_source(plan), encoding="utf-8")
+        lines.append(f"wrote {reward_file}: edit its function score, which is the reward of every answer")
+    elif plan.reward == OWN_REWARD:
+        lines.append(f"{reward_file} exists and stays as it is; its function score is the reward of every answer")
+    with config.open("x", encoding="utf-8") as file:
+        file.write(text)
+    return [*lines, "next:", *(f"  {command}" for command in next_commands(config))]
+
+
+def _ask(config: Path, given: Given) -> Plan:
+    model = given.model or _answer("--model", "Model (a directory, or a Hugging Face id)")
+    data = given.data or _answer("--data", "Training data (a file, a directory, or a Hugging Face id)")
+    columns = look_at(data)
+    if _is_terminal():
+        typer.echo("\n".join(["the first row:", *map(visible, shown_row(data, width=100))]), err=True)
+    prompt = given.prompt or columns.prompt or _answer("--prompt-column", f"Column of the prompts {columns.names}")
+    answer = given.answer or columns.answer
+    reward = given.reward or _answer("--reward", _REWARD_QUESTION, _likely_reward(columns, answer))
+    if columns.has_solutions and reward in REWARD_TYPES and "gt_answer" in REWARD_TYPES[reward].row_fields:
+        typer.echo(
+            f"note: the column {answer} seems to have whole solutions; the reward {reward} compares final answers, so "
+            f"extract them to a column of their own (docs/data.md), or use --reward {OWN_REWARD}",
+            err=True,
+        )
+    evaluation = given.evaluation
+    if evaluation is None:
+        evaluation = _answer("--eval", "Evaluation data (empty for none)", "") if _is_terminal() else ""
+    num_gpus = given.num_gpus
+    if num_gpus is None:
+        found = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        num_gpus = int(_answer("--gpus", "GPUs to use (0: CPU)", str(found))) if _is_terminal() else found
+    plan = Plan(model, data, evaluation, reward, prompt, answer, num_gpus, name=config.stem)
+    check_answers(plan, columns)
+    return plan
+
+
+_REWARD_QUESTION = f"Reward ({', '.join(REWARD_TYPES)}, {OWN_REWARD} for your own function)"
+
+
+def _likely_reward(columns: Columns, answer: str | None) -> str:
+    if columns.has_tests:
+        return "code"
+    return OWN_REWARD if answer is None or columns.has_solutions else "boxed"
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _answer(option: str, question: str, default: str | None = None) -> str:
+    """Return the user's answer. Without a terminal return ``default``.
+
+    Raises:
+        ConfigError: there is neither a terminal nor a default.
+    """
+    if _is_terminal():
+        return str(typer.prompt(question, default=default, err=True, show_default=bool(default)))
+    if default is None:
+        raise ConfigError(f"{option}: expected a value, because there is no terminal to ask in, got none; pass it")
+    return default

@@ -1,0 +1,154 @@
+"""``async-rl init``: the first config, from options or from answers in a terminal."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.cli import starter
+from async_rl.cli.main import main
+from async_rl.config.loading import load_config
+from tests.end_to_end.tiny import write_tiny_task
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(starter, "_is_terminal", lambda: False)
+    (tmp_path / "sums.csv").write_text("question,answer\nWhat is 1+2?,3\nWhat is 2+2?,4\n")
+    return tmp_path
+
+
+def init(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["init", *arguments])
+    assert not leaving.value.code
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as leaving:
+        main(["init", *arguments])
+    assert leaving.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_the_columns_and_the_reward_are_found_in_the_data(capsys: pytest.CaptureFixture[str]):
+    init("--model", "some/model", "--data", "sums.csv", "--gpus", "0")
+    config = load_config("run.toml")
+    assert (config.model.path, config.data.train, config.reward.type) == ("some/model", "sums.csv", "boxed")
+    assert config.data.columns == {"prompt": "question", "gt_answer": "answer"}
+    assert config.run.dir == "runs/run"
+    said = capsys.readouterr().out
+    assert "wrote run.toml" in said
+    assert "async-rl doctor run.toml" in said
+
+
+def test_every_key_has_a_comment():
+    init("--model", "m", "--data", "sums.csv", "--eval", "sums.csv", "--reward", "own", "--gpus", "4")
+    lines = Path("run.toml").read_text().splitlines()
+    keys = [number for number, line in enumerate(lines) if " = " in line and not line.startswith("#")]
+    assert len(keys) > 15
+    assert all(lines[number - 1].startswith("# ") for number in keys)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "learner", "generator"),
+    [
+        (1, {"devices": [0]}, {"count": 1, "devices": [0], "memory_fraction": 0.4}),
+        (2, {"nproc": 1, "devices": [0]}, {"count": 1, "devices": [1]}),
+        (5, {"nproc": 2, "devices": [0, 1]}, {"count": 3, "devices": [2, 3, 4]}),
+    ],
+)
+def test_the_gpus_are_divided_between_learner_and_generators(
+    gpus: int, learner: dict[str, Any], generator: dict[str, Any]
+):
+    init("--model", "m", "--data", "sums.csv", "--gpus", str(gpus))
+    raw = tomllib.loads(Path("run.toml").read_text())
+    assert raw["learner"].items() >= learner.items()
+    assert raw["generator"].items() >= generator.items()
+    load_config("run.toml")
+
+
+def test_rows_with_tests_get_the_code_reward():
+    row = {"prompt": "Add.", "test_cases": {"inputs": ["1 2"], "outputs": ["3"]}}
+    Path("code.jsonl").write_text(json.dumps(row) + "\n")
+    init("--model", "m", "--data", "code.jsonl", "--gpus", "0")
+    assert load_config("run.toml").reward.type == "code"
+
+
+def test_whole_solutions_get_an_own_reward_which_is_never_replaced(capsys: pytest.CaptureFixture[str]):
+    Path("gsm.jsonl").write_text(json.dumps({"question": "q", "answer": "2 + 2 = 4\n#### 4"}) + "\n")
+    init("--model", "m", "--data", "gsm.jsonl", "--gpus", "0")
+    config = load_config("run.toml")
+    assert config.reward.type == "reward.py:score"
+    assert config.generator.allow_code == ("reward.py",)
+    Path("reward.py").write_text("mine")
+    init("two.toml", "--model", "m", "--data", "gsm.jsonl", "--gpus", "0")
+    assert Path("reward.py").read_text() == "mine"
+    assert "reward.py exists and stays as it is" in capsys.readouterr().out
+    init("three.toml", "--model", "m", "--data", "gsm.jsonl", "--gpus", "0", "--reward", "boxed")
+    assert "seems to have whole solutions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--data", "sums.csv"], "--model: expected a value, because there is no terminal"),
+        (["--model", "m"], "--data: expected a value"),
+        (["--model", "m", "--data", "nothing.csv"], "no dataset at nothing.csv"),
+        (
+            ["--model", "m", "--data", "sums.csv", "--answer-column", "x"],
+            "--answer-column: expected a column of sums.csv",
+        ),
+        (["--model", "m", "--data", "sums.csv", "--reward", "code"], "expected a column test_cases in sums.csv"),
+        (["--model", "m", "--data", "sums.csv", "--reward", "boxing"], "reward.type: expected"),
+        (["no/such/run.toml", "--model", "m", "--data", "sums.csv"], "expected a directory for no/such/run.toml"),
+        (["--model", "m", "--data", "empty.jsonl"], "expected at least one row in empty.jsonl"),
+    ],
+)
+def test_a_wrong_answer_is_one_message_and_nothing_is_written(
+    arguments: list[str], expected: str, folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "empty.jsonl").touch()
+    assert expected in refusal(capsys, *arguments)
+    assert not (folder / "run.toml").exists()
+    assert not (folder / "reward.py").exists()
+
+
+def test_an_existing_config_is_never_replaced(capsys: pytest.CaptureFixture[str]):
+    Path("run.toml").write_text("mine")
+    assert "run.toml exists" in refusal(capsys, "--model", "m", "--data", "sums.csv")
+    assert Path("run.toml").read_text() == "mine"
+
+
+def test_a_terminal_is_asked_for_what_the_options_leave_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked: list[str] = []
+    answers = {"Model": "some/model", "Training": "sums.csv", "Reward": "exact", "Evaluation": "", "GPUs": "2"}
+
+    def answer(question: str, **_: object) -> str:
+        asked.append(question)
+        return answers[question.split()[0]]
+
+    monkeypatch.setattr(starter, "_is_terminal", lambda: True)
+    monkeypatch.setattr(starter.typer, "prompt", answer)
+    init()
+    assert [question.split()[0] for question in asked] == ["Model", "Training", "Reward", "Evaluation", "GPUs"]
+    assert load_config("run.toml").reward.type == "exact"
+    assert '  question: "What is 1+2?"' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_doctor_passes_what_init_writes(folder: Path, capsys: pytest.CaptureFixture[str]):
+    task = write_tiny_task(folder)
+    init(
+        "--model", task["model"], "--data", task["train"], "--eval", task["held_out"], "--reward", "own", "--gpus", "0"
+    )
+    with pytest.raises(SystemExit) as leaving:
+        main(["doctor", "run.toml"])
+    assert not leaving.value.code, capsys.readouterr().out
