@@ -508,6 +508,28 @@ def test_a_launch_whose_run_directory_was_taken_over_ends_and_restarts_nothing(t
         lock.close()
 
 
+def test_a_quiet_launch_prints_only_the_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    class NothingToDo:
+        def __init__(self, *arguments: object, view: PlainView, **options: object) -> None:
+            self._view = view
+
+        def run(self) -> Outcome:
+            self._view.note("the learner is done")
+            return Outcome(0)
+
+    monkeypatch.setattr(launch_module, "Supervisor", NothingToDo)
+    monkeypatch.setattr(launch_module, "preflight", lambda config, **options: None)
+    monkeypatch.setenv("COLUMNS", "200")
+    for quiet in (True, False):
+        launch_module.launch(a_config(tmp_path / "run"), fresh=False, insecure=False, quiet=quiet)
+        lines = capsys.readouterr().out.splitlines()
+        assert ("the learner is done" in lines) == (not quiet)
+        assert lines[-1] == f"run directory: {tmp_path / 'run'}"
+        assert len(lines) == (2 if quiet else 4)  # the state and the directory; else also the title and the note
+
+
 def test_a_launch_is_refused_a_run_directory_in_use_and_takes_it_over_when_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
