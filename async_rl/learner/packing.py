@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from async_rl.errors import WireError
-from async_rl.queue.messages import SAME_VERSION
+from async_rl.net.wire import SAME_VERSION
 from async_rl.sampling_mask import NOTHING_LEFT_OUT, SamplingMask, join
 
 # Sequences that share a prompt are split into parts, each at most an even load divided by this number.

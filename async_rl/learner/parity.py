@@ -32,8 +32,9 @@ from async_rl.errors import ParityError
 from async_rl.learner.batch import PreparedBatch, leave_out
 from async_rl.learner.engine import Engine
 from async_rl.learner.packing import TrainSequence
+from async_rl.net.wire import SAME_VERSION
 from async_rl.queue.client.clients import LearnerQueue
-from async_rl.queue.messages import SAME_VERSION, TakenGroup
+from async_rl.queue.messages import TakenGroup
 from async_rl.queue.parity import (
     MAX_CONTEXT,
     MAX_SCORED,

@@ -29,7 +29,7 @@ def check_address(address: str) -> tuple[str, int]:
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach ``host``.
 
-    A name is resolved first, and counts as False if that fails.
+    A name is resolved first. If it can't be resolved, the answer is False.
     """
     if host == "*":
         return False

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from async_rl.errors import WireError
-from async_rl.net.wire import DEFAULT_LIMITS, Limits, Pieces, TypedReader, encode
+from async_rl.net.wire import DEFAULT_LIMITS, SAME_VERSION, Limits, Pieces, TypedReader, encode
 from async_rl.records import (
     BoolArray,
     FinishReason,
@@ -49,7 +49,8 @@ def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise WireError(f"field {key!r} of a message: expected {kind.__name__}, got {type(value).__name__}")
+        got = type(value).__name__ if key in fields else "no such field"
+        raise WireError(f"field {key!r} of a message: expected {kind.__name__}, got {got}; {SAME_VERSION}")
     return value
 
 
@@ -64,7 +65,7 @@ def read_as(plain: Any, kind: type[_T]) -> _T:
     try:
         return msgspec.convert(plain, kind)
     except msgspec.ValidationError as error:
-        raise WireError(f"malformed {getattr(kind, '__name__', 'data')}: {error}") from error
+        raise WireError(f"malformed {getattr(kind, '__name__', 'data')}: {error}; {SAME_VERSION}") from error
 
 
 class TurnFields(msgspec.Struct, frozen=True, gc=False):
@@ -265,18 +266,20 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     """
     fields, arrays = _READER.read(frame, limits)
     if len(arrays) not in (4, 6):
-        raise WireError(f"expected a 'group' message with 4 or 6 arrays, got {len(arrays)}")
+        raise WireError(f"expected a 'group' message with 4 or 6 arrays, got {len(arrays)}; {SAME_VERSION}")
     token_ids, loss_mask, logprobs, versions = arrays[:4]
     num_tokens = token_ids.size
     for array, dtype in zip(arrays, _COLUMN_DTYPES):
         if array.dtype != dtype or array.shape != (num_tokens,):
             raise WireError(
                 f"expected four arrays of shape [{num_tokens}] in a 'group' message (dtypes <i4, |b1, <f4, <i4), got "
-                f"one of shape {list(array.shape)}, dtype {array.dtype.str}"
+                f"one of shape {list(array.shape)}, dtype {array.dtype.str}; {SAME_VERSION}"
             )
     # With other bytes, a sum over the mask would be larger than the number of masked tokens.
     if np.greater(loss_mask.view(np.uint8), 1).tobytes().find(1) >= 0:
-        raise WireError("expected only the bytes 0 and 1 in the loss mask of a 'group' message, got a byte above 1")
+        raise WireError(
+            f"expected only the bytes 0 and 1 in the loss mask of a 'group' message, got a byte above 1; {SAME_VERSION}"
+        )
     _check_sum("lengths", fields.lengths, num_tokens)
     _check_sum("num_sequences", fields.num_sequences, len(fields.lengths))
     num_rollouts = len(fields.num_sequences)
@@ -303,7 +306,8 @@ def _sampling_mask(arrays: Sequence[np.ndarray]) -> SamplingMask:
     sizes, words = arrays[4:]
     if sizes.dtype != _COLUMN_DTYPES[0] or words.dtype != _COLUMN_DTYPES[0]:
         raise WireError(
-            f"expected sampling masks of dtype int32 in a 'group' message, got {sizes.dtype}, {words.dtype}"
+            f"expected sampling masks of dtype int32 in a 'group' message, got {sizes.dtype}, {words.dtype}; "
+            f"{SAME_VERSION}"
         )
     if fault := why_malformed(sizes, words, int(np.count_nonzero(arrays[1]))):
         raise WireError(fault)
@@ -313,10 +317,11 @@ def _sampling_mask(arrays: Sequence[np.ndarray]) -> SamplingMask:
 def _check_sum(name: str, counts: list[int], total: int) -> None:
     if sum(counts) != total:
         raise WireError(
-            f"{name!r} of a 'group' message: expected counts that add up to {total}, got {reprlib.repr(counts)}"
+            f"{name!r} of a 'group' message: expected counts that add up to {total}, got {reprlib.repr(counts)}; "
+            f"{SAME_VERSION}"
         )
 
 
 def _check_length(name: str, values: Sequence[object], length: int) -> None:
     if len(values) != length:
-        raise WireError(f"{name!r} of a 'group' message: expected {length} values, got {len(values)}")
+        raise WireError(f"{name!r} of a 'group' message: expected {length} values, got {len(values)}; {SAME_VERSION}")

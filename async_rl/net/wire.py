@@ -31,13 +31,18 @@ from async_rl.errors import WireError
 
 SCHEMA_VERSION = 1
 ALIGNMENT = 16
+SAME_VERSION = "install the same version of async-rl on every machine"
+"""The end of error messages about a message that has another form than expected. It says what the user should do."""
 _MAGIC = b"ARL1"
 _PREFIX = struct.Struct("<4sI")
 _DTYPES = {name: np.dtype(name) for name in ("|u1", "|b1", "<i4", "<i8", "<f4", "<f8")}
 _CONTAINERS = frozenset((dict, list))
 _PLAIN = _CONTAINERS | {str, int, float, bool, bytes, type(None)}
 _KEYS = frozenset((str, int, bool))
-_NO_HEADER = "malformed message: expected a header [schema, type, fields, arrays, number of parts], got another form"
+_NO_HEADER = (
+    "malformed message: expected a header [schema, type, fields, arrays, number of parts], got another form; "
+    f"{SAME_VERSION}"
+)
 _F = TypeVar("_F")
 
 
@@ -88,7 +93,8 @@ class Message(msgspec.Struct, frozen=True, eq=False):
         found = tuple(parts)
         if len(found) != self.num_parts:
             raise WireError(
-                f"a {self.type!r} message: expected {self.num_parts} parts after its frame, got {len(found)}"
+                f"a {self.type!r} message: expected {self.num_parts} parts after its frame, got {len(found)}; "
+                f"{SAME_VERSION}"
             )
         return Message(self.type, self.fields, self.arrays, self.num_parts, found) if found else self
 
@@ -229,12 +235,12 @@ class TypedReader(Generic[_F]):
         except (ValueError, RecursionError) as error:
             # If the frame is wrong for any type (e.g. its schema), ``decode`` raises a clearer error.
             decode(frame, limits)
-            raise WireError(f"malformed {self._type!r} message: {error}") from error
+            raise WireError(f"malformed {self._type!r} message: {error}; {SAME_VERSION}") from error
         if (header.schema, header.type, header.num_parts) != (SCHEMA_VERSION, self._type, 0):
             message = decode(frame, limits)
             raise WireError(
                 f"expected a {self._type!r} message without parts, got a {reprlib.repr(message.type)} message with "
-                f"{message.num_parts} parts"
+                f"{message.num_parts} parts; {SAME_VERSION}"
             )
         if len(header.table) > limits.max_arrays:
             raise WireError(f"expected at most {limits.max_arrays} arrays in a message, got {len(header.table)}")
@@ -271,8 +277,7 @@ def _header(view: memoryview, limits: Limits) -> tuple[list[Any], int]:
     schema, type_, fields, table, num_parts = header
     if schema != SCHEMA_VERSION:
         raise WireError(
-            f"expected a message of schema {SCHEMA_VERSION}, got schema {reprlib.repr(schema)}; install the same "
-            f"async-rl version on all machines"
+            f"expected a message of schema {SCHEMA_VERSION}, got schema {reprlib.repr(schema)}; {SAME_VERSION}"
         )
     if [type(item) for item in (type_, fields, table, num_parts)] != [str, dict, list, int]:
         raise WireError(_NO_HEADER)
@@ -291,7 +296,9 @@ def _unpacked(raw: memoryview) -> Any:
     try:
         return _DECODER.decode(raw)
     except (ValueError, TypeError, RecursionError) as error:
-        raise WireError(f"malformed message: its header is not msgpack: {type(error).__name__}: {error}") from error
+        raise WireError(
+            f"malformed message: its header is not msgpack: {type(error).__name__}: {error}; {SAME_VERSION}"
+        ) from error
 
 
 def _check_plain(fields: dict[Any, Any], max_items: int, max_depth: int) -> None:

@@ -20,8 +20,6 @@ import msgspec
 from async_rl.net.codec import Count
 from async_rl.records import Group, Lease, Prompt
 
-SAME_VERSION = "install the same version of async-rl on every machine"
-"""The end of error messages about a message that does not fit its record. It says what the user should do."""
 RECEIVE_HIGH_WATER_MARK = 64
 """Maximum number of received messages of one peer that wait in the socket's memory."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]

@@ -18,8 +18,7 @@ import numpy as np
 
 from async_rl.errors import WireError
 from async_rl.net.codec import field
-from async_rl.net.wire import Limits, decode, encode
-from async_rl.queue.messages import SAME_VERSION
+from async_rl.net.wire import SAME_VERSION, Limits, decode, encode
 
 MAX_SEQUENCES = 8
 MAX_CONTEXT = 64

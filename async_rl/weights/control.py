@@ -29,7 +29,7 @@ from async_rl.net.codec import read_as
 from async_rl.net.connections import RouterConnections
 from async_rl.net.keys import ClientKeys, Guard, ServerKeys
 from async_rl.net.streams import is_readable
-from async_rl.net.wire import Limits, decode, encode
+from async_rl.net.wire import SAME_VERSION, Limits, decode, encode
 
 HEARTBEAT_S = 1.0
 WILDCARDS = ("*", "0.0.0.0", "::")
@@ -254,7 +254,8 @@ def decode_message(frame: bytes | memoryview, expected: Sequence[type[_T]], limi
         if record.__name__ == message.type:
             return read_as(message.fields, record)
     raise WireError(
-        f"expected a message of type {' or '.join(record.__name__ for record in expected)}, got {message.type!r}"
+        f"expected a message of type {' or '.join(record.__name__ for record in expected)}, got "
+        f"{message.type!r}; {SAME_VERSION}"
     )
 
 

@@ -19,7 +19,7 @@ import xxhash
 
 from async_rl.errors import WeightsError, WireError
 from async_rl.net.codec import Count, field, read_as
-from async_rl.net.wire import pack_plain
+from async_rl.net.wire import SAME_VERSION, pack_plain
 
 ALIGNMENT = 64
 _DIGEST_PIECE_BYTES = 4 << 20
@@ -167,25 +167,30 @@ def manifest_from_fields(fields: Mapping[str, Any]) -> Manifest:
     digests = read_as(fields.get("bucket_digests"), tuple[str, ...])
     tensors = read_as(fields.get("tensors"), tuple[TensorSpec, ...])
     if sum(sizes) > _MAX_VERSION_BYTES:
-        raise WireError(f"manifest: expected buckets of at most {_MAX_VERSION_BYTES} bytes in all, got {sum(sizes)}")
+        raise WireError(
+            f"manifest: expected buckets of at most {_MAX_VERSION_BYTES} bytes in all, got {sum(sizes)}; {SAME_VERSION}"
+        )
     if len(digests) != len(sizes):
-        raise WireError(f"manifest: expected a digest for each of {len(sizes)} buckets, got {len(digests)} digests")
+        raise WireError(
+            f"manifest: expected a digest for each of {len(sizes)} buckets, got {len(digests)} digests; {SAME_VERSION}"
+        )
     for spec in tensors:
         _check_place(spec, sizes)
     if len({spec.name for spec in tensors}) != len(tensors):
-        raise WireError("manifest: expected every tensor name once, got a name twice")
+        raise WireError(f"manifest: expected every tensor name once, got a name twice; {SAME_VERSION}")
     return Manifest(field(fields, "lineage", str), field(fields, "version", int), tensors, sizes, digests)
 
 
 def _check_place(spec: TensorSpec, bucket_sizes: Sequence[int]) -> None:
     if spec.dtype not in ITEM_SIZES:
         raise WireError(
-            f"manifest: tensor {spec.name!r}: expected a dtype in {sorted(ITEM_SIZES)}, got {spec.dtype[:80]!r}"
+            f"manifest: tensor {spec.name!r}: expected a dtype in {sorted(ITEM_SIZES)}, got {spec.dtype[:80]!r}; "
+            f"{SAME_VERSION}"
         )
     size = spec.size_bytes
     is_inside = spec.bucket < len(bucket_sizes) and spec.offset + size <= bucket_sizes[spec.bucket]
     if not is_inside or spec.offset % ALIGNMENT:
         raise WireError(
             f"manifest: tensor {spec.name!r}: expected a place inside a bucket, at a multiple of {ALIGNMENT} bytes, "
-            f"got offset {spec.offset} of bucket {spec.bucket} for {size} bytes"
+            f"got offset {spec.offset} of bucket {spec.bucket} for {size} bytes; {SAME_VERSION}"
         )

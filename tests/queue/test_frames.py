@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from async_rl.errors import WireError
 from async_rl.net.wire import Frame
-from async_rl.queue.client.connection import COPY_BELOW_BYTES, send_frames
+from async_rl.queue.client.connection import COPY_BELOW_BYTES, Connection, send_frames
+from async_rl.queue.messages import Ping
 
 
 @pytest.fixture
@@ -39,3 +41,22 @@ def test_a_frame_that_was_received_can_be_sent_on_again_and_again(pair):
 def test_without_room_nothing_is_sent():
     with zmq.Context() as context, context.socket(zmq.PUSH) as nobody, pytest.raises(zmq.Again):
         send_frames(nobody, [b"one", b"two"])
+
+
+def test_a_malformed_answer_is_an_error_that_names_the_queue_server():
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as other_program:
+        address = f"tcp://127.0.0.1:{other_program.bind_to_random_port('tcp://127.0.0.1')}"
+        connection = Connection(address, "learner")
+        try:
+            connection.post(Ping())
+            connection.poll(0.0)
+            while not other_program.poll(10):
+                connection.poll(0.0)
+            sender = other_program.recv_multipart()[0]
+            other_program.send_multipart([sender, b"HTTP/1.1 400 Bad Request"])
+            with pytest.raises(
+                WireError, match=f"^the queue server at {address} sent a malformed message: .*not async-rl"
+            ):
+                connection.poll(30.0)
+        finally:
+            connection.close()

@@ -35,8 +35,7 @@ from async_rl.learner.engine.ranks import Ranks, compute_dtype
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_packing
 from async_rl.learner.losses.objective import Objective, StepOutcome, policy_objective, update_stats
 from async_rl.learner.packing import MicroBatch, TrainSequence, by_sequence, from_arrays, pack, to_arrays
-from async_rl.net.wire import Message, decode, encode
-from async_rl.queue.messages import SAME_VERSION
+from async_rl.net.wire import SAME_VERSION, Message, decode, encode
 from async_rl.sampling_mask import largest_id
 
 _BUG = "this is a bug in async-rl, please report it"

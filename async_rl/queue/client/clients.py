@@ -20,11 +20,10 @@ import msgspec
 from async_rl.errors import AddressError, IdInUseError, QueueError, RunStoppedError, WireError
 from async_rl.net.codec import decode_group, encode_group, read_as
 from async_rl.net.keys import ClientKeys
-from async_rl.net.wire import Frame, Message
+from async_rl.net.wire import SAME_VERSION, Frame, Message
 from async_rl.queue import messages
 from async_rl.queue.client.connection import Connection, Outstanding, raise_error
 from async_rl.queue.messages import (
-    SAME_VERSION,
     WIRE_TYPES,
     Acked,
     Announced,

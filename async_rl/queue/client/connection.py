@@ -18,7 +18,7 @@ import zmq
 from msgspec.structs import asdict
 from zmq.utils.monitor import parse_monitor_message
 
-from async_rl.errors import AddressError, IdInUseError, LineageError, QueueError
+from async_rl.errors import AddressError, IdInUseError, LineageError, QueueError, WireError
 from async_rl.net.address import check_address
 from async_rl.net.keys import ClientKeys
 from async_rl.net.wire import Frame, Limits, Message, decode, encode
@@ -234,11 +234,14 @@ class Connection:
         received: list[tuple[Outstanding | None, Message]] = []
         while is_readable(self._socket):
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            message = decode(frame.buffer, _LIMITS)
-            # All frames of a multipart message arrive together.
-            message = message.with_parts(
-                self._socket.recv(zmq.NOBLOCK, copy=False).buffer for _ in range(message.num_parts)
-            )
+            try:
+                message = decode(frame.buffer, _LIMITS)
+                # All frames of a multipart message arrive together.
+                message = message.with_parts(
+                    self._socket.recv(zmq.NOBLOCK, copy=False).buffer for _ in range(message.num_parts)
+                )
+            except WireError as error:
+                raise WireError(f"the queue server at {self.address} sent a malformed message: {error}") from error
             request_id = message.fields.get("request_id")
             request = self._answered(request_id, message, now) if isinstance(request_id, str) else None
             # Skip the answer to a repeat of a request that is already answered.

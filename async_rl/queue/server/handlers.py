@@ -22,7 +22,7 @@ from async_rl.config.config import Config
 from async_rl.data.chat import stated_vocabulary_size
 from async_rl.errors import QueueError, StorageFullError, WireError
 from async_rl.net.codec import field, read_as
-from async_rl.net.wire import Frame, Message
+from async_rl.net.wire import SAME_VERSION, Frame, Message
 from async_rl.process.package_versions import package_versions
 from async_rl.queue import messages
 from async_rl.queue.core import generator_requests, learner_requests, persistence
@@ -124,9 +124,7 @@ class Handlers:
         """
         record = REQUESTS.get(message.type)
         if record is None:
-            raise WireError(
-                f"expected a known type of message, got type {message.type[:40]!r}; {messages.SAME_VERSION}"
-            )
+            raise WireError(f"expected a known type of message, got type {message.type[:40]!r}; {SAME_VERSION}")
         request = read_as(message.fields, record)
         reply = getattr(self, f"_on_{message.type}")(request, message, now)
         if message.type in LEARNER_REQUESTS:
@@ -182,7 +180,7 @@ class Handlers:
         if len(parts) != num_files + request.has_snapshot:
             raise WireError(
                 f"malformed 'attach': expected {num_files + request.has_snapshot} parts ({num_files} files, "
-                f"{int(request.has_snapshot)} snapshots), got {len(parts)}; {messages.SAME_VERSION}"
+                f"{int(request.has_snapshot)} snapshots), got {len(parts)}; {SAME_VERSION}"
             )
         pack = WelcomePack(request.config_toml, request.files, tuple(map(bytes, parts[:num_files])))
         vocab_size = self._vocab_size(pack)
@@ -358,7 +356,7 @@ class Handlers:
         if len(parts) != len(lease_ids):
             raise WireError(
                 f"malformed 'return': expected {len(lease_ids)} parts, one encoded group for each lease, got "
-                f"{len(parts)}; {messages.SAME_VERSION}"
+                f"{len(parts)}; {SAME_VERSION}"
             )
         verdicts: dict[str, Verdict] = {}
         why: dict[str, str] = {}
@@ -408,7 +406,7 @@ class Handlers:
         if len(data) > MAX_ANSWER_BYTES:
             raise WireError(
                 f"expected an answer of at most {MAX_ANSWER_BYTES} bytes to the learner's probe, got {len(data)} bytes "
-                f"from generator {request.generator_id!r}; {messages.SAME_VERSION}"
+                f"from generator {request.generator_id!r}; {SAME_VERSION}"
             )
         # The learner must be able to read it.
         decode_answer(data)

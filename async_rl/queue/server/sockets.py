@@ -25,9 +25,9 @@ from async_rl.errors import AddressError, QueueError, WireError
 from async_rl.net.address import check_address, refuse_open_bind
 from async_rl.net.connections import RouterConnections
 from async_rl.net.keys import ALLOWED_FILE, DEFAULT_CLIENT, AllowList, Guard, ServerKeys
-from async_rl.net.wire import Frame, Limits, Message
+from async_rl.net.wire import SAME_VERSION, Frame, Limits, Message
 from async_rl.queue.client.connection import is_readable, send_frames
-from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK, SAME_VERSION
+from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK
 
 logger = logging.getLogger(__name__)
 

@@ -145,9 +145,11 @@ def _gaps(index_C: np.ndarray) -> np.ndarray:
 def _positions(gaps: np.ndarray, num_changed: int) -> np.ndarray:
     """Return the ascending positions, int64 [C], that ``_gaps`` encoded."""
     is_element = gaps != _ESCAPE
-    if np.count_nonzero(is_element) != num_changed or not is_element[-1:].all():
+    num_found = int(np.count_nonzero(is_element))
+    if num_found != num_changed or not is_element[-1:].all():
         raise WeightsError(
-            f"malformed delta of weights: expected {num_changed} changed elements, as in its header, got another number"
+            f"malformed delta of weights: expected {num_changed} changed elements, as in its header, got {num_found}"
+            + ("" if num_found != num_changed else ", then a gap without an element")
         )
     return np.cumsum(gaps, dtype=np.int64)[is_element] + np.arange(num_changed)
 

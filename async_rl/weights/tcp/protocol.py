@@ -141,8 +141,9 @@ class RecordCipher:
             self._cipher.decrypt_into(self._next_nonce(), encrypted, None, into)
         except InvalidTag:
             raise CorruptWeightsError(
-                "a part of the encrypted weights was changed on its way: its authentication tag does not match"
-            ) from (None)
+                f"record {self._num_records} of an answer with encrypted weights was changed on its way: its "
+                f"authentication tag does not match"
+            ) from None
 
     def _next_nonce(self) -> bytes:
         nonce = self._num_records.to_bytes(12, "little")
@@ -160,9 +161,10 @@ class Listen(msgspec.Struct, frozen=True):
 
 
 class MapSlot(msgspec.Struct, frozen=True):
-    """The learner tells the server to map the staging memory number ``slot``. Its descriptor comes with this message.
+    """The learner tells the server to map a slot, which is memory for one version of the weights.
 
-    ``sizes`` and ``offsets`` give the place of each bucket in the memory, in bytes.
+    A file descriptor of the memory comes with this message. ``slot`` is the slot's number. ``offsets`` and ``sizes``
+    are those of the buckets in the memory, in bytes.
     """
 
     slot: int
@@ -171,9 +173,10 @@ class MapSlot(msgspec.Struct, frozen=True):
 
 
 class OpenSession(msgspec.Struct, frozen=True):
-    """The learner permits the peer that sends ``token`` to fetch the buckets of ``slot`` and the deltas of ``jobs``.
+    """The learner opens a session: the generator that sends ``token`` may fetch one version.
 
-    If ``key`` is not empty, the server encrypts the stream with it.
+    The version's buckets are in ``slot``. The deltas that the generator may fetch instead are those that the server
+    keeps under the numbers ``jobs``. If ``key`` is not empty, the server encrypts the stream with it.
     """
 
     token: bytes

@@ -18,6 +18,7 @@ import xxhash
 
 from async_rl.errors import CorruptWeightsError, WeightsError
 from async_rl.net.streams import StreamEndedError, read_exactly, receive_into
+from async_rl.net.wire import SAME_VERSION
 from async_rl.process.fault_points import fault_point
 from async_rl.weights.control import Pull
 from async_rl.weights.manifest import digest_bytes
@@ -44,8 +45,9 @@ class StreamReceiver:
         self._connection = _KeptConnection()
 
     def receive(self, order: ReceiveOrder[Pull], buffer: ReceiveBuffer, buffers: ReceiveBuffers) -> ReceiveResult:
-        """Fetch the version into ``buffer`` and verify it. Deltas are used if ``buffers`` still holds the weights
-        they start from.
+        """Fetch the version into ``buffer`` and verify it.
+
+        The learner may offer deltas from an older version. They are used if ``buffers`` still holds that version.
         """
         base = buffers.find(order.message.base) if order.message.base else None
         return _VersionPull(order, buffer, base, self._connection).run()
@@ -246,8 +248,7 @@ class _VersionPull:
             if not is_valid:
                 raise WeightsError(
                     f"link {number} of the chain of deltas: expected {len(self._buckets)} sizes, each smaller than its "
-                    f"bucket, got {len(link)} sizes, some of them too large; "
-                    f"install the same version of async-rl on every machine"
+                    f"bucket, got {len(link)} sizes, some of them too large; {SAME_VERSION}"
                 )
 
 
