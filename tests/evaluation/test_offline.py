@@ -125,7 +125,7 @@ def test_an_answer_that_can_not_be_scored_costs_its_row_alone():
     found = answered(ScriptedBackend({0: ["2", "2"], 1: ["4", "4"], 2: ["6", "5"]}), leases)
     assert [[r.accuracy for r in group.rollouts] for _, group in found.groups] == [[1.0, 1.0], [], [1.0, 0.0]]
     assert found.causes == {"reward_error": 1}
-    assert found.first_failure == "row 1: reward error: RewardError: nobody knows"
+    assert found.first_failure.startswith("row 1: reward error: RewardError: nobody knows (")  # then file and line
 
 
 def test_no_more_rollouts_are_open_than_there_are_slots_but_for_one_lease():
