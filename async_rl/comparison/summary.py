@@ -6,7 +6,6 @@ weighted by the time of each step, means over tokens by the trained tokens of ea
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +116,7 @@ def summarise(path: Path) -> RunSummary:
     steps = [row for row in rows if "version" in row]
     if not steps:
         raise RunError(f"{path}: expected a run that has made a step, got none yet; wait for its first step")
-    ledger = _ledger(run_dir)
+    ledger = run_dir.read_ledger()
     warm = steps[min(round(WARM_UP * len(steps)), len(steps) - 1) :]
     return RunSummary(
         name=str(path),
@@ -153,15 +152,6 @@ def _by_lag(rows: Sequence[Row]) -> dict[int, float]:
     lags = sorted({int(found[1]) for row in rows for key in row if (found := _LAG.fullmatch(key))})
     means = {lag: _mean(rows, f"mismatch_kl/lag_{lag}", f"lag_{lag}/tokens") for lag in lags}
     return {lag: mean for lag, mean in means.items() if mean is not None}
-
-
-def _ledger(run_dir: RunDir) -> Mapping[str, Any]:
-    try:
-        return json.loads(run_dir.ledger.read_text(encoding="utf-8")) if run_dir.ledger.is_file() else {}
-    except ValueError as error:
-        raise RunError(
-            f"can't read {run_dir.ledger}: {error}; delete this file to compare the run without it"
-        ) from error
 
 
 def _dropped(ledger: Mapping[str, Any]) -> float | None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,12 +93,12 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
         keys: the keys for the request. If None, the keys in the run's config are used.
 
     Raises:
-        RunError: ``path`` is not a run directory, or the run's queue server has not started yet.
+        RunError: ``path`` is not a run directory, the run's queue server has not started yet, or its ``ledger.json`` is
+            damaged.
         AddressError: the queue server did not answer within ``timeout_s`` seconds.
     """
     run_dir = RunDir(path)
-    if run_dir.is_finished and run_dir.ledger.exists():
-        ledger = json.loads(run_dir.ledger.read_text(encoding="utf-8"))
+    if run_dir.is_finished and (ledger := run_dir.read_ledger()):
         known = {key: ledger.pop(key) for key in ("run_id", "lineage", "step", "version", "excluded") if key in ledger}
         return {**known, "finished": True, "ledger": ledger}
     record = read_record(path)

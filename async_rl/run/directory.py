@@ -107,6 +107,26 @@ class RunDir:
         """Whether the run has trained its last step and written all its files."""
         return self.finished_marker.exists()
 
+    def read_ledger(self) -> dict[str, Any]:
+        """Return the content of ``ledger.json``. It is empty if there is no such file.
+
+        Raises:
+            RunError: the file is damaged.
+        """
+        if not self.ledger.is_file():
+            return {}
+        content = self.ledger.read_bytes()
+        try:
+            found = json.loads(content)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise RunError(
+                f"expected a JSON object in {self.ledger}, got {content[:40]!r}; the file is damaged, delete it: "
+                f"async-rl only shows it"
+            )
+        return found
+
     def mark_finished(self, facts: Mapping[str, Any]) -> None:
         """Write ``finished.json``, which marks the run as finished.
 

@@ -468,6 +468,12 @@ def test_config_as_json_has_the_values_or_their_explanations(tmp_path: Path, cap
     assert found["queue.max_staleness"]["value"] == found["queue.max_staleness"]["default"] == "4"
 
 
+def test_a_damaged_ledger_of_a_finished_run_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "finished.json").write_text("{}")
+    (tmp_path / "ledger.json").write_text('{"groups": ')
+    assert f"expected a JSON object in {tmp_path}/ledger.json" in refusal(capsys, "status", str(tmp_path))
+
+
 @pytest.mark.parametrize("command", ["status", "compare", "doctor", "eval", "export", "sweep", "config", "launch"])
 def test_scripts_can_ask_for_json_and_silence(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):

@@ -115,6 +115,6 @@ def test_files_that_cannot_be_read_or_written_are_one_message(tmp_path: Path, ca
     nowhere = str(tmp_path / "nowhere" / "c.png")
     assert f"can't write the picture {nowhere}: No such file or directory" in refusal(*runs, "--picture", nowhere)
     (tmp_path / "b0" / "ledger.json").write_text("{")
-    assert f"can't read {runs[0]}/ledger.json" in refusal(*runs)
+    assert f"expected a JSON object in {runs[0]}/ledger.json, got" in refusal(*runs)
     (tmp_path / "b4" / "metrics.jsonl").write_text("?\n")
     assert "metrics.jsonl, line 1: expected a JSON object" in refusal(runs[1])
