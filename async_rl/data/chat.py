@@ -203,6 +203,24 @@ def stated_vocabulary_size(config_json: bytes) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def context_length(path: str | Path) -> int | None:
+    """Return the context length of the model at ``path``, in tokens. None if its ``config.json`` does not contain it.
+
+    Raises:
+        ModelError: there is no model at ``path`` (see ``model_directory``), or ``config.json`` can't be read.
+    """
+    config_path = model_directory(path) / "config.json"
+    try:
+        config: Any = json.loads(config_path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.path: can't read {config_path}: {error}; expected a JSON file, as save_pretrained writes it"
+        ) from error
+    key = "max_position_embeddings"
+    found = config.get(key, (config.get("text_config") or {}).get(key))
+    return found if isinstance(found, int) else None
+
+
 def check_precision(directory: Path, dtype: str = "auto") -> None:
     """Check that ``directory / "config.json"`` describes a model that can be trained at the precision ``dtype``.
 

@@ -7,7 +7,6 @@ and a broadcast between two ranks. Each function returns findings.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import threading
 import time
@@ -19,7 +18,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS
 from async_rl.doctor.check import Finding
 from async_rl.errors import AddressError, QueueError, UserError, WeightsError
-from async_rl.launch.preflight import check_bindable, check_devices, check_keys
+from async_rl.launch.preflight import check_bindable, check_devices, check_keys, checkpoint_bytes, free_bytes
 from async_rl.launch.status import size_text
 from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind, refuse_open_connect
 from async_rl.net.keys import ClientKeys, client_keys_of
@@ -137,7 +136,7 @@ def check_disk(config: Config) -> list[Finding]:
             Finding("journal", "WARN", "switched off: if the queue server dies, its groups are lost", fix=fix),
         ]
     check_writable(journal, "queue.journal_dir")
-    kind, free = _file_system(journal), _free_bytes(journal)
+    kind, free = _file_system(journal), free_bytes(journal)
     found = f"{journal} on {kind}, {size_text(free)} free"
     if is_network_file_system(kind):
         fix = "set queue.journal_dir to a directory on this machine's own disk"
@@ -151,8 +150,8 @@ def check_disk(config: Config) -> list[Finding]:
 
 
 def _space_row(config: Config, run_dir: Path) -> Finding:
-    kind, free = _file_system(run_dir), _free_bytes(run_dir)
-    checkpoint = 12 * _num_parameters(config)
+    kind, free = _file_system(run_dir), free_bytes(run_dir)
+    checkpoint = checkpoint_bytes(config)
     needed = (config.checkpoint.keep_last + 1) * checkpoint
     found = f"{run_dir} on {kind}, {size_text(free)} free"
     if checkpoint:
@@ -167,33 +166,10 @@ def _space_row(config: Config, run_dir: Path) -> Finding:
     return Finding("run.dir", "OK", found)
 
 
-def _num_parameters(config: Config) -> int:
-    """Return the number of the model's parameters, from the headers of its safetensors files.
-
-    Return 0 if ``model.path`` is no directory on this machine.
-    """
-    from safetensors import safe_open
-
-    directory = Path(config.model.path)
-    total = 0
-    for path in directory.glob("*.safetensors") if directory.is_dir() else ():
-        with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118  (not a dict)
-                size = 1
-                for length in file.get_slice(name).get_shape():
-                    size *= length
-                total += size
-    return total
-
-
 def _existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def _free_bytes(path: Path) -> int:
-    return shutil.disk_usage(_existing(path)).free
 
 
 def _file_system(path: Path) -> str:

@@ -31,7 +31,8 @@ from async_rl.errors import DataError, ModelError, RewardError, SandboxError, Us
 from async_rl.generator.backend import Backend, Sampled, build_backend
 from async_rl.generator.parity import answer_probe
 from async_rl.generator.worker import generator_config, scratch_directory, write_files
-from async_rl.launch.preflight import check_code, check_train_is_set
+from async_rl.launch.preflight import check_code, check_lengths, check_train_is_set
+from async_rl.process.user_code import describe_error
 from async_rl.queue.parity import Probe, compare, parity_limit
 from async_rl.records import TEXT_ROLE, Lease, Prompt, Sampling
 
@@ -131,6 +132,17 @@ def _template_row(config: Config, tokenizer: Any) -> Finding:
     return Finding("template", "OK", found, details=text[:_SHOWN_CHARS])
 
 
+def check_prompt_lengths(config: Config) -> list[Finding]:
+    """Check that the longest rollout fits the learner and the model, and that not all prompts are too long."""
+    try:
+        rows = load_train_rows(config).rows
+    except UserError as error:
+        return [Finding("lengths", "skip", f"there are no rows: {error}")]
+    check_lengths(config, rows)
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+    return [Finding("lengths", "OK", f"rollouts of up to {longest} tokens fit the learner and the model")]
+
+
 def check_reward(config: Mapping[str, Any]) -> list[Finding]:
     """Check the reward: it must accept a right answer and reject a wrong one to each of the first training rows.
 
@@ -164,6 +176,9 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
         graded = [_grade(resolved, reward, row.reward_data) for row in rows]
     except RewardError as error:
         return [Finding("reward", "FAIL", f"can't grade: {error}", fix="correct the row or the reward function")]
+    except Exception as error:  # the user's code raises what it likes
+        found = f"can't grade: {describe_error(error)[0]}"
+        return [Finding("reward", "FAIL", found, fix="correct the row or the reward function")]
     finally:
         reward.close()
     sandbox = [_sandbox_row(resolved)] if resolved.reward.runs_programs else []

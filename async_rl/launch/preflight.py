@@ -1,4 +1,5 @@
-"""Check that a run can start, before anything is written or started: run directory, address, devices, data, model.
+"""Check that a run can start, before anything is written or started: run directory, disk space, address, devices, data,
+model, lengths, reward.
 
 ``launch`` and the doctor call these checks. The command line calls them for a ``learner`` or ``queue`` that a user
 started by hand. Fast checks come first. Each error message names the config key that the user must correct.
@@ -6,16 +7,21 @@ started by hand. Fast checks come first. Each error message names the config key
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import socket
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from async_rl.config.config import Config
-from async_rl.config.generator import known_capabilities, missing_package
-from async_rl.data.chat import check_model, vocabulary_size
-from async_rl.data.dataset import LoadedRows, load_rows_of, load_train_rows
-from async_rl.errors import AddressError, ConfigError, DataError, ModelError
+from async_rl.config.generator import has_model, known_capabilities, missing_package
+from async_rl.data.chat import check_model, context_length, load_tokenizer, render_prompt, vocabulary_size
+from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
+from async_rl.errors import AddressError, ConfigError, DataError, ModelError, RunError
+from async_rl.launch.status import size_text
+from async_rl.launch.user_code_trial import try_reward
 from async_rl.net.address import check_address, refuse_open_bind
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.process.user_code import check_allowed, code_digests
@@ -40,9 +46,13 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_devices(config, "learner", "generator")
     check_engine(config)
     check_code(config)
-    check_model(config.model.path, check_data(config).rows[0].messages, dtype=config.model.dtype)
+    rows = check_data(config).rows
+    check_model(config.model.path, rows[0].messages, dtype=config.model.dtype)
+    check_disk_space(config)
+    check_lengths(config, rows)
     check_code_reward(config)
     check_fake_vocabulary(config)
+    check_own_reward(config, rows)
 
 
 def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
@@ -65,10 +75,13 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
     if address is None or _is_of_this_machine(address):
         if address is not None:
             refuse_open_bind(address, insecure=insecure, has_keys=config.queue.keys is not None)
-        messages = check_data(config).rows[0].messages
-        check_model(config.model.path, messages, dtype=config.model.dtype)
+        rows = check_data(config).rows
+        check_model(config.model.path, rows[0].messages, dtype=config.model.dtype)
     else:
+        rows = ()
         check_model(config.model.path, dtype=config.model.dtype)
+    check_disk_space(config)
+    check_lengths(config, rows)
 
 
 def check_queue(config: Config) -> None:
@@ -134,6 +147,100 @@ def check_data(config: Config) -> LoadedRows:
     except DataError as error:
         raise DataError(f"{key}: {error}") from None
     return train
+
+
+def check_disk_space(config: Config) -> None:
+    """Check that the disk of the run directory has room for one checkpoint.
+
+    Raises:
+        RunError: there is less room.
+    """
+    needed, free = checkpoint_bytes(config), free_bytes(Path(config.run.dir).absolute())
+    if free < needed:
+        raise RunError(
+            f"run.dir: expected room for a checkpoint of {size_text(needed)} on the disk of {config.run.dir}, got "
+            f"{size_text(free)} free; free disk space, or set run.dir to a directory on another disk"
+        )
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the size of a checkpoint, estimated from the headers of the model's safetensors files.
+
+    Return 0 if ``model.path`` is no directory on this machine. A checkpoint with low-rank adapters counts as 0, too.
+    """
+    from safetensors import safe_open
+
+    directory = Path(config.model.path)
+    if config.lora.rank is not None or not directory.is_dir():
+        return 0
+    num_parameters = 0
+    for path in directory.glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                num_parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        except Exception as error:  # safetensors raises its own class for damaged files
+            raise ModelError(f"model.path: can't read {path}: {error}; download or save the model again") from error
+    return 12 * num_parameters  # float32: the parameters and AdamW's two moments
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free space, in bytes, on the disk on which ``path`` is or would be created."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def check_lengths(config: Config, rows: Sequence[Row]) -> None:
+    """Check that the longest rollout fits the learner and the model, and that not all prompts of ``rows`` are too long.
+
+    Raises:
+        ConfigError: ``learner.max_tokens``, the model's context length or ``sampling.max_prompt_tokens`` is too small.
+    """
+    sampling, limit = config.sampling, config.learner.max_tokens
+    longest = sampling.max_prompt_tokens + sampling.max_new_tokens
+    what = f"sampling.max_prompt_tokens + max_new_tokens = {sampling.max_prompt_tokens} + {sampling.max_new_tokens}"
+    if longest > limit:
+        raise ConfigError(
+            f"learner.max_tokens: expected at least {longest} ({what}), got {limit}; raise it to {longest}, or lower "
+            f"the other two"
+        )
+    if not has_model(config.generator.backend):
+        return
+    context = context_length(config.model.path)
+    if context is not None and longest > context:
+        raise ConfigError(
+            f"{what} = {longest} tokens: expected at most {context}, the model's context length "
+            f"(max_position_embeddings in its config.json); lower sampling.max_new_tokens or "
+            f"sampling.max_prompt_tokens"
+        )
+    if config.data.on_long_prompt == "drop" and rows and all(row.messages for row in rows):
+        _check_prompts(config, rows)
+
+
+def _check_prompts(config: Config, rows: Sequence[Row]) -> None:
+    is_chat = config.data.prompt_format == "chat"
+    tokenizer = load_tokenizer(config.model.path, needs_template=is_chat)
+    limit, shortest = config.sampling.max_prompt_tokens, None
+    for row in rows:
+        size = len(render_prompt(tokenizer, row.messages))
+        if size <= limit:
+            return
+        shortest = size if shortest is None else min(shortest, size)
+    raise ConfigError(
+        f"sampling.max_prompt_tokens: none of the {len(rows)} prompts of data.train has at most {limit} tokens (the "
+        f'shortest has {shortest}); raise it, or set data.on_long_prompt = "truncate"'
+    )
+
+
+def check_own_reward(config: Config, rows: Sequence[Row]) -> None:
+    """Let the user's reward functions score answers to the first rows, if generators on this machine call them.
+
+    Raises:
+        ConfigError: a reward function fails, or returns something other than it must.
+    """
+    is_own = any(kind.is_user_code for kind in config.reward.types)
+    if is_own and config.generator.count and not config.environment.is_set:
+        try_reward(config, [row.reward_data for row in rows])
 
 
 def check_code_reward(config: Config) -> None:

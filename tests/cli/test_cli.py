@@ -19,6 +19,7 @@ from tests.queue.builders import make_config
 from tests.queue.conftest import Servers, attach
 
 ROOT = Path(__file__).resolve().parents[2]
+SHORT = "max_prompt_tokens = 128\nmax_new_tokens = 64"
 COMMANDS = ("launch", "learner", "generator", "queue", "status", "config", "compare", "sweep", "eval", "export", "sft")
 
 
@@ -408,11 +409,9 @@ def test_a_finished_run_is_left_alone_with_exit_code_0(tmp_path: Path, capsys: p
     assert "is finished; raise learner.steps to train on, or pass --fresh to start over" in said
 
 
-def test_a_dry_run_prints_every_command_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("async_rl.launch.preflight.check_model", lambda path, messages, dtype: None)
-    config = write_config(tmp_path, data=write_data(tmp_path))
+def test_a_dry_run_prints_every_command_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    make_model(tmp_path / "model")
+    config = write_config(tmp_path, data=write_data(tmp_path), sampling=SHORT)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(SystemExit) as leaving:
         cli.main(["launch", str(config), "--dry-run", "--set", "generator.count=2"])
@@ -446,10 +445,10 @@ def printed_json(capsys: pytest.CaptureFixture[str], *arguments: str, code: int 
 
 
 def test_a_dry_run_as_json_has_every_process_and_why_launch_would_refuse(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("async_rl.launch.preflight.check_model", lambda path, messages, dtype: None)
-    config = str(write_config(tmp_path, data=write_data(tmp_path)))
+    make_model(tmp_path / "model")
+    config = str(write_config(tmp_path, data=write_data(tmp_path), sampling=SHORT))
     plan = printed_json(capsys, "launch", config, "--dry-run")
     assert [process["name"] for process in plan["processes"]] == ["queue", "learner-0", "generator-0"]
     assert plan["processes"][1]["argv"][1:] == ["-m", "async_rl", "learner", config]

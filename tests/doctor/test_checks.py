@@ -180,7 +180,7 @@ def test_a_network_file_system_and_a_full_disk(root: Path, monkeypatch: pytest.M
     monkeypatch.setattr(machine, "_file_system", lambda path: "nfs4")
     assert red(machine.check_disk(make_config(root))).check == "journal"
     monkeypatch.setattr(machine, "_file_system", lambda path: "ext4")
-    monkeypatch.setattr(machine, "_free_bytes", lambda path: 1000)
+    monkeypatch.setattr(machine, "free_bytes", lambda path: 1000)
     row = red(machine.check_disk(make_config(root)))
     assert (row.check, "no room for one" in row.found) == ("run.dir", True)
 

@@ -89,7 +89,11 @@ def test_a_run_with_rewards_of_the_user_s_own_over_a_table(tmp_path: Path):
 @pytest.mark.slow
 def test_a_reward_that_always_fails_stops_the_run_with_its_own_error_and_the_corrected_one_goes_on(tmp_path: Path):
     source = tmp_path / "my_rewards.py"
-    source.write_text("def right(item):\n    return item.reward_data['answer'] == item.text\n")
+    # It fails only after many calls, so that the trial before the start finds nothing.
+    source.write_text(
+        "calls = []\ndef right(item):\n    calls.append(item)\n"
+        "    return len(calls) < 8 or item.reward_data['answer']\n"
+    )
     config = tiny_config(
         tmp_path,
         write_tiny_task(tmp_path, num_rows=8),
@@ -103,7 +107,9 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_own_error_and_the_cor
     with roles(tmp_path / "logs") as start:
         failed = start("failed", "launch", str(path))
         assert failed.wait() == 1
-        expected = f"KeyError: 'answer' ({source}, line 2, in right: return item.reward_data['answer'] == item.text)"
+        expected = (
+            f"KeyError: 'answer' ({source}, line 4, in right: return len(calls) < 8 or item.reward_data['answer'])"
+        )
         assert f"the reward failed 8 times in a row with the same error: {expected}" in failed.log
         assert "Traceback" not in failed.log
         source.write_text("def right(item):\n    return float(item.reward_data['gt_answer'] in item.text)\n")
