@@ -1,0 +1,250 @@
+"""Mistakes of users: each is refused with exit code 2 and one message that names what is wrong and the remedy.
+
+Nothing is written and no process of a run is started. A mistake is a change of a working config, and a part of the
+message. The commands run in this process, except the trial of a reward, which has a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.cli import main as cli
+from async_rl.config.loading import parse_config
+from async_rl.launch import preflight
+from async_rl.launch.user_code_trial import _first_error
+from tests.end_to_end.harness import write_config
+from tests.end_to_end.tiny import tiny_config, write_tiny_task
+
+FILE_OF_ROWS = "rows.jsonl"
+GOOD = {"messages": [{"role": "user", "content": "1+1:"}], "gt_answer": "2"}
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_tiny_task(tmp_path_factory.mktemp("task"), num_rows=8)
+
+
+@pytest.fixture
+def config(tmp_path: Path, task: dict[str, str]) -> Path:
+    """A config with which ``launch`` would start; its run directory is ``tmp_path / "run"``."""
+    return write_config(tmp_path / "config.toml", tiny_config(tmp_path, task))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the message of a command that must refuse."""
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(list(arguments))
+    printed = capsys.readouterr()
+    assert leaving.value.code == 2, printed
+    assert "Traceback" not in printed.err
+    assert printed.out == ""
+    return printed.err
+
+
+def check_refused(
+    capsys: pytest.CaptureFixture[str], config: Path, message: str, *arguments: str, command: str = "launch"
+) -> None:
+    before = sorted(config.parent.rglob("*"))
+    said = refusal(capsys, command, str(config), *arguments)
+    assert message in said
+    assert said.startswith("async-rl: ")
+    assert sorted(config.parent.rglob("*")) == before
+
+
+def test_the_config_without_a_mistake_is_not_refused(config: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["launch", str(config), "--dry-run"])
+    assert not leaving.value.code
+    assert "launch would start here" in capsys.readouterr().out
+
+
+SETTINGS = [
+    # Names and types.
+    ("queue.max_stalenes=1", "queue.max_stalenes: unknown key; did you mean queue.max_staleness?"),
+    ("queues.max_staleness=1", "queues"),
+    ("learner.steps=many", "learner.steps: expected a whole number, got 'many'"),
+    ("learner.steps=1.5", "learner.steps: expected a whole number, got 1.5"),
+    ("learner.steps=", "learner.steps: expected a whole number"),
+    ("run.seed=true", "run.seed: expected a whole number"),
+    ("optimizer.lr=fast", "optimizer.lr: expected a number"),
+    ("loss.mask_truncated=maybe", "loss.mask_truncated: expected true or false"),
+    ("learner", "expected --set section.key=value, got 'learner'"),
+    ("steps=5", "expected --set section.key=value, got 'steps=5'"),
+    # Ranges.
+    ("learner.steps=0", "learner.steps: expected at least 1, got 0"),
+    ("learner.groups_per_step=0", "learner.groups_per_step: expected at least 1, got 0"),
+    ("sampling.group_size=0", "sampling.group_size"),
+    ("sampling.max_new_tokens=0", "sampling.max_new_tokens: expected at least 1, got 0"),
+    ("sampling.max_prompt_tokens=0", "sampling.max_prompt_tokens: expected at least 1, got 0"),
+    ("sampling.top_p=0", "sampling.top_p"),
+    ("sampling.top_p=1.5", "sampling.top_p"),
+    ("sampling.temperature=-1", "sampling.temperature"),
+    ("queue.max_staleness=-1", "queue.max_staleness"),
+    ("queue.filter_range=[0.9,0.1]", "queue.filter_range"),
+    ("queue.filter_range=[0.5]", "queue.filter_range"),
+    ("optimizer.lr=-1", "optimizer.lr"),
+    ("optimizer.lr=nan", "optimizer.lr"),
+    ("generator.batch_size=0", "generator.batch_size: expected at least 1, got 0"),
+    ("generator.count=-1", "generator.count"),
+    ("learner.nproc=0", "learner.nproc"),
+    ("lora.rank=0", "lora.rank"),
+    ("checkpoint.every=-1", "checkpoint.every"),
+    # Choices.
+    ("reward.type=best", "reward.type: expected boxed, think_answer_tags, exact, xml_format, code, module:function"),
+    ("loss.preset=ppo2", "loss.preset"),
+    ("generator.backend=vlm", "generator.backend"),
+    ("weights.transport=carrier", "weights.transport"),
+    ("model.dtype=float8", "model.dtype"),
+    ("data.on_long_prompt=cut", "data.on_long_prompt"),
+    # Keys that do not fit each other.
+    ("weights.sync_every=9", "weights.sync_every: expected at most queue.max_staleness + 1 = 3, got 9"),
+    ("reward.cache_length=12", "reward.cache_length: expected less than sampling.max_new_tokens = 12, got 12"),
+    ("learner.max_tokens=27", "learner.max_tokens: expected at least 28"),
+    ("sampling.max_new_tokens=113", "16 + 113 = 129 tokens: expected at most 128, the model's context length"),
+    ("sampling.max_prompt_tokens=2", "none of the 8 prompts of data.train has at most 2 tokens"),
+    # Addresses, keys, devices.
+    ("queue.address=localhost", "queue.address: expected an address tcp://HOST:PORT"),
+    ("queue.address=tcp://localhost:99999", "queue.address: expected an address tcp://HOST:PORT"),
+    ("queue.address=tcp://0.0.0.0:0", "pass --insecure on a network that you trust"),
+    ("queue.keys=nowhere", "nowhere"),
+    ("weights.transport=nccl", 'weights.transport: "nccl" needs CUDA devices'),
+    ("learner.devices=[0]", "learner.devices: expected CUDA devices [0], but torch finds none here"),
+    # Files, model, code.
+    ("data.train=nowhere.jsonl", "no dataset at nowhere.jsonl"),
+    ("data.eval.more=nowhere.jsonl", "data.eval.more: no dataset at nowhere.jsonl"),
+    ("model.path=/nowhere", "model.path: expected a model directory, but there is no directory /nowhere"),
+    ("run.dir=/proc/nowhere", "run.dir: can't write to /proc/nowhere"),
+    ("reward.type=no_such_module:score", "no_such_module"),
+    ("reward.type=nowhere.py:score", "nowhere.py"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), SETTINGS, ids=[override for override, _ in SETTINGS])
+def test_a_wrong_setting_is_refused_with_its_key(
+    override: str, message: str, config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    check_refused(capsys, config, message, "--set", override)
+
+
+ROWS: dict[str, tuple[str, str]] = {
+    "no JSON": ("1 + 1 = 2\n", f"{FILE_OF_ROWS}:1: expected one JSON object per line"),
+    "a list": ("[1]\n", f"{FILE_OF_ROWS}:1: expected"),
+    "no row": ("\n", "expected at least one row"),
+    "no messages": ('{"gt_answer": "2"}\n', f'{FILE_OF_ROWS}:1: expected a row with "messages"'),
+    "empty messages": (json.dumps({**GOOD, "messages": []}), f"{FILE_OF_ROWS}:1:"),
+    "no answer": (json.dumps({"messages": GOOD["messages"]}), "got no gt_answer"),
+    "no content": (json.dumps({**GOOD, "messages": [{"role": "user"}]}), f"{FILE_OF_ROWS}:1:"),
+}
+
+
+@pytest.mark.parametrize("mistake", ROWS)
+def test_a_wrong_file_of_rows_is_refused_with_its_line(mistake: str, config: Path, capsys: pytest.CaptureFixture[str]):
+    text, message = ROWS[mistake]
+    path = config.parent / FILE_OF_ROWS
+    path.write_text(text)
+    check_refused(capsys, config, message, "--set", f"data.train={path}")
+
+
+def _without(name: str) -> Callable[[Path], None]:
+    return lambda model: (model / name).unlink()
+
+
+def _with_text(name: str, text: str) -> Callable[[Path], Any]:
+    return lambda model: (model / name).write_text(text)
+
+
+MODELS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no config.json": (_without("config.json"), "expected a config.json in"),
+    "damaged config.json": (_with_text("config.json", "{"), "model.path: can't read"),
+    "no model type": (_with_text("config.json", "{}"), "expected a model_type in"),
+    "no tokenizer": (_without("tokenizer.json"), "expected a tokenizer in"),
+    "damaged weights": (_with_text("model.safetensors", "{"), "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("mistake", MODELS)
+def test_an_unfit_model_is_refused_with_its_file(
+    mistake: str, config: Path, task: dict[str, str], capsys: pytest.CaptureFixture[str]
+):
+    damage, message = MODELS[mistake]
+    model = config.parent / "model"
+    shutil.copytree(task["model"], model)
+    damage(model)
+    check_refused(capsys, config, message, "--set", f"model.path={model}")
+
+
+REWARDS = {
+    "raises": ("return item.reward_data['answer']", "KeyError: 'answer' ({path}, line 2, in score: return item."),
+    "None": ("pass", "expected a finite number or a RewardOutput, got None"),
+    "NaN": ("return float('nan')", "expected a finite number or a RewardOutput, got nan"),
+    "text": ("return 'right'", "expected a finite number or a RewardOutput, got 'right'"),
+    "out of range": ("return 2.0", "expected a number in [0, 1]"),
+    "only for wrong answers": ("return 1 / (item.text == '58')", "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("mistake", REWARDS)
+def test_a_reward_that_can_not_score_a_row_is_quoted_with_its_line(mistake: str, tmp_path: Path, task: dict[str, str]):
+    body, message = REWARDS[mistake]
+    path = tmp_path / "my_reward.py"
+    path.write_text(f"def score(item):\n    {body}\n")
+    changed = tiny_config(tmp_path, task, reward={"type": f"{path}:score"}, generator={"allow_code": [str(path)]})
+    said = _first_error(parse_config(changed, "test"), [{"gt_answer": "58"}])
+    assert said.startswith(f"reward.type: {path}:score can't score an answer to training row 0: ")
+    assert message.format(path=path) in said
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def score(item):\n    return item.answer\n", "can't score an answer to training row 0: AttributeError"),
+        ("import os\ndef score(item):\n    os._exit(3)\n", "my_reward.py:score ended with exit code 3"),
+    ],
+)
+def test_launch_tries_the_reward_in_a_process_of_its_own(
+    source: str, message: str, config: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = config.parent / "my_reward.py"
+    path.write_text(source)
+    chosen = ("--set", f"reward.type={path}:score", "--set", f'generator.allow_code=["{path}"]')
+    check_refused(capsys, config, message, *chosen)
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(preflight, "free_bytes", lambda path: 1000)
+    check_refused(capsys, config, "run.dir: expected room for a checkpoint of")
+
+
+COMMANDS = [
+    (("launch", "nowhere.toml"), "no config file at nowhere.toml"),
+    (("doctor", "nowhere.toml"), "no config file at nowhere.toml"),
+    (("sweep", "nowhere.toml", "--over", "queue.max_staleness=0,1"), "no config file at nowhere.toml"),
+    (("status", "--connect", "localhost:1"), "expected an address tcp://HOST:PORT"),
+    (("generator", "--connect", "tcp://127.0.0.1:9", "--wait", "0.2"), "no queue answered at tcp://127.0.0.1:9"),
+    (("generator", "--connect", "tcp://127.0.0.1:9", "--set", "learner.steps=3"), "a generator takes only generator.*"),
+    (("export", "nowhere", "out"), "expected a checkpoint"),
+    (("compare", "nowhere"), "nowhere"),
+    (("launc",), "launch"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), COMMANDS, ids=[" ".join(a) for a, _ in COMMANDS])
+def test_a_wrong_argument_of_a_command_is_refused(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert message in refusal(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []
