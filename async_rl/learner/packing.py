@@ -230,7 +230,7 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
         raise ValueError(f"{where}: expected at least one token, got none; {_BUG}")
     if length > max_tokens:
         raise ValueError(
-            f"{where} has {length} tokens, learner.max_tokens = {max_tokens}; raise learner.max_tokens to at least "
+            f"{where}: expected at most learner.max_tokens = {max_tokens} tokens, got {length}; raise it to at least "
             f"sampling.max_prompt_tokens + sampling.max_new_tokens, or lower those"
         )
     if sequence.loss_mask[0]:

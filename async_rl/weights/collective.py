@@ -211,7 +211,10 @@ def _check_digests(digests: Sequence[str], manifest: Manifest) -> None:
         if got != expected
     ]
     if wrong:
-        raise CorruptWeightsError("the received bytes do not match their digests: " + "; ".join(wrong[:3]))
+        raise CorruptWeightsError(
+            f"the received bytes do not match their digests: {'; '.join(wrong[:3])}; the learner offers the version "
+            f"again; if this repeats, check the network and the memory of both machines"
+        )
 
 
 class Communicator:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from async_rl.errors import CorruptWeightsError, WeightsError
+from async_rl.net.wire import SAME_VERSION
 from async_rl.weights import control
 from async_rl.weights.manifest import Manifest, TensorSpec
 from async_rl.weights.transport import TRANSPORTS, JobThread, ReceiveOrder, TransportReceiver
@@ -314,8 +315,7 @@ class ReceiveWorker:
     def _receiver(self, transport: str) -> TransportReceiver[ReceiveOrder]:
         if transport not in TRANSPORTS:
             raise WeightsError(
-                f"expected a transport of {list(TRANSPORTS)} from the learner, got {transport!r}; install the same "
-                f"async-rl version on all machines"
+                f"expected a transport of {list(TRANSPORTS)} from the learner, got {transport!r}; {SAME_VERSION}"
             )
         if transport not in self._receivers:
             self._receivers[transport] = TRANSPORTS[transport].make_receiver(self._device)

@@ -304,7 +304,7 @@ class StreamServerProcess:
         if self.num_starts >= MAX_STARTS:
             raise WeightsError(
                 f"the stream server of the weights (tcp, at {self._bind_host}) ended {MAX_STARTS} times, the last time "
-                f"with exit code {code}; the reason is in the lines above"
+                f"with exit code {code}; remove the cause, which the lines above show, and start the learner again"
             )
         logger.warning("the stream server of the weights died with exit code %d; restarting it", code)
         self._start()
