@@ -10,6 +10,7 @@ import pytest
 from async_rl.errors import RunStoppedError
 from async_rl.queue.client.clients import Returned
 from async_rl.queue.core import generator_requests, learner_requests
+from async_rl.queue.core.leases import FailureStreak
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady
 from tests.queue.builders import LINEAGE, group, leases, make_config, make_state, put
@@ -76,3 +77,12 @@ def test_an_evaluation_whose_reward_always_fails_stops_the_wait_for_it(servers: 
         events_until(generator, Returned)
     with pytest.raises(RunStoppedError, match="the reward failed 8 times in a row with the same error: TypeError: 7"):
         learner.await_eval("line-a", wait_s=60.0)
+
+
+def test_failures_after_the_eighth_do_not_change_why_the_run_stops():
+    streak = FailureStreak()
+    for _ in range(8):
+        streak = streak.after("reward_error", "a.py:2", "KeyError: 'x'", "g")
+    assert "failed 8 times in a row with the same error: KeyError: 'x'" in streak.diagnosis
+    assert streak.after("reward_error", "a.py:2", "KeyError: 'x'", "g") == streak
+    assert streak.after("reward_error", "b.py:9", "another", "h") == streak

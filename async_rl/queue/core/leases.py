@@ -61,8 +61,8 @@ class FailureStreak:
     count: int = 0
 
     def after(self, cause: FailureCause, place: str, detail: str, generator_id: str) -> FailureStreak:
-        """Return the streak after one more failed lease."""
-        if cause not in _USERS_CODE:
+        """Return the streak after one more failed lease. A streak that stops the run stays as it is."""
+        if cause not in _USERS_CODE or self.diagnosis:
             return self
         is_same = self.count and (self.cause, self.place) == (cause, place)
         return FailureStreak(cause, place, detail, generator_id, self.count + 1 if is_same else 1)
