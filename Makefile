@@ -1,5 +1,6 @@
 # Needs CPython 3.11 to 3.13, make and a package index. Every target sets up what it needs; the second time is quick.
 #   make quickstart [SEED=0]   train a small model end to end on this machine
+#   make quickstart-compare    the same run once more on-policy, and both side by side over time
 #   make test                  the tests that a contributor runs: a few minutes on two cores
 #   make test-all              these and the slow ones: whole runs, killed processes, several ranks
 #   make test-long             hours of histories, mutants and kills, for a release. DONE=FILE: go on with it later
@@ -21,7 +22,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all test-long test-vllm check
+.PHONY: help install quickstart quickstart-compare test test-all test-long test-vllm check
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -30,6 +31,9 @@ install: $(INSTALLED)
 
 quickstart: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py --seed $(SEED)
+
+quickstart-compare: $(INSTALLED)
+	$(BIN)/python examples/quickstart.py --seed $(SEED) --compare
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest

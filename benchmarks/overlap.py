@@ -60,6 +60,7 @@ def quickstart_settings(num_steps: int) -> list[str]:
         "model.path": TASK / "warm_start",
         "queue.filter_range": "[]",
         "learner.steps": num_steps,
+        "optimizer.lr": 1e-4,
         "checkpoint.every": 0,
         "eval.every": 0,
         "log.rollouts_every": 0,

@@ -74,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--run-dir", default="runs/quickstart", help="moved aside if it exists")
+    parser.add_argument("--compare", action="store_true", help="train once more on-policy, and compare the two runs")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="passed on to launch")
     options = parser.parse_args()
     warm_start(options.seed)
@@ -82,7 +83,26 @@ def main() -> None:
         launch += ["--set", f"model.path={task_paths(options.seed)['sft.out']}"]
     if options.run_dir != "runs/quickstart":
         launch += ["--set", f"run.dir={options.run_dir}"]
-    run("launch", CONFIG, "--fresh", *launch, *(word for item in options.set for word in ("--set", item)))
+    launch += [word for item in options.set for word in ("--set", item)]
+    run("launch", CONFIG, "--fresh", *launch)
+    if options.compare:
+        other = f"{options.run_dir}-on-policy"
+        run("launch", CONFIG, "--fresh", *launch, "--set", f"run.dir={other}", "--set", "queue.max_staleness=0")
+        run("compare", options.run_dir, other)
+    print(
+        "next (after: . .venv/bin/activate):",
+        *(f"  async-rl {command}" for command in next_commands(options.run_dir, options.seed)),
+        sep="\n",
+    )
+
+
+def next_commands(run_dir: str, seed: int) -> list[str]:
+    """Three commands to try after the quickstart."""
+    return [
+        f"eval {run_dir}/export --config {CONFIG} --dataset {task_paths(seed)['data.eval.held_out']}",
+        f"launch {run_dir}/config.toml --from {run_dir}@40 --set run.dir={run_dir}-fork --set queue.max_staleness=16",
+        "init my.toml    # the config of a run of your own",
+    ]
 
 
 if __name__ == "__main__":

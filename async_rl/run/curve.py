@@ -140,7 +140,8 @@ def write_curve(run_dir: RunDir, lock: RunLock | None = None) -> bool:
         _draw_mean(idle, rows, key, color, label)
     idle.set(ylabel="idle share of the time", ylim=(-0.02, 1.08))
     _draw_mean(ess, rows, "ratio/ess", _COLORS["ess"], "of the step's tokens")
-    ess.set_ylabel("effective sample size")
+    # The range begins at 0.98 or below, so that rounding errors of a healthy run don't look like changes.
+    ess.set(ylabel="effective sample size", ylim=(min(0.98, ess.get_ylim()[0]), 1.002))
     for axes in panels[-1]:
         axes.set_xlabel("optimizer step")
     return save_picture(figure, run_dir.curve, lock)
