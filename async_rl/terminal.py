@@ -25,7 +25,9 @@ def visible(text: str) -> str:
 
 
 def visible_values(value: Any) -> Any:
-    """Return a copy of plain data (maps, lists, text, numbers) in which ``visible`` has been applied to every text."""
+    """Return a copy of plain data (dicts, lists, strings, numbers) that is safe to print.
+
+    In every string, also in keys, control characters are shown as escapes (see ``visible``)."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, Mapping):

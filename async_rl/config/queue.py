@@ -38,8 +38,8 @@ class QueueConfig(Section):
     wait_s: float = Field(
         default=60.0,
         gt=0,
-        description="Maximum seconds that one step waits for groups that are still being sampled and that the step "
-        'would make too old. Then they are discarded. Only used with queue.on_stale = "wait".',
+        description="Maximum seconds that a step waits for unfinished groups which would be too old to train on after "
+        'it. Groups that are still unfinished then are cancelled. Only used with queue.on_stale = "wait".',
     )
     adaptive: bool = Field(
         default=False,
@@ -78,7 +78,8 @@ class QueueConfig(Section):
     max_attempts: int = Field(
         default=3,
         ge=1,
-        description="Number of times that a prompt may fail, or be too late, before it is excluded from the run.",
+        description="Number of attempts to sample a prompt that may fail before the prompt is excluded from the run. "
+        "Attempts whose group became too old to train on are counted separately, with the same limit.",
     )
     max_refused_share: float = Field(
         default=0.1,

@@ -128,9 +128,9 @@ class CodeRewardConfig(Section):
     )
     compare: Literal["tokens", "cascade"] = Field(
         default="tokens",
-        description="How the output of a program is compared with the expected one: tokens wants the same tokens in "
-        "the same order. cascade also accepts the same lines in any order, with the tokens of a line in any order and "
-        "repeated, so that a wrong program can pass.",
+        description="How a program's output is compared with the expected output. tokens: the same tokens in the same "
+        "order. cascade: also accepts lines in another order, tokens of a line in another order, and repeated lines or "
+        "tokens (as Colossal-RL does), so it may accept a wrong program.",
     )
     partial_credit: bool = Field(
         default=False,

@@ -231,8 +231,8 @@ class Sandbox:
             self._end(launcher)
             found = (ran.output or ran.stderr_tail.encode()).decode(errors="replace").strip()
             raise SandboxError(
-                f"the sandbox does not isolate programs on this machine, because a test program found: {found or ran}; "
-                f"{REMEDY}"
+                f"the sandbox does not isolate programs on this machine: its test program should print "
+                f"{PROBE_ANSWER.decode().strip()!r}, but the result was: {found or ran}; {REMEDY}"
             )
 
 

@@ -248,9 +248,9 @@ class ReceiveWorker:
         self.error: str | None = None
 
     def prepare(self, manifest: Manifest, attempt: int, reply: Reply) -> None:
-        """Let the transfer thread allocate memory for the version of ``manifest``, which a collective will bring.
+        """Order the transfer thread to allocate memory for the weights of ``manifest``, before a collective sends them.
 
-        ``reply`` gets ``Ready`` or ``Failed``.
+        Return at once. The thread then calls ``reply`` with ``Ready``, or with ``Failed`` if it can't allocate them.
         """
         self._jobs.submit(lambda: self._prepare(manifest, attempt, reply))
 

@@ -128,7 +128,10 @@ class StagedVersion:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the memory still holds this version. Check this after reading the memory without a pin."""
+        """Whether the memory still holds this version, and no newer one is being copied into it.
+
+        A reader that did not call ``pin`` must check this after it has read. If it is False, the bytes may be wrong.
+        """
         with self._changed:
             return self._slot.order == self._order and not self._slot.busy
 

@@ -263,7 +263,7 @@ class FsdpEngine:
     def _command(self, what: str) -> Iterator[None]:
         if self._gathering:
             raise RuntimeError(
-                f"{what}: expected the last gather() to be read to its end, got a call before that; {_BUG}"
+                f"{what}: expected no open gather(), got one whose iterator was not read to its end; {_BUG}"
             )
         with self._ranks.together(what):
             yield

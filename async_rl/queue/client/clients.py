@@ -235,9 +235,9 @@ class LearnerQueue:
         self._begun_take = (request, self._connection.post(request, wait_s=wait_s))
 
     def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
-        """Return the groups of the next step, or why they are not ready after a wait of ``wait_s`` seconds.
+        """Return the groups of the learner's next step, or ``NotReady`` with the reason after ``wait_s`` seconds.
 
-        The learner has done ``step`` steps, and trains the groups first at ``version``.
+        ``step`` is the number of steps that the learner has done, and ``version`` its version before the next step.
         """
         begun, self._begun_take = self._begun_take, None
         request = Take(lineage, step, version)

@@ -142,7 +142,10 @@ class QueueSettings:
 
     @property
     def _most_mask_words(self) -> int:
-        """The largest number of words (int32) that the sampling mask of one token can have."""
+        """The maximum size, in int32 values, of the sampling mask of one generated token.
+
+        The mask is the set of token ids that top-p and top-k allowed there.
+        """
         bounds = [self.sampling.top_k or None, None if self.vocab_size is None else words_at_most(self.vocab_size)]
         return min(bound for bound in bounds if bound is not None)
 

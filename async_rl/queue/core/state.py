@@ -320,7 +320,10 @@ class QueueState(PersistedState):
         self.revision += 1
 
     def forget_group(self, group: StoredGroup) -> None:
-        """Delete the record and bytes of a group that is no longer ready or taken, unless it belongs to a snapshot."""
+        """Delete the record and the bytes of a group that is neither ready nor taken.
+
+        If a snapshot refers to the group, keep both, and mark the record as not live.
+        """
         if group.lease_id in self.snapshot_refs:
             self.changes.put("group", group.lease_id, GroupRecord(group, is_live=False))
         else:
@@ -347,7 +350,11 @@ class QueueState(PersistedState):
         )
 
     def drop_too_old(self, learner: LearnerSide) -> None:
-        """Drop the queued groups, and end the leases, that are too old to be trained at the learner's version."""
+        """Drop the queued groups that are too old to train on at the learner's version.
+
+        Unless ``on_stale`` is "mask", also end the leases whose groups will be too old. The prompts are requeued, or
+        excluded after too many late attempts.
+        """
         oldest = self.settings.oldest_trainable(learner.version)
         for group in self.queued.pop_older_than(oldest):
             self.drop_group(group, "queued", "stale", requeue=True)
