@@ -224,11 +224,11 @@ def queue(
     """Serve prompts to generators and groups to the learner of CONFIG.
 
     `launch` and `learner` start one themselves. Start one by hand to train across machines: set queue.address to the
-    address that it binds, and queue.advertise to the address that others connect to.
+    address that it binds. If that is tcp://0.0.0.0:PORT, set queue.advertise to the address that others connect to.
 
     \b
     Example:
-      async-rl queue run.toml --set queue.address=tcp://0.0.0.0:5555 --set queue.keys=keys
+      async-rl queue run.toml --set queue.address=tcp://10.0.0.1:5555 --set queue.keys=keys
     """
     with _role():
         from async_rl.config.loading import load_config

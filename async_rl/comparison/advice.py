@@ -27,7 +27,7 @@ _IDLE = 0.1
 _LOST = 0.02
 
 FREE = ("run.dir", "run.name", "run.seed", "queue.max_staleness", "queue.address", "queue.advertise", "queue.keys",
-        "queue.journal_dir", "log", "checkpoint")  # fmt: skip
+        "queue.journal_dir", "weights.port", "log", "checkpoint")  # fmt: skip
 """Keys and sections in which compared runs may differ."""
 
 

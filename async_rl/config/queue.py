@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.section import Section
 from async_rl.errors import AddressError
@@ -120,7 +121,13 @@ class WeightsConfig(Section):
     transport: Literal["auto", "tcp", "gloo", "nccl"] = Field(
         default="auto",
         description="How weights reach the generators. If the whole run is on one host or on a trusted network, auto "
-        "is nccl if the learner has CUDA, else gloo. Otherwise auto is tcp.",
+        "is nccl if the learner has CUDA, else gloo. Otherwise, or with weights.port, auto is tcp.",
+    )
+    port: int | str | None = Field(
+        default=None,
+        description="Ports at which the learner listens for the generators that fetch weights. A number N stands for N "
+        'and N + 1; of a range such as "5556-5575" the learner takes the first two that are free. If unset, any free '
+        "ports. If set, transport auto is tcp, because gloo and nccl choose their own ports.",
     )
     deltas: Literal["auto", "on", "off"] = Field(
         default="auto",
@@ -154,3 +161,43 @@ class WeightsConfig(Section):
         default=False,
         description="Whether all machines on the network are trusted, so that weights may travel unencrypted.",
     )
+
+    @field_validator("port", mode="before")
+    @classmethod
+    def _is_port(cls, value: object) -> object:
+        if value is not None:
+            parse_ports(value)
+        return value
+
+    @model_validator(mode="after")
+    def _only_tcp_has_ports(self) -> Self:
+        if self.port is not None and self.transport not in ("auto", "tcp"):
+            raise ValueError(
+                f'weights.port: expected no value with weights.transport = "{self.transport}", which chooses its own '
+                f'ports, got {self.port!r}; leave out weights.port, or set weights.transport = "tcp"'
+            )
+        return self
+
+    @property
+    def ports(self) -> range | None:
+        """The ports of ``port``. None if the key is unset."""
+        return None if self.port is None else parse_ports(self.port)
+
+
+def parse_ports(value: object) -> range:
+    """Return the ports of a value of ``weights.port``: a number N stands for N and N + 1, text "N-M" for N to M.
+
+    Raises:
+        ValueError: the value is neither, or has fewer than two ports.
+    """
+    first = last = 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        first, last = value, value + 1
+    elif isinstance(value, str) and (match := re.fullmatch(r"\s*(\d{1,5})\s*-\s*(\d{1,5})\s*", value)):
+        first, last = int(match[1]), int(match[2])
+    if not 1 <= first < last <= 65535:
+        raise ValueError(
+            f'expected a port such as 5556 (for 5556 and 5557) or a range of at least two ports such as "5556-5575", '
+            f"all from 1 to 65535, got {value!r}; correct it"
+        )
+    return range(first, last + 1)

@@ -18,9 +18,17 @@ from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS
 from async_rl.doctor.check import Finding
 from async_rl.errors import AddressError, QueueError, UserError, WeightsError
-from async_rl.launch.preflight import check_bindable, check_devices, check_keys, checkpoint_bytes, free_bytes
+from async_rl.launch.preflight import (
+    check_bindable,
+    check_devices,
+    check_keys,
+    check_weights_ports,
+    checkpoint_bytes,
+    free_bytes,
+    others_address,
+)
 from async_rl.launch.status import size_text
-from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind, refuse_open_connect
+from async_rl.net.address import check_address, host_towards, is_loopback, refuse_open_bind, refuse_open_connect
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.process.package_versions import package_versions
 from async_rl.queue.client.clients import LearnerQueue
@@ -230,13 +238,28 @@ def check_queue_address(config: Config, *, insecure: bool) -> list[Finding]:
         fix = "make keys (async-rl keys new keys) and set queue.keys; or pass --insecure on a trusted network"
         return [Finding("queue.address", "FAIL", str(error), fix=fix)]
     try:
-        check_bindable(address, insecure=insecure, has_keys=has_keys)
+        others_address(config.queue)
+    except AddressError as error:
+        return [Finding("queue.address", "FAIL", str(error), fix="set queue.advertise as the message says")]
+    try:
+        check_bindable(config.queue, insecure=insecure)
     except UserError as error:
         fix = (
             "stop the process that listens there (ss -ltnp shows it), or choose another port or address of this machine"
         )
         return [Finding("queue.address", "FAIL", str(error), fix=fix)]
-    return [Finding("queue.address", "OK", f"{address} can be bound")]
+    return [Finding("queue.address", "OK", f"{address} can be bound"), *_ports_rows(config)]
+
+
+def _ports_rows(config: Config) -> list[Finding]:
+    if config.weights.ports is None:
+        return []
+    try:
+        check_weights_ports(config)
+    except AddressError as error:
+        fix = "stop the process that listens there (ss -ltnp shows it), or choose other ports"
+        return [Finding("weights.port", "FAIL", str(error), fix=fix)]
+    return [Finding("weights.port", "OK", "two ports are free")]
 
 
 def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> list[Finding]:
@@ -332,24 +355,9 @@ def weights_host(config: Config, connect: str | None) -> str:
     It is the address of the network interface from which the queue server can be reached.
 
     Raises:
-        AddressError: this machine has no route to the queue server.
+        AddressError: this machine has no route to the queue server, or others can't reach the server's address.
     """
-    address = connect or config.queue.advertise or config.queue.address
-    if address is None:
-        return "127.0.0.1"
-    host, _ = check_address(address)
-    if host in ("*", "0.0.0.0", "::"):
-        return _own_address()
-    return "127.0.0.1" if is_loopback(host) else local_host_towards(address)
-
-
-def _own_address() -> str:
-    """Return an address of this machine that other machines can reach; loopback if there is none."""
-    try:
-        # An address reserved for documentation: the kernel looks up the route and sends nothing.
-        return local_host_towards("tcp://192.0.2.1:9")
-    except AddressError:
-        return "127.0.0.1"
+    return host_towards(connect or others_address(config.queue))
 
 
 def check_collective(host: str, backend: str) -> list[Finding]:

@@ -17,13 +17,15 @@ from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model, known_capabilities, missing_package
+from async_rl.config.queue import QueueConfig
 from async_rl.data.chat import check_model, context_length, load_tokenizer, render_prompt, vocabulary_size
 from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError, RunError
 from async_rl.launch.status import size_text
 from async_rl.launch.user_code_trial import try_reward
-from async_rl.net.address import check_address, refuse_open_bind
+from async_rl.net.address import advertised_address, check_address, host_towards, refuse_open_bind
 from async_rl.net.keys import ServerKeys, client_keys_of
+from async_rl.net.streams import listening_socket
 from async_rl.process.user_code import check_allowed, code_digests
 from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_writable
@@ -39,8 +41,8 @@ def check_launch(config: Config, *, insecure: bool) -> None:
         UserError: a check failed. The later checks are not made.
     """
     check_writable(Path(config.run.dir), "run.dir")
-    if config.queue.address is not None:
-        check_bindable(config.queue.address, insecure=insecure, has_keys=config.queue.keys is not None)
+    check_bindable(config.queue, insecure=insecure)
+    check_weights_ports(config)
     check_keys(config, is_server=True)
     check_wandb(config)
     check_devices(config, "learner", "generator")
@@ -70,11 +72,13 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
     check_writable(run_dir.path, "run.dir")
     check_wandb(config)
     check_devices(config, "learner")
+    check_weights_ports(config)
     check_keys(config, is_server=False)
     address = config.queue.address
     if address is None or _is_of_this_machine(address):
         if address is not None:
             refuse_open_bind(address, insecure=insecure, has_keys=config.queue.keys is not None)
+            advertised_address(address, config.queue.advertise)
         rows = check_data(config).rows
         check_model(config.model.path, rows[0].messages, dtype=config.model.dtype)
     else:
@@ -253,14 +257,18 @@ def check_code_reward(config: Config) -> None:
         build_reward(config).close()
 
 
-def check_bindable(address: str, *, insecure: bool, has_keys: bool = False) -> None:
-    """Check that a queue server on this machine could bind ``address`` now.
+def check_bindable(queue: QueueConfig, *, insecure: bool) -> None:
+    """Check that a queue server on this machine could bind ``queue.address`` now. Do nothing if the key is unset.
 
     Raises:
-        AddressError: the address is in use, belongs to another machine, or can be reached from the network although
-            there are no keys and ``insecure`` is false.
+        AddressError: the address is in use, belongs to another machine, can't be reached by others, or can be reached
+            from the network although there are no keys and ``insecure`` is false.
     """
-    refuse_open_bind(address, insecure=insecure, has_keys=has_keys)
+    address = queue.address
+    if address is None:
+        return
+    refuse_open_bind(address, insecure=insecure, has_keys=queue.keys is not None)
+    advertised_address(address, queue.advertise)
     host, port = check_address(address)
     if host in {name for _, name in socket.if_nameindex()}:
         return
@@ -274,6 +282,28 @@ def check_bindable(address: str, *, insecure: bool, has_keys: bool = False) -> N
                 f"queue.address: can't bind {address}: {error.strerror or error}; choose another port or an address "
                 f"of this machine, or leave queue.address out for any free port on loopback"
             ) from None
+
+
+def check_weights_ports(config: Config) -> None:
+    """Check that two ports of ``weights.port`` are free on this machine. Do nothing if the key is unset.
+
+    Raises:
+        AddressError: fewer than two are free, or this machine has no route to the queue server.
+    """
+    ports = config.weights.ports
+    if ports is not None:
+        host = host_towards(others_address(config.queue))
+        with listening_socket(host, ports), listening_socket(host, ports):
+            pass
+
+
+def others_address(queue: QueueConfig) -> str:
+    """Return the address by which learner and generators connect to the queue server of this config.
+
+    Raises:
+        AddressError: other machines could not connect to that address.
+    """
+    return advertised_address(queue.address or "tcp://127.0.0.1:0", queue.advertise)
 
 
 def _is_of_this_machine(address: str) -> bool:

@@ -33,7 +33,7 @@ from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsSender
 from async_rl.learner.resume import ResumePoint, find_resume_point, take_over
 from async_rl.learner.trainer import Trainer
-from async_rl.net.address import check_address, is_loopback, local_host_towards
+from async_rl.net.address import host_towards, is_loopback
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.output import logged
 from async_rl.process.child import reuse_freed_memory
@@ -322,13 +322,13 @@ def _restore(engine: Engine, checkpoint: Path | None, config: Config) -> Restore
 
 
 def _publisher(config: Config, queue_address: str, context: LearnerContext) -> Publisher:
-    host, weights = _weights_host(queue_address), config.weights
+    host, weights = host_towards(queue_address), config.weights
     is_trusted = context.insecure or weights.trusted_network
     transport = choose_transport(
-        weights.transport, has_cuda=context.device.type == "cuda", is_trusted=is_trusted or is_loopback(host)
-    )
-    logger.info("weights travel by %s from %s", transport, host)
-    return Publisher(
+        weights.transport, has_cuda=context.device.type == "cuda", is_trusted=is_trusted or is_loopback(host),
+        has_ports=weights.port is not None,
+    )  # fmt: skip
+    publisher = Publisher(
         host,
         deadline_s=weights.deadline_s,
         insecure=is_trusted,
@@ -337,13 +337,12 @@ def _publisher(config: Config, queue_address: str, context: LearnerContext) -> P
         device=str(context.device) if context.device.type == "cuda" else None,
         chunk_bytes=config.experimental.bucket_bytes,
         has_deltas=None if weights.deltas == "auto" else weights.deltas == "on",
+        ports=weights.ports,
     )
-
-
-def _weights_host(queue_address: str) -> str:
-    """Return the host where generators reach this process: the interface towards the queue, or loopback."""
-    host, _ = check_address(queue_address)
-    return "127.0.0.1" if is_loopback(host) else local_host_towards(queue_address)
+    why = "" if weights.port is None else "; weights.port is set, and gloo and nccl would choose their own ports"
+    control, stream = publisher.ports
+    logger.info("weights travel by %s from %s, ports %d and %d%s", transport, host, control, stream, why)
+    return publisher
 
 
 def _rewind(run_dir: RunDir, metrics: MetricsWriter, state: TrainerState, config: Config) -> None:

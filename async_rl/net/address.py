@@ -1,4 +1,4 @@
-"""Check network addresses, and refuse those that open a run to a network without keys or ``--insecure``."""
+"""Check network addresses, and refuse those that others can't reach or that open a run to a network without keys."""
 
 from __future__ import annotations
 
@@ -26,6 +26,19 @@ def check_address(address: str) -> tuple[str, int]:
     return match["host"].strip("[]"), port
 
 
+def url_host(host: str) -> str:
+    """Return ``host`` as it is written before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def is_wildcard(host: str) -> bool:
+    """Return whether ``host`` stands for all addresses of a machine, so that nobody can connect to it."""
+    try:
+        return host == "*" or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach ``host``.
 
@@ -41,6 +54,54 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
     except OSError:
         return False
+
+
+def advertised_address(bind: str, advertise: str | None) -> str:
+    """Return the address that others connect to, for a server that binds ``bind``. Its port is 0 if any port is bound.
+
+    Raises:
+        AddressError: other machines could not connect to that address, although the server is bound beyond loopback.
+    """
+    host, port = check_address(bind)
+    if advertise is None:
+        if is_wildcard(host):
+            raise AddressError(
+                f"queue.address: {bind} stands for all interfaces of this machine, so other machines can't connect to "
+                f'it; set queue.advertise = "{_suggestion(host, port)}", the address by which they reach this machine'
+            )
+        return f"tcp://{url_host(host)}:{port}"
+    shown_host, shown_port = check_address(advertise)
+    if is_wildcard(shown_host) or (is_loopback(shown_host) and not is_loopback(host)):
+        reason = "all interfaces" if is_wildcard(shown_host) else "loopback, which only this machine reaches"
+        raise AddressError(
+            f"queue.advertise: expected an address by which other machines reach this machine, got {advertise}, which "
+            f'stands for {reason}; set queue.advertise = "{_suggestion(host, shown_port or port)}"'
+        )
+    return f"tcp://{url_host(shown_host)}:{shown_port or port}"
+
+
+def own_address(*, is_ipv6: bool = False) -> str:
+    """Return an address of this machine that other machines can reach; loopback if there is none."""
+    try:
+        # Addresses reserved for documentation: the kernel looks up the route and sends nothing.
+        return local_host_towards("tcp://[2001:db8::1]:9" if is_ipv6 else "tcp://192.0.2.1:9")
+    except AddressError:
+        return "::1" if is_ipv6 else "127.0.0.1"
+
+
+def _suggestion(host: str, port: int) -> str:
+    own = own_address(is_ipv6=":" in host)
+    shown = "HOST" if is_loopback(own) else url_host(own)
+    return f"tcp://{shown}:{port or 5555}"
+
+
+def host_towards(address: str) -> str:
+    """Return the IP address of this machine by which the machine of ``address`` reaches it; loopback within a machine.
+
+    Raises:
+        AddressError: this machine has no route to ``address``.
+    """
+    return "127.0.0.1" if is_loopback(check_address(address)[0]) else local_host_towards(address)
 
 
 def refuse_open_bind(address: str, *, insecure: bool, has_keys: bool = False) -> None:

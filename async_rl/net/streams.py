@@ -16,10 +16,11 @@ import socket
 import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
-from async_rl.errors import WireError
+from async_rl.errors import AddressError, WireError
+from async_rl.net.address import url_host
 
 LENGTH_BYTES = 4
 _LENGTH = struct.Struct("<I")
@@ -215,13 +216,39 @@ def _checked_length(header: bytes | bytearray, max_bytes: int) -> int:
 # TCP sockets.
 
 
-def listening_socket(host: str) -> socket.socket:
-    """Return a TCP socket that listens on any free port of ``host``."""
+def listening_socket(host: str, ports: Sequence[int] | None = None) -> socket.socket:
+    """Return a TCP socket that listens at ``host``, on the first free port of ``ports``. None takes any free port.
+
+    Raises:
+        AddressError: all of ``ports`` are in use, or ``host`` is not an address of this machine.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((host, 0))
-    listener.listen(1024)
-    return listener
+    for port in (0,) if ports is None else ports:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        # Only to a port that is chosen by the user: connections of an earlier process may still be closing there.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port > 0))
+        try:
+            listener.bind((host, port))
+            listener.listen(1024)
+        except OSError as error:
+            listener.close()
+            if error.errno == errno.EADDRINUSE and port:
+                continue
+            raise AddressError(
+                f"can't listen at {url_host(host)}:{port}: {error.strerror}; choose other ports (weights.port), or "
+                f"an address of this machine"
+            ) from error
+        return listener
+    raise no_free_port(host, ports)
+
+
+def no_free_port(host: str, ports: Sequence[int] | None) -> AddressError:
+    """Return the error for ``ports`` of ``host`` that are all in use. None stands for all ports of this machine."""
+    named = "all ports" if ports is None else f"the ports {ports[0]} to {ports[-1]}"
+    return AddressError(
+        f"weights.port: expected two free ports, one for each listener of the learner, but {named} of {url_host(host)} "
+        f"are in use (ss -ltnp shows by whom); set weights.port to other ports, or to a larger range"
+    )
 
 
 def shut_down(connection: socket.socket) -> None:

@@ -34,7 +34,7 @@ FREE: tuple[str, ...] = (
     "learner.max_tokens", "learner.nproc", "learner.devices", "learner.reshard", "learner.num_threads",
     "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",
     "generator.max_concurrent_groups", "generator.memory_fraction", "generator.num_threads",
-    "weights.transport", "weights.deadline_s", "weights.staging_bytes",
+    "weights.transport", "weights.port", "weights.deadline_s", "weights.staging_bytes",
     "weights.trusted_network", "weights.deltas", "weights.parity",
     "checkpoint", "log",
     "experimental.max_messages_per_s", "experimental.max_malformed_per_minute", "experimental.distributed_timeout_s",

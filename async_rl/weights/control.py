@@ -25,14 +25,14 @@ import msgspec
 import zmq
 
 from async_rl.errors import AddressError, WeightsError, WireError
+from async_rl.net.address import url_host
 from async_rl.net.codec import read_as
 from async_rl.net.connections import RouterConnections
 from async_rl.net.keys import ClientKeys, Guard, ServerKeys
-from async_rl.net.streams import is_readable
+from async_rl.net.streams import is_readable, no_free_port
 from async_rl.net.wire import SAME_VERSION, Limits, decode, encode
 
 HEARTBEAT_S = 1.0
-WILDCARDS = ("*", "0.0.0.0", "::")
 
 TO_PUBLISHER_LIMITS = Limits(max_bytes=1 << 16, max_header_bytes=1 << 16, max_arrays=0, max_items=64, max_depth=3)
 TO_MEMBER_LIMITS = Limits(max_bytes=64 << 20, max_arrays=0, max_depth=None)
@@ -262,14 +262,20 @@ def decode_message(frame: bytes | memoryview, expected: Sequence[type[_T]], limi
 class MemberSocket:
     """The publisher's socket, over which it exchanges messages with the members.
 
-    It listens at ``bind_host`` and at any free port. Generators reach ``bind_host`` under the name ``host``.
+    It listens at ``bind_host``, at the first free port of ``ports``. None takes any free port. Generators reach
+    ``bind_host`` under the name ``host``.
 
     Raises:
         AddressError: ``bind_host`` is not an address of this machine, or no port is free.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], bind_host: str, host: str, keys: ServerKeys | None
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        bind_host: str,
+        host: str,
+        keys: ServerKeys | None,
+        ports: Sequence[int] | None = None,
     ) -> None:
         self.num_malformed = 0
         self._socket = context.socket(zmq.ROUTER)
@@ -280,13 +286,24 @@ class MemberSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, TO_PUBLISHER_LIMITS.max_bytes)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.IPV6, int(":" in bind_host))
-        try:
-            port = self._socket.bind_to_random_port(f"tcp://{_url_host(bind_host)}")
-        except zmq.ZMQError as error:
-            raise AddressError(
-                f"can't listen for weights at {bind_host}: {error}; check the network interfaces of this machine"
-            ) from error
-        self.address = channel(f"tcp://{_url_host(host)}:{port}", keys.public if keys else None)
+        self.port = self._bind(bind_host, ports)
+        self.address = channel(f"tcp://{url_host(host)}:{self.port}", keys.public if keys else None)
+
+    def _bind(self, host: str, ports: Sequence[int] | None) -> int:
+        """Bind the socket to the first free port of ``ports``, or to any free port. Return the port."""
+        for port in ("*",) if ports is None else ports:
+            try:
+                self._socket.bind(f"tcp://{url_host(host)}:{port}")
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EADDRINUSE:
+                    continue
+                raise AddressError(
+                    f"can't listen for weights at {host}: {error}; check the network interfaces of this machine"
+                ) from error
+            bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+            assert isinstance(bound, bytes)
+            return int(bound.rstrip(b"\0").rsplit(b":", 1)[1])
+        raise no_free_port(host, ports)
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self._socket, zmq.POLLIN)
@@ -392,10 +409,6 @@ class PublisherSocket:
         if poller is not None:
             poller.unregister(self._socket)
         self._socket.close(linger=_LINGER_MS)
-
-
-def _url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 class Wake:

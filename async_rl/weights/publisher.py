@@ -11,17 +11,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from async_rl.errors import AddressError, WeightsError
-from async_rl.net.address import is_loopback, refuse_open_collectives, refuse_open_stream
+from async_rl.net.address import is_loopback, is_wildcard, refuse_open_collectives, refuse_open_stream
 from async_rl.net.keys import ServerKeys
 from async_rl.weights import control
-from async_rl.weights.control import WILDCARDS, MemberSocket, Wake
+from async_rl.weights.control import MemberSocket, Wake
 from async_rl.weights.scheduler import SyncScheduler
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.transfer_manager import TransferManager
@@ -113,6 +113,7 @@ class Publisher:
             beyond loopback.
         is_encrypted: encrypt the stream (needs ``keys``). None: do so beyond loopback if there are keys and not
             ``insecure``.
+        ports: the control socket and the stream server take the first two of these that are free. None: any free ports.
 
     Raises:
         AddressError: the address is open to an untrusted network, is in use, or can't be advertised.
@@ -131,9 +132,10 @@ class Publisher:
         chunk_bytes: int = 64 << 20,
         has_deltas: bool | None = None,
         is_encrypted: bool | None = None,
+        ports: Sequence[int] | None = None,
     ) -> None:
         host = advertise_host or bind_host
-        if host in WILDCARDS:
+        if is_wildcard(host):
             raise AddressError(
                 f"expected an address that generators can connect to, got all interfaces ({bind_host!r}); pass "
                 f"advertise_host, an address of this machine"
@@ -162,18 +164,18 @@ class Publisher:
         self._closing = False
         self._wake = Wake()
         self._context = zmq.Context()
-        self._socket = MemberSocket(self._context, bind_host, host, keys)
+        self._socket = MemberSocket(self._context, bind_host, host, keys, ports)
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         self._socket.register(self._poller)
         is_local = is_loopback(bind_host)
         listen_host = "0.0.0.0" if bind_host == "*" else bind_host
-        local_host = host if bind_host in WILDCARDS else bind_host
+        local_host = host if is_wildcard(bind_host) else bind_host
         collective = self._collective_sender(listen_host, local_host, deadline_s, chunk_bytes, device)
         if is_encrypted is None:
             is_encrypted = keys is not None and not insecure and not is_local
         has_deltas = collective is None and (not is_local if has_deltas is None else has_deltas)
-        self._pull = PULL.make_sender(PullSettings(listen_host, is_encrypted, has_deltas, self._poller))
+        self._pull = PULL.make_sender(PullSettings(listen_host, ports, is_encrypted, has_deltas, self._poller))
         self._manager = TransferManager(
             self._scheduler, collective=collective, pull=self._pull, send=self._send, counts=self._counts
         )
@@ -206,6 +208,11 @@ class Publisher:
     def address(self) -> str:
         """The control socket's address and public key, as announced to generators in ``Announcement.channel``."""
         return self._socket.address
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """The ports to which generators connect: of the control socket and of the stream server."""
+        return self._socket.port, self._pull.port
 
     def publish(self, staged: StagedVersion) -> None:
         """Make ``staged`` the version that every member gets from now on. Return at once.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
@@ -92,6 +92,8 @@ class PullSender(TransportSender, Protocol):
     """The learner's side of a transport from which each member pulls. ``Delivery.members`` has exactly one member."""
 
     stats: PullStats
+    port: int
+    """The port to which members connect."""
 
     def publish(self, staged: StagedVersion, *, has_members: bool) -> None:
         """Compute the delta from the previous version to this version, if there are members that could use it.
@@ -223,12 +225,14 @@ class PullSettings:
 
     Attributes:
         bind_host: the address at which it listens. It may be a wildcard.
+        ports: it listens at the first of these that is free. None: any free port.
         is_encrypted: encrypt and authenticate the bytes. The keys travel over the control channel.
         has_deltas: send only the difference to members that hold the previous version.
         poller: the publisher's poller, with which the sender registers its sockets.
     """
 
     bind_host: str
+    ports: Sequence[int] | None
     is_encrypted: bool
     has_deltas: bool
     poller: zmq.Poller
@@ -324,13 +328,14 @@ def collectives(*, has_cuda: bool) -> list[str]:
     ]
 
 
-def choose_transport(setting: str, *, has_cuda: bool, is_trusted: bool) -> TransportName:
+def choose_transport(setting: str, *, has_cuda: bool, is_trusted: bool, has_ports: bool = False) -> TransportName:
     """Return the transport of this run. It is ``setting`` unless that is ``auto``.
 
     Args:
         setting: the value of ``weights.transport``.
         has_cuda: the learner has a CUDA device.
         is_trusted: everything is on one host, or the user trusts the network.
+        has_ports: ``weights.port`` is set. Collectives choose their own ports, so ``auto`` takes none of them.
 
     Raises:
         ValueError: ``setting`` is not a transport's name.
@@ -342,4 +347,4 @@ def choose_transport(setting: str, *, has_cuda: bool, is_trusted: bool) -> Trans
             f"weights.transport: expected 'auto' or one of {list(TRANSPORTS)}, got {setting!r}; correct it"
         )
     usable = (t for t in TRANSPORTS.values() if (has_cuda or not t.needs_cuda) and (is_trusted or not t.needs_trust))
-    return next(usable).name
+    return PULL.name if has_ports else next(usable).name

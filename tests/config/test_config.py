@@ -13,6 +13,7 @@ from async_rl.config.config import Config
 from async_rl.config.data import EvalSetConfig
 from async_rl.config.generator import BACKENDS
 from async_rl.config.loading import apply_override, config_difference, config_to_toml, load_config, parse_config
+from async_rl.config.queue import WeightsConfig
 from async_rl.errors import AddressError, ConfigError
 from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind
 
@@ -351,3 +352,23 @@ def test_an_adaptive_bound_needs_room_and_limits_that_speak_before_a_step_is_ski
     assert a_config(
         queue=adaptive, experimental={"adaptive_max_kl": 0.01}, loss={"max_kl": 0.02, "min_ess": 0.5}
     ).queue.adaptive
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(5556, range(5556, 5558)), ("5556-5575", range(5556, 5576)), (" 1 - 2 ", range(1, 3))]
+)
+def test_a_port_for_weights_is_a_number_or_a_range(value: object, expected: range):
+    assert WeightsConfig(port=value).ports == expected  # type: ignore[arg-type]
+    assert WeightsConfig().ports is None
+
+
+@pytest.mark.parametrize("value", [0, 65535, "5556", "5556-5556", "9-2", "a-b", "1-70000", True])
+def test_other_ports_for_weights_are_refused(value: object):
+    with pytest.raises(ValueError, match="expected a port such as 5556"):
+        WeightsConfig(port=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_transports_that_choose_their_own_ports_take_none(transport: str):
+    with pytest.raises(ValueError, match=r"weights\.port: expected no value with weights\.transport"):
+        WeightsConfig(port=5556, transport=transport)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.doctor import machine, task
 from async_rl.doctor.check import Finding
+from async_rl.errors import AddressError
 from async_rl.generator.hf.backend import TransformersBackend
 from tests.learner.tiny import tiny_config, tiny_model
 
@@ -95,7 +96,7 @@ def test_an_interface_that_does_not_exist(root: Path, monkeypatch: pytest.Monkey
 def test_two_ranks_meet_over_loopback_and_not_on_an_address_of_another_machine():
     (row,) = machine.check_collective("127.0.0.1", "gloo")
     assert row.state == "OK"
-    with pytest.raises(OSError, match="assign"):
+    with pytest.raises(AddressError, match="assign"):
         machine.check_collective("192.0.2.1", "gloo")
 
 

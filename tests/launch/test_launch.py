@@ -19,6 +19,7 @@ from rich.console import Console
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
+from async_rl.config.queue import QueueConfig
 from async_rl.errors import AddressError, ConfigError, QueueError, RunError
 from async_rl.launch import launch as launch_module
 from async_rl.launch.launch import RunCommands, describe_commands, explain, ledger_line, summary
@@ -32,7 +33,7 @@ from async_rl.launch.live_view import (
     newest_message,
     step_line,
 )
-from async_rl.launch.preflight import check_bindable
+from async_rl.launch.preflight import check_bindable, check_weights_ports
 from async_rl.launch.supervisor import Command, Outcome, ProcessStatus, Supervisor, Timing
 from async_rl.process.child import PACKAGE_ROOT, ParentWatch
 from async_rl.run.directory import RunDir
@@ -164,14 +165,27 @@ def test_a_busy_port_is_refused_and_a_free_one_is_not():
         busy.listen()
         address = f"tcp://127.0.0.1:{busy.getsockname()[1]}"
         with pytest.raises(AddressError, match=r"queue\.address: can't bind tcp://127"):
-            check_bindable(address, insecure=False)
-    check_bindable(address, insecure=False)
+            check_bindable(QueueConfig(address=address), insecure=False)
+    check_bindable(QueueConfig(address=address), insecure=False)
 
 
 def test_an_open_address_is_refused_unless_insecure():
     with pytest.raises(AddressError, match="--insecure"):
-        check_bindable("tcp://0.0.0.0:0", insecure=False)
-    check_bindable("tcp://0.0.0.0:0", insecure=True)
+        check_bindable(QueueConfig(address="tcp://0.0.0.0:0", advertise="tcp://10.0.0.1:5555"), insecure=False)
+    check_bindable(QueueConfig(address="tcp://0.0.0.0:0", advertise="tcp://10.0.0.1:5555"), insecure=True)
+
+
+def test_all_interfaces_without_an_advertised_address_are_refused():
+    with pytest.raises(AddressError, match=r"tcp://0\.0\.0\.0:5555 stands for all interfaces.*set queue\.advertise = "):
+        check_bindable(QueueConfig(address="tcp://0.0.0.0:5555"), insecure=True)
+
+
+def test_ports_for_weights_that_are_in_use_are_found_before_the_start():
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        ports = f"{port}-{port + 1}" if port < 65535 else f"{port - 1}-{port}"
+        with pytest.raises(AddressError, match=r"weights\.port: expected two free ports.*are in use"):
+            check_weights_ports(a_config(weights={"port": ports}))
 
 
 # --- the parent watch

@@ -135,9 +135,16 @@ def test_a_client_without_an_answer_says_that_keys_may_be_the_reason(servers, tm
 
 
 def test_only_with_keys_does_a_server_bind_beyond_loopback(servers, tmp_path, keys):
-    open_address = {"address": "tcp://0.0.0.0:0"}
+    open_address = {"address": "tcp://0.0.0.0:0", "advertise": "tcp://127.0.0.2:0"}
+    process = servers.spawn(config_with(tmp_path, keys, **open_address))
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 2
+    assert "queue.advertise: expected an address by which other machines reach this machine" in errors
+    open_address["advertise"] = "tcp://192.0.2.2:0"
     server = servers.start(config_with(tmp_path, keys, **open_address))
-    assert is_answered(server.address, client_file(keys), DEADLINE_S)
+    assert server.address.startswith("tcp://192.0.2.2:")
+    bound = server.address.replace("192.0.2.2", "127.0.0.1")
+    assert is_answered(bound, client_file(keys), DEADLINE_S)
     process = servers.spawn(make_config(str(tmp_path / "other"), queue=open_address))
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 2

@@ -99,6 +99,25 @@ def assert_same(staged: ReceivedWeights, named: dict[str, torch.Tensor]) -> None
         assert torch.equal(staged.tensors[name], tensor), name
 
 
+def test_weights_travel_over_the_ports_that_the_user_opened_also_after_a_restart_of_the_stream_server():
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        ports = (busy.getsockname()[1], 0, 0)
+        with a_plane(ports=ports) as plane:
+            control, stream = plane.publisher.ports
+            assert busy.getsockname()[1] not in (control, stream)
+            assert plane.publisher.address.startswith(f"tcp://127.0.0.1:{control}")
+            with closing(Receiver("g", insecure=False)) as receiver:
+                named = {"w": torch.arange(1000.0)}
+                receiver.follow(plane.announcement(plane.publish(1, named)))
+                assert_same(arrived(receiver, 1), named)
+                first = stream_server(plane)
+                os.kill(first.pid, signal.SIGKILL)
+                named = {"w": torch.arange(1000.0) + 1}
+                receiver.follow(plane.announcement(plane.publish(2, named)))
+                assert_same(arrived(receiver, 2), named)
+                assert plane.publisher.ports == (control, stream)
+
+
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_every_byte_arrives_unencrypted_and_encrypted(tmp_path, is_encrypted: bool):
     make_keys(tmp_path / "keys")

@@ -22,7 +22,7 @@ import zmq
 from async_rl.config.queue import QueueConfig
 from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import AddressError, QueueError, WireError
-from async_rl.net.address import check_address, refuse_open_bind
+from async_rl.net.address import advertised_address, check_address, refuse_open_bind, url_host
 from async_rl.net.connections import RouterConnections
 from async_rl.net.keys import ALLOWED_FILE, DEFAULT_CLIENT, AllowList, Guard, ServerKeys
 from async_rl.net.wire import SAME_VERSION, Frame, Limits, Message
@@ -81,7 +81,8 @@ class Endpoint:
     If the config sets no port, the socket first tries ``last_port``, the port of the run's last server.
 
     Raises:
-        AddressError: the address is busy, malformed, or open to the network without keys and without ``insecure``.
+        AddressError: the address is busy, malformed, can't be reached by others, or is open to the network without keys
+            and without ``insecure``.
         KeyFileError: the keys of ``queue.keys`` are missing or malformed.
     """
 
@@ -265,6 +266,7 @@ class Endpoint:
     def _bind(self, last_port: int | None) -> str:
         wanted = self._config.address or _ANY
         host, port = check_address(wanted)
+        advertised = advertised_address(wanted, self._config.advertise)
         socket = self._socket
         socket.setsockopt(zmq.MAXMSGSIZE, self.limits.wire.max_bytes)
         socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
@@ -272,7 +274,7 @@ class Endpoint:
         # A client that reconnects uses its old routing id and takes the old connection's place.
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.IPV6, int(":" in host))
-        shown = _shown(host)
+        shown = url_host(host)
         for candidate in [port] if port or last_port is None else [last_port, port]:
             try:
                 socket.bind(f"tcp://{shown}:{candidate or '*'}")
@@ -287,14 +289,8 @@ class Endpoint:
         bound = socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         bound_port = bound.decode().rsplit(":", 1)[1]
-        if self._config.advertise is None:
-            return f"tcp://{'127.0.0.1' if host in ('*', '0.0.0.0') else shown}:{bound_port}"
-        advertised_host, advertised_port = check_address(self._config.advertise)
-        return f"tcp://{_shown(advertised_host)}:{advertised_port or bound_port}"
-
-
-def _shown(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+        advertised_host, advertised_port = check_address(advertised)
+        return f"tcp://{url_host(advertised_host)}:{advertised_port or bound_port}"
 
 
 # Limits. Time comes as ``now``, in seconds.

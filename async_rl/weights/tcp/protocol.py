@@ -155,9 +155,9 @@ class RecordCipher:
 
 
 class Listen(msgspec.Struct, frozen=True):
-    """The learner tells the server to accept connections at any free port of ``host``."""
-
-    host: str
+    """The learner tells the server to accept connections. The descriptor of the listening socket comes with this
+    message, so that a restarted server has the same port.
+    """
 
 
 class MapSlot(msgspec.Struct, frozen=True):
@@ -214,9 +214,7 @@ class ForgetDelta(msgspec.Struct, frozen=True):
 
 
 class Listening(msgspec.Struct, frozen=True):
-    """The server tells the learner the port at which it accepts connections."""
-
-    port: int
+    """The server tells the learner that it accepts connections."""
 
 
 class DeltaEncoded(msgspec.Struct, frozen=True):

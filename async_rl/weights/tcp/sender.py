@@ -14,11 +14,13 @@ import os
 import socket
 import subprocess
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import zmq
 
 from async_rl.errors import WeightsError
+from async_rl.net.streams import listening_socket
 from async_rl.process.child import module_command, package_environment
 from async_rl.weights import control
 from async_rl.weights.manifest import manifest_fields
@@ -85,7 +87,8 @@ class StreamSender:
     """Implements ``transport.PullSender`` for ``tcp``: the learner's side, which instructs the stream server."""
 
     def __init__(self, settings: PullSettings) -> None:
-        self._server = StreamServerProcess(settings.bind_host, settings.poller)
+        self._server = StreamServerProcess(settings.bind_host, settings.poller, settings.ports)
+        self.port = self._server.port
         self._is_encrypted = settings.is_encrypted
         self._has_deltas = settings.has_deltas
         self._sessions: dict[int, tuple[bytes, StagedVersion]] = {}
@@ -130,7 +133,7 @@ class StreamSender:
         It can if the server is up, members fetch few enough versions at present, and the delta that is being computed
         would not help this member.
         """
-        if self._server.port is None:
+        if not self._server.is_up:
             return False
         pulled_slots = {pulled.slot for _, pulled in self._sessions.values()} | {staged.slot}
         if len(pulled_slots) > min(MAX_PULLED_VERSIONS, max(1, staged.num_buffers - 1)):
@@ -143,8 +146,8 @@ class StreamSender:
     def deliver(self, delivery: Delivery, send: Send) -> None:
         """Open a session of the server for the one member of ``delivery``, and send ``Pull`` to that member."""
         (member,) = delivery.members
-        staged, port = delivery.staged, self._server.port
-        assert port is not None, "a pull before the server is up"
+        staged = delivery.staged
+        assert self._server.is_up, "a pull before the server is up"
         token = os.urandom(TOKEN_BYTES)
         key = os.urandom(KEY_BYTES) if self._is_encrypted else b""
         links = self._links_from(member.digest, staged.manifest.digest)
@@ -155,7 +158,7 @@ class StreamSender:
             attempt=delivery.attempt,
             transport="tcp",
             manifest=manifest_fields(staged.manifest),
-            port=port,
+            port=self.port,
             token=token,
             key=key,
             base="" if links is None else member.digest,
@@ -217,17 +220,21 @@ class StreamServerProcess:
     time.
 
     Args:
-        bind_host: the address at which the server listens, at any free port.
+        bind_host: the address at which the server listens.
         poller: the publisher's poller, with which the connection to the server is registered. ``poll`` must be called
             when the connection is readable.
+        ports: the server listens at the first of these that is free. None: any free port.
 
     Attributes:
-        port: the port at which the server listens. None while it starts.
+        port: the port at which the server listens, the same after a restart.
+        is_up: whether the server accepts connections. False while it starts.
         num_starts: how often it was started. Sessions and deltas of an earlier start are gone.
     """
 
-    def __init__(self, bind_host: str, poller: zmq.Poller) -> None:
+    def __init__(self, bind_host: str, poller: zmq.Poller, ports: Sequence[int] | None = None) -> None:
         self._bind_host = bind_host
+        self._listener = listening_socket(bind_host, ports)
+        self.port: int = self._listener.getsockname()[1]
         self._poller = poller
         self._mapped: dict[int, SharedBuckets] = {}
         self.num_starts = 0
@@ -252,7 +259,7 @@ class StreamServerProcess:
             return None
         message, _ = received
         if isinstance(message, Listening):
-            self.port = message.port
+            self.is_up = True
             return None
         return message
 
@@ -270,8 +277,9 @@ class StreamServerProcess:
             send_message(self._pipe, message, fd)
 
     def close(self) -> None:
-        """End the server process."""
+        """End the server process, and stop listening."""
         self._disconnect()
+        self._listener.close()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
@@ -280,7 +288,7 @@ class StreamServerProcess:
 
     def _start(self) -> None:
         self.num_starts += 1
-        self.port: int | None = None
+        self.is_up = False
         self._pipe, theirs = socket.socketpair()
         self._pipe.settimeout(_SEND_S)
         with theirs:
@@ -291,7 +299,7 @@ class StreamServerProcess:
                 stdin=subprocess.DEVNULL,
             )
         self._poller.register(self._pipe.fileno(), zmq.POLLIN)
-        self.send(Listen(self._bind_host))
+        self.send(Listen(), self._listener.fileno())
 
     def _disconnect(self) -> None:
         self._poller.unregister(self._pipe.fileno())

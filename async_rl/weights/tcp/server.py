@@ -33,7 +33,6 @@ from async_rl.net.streams import (
     MAX_UNAUTHENTICATED_OF_ADDRESS,
     UnauthenticatedPeers,
     is_out_of_resources,
-    listening_socket,
     raise_descriptor_limit,
     shut_down,
     until,
@@ -119,8 +118,9 @@ class StreamServer:
         while (received := protocol.receive_message(self._learner, protocol.TO_SERVER)) is not None:
             message, fd = received
             match message:
-                case protocol.Listen(host):
-                    self._listen(host)
+                case protocol.Listen():
+                    assert fd is not None, "no listening socket"
+                    self._listen(fd)
                 case protocol.MapSlot(slot, sizes, offsets):
                     assert fd is not None, "a slot without memory"
                     self._map(slot, fd, sizes, offsets)
@@ -135,10 +135,10 @@ class StreamServer:
                     with self._lock:
                         self._deltas.pop(job, None)
 
-    def _listen(self, host: str) -> None:
-        listener = listening_socket(host)
+    def _listen(self, fd: int) -> None:
+        listener = socket.socket(fileno=fd)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
-        self._send(protocol.Listening(listener.getsockname()[1]))
+        self._send(protocol.Listening())
 
     def _map(self, slot: int, fd: int, sizes: Sequence[int], offsets: Sequence[int]) -> None:
         buckets = [
