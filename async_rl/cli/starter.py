@@ -21,6 +21,7 @@ import typer
 from async_rl.config.document import commented_toml
 from async_rl.config.loading import parse_config
 from async_rl.config.reward import REWARD_TYPES
+from async_rl.data.chat import context_length
 from async_rl.data.files import Source
 from async_rl.errors import ConfigError, DataError
 from async_rl.terminal import visible
@@ -168,6 +169,12 @@ def _values(plan: Plan, reward_file: Path) -> dict[str, Any]:
         "reward": {"type": own},
         **_sizes(plan.num_gpus),
     }
+    # A model on the hub is not fetched for this; ``doctor`` and ``launch`` compare its context with these limits.
+    context = context_length(plan.model) if Path(plan.model, "config.json").is_file() else None
+    sampling = values["sampling"]
+    if context is not None and sampling["max_prompt_tokens"] + sampling["max_new_tokens"] > context:
+        sampling["max_prompt_tokens"] = max(1, context // 2)
+        sampling["max_new_tokens"] = max(1, context - context // 2)
     if own not in REWARD_TYPES:
         values["generator"]["allow_code"] = [own.partition(":")[0]]
     return values

@@ -143,6 +143,14 @@ def test_a_terminal_is_asked_for_what_the_options_leave_open(
     assert '  question: "What is 1+2?"' in capsys.readouterr().err
 
 
+def test_a_model_with_a_short_context_gets_lengths_that_fit(folder: Path):
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 65}))
+    init("--model", "model", "--data", "sums.csv", "--gpus", "0")
+    sampling = load_config("run.toml").sampling
+    assert (sampling.max_prompt_tokens, sampling.max_new_tokens) == (32, 33)
+
+
 @pytest.mark.slow
 def test_doctor_passes_what_init_writes(folder: Path, capsys: pytest.CaptureFixture[str]):
     task = write_tiny_task(folder)
