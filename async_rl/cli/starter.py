@@ -32,7 +32,7 @@ OWN_REWARD_FILE = "reward.py"
 _NUM_ROWS = 100
 _PROMPTS = ("messages", "prompt", "question", "problem", "instruction", "query", "input", "text")
 _ANSWERS = ("gt_answer", "answer", "final_answer", "solution", "target", "label", "expected", "output")
-_WHOLE_SOLUTION = re.compile(r"####|\\\\boxed|\n")
+_WHOLE_SOLUTION = re.compile(r"####|\\boxed|\n")
 
 _REWARD_SOURCE = '''\
 """The reward of this run. `async-rl doctor` tries it on rows of the data."""

@@ -160,3 +160,12 @@ def test_doctor_passes_what_init_writes(folder: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as leaving:
         main(["doctor", "run.toml"])
     assert not leaving.value.code, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", ["so it is \\boxed{4}", "2+2=4 #### 4", "two lines:\n4"])
+def test_a_whole_solution_gets_an_own_reward_and_a_note(answer: str, capsys: pytest.CaptureFixture[str]):
+    Path("solutions.jsonl").write_text(json.dumps({"question": "2+2?", "answer": answer}) + "\n")
+    init("--model", "m", "--data", "solutions.jsonl", "--gpus", "0")
+    assert load_config("run.toml").reward.type == "reward.py:score"
+    init("boxed.toml", "--model", "m", "--data", "solutions.jsonl", "--gpus", "0", "--reward", "boxed")
+    assert "whole solutions" in capsys.readouterr().err
