@@ -60,12 +60,12 @@ def launch(
     """
     console = Console(stderr=False, markup=False, emoji=False)
     run_dir = check_run_dir(config, fresh=fresh)
+    make_fork = None if source is None else _planned_fork(config, source, fresh=fresh)
     if not fresh and has_ended(run_dir, config):
         _print_line(console, _has_ended_line(run_dir))
         return 0
     with Progress(quiet=quiet) as progress:
         progress.show(_CHECKING)
-        make_fork = None if source is None else _planned_fork(config, source, fresh=fresh)
         preflight(config, insecure=insecure)
     with locked_run_dir(config, role="launch", fresh=fresh, takeover=takeover) as (run_dir, lock):
         if make_fork is not None:
@@ -93,9 +93,9 @@ def dry_run(
     """
     console = Console(markup=False, emoji=False)
     run_dir = check_run_dir(config, fresh=fresh)
-    is_finished = not fresh and has_ended(run_dir, config)
-    if source is not None and not is_finished:
+    if source is not None:
         _planned_fork(config, source, fresh=fresh)
+    is_finished = not fresh and has_ended(run_dir, config)
     arguments = [str(config_path), *(part for override in overrides for part in ("--set", override))]
     commands = _commands(config, arguments, run_id="RUN_ID", insecure=insecure)
     if not as_json:

@@ -104,7 +104,11 @@ def run_learner(
             directory.
         TrainingError: the run can't continue.
     """
-    if not fresh and has_ended(run_dir := check_run_dir(config, fresh=False), config):
+    run_dir = check_run_dir(config, fresh=fresh)
+    point = None if source is None else find_fork_point(source)
+    if point is not None and not must_fork(point, config, fresh=fresh):
+        point = None
+    if not fresh and has_ended(run_dir, config):
         logger.info(
             "the run in %s is finished; raise learner.steps to train on, or pass --fresh to start over", config.run.dir
         )
@@ -120,10 +124,8 @@ def run_learner(
         with ranks.together("preparing the run directory"):
             lock = RunLock.inherit(RunDir(Path(config.run.dir)), "learner")
             if lock is None:
-                point = None if source is None else find_fork_point(source)
-                is_due = point is not None and must_fork(point, config, fresh=fresh)
                 _, lock = held.enter_context(locked_run_dir(config, role="learner", fresh=fresh, takeover=takeover))
-                if point is not None and is_due:
+                if point is not None:
                     fork_run(point, config)
             else:
                 held.callback(lock.close)

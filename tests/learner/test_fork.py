@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.cli.main import main
 from async_rl.errors import RunError
 from async_rl.learner.file_digests import find_damage
 from async_rl.learner.fork import ForkPoint, find_fork_point, fork_run, must_fork
@@ -110,6 +111,20 @@ def test_an_interrupted_fork_is_made_again(run: Run, tmp_path: Path, monkeypatch
 def test_a_source_that_does_not_exist_is_refused(run: Run, source: str, expected: str):
     with pytest.raises(RunError, match=expected):
         find_fork_point(source.format(run=run.path))
+
+
+def test_a_fork_into_the_directory_of_a_finished_run_is_refused_and_not_taken_for_done(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    other = make_run(tmp_path / "other")
+    prepare_run_dir(other.config)
+    other.start()
+    RunDir(other.path).mark_finished({"step": 5})
+    for command in (["launch"], ["launch", "--dry-run"], ["learner"]):
+        with pytest.raises(SystemExit) as leaving:
+            main([*command, str(other.path / "config.toml"), "--from", f"{run.path}@2"])
+        assert leaving.value.code == 2
+        assert "has a run that was not forked; choose another run.dir" in capsys.readouterr().err
 
 
 def test_a_run_without_a_step_is_the_latest_checkpoint(run: Run):
