@@ -175,7 +175,12 @@ class Publisher:
         if is_encrypted is None:
             is_encrypted = keys is not None and not insecure and not is_local
         has_deltas = collective is None and (not is_local if has_deltas is None else has_deltas)
-        self._pull = PULL.make_sender(PullSettings(listen_host, ports, is_encrypted, has_deltas, self._poller))
+        try:
+            self._pull = PULL.make_sender(PullSettings(listen_host, ports, is_encrypted, has_deltas, self._poller))
+        except AddressError:
+            self._socket.close()
+            self._context.term()
+            raise
         self._manager = TransferManager(
             self._scheduler, collective=collective, pull=self._pull, send=self._send, counts=self._counts
         )

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -120,6 +121,32 @@ def test_a_busy_port_is_refused_before_anything_is_written(tmp_path: Path, capsy
 def test_an_address_open_to_the_network_needs_insecure(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = write_config(tmp_path, queue='address = "tcp://0.0.0.0:0"')
     assert "--insecure" in refusal(capsys, "launch", str(config))
+
+
+@pytest.mark.parametrize("command", ["launch", "learner", "queue"])
+@pytest.mark.parametrize("address", ["0.0.0.0", "*", "[::]"])
+def test_all_interfaces_without_an_address_for_others_is_refused_by_every_role(
+    command: str, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = write_config(tmp_path, data=write_data(tmp_path), queue=f'address = "tcp://{address}:5555"')
+    said = refusal(capsys, command, str(config), "--insecure")
+    assert f"queue.address: tcp://{address}:5555 stands for all interfaces" in said
+    assert re.search(r'set queue\.advertise = "tcp://\S+:5555"', said)
+    said = refusal(capsys, command, str(config), "--insecure", "--set", "queue.advertise=tcp://127.0.0.1:5555")
+    assert "got tcp://127.0.0.1:5555, which stands for loopback" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["launch", "learner"])
+def test_ports_for_weights_that_are_taken_are_refused(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = write_config(tmp_path, data=write_data(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        port = first.getsockname()[1]
+        said = refusal(capsys, command, str(config), "--set", f"weights.port={port}-{port + 1}")
+    assert (
+        f"weights.port: expected two free ports, one for each listener of the learner, but the ports {port} to" in said
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_launch_refuses_missing_data_bad_rows_and_a_missing_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

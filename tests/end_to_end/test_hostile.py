@@ -160,7 +160,6 @@ def weights_ports(directory: Path, *, has_keys: bool) -> Iterator[tuple[Port, Po
         address, _ = parse_channel(plane.publisher.address)
         control_port, stream = int(address.rsplit(":", 1)[1]), stream_server(plane)
         processes = [os.getpid(), stream.pid]
-        assert stream.port is not None
         known = 0 if has_keys else MAX_CONNECTIONS
         yield (
             Port("zmtp", ("127.0.0.1", control_port), processes, serve, known),

@@ -52,7 +52,7 @@ def stream_server(live: bytes, ended: bytes) -> Iterator[StreamServerProcess]:
         server.map_slot(0, memory)
         for token in (live, ended):
             server.send(OpenSession(token, 0, [], b""))
-        while server.port is None:
+        while not server.is_up:
             assert poller.poll(int(DEADLINE_S * 1000))
             server.poll()
         assert pulled(server.port, make_request(ended, [0, 2]).encode(), 23_000) == BUCKETS[0] + BUCKETS[2]
@@ -88,7 +88,6 @@ def fuzz_stream(chunks: Sequence[int], size: int = CHUNK) -> None:
     ]  # fmt: skip
     num_sent = num_answered = growth = 0
     with stream_server(live, ended) as server:
-        assert server.port is not None
         opened: deque[tuple[bytes, socket.socket]] = deque()
 
         def finish_oldest() -> None:

@@ -99,6 +99,14 @@ def assert_same(staged: ReceivedWeights, named: dict[str, torch.Tensor]) -> None
         assert torch.equal(staged.tensors[name], tensor), name
 
 
+def test_a_publisher_that_finds_one_free_port_instead_of_two_gives_that_one_back():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(AddressError, match="expected two free ports"), a_plane(ports=(port,)):
+        pass
+    socket.create_server(("127.0.0.1", port)).close()
+
+
 def test_weights_travel_over_the_ports_that_the_user_opened_also_after_a_restart_of_the_stream_server():
     with socket.create_server(("127.0.0.1", 0)) as busy:
         ports = (busy.getsockname()[1], 0, 0)
