@@ -275,14 +275,18 @@ def write_config(config: Path, given: Given) -> list[str]:
 
 
 def _ask(config: Path, given: Given) -> Plan:
-    model = given.model or _answer("--model", "Model (a directory, or a Hugging Face id)")
-    data = given.data or _answer("--data", "Training data (a file, a directory, or a Hugging Face id)")
+    # With model and data given, all other answers have defaults: a command that works in a script asks nothing.
+    asks = _is_terminal() and (given.model is None or given.data is None)
+    model = given.model or _answer(asks, "--model", "Model (a directory, or a Hugging Face id)")
+    data = given.data or _answer(asks, "--data", "Training data (a file, a directory, or a Hugging Face id)")
     columns = look_at(data)
-    if _is_terminal():
+    if asks:
         typer.echo("\n".join(["the first row:", *map(visible, shown_row(data, width=100))]), err=True)
-    prompt = given.prompt or columns.prompt or _answer("--prompt-column", f"Column of the prompts {columns.names}")
+    prompt = (
+        given.prompt or columns.prompt or _answer(asks, "--prompt-column", f"Column of the prompts {columns.names}")
+    )
     answer = given.answer or columns.answer
-    reward = given.reward or _answer("--reward", _REWARD_QUESTION, _likely_reward(columns, answer))
+    reward = given.reward or _answer(asks, "--reward", _REWARD_QUESTION, _likely_reward(columns, answer))
     if columns.has_solutions and reward in REWARD_TYPES and "gt_answer" in REWARD_TYPES[reward].row_fields:
         typer.echo(
             f"note: the column {answer} seems to have whole solutions; the reward {reward} compares final answers, so "
@@ -291,11 +295,14 @@ def _ask(config: Path, given: Given) -> Plan:
         )
     evaluation = given.evaluation
     if evaluation is None:
-        evaluation = _answer("--eval", "Evaluation data (empty for none)", "") if _is_terminal() else ""
+        evaluation = _answer(asks, "--eval", "Evaluation data (empty for none)", "")
     num_gpus = given.num_gpus
     if num_gpus is None:
         found = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        num_gpus = int(_answer("--gpus", "GPUs to use (0: CPU)", str(found))) if _is_terminal() else found
+        number = _answer(asks, "--gpus", "GPUs to use (0: CPU)", str(found))
+        if not number.isdecimal():
+            raise ConfigError(f"--gpus: expected a number of GPUs, 0 or more, got {number!r}; start again")
+        num_gpus = int(number)
     plan = Plan(model, data, evaluation, reward, prompt, answer, num_gpus, name=config.stem)
     check_answers(plan, columns)
     return plan
@@ -314,14 +321,14 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def _answer(option: str, question: str, default: str | None = None) -> str:
-    """Return the user's answer. Without a terminal return ``default``.
+def _answer(asks: bool, option: str, question: str, default: str | None = None) -> str:
+    """Return the user's answer, or ``default`` if ``asks`` is False.
 
     Raises:
-        ConfigError: there is neither a terminal nor a default.
+        ConfigError: there is no default, and ``asks`` is False.
     """
-    if _is_terminal():
+    if asks:
         return str(typer.prompt(question, default=default, err=True, show_default=bool(default)))
     if default is None:
-        raise ConfigError(f"{option}: expected a value, because there is no terminal to ask in, got none; pass it")
+        raise ConfigError(f"{option}: expected a value, got none; pass it, or run `async-rl init` in a terminal")
     return default

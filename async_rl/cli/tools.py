@@ -73,7 +73,7 @@ def init(
 ) -> None:
     """Write a commented config for a model, a dataset and a reward, which `async-rl doctor` then checks.
 
-    It asks for what the options don't say, if it runs in a terminal. Existing files are never replaced.
+    Without --model or --data it asks, if it runs in a terminal. Existing files are never replaced.
 
     \b
     Examples:

@@ -97,7 +97,7 @@ def test_whole_solutions_get_an_own_reward_which_is_never_replaced(capsys: pytes
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--data", "sums.csv"], "--model: expected a value, because there is no terminal"),
+        (["--data", "sums.csv"], "--model: expected a value, got none; pass it, or run"),
         (["--model", "m"], "--data: expected a value"),
         (["--model", "m", "--data", "nothing.csv"], "no dataset at nothing.csv"),
         (
@@ -149,6 +149,13 @@ def test_a_model_with_a_short_context_gets_lengths_that_fit(folder: Path):
     init("--model", "model", "--data", "sums.csv", "--gpus", "0")
     sampling = load_config("run.toml").sampling
     assert (sampling.max_prompt_tokens, sampling.max_new_tokens) == (32, 33)
+
+
+def test_a_terminal_is_asked_nothing_if_model_and_data_are_given(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(starter, "_is_terminal", lambda: True)
+    monkeypatch.setattr(starter.typer, "prompt", lambda *_, **__: pytest.fail("asked"))
+    init("--model", "m", "--data", "sums.csv")
+    assert load_config("run.toml").reward.type == "boxed"
 
 
 @pytest.mark.slow
