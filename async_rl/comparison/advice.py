@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from async_rl.comparison.summary import RunSummary
-from async_rl.config.loading import config_difference
+from async_rl.config.loading import changed_keys, is_among
 
 PAYS = 1.05
 """A bound that makes steps less than this factor faster than a lower bound does not pay."""
@@ -202,5 +202,4 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _differing(first: RunSummary, other: RunSummary) -> list[str]:
     """Return the keys in which two runs' configs differ, apart from those of ``FREE``."""
-    keys = [line.partition(":")[0] for line in config_difference(first.config, other.config)]
-    return [key for key in keys if not any(key == free or key.startswith(f"{free}.") for free in FREE)]
+    return [key for key in changed_keys(first.config, other.config) if not is_among(key, FREE)]

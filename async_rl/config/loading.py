@@ -251,9 +251,9 @@ def show_change(key: str, old: object, new: object) -> str:
     return f"{key}: {old!r} -> {new!r}"
 
 
-def config_difference(old: Config, new: Config) -> list[str]:
-    """Return a line ``section.key: old -> new`` for every key whose value differs."""
-    return [show_change(key, *values) for key, values in changed_keys(old, new).items()]
+def is_among(key: str, keys: Sequence[str]) -> bool:
+    """Return whether ``key`` is one of ``keys``, or belongs to one of them that is a section or a table."""
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

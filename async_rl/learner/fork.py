@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_rl.config.config import Config
-from async_rl.config.loading import changed_keys, config_from_toml
+from async_rl.config.loading import changed_keys, config_from_toml, is_among
 from async_rl.errors import RunError
 from async_rl.learner.checkpoint import (
     TrainerState,
@@ -34,7 +34,7 @@ from async_rl.learner.checkpoint import (
 from async_rl.learner.file_digests import renew_entry
 from async_rl.queue.core.persistence import snapshot_for_other_data
 from async_rl.run.directory import RunDir, write_atomically
-from async_rl.run.reuse import is_among, starts_over
+from async_rl.run.reuse import starts_over
 
 _PLACE_KEYS = (
     "run.seed", "environment", "data.train", "data.columns", "data.prompt_format", "data.shuffle", "data.on_bad_row",

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.config.loading import changed_keys
+from async_rl.config.loading import changed_keys, is_among
 from async_rl.errors import RunError
 from async_rl.run.directory import RunDir, write_atomically
-from async_rl.run.reuse import FREE, is_among
+from async_rl.run.reuse import FREE
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.config.loading import changed_keys, config_to_toml, load_config, plain_values, show_change
+from async_rl.config.loading import changed_keys, config_to_toml, is_among, load_config, plain_values, show_change
 from async_rl.errors import ConfigError, RunError
 from async_rl.run.directory import RunDir, move_aside, write_atomically
 
@@ -169,11 +169,6 @@ def check_shared(config: Config, server: Mapping[str, Any]) -> None:
             f"the queue server runs with another config than this learner; these keys differ (queue server -> "
             f"learner):\n{listed}\nStop the queue server, and start it with the learner's config."
         )
-
-
-def is_among(key: str, keys: Sequence[str]) -> bool:
-    """Return whether ``key`` is one of ``keys``, or belongs to one of them that is a section or a table."""
-    return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
 def _is_ours(name: str) -> bool:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from async_rl.config.config import Config
 from async_rl.config.data import EvalSetConfig
 from async_rl.config.generator import BACKENDS
-from async_rl.config.loading import apply_override, config_difference, config_to_toml, load_config, parse_config
+from async_rl.config.loading import apply_override, changed_keys, config_to_toml, load_config, parse_config
 from async_rl.config.queue import WeightsConfig
 from async_rl.errors import AddressError, ConfigError
 from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind
@@ -283,8 +283,8 @@ def test_the_toml_of_a_config_reads_back_equal(sections: dict[str, dict[str, Any
 
 def test_the_difference_names_nested_keys_old_and_new():
     old, new = a_config(), a_config(experimental={"fake": {"accuracy": 1.0}}, data={"eval": {"a": "f"}})
-    assert config_difference(old, new) == ["data.eval.a: None -> 'f'", "experimental.fake.accuracy: 0.5 -> 1.0"]
-    assert config_difference(old, old) == []
+    assert changed_keys(old, new) == {"data.eval.a": (None, "f"), "experimental.fake.accuracy": (0.5, 1.0)}
+    assert changed_keys(old, old) == {}
 
 
 @pytest.mark.parametrize(
