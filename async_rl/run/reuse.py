@@ -1,7 +1,7 @@
 """Whether a config may use a run directory, and what happens to the run that is there.
 
 =====================================================  ============================================================
-the directory has                                      what ``prepare_run_dir`` does
+the directory has                                      what ``launch`` and ``learner`` do
 =====================================================  ============================================================
 no run                                                 starts one
 a run with the same config                             resumes it
@@ -11,7 +11,8 @@ a run that made no step                                moves it aside (``NAME.ol
 a run that made steps with other values of other keys  refuses, and lists these keys
 =====================================================  ============================================================
 
-A finished run goes on if ``learner.steps`` is raised. ``--fresh`` always moves the old run aside.
+A finished run goes on if ``learner.steps`` is raised. ``--fresh`` always moves the old run aside. ``lock.py`` moves it,
+because it must hold the locks of both directories.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.config.loading import changed_keys, config_to_toml, is_among, load_config, plain_values, show_change
 from async_rl.errors import ConfigError, RunError
-from async_rl.run.directory import RunDir, move_aside, write_atomically
+from async_rl.run.directory import RunDir, write_atomically
 
 FREE: tuple[str, ...] = (
     "run.dir", "run.name", "data.on_change",
@@ -120,19 +121,17 @@ def starts_over(run_dir: RunDir, config: Config) -> bool:
     )
 
 
-def prepare_run_dir(config: Config, *, fresh: bool = False) -> RunDir:
-    """Create the directory ``run.dir``, or reuse it as the table above says, and write the complete config into it.
+def prepare_run_dir(config: Config) -> RunDir:
+    """Create the directory ``run.dir``, or reuse the run that is there, and write the complete config into it.
 
-    With ``fresh``, the directory of an existing run is first moved aside. Without ``fresh``, the directory may have a
-    finished run, so callers check ``has_ended``, and a second call changes nothing.
+    The caller has moved aside a run that can't be reused. The directory may have a finished run, so callers check
+    ``has_ended``. A second call changes nothing.
 
     Raises:
         RunError: the directory can't be written, or ``check_run_dir`` refuses it.
     """
-    run_dir = check_run_dir(config, fresh=fresh)
+    run_dir = check_run_dir(config, fresh=False)
     try:
-        if (fresh and run_dir.config.exists()) or starts_over(run_dir, config):
-            move_aside(run_dir.path)
         run_dir.path.mkdir(parents=True, exist_ok=True)
         if run_dir.is_finished and not has_ended(run_dir, config):
             os.unlink(run_dir.finished_marker)

@@ -11,6 +11,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import load_config, parse_config
 from async_rl.errors import ConfigError, RunError
 from async_rl.run.directory import RunDir
+from async_rl.run.lock import locked_run_dir
 from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_run_dir, shared_values
 
 
@@ -118,11 +119,11 @@ def test_a_run_that_made_no_step_is_moved_aside_for_another_config(tmp_path: Pat
     run_id = run_dir.run_id
     run_dir.metrics.touch()
     run_dir.trained.touch()
-    prepare_run_dir(a_config(tmp_path / "run"))
+    locked(a_config(tmp_path / "run"))
     assert run_dir.run_id == run_id, "the same config resumes it"
-    prepare_run_dir(a_config(tmp_path / "run", queue={"max_staleness": 9}))
+    locked(a_config(tmp_path / "run", queue={"max_staleness": 9}))
     assert run_dir.run_id == run_id, "changes that apply from now on need no new run"
-    prepare_run_dir(a_config(tmp_path / "run", sampling={"group_size": 3}))
+    locked(a_config(tmp_path / "run", sampling={"group_size": 3}))
     assert run_dir.run_id != run_id
     assert not run_dir.metrics.exists()
     assert (tmp_path / "run.old-1" / "run_id").read_text().strip() == run_id
@@ -139,11 +140,17 @@ def test_what_does_not_change_the_training_may_differ_and_is_written_down(tmp_pa
     assert load_config(run_dir.config) == moved
 
 
+def locked(config: Config, *, fresh: bool = False) -> RunDir:
+    """Prepare the run directory as ``launch`` does."""
+    with locked_run_dir(config, role="launch", fresh=fresh) as (run_dir, _):
+        return run_dir
+
+
 def test_fresh_moves_the_old_run_aside_even_with_a_changed_config(tmp_path: Path):
     old = prepare_run_dir(a_config(tmp_path / "run"))
     old.metrics.write_text('{"step": 1}\n')
     for number in (1, 2):
-        run_dir = prepare_run_dir(a_config(tmp_path / "run", optimizer={"lr": 0.1 * number}), fresh=True)
+        run_dir = locked(a_config(tmp_path / "run", optimizer={"lr": 0.1 * number}), fresh=True)
         assert not run_dir.metrics.exists()
     assert (tmp_path / "run.old-1" / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert (tmp_path / "run.old-2" / "config.toml").exists()
@@ -153,7 +160,7 @@ def test_fresh_moves_the_old_run_aside_even_with_a_changed_config(tmp_path: Path
 def test_a_directory_of_other_things_is_refused_and_left_as_it_is(tmp_path: Path, fresh: bool):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(RunError, match=r"thesis\.txt"):
-        prepare_run_dir(a_config(tmp_path), fresh=fresh)
+        locked(a_config(tmp_path), fresh=fresh)
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
 
