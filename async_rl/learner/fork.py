@@ -17,6 +17,7 @@ import os
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.loading import changed_keys, config_from_toml, is_among
@@ -109,7 +110,7 @@ def must_fork(point: ForkPoint, config: Config, *, fresh: bool) -> bool:
         )
     if fresh or not run_dir.config.exists() or starts_over(run_dir, config):
         return True
-    origin = json.loads(run_dir.origin.read_text(encoding="utf-8")) if run_dir.origin.exists() else None
+    origin = _read_origin(run_dir)
     if origin is None and run_dir.metrics.exists():
         raise RunError(
             f"run.dir: {run_dir.path} has a run that was not forked; choose another run.dir, leave out --from to "
@@ -122,6 +123,20 @@ def must_fork(point: ForkPoint, config: Config, *, fresh: bool) -> bool:
             f"(the old directory is moved aside)"
         )
     return run_dir.latest_checkpoint is None
+
+
+def _read_origin(run_dir: RunDir) -> dict[str, Any] | None:
+    """Return the content of ``origin.json``; None if there is no such file."""
+    if not run_dir.origin.exists():
+        return None
+    try:
+        found = json.loads(run_dir.origin.read_bytes())
+        return {key: found[key] for key in ("run_dir", "run_id", "step")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"can't read {run_dir.origin}: {type(error).__name__}: {error}; leave out --from to resume the run in "
+            f"{run_dir.path}, or pass --fresh (the old directory is moved aside)"
+        ) from error
 
 
 def fork_run(point: ForkPoint, config: Config) -> None:

@@ -84,6 +84,11 @@ class LearnerContext:
     lock: RunLock | None = None
     stop_signal: Callable[[], int] = lambda: 0
 
+    def check_lock(self) -> None:
+        """Raise LineageError if another process has taken over the run directory."""
+        if self.lock is not None:
+            self.lock.check()
+
 
 def run_learner(
     config: Config, *, fresh: bool = False, insecure: bool = False, may_start_queue: bool = True,
@@ -185,30 +190,13 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
     point = find_resume_point(run_dir.path)
     restored = _restore(engine, point.checkpoint, config)
     state = restored.state
-    log_path = run_dir.logs / "queue.log"
-    address = ensure_queue(config, run_dir.run_id, context.insecure, log_path, may_start=context.may_start_queue)
-    # Without a journal a restarted queue is empty, and the learner has to start again from its checkpoint.
-    restarter = QueueRestarter(config, run_dir.run_id, context.insecure, log_path, address)
-    may_revive = context.may_start_queue and config.experimental.journal
-
-    def check_lock() -> None:
-        if context.lock is not None:
-            context.lock.check()
-
-    def revive() -> bool:
-        check_lock()  # a queue server that an older learner starts would write over the run's files
-        return restarter()
-
-    queue = LearnerQueue(
-        address, REQUEST_TIMEOUT_S, client_keys_of(config.queue.keys),
-        revive=revive if may_revive else None, while_waiting=engine.tick, check_lock=check_lock,
-    )  # fmt: skip
-    publisher = _publisher(config, address, context)
+    queue = _connect_queue(config, run_dir, engine, context)
+    publisher = _publisher(config, queue.address, context)
     written = ExitStack()
     try:
         if context.on_queue is not None:
-            context.on_queue(address)
-        check_lock()
+            context.on_queue(queue.address)
+        context.check_lock()
         shared = queue.attach(
             run_id=run_dir.run_id, lineage=state.lineage, parent_lineage=state.parent_lineage,
             fork_version=state.fork_version, step=state.step, num_steps=config.learner.steps,
@@ -217,9 +205,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         check_shared(config, shared)
         confirm = partial(queue.confirm, state.lineage)
         metrics, trained = _take_files_over(run_dir, point, state, config, written, confirm=confirm)
-        change = record_change(run_dir, state.step, restored.config, config)
-        for key, values in change.changed.items():
-            logger.info("from step %d on: %s", change.step + 1, show_change(key, *values))
+        _record_changes(run_dir, restored, config)
         Trainer(
             config,
             state=state,
@@ -244,6 +230,31 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         queue.close()
         written.close()
     return read_rows(run_dir.metrics)
+
+
+def _connect_queue(config: Config, run_dir: RunDir, engine: Engine, context: LearnerContext) -> LearnerQueue:
+    """Find or start the run's queue server. Return a client that starts it again if it dies, where that is possible."""
+    log_path = run_dir.logs / "queue.log"
+    address = ensure_queue(config, run_dir.run_id, context.insecure, log_path, may_start=context.may_start_queue)
+    # Without a journal a restarted queue is empty, and the learner has to start again from its checkpoint.
+    restarter = QueueRestarter(config, run_dir.run_id, context.insecure, log_path, address)
+    may_revive = context.may_start_queue and config.experimental.journal
+
+    def revive() -> bool:
+        context.check_lock()  # a queue server that an older learner starts would write over the run's files
+        return restarter()
+
+    return LearnerQueue(
+        address, REQUEST_TIMEOUT_S, client_keys_of(config.queue.keys),
+        revive=revive if may_revive else None, while_waiting=engine.tick, check_lock=context.check_lock,
+    )  # fmt: skip
+
+
+def _record_changes(run_dir: RunDir, restored: Restored, config: Config) -> None:
+    """Record and log which keys differ from the config with which the checkpoint was trained."""
+    change = record_change(run_dir, restored.state.step, restored.config, config)
+    for key, values in change.changed.items():
+        logger.info("from step %d on: %s", change.step + 1, show_change(key, *values))
 
 
 def _take_files_over(

@@ -31,6 +31,7 @@ from async_rl.weights.transport import (
     CollectiveSettings,
     CollectiveTransport,
     Delivery,
+    PullSender,
     PullSettings,
     TransportName,
     TransportSender,
@@ -140,12 +141,11 @@ class Publisher:
                 f"expected an address that generators can connect to, got all interfaces ({bind_host!r}); pass "
                 f"advertise_host, an address of this machine"
             )
-        row = TRANSPORTS[transport]
-        if row.needs_trust:
+        self._transport = TRANSPORTS[transport]
+        if self._transport.needs_trust:
             refuse_open_collectives(bind_host, is_trusted=insecure)
         else:
             refuse_open_stream(bind_host, has_keys=keys is not None, is_trusted=insecure)
-        self._transport = row
         self._scheduler = SyncScheduler(
             deadline_s=deadline_s,
             ready_s=min(_MAX_READY_S, deadline_s / 4),
@@ -175,17 +175,20 @@ class Publisher:
         if is_encrypted is None:
             is_encrypted = keys is not None and not insecure and not is_local
         has_deltas = collective is None and (not is_local if has_deltas is None else has_deltas)
-        try:
-            self._pull = PULL.make_sender(PullSettings(listen_host, ports, is_encrypted, has_deltas, self._poller))
-        except AddressError:
-            self._socket.close()
-            self._context.term()
-            raise
+        self._pull = self._pull_sender(PullSettings(listen_host, ports, is_encrypted, has_deltas, self._poller))
         self._manager = TransferManager(
             self._scheduler, collective=collective, pull=self._pull, send=self._send, counts=self._counts
         )
         self._thread = threading.Thread(target=self._run, name="weights-publish", daemon=True)
         self._thread.start()
+
+    def _pull_sender(self, settings: PullSettings) -> PullSender:
+        try:
+            return PULL.make_sender(settings)
+        except AddressError:  # of the two ports, only that of the control socket is free
+            self._socket.close()
+            self._context.term()
+            raise
 
     def _collective_sender(
         self, listen_host: str, local_host: str, deadline_s: float, chunk_bytes: int, device: str | None

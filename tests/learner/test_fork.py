@@ -141,6 +141,13 @@ def test_a_fork_is_refused_where_it_cannot_go_on(run: Run, tmp_path: Path):
     with pytest.raises(RunError, match=r"has a fork of .*run at step 2, not of .*run at step 4"):
         must_fork(point, fork.config, fresh=False)
     assert must_fork(point, fork.config, fresh=True)
+    origin = RunDir(fork.path).origin
+    for text in ("{", "[]", "{}"):
+        content = origin.read_text()
+        origin.write_text(text)
+        with pytest.raises(RunError, match=r"can't read .*origin\.json.*leave out --from"):
+            must_fork(point, fork.config, fresh=False)
+        origin.write_text(content)
     retune(fork, learner={"steps": 4})
     with pytest.raises(RunError, match=r"learner\.steps: expected more than 4, .* got 4"):
         must_fork(point, fork.config, fresh=False)
