@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -37,6 +37,9 @@ from async_rl.cli.options import (
 )
 from async_rl.output import Progress, print_json
 from async_rl.terminal import visible
+
+if TYPE_CHECKING:
+    from async_rl.doctor.check import Finding
 
 tools = typer.Typer(rich_markup_mode=None)
 
@@ -315,20 +318,25 @@ def export(
         typer.echo(f"wrote {out}")
 
 
-@tools.command(short_help="Check a config on this machine and say how to fix what is wrong.")
+@tools.command(short_help="Check a config, or a generator's machine, and say how to fix what is wrong.")
 def doctor(
-    config: ConfigPath,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="A TOML config, on the learner's machine.")
+    ] = None,
     overrides: Overrides = None,
     connect: Annotated[
         str | None,
         typer.Option(
-            "--connect", metavar="ADDRESS", help="Check this queue server too, as a generator on this machine would."
+            "--connect",
+            metavar="ADDRESS",
+            help="Check this machine for generators of the run whose queue server has this address. Needs no CONFIG.",
         ),
     ] = None,
     keys: Keys = None,
     insecure: Insecure = False,
     parity: Annotated[
-        bool, typer.Option(help="Load the model as engine and as learner, and compare their log-probabilities.")
+        bool,
+        typer.Option(help="With CONFIG, load the model as engine and as learner, and compare their log-probabilities."),
     ] = True,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -339,40 +347,61 @@ def doctor(
         ),
     ] = 300.0,
 ) -> None:
-    """Check what would go wrong with CONFIG on this machine, and say how to fix it. Nothing is written.
+    """Check what would go wrong on this machine, and say how to fix it. Nothing is written.
 
-    It checks versions, devices, disk, ports, a real broadcast between two ranks, data, tokenizer, the rendered first
-    prompt, the reward on sample rows, and whether engine and learner give the same tokens the same log-probabilities.
-    The exit code is 1 if a check failed.
+    With CONFIG it checks versions, devices, disk, ports, a real broadcast between two ranks, data, tokenizer, the
+    rendered first prompt, the reward on sample rows, and whether engine and learner give the same tokens the same
+    log-probabilities. With --connect it joins the run as a generator would: queue server, clock, versions, disk, a
+    real transfer of the weights, engine and memory. The exit code is 1 if a check failed.
 
     \b
     Examples:
       async-rl doctor configs/quickstart.toml
-      async-rl doctor run.toml --connect tcp://10.0.0.1:5555 --keys node-b.key
+      async-rl doctor --connect tcp://10.0.0.1:5555 --keys node-b.key
     """
-    from async_rl.config.loading import load_config
-    from async_rl.net.address import check_address
+    from async_rl.errors import ConfigError
 
-    resolved = load_config(config, overrides or [])
-    if connect is not None:
-        check_address(connect)
-    from async_rl.doctor.check import exit_code, findings_json, print_table, run_checks
+    if (config is None) == (connect is None):
+        raise ConfigError(
+            f"expected either CONFIG or --connect ADDRESS, got {'neither' if config is None else 'both'}; name the "
+            f"config on the learner's machine, or the queue server's address on a generator's machine"
+        )
+    from async_rl.doctor.check import exit_code, findings_json, print_table
 
     with Progress(quiet=quiet) as progress:
-        found = run_checks(
-            resolved,
-            connect=connect,
-            keys_file=keys,
-            insecure=insecure,
-            deadline_s=timeout,
-            with_parity=parity,
-            report=progress.show,
-        )
+        if config is not None:
+            if keys is not None:
+                raise ConfigError("--keys is only for --connect; leave it out, because CONFIG names the run's keys")
+            from async_rl.config.loading import load_config
+            from async_rl.doctor.check import run_checks
+
+            found = run_checks(
+                load_config(config, overrides or []), insecure=insecure, deadline_s=timeout, with_parity=parity,
+                report=progress.show,
+            )  # fmt: skip
+        else:
+            found = _check_node(str(connect), overrides or [], keys, insecure, timeout, progress)
     if as_json:
         print_json(findings_json(found))
     else:
         print_table(found)
     raise typer.Exit(exit_code(found))
+
+
+def _check_node(
+    address: str, overrides: list[str], keys: Path | None, insecure: bool, timeout: float, progress: Progress
+) -> list[Finding]:
+    from async_rl.config.loading import check_generator_overrides
+    from async_rl.net.address import check_address
+
+    check_address(address)
+    check_generator_overrides(overrides)
+    progress.show("loading PyTorch")
+    from async_rl.doctor.node import run_node_checks
+
+    return run_node_checks(
+        address, overrides, keys_file=keys, insecure=insecure, deadline_s=timeout, report=progress.show
+    )
 
 
 keys_app = typer.Typer(

@@ -1,4 +1,4 @@
-"""Run all checks of ``async-rl doctor``, and print their findings as a table or as JSON.
+"""Run all checks of ``async-rl doctor CONFIG``, and print their findings as a table or as JSON.
 
 Each check runs in a separate thread or process with a time limit, so that none can hang the doctor. Checks that load
 models, run the user's code or connect ranks run in a process, because they may hang, crash the interpreter or keep much
@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from async_rl.config.config import Config
@@ -215,17 +214,13 @@ class CheckProcess:
 
 
 def run_checks(
-    config: Config, *, connect: str | None, keys_file: Path | None, insecure: bool, deadline_s: float,
-    with_parity: bool = True, report: Report = ignore,
-) -> list[Finding]:  # fmt: skip
+    config: Config, *, insecure: bool, deadline_s: float, with_parity: bool = True, report: Report = ignore
+) -> list[Finding]:
     """Run every check and return the findings, in the order of the table.
 
     The checks of reward and parity take long, so they start first, in separate processes. Their findings come last.
 
     Args:
-        connect: the address of a queue server. Check that a generator on this machine could connect to it. If None,
-            check instead that this machine can bind ``queue.address``.
-        keys_file: the key file with which the doctor connects to that server; None without keys.
         insecure: accept addresses that other machines can reach without keys.
         deadline_s: time limit in seconds of each check that loads data or a model.
         with_parity: compare the log-probabilities of generator and learner, too.
@@ -249,9 +244,9 @@ def run_checks(
 
         parity = start("parity", "task:check_parity", plain, deadline_s) if with_parity else None
         reward = start("reward", "task:check_reward", plain, deadline_s)
-        run_all(_machine_checks(config, connect, keys_file, insecure=insecure))
+        run_all(_machine_checks(config, insecure=insecure))
         try:
-            host = machine.weights_host(config, connect)
+            host = machine.weights_host(config)
         except AddressError:  # the finding about the interface reports it
             host = "127.0.0.1"
         for backend in collectives(has_cuda=bool(machine.num_cuda_devices())):
@@ -277,21 +272,17 @@ def run_checks(
     return found
 
 
-def _machine_checks(config: Config, connect: str | None, keys_file: Path | None, *, insecure: bool) -> list[Check]:
+def _machine_checks(config: Config, *, insecure: bool) -> list[Check]:
     from async_rl.doctor import machine
 
-    if connect is None:
-        address = Check("queue.address", lambda: machine.check_queue_address(config, insecure=insecure), 20.0)
-    else:
-        address = Check("peer", lambda: machine.check_peer(connect, keys_file, insecure=insecure), 20.0)
     return [
         Check("versions", lambda: machine.check_versions(config)),
         Check("cores", machine.check_cores),
-        Check("devices", lambda: machine.check_cuda(config), 60.0),
+        Check("devices", lambda: machine.check_cuda(config, "learner", "generator"), 60.0),
         Check("disk", lambda: machine.check_disk(config)),
         Check("keys", lambda: machine.check_key_files(config)),
-        address,
-        Check("interface", lambda: machine.check_interfaces(config, connect)),
+        Check("queue.address", lambda: machine.check_queue_address(config, insecure=insecure), 20.0),
+        Check("interface", lambda: machine.check_interfaces(config)),
     ]
 
 

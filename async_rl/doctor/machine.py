@@ -40,6 +40,7 @@ from async_rl.run.queue_files import read_record
 _JOURNAL_BYTES = 1 << 30
 _ANSWER_S = 5.0
 _CONNECT_S = 3.0
+_CLOCK_S = 2.0
 _MEET_S = 10.0
 _PACKAGES_THAT_MATTER = ("async-rl", "torch", "transformers")
 
@@ -95,13 +96,14 @@ def num_cuda_devices() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def check_cuda(config: Config) -> list[Finding]:
+def check_cuda(config: Config, *roles: str) -> list[Finding]:
     """Check that torch finds the CUDA devices that the config names, and list all devices with their free memory.
 
-    Warn if several processes would share the devices because the config assigns none.
+    ``roles`` are the processes that will run on this machine: "learner", "generator", or both. Warn if both would share
+    the devices because the config assigns none.
     """
     try:
-        check_devices(config, "learner", "generator")
+        check_devices(config, *roles)
     except UserError as error:
         fix = "leave the key out, or install a CUDA build of torch and check nvidia-smi"
         return [Finding("devices", "FAIL", str(error), fix=fix)]
@@ -117,7 +119,7 @@ def check_cuda(config: Config) -> list[Finding]:
     learner, generator = config.learner, config.generator
     rows = [Finding("devices", "OK", "; ".join(names))]
     processes = learner.nproc + generator.count * generator.tensor_parallel_size
-    if learner.devices is None and generator.devices is None and processes > 1:
+    if len(roles) > 1 and learner.devices is None and generator.devices is None and processes > 1:
         rows.append(
             Finding(
                 "devices",
@@ -210,6 +212,12 @@ def check_key_files(config: Config) -> list[Finding]:
     return [Finding("keys", "OK", f"{config.queue.keys}: the server's and the learner's key can be read, by you alone")]
 
 
+def available_memory() -> int:
+    """Return how many bytes of memory new processes can use without swapping, as Linux estimates it."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
+    return 1024 * int(fields["MemAvailable"].split()[0])
+
+
 def check_cores() -> list[Finding]:
     """Return a finding, always OK, with the number of CPU cores that this process may use.
 
@@ -280,9 +288,9 @@ def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> list[
         return [Finding("peer", "FAIL", found, fix=fix)]
     keys = None if keys_file is None else ClientKeys.load(keys_file)
     queue = LearnerQueue(address, _ANSWER_S, keys)
-    started = time.monotonic()
+    started, started_s = time.monotonic(), time.time()
     try:
-        theirs = queue.versions()
+        pong = queue.pong()
     except QueueError as error:
         fix = "check --keys, the server's allowed.txt, and that both machines have the same version of async-rl"
         return [
@@ -295,10 +303,22 @@ def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> list[
         ]
     finally:
         queue.close()
-    rows = [
-        Finding("peer", "OK", f"the queue server at {address} answers in {1000 * (time.monotonic() - started):.0f} ms")
+    took_s = time.monotonic() - started
+    return [
+        Finding("peer", "OK", f"the queue server at {address} answers in {1000 * took_s:.0f} ms"),
+        _versions_row(pong.versions, package_versions()),
+        clock_row(pong.time_s - (started_s + took_s / 2), took_s / 2),
     ]
-    return [*rows, _versions_row(theirs, package_versions())]
+
+
+def clock_row(ahead_s: float, error_s: float) -> Finding:
+    """Compare the clocks. The queue server's is ``ahead_s`` ahead of this machine's, plus or minus ``error_s``."""
+    side = "ahead of" if ahead_s > 0 else "behind"
+    found = f"the queue server's clock is {abs(ahead_s):.2f} s {side} this one"
+    if abs(ahead_s) <= _CLOCK_S + error_s:
+        return Finding("clock", "OK", found)
+    fix = "let both machines set their clocks by NTP (chrony, systemd-timesyncd)"
+    return Finding("clock", "WARN", f"{found}, so the times in the logs of both can't be compared", fix=fix)
 
 
 def _versions_row(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Finding:
@@ -314,10 +334,11 @@ def _versions_row(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Finding
     )
 
 
-def check_interfaces(config: Config, connect: str | None) -> list[Finding]:
+def check_interfaces(config: Config, connect: str | None = None) -> list[Finding]:
     """Check that this machine has the network interfaces that environment variables (for gloo, NCCL) name.
 
-    Also show the address of this machine over which weights would be sent.
+    Also show the address of this machine over which weights would be sent. ``connect`` is the queue server's address as
+    this machine's generators reach it; None on the learner's machine.
     """
     names = {name for _, name in socket.if_nameindex()}
     rows: list[Finding] = []
@@ -349,7 +370,7 @@ def check_interfaces(config: Config, connect: str | None) -> list[Finding]:
     ]
 
 
-def weights_host(config: Config, connect: str | None) -> str:
+def weights_host(config: Config, connect: str | None = None) -> str:
     """Return the address of this machine over which it would send or receive weights.
 
     It is the address of the network interface from which the queue server can be reached.

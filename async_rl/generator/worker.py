@@ -100,7 +100,7 @@ def run_generator(
         write_files(directory, welcome.files)
         digests = read_digests(welcome.files.get(DIGESTS_FILE))
         with logged(logger, f"loading the backend {config.generator.backend}"):
-            backend = stack.enter_context(closing(_build_backend(config, overrides, directory, digests)))
+            backend = stack.enter_context(closing(build_generator_backend(config, overrides, directory, digests)))
         is_trusted = insecure or config.weights.trusted_network
         receiver = Receiver(generator_id, insecure=is_trusted, device=cuda_device(config), keys=keys)
         stack.enter_context(closing(receiver))
@@ -118,7 +118,7 @@ def run_generator(
         worker.run()
 
 
-def _build_backend(
+def build_generator_backend(
     config: Config, overrides: Sequence[str], directory: Path, code_digests: Mapping[str, str] | None
 ) -> Backend:
     """Build the config's backend. The learner has no digest of a backend that this generator's operator chose."""

@@ -569,11 +569,16 @@ class Ok(msgspec.Struct, frozen=True):
 
 
 class Pong(msgspec.Struct, frozen=True):
-    """The reply to a ping. ``versions`` has the versions of the packages that are installed where the server runs."""
+    """The reply to a ping.
+
+    ``versions`` has the versions of the packages that are installed where the server runs. ``time_s`` is the server's
+    clock, in seconds since 1970.
+    """
 
     run_id: str
     attached: bool
     versions: dict[str, str]
+    time_s: float
 
 
 class Status(msgspec.Struct, frozen=True):

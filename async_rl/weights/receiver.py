@@ -44,13 +44,16 @@ class Receiver:
             pull weights unencrypted.
         device: this generator's CUDA device, needed for NCCL. None if there is no CUDA device.
         keys: this generator's keys. Needed if the publisher has keys.
+        may_collect: take part in collectives, if ``insecure`` allows it. If False, every version is pulled.
     """
 
     def __init__(
-        self, generator_id: str, *, insecure: bool, device: str | None = None, keys: ClientKeys | None = None
-    ) -> None:
+        self, generator_id: str, *, insecure: bool, device: str | None = None, keys: ClientKeys | None = None,
+        may_collect: bool = True,
+    ) -> None:  # fmt: skip
         self._generator_id = generator_id
         self._insecure = insecure
+        self._may_collect = may_collect
         self._has_cuda = device is not None
         self._keys = keys
         self._buffers = ReceiveBuffers(pinned=self._has_cuda)
@@ -216,7 +219,7 @@ class Receiver:
     def _join_message(self) -> control.Join:
         # Collectives authenticate nobody: none over a network that is not trusted.
         is_trusted = self._insecure or is_loopback(self._local_host)
-        names = collectives(has_cuda=self._has_cuda) if is_trusted else []
+        names = collectives(has_cuda=self._has_cuda) if is_trusted and self._may_collect else []
         return control.Join(self._generator_id, self._local_host, os.getpid(), names, self._buffers.newest_digest())
 
     def _receive_messages(self) -> None:

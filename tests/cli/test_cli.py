@@ -680,3 +680,13 @@ def test_evaluations_of_a_run_are_compared(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.split() == ["math:", "8", "rows", "step", "accuracy", "3", "0.500"]
     found = printed_json(capsys, "eval", "--compare", str(tmp_path))
     assert found == {"math": [{"of": str(tmp_path), "step": 3, "figures": {"accuracy": 0.5, "rows": 8}}]}
+
+
+def test_the_doctor_takes_a_config_or_an_address(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    config = tmp_path / "run.toml"
+    config.write_text("")
+    address = "tcp://127.0.0.1:5555"
+    assert "got neither" in refusal(capsys, "doctor")
+    assert "got both" in refusal(capsys, "doctor", str(config), "--connect", address)
+    assert "--keys is only for --connect" in refusal(capsys, "doctor", str(config), "--keys", "a.key")
+    assert "queue.max_staleness" in refusal(capsys, "doctor", "--connect", address, "--set", "queue.max_staleness=1")

@@ -288,11 +288,11 @@ class LearnerQueue:
 
         The id is empty if the server was started without one and no learner has attached yet.
         """
-        return read_as(self._call(messages.Ping()).fields, messages.Pong).run_id
+        return self.pong().run_id
 
-    def versions(self) -> dict[str, str]:
-        """Return the versions of the packages that are installed where the server runs, by name."""
-        return read_as(self._call(messages.Ping()).fields, messages.Pong).versions
+    def pong(self) -> messages.Pong:
+        """Ask the server who it is: its run, its package versions and its clock."""
+        return read_as(self._call(messages.Ping()).fields, messages.Pong)
 
     def close(self) -> None:
         """Tell the queue that its learner leaves.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -163,7 +164,7 @@ class Handlers:
     # Any client.
 
     def _on_ping(self, request: messages.Ping, message: Message, now: float) -> Reply:
-        return Reply(messages.Pong(self.run_id, self.state.learner is not None, package_versions()))
+        return Reply(messages.Pong(self.run_id, self.state.learner is not None, package_versions(), time.time()))
 
     def _on_status(self, request: messages.GetStatus, message: Message, now: float) -> Reply:
         return Reply(messages.Status({"run_id": self.run_id, **persistence.status(self.state, now)}))
