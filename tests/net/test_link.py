@@ -1,0 +1,165 @@
+"""Why there is no connection: every cause reads differently, over real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
+from async_rl.net.link import LOST_AFTER_S, Link, why_unreachable
+
+DEADLINE_S = 30.0
+
+
+@contextmanager
+def client(address: str, keys: ClientKeys | None = None) -> Iterator[Link]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = context.socket(zmq.DEALER)
+    made.linger = 0
+    made.setsockopt(zmq.RECONNECT_IVL, 20)
+    if keys is not None:
+        keys.identify(made)
+    link = Link(made, address, "the queue server", "" if keys is None else keys.public.decode())
+    made.connect(address)
+    try:
+        yield link
+    finally:
+        link.close()
+        made.close()
+        context.term()
+
+
+@contextmanager
+def server(keys: ServerKeys | None = None, port: int = 0) -> Iterator[str]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    made = context.socket(zmq.ROUTER)
+    made.linger = 0
+    guard = None if keys is None else keys.guard(made, context)
+    bound = port or made.bind_to_random_port("tcp://127.0.0.1")
+    if port:
+        made.bind(f"tcp://127.0.0.1:{port}")
+    try:
+        yield f"tcp://127.0.0.1:{bound}"
+    finally:
+        made.close()
+        if guard is not None:
+            guard.stop()
+        context.term()
+
+
+def trouble_of(link: Link) -> str:
+    deadline = time.monotonic() + DEADLINE_S
+    while not link.trouble:
+        assert time.monotonic() < deadline, "no cause was found"
+        link.update()
+        time.sleep(0.01)
+    assert not link.is_connected
+    return link.trouble
+
+
+def wait_connected(link: Link) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not link.is_connected:
+        assert time.monotonic() < deadline, link.trouble
+        link.update()
+        time.sleep(0.01)
+    assert (link.trouble, link.lost_s) == ("", 0.0)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys")
+    make_keys(tmp_path / "other")
+    return tmp_path
+
+
+def test_a_port_where_nothing_listens_and_then_a_server():
+    port = free_port()
+    with client(f"tcp://127.0.0.1:{port}") as link:
+        assert f"nothing listens at 127.0.0.1:{port} (connection refused)" in trouble_of(link)
+        with server(port=port):
+            wait_connected(link)
+        deadline = time.monotonic() + DEADLINE_S
+        while not link.lost_s:
+            assert time.monotonic() < deadline
+            link.update()
+        assert link.lost_s < LOST_AFTER_S
+        assert link.trouble == "", "a short interruption needs no explanation"
+
+
+def test_a_name_that_nobody_knows():
+    with client("tcp://nosuch.invalid:5555") as link:
+        assert "the host name 'nosuch.invalid' of the queue server can't be resolved" in trouble_of(link)
+
+
+def test_a_process_that_accepts_connections_and_says_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as mute, client(f"tcp://127.0.0.1:{mute.getsockname()[1]}") as link:
+        assert "accepts connections, but does not answer" in trouble_of(link)
+
+
+def test_something_that_is_no_server_of_ours():
+    with socket.create_server(("127.0.0.1", 0)) as web:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = web.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with client(f"tcp://127.0.0.1:{web.getsockname()[1]}") as link:
+            assert "or it is no server of async-rl" in trouble_of(link)
+        web.shutdown(socket.SHUT_RDWR)
+
+
+def test_keys_that_do_not_fit(keys: Path):
+    ours, theirs = ClientKeys.load(keys / "keys/client.key"), ClientKeys.load(keys / "other/client.key")
+    with server(ServerKeys.load(keys / "keys")) as address:
+        with client(address, ours) as link:
+            wait_connected(link)
+        with client(address) as link:
+            assert "it has keys and this client has none" in trouble_of(link)
+        with client(address, theirs) as link:
+            assert "has another server key than this client's key file" in trouble_of(link)
+        with client(address, theirs.for_server(ours.server)) as link:
+            said = trouble_of(link)
+            assert f"refuses the key of this client, {theirs.public.decode()}" in said
+            with (keys / "keys/allowed.txt").open("a") as allowed:
+                allowed.write(f"{theirs.public.decode()} late\n")
+            wait_connected(link)
+    with server() as address, client(address, ours) as link:
+        assert "has no keys, but this client has" in trouble_of(link)
+
+
+def test_a_firewall_that_drops_packets_is_named_with_its_port(monkeypatch: pytest.MonkeyPatch):
+    def drop(*_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", drop)
+    said = why_unreachable("the queue server", "10.0.0.1", 5555)
+    assert "no answer from 10.0.0.1:5555 in 3 s" in said
+    assert "open port 5555 on the machine of the queue server" in said
+
+
+def test_a_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    def unreachable(*_: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    said = why_unreachable("the queue server", "fe80::1", 5555)
+    assert said.startswith("no connection to [fe80::1]:5555: Network is unreachable; ")
