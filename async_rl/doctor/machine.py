@@ -30,6 +30,7 @@ from async_rl.launch.preflight import (
 from async_rl.launch.status import size_text
 from async_rl.net.address import check_address, host_towards, is_loopback, refuse_open_bind, refuse_open_connect
 from async_rl.net.keys import ClientKeys, client_keys_of
+from async_rl.net.link import why_unreachable
 from async_rl.process.package_versions import package_versions
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.start import answering_run, journal_directory
@@ -39,7 +40,6 @@ from async_rl.run.queue_files import read_record
 
 _JOURNAL_BYTES = 1 << 30
 _ANSWER_S = 5.0
-_CONNECT_S = 3.0
 _CLOCK_S = 2.0
 _MEET_S = 10.0
 _PACKAGES_THAT_MATTER = ("async-rl", "torch", "transformers")
@@ -280,11 +280,9 @@ def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> list[
         refuse_open_connect(address, insecure=insecure, has_keys=keys_file is not None)
     except AddressError as error:
         return [Finding("peer", "FAIL", str(error), fix="pass --keys FILE, or --insecure on a trusted network")]
-    try:
-        socket.create_connection((host, port), _CONNECT_S).close()
-    except OSError as error:
-        found = f"no connection to {address}: {error.strerror or error}"
-        fix = "check that the queue server runs, that the firewall opens its port, and that it binds this interface"
+    unreachable = why_unreachable("the queue server", host, port)
+    if unreachable:
+        found, _, fix = unreachable.partition("; ")
         return [Finding("peer", "FAIL", found, fix=fix)]
     keys = None if keys_file is None else ClientKeys.load(keys_file)
     queue = LearnerQueue(address, _ANSWER_S, keys)
@@ -292,15 +290,7 @@ def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> list[
     try:
         pong = queue.pong()
     except QueueError as error:
-        fix = "check --keys, the server's allowed.txt, and that both machines have the same version of async-rl"
-        return [
-            Finding(
-                "peer",
-                "FAIL",
-                f"the port of {address} is open, but no async-rl queue server answers there: {error}",
-                fix=fix,
-            )
-        ]
+        return [Finding.of_error("peer", error)]
     finally:
         queue.close()
     took_s = time.monotonic() - started

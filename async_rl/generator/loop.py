@@ -59,6 +59,8 @@ class Queue(Protocol):
     def num_unanswered_returns(self) -> int: ...
     @property
     def silent_s(self) -> float: ...
+    @property
+    def trouble(self) -> str: ...
     def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None: ...
     def heartbeat(self, progress: dict[str, int], stats: GeneratorStats) -> None: ...
     def return_group(self, group: Group) -> None: ...
@@ -374,9 +376,10 @@ class Worker:
             QueueError: the queue was silent for longer than ``wait_s``.
         """
         if self._queue.silent_s > self._wait_s:
+            cause = self._queue.trouble or "check that its process is alive and not suspended"
             raise QueueError(
                 f"expected a message of the queue server within {self._wait_s:.0f} s (--wait), got none for "
-                f"{self._queue.silent_s:.0f} s; check that its process is alive and that the network reaches it"
+                f"{self._queue.silent_s:.0f} s; {cause}"
             )
         is_running = self._backend.num_running > 0
         self._activity.check_idle(self._generator_id, is_running=is_running, awaited=self._awaited)

@@ -73,14 +73,8 @@ def status_at(address: str, timeout_s: float, keys: ClientKeys | None) -> dict[s
     try:
         return ask_status(address, timeout_s, keys)
     except QueueError as error:
-        remedy = (
-            "check that the server's allowed.txt lists this key"
-            if keys
-            else "if the server uses keys, pass --keys FILE"
-        )
         raise AddressError(
-            f"expected a queue server at {address}, got no answer within {timeout_s:g} s. Compare the address with "
-            f"queue.json in the run directory and check that the run has not ended; {remedy}"
+            f"{error}. Compare the address with queue.json in the run directory, and check that the run has not ended"
         ) from error
 
 

@@ -349,7 +349,7 @@ def test_a_generator_gives_up_on_a_queue_that_is_not_there(capsys: pytest.Captur
 
 def test_status_of_nobody_says_where_the_address_is_to_be_found(capsys: pytest.CaptureFixture[str]):
     said = refusal(capsys, "status", "--connect", "tcp://127.0.0.1:9", "--timeout", "0.2")
-    assert "expected a queue server at tcp://127.0.0.1:9, got no answer within 0.2 s" in said
+    assert "the queue at tcp://127.0.0.1:9 did not answer request 'status' within 0.2 s" in said
     assert "queue.json" in said
 
 

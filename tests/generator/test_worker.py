@@ -74,7 +74,7 @@ class FakeQueue:
         self.script: deque[list[GeneratorEvent] | Callable[[], list[GeneratorEvent]]] = deque()
         self.lease_request_outstanding = False
         self.num_unanswered_returns = 0
-        self.silent_s = 0.0
+        self.silent_s, self.trouble = 0.0, ""
         self.requests: list[tuple[str, int, int]] = []
         self.returned: list[Group] = []
         self.answered: list[tuple[str, Answer]] = []

@@ -16,9 +16,11 @@ import zmq
 from async_rl.config.config import Config
 from async_rl.errors import AddressError, KeyFileError, QueueError
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
+from async_rl.net.link import LOST_AFTER_S
 from async_rl.net.wire import decode, encode
 from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
-from async_rl.queue.messages import Announcement, LeasesGranted
+from async_rl.queue.client.connection import Connection
+from async_rl.queue.messages import Announcement, LeasesGranted, Ping
 from async_rl.queue.server.start import answering_run, ensure_queue
 from async_rl.run.queue_files import read_record
 from async_rl.weights.publisher import Publisher
@@ -121,17 +123,36 @@ def test_a_client_that_is_added_while_the_server_runs_is_let_in(servers, tmp_pat
     assert is_answered(server.address, client_file(keys, "late"), DEADLINE_S)
 
 
-def test_a_client_without_an_answer_says_that_keys_may_be_the_reason(servers, tmp_path, keys):
+def test_a_client_whose_keys_do_not_fit_is_told_which(servers, tmp_path, keys):
     server = servers.start(config_with(tmp_path, keys))
-    with pytest.raises(AddressError, match="a server with keys answers only clients with a key"):
-        servers.generator(server.address).hello(SILENCE_S, "fake")
-    with pytest.raises(QueueError, match="a server with keys answers"):
-        servers.learner(server.address, timeout_s=SILENCE_S).ping()
+    with pytest.raises(AddressError, match=r"it has keys and this client has none.*name a key file"):
+        servers.generator(server.address).hello(LOST_AFTER_S + SILENCE_S, "fake")
+    with pytest.raises(QueueError, match="it has keys and this client has none"):
+        servers.learner(server.address, timeout_s=LOST_AFTER_S + SILENCE_S).ping()
     make_keys(tmp_path / "other")
-    generator = GeneratorQueue(server.address, "g1", client_file(tmp_path / "other"))
-    with pytest.raises(AddressError, match=r"only if its allowed\.txt lists this key"):
-        generator.hello(SILENCE_S, "fake")
-    generator.close()
+    stranger = client_file(tmp_path / "other")
+    for chosen, text in ((stranger, "another server key"), (stranger.for_server(client_file(keys).server), "refuses")):
+        generator = GeneratorQueue(server.address, "g1", chosen)
+        with pytest.raises(AddressError, match=text):
+            generator.hello(LOST_AFTER_S + SILENCE_S, "fake")
+        generator.close()
+
+
+def test_a_key_that_is_listed_while_its_owner_waits_is_accepted(servers, tmp_path, keys):
+    """ZeroMQ itself never connects again after a refused key."""
+    server = servers.start(config_with(tmp_path, keys))
+    make_keys(tmp_path / "other")
+    stranger = client_file(tmp_path / "other").for_server(client_file(keys).server)
+    client = Connection(server.address, "late", stranger)
+    try:
+        client.post(Ping())
+        wait_until(lambda: not client.poll(0.05) and "refuses the key" in client.link.trouble, "the refusal")
+        with (keys / "allowed.txt").open("a") as allowed:
+            allowed.write(f"{stranger.public.decode()} late\n")
+        assert client.poll(DEADLINE_S)
+        assert client.link.trouble == ""
+    finally:
+        client.close()
 
 
 def test_only_with_keys_does_a_server_bind_beyond_loopback(servers, tmp_path, keys):

@@ -51,8 +51,6 @@ logger = logging.getLogger(__name__)
 
 ALIVE_EVERY_S = 5.0
 _LOOK_EVERY_S = 0.25
-_LOST_AFTER_S = 1.0
-"""Seconds without a connection after which this is logged."""
 _LONG_WAIT_S = 5.0
 """Seconds. The loss of a connection is logged only if the request may wait at least this much longer."""
 _MAX_RESTARTS = 5
@@ -117,8 +115,6 @@ class LearnerQueue:
     ) -> None:  # fmt: skip
         self._check_lock = check_lock
         self.address, self._keys, self._revive, self._while_waiting = address, keys, revive, while_waiting
-        self._lost_at: float | None = None
-        self._is_lost_logged = False
         self._num_restarts = 0
         self._timeout_s = timeout_s
         self._connection = Connection(address, "learner", keys)
@@ -318,8 +314,7 @@ class LearnerQueue:
                 self._connection.forget(request_id)
                 raise QueueError(
                     f"the queue at {self.address} did not answer request {type_!r} within "
-                    f"{self._timeout_s + wait_s:.0f} s; "
-                    f"see logs/queue.log in the run directory; {self._connection.keys_hint}"
+                    f"{self._timeout_s + wait_s:g} s: {self._connection.why_silent}"
                 )
             for request, answer in self._connection.poll(min(left_s, _LOOK_EVERY_S)):
                 if request is not None and request.request_id in self._unawaited:
@@ -336,9 +331,8 @@ class LearnerQueue:
             self._while_waiting()
             if self._watch_connection(type_, left_s):
                 deadline = time.monotonic() + self._timeout_s + wait_s
-        if self._is_lost_logged and self._lost_at is not None:
-            logger.info("the queue at %s is back after %.0f s", self.address, time.monotonic() - self._lost_at)
-        self._lost_at, self._is_lost_logged, self._num_restarts = None, False, 0
+        self._connection.log_trouble("")
+        self._num_restarts = 0
         raise_error(message)
         return message
 
@@ -367,20 +361,11 @@ class LearnerQueue:
         self._answers[request_id] = answer
 
     def _watch_connection(self, type_: str, left_s: float) -> bool:
-        """If the connection is lost, log this once and call ``revive``. Return whether the server was restarted."""
-        if self._connection.is_connected:
+        """If the connection is lost, log why and call ``revive``. Return whether the server was restarted."""
+        if self._connection.link.is_connected:
             return False
-        now = time.monotonic()
-        self._lost_at = self._lost_at or now
-        # A request that ends soon raises an error, which says the same.
-        if now - self._lost_at >= _LOST_AFTER_S and left_s >= _LONG_WAIT_S and not self._is_lost_logged:
-            self._is_lost_logged = True
-            logger.warning(
-                "no connection to the queue at %s; request %r waits for it up to %.0f s more",
-                self.address,
-                type_,
-                left_s,
-            )
+        if left_s >= _LONG_WAIT_S:  # a request that ends soon raises an error, which says the same
+            self._connection.log_trouble(f"The request {type_!r} waits up to {left_s:.0f} s more")
         if self._revive is None or not self._revive():
             return False
         self._num_restarts += 1
@@ -471,10 +456,7 @@ class GeneratorQueue:
                 f"the queue at {self.address} answered, but no learner attached in {wait_s:.0f} s ({reason}); start "
                 f"the learner, or wait longer with --wait"
             )
-        raise AddressError(
-            f"no queue answered at {self.address} within {wait_s:.0f} s; check that it runs there and that this "
-            f"machine can reach it; {self._connection.keys_hint}"
-        )
+        raise AddressError(f"no queue answered at {self.address} within {wait_s:g} s: {self._connection.why_silent}")
 
     @property
     def lease_request_outstanding(self) -> bool:
@@ -493,6 +475,11 @@ class GeneratorQueue:
     def silent_s(self) -> float:
         """Seconds since the queue's last reply if a reply is overdue; 0 if none is."""
         return self._connection.silent_s
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no connection to the queue, and what to do about it; empty if there is one."""
+        return self._connection.link.trouble
 
     @property
     def finished(self) -> bool:
@@ -552,6 +539,7 @@ class GeneratorQueue:
         events, self._early = self._early, []
         for request, message in self._connection.poll(0.0 if events else timeout_s):
             events += self._events(request, message)
+        self._connection.log_trouble("This generator goes on with the leases that it has")
         return events
 
     def leave(self) -> None:
@@ -574,12 +562,14 @@ class GeneratorQueue:
 
     def _answer_to(self, request_id: str, deadline: float) -> Message | None:
         while (left_s := deadline - time.monotonic()) > 0:
-            for request, message in self._connection.poll(left_s):
+            for request, message in self._connection.poll(min(left_s, _LOOK_EVERY_S)):
                 if request is not None and request.request_id == request_id:
+                    self._connection.log_trouble("")
                     self._early += self._notice(message)
                     raise_error(message)
                     return message
                 self._early += self._events(request, message)
+            self._connection.log_trouble("This generator goes on trying")
         self._connection.forget(request_id)
         return None
 

@@ -6,6 +6,7 @@ Both queue clients use it. It is not thread-safe: only one thread may use it.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import uuid
 from collections import Counter
@@ -16,16 +17,20 @@ from typing import Any
 import msgspec
 import zmq
 from msgspec.structs import asdict
-from zmq.utils.monitor import parse_monitor_message
 
 from async_rl.errors import AddressError, IdInUseError, LineageError, QueueError, WireError
 from async_rl.net.address import check_address
 from async_rl.net.keys import ClientKeys
+from async_rl.net.link import Link
 from async_rl.net.wire import Frame, Limits, Message, decode, encode
 from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK, WIRE_TYPES
 
+logger = logging.getLogger(__name__)
+
 RESEND_S = 5.0
 _RETRY_S = 0.02
+_LOOK_EVERY_S = 0.5
+"""How often to look for the cause while there is no connection."""
 _LIMITS = Limits(max_bytes=1 << 34, max_depth=None)
 """Limits on messages from the server. They are loose, because the server is trusted."""
 COPY_BELOW_BYTES = 1 << 20
@@ -58,7 +63,7 @@ class Connection:
 
     It connects in the background, also after a restart of the server. If the server has keys, ``keys`` are needed. With
     ``keys``, messages are sent only to the server whose public key they have. ``secret`` is sent with every message
-    (``messages.Envelope``).
+    (``messages.Envelope``). ``link`` says whether the socket is connected, and why not.
 
     Raises:
         AddressError: the address is malformed.
@@ -70,12 +75,13 @@ class Connection:
             raise AddressError(
                 f"expected an address with a port, like tcp://127.0.0.1:5555, got {address!r}; add the queue's port"
             )
-        self.address, self._has_keys, self._secret = address, keys is not None, secret
+        self.address, self._secret = address, secret
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
         self._outstanding: dict[str, Outstanding] = {}
         self._unsent: list[Outstanding] = []
         self._num_outstanding: Counter[str] = Counter()
         self._waiting_since: float | None = None
+        self._logged_trouble, self._logged_at = "", 0.0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         # Whoever knows this id can take over the connection, so it is random.
@@ -89,32 +95,16 @@ class Connection:
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         if keys is not None:
             keys.identify(self._socket)
-        self._is_connected = False
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self.link = Link(self._socket, address, "the queue server", "" if keys is None else keys.public.decode())
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self.link.register(self._poller)
         self._socket.connect(address)
-
-    @property
-    def keys_hint(self) -> str:
-        """Text for errors about a missing reply: a server does not reply to a client whose key it does not know."""
-        if self._has_keys:
-            return "the server answers only if its allowed.txt lists this key, and if it made this key file"
-        return "a server with keys answers only clients with a key (--keys FILE, or queue.keys)"
 
     @property
     def silent_s(self) -> float:
         """Seconds since the last reply if a reply is overdue; 0 if none is."""
         return 0.0 if self._waiting_since is None else max(0.0, time.monotonic() - self._waiting_since)
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the socket was connected at the last ``poll``.
-
-        A connection to a busy or suspended server still counts.
-        """
-        return self._is_connected
 
     def has_outstanding(self, type_: str) -> bool:
         """Return whether a request of the type ``type_`` has no reply yet."""
@@ -168,34 +158,49 @@ class Connection:
             self._send_due(now)
             due = min((o.due_at for o in self._outstanding.values()), default=deadline)
             left_s = min(due, deadline) - now
+            if not self.link.is_connected:
+                left_s = min(left_s, _LOOK_EVERY_S)
             ready = [socket for socket, _ in self._poller.poll(max(1, int(left_s * 1000)) if left_s > 0 else 0)]
             now = time.monotonic()
-            if self._monitor in ready:
+            if len(ready) > (self._socket in ready) or not self.link.is_connected:
                 self._follow_link(now)
             received = self._receive(now) if self._socket in ready else []
             self._update_silence(now, has_received=bool(received))
             if received or now >= deadline:
                 return received
 
+    @property
+    def why_silent(self) -> str:
+        """Why an answer may be missing, and what to do about it."""
+        if self.link.is_connected:
+            return "its process may be overloaded or suspended; see its log, logs/queue.log in the run directory"
+        return self.link.trouble or "there is no connection to it; check that it runs there"
+
+    def log_trouble(self, meanwhile: str) -> None:
+        """Log why there is no connection, once for each cause, and later that the server is back.
+
+        ``meanwhile`` says what the client does until then.
+        """
+        trouble = self.link.trouble
+        if trouble and trouble != self._logged_trouble:
+            self._logged_at = self._logged_at or time.monotonic() - self.link.lost_s
+            self._logged_trouble = trouble
+            logger.warning("%s. %s", trouble, meanwhile)
+        elif self._logged_trouble and self.link.is_connected:
+            logger.info("the queue server at %s is back after %.0f s", self.address, time.monotonic() - self._logged_at)
+            self._logged_trouble, self._logged_at = "", 0.0
+
     def close(self) -> None:
         """Close the socket. A second call does nothing."""
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-        self._monitor.close()
+        self.link.close()
         self._socket.close()
         self._context.term()
 
     def _follow_link(self, now: float) -> None:
-        """Note whether the socket is connected.
-
-        After a reconnection, send all requests again, because earlier ones may be lost.
-        """
-        while is_readable(self._monitor):
-            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
-            self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            if self._is_connected:
-                for request in self._outstanding.values():
-                    request.due_at = now
+        """Note whether the socket is connected. After a reconnection, send all requests again: some may be lost."""
+        if self.link.update():
+            for request in self._outstanding.values():
+                request.due_at = now
 
     def _send_due(self, now: float) -> None:
         self._send_unsent(now)
