@@ -83,7 +83,7 @@ def init(
       async-rl init
       async-rl init run.toml --model Qwen/Qwen2.5-0.5B-Instruct --data train.jsonl --eval test.jsonl --reward boxed
     """
-    from async_rl.cli.starter import Given, write_config
+    from async_rl.cli.init import Given, write_config
 
     given = Given(model, data, evaluation, reward, prompt, answer, gpus)
     for line in write_config(config, given):

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from async_rl.cli import starter
+from async_rl.cli import init as init_module
 from async_rl.cli.main import main
 from async_rl.config.loading import load_config
+from async_rl.rewards.records import RewardInput
 from tests.end_to_end.tiny import write_tiny_task
+from tests.full_disk import file_size_limit
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(starter, "_is_terminal", lambda: False)
+    monkeypatch.setattr(init_module, "_is_terminal", lambda: False)
     (tmp_path / "sums.csv").write_text("question,answer\nWhat is 1+2?,3\nWhat is 2+2?,4\n")
     return tmp_path
 
@@ -94,6 +97,59 @@ def test_whole_solutions_get_an_own_reward_which_is_never_replaced(capsys: pytes
     assert "seems to have whole solutions" in capsys.readouterr().err
 
 
+def own_score(text: str, reward_data: dict[str, Any]) -> float:
+    """The score of the written reward.py."""
+    return runpy.run_path("reward.py")["score"](RewardInput(text, reward_data, 8, 128, "stop"))
+
+
+def test_the_own_reward_finds_the_right_answer_in_the_text():
+    init("--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
+    assert own_score("it is 3", {"gt_answer": " 3 "}) == 1.0
+    assert own_score("it is 4", {"gt_answer": "3"}) == 0.0
+    assert own_score("it is 4", {"gt_answer": " "}) == 0.0
+
+
+def test_without_an_answer_column_the_own_reward_scores_nothing_until_it_is_written(
+    capsys: pytest.CaptureFixture[str],
+):
+    Path("poems.jsonl").write_text(json.dumps({"prompt": "Write a short poem."}) + "\n")
+    init("--model", "m", "--data", "poems.jsonl", "--gpus", "0")
+    assert load_config("run.toml").reward.type == "reward.py:score"
+    with pytest.raises(NotImplementedError, match=r"write here how good item\.text is"):
+        own_score("any text", {})
+    assert "reward.py: write its function score" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_bytes", [100, 1000])
+def test_a_full_disk_leaves_no_half_written_pair(num_bytes: int, folder: Path, capsys: pytest.CaptureFixture[str]):
+    # 100 bytes cut reward.py. 1000 bytes hold it and cut the config.
+    arguments = ("--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
+    with file_size_limit(num_bytes):
+        assert "can't write" in refusal(capsys, *arguments)
+    assert [path.name for path in folder.iterdir()] == ["sums.csv"]
+    init(*arguments)
+    assert len(Path("reward.py").read_text()) < 1000 < len(Path("run.toml").read_text())
+
+
+def test_a_failed_write_leaves_the_users_reward(folder: Path, capsys: pytest.CaptureFixture[str]):
+    Path("reward.py").write_text("mine")
+    Path("run.toml").symlink_to(folder / "nowhere" / "run.toml")
+    said = refusal(capsys, "--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
+    assert "can't write run.toml: File exists" in said
+    assert Path("reward.py").read_text() == "mine"
+    assert Path("run.toml").is_symlink()
+
+
+def test_the_data_are_read_once(monkeypatch: pytest.MonkeyPatch):
+    opened: list[str] = []
+    source = init_module.Source
+    monkeypatch.setattr(init_module, "Source", lambda name: opened.append(name) or source(name))
+    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
+    monkeypatch.setattr(init_module.typer, "prompt", lambda _, **options: options["default"] or "sums.csv")
+    init("--data", "sums.csv", "--reward", "exact", "--eval", "", "--gpus", "0")
+    assert opened == ["sums.csv"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -135,8 +191,8 @@ def test_a_terminal_is_asked_for_what_the_options_leave_open(
         asked.append(question)
         return answers[question.split()[0]]
 
-    monkeypatch.setattr(starter, "_is_terminal", lambda: True)
-    monkeypatch.setattr(starter.typer, "prompt", answer)
+    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
+    monkeypatch.setattr(init_module.typer, "prompt", answer)
     init()
     assert [question.split()[0] for question in asked] == ["Model", "Training", "Reward", "Evaluation", "GPUs"]
     assert load_config("run.toml").reward.type == "exact"
@@ -152,8 +208,8 @@ def test_a_model_with_a_short_context_gets_lengths_that_fit(folder: Path):
 
 
 def test_a_terminal_is_asked_nothing_if_model_and_data_are_given(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(starter, "_is_terminal", lambda: True)
-    monkeypatch.setattr(starter.typer, "prompt", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
+    monkeypatch.setattr(init_module.typer, "prompt", lambda *_, **__: pytest.fail("asked"))
     init("--model", "m", "--data", "sums.csv")
     assert load_config("run.toml").reward.type == "boxed"
 

@@ -21,7 +21,8 @@ from async_rl.queue.storage.index import is_damage
 from async_rl.queue.storage.journal import Change, Journal, Saved, file_system_of, is_network_file_system, unpack
 from async_rl.queue.storage.payloads import PayloadRef
 from tests.examples import examples
-from tests.queue.test_segments import HEADER, file_size_limit
+from tests.full_disk import file_size_limit
+from tests.queue.test_segments import HEADER
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

@@ -1,27 +1,14 @@
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from async_rl.errors import DamagedPayloadError, QueueError
 from async_rl.queue.storage.payloads import PayloadRef, Segments, Spot, digest_of
+from tests.full_disk import file_size_limit
 
 HEADER = 24
 """Bytes: magic, length and digest, 8 each."""
-
-
-@contextmanager
-def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """The system cuts a write there, and refuses the next one, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def names(directory: Path) -> list[str]:

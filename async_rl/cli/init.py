@@ -43,9 +43,17 @@ def score(item):
 
     item.text is the answer, item.reward_data the row of the data without its prompt. docs/rewards.md has more.
     """
-    expected = str(item.reward_data{expected})
-    return float(expected.strip() in item.text)
 '''
+_COMPARES_ANSWERS = """\
+    expected = str(item.reward_data["gt_answer"]).strip()
+    return float(expected != "" and expected in item.text)
+"""
+_NOT_WRITTEN_YET = """\
+    raise NotImplementedError(
+        "the data has no column with right answers; write here how good item.text is, for example: "
+        "return float(len(item.text) < 200)"
+    )
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,7 @@ class Columns:
         names: the names of all columns, in the order of the first row.
         prompt: the column of the prompt. None if no known name is there.
         answer: the column of the reference answer. None if no known name is there.
+        first_row: the first row.
         has_tests: whether the rows have tests for programs.
         has_solutions: whether the answers look like whole solutions, and not like final answers.
     """
@@ -63,8 +72,9 @@ class Columns:
     names: tuple[str, ...]
     prompt: str | None
     answer: str | None
-    has_tests: bool = False
-    has_solutions: bool = False
+    first_row: Mapping[str, Any]
+    has_tests: bool
+    has_solutions: bool
 
 
 def look_at(data: str) -> Columns:
@@ -73,21 +83,22 @@ def look_at(data: str) -> Columns:
     Raises:
         DataError: the data can't be read, or its first rows are no objects.
     """
-    names: dict[str, None] = {}
-    answers: list[str] = []
+    rows: list[Mapping[str, Any]] = []
     for where, row in islice(Source(data).records(), _NUM_ROWS):
         if isinstance(row, DataError):
             raise row
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected a JSON object, got {type(row).__name__}; write each row as an object")
-        names |= dict.fromkeys(map(str, row))
-        answers += [str(row[name]) for name in _ANSWERS if name in row][:1]
+        rows.append(row)
+    names = list(dict.fromkeys(str(name) for row in rows for name in row))
     if not names:
         raise DataError(f"expected at least one row in {data}, got none; write rows to it, or choose another")
+    answers = [next((str(row[name]) for name in _ANSWERS if name in row), "") for row in rows]
     return Columns(
         tuple(names),
         prompt=next((name for name in _PROMPTS if name in names), None),
         answer=next((name for name in _ANSWERS if name in names), None),
+        first_row=rows[0],
         has_tests="test_cases" in names,
         has_solutions=any(_WHOLE_SOLUTION.search(answer) for answer in answers),
     )
@@ -117,6 +128,7 @@ class Plan:
         reward: a name in ``REWARD_TYPES``, ``OWN_REWARD``, or ``file.py:function``.
         prompt, answer: columns of the prompt and of the reference answer. ``answer`` is None if the data has none.
         num_gpus: number of GPUs of this machine to use.
+        name: name of the run's directory in ``runs``.
     """
 
     model: str
@@ -126,13 +138,12 @@ class Plan:
     prompt: str
     answer: str | None
     num_gpus: int
-    name: str = "first"
+    name: str
 
 
 def reward_source(plan: Plan) -> str:
     """Return the first version of the user's own reward, as Python."""
-    column = "gt_answer" if plan.answer is not None else None
-    return _REWARD_SOURCE.replace("{expected}", f'["{column}"]' if column else '.get("answer", "")')
+    return _REWARD_SOURCE + (_NOT_WRITTEN_YET if plan.answer is None else _COMPARES_ANSWERS)
 
 
 def config_text(plan: Plan, reward_file: Path) -> str:
@@ -207,11 +218,8 @@ def _sizes(num_gpus: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def shown_row(data: str, *, width: int) -> list[str]:
-    """Return lines that show the first row of the data, one column a line, each at most ``width`` characters."""
-    _, row = next(iter(Source(data).records()))
-    if not isinstance(row, Mapping):
-        return []
+def shown_row(row: Mapping[str, Any], *, width: int) -> list[str]:
+    """Return lines that show ``row``, one column a line, each at most ``width`` characters."""
     return [f"  {name}: {json.dumps(value, ensure_ascii=False, default=str)}"[:width] for name, value in row.items()]
 
 
@@ -253,7 +261,8 @@ def write_config(config: Path, given: Given) -> list[str]:
     """Ask for what ``given`` leaves open, write ``config``, and return the lines that say what was written.
 
     Raises:
-        ConfigError: a file exists already, an answer is wrong, or it is missing and there is no terminal to ask in.
+        ConfigError: a file exists already or can't be written, an answer is wrong, or it is missing and there is no
+            terminal to ask in. Nothing is written then.
         DataError: the data can't be read.
     """
     if config.exists():
@@ -263,15 +272,39 @@ def write_config(config: Path, given: Given) -> list[str]:
     reward_file = config.parent / OWN_REWARD_FILE
     plan = _ask(config, given)
     text = config_text(plan, reward_file)
-    lines = [f"wrote {config}"]
+    lines, files = [f"wrote {config}"], {config: text}
     if plan.reward == OWN_REWARD and not reward_file.exists():
-        reward_file.write_text(reward_source(plan), encoding="utf-8")
-        lines.append(f"wrote {reward_file}: edit its function score, which is the reward of every answer")
+        # The reward comes first. If init is killed before it writes the config, the same command completes the pair.
+        files = {reward_file: reward_source(plan), **files}
+        todo = "edit" if plan.answer is not None else "write"
+        lines.append(f"wrote {reward_file}: {todo} its function score, which is the reward of every answer")
     elif plan.reward == OWN_REWARD:
         lines.append(f"{reward_file} exists and stays as it is; its function score is the reward of every answer")
-    with config.open("x", encoding="utf-8") as file:
-        file.write(text)
+    _write_new(files)
     return [*lines, "next:", *(f"  {command}" for command in next_commands(config))]
+
+
+def _write_new(files: Mapping[Path, str]) -> None:
+    """Write new files, in the order of ``files``. If one can't be written, remove those that this call created.
+
+    Raises:
+        ConfigError: a file can't be written, or exists already.
+    """
+    created: list[Path] = []
+    try:
+        for path, text in files.items():
+            with path.open("x", encoding="utf-8") as file:
+                created.append(path)
+                file.write(text)
+    except BaseException as error:  # Ctrl-C also leaves no file
+        for path in created:
+            path.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        raise ConfigError(
+            f"can't write {error.filename or created[-1]}: {error.strerror or error}; name a new file in a directory "
+            f"with write permission and free space"
+        ) from error
 
 
 def _ask(config: Path, given: Given) -> Plan:
@@ -281,7 +314,7 @@ def _ask(config: Path, given: Given) -> Plan:
     data = given.data or _answer(asks, "--data", "Training data (a file, a directory, or a Hugging Face id)")
     columns = look_at(data)
     if asks:
-        typer.echo("\n".join(["the first row:", *map(visible, shown_row(data, width=100))]), err=True)
+        typer.echo("\n".join(["the first row:", *map(visible, shown_row(columns.first_row, width=100))]), err=True)
     prompt = (
         given.prompt or columns.prompt or _answer(asks, "--prompt-column", f"Column of the prompts {columns.names}")
     )
