@@ -18,6 +18,7 @@ from async_rl.errors import ConfigError, TrainingError
 from async_rl.run.directory import RunDir
 from tests.queue.builders import make_config
 from tests.queue.conftest import Servers, attach
+from tests.refusal import refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = "max_prompt_tokens = 128\nmax_new_tokens = 64"
@@ -36,17 +37,6 @@ def write_data(directory: Path) -> str:
     path = directory / "train.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "1 + 1?"}], "gt_answer": "2"}) + "\n")
     return f"train = {str(path)!r}"
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The message of a command that must exit 2."""
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(list(arguments))
-    printed = capsys.readouterr()
-    assert leaving.value.code == 2, printed
-    assert "Traceback" not in printed.err
-    assert printed.out == ""
-    return printed.err
 
 
 def test_bad_input_is_one_message_and_exit_code_2_in_a_real_process(tmp_path: Path):

@@ -16,6 +16,7 @@ from async_rl.config.loading import load_config
 from async_rl.rewards.records import RewardInput
 from tests.end_to_end.tiny import write_tiny_task
 from tests.full_disk import file_size_limit
+from tests.refusal import refusal
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +31,6 @@ def init(*arguments: str) -> None:
     with pytest.raises(SystemExit) as leaving:
         main(["init", *arguments])
     assert not leaving.value.code
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    with pytest.raises(SystemExit) as leaving:
-        main(["init", *arguments])
-    assert leaving.value.code == 2
-    return capsys.readouterr().err
 
 
 def test_the_columns_and_the_reward_are_found_in_the_data(capsys: pytest.CaptureFixture[str]):
@@ -125,7 +119,7 @@ def test_a_full_disk_leaves_no_half_written_pair(num_bytes: int, folder: Path, c
     # 100 bytes cut reward.py. 1000 bytes hold it and cut the config.
     arguments = ("--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
     with file_size_limit(num_bytes):
-        assert "can't write" in refusal(capsys, *arguments)
+        assert "can't write" in refusal(capsys, "init", *arguments)
     assert [path.name for path in folder.iterdir()] == ["sums.csv"]
     init(*arguments)
     assert len(Path("reward.py").read_text()) < 1000 < len(Path("run.toml").read_text())
@@ -134,7 +128,7 @@ def test_a_full_disk_leaves_no_half_written_pair(num_bytes: int, folder: Path, c
 def test_a_failed_write_leaves_the_users_reward(folder: Path, capsys: pytest.CaptureFixture[str]):
     Path("reward.py").write_text("mine")
     Path("run.toml").symlink_to(folder / "nowhere" / "run.toml")
-    said = refusal(capsys, "--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
+    said = refusal(capsys, "init", "--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
     assert "can't write run.toml: File exists" in said
     assert Path("reward.py").read_text() == "mine"
     assert Path("run.toml").is_symlink()
@@ -170,14 +164,14 @@ def test_a_wrong_answer_is_one_message_and_nothing_is_written(
     arguments: list[str], expected: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ):
     (folder / "empty.jsonl").touch()
-    assert expected in refusal(capsys, *arguments)
+    assert expected in refusal(capsys, "init", *arguments)
     assert not (folder / "run.toml").exists()
     assert not (folder / "reward.py").exists()
 
 
 def test_an_existing_config_is_never_replaced(capsys: pytest.CaptureFixture[str]):
     Path("run.toml").write_text("mine")
-    assert "run.toml exists" in refusal(capsys, "--model", "m", "--data", "sums.csv")
+    assert "run.toml exists" in refusal(capsys, "init", "--model", "m", "--data", "sums.csv")
     assert Path("run.toml").read_text() == "mine"
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from async_rl.cli.main import app, main
+from async_rl.cli.main import app
 from async_rl.comparison.sweep import launch_variant, plan_sweep
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.run.reuse import prepare_run_dir
+from tests.refusal import refusal
 
 from .runs import eval_row, step_row, write_run
 
@@ -105,16 +106,11 @@ def test_a_launch_that_fails_stops_the_sweep_with_its_exit_code(tmp_path: Path):
 
 
 def test_files_that_cannot_be_read_or_written_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    def refusal(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as leaving:
-            main(["compare", *arguments])
-        assert leaving.value.code == 2
-        return capsys.readouterr().err
-
     runs = two_runs(tmp_path)
     nowhere = str(tmp_path / "nowhere" / "c.png")
-    assert f"can't write the picture {nowhere}: No such file or directory" in refusal(*runs, "--picture", nowhere)
+    said = refusal(capsys, "compare", *runs, "--picture", nowhere)
+    assert f"can't write the picture {nowhere}: No such file or directory" in said
     (tmp_path / "b0" / "ledger.json").write_text("{")
-    assert f"expected a JSON object in {runs[0]}/ledger.json, got" in refusal(*runs)
+    assert f"expected a JSON object in {runs[0]}/ledger.json, got" in refusal(capsys, "compare", *runs)
     (tmp_path / "b4" / "metrics.jsonl").write_text("?\n")
-    assert "metrics.jsonl, line 1: expected a JSON object" in refusal(runs[1])
+    assert "metrics.jsonl, line 1: expected a JSON object" in refusal(capsys, "compare", runs[1])

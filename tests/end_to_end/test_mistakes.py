@@ -20,6 +20,7 @@ from async_rl.launch import preflight
 from async_rl.launch.user_code_trial import _first_error
 from tests.end_to_end.harness import write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.refusal import refusal
 
 FILE_OF_ROWS = "rows.jsonl"
 GOOD = {"messages": [{"role": "user", "content": "1+1:"}], "gt_answer": "2"}
@@ -34,17 +35,6 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def config(tmp_path: Path, task: dict[str, str]) -> Path:
     """A config with which ``launch`` would start; its run directory is ``tmp_path / "run"``."""
     return write_config(tmp_path / "config.toml", tiny_config(tmp_path, task))
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the message of a command that must refuse."""
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(list(arguments))
-    printed = capsys.readouterr()
-    assert leaving.value.code == 2, printed
-    assert "Traceback" not in printed.err
-    assert printed.out == ""
-    return printed.err
 
 
 def check_refused(

@@ -12,6 +12,7 @@ import zmq
 from async_rl.cli.main import main
 from async_rl.errors import KeyFileError
 from async_rl.net.keys import AllowList, ClientKeys, ServerKeys, client_keys_of, make_keys, read_allowed
+from tests.refusal import refusal
 
 
 def mode(path: Path) -> int:
@@ -142,9 +143,6 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
 def test_bad_input_is_one_message_and_exit_code_2(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    with pytest.raises(SystemExit) as ended:
-        main([argument.format(dir=tmp_path / "keys") for argument in arguments])
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
+    said = refusal(capsys, *(argument.format(dir=tmp_path / "keys") for argument in arguments))
     assert said.startswith("async-rl: ")
     assert "--keys FILE" in said or "client's name" in said
