@@ -3,7 +3,7 @@
 ``Progress`` shows what a command is doing. On a terminal it redraws one line. Otherwise, and on a terminal that can't
 move its cursor, it writes plain lines: the first after two seconds, then one every ten seconds. Functions that take
 long have an argument of the type ``Report``, which they call when they begin with something else. Processes that keep a
-log, such as the learner, use ``logged`` instead.
+log, such as the learner, use ``logged`` instead. ``print_json`` and ``size_text`` write values.
 """
 
 from __future__ import annotations
@@ -47,6 +47,15 @@ def can_redraw(stream: TextIO) -> bool:
 def print_json(value: Any) -> None:
     """Print ``value``, which is plain data, as one JSON object. Numbers that are not finite become null."""
     sys.stdout.write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def size_text(num_bytes: float) -> str:
+    """Return a size with its unit, such as ``8.5 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} TiB"
 
 
 class Progress:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from async_rl.output import Progress, can_redraw, logged, print_json
+from async_rl.output import Progress, can_redraw, logged, print_json, size_text
 
 
 class Terminal(io.StringIO):
@@ -91,3 +91,10 @@ def test_a_logged_block_says_that_it_begins_and_how_long_it_took(caplog: pytest.
     with caplog.at_level(logging.INFO), logged(logging.getLogger("x"), "loading 100% of m"):
         assert caplog.messages == ["loading 100% of m"]
     assert [message.partition(": done in")[0] for message in caplog.messages] == ["loading 100% of m"] * 2
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (8704, "8.5 KiB"), (5 << 30, "5 GiB")]
+)
+def test_a_size_has_its_unit(num_bytes: int, text: str):
+    assert size_text(num_bytes) == text

@@ -27,10 +27,10 @@ from async_rl.launch.preflight import (
     free_bytes,
     others_address,
 )
-from async_rl.launch.status import size_text
 from async_rl.net.address import check_address, host_towards, is_loopback, refuse_open_bind, refuse_open_connect
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.net.link import why_unreachable
+from async_rl.output import size_text
 from async_rl.process.package_versions import package_versions
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.start import answering_run, journal_directory

@@ -70,7 +70,7 @@ class StatusPoller:
         self._thread.join(STATUS_TIMEOUT_S + POLL_S)
 
 
-class Progress:
+class RunProgress:
     """Collects the figures to show from the rows of ``metrics.jsonl``.
 
     Attributes:
@@ -203,7 +203,7 @@ class PlainView:
 
     def __init__(self, console: Console, metrics: Path, num_steps: int) -> None:
         self._console, self._tail = console, StepLogTail(metrics)
-        self._progress = Progress(num_steps, self._tail.history)
+        self._progress = RunProgress(num_steps, self._tail.history)
         self._logs = RunDir(metrics.parent).logs
         self._started_at = self._noted_at = time.monotonic()
 
@@ -239,7 +239,7 @@ class LiveView:
 
     def __init__(self, console: Console, metrics: Path, num_steps: int, keys: ClientKeys | None = None) -> None:
         self._console, self._tail, self._keys = console, StepLogTail(metrics), keys
-        self._progress = Progress(num_steps, self._tail.history)
+        self._progress = RunProgress(num_steps, self._tail.history)
         self._logs = RunDir(metrics.parent).logs
         self._poller: StatusPoller | None = None
         self._has_queue_ended = False

@@ -21,11 +21,11 @@ from async_rl.config.queue import QueueConfig
 from async_rl.data.chat import check_model, context_length, load_tokenizer, render_prompt, vocabulary_size
 from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError, RunError
-from async_rl.launch.status import size_text
 from async_rl.launch.user_code_trial import try_reward
 from async_rl.net.address import advertised_address, check_address, host_towards, refuse_open_bind
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.net.streams import listening_socket
+from async_rl.output import size_text
 from async_rl.process.user_code import check_allowed, code_digests
 from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_writable

@@ -15,6 +15,7 @@ from rich.table import Table
 from async_rl.config.loading import load_config
 from async_rl.errors import AddressError, QueueError, RunError
 from async_rl.net.keys import ClientKeys, client_keys_of
+from async_rl.output import size_text
 from async_rl.run.directory import RunDir
 from async_rl.run.queue_files import read_record
 from async_rl.terminal import visible_values
@@ -251,15 +252,6 @@ def _waits_table(waits: Sequence[Mapping[str, Any]]) -> Table:
     for wait in waits:
         table.add_row(str(wait["who"]), awaited_by(wait), f"{wait['since_s']:.1f}")
     return table
-
-
-def size_text(num_bytes: float) -> str:
-    """Return a size with its unit, such as ``8.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
 
 
 def _plain_table(title: str) -> Table:

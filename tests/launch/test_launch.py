@@ -26,7 +26,7 @@ from async_rl.launch.launch import RunCommands, describe_commands, explain, ledg
 from async_rl.launch.live_view import (
     LiveView,
     PlainView,
-    Progress,
+    RunProgress,
     duration,
     eval_accuracies,
     eval_lines,
@@ -706,7 +706,7 @@ def test_the_tail_survives_a_rollback_that_replaces_the_file(tmp_path: Path):
 
 
 def test_the_eta_is_the_pace_of_this_launch_times_what_is_left():
-    progress = Progress(10, history=[a_row(1)])
+    progress = RunProgress(10, history=[a_row(1)])
     assert progress.eta_s is None
     progress.add({"step": 2, "version": 2, "tokens/trained": 1, "time_s": 100.0})
     progress.add({"step": 4, "version": 4, "tokens/trained": 1, "time_s": 106.0})
