@@ -50,12 +50,12 @@ def print_json(value: Any) -> None:
 
 
 def size_text(num_bytes: float) -> str:
-    """Return a size with its unit, such as ``8.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
+    """Return a size with its unit and three digits, such as ``8.5 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 999.5:  # three digits of more would be 1e+03
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1024
-    return f"{num_bytes:.3g} TiB"
+    return f"{num_bytes:.3g} PiB"
 
 
 class Progress:

@@ -94,7 +94,16 @@ def test_a_logged_block_says_that_it_begins_and_how_long_it_took(caplog: pytest.
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (8704, "8.5 KiB"), (5 << 30, "5 GiB")]
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),  # 1000 / 1024 = 0.9766
+        (8704, "8.5 KiB"),
+        (1023 << 20, "0.999 GiB"),  # 1023 / 1024 = 0.9990
+        (5 << 40, "5 TiB"),
+        (2000 << 40, "1.95 PiB"),  # 2000 / 1024 = 1.9531
+    ],
 )
 def test_a_size_has_its_unit(num_bytes: int, text: str):
     assert size_text(num_bytes) == text
