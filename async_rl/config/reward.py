@@ -35,7 +35,7 @@ class RewardType:
             ``reward.time_limit_s`` limits its async calls.
         system_prompt: the default system message for rows without one. Empty if there is none.
         answer_form: template of an answer that earns the reward. ``{answer}`` and, if present, ``{thoughts}`` are
-            replaced. Doctor and the fake backend write answers with this template.
+            replaced. The fake backend and ``rewards.conformance`` write answers with it.
     """
 
     row_fields: tuple[RowField, ...] = ()

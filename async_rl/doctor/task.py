@@ -35,11 +35,10 @@ from async_rl.launch.preflight import check_code, check_lengths, check_train_is_
 from async_rl.process.user_code import describe_error
 from async_rl.queue.parity import Probe, compare, parity_limit
 from async_rl.records import TEXT_ROLE, Lease, Prompt, Sampling
+from async_rl.rewards.conformance import example_of, rollout_of
 
 _SHOWN_CHARS = 2000
 _SAMPLE_ROWS = 3
-_WRONG = "no such answer, 91827364"
-_WRONG_PROGRAM = "```python\nprint('no such answer, 91827364')\n```"
 
 _PROMPTS = 4
 _GROUP_SIZE = 2
@@ -204,20 +203,14 @@ def _grade(config: Config, reward: Any, data: Mapping[str, Any]) -> tuple[str | 
     Raises:
         RewardError: the row can't be graded.
     """
-    kind, gold = config.reward.types[0], data.get("gt_answer")
-    if kind.runs_programs:
-        return None, 0.0, _accuracy(config, reward, _WRONG_PROGRAM, data)
-    right = None if gold is None else kind.write_answer(str(gold), thoughts="thoughts")
-    # A reward that uses no field of the row can only judge the form, so its wrong answer has the wrong form.
-    wrong = kind.write_answer(_WRONG, thoughts="thoughts") if kind.row_fields else _WRONG
-    accuracy = 0.0 if right is None else _accuracy(config, reward, right, data)
-    return right, accuracy, _accuracy(config, reward, wrong, data)
+    example = example_of(config.reward.types[0], data)
 
+    def accuracy_of(text: str | None) -> float:
+        if text is None:
+            return 0.0
+        return float(reward(rollout_of(text, data, config.sampling.max_new_tokens)).accuracy)
 
-def _accuracy(config: Config, reward: Any, text: str, data: Mapping[str, Any]) -> float:
-    from async_rl.rewards.records import RewardInput
-
-    return float(reward(RewardInput(text, data, 8, config.sampling.max_new_tokens, "stop")).accuracy)
+    return example.right, accuracy_of(example.right), accuracy_of(example.wrong)
 
 
 def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]], *, is_user_code: bool) -> list[Finding]:

@@ -21,14 +21,14 @@ from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError, UserError
 from async_rl.process.child import module_command, package_environment
 from async_rl.process.user_code import describe_error
-from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.rewards.conformance import WRONG_ANSWER, example_of, rollout_of
+from async_rl.rewards.records import RewardOutput
 from async_rl.rewards.registry import RewardSum, build_reward
 
 NUM_ROWS = 3
 LIMIT_S = 120.0
 """Seconds after which the trial is given up. A reward that loads a large model may need longer, so this is no error."""
 
-_WRONG_ANSWER = "no such answer, 91827364"
 _LAST_LINES = 3
 
 
@@ -66,9 +66,10 @@ def try_reward(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _score_two_answers(config: Config, reward: RewardSum, data: Mapping[str, Any]) -> list[RewardOutput]:
     """Return the scores of the right answer to the row with the reward data ``data``, and of a wrong answer."""
-    kind, right = config.reward.types[0], data.get("gt_answer")
-    texts = (kind.write_answer(_WRONG_ANSWER if right is None else str(right), thoughts="thoughts"), _WRONG_ANSWER)
-    return reward.score_group([RewardInput(text, data, 8, config.sampling.max_new_tokens, "stop") for text in texts])
+    right = example_of(config.reward.types[0], data).right
+    # The wrong answer is plain text, never a program: only the user's code is on trial, not the sandbox.
+    texts = (WRONG_ANSWER if right is None else right, WRONG_ANSWER)
+    return reward.score_group([rollout_of(text, data, config.sampling.max_new_tokens) for text in texts])
 
 
 def _first_error(config: Config, rows: Sequence[Mapping[str, Any]]) -> str:

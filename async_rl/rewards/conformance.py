@@ -1,7 +1,8 @@
 """The checks that every reward must pass, whether it is built in or the user's own. They need no test framework.
 
-The input is a reward and an example row. The output is a list of problems, which is empty if the reward passes. The
-checks can be run from the command line::
+The input is a reward and an example row. The output is a list of problems, which is empty if the reward passes.
+``example_of`` writes a right and a wrong answer to a row. The doctor and the checks before a run use it too. The checks
+can be run from the command line::
 
     python -m async_rl.rewards.conformance file.py:function '{"gt_answer": "42"}' 'a text with the right answer'
 """
@@ -17,12 +18,17 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from async_rl.config.reward import RewardType
 from async_rl.errors import AsyncRLError, RewardError
 from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, score_group
 
 T = TypeVar("T")
 
 MAX_NEW_TOKENS = 100
+WRONG_ANSWER = "no such answer, 91827364"
+"""A text that answers no row, in no particular form."""
+_WRONG_PROGRAM = f"```python\nprint({WRONG_ANSWER!r})\n```"
+_NUM_TOKENS = 8
 _NUM_THREADS = 4
 
 HOSTILE_TEXTS: Mapping[str, str] = {
@@ -61,6 +67,25 @@ class Example:
     right: str | None = None
     wrong: str | None = None
     row_fields: Sequence[str] = ()
+
+
+def example_of(kind: RewardType, reward_data: Mapping[str, Any]) -> Example:
+    """Return the row ``reward_data`` with a right and a wrong answer, as a reward of the type ``kind`` expects them.
+
+    The right answer is None if the row has no ``gt_answer``, and for a reward that runs programs.
+    """
+    if kind.runs_programs:
+        return Example(reward_data, None, _WRONG_PROGRAM, kind.row_fields)
+    gold = reward_data.get("gt_answer")
+    right = None if gold is None else kind.write_answer(str(gold), thoughts="thoughts")
+    # A reward that uses no field of the row can only judge the form, so its wrong answer has the wrong form.
+    wrong = kind.write_answer(WRONG_ANSWER, thoughts="thoughts") if kind.row_fields else WRONG_ANSWER
+    return Example(reward_data, right, wrong, kind.row_fields)
+
+
+def rollout_of(text: str, reward_data: Mapping[str, Any], max_new_tokens: int) -> RewardInput:
+    """Return ``text`` as a rollout of a few tokens that ended by itself."""
+    return RewardInput(text, reward_data, _NUM_TOKENS, max_new_tokens, "stop")
 
 
 @dataclass(slots=True)
@@ -204,7 +229,7 @@ class _Checks:
 
     def _item(self, text: str, reward_data: Mapping[str, Any] | None = None) -> RewardInput:
         data = self.example.reward_data if reward_data is None else reward_data
-        return RewardInput(text, data, 10, MAX_NEW_TOKENS, "stop")
+        return rollout_of(text, data, MAX_NEW_TOKENS)
 
 
 def check_reward(reward: Reward, example: Example, *, time_limit_s: float = 60.0) -> list[str]:

@@ -10,26 +10,17 @@ from typing import Any
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.reward import REWARD_TYPES
-from async_rl.rewards.conformance import Example, check_reward, main
+from async_rl.config.reward import REWARD_TYPES, reward_type
+from async_rl.rewards.conformance import Example, check_reward, example_of, main
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import build_reward
 
 CODE_TESTS = {"test_cases": {"inputs": ["1\n"], "outputs": ["2\n"]}}
-EXAMPLES: dict[str, Example] = {
+BY_HAND: dict[str, Example] = {
     "boxed": Example({"gt_answer": "42"}, "so \\boxed{42.0}", "so \\boxed{43}", ("gt_answer",)),
     "code": Example(CODE_TESTS, "```python\nprint(int(input()) + 1)\n```", "```python\nprint(1)\n```", ("test_cases",)),
 }
-
-
-def example_of(name: str) -> Example:
-    """By hand where the table's form says too little, else as the table writes answers."""
-    kind = REWARD_TYPES[name]
-    wrong = kind.write_answer("43", thoughts="hm") if kind.row_fields else "no form at all"
-    return EXAMPLES.get(
-        name, Example({"gt_answer": "42"}, kind.write_answer("42", thoughts="hm"), wrong, kind.row_fields)
-    )
 
 
 @pytest.mark.parametrize("name", REWARD_TYPES)
@@ -41,7 +32,26 @@ def test_every_built_in_reward_conforms(name: str):
         "reward": {"type": name, "time_limit_s": 1.0, "code": {"time_limit_s": 1.0, "packages": []}},
     }
     with closing(build_reward(Config.model_validate(raw))) as reward:
-        assert check_reward(reward, example_of(name)) == []
+        assert check_reward(reward, BY_HAND.get(name) or example_of(REWARD_TYPES[name], {"gt_answer": "42"})) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reward_data", "right", "wrong"),
+    [
+        ("exact", {"gt_answer": 4}, "<think>\nthoughts\n</think>\n<answer>\n4\n</answer>", "<answer>\nno such answer"),
+        ("xml_format", {"gt_answer": "4"}, "<answer>\n4\n</answer>", "no such answer"),
+        ("code", {"test_cases": {}, "gt_answer": "4"}, None, "```python\nprint('no such answer"),
+        ("mine.py:f", {"gt_answer": "4"}, "4", "no such answer"),
+        ("mine.py:f", {}, None, "no such answer"),
+    ],
+)
+def test_an_example_has_answers_in_the_form_of_the_reward(
+    name: str, reward_data: dict[str, Any], right: str | None, wrong: str
+):
+    example = example_of(reward_type(name), reward_data)
+    assert (example.right is None) == (right is None)
+    assert (right or "") in (example.right or "")
+    assert wrong in (example.wrong or "")
 
 
 def of_item(item: RewardInput) -> float:
