@@ -249,7 +249,12 @@ def status(
         typer.Argument(metavar="[RUN_DIR]", help="The directory of a run on this machine.", show_default=False),
     ] = None,
     connect: Annotated[
-        str | None, typer.Option("--connect", metavar="ADDRESS", help="Ask the queue server at this address instead.")
+        str | None,
+        typer.Option(
+            "--connect",
+            metavar="ADDRESS",
+            help="Get the status from the queue server at this address, instead of from RUN_DIR.",
+        ),
     ] = None,
     as_json: AsJson = False,
     timeout: Annotated[

@@ -32,8 +32,8 @@ From = Annotated[
     typer.Option(
         "--from",
         metavar="RUN[@STEP]",
-        help="Fork another run: continue from its latest checkpoint, or that of STEP, with its model, optimizer and "
-        "place in the data, in the run.dir of CONFIG.",
+        help="Start a new run from a checkpoint of another run: its latest, or the one at STEP. The new run takes "
+        "model, optimizer and place in the data from it, and is written to the run.dir of CONFIG.",
     ),
 ]
 Takeover = Annotated[
@@ -79,13 +79,26 @@ EvalConfig = Annotated[
         help="Config file with the settings and data sets. If unset, the config of the first MODEL's run.",
     ),
 ]
-Samples = Annotated[int | None, typer.Option("--samples", metavar="N", min=1, help="Answers per row.")]
+Samples = Annotated[
+    int | None, typer.Option("--samples", metavar="N", min=1, help="Number of answers to sample for each row.")
+]
 Temperature = Annotated[
     float | None,
     typer.Option("--temperature", metavar="T", min=0.0, help="Sampling temperature; 0 is greedy decoding."),
 ]
-TopP = Annotated[float | None, typer.Option("--top-p", metavar="P", help="As eval.top_p; 1 switches it off.")]
-TopK = Annotated[int | None, typer.Option("--top-k", metavar="K", min=0, help="As eval.top_k; 0 switches it off.")]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", metavar="P", help="Nucleus sampling, in place of eval.top_p; 1 switches it off."),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option(
+        "--top-k",
+        metavar="K",
+        min=0,
+        help="Sample from the K likeliest tokens, in place of eval.top_k; 0 switches it off.",
+    ),
+]
 MaxNewTokens = Annotated[
     int | None, typer.Option("--max-new-tokens", metavar="N", min=1, help="Limit of an answer, in tokens.")
 ]
@@ -96,12 +109,15 @@ MaxPromptTokens = Annotated[
     ),
 ]
 RewardType = Annotated[
-    str | None, typer.Option("--reward", metavar="TYPE", help="Reward that scores the answers, as reward.type.")
+    str | None,
+    typer.Option("--reward", metavar="TYPE", help="The reward that scores the answers, in place of reward.type."),
 ]
 SystemPrompt = Annotated[
     str | None,
     typer.Option(
-        "--system-prompt", metavar="TEXT", help="System message, as data.system_prompt; an empty text means none."
+        "--system-prompt",
+        metavar="TEXT",
+        help="System message, in place of data.system_prompt; an empty text means none.",
     ),
 ]
 BatchSize = Annotated[
@@ -110,7 +126,11 @@ BatchSize = Annotated[
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", min=0, help="Random seed, for temperatures above 0.")]
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="Write answers (DATASET.jsonl) and figures.json to this directory."),
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Write the answers (DATASET.jsonl) and the metrics (figures.json) to this directory.",
+    ),
 ]
 Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="Only the first N rows of each set.")]
 Compare = Annotated[

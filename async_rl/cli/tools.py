@@ -336,7 +336,9 @@ def doctor(
     insecure: Insecure = False,
     parity: Annotated[
         bool,
-        typer.Option(help="With CONFIG, load the model as engine and as learner, and compare their log-probabilities."),
+        typer.Option(
+            help="With CONFIG, load the model in both engine and learner, and compare their log-probabilities."
+        ),
     ] = True,
     as_json: AsJson = False,
     quiet: Quiet = False,

@@ -45,7 +45,10 @@ def plan_sweep(config: Path, overrides: Sequence[str], over: str, num_seeds: int
     key, separator, listed = (part.strip() for part in over.partition("="))
     values = [value.strip() for value in listed.split(",")]
     if not separator or not all(values) or len(set(values)) < len(values):
-        raise ConfigError(f"--over: expected KEY=VALUE,VALUE,... with values that differ, got {over!r}; correct it")
+        raise ConfigError(
+            f"--over: expected KEY=VALUE,VALUE,... in which no value occurs twice, got {over!r}; write it as in "
+            f"--over queue.max_staleness=0,1,4"
+        )
     if key in ("run.dir", "run.seed", "run.name"):
         raise ConfigError(f"--over: expected a key other than {key}, which the sweep sets; use --seeds for seeds")
     base = load_config(config, overrides)

@@ -97,7 +97,8 @@ def check_backend_name(name: str) -> None:
     if name != AUTO and name not in BACKENDS and not is_code_name(name):
         known = ", ".join((AUTO, *BACKENDS))
         raise ValueError(
-            f"expected one of {known}, or your own as module:Class or file.py:Class, got {name!r}; correct it"
+            f"expected one of {known}, or a backend of your own as module:Class or file.py:Class, got {name!r}; "
+            f"correct the name"
         )
 
 

@@ -357,6 +357,11 @@ class LossConfig(Section):
         return self.anchor == "proximal"
 
 
+def _surrogates_with(flag: str) -> str:
+    """Return the names of the surrogates for which ``flag`` is true, for an error message."""
+    return " or ".join(name for name, surrogate in SURROGATES.items() if getattr(surrogate, flag))
+
+
 class Contradiction(NamedTuple):
     """A combination of settings of ``[loss]`` that is refused.
 
@@ -387,14 +392,14 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     Contradiction(
         keys=("anchor", "surrogate"),
         holds=lambda c: c.anchor != "behavior" and not SURROGATES[c.surrogate].has_ratio,
-        expected="expected loss.surrogate clip or cispo with an anchor other than behavior",
+        expected=f"expected loss.surrogate {_surrogates_with('has_ratio')} with an anchor other than behavior",
         reason="surrogate = \"plain\" compares nothing with an anchor; set anchor = \"behavior\"",
         example={"preset": "reinforce", "anchor": "proximal"},
     ),
     Contradiction(
         keys=("dual_clip", "surrogate"),
         holds=lambda c: c.dual_clip is not None and not SURROGATES[c.surrogate].has_dual_clip,
-        expected="expected loss.dual_clip only with surrogate = \"clip\"",
+        expected=f"expected loss.dual_clip only with loss.surrogate {_surrogates_with('has_dual_clip')}",
         reason="other surrogates do not use it; set dual_clip = 0",
         example={"preset": "cispo", "dual_clip": 3.0},
     ),

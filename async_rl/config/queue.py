@@ -180,7 +180,7 @@ class WeightsConfig(Section):
 
     @property
     def ports(self) -> range | None:
-        """The ports of ``port``. None if the key is unset."""
+        """The port numbers that ``port`` stands for, such as 5556 to 5575. None if it is not set."""
         return None if self.port is None else parse_ports(self.port)
 
 

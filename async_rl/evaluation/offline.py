@@ -322,7 +322,7 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     config = parse_config(raw, "the config with this command line")
     if not config.data.eval:
         raise ConfigError(
-            "async-rl eval: expected --dataset FILE, or a config with data.eval, got neither; name a dataset"
+            "async-rl eval: expected --dataset FILE, or a config with data.eval, got neither; pass --dataset"
         )
     return EvalSettings(config, tuple(notes))
 

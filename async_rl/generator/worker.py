@@ -59,25 +59,26 @@ def run_generator(
     address: str, overrides: Sequence[str], *, wait_s: float, insecure: bool, generator_id: str | None = None,
     keys_file: Path | None = None, replaces: str | None = None,
 ) -> None:  # fmt: skip
-    """Sample for the queue at ``address`` until its run is finished.
+    """Sample rollouts for the queue server at ``address`` until the run is finished.
 
     Args:
-        address: ``tcp://HOST:PORT`` of the queue.
-        overrides: ``generator.key=value``, this generator's own settings.
-        wait_s: how long the queue may be unreachable or silent.
-        insecure: join a queue beyond loopback without keys, and take weights over an unauthenticated network.
-        keys_file: a client's file of ``async-rl keys new``; if None, the queue is not encrypted.
+        address: ``tcp://HOST:PORT`` of the queue server.
+        overrides: this generator's own settings, each as ``generator.key=value``.
+        wait_s: seconds for which the queue server may be unreachable or silent.
+        insecure: connect to other machines without keys, and take part in collectives, which authenticate nobody.
+        keys_file: a client's key file, which ``async-rl keys new`` made; None if the queue server has no keys.
         generator_id: unique among the run's generators; if None, made of host, process id and a random part.
-        replaces: a dead generator, whose leases are granted again at once; if None, they expire.
+        replaces: the id of a dead generator that this one replaces. Its leases are then granted again at once, instead
+            of when they expire.
 
     Raises:
-        AddressError: the address is malformed, or beyond loopback without keys or ``insecure``.
+        AddressError: the address is malformed, or is on another machine and there are neither keys nor ``insecure``.
         KeyFileError: the key file is missing or not a client's.
-        ConfigError: an override is wrong or not a ``generator.*`` key; or the user's own code is not allowed here,
-            missing, or different from the learner's.
+        ConfigError: an override is wrong or not a ``generator.*`` key; or this machine does not allow the user's own
+            code, lacks it, or has another version of it than the learner.
         ModelError: the backend can't run the model.
         QueueError: the queue does not answer within ``wait_s``, or was silent for as long.
-        WeightsError: the receiver has failed for good; or the weights don't fit the model or give NaN.
+        WeightsError: weights can't be received any more; or they don't fit the model, or give NaN.
     """
     from async_rl.queue.client.clients import GeneratorQueue
     from async_rl.weights.receiver import Receiver

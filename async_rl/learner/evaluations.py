@@ -54,7 +54,7 @@ class Evaluations:
 
     def request_all(self) -> None:
         """Request an evaluation of every evaluation set with the current weights. The queue grants no training
-        lease until then.
+        lease until these evaluations are done.
         """
         self._ask(self._every, exclusive=True)
 

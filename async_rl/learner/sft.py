@@ -273,7 +273,7 @@ def load_sft_rows(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length:
         token_ids, loss_mask = token_ids[:max_length], loss_mask[:max_length]
         if not loss_mask.any():
             raise DataError(
-                f"{where}: expected a token of an answer among the first {max_length} tokens, got none; raise "
+                f"{where}: expected a token of the answer within the first {max_length} tokens, got none; raise "
                 f"sft.max_length, or remove the row"
             )
         sequences.append(_train_sequence(len(sequences), token_ids, loss_mask))

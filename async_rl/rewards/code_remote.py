@@ -147,8 +147,9 @@ def _judgement(answer: Any, num_tests: int, url: str) -> Judgement:
     result = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(result, list) or not 1 <= len(result) <= num_tests or not all(_is_code(code) for code in result):
         raise SandboxFailedError(
-            f'expected {{"result": [1 to {num_tests} of true, false, -1, -2]}} from the verifier at {url}, got '
-            f"{json.dumps(answer)[:200]}; set reward.code.endpoint to the address of an `async-rl verifier`"
+            f'expected {{"result": [...]}} from the verifier at {url}, with 1 to {num_tests} entries that are true, '
+            f"false, -1 or -2, got {json.dumps(answer)[:200]}; set reward.code.endpoint to the address of an "
+            f"`async-rl verifier`"
         )
     codes: list[Verdict] = ["passed" if code in (True, 1) else _VERDICT_OF[int(code)] for code in result]
     missing = num_tests - len(codes)

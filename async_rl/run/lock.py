@@ -78,10 +78,10 @@ class RunLock:
     def inherit(cls, run_dir: RunDir, role: str) -> RunLock | None:
         """Return the lock that ``launch`` passed to this process; None if ``launch`` did not start this process.
 
-        This process is added to the holders in the lock file, with its subcommand ``role``.
+        The lock file then names this process as a holder, too. ``role`` is the name of its subcommand.
 
         Raises:
-            RunError: another process has taken over the run directory in the meantime.
+            RunError: since ``launch`` took the lock, another process has taken over the run directory.
         """
         value = os.environ.pop(LOCK_FD, None)
         if value is None:

@@ -94,9 +94,9 @@ class Ack(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """A member tells the publisher that it did not receive the version, and the reason.
+    """A generator tells the publisher that it did not receive the offered version, and why.
 
-    ``corrupt`` is true if the received bytes, or the offered digest, do not match the expected digests.
+    ``corrupt`` is true if the received bytes, or the offered digest, differ from what was announced.
     """
 
     attempt: int
@@ -361,8 +361,8 @@ class MemberSocket:
 class PublisherSocket:
     """A generator's socket, over which it exchanges messages with the publisher at ``address``.
 
-    It connects in the background, and again if the connection breaks. ``is_ipv6`` is true if the address names an IPv6
-    host.
+    It connects in the background, and reconnects if the connection breaks. ``is_ipv6`` is true if the address names
+    an IPv6 host.
     """
 
     def __init__(

@@ -78,7 +78,7 @@ def test_a_sweep_has_a_run_for_each_value_and_seed(tmp_path: Path):
     [
         ("queue.max_staleness", r"--over: expected KEY=VALUE,VALUE"),
         ("queue.max_staleness=1,,2", r"--over: expected KEY=VALUE,VALUE"),
-        ("queue.max_staleness=1,1", r"values that differ"),
+        ("queue.max_staleness=1,1", r"no value occurs twice"),
         ("run.seed=1,2", r"--over: expected a key other than run\.seed"),
         ("queue.max_staleness=1,-1", r"queue\.max_staleness"),
         ("queue.max_stale=1", r"queue\.max_stale"),

@@ -88,10 +88,12 @@ def test_a_generators_key_can_not_speak_for_the_learner(servers, tmp_path, keys)
     unlisted = LearnerQueue(server.address, DEADLINE_S, client_file(keys, "node7"))
     learner = LearnerQueue(server.address, DEADLINE_S, client_file(keys))
     try:
-        with pytest.raises(QueueError, match=r"expected 'attach' under the learner's key, client.key, got .* 'node7'"):
+        with pytest.raises(
+            QueueError, match=r"expected 'attach' to be sent with the learner's key \(client\.key\), got .* 'node7'"
+        ):
             attach(unlisted)
         attach(learner)
-        with pytest.raises(QueueError, match="expected 'finish' under the learner's key"):
+        with pytest.raises(QueueError, match="expected 'finish' to be sent with the learner's key"):
             unlisted.finish("lineage")
         assert unlisted.ping() == "run"
     finally:

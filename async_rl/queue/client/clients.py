@@ -611,8 +611,8 @@ def _welcome(message: Message) -> Welcome:
     reply = read_as(message.fields, messages.WelcomeReply)
     if len(reply.files) != len(message.parts):
         raise WireError(
-            f"malformed 'welcome': expected {len(reply.files)} parts, one for each file, got {len(message.parts)}; "
-            f"{SAME_VERSION}"
+            f"the queue server's 'welcome' names {len(reply.files)} tokenizer files: expected the content of each, got "
+            f"{len(message.parts)}; {SAME_VERSION}"
         )
     files = {name: bytes(part) for name, part in zip(reply.files, message.parts, strict=True)}
     return Welcome(reply.run_id, reply.config_toml, files)

@@ -164,8 +164,8 @@ class Endpoint:
         name = self._allowed.name_of(key.encode())
         if name != DEFAULT_CLIENT:
             raise QueueError(
-                f"expected {type_!r} under the learner's key, {DEFAULT_CLIENT}.key, got it under the key of {name!r}, "
-                f"which is for generators; start the learner with the {DEFAULT_CLIENT}.key of this run in queue.keys"
+                f"expected {type_!r} to be sent with the learner's key ({DEFAULT_CLIENT}.key), got the key of "
+                f"{name!r}, which is for generators; set the learner's queue.keys to the directory of this run's keys"
             )
 
     def _check_connections(self, now: float) -> None:
@@ -383,9 +383,9 @@ class MessageLimits:
         """
         most = self._by_type.get(message.type, _SMALL_BYTES)
         if num_bytes > most:
+            remedy = "raise queue.max_bytes" if message.type in self._by_type else SAME_VERSION
             raise WireError(
-                f"expected at most {most} bytes in a {message.type[:40]!r} message, got {num_bytes} bytes; "
-                f"queue.max_bytes sets the limit of 'return' and 'attach' messages"
+                f"expected at most {most} bytes in a {message.type[:40]!r} message, got {num_bytes} bytes; {remedy}"
             )
         claimed = sum(array.nbytes for array in message.arrays)
         if claimed > num_bytes:

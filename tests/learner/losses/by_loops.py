@@ -115,7 +115,9 @@ def token_objective(case: Case, t: int, left: list[int], loss: LossConfig) -> tu
     elif loss.surrogate == "cispo":
         bounded = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
         objective, slope = bounded * advantage * logprob, bounded * advantage
-    else:
+    elif loss.surrogate == "plain":
         objective, slope = advantage * logprob, advantage
+    else:
+        raise NotImplementedError(f"write loss.surrogate = {loss.surrogate!r} here as a plain loop")
     weight = 1.0 if loss.importance_cap is None else min(importance, loss.importance_cap)
     return weight * objective, weight * slope

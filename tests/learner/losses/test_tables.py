@@ -22,6 +22,7 @@ from async_rl.config.section import look_up
 from async_rl.errors import ConfigError
 from async_rl.learner.advantages import ADVANTAGE_FUNCTIONS
 from async_rl.learner.losses import parts
+from tests.learner.losses.cases import SETTINGS, settings
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,10 @@ from async_rl.learner.losses import parts
 )
 def test_config_and_learner_know_the_same_names_in_the_same_order(names: Mapping[str, Any], functions: Any):
     assert list(names) == list(functions)
+
+
+def test_every_surrogate_is_compared_with_a_plain_loop():
+    assert {settings(name).surrogate for name in SETTINGS} == set(SURROGATES)
 
 
 def test_an_unknown_name_is_refused_where_it_is_looked_up_with_the_known_ones():
