@@ -29,6 +29,7 @@ from async_rl.net.address import url_host
 from async_rl.net.codec import read_as
 from async_rl.net.connections import RouterConnections
 from async_rl.net.keys import ClientKeys, Guard, ServerKeys
+from async_rl.net.link import Link
 from async_rl.net.streams import is_readable, no_free_port
 from async_rl.net.wire import SAME_VERSION, Limits, decode, encode
 
@@ -376,10 +377,16 @@ class PublisherSocket:
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6))
         if keys is not None:
             keys.identify(self._socket)
+        self._link = Link(self._socket, address, "the learner", "" if keys is None else keys.public.decode())
         self._socket.connect(address)
 
     def register(self, poller: zmq.Poller) -> None:
         poller.register(self._socket, zmq.POLLIN)
+        self._link.register(poller)
+
+    def trouble_after(self, seconds: float) -> str:
+        """Return why there has been no connection for ``seconds``, and what to do about it; empty if there was one."""
+        return self._link.trouble if self._link.lost_s >= seconds else ""
 
     def send(self, message: MemberMessage) -> bool:
         """Send ``message`` to the publisher. Return False if there is no connection, so that the message was not
@@ -397,6 +404,7 @@ class PublisherSocket:
         Raises:
             WireError: the message is malformed.
         """
+        self._link.update()
         try:
             frame = self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
@@ -408,6 +416,8 @@ class PublisherSocket:
         self.send(Leave())
         if poller is not None:
             poller.unregister(self._socket)
+            self._link.unregister(poller)
+        self._link.close()
         self._socket.close(linger=_LINGER_MS)
 
 

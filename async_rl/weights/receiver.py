@@ -32,6 +32,8 @@ __all__ = ["Receiver", "ReceiverStats"]
 _POLL_MS = 100
 _CONNECT_RETRY_S = 0.1
 _SILENT_S = 15.0
+_LOST_S = 5.0
+"""A shorter loss of the connection needs no message."""
 _CLOSE_S = 5.0
 
 
@@ -207,7 +209,10 @@ class Receiver:
     def _send_heartbeat(self) -> None:
         """Send ``Heartbeat`` (``Join`` while this generator is no member), unless the next one is not due yet."""
         now = time.monotonic()
-        if now - self._last_seen > _SILENT_S and self._socket is not None:
+        trouble = "" if self._socket is None else self._socket.trouble_after(_LOST_S)
+        if trouble:
+            self._channel_error = trouble
+        elif now - self._last_seen > _SILENT_S and self._socket is not None:
             self._channel_error = f"the learner at {self._channel} was silent for {now - self._last_seen:.0f} s"
         if now < self._next_heartbeat:
             return

@@ -126,6 +126,18 @@ def test_weights_travel_over_the_ports_that_the_user_opened_also_after_a_restart
                 assert plane.publisher.ports == (control, stream)
 
 
+def test_a_port_of_the_learner_that_cannot_be_reached_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with closing(Receiver("g", insecure=False)) as receiver:
+        receiver.follow(Announcement("line", 1, "digest", f"tcp://127.0.0.1:{port}"))
+        deadline = time.monotonic() + DEADLINE_S
+        while receiver.error is None:
+            assert time.monotonic() < deadline, "no cause was named"
+            time.sleep(0.05)
+        assert receiver.error.startswith(f"nothing listens at 127.0.0.1:{port} (connection refused); ")
+
+
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_every_byte_arrives_unencrypted_and_encrypted(tmp_path, is_encrypted: bool):
     make_keys(tmp_path / "keys")
