@@ -248,7 +248,7 @@ def check_queue_address(config: Config, *, insecure: bool) -> list[Finding]:
     try:
         others_address(config.queue)
     except AddressError as error:
-        return [Finding("queue.address", "FAIL", str(error), fix="set queue.advertise as the message says")]
+        return [Finding.of_error("queue.address", error)]
     try:
         check_bindable(config.queue, insecure=insecure)
     except UserError as error:
@@ -279,7 +279,7 @@ def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> list[
     try:
         refuse_open_connect(address, insecure=insecure, has_keys=keys_file is not None)
     except AddressError as error:
-        return [Finding("peer", "FAIL", str(error), fix="pass --keys FILE, or --insecure on a trusted network")]
+        return [Finding.of_error("peer", error)]
     unreachable = why_unreachable("the queue server", host, port)
     if unreachable:
         found, _, fix = unreachable.partition("; ")
