@@ -1,7 +1,7 @@
 # Needs CPython 3.11 to 3.13, make and a package index. Every target sets up what it needs; the second time is quick.
 #   make quickstart [SEED=0]   train a small model end to end on this machine
 #   make quickstart-compare    the same run once more on-policy, and both side by side over time
-#   make test                  the tests that a contributor runs: about six minutes on two cores
+#   make test                  the tests that a contributor runs: five to six minutes on two cores
 #   make test-all              these and the slow ones: whole runs, killed processes, several ranks
 #   make test-long             hours of histories, mutants and kills, for a release. DONE=FILE: go on with it later
 #   make test-vllm             the tests that need vLLM, in an environment of their own with its CPU build
