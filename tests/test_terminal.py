@@ -69,14 +69,14 @@ def test_markup_in_what_others_wrote_is_shown_as_it_is(
     markup = "[/red]x:skull:"
     status: dict[str, Any] = {
         "run_id": markup,
-        "generators": [{"id": markup, "host": f"host {markup}", "seen_s_ago": 1.0}],
+        "generators": [{"id": markup, "host": f"host {markup}", "seen_s_ago": 1.0, "trouble": markup}],
         "waits": [{"who": markup, "for": markup, "since_s": 100.0}],
         "ledger": {"groups": {"dropped": {markup: 3}}, "eval": {markup: {"issued": 1}}},
         "unknown": [{markup: markup}],
         markup: markup,
     }
     print_status(status)
-    assert capsys.readouterr().out.count("[/red]x:skull:") == 11
+    assert capsys.readouterr().out.count("[/red]x:skull:") == 13
     print_table([Finding(markup, "FAIL", markup, fix=markup, details=markup)])
     assert capsys.readouterr().out.count("[/red]x:skull:") == 5
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, f"eval/{markup}/accuracy": 0.5}) + "\n")

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.errors import AsyncRLError
-from async_rl.launch.status import ask_status, awaited_by
+from async_rl.launch.status import ask_status, awaited_by, generator_troubles
 from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
 from async_rl.run.directory import RunDir
@@ -36,6 +36,7 @@ SHOWN_WAIT_S = 2.0
 MAX_NAMED_PROCESSES = 8
 LINE_EVERY_S = 10.0
 """Seconds between two lines of ``PlainView`` while no step is trained."""
+_MAX_TROUBLES = 3
 _LOG_BYTES = 8 << 10
 _LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \S+ (?:INFO|WARNING) [\w.]+: (.+)$")
 _GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
@@ -298,6 +299,8 @@ class LiveView:
             self._add_figures(table, row)
         else:
             table.add_row("queue", self._queue_text(row))
+        for generator_id, trouble in list(generator_troubles(status.get("generators", ())).items())[:_MAX_TROUBLES]:
+            table.add_row("problem", f"generator {generator_id}: {trouble}")
         if waits := _waits_text(status.get("waits", ())):
             table.add_row("waiting", waits)
         for dataset, points in progress.evals.items():

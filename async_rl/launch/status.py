@@ -132,6 +132,8 @@ def status_tables(status: Mapping[str, Any]) -> list[Table]:
         run.add_row(label, text)
     if generators := rest.pop("generators", None):
         tables.append(_generators_table(generators))
+        if troubles := generator_troubles(generators):
+            tables.append(_troubles_table(troubles))
     tables += _ledger_tables(rest.pop("ledger", {}))
     if waits := rest.pop("waits", None):
         tables.append(_waits_table(waits))
@@ -194,6 +196,25 @@ def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
             f"{stats['num_tokens'] / wall_s:,.0f}" if wall_s else "-",
             "-" if seen_s is None else f"{gone}{seen_s:.1f} s ago",
         )
+    return table
+
+
+def generator_troubles(generators: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return by id what is wrong with each of ``generators`` with which something is wrong."""
+    found: dict[str, str] = {}
+    for generator in generators:
+        quarantined, trouble = generator.get("quarantined"), generator.get("trouble")
+        if generator.get("alive", True) and (quarantined or trouble):
+            found[str(generator.get("id", ""))] = f"quarantined: {quarantined}" if quarantined else str(trouble)
+    return found
+
+
+def _troubles_table(troubles: Mapping[str, str]) -> Table:
+    table = Table(title="problems of generators", title_justify="left")
+    table.add_column("id", overflow="fold")
+    table.add_column("problem", overflow="fold")
+    for generator_id, trouble in troubles.items():
+        table.add_row(generator_id, trouble)
     return table
 
 

@@ -24,6 +24,8 @@ RECEIVE_HIGH_WATER_MARK = 64
 """Maximum number of received messages of one peer that wait in the socket's memory."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """The type of a name that the server stores. Its length is limited."""
+MAX_TROUBLE = 1000
+"""Maximum number of characters of the text with which a generator says what is wrong."""
 
 DropCause = Literal[
     "stale", "cancelled", "expired", "failed", "refused", "step_skipped", "rolled_back", "poison", "too_slow",
@@ -391,11 +393,13 @@ class LeaseRequest(OfGenerator, frozen=True):
 class Heartbeat(OfGenerator, frozen=True):
     """A generator reports the number of sampled tokens of each lease, and its totals.
 
-    A lease expires if its number does not grow for ``queue.lease_timeout_s``.
+    A lease expires if its number does not grow for ``queue.lease_timeout_s``. ``trouble`` says why the generator gets
+    no weights at present; empty if nothing is wrong.
     """
 
     progress: dict[str, Count]
     stats: GeneratorStats
+    trouble: Annotated[str, msgspec.Meta(max_length=MAX_TROUBLE)] = ""
 
 
 class ReturnGroups(OfGenerator, frozen=True):

@@ -213,7 +213,8 @@ class Receiver:
         if trouble:
             self._channel_error = trouble
         elif now - self._last_seen > _SILENT_S and self._socket is not None:
-            self._channel_error = f"the learner at {self._channel} was silent for {now - self._last_seen:.0f} s"
+            # Without the exact time, which would make it another error, and another line of the log, every second.
+            self._channel_error = f"the learner at {self._channel} has been silent for more than {_SILENT_S:g} s"
         if now < self._next_heartbeat:
             return
         message = control.Heartbeat() if self._joined else self._join_message()

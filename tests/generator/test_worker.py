@@ -18,7 +18,7 @@ from async_rl.config.loading import config_to_toml, machine_overrides, parse_con
 from async_rl.config.run import FakeConfig
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
-from async_rl.generator.loop import Worker
+from async_rl.generator.loop import HEARTBEAT_S, Worker
 from async_rl.generator.worker import generator_config, write_files
 from async_rl.queue.messages import (
     Announced,
@@ -80,6 +80,7 @@ class FakeQueue:
         self.answered: list[tuple[str, Answer]] = []
         self.failed: list[tuple[str, str, str]] = []
         self.heartbeats: list[tuple[dict[str, int], GeneratorStats]] = []
+        self.troubles: list[str] = []
         self.timeouts: list[float] = []
 
     def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None:
@@ -88,8 +89,9 @@ class FakeQueue:
         self.lease_request_outstanding = True
         self.requests.append((lineage, version, max_leases))
 
-    def heartbeat(self, progress: dict[str, int], stats: GeneratorStats) -> None:
+    def heartbeat(self, progress: dict[str, int], stats: GeneratorStats, trouble: str) -> None:
         self.heartbeats.append((progress, stats))
+        self.troubles.append(trouble)
 
     def return_group(self, group: Group) -> None:
         self.returned.append(group)
@@ -411,7 +413,13 @@ def test_trouble_with_the_weights_is_told_and_not_fatal(scene, caplog):
         scene.receiver.error = None
         return []
 
-    scene.run(scene.announce(0, staged=False), trouble, [], well, [])
+    def report() -> list[GeneratorEvent]:
+        scene.clock.now_s += HEARTBEAT_S
+        return []
+
+    scene.run(scene.announce(0, staged=False), trouble, report, [], well, report, [])
+    assert list(dict.fromkeys(scene.queue.troubles)) == ["", "the learner was not heard of"]
+    assert scene.queue.troubles[-1] == ""
     assert [r.message for r in caplog.records] == [
         "weights: the learner was not heard of",
         "weights: the problem is solved",

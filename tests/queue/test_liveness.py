@@ -2,8 +2,9 @@
 
 import pytest
 
-from async_rl.queue.core import learner_requests
-from async_rl.queue.messages import NotReady
+from async_rl.queue.core import generator_requests, learner_requests
+from async_rl.queue.core.leases import TROUBLE_LOG_S
+from async_rl.queue.messages import GeneratorStats, NotReady
 from tests.queue.witness import WORST_CASE, Knobs
 from tests.queue.world import World
 
@@ -157,3 +158,30 @@ def test_the_end_of_the_run_ends_the_leases_of_evaluations_too():
     world.restart_server()
     world.heartbeat("g0")
     assert world.generators["g0"].leases == {}
+
+
+def report(world: World, name: str, trouble: str) -> None:
+    generator_requests.heartbeat(world.state, name, {}, GeneratorStats(), world.now, trouble)
+
+
+def test_a_learner_that_waits_is_told_why_no_generator_gets_weights():
+    world = World(Knobs())
+    report(world, "g0", "open port 5556")
+    assert world.expect_no_batch().startswith("generator g0 reports: open port 5556; 0 of 2 groups are queued")
+    report(world, "g1", "open port 5557")
+    assert "(problems of other generators: 1)" in world.expect_no_batch()
+    report(world, "g1", "")
+    assert "reports" not in world.expect_no_batch()
+
+
+def test_the_log_names_a_generator_s_problem_at_once_and_no_more_than_every_ten_seconds():
+    world = World(Knobs())
+    logged: list[str] = []
+    for trouble, seconds in (("a", 0.0), ("a", 1.0), ("b", 1.0), ("c", TROUBLE_LOG_S), ("", 1.0), ("", TROUBLE_LOG_S)):
+        world.pass_time(seconds)
+        report(world, "g0", trouble)
+        entry = world.state.generators.get("g0")
+        assert entry is not None
+        if entry.must_log_trouble(world.now):
+            logged.append(trouble)
+    assert logged == ["a", "c", ""]

@@ -514,7 +514,7 @@ def test_status_shows_who_holds_what(servers, tmp_path):
     attach(learner)
     generator.hello(10.0, "fake", "host-1")
     (lease,) = get_leases(generator, count=1)
-    generator.heartbeat({lease.lease_id: 5}, GeneratorStats(max_running=4, num_tokens=5))
+    generator.heartbeat({lease.lease_id: 5}, GeneratorStats(max_running=4, num_tokens=5), "no answer from 10.0.0.1:1")
     wait_until(lambda: generator.poll(0.1) is not None and not generator.heartbeat_outstanding, "an answer")
     status = learner.status()
     assert (status["run_id"], status["step"], status["version"], status["num_steps"]) == ("run", 0, 0, 3)
@@ -525,6 +525,7 @@ def test_status_shows_who_holds_what(servers, tmp_path):
     (known,) = status["generators"]
     assert (known["id"], known["host"], known["backend"], known["active"]) == ("g0", "host-1", "fake", ["line-a", 0])
     assert known["stats"]["max_running"] == 4
+    assert known["trouble"] == "no answer from 10.0.0.1:1"
     assert status["announced"]["version"] == 0
     assert json.loads(json.dumps(status)) == status
 

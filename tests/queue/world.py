@@ -230,6 +230,12 @@ class World(Witness):
         assert not isinstance(answer, NotReady), answer.reason
         return answer
 
+    def expect_no_batch(self) -> str:
+        """Return why there is no batch."""
+        answer = self.take()
+        assert isinstance(answer, NotReady)
+        return answer.reason
+
     def ack(self, updates: int, *, snapshot: bool = False, lease_bound: int | None = None) -> None:
         """Train on what was taken: so many optimizer steps, 0 if they were skipped. None: the bound stays."""
         learner, taken = self.learner, self.taken

@@ -500,10 +500,14 @@ class GeneratorQueue:
             request = messages.LeaseRequest(self.generator_id, lineage, version, max_leases)
             self._connection.post(request, wait_s=wait_s)
 
-    def heartbeat(self, progress: Mapping[str, int], stats: GeneratorStats) -> None:
-        """Report the number of sampled tokens by lease id. Do nothing if the last heartbeat has no reply yet."""
+    def heartbeat(self, progress: Mapping[str, int], stats: GeneratorStats, trouble: str = "") -> None:
+        """Report the number of sampled tokens by lease id, and in ``trouble`` why no weights arrive, if so.
+
+        Do nothing if the last heartbeat has no reply yet.
+        """
         if not self.heartbeat_outstanding:
-            self._connection.post(messages.Heartbeat(self.generator_id, dict(progress), stats))
+            shown = trouble[: messages.MAX_TROUBLE]
+            self._connection.post(messages.Heartbeat(self.generator_id, dict(progress), stats, shown))
 
     def return_group(self, group: Group) -> None:
         """Send a finished group, at the latest in the next ``poll``. A ``Returned`` event says what became of it."""

@@ -131,13 +131,15 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
 
 
 def heartbeat(
-    state: QueueState, generator_id: str, progress: Mapping[str, int], stats: GeneratorStats, now: float
-) -> tuple[str, ...]:
-    """Record how many tokens a generator has sampled for each lease.
+    state: QueueState, generator_id: str, progress: Mapping[str, int], stats: GeneratorStats, now: float,
+    trouble: str = "",
+) -> tuple[str, ...]:  # fmt: skip
+    """Record how many tokens a generator has sampled for each lease, and ``trouble``, why it gets no weights.
 
     Return the ids of the leases that it must stop sampling.
     """
-    _seen(state, generator_id, now).stats = stats
+    entry = _seen(state, generator_id, now)
+    entry.stats, entry.trouble = stats, trouble
     void = state.generators.pop_cancelled(generator_id)
     for lease_id, tokens in progress.items():
         active = state.leases.get(lease_id)

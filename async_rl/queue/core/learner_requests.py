@@ -371,8 +371,17 @@ def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
 
 
 def _who_samples(state: QueueState) -> str:
-    """Return a warning, as the start of a reason to wait, if no generator is connected; else return ""."""
-    return "" if state.generators.alive(state.now) else "no generator is connected: "
+    """Return a warning, as the start of a reason to wait, if no generator is connected; else return "".
+
+    If all generators report that they get no weights, the warning has the report of the first.
+    """
+    alive = state.generators.alive(state.now)
+    if not alive:
+        return "no generator is connected: "
+    if all(entry.trouble for entry in alive):
+        others = f" (problems of other generators: {len(alive) - 1})" if len(alive) > 1 else ""
+        return f"generator {alive[0].generator_id} reports: {alive[0].trouble}{others}; "
+    return ""
 
 
 def _must_wait(state: QueueState, learner: LearnerSide) -> bool:

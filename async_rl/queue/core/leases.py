@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from async_rl.records import Lease
 
 QUARANTINE_OF = 100
 """``queue.max_refused_share`` is a share of this many groups, the last that a generator returned."""
+TROUBLE_LOG_S = 10.0
+"""Minimum interval between two log lines about the problems of one generator."""
 _REMEMBERED = 65_536
 """Number of ended leases that are kept, so that a group that is returned again differs from one for an unknown
 lease."""
@@ -263,6 +266,7 @@ class GeneratorEntry:
         owner: the client that may use its id.
         active: the lineage and the version of its weights at its last lease request; None before.
         stats: its totals from its last heartbeat.
+        trouble: why it got no weights at its last heartbeat; empty if nothing was wrong.
         cancelled: ids of its cancelled leases that it has not been told about.
         refused: the number of its refused groups, by cause.
         returned: for each of its last groups, whether the group was refused.
@@ -282,6 +286,19 @@ class GeneratorEntry:
     returned: deque[bool] = field(default_factory=lambda: deque(maxlen=QUARANTINE_OF))
     quarantined: str = ""
     num_foreign: int = 0
+    trouble: str = ""
+    _logged_trouble: str = ""
+    _log_trouble_at: float = -math.inf
+
+    def must_log_trouble(self, now: float) -> bool:
+        """Return whether ``trouble`` has changed since this method last returned True.
+
+        After it has returned True, it returns False for ``TROUBLE_LOG_S``, so that no generator can fill the log.
+        """
+        if self.trouble == self._logged_trouble or now < self._log_trouble_at:
+            return False
+        self._logged_trouble, self._log_trouble_at = self.trouble, now + TROUBLE_LOG_S
+        return True
 
     def note_returned(self, *, refused: bool) -> None:
         self.returned.append(refused)
@@ -409,6 +426,7 @@ class GeneratorTable:
                 "stats": msgspec.structs.asdict(e.stats),
                 "refused": dict(e.refused),
                 "quarantined": e.quarantined,
+                "trouble": e.trouble,
                 "foreign_requests": e.num_foreign,
             }
             for e in self._entries.values()

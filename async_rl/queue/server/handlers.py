@@ -349,7 +349,14 @@ class Handlers:
         return Deferred(_wait_s(message), attempt)
 
     def _on_heartbeat(self, request: messages.Heartbeat, message: Message, now: float) -> Reply:
-        cancelled = generator_requests.heartbeat(self.state, request.generator_id, request.progress, request.stats, now)
+        cancelled = generator_requests.heartbeat(
+            self.state, request.generator_id, request.progress, request.stats, now, request.trouble
+        )
+        generator = self.state.generators.get(request.generator_id)
+        if generator is not None and generator.must_log_trouble(now):
+            solved = "its problem with weights is solved"
+            level = logging.WARNING if request.trouble else logging.INFO
+            logger.log(level, "generator %s: %s", request.generator_id, request.trouble or solved)
         return Reply(messages.HeartbeatReply(cancelled))
 
     def _on_return(self, request: messages.ReturnGroups, message: Message, now: float) -> Reply:
