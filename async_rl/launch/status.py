@@ -160,6 +160,8 @@ def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "step", "no learner yet" if step is None else f"{step} of {num_steps}" if num_steps else str(step)
     if announced := rest.pop("announced", None):
         yield "weights", f"version {announced.get('version')} from {announced.get('channel')}"
+        if ports := announced.get("ports"):
+            yield "ports for weights", ", ".join(map(str, ports))
     for key, label in _LABELS.items():
         value = rest.pop(key, None)
         if value not in ("", None, []) and (value or key not in _ONLY_IF_ANY):

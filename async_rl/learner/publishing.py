@@ -45,6 +45,11 @@ class WeightsSender(Protocol):
         """The address where generators get the weights, as announced to them."""
         ...
 
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """The ports of this machine to which generators connect for the weights."""
+        ...
+
     def publish(
         self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
     ) -> Published | None:
@@ -75,6 +80,10 @@ class StagedWeights:
     @property
     def channel(self) -> str:
         return self._publisher.address
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        return self._publisher.ports
 
     def publish(
         self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
@@ -122,6 +131,10 @@ class FixedLagWeights:
     @property
     def channel(self) -> str:
         return self._sender.channel
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        return self._sender.ports
 
     def publish(
         self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
@@ -180,7 +193,7 @@ class VersionPublisher:
             return
         self._remember(published.version, published.digest)
         probe = b"" if self._parity is None else self._parity.take_probe(published.version)
-        self._queue.announce(Announcement(state.lineage, *published, self._weights.channel, probe))
+        self._queue.announce(Announcement(state.lineage, *published, self._weights.channel, probe, self._weights.ports))
         self._newest = published.version
 
     def knows_weights(self, group: Group) -> bool:

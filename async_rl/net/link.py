@@ -178,26 +178,32 @@ def why_unreachable(server: str, host: str, port: int, timeout_s: float = _PROBE
 
     ``server`` is what the server is called in the text, such as "the queue server".
     """
-    place = f"{url_host(host)}:{port}"
     try:
         socket.create_connection((host, port), timeout_s).close()
-    except socket.gaierror as error:
+    except OSError as error:
+        return unreachable_text(server, host, port, error, timeout_s)
+    return ""
+
+
+def unreachable_text(server: str, host: str, port: int, error: OSError, timeout_s: float) -> str:
+    """Return what ``error`` says about ``server``, and what to do about it.
+
+    ``error`` comes from an attempt to connect by TCP that was given ``timeout_s`` seconds.
+    """
+    place = f"{url_host(host)}:{port}"
+    if isinstance(error, socket.gaierror):
         return (
             f"the host name {host!r} of {server} can't be resolved ({error.strerror}); correct the address, or add the "
             f"name to DNS or /etc/hosts"
         )
-    except ConnectionRefusedError:
+    if isinstance(error, ConnectionRefusedError):
         return (
             f"nothing listens at {place} (connection refused); check that {server} runs there, and that it binds this "
             f"address and port"
         )
-    except TimeoutError:
+    if isinstance(error, TimeoutError):
         return (
             f"no answer from {place} in {timeout_s:g} s; a firewall may drop the packets: open port {port} on the "
             f"machine of {server}, and check that the machine is up"
         )
-    except OSError as error:
-        return (
-            f"no connection to {place}: {error.strerror or error}; check this machine's network and routes to {server}"
-        )
-    return ""
+    return f"no connection to {place}: {error.strerror or error}; check this machine's network and routes to {server}"

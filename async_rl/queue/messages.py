@@ -49,6 +49,8 @@ class Announcement(msgspec.Struct, frozen=True):
         digest: the digest of the version's manifest.
         channel: the address at which generators get the weights.
         probe: an encoded ``parity.Probe``, tokens that generators must score at this version. It may be empty.
+        ports: the ports of the learner's machine to which generators connect for the weights. People read them in the
+            status.
     """
 
     lineage: str
@@ -56,6 +58,7 @@ class Announcement(msgspec.Struct, frozen=True):
     digest: str
     channel: str
     probe: bytes = b""
+    ports: tuple[int, ...] = ()
 
 
 class Welcome(msgspec.Struct, frozen=True):

@@ -106,5 +106,5 @@ def attach(queue: LearnerQueue, lineage: str = "line-a", *, snapshot: bytes | No
         snapshot=snapshot, **plain,
     )  # type: ignore[arg-type]  # fmt: skip
     version = int(str(plain["fork_version"]))
-    queue.announce(Announcement(lineage, version, f"digest-{version}", "tcp://127.0.0.1:1"))
+    queue.announce(Announcement(lineage, version, f"digest-{version}", "tcp://127.0.0.1:1", ports=(5556, 5557)))
     queue.ping()  # Announced by now, for whoever looks from another connection.

@@ -526,7 +526,7 @@ def test_status_shows_who_holds_what(servers, tmp_path):
     assert (known["id"], known["host"], known["backend"], known["active"]) == ("g0", "host-1", "fake", ["line-a", 0])
     assert known["stats"]["max_running"] == 4
     assert known["trouble"] == "no answer from 10.0.0.1:1"
-    assert status["announced"]["version"] == 0
+    assert (status["announced"]["version"], status["announced"]["ports"]) == (0, [5556, 5557])
     assert json.loads(json.dumps(status)) == status
 
 

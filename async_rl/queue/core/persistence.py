@@ -34,7 +34,7 @@ from async_rl.records import Sampling
 
 Entries = Mapping[Kind, Mapping[str, Any]]
 
-_ANNOUNCED = ("lineage", "version", "digest", "channel")
+_ANNOUNCED = ("lineage", "version", "digest", "channel", "ports")
 """The names of the announcement's fields that the queue's status shows."""
 KEPT_AT_RESTORE = frozenset({
     "now", "data_digest", "learner", "old_lineages", "outcomes", "received_evals", "num_damaged",

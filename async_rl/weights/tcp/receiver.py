@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from async_rl.errors import CorruptWeightsError, WeightsError
+from async_rl.net.link import unreachable_text
 from async_rl.net.streams import StreamEndedError, read_exactly, receive_into
 from async_rl.net.wire import SAME_VERSION
 from async_rl.process.fault_points import fault_point
@@ -29,6 +30,7 @@ from async_rl.weights.transport import ReceiveOrder, ReceiveResult
 
 MAX_REQUESTS = 4
 """Requests for one version: the first for all buckets, the others for buckets that arrived corrupt."""
+_CONNECT_S = 5.0
 _STALL_S = 10.0
 _KEEP_S = 20.0
 """An idle connection is not used again after this time: the server, or a device on the way, may have closed it."""
@@ -73,8 +75,8 @@ class _KeptConnection:
         If the caller raises an error, the connection is closed, else it is kept for the next request.
 
         Raises:
-            WeightsError: the deadline has passed.
-            OSError: the server can't be reached.
+            WeightsError: the deadline has passed, or the server can't be reached.
+            OSError: the connection broke.
         """
         connection = self._take((host, port)) or _connect(host, port, deadline)
         try:
@@ -115,12 +117,15 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def _connect(host: str, port: int, deadline: float) -> socket.socket:
-    remaining_s = min(_STALL_S, deadline - time.monotonic())
-    if remaining_s <= 0:
+    timeout_s = min(_CONNECT_S, deadline - time.monotonic())
+    if timeout_s <= 0:
         raise WeightsError(
             "this version of the weights was not received within weights.deadline_s; raise it, or check the network"
         )
-    connection = socket.create_connection((host, port), timeout=remaining_s)
+    try:
+        connection = socket.create_connection((host, port), timeout_s)
+    except OSError as error:
+        raise WeightsError(unreachable_text("the learner's stream server", host, port, error, timeout_s)) from error
     # Blocking, with the kernel's clock: Python's own would poll before every read.
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_STALL_S), 0))
