@@ -31,14 +31,22 @@ def wait_until(what: str, probe: Callable[[], _T | None], *, deadline_s: float =
 
 
 class Role:
-    """One ``async-rl`` process in a session of its own, its output in a file."""
+    """One ``async-rl`` process in a session of its own, its output in a file; in a network namespace if given."""
 
-    def __init__(self, name: str, *arguments: str, log_dir: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, *arguments: str, log_dir: Path, env: Mapping[str, str] | None = None, namespace: str = ""
+    ) -> None:
         self.name, self.arguments, self.log_path = name, arguments, log_dir / f"{name}.log"
         log_dir.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "async_rl", *arguments],
+                [
+                    *(("ip", "netns", "exec", namespace) if namespace else ()),
+                    sys.executable,
+                    "-m",
+                    "async_rl",
+                    *arguments,
+                ],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})},
                 stdin=subprocess.DEVNULL,
@@ -74,8 +82,8 @@ def roles(log_dir: Path) -> Iterator[Callable[..., Role]]:
     """Gives ``start(name, *arguments)``; every role started is ended with everything in its session."""
     started: list[Role] = []
 
-    def start(name: str, *arguments: str, env: Mapping[str, str] | None = None) -> Role:
-        role = Role(name, *arguments, log_dir=log_dir, env=env)
+    def start(name: str, *arguments: str, env: Mapping[str, str] | None = None, namespace: str = "") -> Role:
+        role = Role(name, *arguments, log_dir=log_dir, env=env, namespace=namespace)
         started.append(role)
         return role
 

@@ -83,6 +83,7 @@ class DigestWeights:
     """Every version's digest is its number after ``name``, as the answers say."""
 
     channel: str = "tcp://127.0.0.1:1"
+    ports: tuple[int, ...] = (1, 2)
     name: str = "digest"
     published: list[int] = field(default_factory=list)
 
