@@ -6,6 +6,8 @@ import ipaddress
 import re
 import socket
 
+import psutil
+
 from async_rl.errors import AddressError
 
 _ADDRESS = re.compile(r"tcp://(?P<host>\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._*-]+):(?P<port>\d{1,5}|\*)")
@@ -176,3 +178,20 @@ def local_host_towards(address: str) -> str:
         raise AddressError(
             f"this machine has no route to {address}: {error}; check the host's name and the network"
         ) from error
+
+
+def interface_of(host: str) -> str:
+    """Return the name of this machine's network interface that has the IP address ``host``.
+
+    Raises:
+        AddressError: no interface has it.
+    """
+    interfaces = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
+        # An IPv6 address of a link ends with its interface, as in fe80::1%eth0.
+        if any(address.address.partition("%")[0] == host.partition("%")[0] for address in addresses):
+            return name
+    raise AddressError(
+        f"expected an address of one of this machine's network interfaces ({', '.join(interfaces)}), got {host}; "
+        f"correct queue.address or queue.advertise"
+    )

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 
 from async_rl.errors import CorruptWeightsError, WeightsError
+from async_rl.net.address import interface_of, is_loopback
 from async_rl.net.streams import listening_socket
 from async_rl.process.fault_points import fault_point
 from async_rl.weights.control import StartCollective, seconds_until
@@ -268,7 +269,7 @@ class Communicator:
                 return cls(_gloo(store, rank, size, timeout, local_host), device=None, stall_s=stall_s)
             if backend == "nccl":
                 chosen = torch.device(device or "cuda")
-                return cls(_nccl(store, rank, size, chosen), device=chosen, stall_s=stall_s)
+                return cls(_nccl(store, rank, size, chosen, local_host), device=chosen, stall_s=stall_s)
         except RuntimeError as error:
             raise WeightsError(
                 f"rank {rank} of {size} could not connect to the others at {store_host}:{store_port} within "
@@ -370,9 +371,10 @@ def _gloo(store: TCPStore, rank: int, size: int, timeout: timedelta, local_host:
     return ProcessGroupGloo(PrefixStore("weights", store), rank, size, options)
 
 
-def _nccl(store: TCPStore, rank: int, size: int, device: torch.device) -> Any:
+def _nccl(store: TCPStore, rank: int, size: int, device: torch.device, local_host: str) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
+    choose_nccl_interface(local_host)
     options = ProcessGroupNCCL.Options()
     options._timeout = _NCCL_GROUP_TIMEOUT
     # Read when a process group is created: if set, a generator's death would end the learner's process.
@@ -387,6 +389,16 @@ def _nccl(store: TCPStore, rank: int, size: int, device: torch.device) -> Any:
             del os.environ[key]
         else:
             os.environ[key] = before
+
+
+def choose_nccl_interface(local_host: str) -> None:
+    """Let NCCL use the network interface that has the address ``local_host``, unless the user has chosen one.
+
+    NCCL would take the first interface that is up, which often leads elsewhere. It reads the variable once, when a
+    process uses it for the first time. Over loopback all ranks are on this machine, so NCCL needs no interface.
+    """
+    if "NCCL_SOCKET_IFNAME" not in os.environ and not is_loopback(local_host):
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(local_host)}"
 
 
 def _first_line(error: Exception) -> str:

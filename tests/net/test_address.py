@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from async_rl.errors import AddressError
-from async_rl.net.address import advertised_address, host_towards, is_wildcard
+from async_rl.net.address import advertised_address, host_towards, interface_of, is_wildcard
 from async_rl.net.streams import listening_socket
 
 
@@ -64,3 +64,9 @@ def test_a_listener_takes_the_first_free_port_of_a_range():
 def test_an_address_of_another_machine_is_refused():
     with pytest.raises(AddressError, match=r"can't listen at 192\.0\.2\.1"):
         listening_socket("192.0.2.1", [5556])
+
+
+def test_the_interface_of_an_address_is_found():
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(AddressError, match=r"expected an address of one of this machine's network interfaces \(.*lo"):
+        interface_of("192.0.2.7")

@@ -1,3 +1,4 @@
+import os
 import threading
 import time
 
@@ -6,7 +7,8 @@ import torch
 
 from async_rl.errors import WeightsError
 from async_rl.net.streams import listening_socket
-from async_rl.weights.collective import Communicator
+from async_rl.weights import collective
+from async_rl.weights.collective import Communicator, choose_nccl_interface
 
 
 def two_groups(stall_s: float) -> list[Communicator]:
@@ -74,3 +76,16 @@ def test_an_unknown_transport_is_refused():
             "mpi", store_host="127.0.0.1", store_port=listener.getsockname()[1], rank=0, size=1, stall_s=1,
             local_host="127.0.0.1", listener=listener,
         )  # fmt: skip
+
+
+def test_nccl_uses_the_interface_of_the_advertised_address_unless_the_user_chose_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(collective, "interface_of", {"10.0.0.1": "ib0", "10.0.0.2": "eth1"}.__getitem__)
+    choose_nccl_interface("127.0.0.1")
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+    choose_nccl_interface("10.0.0.1")
+    choose_nccl_interface("10.0.0.2")
+    assert os.environ.pop("NCCL_SOCKET_IFNAME") == "=ib0"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "bond0")
+    choose_nccl_interface("10.0.0.1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "bond0"
