@@ -195,6 +195,9 @@ class EnvironmentRollouts:
             detail = f"{len(ids)} tokens, sampling.max_prompt_tokens = {sampling.max_prompt_tokens}"
             self._done.append(Graded(lease, rollout.index, None, cause="prompt_too_long", detail=detail))
             return
+        if not len(ids):
+            self._abandon(rollout, "its state has no token that the model could continue")
+            return
         if room < 1:
             # As for a cut answer: notify the environment of the end; it reports the rewards so far.
             rollout.finish_reason, rollout.is_over = "length", True

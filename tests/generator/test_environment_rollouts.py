@@ -64,11 +64,13 @@ class Play:
 
 
 @contextlib.contextmanager
-def playing(name: str, script: Callable[[int, int], str], **settings: Any) -> Iterator[Play]:
+def playing(
+    name: str, script: Callable[[int, int], str], *, text: CharacterText | None = None, **settings: Any
+) -> Iterator[Play]:
     config = EnvironmentConfig(name=name, **settings)
     backend = ScriptedBackend(script)
     with contextlib.closing(pool_of(config)) as pool:
-        yield Play(backend, EnvironmentRollouts(backend, pool, CharacterText(), config))
+        yield Play(backend, EnvironmentRollouts(backend, pool, text or CharacterText(), config))
 
 
 def row(content: str, group_size: int, max_new_tokens: int = 64, **reward_data: Any) -> Lease:
@@ -190,6 +192,21 @@ def test_a_failed_rollout_is_kept_with_its_tokens_and_moves_nobody_elses_advanta
     assert (rollouts[1].num_sampled, rollouts[1].turns) == (8, ())  # go$exit$
     # The mean is that of 6 and 4 alone; the failed one trains nothing.
     assert signs(rollouts) == [[1], [], [-1]]
+
+
+class WithoutTilde(CharacterText):
+    """A tokenizer that knows no ``~`` and leaves it out."""
+
+    def encode(self, text: str) -> np.ndarray:
+        return super().encode(text.replace("~", ""))
+
+
+def test_a_later_state_without_a_token_fails_its_rollout_and_not_the_generator(tmp_path):
+    path = tmp_path / "silent.py"
+    path.write_text("def step(state, action, extra_info):\n    return {'next_state': '~', 'reward': 0.0}\n")
+    with playing(str(path), lambda _, __: "go", text=WithoutTilde()) as play:
+        (rollout,) = play.play(row("hello", 1))
+    assert rollout.finish_reason == "error"
 
 
 def test_tokens_that_are_used_up_end_a_rollout_as_cut():
