@@ -1,10 +1,15 @@
-"""Draw runs side by side: learning over steps and over seconds, idle shares and overlap, mismatch by lag."""
+"""Draw runs side by side: learning over steps and over seconds, idle shares and overlap, mismatch by lag.
+
+The runs of a sweep that differ only in their seed have one color. Each has a line of its own, and a bar shows their
+mean.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ROUNDING = 1e-7
-"""KL in nats below which the difference of two policies is that of float32 rounding."""
+"""KL in nats below which the difference of two policies is that of float32 rounding. It is not drawn."""
+_SEED = re.compile(r"-seed=\d+$")
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 
 
@@ -29,12 +35,23 @@ def write_picture(summaries: Sequence[RunSummary], path: Path) -> None:
     Raises:
         RunError: the file can't be written.
     """
+    dataset = min((dataset for summary in summaries for dataset in summary.evaluations), default="")
     figure = new_figure(11, 8)
     (per_step, per_second), (shares, mismatch) = figure.subplots(2, 2)
-    names = [_label(name, run.bound) for name, run in zip(_names(summaries), summaries, strict=True)]
-    _draw_learning(per_step, per_second, names, summaries)
-    _draw_shares(shares, summaries)
-    _draw_mismatch(mismatch, names, summaries)
+    groups = by_setting(summaries)
+    for number, (name, group) in enumerate(groups.items()):
+        for index, summary in enumerate(group):
+            style = {"color": _COLORS[number % len(_COLORS)], "linewidth": 1.8 if len(group) == 1 else 1.0}
+            style |= {"markersize": 5 if len(group) == 1 else 3, "label": name if index == 0 else None}
+            _draw_learning(per_step, per_second, summary, dataset, style)
+            _draw_mismatch(mismatch, summary, style)
+    label = f"accuracy on {dataset}" if dataset else "reward (mean over a twentieth of the steps)"
+    per_step.set(xlabel="optimizer step", ylabel=label)
+    per_second.set(xlabel="seconds", ylabel=label)
+    mismatch.set_yscale("log")
+    mismatch.set(xlabel="age of a token (versions)", ylabel="KL(behavior policy || policy), nats")
+    mismatch.set_ylim(bottom=_ROUNDING)
+    _draw_shares(shares, groups)
     try:
         save_picture(figure, path)
     except OSError as error:
@@ -43,31 +60,30 @@ def write_picture(summaries: Sequence[RunSummary], path: Path) -> None:
         ) from error
 
 
-def _label(name: str, bound: int) -> str:
-    """Return the name of a run with its bound, which the name of a sweep's run may already have."""
-    return name if f"max_staleness={bound}" in name else f"{name} (bound {bound})"
+def by_setting(summaries: Sequence[RunSummary]) -> dict[str, list[RunSummary]]:
+    """Return the runs by the name that the picture shows for them. Runs that differ only in their seed share a name."""
+    groups: dict[str, list[RunSummary]] = {}
+    for name, summary in zip(short_names([summary.name for summary in summaries]), summaries, strict=True):
+        setting = plain_label(_SEED.sub("", name))
+        # The name of a sweep's run may have the bound already.
+        is_named = f"max_staleness={summary.bound}" in setting
+        groups.setdefault(setting if is_named else f"{setting} (bound {summary.bound})", []).append(summary)
+    return groups
 
 
-def _names(summaries: Sequence[RunSummary]) -> list[str]:
-    return [plain_label(name) for name in short_names([summary.name for summary in summaries])]
-
-
-def _draw_learning(per_step: Axes, per_second: Axes, names: Sequence[str], summaries: Sequence[RunSummary]) -> None:
-    datasets = sorted({dataset for summary in summaries for dataset in summary.evaluations})
-    label = f"accuracy on {datasets[0]}" if datasets else "reward (mean over a twentieth of the steps)"
-    for number, (name, summary) in enumerate(zip(names, summaries, strict=True)):
-        style = {"color": _COLORS[number % len(_COLORS)], "linewidth": 1.8, "label": name}
-        if datasets:
-            found = summary.evaluations.get(datasets[0], ())
-            steps, times = [e.step for e in found], [e.time_s for e in found]
-            values, marker = [e.accuracy for e in found], "o-"
-        else:
-            steps, times, values = _smooth(summary)
-            marker = "-"
-        per_step.plot(steps, values, marker, **style)
-        per_second.plot(times, values, marker, **style)
-    per_step.set(xlabel="optimizer step", ylabel=label)
-    per_second.set(xlabel="seconds", ylabel=label)
+def _draw_learning(
+    per_step: Axes, per_second: Axes, summary: RunSummary, dataset: str, style: Mapping[str, Any]
+) -> None:
+    """Draw the accuracies on ``dataset``, or the mean rewards if it is empty."""
+    if dataset:
+        found = summary.evaluations.get(dataset, ())
+        steps, times = [e.step for e in found], [e.time_s for e in found]
+        values, marker = [e.accuracy for e in found], "o-"
+    else:
+        steps, times, values = _smooth(summary)
+        marker = "-"
+    per_step.plot(steps, values, marker, **style)
+    per_second.plot(times, values, marker, **style)
 
 
 def _smooth(summary: RunSummary) -> tuple[list[int], list[float], list[float]]:
@@ -77,25 +93,26 @@ def _smooth(summary: RunSummary) -> tuple[list[int], list[float], list[float]]:
     return [step for step, _, _ in ends], [time_s for _, time_s, _ in ends], means
 
 
-def _draw_shares(axes: Axes, summaries: Sequence[RunSummary]) -> None:
-    places = np.arange(len(summaries))
+def _draw_shares(axes: Axes, groups: Mapping[str, Sequence[RunSummary]]) -> None:
+    places = np.arange(len(groups))
     for number, (label, name) in enumerate(
         (("overlap", "overlap"), ("learner idle", "idle_learner"), ("generators idle", "idle_generators"))
     ):
-        values = [getattr(summary, name) for summary in summaries]
-        heights = [np.nan if value is None else value for value in values]
+        heights = [_mean([getattr(summary, name) for summary in group]) for group in groups.values()]
         axes.bar(places + 0.27 * (number - 1), heights, 0.25, color=_COLORS[number], label=label)
-    labels = [f"{name}\n{run.steps_per_s:.3g} steps/s" for name, run in zip(_names(summaries), summaries, strict=True)]
+    speeds = [_mean([summary.steps_per_s for summary in group]) for group in groups.values()]
+    labels = [f"{name}\n{speed:.3g} steps/s" for name, speed in zip(groups, speeds, strict=True)]
     axes.set_xticks(places, labels, fontsize=8)
     axes.set_ylabel("share of the time")
     axes.set_ylim(0, 1.05)
 
 
-def _draw_mismatch(axes: Axes, names: Sequence[str], summaries: Sequence[RunSummary]) -> None:
-    for number, (name, summary) in enumerate(zip(names, summaries, strict=True)):
-        lags = [lag for lag, value in summary.mismatch_by_lag.items() if value > 0]
-        values = [summary.mismatch_by_lag[lag] for lag in lags]
-        axes.plot(lags, values, "o-", color=_COLORS[number % len(_COLORS)], label=name)
-    axes.set_yscale("log")
-    axes.set_ylim(bottom=_ROUNDING)
-    axes.set(xlabel="age of a token (versions)", ylabel="KL(behavior policy || policy), nats")
+def _mean(values: Sequence[float | None]) -> float:
+    """Return the mean of the values that are known; NaN, which is not drawn, if there are none."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else float("nan")
+
+
+def _draw_mismatch(axes: Axes, summary: RunSummary, style: Mapping[str, Any]) -> None:
+    lags = [lag for lag, value in summary.mismatch_by_lag.items() if value > _ROUNDING]
+    axes.plot(lags, [summary.mismatch_by_lag[lag] for lag in lags], "o-", **style)

@@ -7,6 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from async_rl.cli.main import app
+from async_rl.comparison.picture import by_setting
+from async_rl.comparison.summary import summarise
 from async_rl.comparison.sweep import launch_variant, plan_sweep
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
@@ -43,6 +45,22 @@ def test_runs_are_shown_side_by_side_with_advice_and_a_picture(tmp_path: Path):
     assert "Set queue.max_staleness = 4." in lines
     assert max(map(len, lines[:15])) <= 80
     assert picture.read_bytes().startswith(PNG)
+
+
+def test_the_runs_of_a_sweep_that_differ_in_their_seed_are_drawn_under_one_name(tmp_path: Path):
+    rows = [eval_row(0, 0.2), step_row(1), eval_row(1, 0.9)]
+    paths = [
+        write_run(tmp_path / f"max_staleness={bound}-seed={seed}", rows, bound=bound)
+        for seed in (0, 1)
+        for bound in (0, 4)
+    ]
+    paths.append(write_run(tmp_path / "other", rows, bound=4))
+    summaries = [summarise(path) for path in paths]
+    assert {name: len(runs) for name, runs in by_setting(summaries).items()} == {
+        "max_staleness=0": 2,
+        "max_staleness=4": 2,
+        "other (bound 4)": 1,
+    }
 
 
 def test_scripts_get_the_figures_as_json_and_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
