@@ -280,6 +280,7 @@ def _machine_checks(config: Config, *, insecure: bool) -> list[Check]:
         Check("cores", machine.check_cores),
         Check("devices", lambda: machine.check_cuda(config, "learner", "generator"), 60.0),
         Check("disk", lambda: machine.check_disk(config)),
+        Check("memory", lambda: machine.check_room_in_memory(config)),
         Check("keys", lambda: machine.check_key_files(config)),
         Check("queue.address", lambda: machine.check_queue_address(config, insecure=insecure), 20.0),
         Check("interface", lambda: machine.check_interfaces(config)),

@@ -18,13 +18,20 @@ from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS
 from async_rl.doctor.check import Finding
 from async_rl.errors import AddressError, QueueError, UserError, WeightsError
+from async_rl.launch.capacity import (
+    available_memory,
+    check_memory,
+    checkpoint_bytes,
+    free_bytes,
+    generator_bytes,
+    has_gpu,
+    learner_bytes,
+)
 from async_rl.launch.preflight import (
     check_bindable,
     check_devices,
     check_keys,
     check_weights_ports,
-    checkpoint_bytes,
-    free_bytes,
     others_address,
 )
 from async_rl.net.address import check_address, host_towards, is_loopback, refuse_open_bind, refuse_open_connect
@@ -212,10 +219,15 @@ def check_key_files(config: Config) -> list[Finding]:
     return [Finding("keys", "OK", f"{config.queue.keys}: the server's and the learner's key can be read, by you alone")]
 
 
-def available_memory() -> int:
-    """Return how many bytes of memory new processes can use without swapping, as Linux estimates it."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-    return 1024 * int(fields["MemAvailable"].split()[0])
+def check_room_in_memory(config: Config) -> list[Finding]:
+    """Check that the memory has room for the learner and the generators of this config, if they run on the CPU."""
+    available = size_text(available_memory())
+    if has_gpu():
+        return [Finding("memory", "OK", f"{available} available; learner and generators need that of the GPUs instead")]
+    check_memory(config)
+    needed = learner_bytes(config) + config.generator.count * generator_bytes(config)
+    found = f"{available} available; weights, gradients and optimizer take at least {size_text(needed)}"
+    return [Finding("memory", "OK", found if needed else f"{available} available; the model's size is not known yet")]
 
 
 def check_cores() -> list[Finding]:

@@ -29,6 +29,7 @@ from async_rl.generator.worker import (
     scratch_directory,
     write_files,
 )
+from async_rl.launch.capacity import available_memory, free_bytes
 from async_rl.net.keys import ClientKeys
 from async_rl.output import Report, ignore, size_text
 from async_rl.process.user_code import DIGESTS_FILE, read_digests
@@ -143,7 +144,7 @@ def check_scratch() -> list[Finding]:
     directory = Path(tempfile.gettempdir())
     with scratch_directory() as scratch:
         (scratch / "file").write_bytes(bytes(1 << 16))
-    free = machine.free_bytes(directory)
+    free = free_bytes(directory)
     found = f"{directory}, {size_text(free)} free"
     if free < _SCRATCH_BYTES:
         return [Finding("disk", "WARN", found, fix="free disk space, or set TMPDIR to a directory on another disk")]
@@ -252,7 +253,7 @@ def _check_engine(backend: Backend, config: Config, received: Sequence[ReceivedW
 
 
 def _memory_row(version_bytes: int) -> Finding:
-    available = machine.available_memory()
+    available = available_memory()
     found = (
         f"{size_text(available)} available with the engine loaded; the next version needs {size_text(version_bytes)}"
     )

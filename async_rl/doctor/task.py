@@ -31,6 +31,7 @@ from async_rl.errors import DataError, ModelError, RewardError, SandboxError, Us
 from async_rl.generator.backend import Backend, Sampled, build_backend
 from async_rl.generator.parity import answer_probe
 from async_rl.generator.worker import generator_config, scratch_directory, write_files
+from async_rl.launch.environment_trial import NUM_ROWS, try_environment
 from async_rl.launch.preflight import check_code, check_lengths, check_train_is_set
 from async_rl.process.user_code import describe_error
 from async_rl.queue.parity import Probe, compare, parity_limit
@@ -151,12 +152,7 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
 
     resolved = parse_config(dict(config), "the doctor's config")
     if resolved.environment.is_set:
-        check_code(resolved)
-        return [
-            Finding(
-                "reward", "skip", f"the environment {resolved.environment.name} gives the rewards; its code was found"
-            )
-        ]
+        return _environment_rows(resolved)
     try:
         rows = load_train_rows(resolved).rows[:_SAMPLE_ROWS]
     except UserError as error:
@@ -182,6 +178,17 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
         reward.close()
     sandbox = [_sandbox_row(resolved)] if resolved.reward.runs_programs else []
     return [*sandbox, *_verdict(resolved.reward.type, graded, is_user_code=resolved.reward.types[0].is_user_code)]
+
+
+def _environment_rows(config: Config) -> list[Finding]:
+    try:
+        rows = load_train_rows(config).rows
+    except UserError as error:
+        return [Finding("environment", "skip", f"there are no rows: {error}")]
+    check_code(config)
+    try_environment(config, rows)
+    found = f"{config.environment.name} was played on {min(NUM_ROWS, len(rows))} rows, with an answer that solves none"
+    return [Finding("environment", "OK", found)]
 
 
 def _sandbox_row(config: Config) -> Finding:

@@ -51,9 +51,7 @@ def main() -> None:
     try:
         code = load_code(name, allowed=allowed, digest=None if word == _ANY else word.removeprefix(_SHA256))
     except ConfigError as error:
-        cause = error.__cause__  # what the environment's module raised
-        trace = "" if cause is None else "\n" + "".join(traceback.format_exception(cause))
-        _refuse(control, f"environment.name: {error}{trace}")
+        _refuse(control, f"environment.name: {error}")
         return
     if not hasattr(code, "step") and not hasattr(code, "generate"):
         _refuse(

@@ -22,6 +22,7 @@ from rich.console import Console
 from async_rl.config.config import Config
 from async_rl.config.loading import machine_overrides
 from async_rl.errors import ConfigError, UserError
+from async_rl.launch.capacity import has_gpu
 from async_rl.launch.live_view import LiveView, PlainView, duration, eval_accuracies
 from async_rl.launch.preflight import check_launch
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
@@ -175,13 +176,8 @@ def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, i
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return RunCommands(
         config, config_arguments, run_id=run_id, insecure=insecure, inherited=os.environ,
-        num_cores=len(cores) or os.cpu_count() or 1, cores=() if _has_gpu() else cores,
+        num_cores=len(cores) or os.cpu_count() or 1, cores=() if has_gpu() else cores,
     )  # fmt: skip
-
-
-def _has_gpu() -> bool:
-    """Return whether this machine has an NVIDIA or AMD GPU, from the driver's device file."""
-    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
 
 
 def _run(

@@ -1,5 +1,5 @@
-"""Check that a run can start, before anything is written or started: run directory, disk space, address, devices, data,
-model, lengths, reward.
+"""Check that a run can start, before anything is written or started: run directory, disk space, memory, address,
+devices, data, model, lengths, reward, environment.
 
 ``launch`` and the doctor call these checks. The command line calls them for a ``learner`` or ``queue`` that a user
 started by hand. Fast checks come first. Each error message names the config key that the user must correct.
@@ -7,9 +7,7 @@ started by hand. Fast checks come first. Each error message names the config key
 
 from __future__ import annotations
 
-import math
 import os
-import shutil
 import socket
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -20,12 +18,13 @@ from async_rl.config.generator import has_model, known_capabilities, missing_pac
 from async_rl.config.queue import QueueConfig
 from async_rl.data.chat import check_model, context_length, load_tokenizer, render_prompt, vocabulary_size
 from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
-from async_rl.errors import AddressError, ConfigError, DataError, ModelError, RunError
+from async_rl.errors import AddressError, ConfigError, DataError, ModelError
+from async_rl.launch.capacity import check_disk_space, check_memory
+from async_rl.launch.environment_trial import try_environment
 from async_rl.launch.user_code_trial import try_reward
 from async_rl.net.address import advertised_address, check_address, host_towards, refuse_open_bind
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.net.streams import listening_socket
-from async_rl.output import size_text
 from async_rl.process.user_code import check_allowed, code_digests
 from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_writable
@@ -51,10 +50,12 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     rows = check_data(config).rows
     check_model(config.model.path, rows[0].messages, dtype=config.model.dtype)
     check_disk_space(config)
+    check_memory(config)
     check_lengths(config, rows)
     check_code_reward(config)
     check_fake_vocabulary(config)
     check_own_reward(config, rows)
+    check_own_environment(config, rows)
 
 
 def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
@@ -153,47 +154,6 @@ def check_data(config: Config) -> LoadedRows:
     return train
 
 
-def check_disk_space(config: Config) -> None:
-    """Check that the disk of the run directory has room for one checkpoint.
-
-    Raises:
-        RunError: there is less room.
-    """
-    needed, free = checkpoint_bytes(config), free_bytes(Path(config.run.dir).absolute())
-    if free < needed:
-        raise RunError(
-            f"run.dir: expected room for a checkpoint of {size_text(needed)} on the disk of {config.run.dir}, got "
-            f"{size_text(free)} free; free disk space, or set run.dir to a directory on another disk"
-        )
-
-
-def checkpoint_bytes(config: Config) -> int:
-    """Return the size of a checkpoint, estimated from the headers of the model's safetensors files.
-
-    Return 0 if ``model.path`` is no directory on this machine. A checkpoint with low-rank adapters counts as 0, too.
-    """
-    from safetensors import safe_open
-
-    directory = Path(config.model.path)
-    if config.lora.rank is not None or not directory.is_dir():
-        return 0
-    num_parameters = 0
-    for path in directory.glob("*.safetensors"):
-        try:
-            with safe_open(path, framework="numpy") as file:
-                num_parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-        except Exception as error:  # safetensors raises its own class for damaged files
-            raise ModelError(f"model.path: can't read {path}: {error}; download or save the model again") from error
-    return 12 * num_parameters  # float32: the parameters and AdamW's two moments
-
-
-def free_bytes(path: Path) -> int:
-    """Return the free space, in bytes, on the disk on which ``path`` is or would be created."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
-
-
 def check_lengths(config: Config, rows: Sequence[Row]) -> None:
     """Check that the longest rollout fits the learner and the model, and that not all prompts of ``rows`` are too long.
 
@@ -245,6 +205,16 @@ def check_own_reward(config: Config, rows: Sequence[Row]) -> None:
     is_own = any(kind.is_user_code for kind in config.reward.types)
     if is_own and config.generator.count and not config.environment.is_set:
         try_reward(config, [row.reward_data for row in rows])
+
+
+def check_own_environment(config: Config, rows: Sequence[Row]) -> None:
+    """Let the user's environment play the first rows, if generators on this machine play it.
+
+    Raises:
+        ConfigError: the environment fails, or returns something other than it must.
+    """
+    if config.environment.is_set and config.generator.count:
+        try_environment(config, rows)
 
 
 def check_code_reward(config: Config) -> None:

@@ -142,7 +142,7 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
     except Exception as error:  # user code may raise anything
         sys.modules.pop(spec.name, None)
         raise ConfigError(
-            f"{name}: importing {source} failed: {type(error).__name__}: {error}; correct that file"
+            f"{name}: importing {source} failed: {describe_error(error)[0]}; correct that file"
         ) from error
     _check_origins(sources, name)
     if attribute is None:

@@ -16,7 +16,7 @@ import pytest
 
 from async_rl.cli import main as cli
 from async_rl.config.loading import parse_config
-from async_rl.launch import preflight
+from async_rl.launch import capacity
 from async_rl.launch.user_code_trial import _first_error
 from tests.end_to_end.harness import write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
@@ -213,8 +213,63 @@ def test_launch_tries_the_reward_in_a_process_of_its_own(
 def test_a_disk_without_room_for_a_checkpoint_is_refused(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(preflight, "free_bytes", lambda path: 1000)
+    monkeypatch.setattr(capacity, "free_bytes", lambda path: 1000)
     check_refused(capsys, config, "run.dir: expected room for a checkpoint of")
+
+
+def test_a_machine_without_memory_for_learner_and_generators_is_refused(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(capacity, "has_gpu", lambda: False)
+    monkeypatch.setattr(capacity, "available_memory", lambda: -(10**15))  # the swap space is added
+    check_refused(capsys, config, "model.path: expected memory for at least")
+
+
+ENVIRONMENTS = {
+    "def step(state:\n": "SyntaxError",
+    "import nothing_of_this_name\n": "ModuleNotFoundError: No module named 'nothing_of_this_name'",
+    "class Environment:\n    def __init__(self):\n        self.lines = open('/nowhere')\n"
+    "    def step(self, *args):\n        pass\n": "No such file or directory",
+    "def reset(extra_info):\n    return extra_info['task']\ndef step(*args):\n    pass\n": "KeyError: 'task'",
+    "def reset(extra_info):\n    return 7\ndef step(*args):\n    pass\n": "reset: expected text or a list of messages",
+    "def step(state, action, extra_info):\n    return {'reward': int(action), 'done': True}\n": (
+        "ValueError: invalid literal for int() with base 10"
+    ),
+    "def step(state, action, extra_info):\n    return None\n": "step: expected a dict, got NoneType",
+    "def step(state, action, extra_info):\n    return {'reward': float('nan'), 'done': True}\n": (
+        "reward: expected a finite number, got nan"
+    ),
+    "def step(state, action, extra_info):\n    return {'reward': 1.0}\n": "next_state: expected text",
+    "def step(state, action, extra_info):\n    return {'next_state': [{'role': 'user'}], 'reward': 0.0}\n": (
+        "its state has no text for the model"
+    ),
+    "import os\ndef step(state, action, extra_info):\n    os._exit(3)\n": "process ended during a rollout",
+    "import time\ndef step(state, action, extra_info):\n    time.sleep(3600)\n": "longer than environment.timeout_s",
+    "async def generate(rollout):\n    pass\n": "it ended the rollout without an answer of the model",
+}
+
+
+@pytest.mark.parametrize("source", ENVIRONMENTS)
+def test_launch_plays_the_environment_in_a_process_of_its_own(
+    source: str, config: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = config.parent / "environment.py"
+    path.write_text(source)
+    name = f"{path}:Environment" if "class Environment" in source else str(path)
+    chosen = (f"environment.name={name}", f'generator.allow_code=["{path}"]', "environment.timeout_s=1")
+    arguments = [word for setting in chosen for word in ("--set", setting)]
+    check_refused(capsys, config, ENVIRONMENTS[source], *arguments)
+
+
+def test_launch_plays_a_healthy_environment_and_tells_it_when_the_rollout_is_over(
+    config: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = config.parent / "environment.py"
+    path.write_text("def step(state, action, extra_info):\n    return {'next_state': state + action, 'reward': 0.0}\n")
+    chosen = (f"environment.name={path}", f'generator.allow_code=["{path}"]', "environment.timeout_s=5")
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["launch", str(config), "--dry-run", *(word for setting in chosen for word in ("--set", setting))])
+    assert not leaving.value.code, capsys.readouterr().err
 
 
 COMMANDS = [

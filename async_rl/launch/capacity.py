@@ -1,0 +1,124 @@
+"""Check that this machine has the disk space and the memory that a run needs, estimated from the model's files.
+
+The estimates are lower bounds: a run that is refused could not have run.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import psutil
+
+from async_rl.config.config import Config
+from async_rl.config.generator import has_model
+from async_rl.errors import ModelError, RunError
+from async_rl.output import size_text
+
+_CHECKPOINT_BYTES = 12
+"""Bytes per parameter in float32: the parameters and AdamW's two moments."""
+_TRAINING_BYTES = 16
+"""Bytes per parameter in float32: those of a checkpoint, and the gradient."""
+
+
+def check_disk_space(config: Config) -> None:
+    """Check that the disk of the run directory has room for one checkpoint.
+
+    Raises:
+        RunError: there is less room.
+    """
+    needed, free = checkpoint_bytes(config), free_bytes(Path(config.run.dir).absolute())
+    if free < needed:
+        raise RunError(
+            f"run.dir: expected room for a checkpoint of {size_text(needed)} on the disk of {config.run.dir}, got "
+            f"{size_text(free)} free; free disk space, or set run.dir to a directory on another disk"
+        )
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return the size of a checkpoint. Return 0 if the model's size is unknown.
+
+    A checkpoint with low-rank adapters counts as 0, too.
+    """
+    return 0 if config.lora.rank is not None else _CHECKPOINT_BYTES * num_parameters(config)
+
+
+def num_parameters(config: Config) -> int:
+    """Return the model's number of parameters, from the headers of its safetensors files.
+
+    Return 0 if ``model.path`` is no directory on this machine.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    from safetensors import safe_open
+
+    directory = Path(config.model.path)
+    if not directory.is_dir():
+        return 0
+    number = 0
+    for path in directory.glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                number += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        except Exception as error:  # safetensors raises its own class for damaged files
+            raise ModelError(f"model.path: can't read {path}: {error}; download or save the model again") from error
+    return number
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free space, in bytes, on the disk on which ``path`` is or would be created."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def check_memory(config: Config) -> None:
+    """Check that the machine has memory for the learner and the generators that ``launch`` starts on the CPU.
+
+    Nothing is checked on a machine with a GPU, because the processes then need its memory instead.
+
+    Raises:
+        RunError: there is less memory.
+    """
+    if has_gpu():
+        return
+    learner, generator = learner_bytes(config), generator_bytes(config)
+    needed, available = learner + config.generator.count * generator, available_memory() + psutil.swap_memory().free
+    if available < needed:
+        raise RunError(
+            f"model.path: expected memory for at least {size_text(needed)} ({size_text(learner)} for the learner, "
+            f"{size_text(generator)} for each of generator.count = {config.generator.count} generators), got "
+            f"{size_text(available)} available; end other processes, lower generator.count, set lora.rank, or take a "
+            f"smaller model or a machine with more memory"
+        )
+
+
+def learner_bytes(config: Config) -> int:
+    """Return how much memory the learner needs at least on the CPU, on all its ranks together.
+
+    That is the weights, gradients and AdamW's moments, and one version of the weights for the generators. With low-rank
+    adapters only the weights and the version are counted.
+    """
+    number, size = num_parameters(config), _dtype_bytes(config)
+    return number * size + number * (_TRAINING_BYTES if config.lora.rank is None else size)
+
+
+def generator_bytes(config: Config) -> int:
+    """Return how much memory a generator needs at least on the CPU, for its weights and for the version that comes."""
+    return 2 * num_parameters(config) * _dtype_bytes(config) if has_model(config.generator.backend) else 0
+
+
+def available_memory() -> int:
+    """Return how many bytes of memory new processes can use without swapping."""
+    return psutil.virtual_memory().available
+
+
+def has_gpu() -> bool:
+    """Return whether this machine has an NVIDIA or AMD GPU, from the driver's device file."""
+    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
+
+
+def _dtype_bytes(config: Config) -> int:
+    return 2 if config.model.dtype == "bfloat16" else 4

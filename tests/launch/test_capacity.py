@@ -1,0 +1,57 @@
+"""What a run needs at least of a machine, by hand-worked numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from async_rl.config.config import Config
+from async_rl.errors import RunError
+from async_rl.launch import capacity
+from async_rl.launch.capacity import check_memory, checkpoint_bytes, generator_bytes, learner_bytes, num_parameters
+
+
+def config_of(path: Path, **sections: object) -> Config:
+    model = {"path": str(path), **sections.pop("model", {})}  # type: ignore[dict-item]
+    return Config.model_validate({"run": {"dir": str(path / "run")}, "model": model, **sections})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """1,000 parameters in two files."""
+    save_file({"a": np.zeros((30, 20), np.float16), "b": np.zeros(300, np.float32)}, tmp_path / "one.safetensors")
+    save_file({"c": np.zeros((10, 10), np.float32)}, tmp_path / "two.safetensors")
+    return tmp_path
+
+
+def test_a_run_in_float32_needs_20_bytes_a_parameter_at_the_learner_and_8_at_each_generator(model: Path):
+    config = config_of(model, generator={"backend": "transformers"})
+    assert num_parameters(config) == 1000
+    # Parameters and two moments; with the gradient and the version that is sent.
+    assert (checkpoint_bytes(config), learner_bytes(config)) == (12_000, 16_000 + 4_000)
+    assert generator_bytes(config) == 2 * 4_000
+
+
+def test_adapters_and_bfloat16_need_less_and_a_backend_without_a_model_nothing(model: Path):
+    config = config_of(model, model={"dtype": "bfloat16"}, lora={"rank": 4}, generator={"backend": "fake"})
+    assert (checkpoint_bytes(config), learner_bytes(config), generator_bytes(config)) == (0, 2_000 + 2_000, 0)
+
+
+def test_a_model_on_a_hub_counts_nothing(tmp_path: Path):
+    assert learner_bytes(config_of(tmp_path / "nowhere")) == 0
+
+
+def test_memory_is_enough_to_the_byte(model: Path, monkeypatch: pytest.MonkeyPatch):
+    config = config_of(model, generator={"backend": "transformers", "count": 2})
+    monkeypatch.setattr(capacity, "has_gpu", lambda: False)
+    monkeypatch.setattr(capacity.psutil, "swap_memory", lambda: type("Swap", (), {"free": 6_000}))
+    monkeypatch.setattr(capacity, "available_memory", lambda: 30_000)
+    check_memory(config)
+    monkeypatch.setattr(capacity, "available_memory", lambda: 29_999)
+    with pytest.raises(RunError, match=r"at least 35.2 KiB \(19.5 KiB for the learner, 7.81 KiB for each of"):
+        check_memory(config)
+    monkeypatch.setattr(capacity, "has_gpu", lambda: True)
+    check_memory(config)
