@@ -58,13 +58,17 @@ check: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 	  || { echo "async-rl needs CPython 3.11 to 3.13, and $(PYTHON) is not; set PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "async-rl: installing into $(VENV); two to four minutes on a fast network"
+	@echo "1/3: a virtual environment"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@if [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidia0 ] && ! nvidia-smi >/dev/null 2>&1; then \
-	  echo "no NVIDIA device: installing the CPU build of torch $(TORCH)"; \
+	  echo "2/3: no NVIDIA device, so the CPU build of torch $(TORCH)"; \
 	  $(PIP) --no-deps --retries 0 --timeout 5 --index-url $(CPU_INDEX) "torch==$(TORCH)+cpu" \
 	    || $(PIP) --no-deps "torch==$(TORCH)"; \
 	fi
-	$(PIP) -c constraints.txt -e ".[dev]"
+	@echo "3/3: the other packages; after 'Installing collected packages' pip prints nothing for about a minute"
+	@$(PIP) -c constraints.txt -e ".[dev]"
+	@echo "installed; activate it: . $(VENV)/bin/activate"
 	@touch $@
 
 # vLLM's CPU build pins other versions than ours, so it lives apart. Its metadata names torchvision, torchaudio and
