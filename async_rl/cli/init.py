@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
@@ -23,8 +25,11 @@ from async_rl.config.loading import parse_config
 from async_rl.config.reward import REWARD_TYPES
 from async_rl.data.chat import context_length
 from async_rl.data.files import Source
-from async_rl.errors import ConfigError, DataError
+from async_rl.errors import AsyncRLError, ConfigError, DataError
+from async_rl.process.user_code import is_code_name
 from async_rl.terminal import visible
+
+T = TypeVar("T")
 
 OWN_REWARD = "own"
 """The answer for a reward of the user's own, for which ``init`` writes a file."""
@@ -238,22 +243,31 @@ def check_answers(plan: Plan, columns: Columns) -> None:
     Raises:
         ConfigError: a column is missing, or the reward needs one that the plan does not name.
     """
-    for flag, column in (("--prompt-column", plan.prompt), ("--answer-column", plan.answer)):
-        if column is not None and column not in columns.names:
-            raise ConfigError(
-                f"{flag}: expected a column of {plan.data}, which has {', '.join(columns.names)}, got {column!r}; name "
-                f"one of these"
-            )
-    needs = REWARD_TYPES[plan.reward].row_fields if plan.reward in REWARD_TYPES else ()
-    if "gt_answer" in needs and plan.answer is None:
+    _check_column("--prompt-column", plan.prompt, plan.data, columns)
+    if plan.answer is not None:
+        _check_column("--answer-column", plan.answer, plan.data, columns)
+    _check_reward(plan.reward, plan.answer, plan.data, columns)
+
+
+def _check_column(flag: str, column: str, data: str, columns: Columns) -> None:
+    if column not in columns.names:
         raise ConfigError(
-            f"--reward {plan.reward}: expected a column with the right answers in {plan.data}, which has "
+            f"{flag}: expected a column of {data}, which has {', '.join(columns.names)}, got {column!r}; name one of "
+            f"these"
+        )
+
+
+def _check_reward(reward: str, answer: str | None, data: str, columns: Columns) -> None:
+    needs = REWARD_TYPES[reward].row_fields if reward in REWARD_TYPES else ()
+    if "gt_answer" in needs and answer is None:
+        raise ConfigError(
+            f"--reward {reward}: expected a column with the right answers in {data}, which has "
             f"{', '.join(columns.names)}; name it with --answer-column, or use --reward {OWN_REWARD}"
         )
     if "test_cases" in needs and not columns.has_tests:
         raise ConfigError(
-            f"--reward {plan.reward}: expected a column test_cases in {plan.data}, which has "
-            f"{', '.join(columns.names)}; see docs/data.md, or use --reward {OWN_REWARD}"
+            f"--reward {reward}: expected a column test_cases in {data}, which has {', '.join(columns.names)}; see "
+            f"docs/data.md, or use --reward {OWN_REWARD}"
         )
 
 
@@ -310,16 +324,28 @@ def _write_new(files: Mapping[Path, str]) -> None:
 def _ask(config: Path, given: Given) -> Plan:
     # With model and data given, all other answers have defaults: a command that works in a script asks nothing.
     asks = _is_terminal() and (given.model is None or given.data is None)
-    model = given.model or _answer(asks, "--model", "Model (a directory, or a Hugging Face id)")
-    data = given.data or _answer(asks, "--data", "Training data (a file, a directory, or a Hugging Face id)")
-    columns = look_at(data)
+    model = given.model or _answer(asks, "--model", "Model (a directory, or a Hugging Face id)", _read_model)
+    if given.data is not None:
+        data, columns = given.data, look_at(given.data)
+    else:
+        data, columns = _answer(
+            asks,
+            "--data",
+            "Training data (a file, a directory, or a Hugging Face id)",
+            lambda text: (text, look_at(text)),
+        )
     if asks:
-        typer.echo("\n".join(["the first row:", *map(visible, shown_row(columns.first_row, width=100))]), err=True)
+        width = shutil.get_terminal_size().columns
+        typer.echo("\n".join(["the first row:", *map(visible, shown_row(columns.first_row, width=width))]), err=True)
+    read_column = partial(_read_column, data, columns)
     prompt = (
-        given.prompt or columns.prompt or _answer(asks, "--prompt-column", f"Column of the prompts {columns.names}")
+        given.prompt
+        or columns.prompt
+        or _answer(asks, "--prompt-column", f"Column of the prompts ({', '.join(columns.names)})", read_column)
     )
     answer = given.answer or columns.answer
-    reward = given.reward or _answer(asks, "--reward", _REWARD_QUESTION, _likely_reward(columns, answer))
+    read_reward = partial(_read_reward, data, columns, answer)
+    reward = given.reward or _answer(asks, "--reward", _REWARD_QUESTION, read_reward, _likely_reward(columns, answer))
     if columns.has_solutions and reward in REWARD_TYPES and "gt_answer" in REWARD_TYPES[reward].row_fields:
         typer.echo(
             f"note: the column {answer} seems to have whole solutions; the reward {reward} compares final answers, so "
@@ -328,17 +354,55 @@ def _ask(config: Path, given: Given) -> Plan:
         )
     evaluation = given.evaluation
     if evaluation is None:
-        evaluation = _answer(asks, "--eval", "Evaluation data (empty for none)", "")
+        evaluation = _answer(asks, "--eval", "Evaluation data (empty for none)", _read_evaluation, "")
     num_gpus = given.num_gpus
     if num_gpus is None:
         found = len(list(Path("/dev").glob("nvidia[0-9]*")))
-        number = _answer(asks, "--gpus", "GPUs to use (0: CPU)", str(found))
-        if not number.isdecimal():
-            raise ConfigError(f"--gpus: expected a number of GPUs, 0 or more, got {number!r}; start again")
-        num_gpus = int(number)
+        num_gpus = _answer(asks, "--gpus", "GPUs to use (0: CPU)", _read_number, str(found))
     plan = Plan(model, data, evaluation, reward, prompt, answer, num_gpus, name=config.stem)
     check_answers(plan, columns)
     return plan
+
+
+def _read_model(text: str) -> str:
+    """Return the model that the user has named. A model on a hub is not looked for, because that may take long."""
+    path = Path(text)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ConfigError(f"expected a model in {text}, got a directory without config.json; name another directory")
+    # The id of a hub has one slash, and nothing here begins with its first part.
+    is_local = (
+        text.startswith((".", "/", "~")) or text.count("/") > 1 or (path.parent != Path() and path.parent.exists())
+    )
+    if is_local and not path.is_dir():
+        raise ConfigError(f"expected a directory with a model, but there is no {text}; correct the path")
+    return text
+
+
+def _read_column(data: str, columns: Columns, text: str) -> str:
+    _check_column("--prompt-column", text, data, columns)
+    return text
+
+
+def _read_reward(data: str, columns: Columns, answer: str | None, text: str) -> str:
+    if text not in REWARD_TYPES and text != OWN_REWARD and not is_code_name(text, needs_attribute=True):
+        raise ConfigError(
+            f"expected one of {', '.join(REWARD_TYPES)}, {OWN_REWARD}, or file.py:function, got {text!r}; name one of "
+            f"these"
+        )
+    _check_reward(text, answer, data, columns)
+    return text
+
+
+def _read_evaluation(text: str) -> str:
+    if text:
+        look_at(text)
+    return text
+
+
+def _read_number(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"--gpus: expected a number of GPUs, 0 or more, got {text!r}; give a number")
+    return int(text)
 
 
 _REWARD_QUESTION = f"Reward ({', '.join(REWARD_TYPES)}, {OWN_REWARD} for your own function)"
@@ -354,14 +418,21 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def _answer(asks: bool, option: str, question: str, default: str | None = None) -> str:
-    """Return the user's answer, or ``default`` if ``asks`` is False.
+def _answer(asks: bool, option: str, question: str, read: Callable[[str], T], default: str | None = None) -> T:
+    """Return what ``read`` makes of the user's answer, or of ``default`` if ``asks`` is False.
+
+    If ``read`` refuses the user's answer with an error, show the error and ask again.
 
     Raises:
         ConfigError: there is no default, and ``asks`` is False.
     """
-    if asks:
-        return str(typer.prompt(question, default=default, err=True, show_default=bool(default)))
-    if default is None:
-        raise ConfigError(f"{option}: expected a value, got none; pass it, or run `async-rl init` in a terminal")
-    return default
+    if not asks:
+        if default is None:
+            raise ConfigError(f"{option}: expected a value, got none; pass it, or run `async-rl init` in a terminal")
+        return read(default)
+    while True:
+        text = str(typer.prompt(question, default=default, err=True, show_default=bool(default)))
+        try:
+            return read(text.strip())
+        except AsyncRLError as error:
+            typer.echo(visible(str(error)), err=True)

@@ -193,6 +193,39 @@ def test_a_terminal_is_asked_for_what_the_options_leave_open(
     assert '  question: "What is 1+2?"' in capsys.readouterr().err
 
 
+def test_a_wrong_answer_in_a_terminal_is_asked_for_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (folder / "models").mkdir()
+    (folder / "rows.jsonl").write_text('{"puzzle": "1+1", "solution_number": 2}\n')
+    answers = {
+        "Model": ["models/none", "models", "some/model"],
+        "Training": ["nothing.csv", "rows.jsonl"],
+        "Column": ["question", "puzzle"],
+        "Reward": ["boxing", "boxed", "own"],
+        "Evaluation": ["nothing.csv", "rows.jsonl"],
+        "GPUs": ["two", "0"],
+    }
+    monkeypatch.setattr(init_module, "_is_terminal", lambda: True)
+    monkeypatch.setattr(init_module.typer, "prompt", lambda question, **_: answers[question.split()[0]].pop(0))
+    init()
+    assert not any(answers.values())
+    said = capsys.readouterr().err
+    for message in (
+        "there is no models/none",
+        "a directory without config.json",
+        "no dataset at nothing.csv",
+        "expected a column of rows.jsonl",
+        "got 'boxing'",
+        "expected a column with the right answers",
+        "got 'two'",
+    ):
+        assert message in said
+    config = load_config("run.toml")
+    assert (config.model.path, config.reward.type, config.generator.count) == ("some/model", "reward.py:score", 1)
+    assert config.data.columns == {"prompt": "puzzle"}
+
+
 def test_a_model_with_a_short_context_gets_lengths_that_fit(folder: Path):
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 65}))
