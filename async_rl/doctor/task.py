@@ -186,7 +186,9 @@ def _environment_rows(config: Config) -> list[Finding]:
     except UserError as error:
         return [Finding("environment", "skip", f"there are no rows: {error}")]
     check_code(config)
-    try_environment(config, rows)
+    if problem := try_environment(config, rows):
+        found, _, fix = problem.rpartition("; ")
+        return [Finding("environment", "WARN", found or problem, fix=fix if found else "")]
     found = f"{config.environment.name} was played on {min(NUM_ROWS, len(rows))} rows, with an answer that solves none"
     return [Finding("environment", "OK", found)]
 

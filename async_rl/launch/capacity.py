@@ -5,6 +5,7 @@ The estimates are lower bounds: a run that is refused could not have run.
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -58,13 +59,27 @@ def num_parameters(config: Config) -> int:
     if not directory.is_dir():
         return 0
     number = 0
-    for path in directory.glob("*.safetensors"):
+    for path in _weights_files(directory):
         try:
             with safe_open(path, framework="numpy") as file:
                 number += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
         except Exception as error:  # safetensors raises its own class for damaged files
             raise ModelError(f"model.path: can't read {path}: {error}; download or save the model again") from error
     return number
+
+
+def _weights_files(directory: Path) -> list[Path]:
+    """Return the files that transformers loads from a model's directory; some models have the weights twice."""
+    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
+    if single.exists():
+        return [single]
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            return [directory / name for name in names]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ModelError(f"model.path: can't read {index}: {error!r}; download or save the model again") from error
+    return sorted(directory.glob("*.safetensors"))
 
 
 def free_bytes(path: Path) -> int:

@@ -7,7 +7,6 @@ sampling.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -27,7 +26,7 @@ NUM_ROWS = 2
 MAX_TURNS = 3
 """Answers to one environment. After these it is told that the rollout is over, as in a run at its limits."""
 LIMIT_S = 60.0
-"""Seconds after which the trial is given up. An environment may be slow by nature, so this is no error."""
+"""Seconds after which the trial is given up. An environment may be slow by nature, so this ends no run."""
 
 _POLL_S = 0.005
 _NO_SAMPLING = Sampling(1.0, 1.0, 0, 1, 1, ())
@@ -35,35 +34,43 @@ _NO_SAMPLING = Sampling(1.0, 1.0, 0, 1, 1, ())
 Render = Callable[[Sequence[Mapping[str, str]]], str]
 
 
-def try_environment(config: Config, rows: Sequence[Row]) -> None:
+def try_environment(config: Config, rows: Sequence[Row]) -> str:
     """Let the user's environment play a rollout on each of the first ``rows``. The answers are a text that solves
     nothing.
 
+    Return what failed on some of the rows, in one line; empty if nothing did. A run survives such failures.
+
     Raises:
-        ConfigError: the environment can't be imported, raises an exception, returns something other than it must, or
-            takes longer than ``environment.timeout_s`` for a reset or step.
+        ConfigError: the environment can't be imported; or on each of the rows it raises an exception, returns something
+            other than it must, or takes longer than ``environment.timeout_s`` for a reset or step.
     """
-    pool = EnvironmentPool(config.environment, allowed=config.generator.allow_code, digest=None)
+    tried = rows[:NUM_ROWS]
+    errors: dict[str, str] = {}
     render = _renderer(config)
-    with closing(pool):
-        for number, row in enumerate(rows[:NUM_ROWS]):
+    with closing(EnvironmentPool(config.environment, allowed=config.generator.allow_code, digest=None)) as pool:
+        for number, row in enumerate(tried):
             pool.start(str(number), _start(config, row, number, render))
-        playing = {str(number): 0 for number in range(len(rows[:NUM_ROWS]))}
+        playing = {str(number): 0 for number in range(len(tried))}
         deadline = time.monotonic() + LIMIT_S
         while playing:
             for event in pool.poll():
                 if error := _answer(config, pool, event, playing, render):
-                    raise ConfigError(
-                        f"environment.name: {config.environment.name} can't play training row {event.key}: {error}; "
-                        f"correct the environment or the row"
-                    )
+                    errors[event.key] = error
+                    playing.pop(event.key, None)
+                    pool.cancel(event.key)
             if time.monotonic() > deadline:
-                logging.getLogger(__name__).warning(
-                    "the environment did not play %d rows within %g s; starting without this check",
-                    len(playing), LIMIT_S,
-                )  # fmt: skip
-                return
+                return (
+                    f"{config.environment.name} did not play {len(playing)} of {len(tried)} rows within {LIMIT_S:g} s"
+                )
             time.sleep(_POLL_S)
+    failed = [
+        f"environment.name: {config.environment.name} can't play training row {row}: {errors[row]}; correct the "
+        f"environment or the row"
+        for row in sorted(errors)
+    ]
+    if failed and len(failed) == len(tried):
+        raise ConfigError(failed[0])
+    return failed[0] if failed else ""
 
 
 def _answer(config: Config, pool: EnvironmentPool, event: Event, playing: dict[str, int], render: Render) -> str:

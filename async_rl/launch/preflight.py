@@ -7,6 +7,7 @@ started by hand. Fast checks come first. Each error message names the config key
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ from async_rl.run.directory import check_writable
 from async_rl.run.metrics import check_wandb
 from async_rl.run.reuse import check_run_dir, has_ended
 from async_rl.weights.transport import TRANSPORTS
+
+logger = logging.getLogger(__name__)
 
 
 def check_launch(config: Config, *, insecure: bool) -> None:
@@ -192,7 +195,7 @@ def _check_prompts(config: Config, rows: Sequence[Row]) -> None:
         shortest = size if shortest is None else min(shortest, size)
     raise ConfigError(
         f"sampling.max_prompt_tokens: none of the {len(rows)} prompts of data.train has at most {limit} tokens (the "
-        f'shortest has {shortest}); raise it, or set data.on_long_prompt = "truncate"'
+        f'shortest has {shortest}); raise it, shorten data.system_prompt, or set data.on_long_prompt = "truncate"'
     )
 
 
@@ -210,11 +213,13 @@ def check_own_reward(config: Config, rows: Sequence[Row]) -> None:
 def check_own_environment(config: Config, rows: Sequence[Row]) -> None:
     """Let the user's environment play the first rows, if generators on this machine play it.
 
+    If it fails on some of them only, log that.
+
     Raises:
-        ConfigError: the environment fails, or returns something other than it must.
+        ConfigError: on each row the environment fails, or returns something other than it must.
     """
-    if config.environment.is_set and config.generator.count:
-        try_environment(config, rows)
+    if config.environment.is_set and config.generator.count and (problem := try_environment(config, rows)):
+        logger.warning("%s", problem)
 
 
 def check_code_reward(config: Config) -> None:

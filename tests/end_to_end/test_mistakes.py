@@ -261,6 +261,22 @@ def test_launch_plays_the_environment_in_a_process_of_its_own(
     check_refused(capsys, config, ENVIRONMENTS[source], *arguments)
 
 
+def test_an_environment_that_fails_on_one_row_only_is_named_and_starts(
+    config: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    path = config.parent / "environment.py"
+    path.write_text(
+        "def step(state, action, extra_info):\n"
+        "    if extra_info['idx'] == 0:\n        raise ValueError('row zero')\n"
+        "    return {'reward': 0.0, 'done': True}\n"
+    )
+    chosen = (f"environment.name={path}", f'generator.allow_code=["{path}"]', "environment.timeout_s=5")
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["launch", str(config), "--dry-run", *(word for setting in chosen for word in ("--set", setting))])
+    assert not leaving.value.code, capsys.readouterr().err
+    assert "can't play training row 0: ValueError: row zero" in caplog.text
+
+
 def test_launch_plays_a_healthy_environment_and_tells_it_when_the_rollout_is_over(
     config: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,14 @@ def test_a_run_in_float32_needs_20_bytes_a_parameter_at_the_learner_and_8_at_eac
 def test_adapters_and_bfloat16_need_less_and_a_backend_without_a_model_nothing(model: Path):
     config = config_of(model, model={"dtype": "bfloat16"}, lora={"rank": 4}, generator={"backend": "fake"})
     assert (checkpoint_bytes(config), learner_bytes(config), generator_bytes(config)) == (0, 2_000 + 2_000, 0)
+
+
+def test_weights_that_a_model_has_twice_count_once(model: Path):
+    index = {"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert num_parameters(config_of(model)) == 900
+    save_file({"a": np.zeros(7, np.float32)}, model / "model.safetensors")
+    assert num_parameters(config_of(model)) == 7
 
 
 def test_a_model_on_a_hub_counts_nothing(tmp_path: Path):
