@@ -147,8 +147,11 @@ def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
         )
     if overlap is not None and overlap < _LOW_OVERLAP:
         return Advice(
-            f"Raise queue.max_staleness above {bound}.",
-            (f"Overlap is {overlap:.2f} of 1: learner and generators wait for each other.",),
+            f"Try a queue.max_staleness above {bound}.",
+            (
+                f"Overlap is {overlap:.2f} of 1: learner and generators wait for each other, or share processors.",
+                f"Whether a higher bound pays: async-rl sweep CONFIG --over queue.max_staleness={_higher(bound)}.",
+            ),
         )
     if generators is not None and generators > _IDLE and staleness is not None and staleness > 0.8 * bound:
         return Advice(
@@ -166,6 +169,11 @@ def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
         f"Nothing speaks against queue.max_staleness = {bound}.",
         ("Compare it with other bounds: only that shows whether another one is faster.",),
     )
+
+
+def _higher(bound: int) -> str:
+    """Return the values for a sweep from ``bound`` upwards."""
+    return ",".join(str(value) for value in (bound, max(1, 2 * bound), max(4, 4 * bound)))
 
 
 def _point(runs: Sequence[RunSummary]) -> Point:

@@ -79,7 +79,7 @@ def test_runs_that_differ_in_another_key_get_no_advice(tmp_path: Path):
 @pytest.mark.parametrize(
     ("figures", "sentence"),
     [
-        ({"overlap__efficiency": 0.6}, "Raise queue.max_staleness above 4."),
+        ({"overlap__efficiency": 0.6}, "Try a queue.max_staleness above 4."),
         ({"ratio__ess": 0.5}, "Lower queue.max_staleness below 4, or lower optimizer.lr."),
         (
             {"idle__generators": 0.4, "staleness__mean": 3.9},
