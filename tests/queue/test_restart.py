@@ -7,12 +7,16 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import zmq
 
 from async_rl.config.config import Config
 from async_rl.errors import QueueError
+from async_rl.net.wire import Limits, decode, encode
 from async_rl.queue.client import connection
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.client.connection import Connection
@@ -212,3 +216,33 @@ def test_a_generator_is_welcome_again_when_the_learner_speaks_to_a_restarted_ser
     second = servers.start(config, "--run-id", "run")
     learner.confirm("line-a")
     assert servers.generator(second.address).hello(10.0, "fake").run_id == "run"
+
+
+def answer_twice_and_leave(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Answer two requests. Then close the socket and end its context, as a server's process does at its end."""
+    for _ in range(2):
+        peer, frame = socket.recv_multipart()
+        request_id = decode(frame, Limits(max_bytes=1 << 20)).fields["request_id"]
+        socket.send_multipart([peer, encode("ok", {"request_id": request_id})])
+    socket.close(linger=2000)
+    context.term()
+
+
+def test_the_last_answer_of_a_server_that_ends_right_after_it_is_not_lost():
+    # libzmq loses it, sometimes, if the client's socket drops its queues at the end of a connection.
+    for _ in range(30):
+        context = zmq.Context[zmq.Socket[bytes]]()
+        socket = context.socket(zmq.ROUTER)
+        address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+        server = threading.Thread(target=answer_twice_and_leave, args=(socket, context))
+        server.start()
+        client = Connection(address, "client")
+        try:
+            for _ in range(2):
+                request_id = client.post(Ping())
+                deadline = time.monotonic() + 10.0
+                while not any(request.request_id == request_id for request, _ in client.poll(1.0) if request):
+                    assert time.monotonic() < deadline, "the answer was lost"
+        finally:
+            client.close()
+            server.join()

@@ -86,8 +86,6 @@ class Connection:
         self._socket = self._context.socket(zmq.DEALER)
         # Whoever knows this id can take over the connection, so it is random.
         self._socket.setsockopt(zmq.IDENTITY, f"{name[:60]}-{uuid.uuid4().hex}".encode())
-        # Without a connection the socket queues nothing, so a restarted server is not flooded with repeats.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.RCVHWM, RECEIVE_HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
@@ -134,6 +132,8 @@ class Connection:
         if self._socket.closed:
             return False
         self._follow_link(time.monotonic())
+        if not self.link.is_connected:
+            return False
         try:
             fields = {**asdict(request), "secret": self._secret}
             self._socket.send(encode(WIRE_TYPES[type(request)], fields), zmq.NOBLOCK)
@@ -214,10 +214,15 @@ class Connection:
             self._try_send(unsent, now)
 
     def _try_send(self, requests: Sequence[Outstanding], now: float) -> None:
-        """Send requests as one multipart message. If the socket has no room, try again later."""
-        frames = [frame for request in requests for frame in self._frames(request)]
+        """Send requests as one multipart message. If there is no connection, or no room, try again later.
+
+        libzmq's own option for this, ``IMMEDIATE``, is not used: at the end of a connection it may lose messages that
+        have arrived and were not read yet, such as the last answer of a server that ends.
+        """
         try:
-            send_frames(self._socket, frames)
+            if not self.link.is_connected:
+                raise zmq.Again
+            send_frames(self._socket, [frame for request in requests for frame in self._frames(request)])
         except zmq.Again:
             for request in requests:
                 request.due_at = now + _RETRY_S
