@@ -87,8 +87,8 @@ def launch(
     \b
     Examples:
       async-rl launch configs/quickstart.toml --set learner.steps=20
-      async-rl launch configs/quickstart.toml --from runs/quickstart@40 --set run.dir=runs/fork \\
-        --set queue.max_staleness=16
+      async-rl launch configs/quickstart.toml --from runs/quickstart@40 \\
+        --set run.dir=runs/fork --set queue.max_staleness=16
     """
     from async_rl.config.loading import load_config
     from async_rl.launch import launch as launcher
@@ -184,7 +184,8 @@ def generator(
 
     \b
     Example:
-      async-rl generator --connect tcp://10.0.0.1:5555 --keys node-b.key --set generator.batch_size=128
+      async-rl generator --connect tcp://10.0.0.1:5555 --keys node-b.key \\
+        --set generator.batch_size=128
     """
     refuse_open_connect(connect, insecure=insecure, has_keys=keys is not None)
     with _role():
@@ -228,7 +229,8 @@ def queue(
 
     \b
     Example:
-      async-rl queue run.toml --set queue.address=tcp://10.0.0.1:5555 --set queue.keys=keys
+      async-rl queue run.toml --set queue.address=tcp://10.0.0.1:5555 \\
+        --set queue.keys=keys
     """
     with _role():
         from async_rl.config.loading import load_config
@@ -246,7 +248,7 @@ def queue(
 def status(
     run_dir: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN_DIR]", help="The directory of a run on this machine.", show_default=False),
+        typer.Argument(metavar="RUN_DIR", help="The directory of a run on this machine.", show_default=False),
     ] = None,
     connect: Annotated[
         str | None,
@@ -330,7 +332,8 @@ def verifier(
 
     \b
     Example:
-      async-rl verifier --bind 10.0.0.1:8000 --insecure --set reward.code.workers=16
+      async-rl verifier --bind 10.0.0.1:8000 --insecure \\
+        --set reward.code.workers=16
     """
     with _role():
         from async_rl.rewards.code_remote import serve

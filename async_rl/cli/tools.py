@@ -46,7 +46,7 @@ tools = typer.Typer(rich_markup_mode=None)
 
 @tools.command(short_help="Write the config of a new run.")
 def init(
-    config: Annotated[Path, typer.Argument(metavar="[CONFIG]", help="The config file to write.")] = Path("run.toml"),
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The config file to write.")] = Path("run.toml"),
     model: Annotated[
         str | None, typer.Option("--model", metavar="MODEL", help="The model: a directory, or a Hugging Face id.")
     ] = None,
@@ -74,14 +74,17 @@ def init(
         int | None, typer.Option("--gpus", metavar="N", min=0, help="GPUs of this machine to use; 0 uses the CPU.")
     ] = None,
 ) -> None:
-    """Write a commented config for a model, a dataset and a reward, which `async-rl doctor` then checks.
+    """Write a commented config for a model, a dataset and a reward.
+
+    `async-rl doctor` then checks it.
 
     Without --model or --data it asks, if it runs in a terminal. Existing files are never replaced.
 
     \b
     Examples:
       async-rl init
-      async-rl init run.toml --model Qwen/Qwen2.5-0.5B-Instruct --data train.jsonl --eval test.jsonl --reward boxed
+      async-rl init run.toml --model Qwen/Qwen2.5-0.5B-Instruct \\
+        --data train.jsonl --eval test.jsonl --reward boxed
     """
     from async_rl.cli.init import Given, write_config
 
@@ -181,7 +184,8 @@ def sweep(
 
     \b
     Example:
-      async-rl sweep configs/quickstart.toml --over queue.max_staleness=0,1,4,16 --seeds 3
+      async-rl sweep configs/quickstart.toml --seeds 3 \\
+        --over queue.max_staleness=0,1,4,16
     """
     from async_rl.comparison.sweep import launch_variant, plan_sweep
     from async_rl.process.child import exit_on_sigterm
@@ -254,7 +258,8 @@ def evaluate(
     \b
     Examples:
       async-rl eval runs/quickstart
-      async-rl eval Qwen/Qwen2.5-0.5B-Instruct runs/gsm8k --dataset test.jsonl --samples 8 --temperature 0.6
+      async-rl eval Qwen/Qwen2.5-0.5B-Instruct runs/gsm8k \\
+        --dataset test.jsonl --samples 8 --temperature 0.6
       async-rl eval --compare runs/quickstart
     """
     given = {
@@ -321,7 +326,7 @@ def export(
 @tools.command(short_help="Check a config, or a generator's machine, and say how to fix what is wrong.")
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="A TOML config, on the learner's machine.")
+        Path | None, typer.Argument(metavar="CONFIG", help="A TOML config, on the learner's machine.")
     ] = None,
     overrides: Overrides = None,
     connect: Annotated[

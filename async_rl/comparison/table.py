@@ -37,7 +37,8 @@ _STALENESS = (
     _Column("dropped", lambda run: run.dropped, ".1%"),
     _Column("masked", lambda run: run.masked, ".1%"),
 )
-_WRAP = textwrap.TextWrapper(width=80, initial_indent="  ", subsequent_indent="    ")
+_WIDTH = 80
+_WRAP = textwrap.TextWrapper(_WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 MAX_LAGS = 8
 """Number of lags that the table of the mismatch shows. ``--json`` has all."""
 
@@ -53,7 +54,8 @@ def comparison_lines(summaries: Sequence[RunSummary], advice: Advice) -> list[st
         rows = [[_cell(summary.mismatch_by_lag.get(lag), ".1e") for lag in lags] for summary in summaries]
         lines += [*_aligned(["run", *(f"{lag}" for lag in lags)], names, rows), ""]
     lines += _learning(names, summaries)
-    return [*lines, advice.sentence, *(line for reason in advice.reasons for line in _WRAP.wrap(reason))]
+    sentence = textwrap.wrap(advice.sentence, _WIDTH, break_on_hyphens=False)
+    return [*lines, *sentence, *(line for reason in advice.reasons for line in _WRAP.wrap(reason))]
 
 
 def comparison_json(summaries: Sequence[RunSummary], advice: Advice) -> dict[str, Any]:

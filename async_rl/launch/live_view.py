@@ -259,7 +259,7 @@ class LiveView:
         self._live.update(self._draw(processes), refresh=True)
 
     def note(self, line: str) -> None:
-        self._console.print(visible(line), markup=False, highlight=False)
+        self._console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
     def watch_queue(self, address: str) -> None:
         self.note(f"queue server at {address}")

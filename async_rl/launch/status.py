@@ -167,8 +167,13 @@ def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
         if value not in ("", None, []) and (value or key not in _ONLY_IF_ANY):
             yield label, _text(value)
     if "max_bytes" in rest:
-        stored, reserved, most = (size_text(rest.pop(key, 0)) for key in ("bytes", "bytes_reserved", "max_bytes"))
-        yield "memory", f"{stored} of groups, {reserved} reserved by leases, limit {most}"
+        keys = ("bytes", "bytes_reserved", "bytes_pinned", "max_bytes")
+        stored, reserved, kept, most = (size_text(rest.pop(key, 0)) for key in keys)
+        kept_too = "" if kept == size_text(0) else f", {kept} kept for checkpoints"
+        yield "memory", f"{stored} of groups, {reserved} reserved by leases{kept_too}, limit {most}"
+    if stream := rest.pop("stream", None):
+        again = f", {stream['requeued']} earlier ones to lease again" if stream.get("requeued") else ""
+        yield "next prompt", f"number {stream['position']} of the data, epoch {stream['epoch']}{again}"
     if "leases" in rest:
         yield "leases", str(len(rest.pop("leases")))
 

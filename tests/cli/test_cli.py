@@ -499,11 +499,16 @@ def test_scripts_can_ask_for_json_and_silence(command: str, capsys: pytest.Captu
     assert ("--quiet" in text) == (command not in ("status", "config"))  # these two show no progress
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_explains_itself_with_an_example(command: str, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("command", [*COMMANDS, "init", "doctor", "verifier"])
+def test_every_command_explains_itself_with_an_example_in_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as leaving:
         cli.main([command, "--help"])
     text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "[[" not in text
     assert not leaving.value.code
     assert "Example" in text
     assert f"async-rl {command}" in text
@@ -625,7 +630,7 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "ports for weights 7, 8",
         "c open port 8",
         "d quarantined: 9 of 9 refused",
-        "stream position 9",
+        "next prompt number 9 of the data, epoch 0",
         "leases 2",
         "messages above the rate limit 3",
         "issued 7 4,000",
