@@ -43,6 +43,9 @@ from async_rl.weights.transport import collectives
 _JOIN_S = 10.0
 _TRANSFER_SHARE = 0.5
 """The part of the time limit in which a version of the weights must arrive. The rest is for the engine."""
+_LEAST_PATIENCE_S = 15.0
+_PATIENCE = 0.1
+"""The part of the time for weights, but at least ``_LEAST_PATIENCE_S``, after which an error that stays is reported."""
 _HEARTBEAT_S = 1.0
 _POLL_S = 0.1
 _SCRATCH_BYTES = 1 << 30
@@ -208,13 +211,19 @@ def _check_reward(config: Config, digests: Mapping[str, str] | None, stack: Exit
 def _check_transfer(
     queue: GeneratorQueue, receiver: Receiver, deadline: float, take: Callable[[ReceivedWeights], None]
 ) -> list[Finding]:
-    """Receive the version that the learner announces, and pass it to ``take``."""
+    """Receive the version that the learner announces, and pass it to ``take``.
+
+    Give up at ``deadline``, or earlier if the receiver reports an error all the time.
+    """
     followed: Announcement | None = None
-    next_heartbeat = 0.0
-    while time.monotonic() < deadline and not queue.finished:
+    next_heartbeat, well_at = 0.0, time.monotonic()
+    patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * (deadline - well_at))
+    while time.monotonic() < min(deadline, well_at + patience_s) and not queue.finished:
+        if receiver.error is None:
+            well_at = time.monotonic()
         if time.monotonic() >= next_heartbeat:
             next_heartbeat = time.monotonic() + _HEARTBEAT_S
-            queue.heartbeat({}, GeneratorStats())
+            queue.heartbeat({}, GeneratorStats(), receiver.error or "")
         queue.poll(_POLL_S)
         if queue.announcement is not None and queue.announcement != followed:
             followed = queue.announcement

@@ -391,7 +391,7 @@ class Worker:
             announced = self._announced
             trouble = self._receiver_trouble or "no problem known"
             return (
-                f"weights of version {announced.version} from {announced.channel} (active: {self._backend.version}; "
+                f"weights of version {announced.version} from {announced.address} (active: {self._backend.version}; "
                 f"{trouble})"
             )
         return f"a lease ({self._queue_reason or 'the queue gave no reason'})"

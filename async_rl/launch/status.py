@@ -159,7 +159,8 @@ def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
         step, num_steps = rest.pop("step"), rest.pop("num_steps", None)
         yield "step", "no learner yet" if step is None else f"{step} of {num_steps}" if num_steps else str(step)
     if announced := rest.pop("announced", None):
-        yield "weights", f"version {announced.get('version')} from {announced.get('channel')}"
+        # Without the public key that a channel may have.
+        yield "weights", f"version {announced.get('version')} from {str(announced.get('channel')).partition(' ')[0]}"
         if ports := announced.get("ports"):
             yield "ports for weights", ", ".join(map(str, ports))
     for key, label in _LABELS.items():

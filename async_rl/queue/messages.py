@@ -60,6 +60,11 @@ class Announcement(msgspec.Struct, frozen=True):
     probe: bytes = b""
     ports: tuple[int, ...] = ()
 
+    @property
+    def address(self) -> str:
+        """The channel's address alone, for texts: ``channel`` may also have the learner's public key."""
+        return self.channel.partition(" ")[0]
+
 
 class Welcome(msgspec.Struct, frozen=True):
     """The data that a generator needs to start.

@@ -69,7 +69,7 @@ class Receiver:
         self._closing = False
         self._thread: threading.Thread | None = None
         self._socket: PublisherSocket | None = None
-        self._channel = ""
+        self._channel = self._address = ""
         self._joined_lineage = ""
         self._host = self._local_host = ""
         self._last_seen = 0.0
@@ -184,16 +184,16 @@ class Receiver:
         self._next_heartbeat = 0.0
         self._forget_membership()
         self._last_seen = time.monotonic()
-        address, server_key = control.parse_channel(announced.channel)
+        self._address, server_key = control.parse_channel(announced.channel)
         try:
-            self._host, _ = check_address(address)
-            self._local_host = local_host_towards(address)
+            self._host, _ = check_address(self._address)
+            self._local_host = local_host_towards(self._address)
             keys = control.keys_towards(server_key, self._keys)
             refuse_open_stream(self._host, has_keys=keys is not None, is_trusted=self._insecure)
         except AsyncRLError as error:
             self._channel_error = str(error)
             return
-        self._socket = PublisherSocket(context, address, keys, is_ipv6=":" in self._host)
+        self._socket = PublisherSocket(context, self._address, keys, is_ipv6=":" in self._host)
         self._socket.register(poller)
 
     def _forget_membership(self) -> None:
@@ -214,7 +214,7 @@ class Receiver:
             self._channel_error = trouble
         elif now - self._last_seen > _SILENT_S and self._socket is not None:
             # Without the exact time, which would make it another error, and another line of the log, every second.
-            self._channel_error = f"the learner at {self._channel} has been silent for more than {_SILENT_S:g} s"
+            self._channel_error = f"the learner at {self._address} has been silent for more than {_SILENT_S:g} s"
         if now < self._next_heartbeat:
             return
         message = control.Heartbeat() if self._joined else self._join_message()
@@ -236,7 +236,7 @@ class Receiver:
                     return
                 self._handle(message)
             except WireError as error:
-                self._channel_error = f"malformed message from the learner at {self._channel}: {error}"
+                self._channel_error = f"malformed message from the learner at {self._address}: {error}"
 
     def _handle(self, message: control.PublisherMessage) -> None:
         self._last_seen = time.monotonic()

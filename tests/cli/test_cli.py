@@ -604,7 +604,7 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "bytes": 0,
         "bytes_reserved": 1536,
         "max_bytes": 1 << 31,
-        "announced": {"version": 2, "channel": "tcp://127.0.0.1:7", "digest": "ab", "ports": [7, 8]},
+        "announced": {"version": 2, "channel": "tcp://127.0.0.1:7 public-key", "digest": "ab", "ports": [7, 8]},
         "stream": {"position": 9, "epoch": 0},
         "leases": [{}, {}],
         "malformed": 0,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from async_rl.doctor import node
 from async_rl.doctor.check import Finding
 from async_rl.doctor.machine import clock_row
 from async_rl.doctor.node import run_node_checks
+from async_rl.errors import WeightsError
+from async_rl.queue.messages import Announcement
 from tests.end_to_end.harness import Role, queue_address, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
@@ -26,6 +31,44 @@ from tests.end_to_end.tiny import tiny_config, write_tiny_task
 def test_clocks_that_differ_are_named(ahead_s: float, error_s: float, state: str, found: str):
     row = clock_row(ahead_s, error_s)
     assert (row.state, found in row.found) == (state, True), row
+
+
+class BrokenReceiver:
+    """A receiver that gets no weights."""
+
+    error = "no answer from 10.0.0.1:5556"
+
+    def follow(self, announcement: Announcement) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
+
+
+class Followed:
+    """A queue client that has an announcement."""
+
+    finished = False
+    announcement = Announcement("line", 0, "digest", "tcp://10.0.0.1:5556 key")
+
+    def __init__(self) -> None:
+        self.troubles: list[str] = []
+
+    def heartbeat(self, progress: object, stats: object, trouble: str) -> None:
+        self.troubles.append(trouble)
+
+    def poll(self, timeout_s: float) -> None:
+        pass
+
+
+def test_the_doctor_does_not_wait_for_weights_that_can_not_come(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(node, "_LEAST_PATIENCE_S", 0.1)
+    monkeypatch.setattr(node, "_PATIENCE", 0.0)
+    queue: Any = Followed()
+    receiver: Any = BrokenReceiver()
+    with pytest.raises(WeightsError, match=r"learner at tcp://10.0.0.1:5556: no answer from 10.0.0.1:5556; open"):
+        node._check_transfer(queue, receiver, time.monotonic() + 1000.0, lambda _: None)
+    assert queue.troubles[0] == BrokenReceiver.error
 
 
 def states(rows: list[Finding]) -> dict[str, str]:
