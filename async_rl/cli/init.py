@@ -44,9 +44,10 @@ _REWARD_SOURCE = '''\
 
 
 def score(item):
-    """Return the reward of one answer of the model, a number; 1 for a right answer, 0 for a wrong one.
+    """Return the reward of one answer of the model: from 0 to 1, because it counts as the accuracy, too.
 
-    item.text is the answer, item.reward_data the row of the data without its prompt. docs/rewards.md has more.
+    item.text is the answer, item.reward_data the row of the data without its prompt. docs/rewards.md has more, also
+    about rewards outside of 0 to 1.
     """
 '''
 _COMPARES_ANSWERS = """\
