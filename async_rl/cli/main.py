@@ -123,7 +123,7 @@ def learner(
     \b
     Examples:
       async-rl learner configs/quickstart.toml
-      torchrun --nproc-per-node 8 -m async_rl learner configs/one_node_8gpu.toml
+      torchrun --nproc-per-node 4 -m async_rl learner configs/one_node_8gpu.toml
     """
     with _role() as is_launched:
         from async_rl.config.loading import load_config

@@ -29,7 +29,7 @@ from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
 from async_rl.output import Progress, can_redraw, print_json
-from async_rl.process.child import module_command, package_path
+from async_rl.process.child import DEVICES_ARE_DEALT, module_command, package_path
 from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, locked_run_dir
@@ -342,7 +342,9 @@ class RunCommands:
         """
         world = self._config.learner.nproc
         threads = self._config.learner.num_threads
-        devices = {} if self._learner_devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(self._learner_devices)}
+        devices: dict[str, str] = {}
+        if self._learner_devices is not None:
+            devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._learner_devices), DEVICES_ARE_DEALT: "1"}
         return [
             Command(
                 f"learner-{rank}",

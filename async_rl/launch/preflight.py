@@ -26,6 +26,7 @@ from async_rl.launch.user_code_trial import try_reward
 from async_rl.net.address import advertised_address, check_address, host_towards, refuse_open_bind
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.net.streams import listening_socket
+from async_rl.process.child import DEVICES_ARE_DEALT
 from async_rl.process.user_code import check_allowed, code_digests
 from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_writable
@@ -333,7 +334,7 @@ def check_devices(config: Config, *roles: str) -> None:
                 f"{key}: expected CUDA devices {list(devices)}, but torch finds none here; leave {key} out to run on "
                 f"the CPU, or install a CUDA build of torch"
             )
-        if "CUDA_VISIBLE_DEVICES" not in os.environ and max(devices) >= count:
+        if DEVICES_ARE_DEALT not in os.environ and max(devices) >= count:
             raise ConfigError(
                 f"{key}: expected indices below {count}, the number of CUDA devices here, got {list(devices)}; correct "
                 f"{key}"

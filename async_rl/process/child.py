@@ -21,6 +21,9 @@ from types import FrameType
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 """The path of the directory that contains the package ``async_rl``."""
 
+DEVICES_ARE_DEALT = "ASYNC_RL_DEVICES_ARE_DEALT"
+"""The environment variable by which ``launch`` tells a learner rank that ``CUDA_VISIBLE_DEVICES`` has only the
+learner's devices, one for each rank."""
 PARENT_WATCH_FD = "ASYNC_RL_PARENT_WATCH_FD"
 GRACE_S = 5.0
 """Seconds that a process gets to end after SIGTERM. Then it is killed with SIGKILL."""

@@ -35,7 +35,7 @@ from async_rl.launch.live_view import (
 )
 from async_rl.launch.preflight import check_bindable, check_weights_ports
 from async_rl.launch.supervisor import Command, Outcome, ProcessStatus, Supervisor, Timing
-from async_rl.process.child import PACKAGE_ROOT, ParentWatch
+from async_rl.process.child import DEVICES_ARE_DEALT, PACKAGE_ROOT, ParentWatch
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
 from async_rl.run.reuse import prepare_run_dir
@@ -82,7 +82,7 @@ def test_every_rank_gets_its_place_its_devices_and_the_rendezvous():
     environment = ranks[1].environment
     expected = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
     assert expected.items() <= environment.items()
-    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment[DEVICES_ARE_DEALT]) == ("4,5", "1")
     assert environment["OMP_NUM_THREADS"] == "2"  # 8 cores over 2 ranks and 2 generators
 
 

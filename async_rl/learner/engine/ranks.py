@@ -30,6 +30,7 @@ from torch import Tensor
 
 from async_rl.config.config import Config
 from async_rl.errors import ConfigError, TrainingError
+from async_rl.process.child import DEVICES_ARE_DEALT
 
 logger = logging.getLogger(__name__)
 
@@ -139,18 +140,39 @@ def _use_deterministic_kernels() -> None:
 def _device(config: Config, place: Place) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    index = place.local_rank
-    # If CUDA_VISIBLE_DEVICES is set (``launch`` sets it), the visible devices are numbered from 0.
-    if config.learner.devices is not None and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        index = config.learner.devices[place.local_rank]
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"learner.devices: rank {place.rank} needs CUDA device {index}, but only {torch.cuda.device_count()} are "
-            f"visible; name other devices, or lower learner.nproc"
-        )
-    device = torch.device("cuda", index)
+    device = torch.device("cuda", device_index(config.learner.devices, place, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
+
+
+def device_index(devices: Sequence[int] | None, place: Place, num_visible: int) -> int:
+    """Return the index of this rank's CUDA device among the visible ones.
+
+    ``launch`` makes only the learner's devices visible, one for each rank (``DEVICES_ARE_DEALT``). Otherwise
+    ``devices`` are indices into the visible ones, whoever has set ``CUDA_VISIBLE_DEVICES``.
+
+    Args:
+        devices: the value of ``learner.devices``.
+        place: this rank.
+        num_visible: number of visible CUDA devices.
+
+    Raises:
+        ConfigError: there is no device for this rank.
+    """
+    index = place.local_rank
+    if devices is not None and DEVICES_ARE_DEALT not in os.environ:
+        if index >= len(devices):
+            raise ConfigError(
+                f"learner.devices: expected a device for each rank of this machine, got {list(devices)} and local rank "
+                f"{index}; start {len(devices)} ranks (torchrun --nproc-per-node {len(devices)}), or name more devices"
+            )
+        index = devices[index]
+    if index >= num_visible:
+        raise ConfigError(
+            f"learner.devices: expected at least {index + 1} visible CUDA devices for rank {place.rank}, got "
+            f"{num_visible}; name other devices, or start fewer ranks on this machine"
+        )
+    return index
 
 
 class Ranks:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from async_rl.errors import ConfigError
-from async_rl.learner.engine.ranks import Place, init_ranks
+from async_rl.learner.engine.ranks import Place, device_index, init_ranks
+from async_rl.process.child import DEVICES_ARE_DEALT
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.tiny import tiny_config
 
@@ -71,3 +72,53 @@ def test_an_error_of_a_rank_alone_is_raised_as_it_is(tmp_path: Path):
     ranks = init_ranks(tiny_config(tmp_path, "model"))
     with pytest.raises(ZeroDivisionError), ranks.together("update"):
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("devices", "local_rank", "num_visible", "is_dealt", "expected"),
+    [
+        (None, 3, 8, False, 3),  # the first devices of the machine
+        ((0, 1, 2, 3), 3, 8, False, 3),
+        ((4, 5, 6, 7), 0, 8, False, 4),  # torchrun by hand; Slurm has made all eight visible
+        ((4, 5, 6, 7), 3, 8, False, 7),
+        ((4, 5), 1, 2, True, 1),  # launch has made only these two visible
+    ],
+)
+def test_every_rank_takes_its_own_device(
+    devices: tuple[int, ...] | None, local_rank: int, num_visible: int, is_dealt: bool, expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    set_dealt(monkeypatch, is_dealt=is_dealt)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    assert device_index(devices, Place(local_rank, local_rank, 8), num_visible) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "local_rank", "num_visible", "is_dealt", "message"),
+    [
+        (
+            (0, 1, 2, 3),
+            4,
+            8,
+            False,
+            r"got \[0, 1, 2, 3\] and local rank 4; start 4 ranks \(torchrun --nproc-per-node 4\)",
+        ),
+        ((4, 5, 6, 7), 0, 4, False, "expected at least 5 visible CUDA devices for rank 0, got 4"),
+        (None, 2, 2, False, "expected at least 3 visible CUDA devices for rank 2, got 2"),
+        ((4, 5), 1, 1, True, "expected at least 2 visible CUDA devices for rank 1, got 1"),
+    ],
+)
+def test_a_rank_without_a_device_says_so(
+    devices: tuple[int, ...] | None, local_rank: int, num_visible: int, is_dealt: bool, message: str,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    set_dealt(monkeypatch, is_dealt=is_dealt)
+    with pytest.raises(ConfigError, match=message):
+        device_index(devices, Place(local_rank, local_rank, 8), num_visible)
+
+
+def set_dealt(monkeypatch: pytest.MonkeyPatch, *, is_dealt: bool) -> None:
+    if is_dealt:
+        monkeypatch.setenv(DEVICES_ARE_DEALT, "1")
+    else:
+        monkeypatch.delenv(DEVICES_ARE_DEALT, raising=False)
