@@ -27,6 +27,7 @@ from async_rl.launch.capacity import (
     has_gpu,
     learner_bytes,
 )
+from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.preflight import (
     check_bindable,
     check_devices,
@@ -106,8 +107,8 @@ def num_cuda_devices() -> int:
 def check_cuda(config: Config, *roles: str) -> list[Finding]:
     """Check that torch finds the CUDA devices that the config names, and list all devices with their free memory.
 
-    ``roles`` are the processes that will run on this machine: "learner", "generator", or both. Warn if both would share
-    the devices because the config assigns none.
+    ``roles`` are the processes that will run on this machine: "learner", "generator", or both. For both, show which
+    device ``launch`` gives to which process.
     """
     try:
         check_devices(config, *roles)
@@ -123,18 +124,10 @@ def check_cuda(config: Config, *roles: str) -> list[Finding]:
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         names.append(f"cuda:{index} {torch.cuda.get_device_name(index)}, {size_text(free)} free of {size_text(total)}")
-    learner, generator = config.learner, config.generator
     rows = [Finding("devices", "OK", "; ".join(names))]
-    processes = learner.nproc + generator.count * generator.tensor_parallel_size
-    if len(roles) > 1 and learner.devices is None and generator.devices is None and processes > 1:
-        rows.append(
-            Finding(
-                "devices",
-                "WARN",
-                f"launch starts {processes} processes, and no key assigns devices to them",
-                fix="set learner.devices and generator.devices",
-            )
-        )
+    if len(roles) > 1:
+        placement = place(config, visible_devices(os.environ), is_limited=VISIBLE in os.environ)
+        rows.append(Finding("devices", "OK", f"launch puts {placement.line}"))
     return rows
 
 

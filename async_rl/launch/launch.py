@@ -21,9 +21,10 @@ from rich.console import Console
 
 from async_rl.config.config import Config
 from async_rl.config.loading import machine_overrides
-from async_rl.errors import ConfigError, UserError
+from async_rl.errors import UserError
 from async_rl.launch.capacity import has_gpu
 from async_rl.launch.live_view import LiveView, PlainView, duration, eval_accuracies
+from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.preflight import check_launch
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.net.address import check_address
@@ -154,6 +155,7 @@ def describe_commands(config: Config, commands: RunCommands) -> list[str]:
     Ports that are chosen only when the run starts appear as 0 (queue server) and 29500 (ranks of the learner).
     """
     lines = [f"# run directory: {config.run.dir}; free ports are chosen at start"]
+    lines += [f"# GPUs: {line}"] if (line := commands.placement.line) else []
     for command in _all_commands(config, commands):
         lines += [f"# {command.name}", command.shell_line()]
     return lines
@@ -177,6 +179,7 @@ def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, i
     return RunCommands(
         config, config_arguments, run_id=run_id, insecure=insecure, inherited=os.environ,
         num_cores=len(cores) or os.cpu_count() or 1, cores=() if has_gpu() else cores,
+        gpus=visible_devices(os.environ),
     )  # fmt: skip
 
 
@@ -196,6 +199,8 @@ def _run(
     try:
         # The processes read the copy in the run directory, so an edit of the user's file can't affect a restart.
         commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)
+        if line := commands.placement.line:
+            view.note(f"GPUs: {line}")
         environment = {SECRET_VARIABLE: secrets.token_hex(16), **os.environ}
         timing = Timing(learner_grace_s=config.checkpoint.grace_s + _MARGIN_S)
         supervisor = Supervisor(commands, run_dir, environment=environment, view=view, timing=timing, lock=lock)
@@ -289,6 +294,7 @@ class RunCommands:
         inherited: Mapping[str, str],
         num_cores: int,
         cores: Sequence[int] = (),
+        gpus: Sequence[str] = (),
     ) -> None:
         """Divide this machine's devices, threads and CPU cores among the processes.
 
@@ -300,9 +306,10 @@ class RunCommands:
             cores: the numbers of the CPU cores to which ranks and generators are bound. They are not bound if there are
                 fewer cores than processes, or if the user has set a number of threads. On a CPU binding makes a run a
                 fifth faster, because processes keep their warm caches.
+            gpus: the GPUs that ``placement.visible_devices`` found for ``inherited``.
 
         Raises:
-            ConfigError: a device index of the config is not among the devices in ``CUDA_VISIBLE_DEVICES``.
+            ConfigError: the GPUs do not suffice, or one that the config names is not visible.
         """
         self._config, self._config_arguments, self._run_id = config, tuple(config_arguments), run_id
         self._flags = ("--insecure",) if insecure else ()
@@ -313,8 +320,7 @@ class RunCommands:
         chosen = (config.learner.num_threads, config.generator.num_threads, inherited.get("OMP_NUM_THREADS"))
         has_choice = any(threads is not None for threads in chosen)
         self._shares = _shares(() if has_choice else cores, config.learner.nproc + config.generator.count)
-        self._learner_devices = _visible("learner.devices", config.learner.devices, inherited)
-        self._generator_devices = _visible("generator.devices", config.generator.devices, inherited)
+        self.placement = place(config, gpus, is_limited=VISIBLE in inherited)
 
     @property
     def num_generators(self) -> int:
@@ -333,7 +339,7 @@ class RunCommands:
             argv += ["--set", f"queue.address=tcp://{host}:{bound_port}"]
         # The server ends with launch. Without a learner it must stay: loading a large model may take hours.
         argv += ["--set", f"experimental.linger_s={_DAY_S}", "--run-id", self._run_id, *self._flags]
-        return Command("queue", _python(argv), self._environment(1, {"CUDA_VISIBLE_DEVICES": ""}))
+        return Command("queue", _python(argv), self._environment(1, {VISIBLE: ""}))
 
     def learner(self, master_port: int) -> list[Command]:
         """Return the commands that start the learner, one for each rank.
@@ -343,8 +349,8 @@ class RunCommands:
         world = self._config.learner.nproc
         threads = self._config.learner.num_threads
         devices: dict[str, str] = {}
-        if self._learner_devices is not None:
-            devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._learner_devices), DEVICES_ARE_DEALT: "1"}
+        if self.placement.learner is not None:
+            devices = {VISIBLE: ",".join(self.placement.learner), DEVICES_ARE_DEALT: "1"}
         return [
             Command(
                 f"learner-{rank}",
@@ -373,10 +379,9 @@ class RunCommands:
         """
         name = f"generator-{index}"
         identity, dead = (f"{name}-{n}" if n else name for n in (num_restarts, num_restarts - 1))
-        size = self._config.generator.tensor_parallel_size
         extra: dict[str, str] = {}
-        if self._generator_devices is not None:
-            extra["CUDA_VISIBLE_DEVICES"] = ",".join(self._generator_devices[index * size : (index + 1) * size])
+        if self.placement.generators is not None:
+            extra[VISIBLE] = ",".join(self.placement.generators[index])
         # A generator gets the run's config from the queue server, but the keys about its machine from its arguments.
         own = [word for override in machine_overrides(self._config) for word in ("--set", override)]
         own += ["--replaces", dead] if num_restarts else []
@@ -410,27 +415,3 @@ def _shares(cores: Sequence[int], num_processes: int) -> list[tuple[int, ...]]:
 
 def _python(arguments: Sequence[str]) -> tuple[str, ...]:
     return module_command("async_rl", *arguments)
-
-
-def _visible(key: str, devices: Sequence[int] | None, inherited: Mapping[str, str]) -> list[str] | None:
-    """Return the entries of ``CUDA_VISIBLE_DEVICES`` for a process that uses ``devices``; None if ``devices`` is None.
-
-    ``devices`` are the value of the config key ``key``. They are indices into the ``CUDA_VISIBLE_DEVICES`` of
-    ``inherited`` if that variable is set.
-
-    Raises:
-        ConfigError: an index is too large.
-    """
-    if devices is None:
-        return None
-    value = inherited.get("CUDA_VISIBLE_DEVICES")
-    if value is None:
-        return [str(device) for device in devices]
-    visible = [entry for entry in value.split(",") if entry]
-    for device in devices:
-        if device not in range(len(visible)):
-            raise ConfigError(
-                f"{key}: expected indices below {len(visible)}, the number of devices in "
-                f"CUDA_VISIBLE_DEVICES={value!r}, got {device}; correct {key}, or unset CUDA_VISIBLE_DEVICES"
-            )
-    return [visible[device] for device in devices]

@@ -67,10 +67,12 @@ def is_alive(pid: int) -> bool:
 # --- commands
 
 
-def some_commands(config: Config, inherited: dict[str, str] | None = None, cores: tuple[int, ...] = ()) -> RunCommands:
+def some_commands(
+    config: Config, inherited: dict[str, str] | None = None, cores: tuple[int, ...] = (), gpus: tuple[str, ...] = ()
+) -> RunCommands:
     return RunCommands(
         config, ["run.toml", "--set", "run.seed=1"], run_id="r1", insecure=False, inherited=inherited or {},
-        num_cores=8, cores=cores,
+        num_cores=8, cores=cores, gpus=gpus,
     )  # fmt: skip
 
 
@@ -130,10 +132,10 @@ def test_a_restarted_generator_has_a_name_of_its_own_and_the_same_log_and_says_w
 
 def test_device_indices_count_among_the_visible_ones_and_others_are_refused():
     config = a_config(learner={"devices": [1]})
-    learner = some_commands(config, {"CUDA_VISIBLE_DEVICES": "6,GPU-7"}).learner(1)[0]
+    learner = some_commands(config, {"CUDA_VISIBLE_DEVICES": "6,GPU-7"}, gpus=("6", "GPU-7")).learner(1)[0]
     assert learner.environment["CUDA_VISIBLE_DEVICES"] == "GPU-7"
     with pytest.raises(ConfigError, match=r"learner\.devices.*'6'"):
-        some_commands(config, {"CUDA_VISIBLE_DEVICES": "6"})
+        some_commands(config, {"CUDA_VISIBLE_DEVICES": "6"}, gpus=("6",))
 
 
 def test_a_restarted_queue_server_takes_the_port_it_had():
@@ -151,9 +153,18 @@ def test_a_dry_run_names_every_process_with_devices_and_threads():
     config = a_config(learner={"devices": [0]}, generator={"count": 2, "devices": [1, 2]})
     lines = describe_commands(config, some_commands(config))
     assert [line for line in lines if line.startswith("# ")][1:] == [
+        "# GPUs: learner-0 on 0, generator-0 on 1, generator-1 on 2",
         "# queue", "# learner-0", "# generator-0", "# generator-1",
     ]  # fmt: skip
     assert re.match(r"CUDA_VISIBLE_DEVICES=2 OMP_NUM_THREADS=\d .* -m async_rl generator --connect ", lines[-1])
+
+
+def test_without_keys_the_gpus_of_the_machine_are_dealt_and_the_plan_is_shown():
+    config = a_config(learner={"nproc": 2}, generator={"backend": "transformers", "count": 1})
+    commands = some_commands(config, gpus=("0", "1", "2"))
+    assert [rank.environment["CUDA_VISIBLE_DEVICES"] for rank in commands.learner(1)] == ["0,1", "0,1"]
+    assert commands.generator(0, "tcp://127.0.0.1:5", 0).environment["CUDA_VISIBLE_DEVICES"] == "2"
+    assert describe_commands(config, commands)[1] == "# GPUs: learner-0 on 0, learner-1 on 1, generator-0 on 2"
 
 
 # --- addresses and the lock
