@@ -153,7 +153,7 @@ def reward_source(plan: Plan) -> str:
 
 
 def config_text(plan: Plan, reward_file: Path) -> str:
-    """Return the commented config of ``plan``, which has been checked.
+    """Return the config of ``plan``, with comments. ``check_answers`` must have accepted the plan.
 
     ``reward_file`` is the file with the user's own reward, for a plan with ``OWN_REWARD``.
 

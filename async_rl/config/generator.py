@@ -204,8 +204,8 @@ class GeneratorConfig(Section):
     devices: tuple[int, ...] | None = Field(
         default=None,
         strict=False,
-        description="CUDA devices, assigned in order to the generators that launch starts; if unset, the first devices "
-        "of the machine.",
+        description="CUDA devices, assigned in order to the generators that launch starts; if unset, the first ones "
+        "that the learner leaves free.",
     )
     tensor_parallel_size: int = Field(
         default=1, ge=1, description="Number of devices over which vLLM splits the model of one generator."
@@ -293,8 +293,8 @@ class SamplingConfig(Section):
     )
     deterministic: bool = Field(
         default=False,
-        description="Whether every generator samples bit for bit the same rollouts, one group at a time, which is "
-        "slow.",
+        description="Whether a group's rollouts are the same bit for bit, whichever generator samples them. Each "
+        "generator then samples one group at a time, which is slow.",
     )
 
 

@@ -305,8 +305,8 @@ class LossConfig(Section):
     )
     mask_truncated: bool = Field(
         default=False,
-        description="Whether answers that were cut at sampling.max_new_tokens leave the loss and the baseline of their "
-        "group.",
+        description="Whether answers that were cut at sampling.max_new_tokens are left out of the loss and of their "
+        "group's baseline.",
     )
 
     @model_validator(mode="before")

@@ -62,8 +62,8 @@ def run_node_checks(
     Args:
         overrides: the ``--set`` options with which the generator would be started.
         keys_file: the key file with which the generator would connect; None without keys.
-        insecure: accept addresses that other machines can reach without keys.
-        deadline_s: time limit in seconds of the transfer and the engine together.
+        insecure: without keys, accept also an address that other machines can reach.
+        deadline_s: time limit in seconds for receiving a version and for loading the engine, together.
         report: gets what is checked, before the doctor waits for that check.
     """
     found: list[Finding] = []

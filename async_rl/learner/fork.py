@@ -100,7 +100,7 @@ def must_fork(point: ForkPoint, config: Config, *, fresh: bool) -> bool:
     run_dir = RunDir(Path(config.run.dir))
     if run_dir.path.exists() and run_dir.path.samefile(point.run_dir):
         raise RunError(
-            f"run.dir: expected another directory than that of the run from which to fork, got {run_dir.path}; choose "
+            f"run.dir: expected a directory other than that of the run to fork from, got {run_dir.path}; choose "
             f"another run.dir"
         )
     if config.learner.steps <= point.step:

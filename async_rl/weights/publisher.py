@@ -1,9 +1,9 @@
 """The learner's side of the weights channel: sends every version of the weights to the generators that joined.
 
-``Publisher`` lives in learner rank 0. ``publish`` only queues the newest staged version. A background thread serves
-the control socket, asks ``SyncScheduler`` what to do next, and lets ``TransferManager`` do it. Two transports can be
-in use: the collective, if the run has one, and the pull transport, which every run has. A dead or frozen generator
-delays other generators by at most ``deadline_s``. It never delays the training step.
+``Publisher`` lives in learner rank 0. ``publish`` records the newest staged version and returns. A background thread
+serves the control socket, asks ``SyncScheduler`` what to do next, and lets ``TransferManager`` do it. Two transports
+can be in use: the collective, if the run has one, and the pull transport, which every run has. A dead or frozen
+generator delays other generators by at most ``deadline_s``. It never delays the training step.
 """
 
 from __future__ import annotations

@@ -405,8 +405,9 @@ class DoubleBuffer:
                 new = copy._parameters[name]
                 if old is not None and (old.shape, old.stride(), old.dtype) != (new.shape, new.stride(), new.dtype):
                     raise ValueError(
-                        f"expected {name} of {type(layer).__name__} to be {list(old.shape)}, {old.dtype} once packed, "
-                        f"got {list(new.shape)}, {new.dtype}; set experimental.vllm.prepare_weights = false"
+                        f"expected {name} of {type(layer).__name__}, in the form that vLLM computes with, to be "
+                        f"{list(old.shape)}, {old.dtype}, got {list(new.shape)}, {new.dtype}; set "
+                        f"experimental.vllm.prepare_weights = false"
                     )
 
     def _note_changes(self) -> None:
