@@ -8,6 +8,7 @@ it. ``Plan`` has the answers; ``config_text`` turns them into TOML.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -23,9 +24,11 @@ import typer
 from async_rl.config.document import commented_toml
 from async_rl.config.loading import parse_config
 from async_rl.config.reward import REWARD_TYPES
-from async_rl.data.chat import context_length
+from async_rl.data.chat import context_length, load_tokenizer, render_prompt
+from async_rl.data.dataset import parse_row, rules_of
 from async_rl.data.files import Source
-from async_rl.errors import AsyncRLError, ConfigError, DataError
+from async_rl.errors import AsyncRLError, ConfigError, DataError, ModelError
+from async_rl.output import Progress
 from async_rl.process.user_code import is_code_name
 from async_rl.terminal import visible
 
@@ -152,16 +155,22 @@ def reward_source(plan: Plan) -> str:
     return _REWARD_SOURCE + (_NOT_WRITTEN_YET if plan.answer is None else _COMPARES_ANSWERS)
 
 
-def config_text(plan: Plan, reward_file: Path) -> str:
+def config_text(plan: Plan, reward_file: Path, first_row: Mapping[str, Any]) -> str:
     """Return the config of ``plan``, with comments. ``check_answers`` must have accepted the plan.
 
-    ``reward_file`` is the file with the user's own reward, for a plan with ``OWN_REWARD``.
+    Args:
+        reward_file: the file with the user's own reward, for a plan with ``OWN_REWARD``.
+        first_row: the first row of the data, whose prompt must fit ``sampling.max_prompt_tokens``.
 
     Raises:
         ConfigError: the answers don't make a valid config.
     """
     values = _values(plan, reward_file)
     parse_config(values, "the answers")
+    if Path(plan.model, "config.json").is_file():  # a model on a hub is not fetched for this
+        with Progress() as progress:
+            progress.show("reading the tokenizer")
+            _fit_first_prompt(values, first_row)
     header = (
         f"# Written by `async-rl init`. Check it with `async-rl doctor`, run it with `async-rl launch`.\n"
         f"# Keys that are not here have their defaults: `async-rl config FILE --explain` shows all of them.\n"
@@ -195,6 +204,37 @@ def _values(plan: Plan, reward_file: Path) -> dict[str, Any]:
     if own not in REWARD_TYPES:
         values["generator"]["allow_code"] = [own.partition(":")[0]]
     return values
+
+
+def _fit_first_prompt(values: dict[str, Any], first_row: Mapping[str, Any]) -> None:
+    """Make the first prompt fit ``sampling.max_prompt_tokens``: leave out the default system message if that is
+    enough, or raise the limit as far as the model's context allows. ``doctor`` and ``launch`` report what can't be
+    helped.
+    """
+
+    def size() -> int:
+        config = parse_config(values, "the answers")
+        return len(render_prompt(tokenizer, parse_row(first_row, "the first row", rules_of(config)).messages))
+
+    sampling, data = values["sampling"], values["data"]
+    try:
+        tokenizer = load_tokenizer(values["model"]["path"])
+        needed = size()
+        if needed <= sampling["max_prompt_tokens"]:
+            return
+        data["system_prompt"] = ""
+        if size() <= sampling["max_prompt_tokens"]:
+            typer.echo(
+                "note: the reward's default system message leaves no room for the prompt, so data.system_prompt is "
+                "empty", err=True,
+            )  # fmt: skip
+            return
+    except (DataError, ModelError):
+        needed = 0
+    data.pop("system_prompt", None)
+    context = context_length(values["model"]["path"])
+    room = math.inf if context is None else context - sampling["max_new_tokens"]
+    sampling["max_prompt_tokens"] = max(sampling["max_prompt_tokens"], int(min(2 * needed, room)))
 
 
 def _sizes(num_gpus: int) -> dict[str, dict[str, Any]]:
@@ -285,8 +325,8 @@ def write_config(config: Path, given: Given) -> list[str]:
     if not config.parent.is_dir():
         raise ConfigError(f"expected a directory for {config}, got none at {config.parent}; create it first")
     reward_file = config.parent / OWN_REWARD_FILE
-    plan = _ask(config, given)
-    text = config_text(plan, reward_file)
+    plan, columns = _ask(config, given)
+    text = config_text(plan, reward_file, columns.first_row)
     lines, files = [f"wrote {config}"], {config: text}
     if plan.reward == OWN_REWARD and not reward_file.exists():
         # The reward comes first. If init is killed before it writes the config, the same command completes the pair.
@@ -322,7 +362,7 @@ def _write_new(files: Mapping[Path, str]) -> None:
         ) from error
 
 
-def _ask(config: Path, given: Given) -> Plan:
+def _ask(config: Path, given: Given) -> tuple[Plan, Columns]:
     # With model and data given, all other answers have defaults: a command that works in a script asks nothing.
     asks = _is_terminal() and (given.model is None or given.data is None)
     model = given.model or _answer(asks, "--model", "Model (a directory, or a Hugging Face id)", _read_model)
@@ -362,7 +402,7 @@ def _ask(config: Path, given: Given) -> Plan:
         num_gpus = _answer(asks, "--gpus", "GPUs to use (0: CPU)", _read_number, str(found))
     plan = Plan(model, data, evaluation, reward, prompt, answer, num_gpus, name=config.stem)
     check_answers(plan, columns)
-    return plan
+    return plan, columns
 
 
 def _read_model(text: str) -> str:

@@ -260,20 +260,24 @@ def load_rows_of(config: Config, source: str) -> LoadedRows:
     Raises:
         DataError: the data can't be read, or has a row with errors (see ``load_rows``).
     """
-    rules = RowRules(
-        system_prompt=config.system_prompt,
-        needs=config.row_needs,
-        needs_prompt=not config.environment.is_set,
-        columns=config.data.columns,
-        prompt_format=config.data.prompt_format,
-    )
-    loaded = load_rows(source, on_bad_row=config.data.on_bad_row, rules=rules)
+    loaded = load_rows(source, on_bad_row=config.data.on_bad_row, rules=rules_of(config))
     if loaded.num_skipped:
         logger.warning(
             "%s: skipped %d rows of %d, because they have errors; the first error: %s",
             source, loaded.num_skipped, loaded.num_skipped + len(loaded.rows), loaded.first_skipped,
         )  # fmt: skip
     return loaded
+
+
+def rules_of(config: Config) -> RowRules:
+    """Return the rules by which a run reads its rows."""
+    return RowRules(
+        system_prompt=config.system_prompt,
+        needs=config.row_needs,
+        needs_prompt=not config.environment.is_set,
+        columns=config.data.columns,
+        prompt_format=config.data.prompt_format,
+    )
 
 
 def load_rows(source: str, *, on_bad_row: OnBadRow = "refuse", rules: RowRules | None = None) -> LoadedRows:

@@ -241,6 +241,20 @@ def test_a_terminal_is_asked_nothing_if_model_and_data_are_given(monkeypatch: py
     assert load_config("run.toml").reward.type == "boxed"
 
 
+def test_the_first_prompt_of_a_local_model_fits(folder: Path, capsys: pytest.CaptureFixture[str]):
+    task = write_tiny_task(folder)
+    # The tiny model's characters spell out the default system message of boxed in more tokens than there is room for.
+    init("--model", task["model"], "--data", task["train"], "--reward", "boxed", "--gpus", "0")
+    assert load_config("run.toml").data.system_prompt == ""
+    assert "so data.system_prompt is empty" in capsys.readouterr().err
+    described = Path(task["model"], "config.json")
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"max_position_embeddings": 4096}))
+    (folder / "long.jsonl").write_text(json.dumps({"prompt": "1+" * 150, "gt_answer": "150"}) + "\n")
+    init("long.toml", "--model", task["model"], "--data", "long.jsonl", "--reward", "own", "--gpus", "0")
+    config = load_config("long.toml")
+    assert (config.data.system_prompt, config.sampling.max_prompt_tokens) == (None, 600)
+
+
 @pytest.mark.slow
 def test_doctor_passes_what_init_writes(folder: Path, capsys: pytest.CaptureFixture[str]):
     task = write_tiny_task(folder)
