@@ -135,7 +135,7 @@ def test_a_run_without_a_step_is_the_latest_checkpoint(run: Run):
 
 def test_a_fork_is_refused_where_it_cannot_go_on(run: Run, tmp_path: Path):
     point = find_fork_point(f"{run.path}@4")
-    with pytest.raises(RunError, match=r"run\.dir: expected another directory than that of the run"):
+    with pytest.raises(RunError, match=r"run\.dir: expected a directory other than that of the run"):
         must_fork(point, run.config, fresh=True)
     fork = forked(run, tmp_path / "fork")
     with pytest.raises(RunError, match=r"has a fork of .*run at step 2, not of .*run at step 4"):
