@@ -48,8 +48,8 @@ def visible_devices(environment: Mapping[str, str]) -> list[str]:
 def place(config: Config, visible: Sequence[str], *, is_limited: bool) -> Placement:
     """Return the devices of every process of ``config``.
 
-    One GPU is shared by a learner of one rank and one generator. Otherwise every rank, and every part of a generator,
-    gets a device of its own.
+    If there is one GPU, a learner of one rank shares it with the generators. Otherwise every rank, and every part of a
+    generator, gets a device of its own.
 
     Args:
         visible: what ``visible_devices`` returns.
@@ -64,8 +64,8 @@ def place(config: Config, visible: Sequence[str], *, is_limited: bool) -> Placem
     ranks = _chosen("learner.devices", learner.devices, visible, is_limited=is_limited)
     samplers = _chosen("generator.devices", generator.devices, visible, is_limited=is_limited)
     if visible:
-        if len(visible) == learner.nproc == num_sampling == 1:
-            ranks, samplers = ranks or list(visible), samplers or list(visible)
+        if len(visible) == learner.nproc == size == 1:
+            ranks, samplers = ranks or list(visible), samplers or list(visible) * num_sampling
         if ranks is None:
             free = [device for device in visible if device not in (samplers or ())]
             ranks = _first(free, learner.nproc, config, len(visible))
@@ -86,7 +86,8 @@ def _first(free: Sequence[str], number: int, config: Config, num_visible: int) -
         raise ConfigError(
             f"expected a GPU for each of learner.nproc = {config.learner.nproc} ranks and generator.count x "
             f"tensor_parallel_size = {generator.count} x {generator.tensor_parallel_size} parts of generators, got "
-            f"{num_visible}; lower these, or set learner.devices and generator.devices to share GPUs"
+            f"{num_visible}; lower these, set learner.devices and generator.devices to share GPUs, or hide the GPUs to "
+            f"run on the CPU ({VISIBLE}=)"
         )
     return list(free[:number])
 

@@ -26,6 +26,7 @@ def placed(
 SITUATIONS: dict[str, tuple[list[str], dict[str, Any], dict[str, Any], Placement]] = {
     "no GPU": ([], {}, {}, Placement()),
     "one GPU is shared": (["0"], {}, {}, Placement(("0",), (("0",),))),
+    "one GPU is shared by all": (["0"], {}, {"count": 3}, Placement(("0",), (("0",),) * 3)),
     "two GPUs": (["0", "1"], {}, {}, Placement(("0",), (("1",),))),
     "eight GPUs, four ranks": (
         EIGHT, {"nproc": 4}, {"count": 4}, Placement(("0", "1", "2", "3"), (("4",), ("5",), ("6",), ("7",)))
@@ -53,8 +54,14 @@ def test_gpus_are_dealt_to_ranks_first_and_then_to_generators(situation: str):
 @pytest.mark.parametrize(
     ("visible", "learner", "generator", "message"),
     [
-        (["0"], {}, {"count": 2}, r"learner.nproc = 1 ranks and .* 2 x 1 parts of generators, got 1; lower these"),
-        (["0", "1"], {"nproc": 2}, {}, "got 2; lower these, or set learner.devices and generator.devices to share"),
+        (["0"], {"nproc": 2}, {}, r"learner.nproc = 2 ranks and .* 1 x 1 parts of generators, got 1; lower these"),
+        (["0"], {}, {"tensor_parallel_size": 2}, "1 x 2 parts of generators, got 1"),
+        (
+            ["0", "1"],
+            {"nproc": 2},
+            {},
+            "got 2; lower these, set .* to share GPUs, or hide the GPUs",
+        ),
         (EIGHT, {"nproc": 4}, {"count": 3, "tensor_parallel_size": 2}, "3 x 2 parts of generators, got 8"),
         (["0", "1"], {"devices": [0]}, {"count": 2}, "2 x 1 parts of generators, got 2"),
     ],
