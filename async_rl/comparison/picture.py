@@ -51,6 +51,7 @@ def write_picture(summaries: Sequence[RunSummary], path: Path) -> None:
     mismatch.set_yscale("log")
     mismatch.set(xlabel="age of a token (versions)", ylabel="KL(behavior policy || policy), nats")
     mismatch.set_ylim(bottom=_ROUNDING)
+    mismatch.locator_params(axis="x", integer=True)
     _draw_shares(shares, groups)
     try:
         save_picture(figure, path)
