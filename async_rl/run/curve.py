@@ -136,6 +136,7 @@ def write_curve(run_dir: RunDir, lock: RunLock | None = None) -> bool:
     _draw_mean(speed, rows, "time/step_s", _COLORS["speed"], "of each step")
     speed.set_ylabel("seconds per step")
     speed.set_ylim(bottom=0)
+    _mark_evaluations(speed, rows)
     for key, (label, color) in _IDLE.items():
         _draw_mean(idle, rows, key, color, label)
     idle.set(ylabel="idle share of the time", ylim=(-0.02, 1.08))
@@ -223,6 +224,14 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
             )  # fmt: skip
     axes.set_ylabel("accuracy")
     axes.set_ylim(-0.02, 1.08)
+
+
+def _mark_evaluations(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw a thin line at each step with an evaluation: generators sample its answers, so the next step is slower."""
+    steps = sorted({row["step"] for row in rows if any(key.startswith("eval/") for key in row)})
+    for number, step in enumerate(steps):
+        label = "evaluation, sampled by the same generators" if number == 0 else None
+        axes.axvline(step, color="0.6", linewidth=0.8, linestyle=":", label=label)
 
 
 def _draw_mean(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str) -> None:

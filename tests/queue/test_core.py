@@ -324,6 +324,7 @@ def test_too_many_filtered_groups_without_a_step_stop_the_run():
     answer = take(state)
     assert isinstance(answer, NotReady)
     assert answer.stop.startswith("3 groups were filtered since the last step")
+    assert answer.stop.endswith("return a graded accuracy, or set queue.filter_range = []")
     assert leases(state, 1) == []
 
 
