@@ -57,6 +57,7 @@ class Point:
         error: standard error of ``accuracy``: from the spread of the runs, or of the rows if there is one run.
         ess: mean effective sample size.
         staleness: mean staleness of trained tokens, in versions.
+        first: mean of the runs' first accuracies on the same dataset. None with fewer than two evaluations.
     """
 
     bound: int
@@ -65,6 +66,7 @@ class Point:
     error: float
     ess: float | None
     staleness: float | None
+    first: float | None = None
 
 
 def advise(summaries: Sequence[RunSummary]) -> Advice:
@@ -99,6 +101,11 @@ def recommend(points: Sequence[Point]) -> Advice:
             reasons.append(
                 f"But the accuracy at the end is clearly lower there: {_shown(paying)} at {paying.bound}, "
                 f"{_shown(best)} at {best.bound}. {chosen.bound} is the fastest bound without such a loss."
+            )
+        elif best.first is not None and not _has_risen(best):
+            reasons.append(
+                f"The accuracy does not tell yet: it began at {best.first:.3f} and has not clearly risen at any bound "
+                f"({_accuracies(measured)}). Run more steps before you rely on this recommendation."
             )
         else:
             reasons.append(f"The accuracy at the end does not suffer: {_accuracies(measured)}.")
@@ -177,7 +184,8 @@ def _higher(bound: int) -> str:
 
 
 def _point(runs: Sequence[RunSummary]) -> Point:
-    last = [next(iter(run.evaluations.values()))[-1] for run in runs if run.evaluations]
+    series = [next(iter(run.evaluations.values())) for run in runs if run.evaluations]
+    last = [evaluations[-1] for evaluations in series]
     accuracies = [evaluation.accuracy for evaluation in last]
     of_rows = last[0].error if last else 0.0
     error = stdev(accuracies) / math.sqrt(len(accuracies)) if len(accuracies) > 1 else of_rows
@@ -188,11 +196,17 @@ def _point(runs: Sequence[RunSummary]) -> Point:
         error=error,
         ess=_mean(run.ess for run in runs),
         staleness=_mean(run.staleness_mean for run in runs),
+        first=_mean(evaluations[0].accuracy for evaluations in series if len(evaluations) > 1),
     )
 
 
 def _is_below(point: Point, best: Point) -> bool:
     return (best.accuracy or 0.0) - (point.accuracy or 0.0) > CLEARLY * math.hypot(point.error, best.error)
+
+
+def _has_risen(point: Point) -> bool:
+    """Return whether the accuracy at the end is clearly above the first one, whose error is taken to be the same."""
+    return (point.accuracy or 0.0) - (point.first or 0.0) > CLEARLY * math.sqrt(2) * point.error
 
 
 def _shown(point: Point) -> str:

@@ -66,6 +66,20 @@ def test_seeds_of_one_bound_are_averaged(tmp_path: Path):
     assert "0.850 ± 0.050 at 0, 0.850 ± 0.000 at 4" in advice.reasons[1]
 
 
+@pytest.mark.parametrize(
+    ("last", "says"), [((0.31, 0.30), "does not tell yet: it began at 0.300"), ((0.9, 0.9), "does not suffer")]
+)
+def test_runs_that_have_learned_nothing_clear_say_nothing_about_accuracy(
+    tmp_path: Path, last: tuple[float, float], says: str
+):
+    # The rows' standard error is 0.01 or more: 0.31 - 0.30 is noise, 0.9 - 0.3 is not.
+    runs = []
+    for bound, accuracy in zip((0, 4), last, strict=True):
+        rows = [step_row(1), eval_row(0, 0.3), step_row(20), eval_row(20, accuracy)]
+        runs.append(summarise(write_run(tmp_path / str(bound), rows, bound=bound)))
+    assert says in advise(runs).reasons[1]
+
+
 def test_runs_that_differ_in_another_key_get_no_advice(tmp_path: Path):
     runs = [
         summarise(write_run(tmp_path / name, [step_row(1)], bound=bound, optimizer={"lr": lr}))
