@@ -31,6 +31,7 @@ from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
 from async_rl.output import Progress, can_redraw, print_json
 from async_rl.process.child import DEVICES_ARE_DEALT, module_command, package_path
+from async_rl.process.user_code import code_changes
 from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, locked_run_dir
@@ -70,8 +71,9 @@ def launch(
         progress.show(_CHECKING)
         preflight(config, insecure=insecure)
     with locked_run_dir(config, role="launch", fresh=fresh, takeover=takeover) as (run_dir, lock):
-        if make_fork is not None:
-            _print_line(Console(markup=False, emoji=False, quiet=quiet), make_fork())
+        shown = Console(markup=False, emoji=False, quiet=quiet)
+        for line in [make_fork()] if make_fork is not None else continuation_lines(run_dir, config):
+            _print_line(shown, line)
         return _run(config, run_dir, lock, console, insecure=insecure, fresh=fresh, quiet=quiet)
 
 
@@ -172,6 +174,22 @@ def _has_ended_line(run_dir: RunDir) -> str:
         f"the run in {run_dir.path} is finished; raise learner.steps to train on, or pass --fresh to start over (the "
         f"old directory is moved aside)"
     )
+
+
+def continuation_lines(run_dir: RunDir, config: Config) -> list[str]:
+    """Return lines that say from where the run goes on, and which user code has changed; none if it starts anew."""
+    trained = max((row["step"] for row in read_rows(run_dir.metrics)), default=0)
+    checkpoint = run_dir.latest_checkpoint
+    if checkpoint is None and not trained:
+        return []
+    if checkpoint is None:
+        line = (
+            f"starts again at step 0: the earlier start made {trained} steps and no checkpoint (checkpoint.every "
+            f"sets how often one is saved)"
+        )
+    else:
+        line = f"goes on from checkpoint {checkpoint}; the earlier start had made {trained} steps"
+    return [line, *code_changes(run_dir.path, config.code_names)]
 
 
 def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, insecure: bool) -> RunCommands:

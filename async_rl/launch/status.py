@@ -18,6 +18,7 @@ from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.output import size_text
 from async_rl.run.directory import RunDir
 from async_rl.run.queue_files import read_record
+from async_rl.run.step_log import read_rows
 from async_rl.terminal import visible_values
 
 _LABELS = {
@@ -108,9 +109,16 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
         return ask_status(record.address, timeout_s, keys)
     except QueueError as error:
         raise AddressError(
-            f"the queue server of the run in {path}, at {record.address}, did not answer within {timeout_s:g} s; read "
-            f"the logs in {run_dir.logs}, or start the run again"
+            f"the queue server of the run in {path}, at {record.address}, did not answer within {timeout_s:g} s: it "
+            f"has ended, or can't be reached from here. {_last_state(run_dir)}; read the logs in {run_dir.logs}, or "
+            f"start the run again"
         ) from error
+
+
+def _last_state(run_dir: RunDir) -> str:
+    """Return how far an unfinished run has come, from its files."""
+    steps = max((row["step"] for row in read_rows(run_dir.metrics)), default=0)
+    return f"The run has made {steps} steps, and its newest checkpoint is {run_dir.latest_checkpoint or 'none'}"
 
 
 def print_status(status: Mapping[str, Any]) -> None:

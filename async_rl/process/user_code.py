@@ -171,24 +171,35 @@ def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
     if not names:
         return content
     path = run_dir / DIGESTS_FILE
-    before = _digests_of(path.read_bytes()) if path.exists() else {}
-    if before is None:
-        before = {}
-        logger.warning(
-            "%s is damaged, so changes of code since the run's earlier start are not found; it is written anew", path
-        )
-    for name in sorted(digests.keys() & before.keys()):
-        if digests[name] != before[name]:
-            logger.warning(
-                "the source of %s has changed since this run started, SHA-256 now %s; copy the new source to the "
-                "machines of the generators",
-                name,
-                digests[name][:16],
-            )
+    for line in code_changes(run_dir, names):
+        logger.warning("%s", line)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)
     return content
+
+
+def code_changes(run_dir: Path, names: Collection[str]) -> list[str]:
+    """Return a sentence for each user code in ``names`` whose source has changed since the run's earlier start.
+
+    Raises:
+        ConfigError: a module or file does not exist, or a module has no Python source.
+    """
+    path = run_dir / DIGESTS_FILE
+    if not names or not path.exists():
+        return []
+    before = _digests_of(path.read_bytes())
+    if before is None:
+        return [
+            f"{path} is damaged, so changes of code since the run's earlier start are not found; it is written anew"
+        ]
+    now = code_digests(names)
+    return [
+        f"the source of {name} has changed since this run started, SHA-256 now {now[name][:16]}; copy the new source "
+        f"to the machines of the generators"
+        for name in sorted(now.keys() & before.keys())
+        if now[name] != before[name]
+    ]
 
 
 def read_digests(content: bytes | None) -> Mapping[str, str]:

@@ -70,7 +70,8 @@ class StepLog:
             while (aside := self._path.with_name(f"{self._path.stem}.rolled_back-{number}.jsonl")).exists():
                 number += 1
             write_atomically(aside, _lines(gone))
-            logger.info("moved %d rows from after the checkpoint of step %d to %s", len(gone), step, aside.name)
+            where = f"after the checkpoint of step {step}" if step >= 0 else "of an earlier start without a checkpoint"
+            logger.info("moved %d rows %s to %s", len(gone), where, aside.name)
         write_atomically(self._path, _lines(kept))
         self._file = self._path.open("a", encoding="utf-8")
         return len(gone)

@@ -361,10 +361,12 @@ def test_status_of_a_run_directory_asks_the_queue_server_that_it_names(
         status_of(run_dir, "--json")
         status = json.loads(capsys.readouterr().out)
         assert (status["run_id"], status["num_steps"], status["address"]) == ("run", 7, server.address)
+        RunDir(run_dir).metrics.write_text('{"step": 5}\n')
     finally:
         servers.close()
     said = refusal(capsys, "status", str(run_dir), "--timeout", "0.2")
-    assert f"at {server.address}, did not answer within 0.2 s; read the logs" in said
+    assert f"at {server.address}, did not answer within 0.2 s: it has ended" in said
+    assert "The run has made 5 steps, and its newest checkpoint is none; read the logs" in said
 
 
 def test_status_of_a_finished_run_is_read_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

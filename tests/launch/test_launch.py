@@ -22,7 +22,7 @@ from async_rl.config.loading import parse_config
 from async_rl.config.queue import QueueConfig
 from async_rl.errors import AddressError, ConfigError, QueueError, RunError
 from async_rl.launch import launch as launch_module
-from async_rl.launch.launch import RunCommands, describe_commands, explain, ledger_line, summary
+from async_rl.launch.launch import RunCommands, continuation_lines, describe_commands, explain, ledger_line, summary
 from async_rl.launch.live_view import (
     LiveView,
     PlainView,
@@ -36,6 +36,7 @@ from async_rl.launch.live_view import (
 from async_rl.launch.preflight import check_bindable, check_weights_ports
 from async_rl.launch.supervisor import Command, Outcome, ProcessStatus, Supervisor, Timing
 from async_rl.process.child import DEVICES_ARE_DEALT, PACKAGE_ROOT, ParentWatch
+from async_rl.process.user_code import write_digests
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
 from async_rl.run.reuse import prepare_run_dir
@@ -883,3 +884,25 @@ def test_the_summary_tells_accuracies_before_and_after_and_the_ledger(tmp_path: 
 def test_the_ledger_of_nothing_is_a_line_too():
     empty = dict.fromkeys(("issued", "in_flight", "queued", "taken", "trained", "filtered"), 0)
     assert ledger_line({"groups": {**empty, "dropped": {}}}) == "groups: issued 0 = 0"
+
+
+def test_a_second_start_says_from_where_it_goes_on_and_what_code_changed(tmp_path: Path):
+    source = tmp_path / "reward.py"
+    source.write_text("def score(*args): return 0.0\n")
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    raw = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "reward": {"type": f"{source}:score"}}
+    config = parse_config({**raw, "run": {"dir": str(run_dir.path)}}, "test")
+    assert continuation_lines(run_dir, config) == []
+
+    write_digests(run_dir.path, config.code_names)
+    run_dir.metrics.write_text('{"step": 7}\n')
+    (line,) = continuation_lines(run_dir, config)
+    assert line.startswith("starts again at step 0: the earlier start made 7 steps and no checkpoint")
+
+    source.write_text("def score(*args): return 1.0\n")
+    run_dir.checkpoints.mkdir()
+    (run_dir.checkpoints / "latest").write_text("step-000005\n")
+    line, change = continuation_lines(run_dir, config)
+    assert line == "goes on from checkpoint step-000005; the earlier start had made 7 steps"
+    assert change.startswith(f"the source of {source}:score has changed since this run started")
