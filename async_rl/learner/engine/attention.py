@@ -7,7 +7,7 @@ checkpointing) gets the same layout again, and FSDP2's hooks pass the layout thr
 
 On CUDA in float16 or bfloat16 this uses ``torch.nn.attention.varlen`` (flash attention, no padding). Otherwise it
 gathers the row into a few padded batches of similar lengths for ``scaled_dot_product_attention``. The padding is on the
-right, so under a causal mask no real token sees it.
+right, so under a causal mask no real token sees it. The log says once which of the two runs, and why.
 
 A prompt that several sequences share is in the row once. All layers except attention compute it once; attention
 gathers it for each sequence.
@@ -19,6 +19,7 @@ bucket, L = tokens of the bucket's longest sequence, H = heads, K = key and valu
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ from async_rl.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "async_rl_packed"
 
@@ -210,7 +213,9 @@ def packed_attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sliding_window is not None and sliding_window >= packed_layout.max_length:
         sliding_window = None
-    if dropout == 0.0 and _fits_flash(query, value):
+    why_padded = "of dropout" if dropout else _why_padded(query, value)
+    _report(query.device.type, query.dtype, why_padded)
+    if not why_padded:
         out_THD = _flash(query_THD, key_TKD, value_TKD, packed_layout, scale, sliding_window)
     else:
         out_THD = _padded(query_THD, key_TKD, value_TKD, packed_layout, scale, sliding_window, dropout)
@@ -254,31 +259,48 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-def _fits_flash(query: Tensor, value: Tensor) -> bool:
+@cache
+def _report(device: str, dtype: torch.dtype, why_padded: str) -> None:
+    """Log once for each device and dtype which attention runs. The self-test at load runs on the CPU."""
+    kernel = "flash attention without padding (torch.nn.attention.varlen)"
+    if why_padded:
+        kernel = f"padded batches of scaled_dot_product_attention, because {why_padded}"
+    logger.info("attention on %s in %s: %s", device, dtype, kernel)
+
+
+def _why_padded(query: Tensor, value: Tensor) -> str:
+    """Return why flash attention can't run; empty if it can."""
     head_dim = query.shape[-1]
-    return (
-        query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and value.dtype == query.dtype
-        and value.shape[-1] == head_dim
-        and head_dim % _FLASH_HEAD_DIM_MULTIPLE == 0
-        and head_dim <= _FLASH_HEAD_DIM_LIMIT
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
-        and _varlen_attention() is not None
-    )
+    if not query.is_cuda:
+        return "flash attention needs CUDA"
+    if query.dtype not in (torch.float16, torch.bfloat16) or value.dtype != query.dtype:
+        return f"flash attention needs float16 or bfloat16, the same for values, which are {value.dtype}"
+    if value.shape[-1] != head_dim or head_dim % _FLASH_HEAD_DIM_MULTIPLE or head_dim > _FLASH_HEAD_DIM_LIMIT:
+        return (
+            f"flash attention needs heads of a multiple of {_FLASH_HEAD_DIM_MULTIPLE} and at most "
+            f"{_FLASH_HEAD_DIM_LIMIT} numbers, the same for queries and values; they have {head_dim} and "
+            f"{value.shape[-1]}"
+        )
+    if torch.cuda.get_device_capability(query.device) < (8, 0):
+        return f"flash attention needs an Ampere GPU or newer, and this is {torch.cuda.get_device_name(query.device)}"
+    if _varlen_attention() is None:
+        return f"torch {torch.__version__} has no varlen attention with a scale and a window"
+    return ""
 
 
 @cache
 def _varlen_attention() -> Any:
-    """Return torch's varlen attention. None if this torch has none, or its function lacks scale, window or
-    grouped heads.
-    """
+    """Return torch's varlen attention. None if this torch has none, or its function lacks a scale or a window."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    known = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= known.keys() else None
+    return varlen_attn if {"scale", "window_size"} <= _parameters(varlen_attn) else None
+
+
+@cache
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _flash(
@@ -286,7 +308,14 @@ def _flash(
 ) -> Tensor:
     if layout.expand is not None:
         query_THD, key_TKD, value_TKD = (t.index_select(0, layout.expand) for t in (query_THD, key_TKD, value_TKD))
-    out = _varlen_attention()(
+    attend, grouped = _varlen_attention(), {}
+    heads_per_key = query_THD.shape[1] // key_TKD.shape[1]
+    if heads_per_key > 1 and "enable_gqa" in _parameters(attend):
+        grouped = {"enable_gqa": True}
+    elif heads_per_key > 1:
+        # torch 2.11 has no grouped heads here: repeat each key and value head, which takes memory but stays exact.
+        key_TKD, value_TKD = (t.repeat_interleave(heads_per_key, dim=1) for t in (key_TKD, value_TKD))
+    out = attend(
         query_THD.contiguous(),
         key_TKD.contiguous(),
         value_TKD.contiguous(),
@@ -296,6 +325,6 @@ def _flash(
         layout.max_length,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+        **grouped,
     )
     return out if layout.first is None else out.index_select(0, layout.first)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from transformers import (
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import ModelError
+from async_rl.learner.engine import attention
 from async_rl.learner.engine.attention import (
     ATTENTION_NAME,
     packed_attention_forward,
@@ -342,10 +345,74 @@ def test_attention_name_stays_out_of_the_saved_config():
     assert ATTENTION_NAME not in str(model.config.to_dict())
 
 
+def varlen_by_definition(
+    query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor, longest_q: int, longest_k: int,
+    *, scale: float, window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """Has the signature of torch 2.11's varlen attention that matters: heads can't be grouped."""
+    assert query.shape == key.shape == value.shape
+    assert bounds_q is bounds_k
+    assert longest_q == longest_k == int(bounds_q.diff().max())
+    outputs = []
+    for start, end in pairwise(bounds_q.tolist()):
+        scores = torch.einsum("thd,shd->hts", query[start:end], key[start:end]) * scale
+        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        hidden = distance < 0 if window_size[0] < 0 else (distance < 0) | (distance > window_size[0])
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        outputs.append(torch.einsum("hts,shd->thd", weights, value[start:end]))
+    return torch.cat(outputs)
+
+
+def grouping_varlen(
+    query: Tensor, key: Tensor, value: Tensor, *places: Any, enable_gqa: bool = False, **rest: Any
+) -> Tensor:
+    """Has the signature of torch 2.13's, which can group heads."""
+    assert enable_gqa
+    key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+    return varlen_by_definition(query, key, value, *places, **rest)
+
+
+@pytest.mark.parametrize("varlen", [varlen_by_definition, grouping_varlen])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_call_of_varlen_attention_is_right_with_and_without_grouped_heads(
+    varlen: Any, window: int | None, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+):
+    # Shared: the second sequence begins with the first 5 tokens of the row.
+    token_index = np.concatenate([np.arange(9), np.arange(5), np.arange(9, 12)]) if is_shared else None
+    layout = packed_layout(bounds([9, 8]), token_index)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 12 if is_shared else 17, 8, generator=generator)
+    key, value = (torch.randn(1, 2, query.shape[2], 8, generator=generator) for _ in range(2))
+    padded, _ = packed_attention_forward(
+        nn.Identity(), query, key, value, None, packed_layout=layout, sliding_window=window
+    )
+    monkeypatch.setattr(attention, "_why_padded", lambda query, value: "")
+    monkeypatch.setattr(attention, "_varlen_attention", lambda: varlen)
+    flash, _ = packed_attention_forward(
+        nn.Identity(), query, key, value, None, packed_layout=layout, sliding_window=window
+    )
+    torch.testing.assert_close(flash, padded)
+
+
+def test_the_log_says_once_which_attention_runs_and_why(caplog: pytest.LogCaptureFixture):
+    attention._report.cache_clear()
+    query = torch.zeros(1, 1, 3, 8)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            packed_attention_forward(nn.Identity(), query, query, query, None, packed_layout=packed_layout(bounds([3])))
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention on cpu in torch.float32: padded batches of scaled_dot_product_attention, because flash attention "
+        "needs CUDA"
+    ]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_flash_path_agrees_with_the_padded_path(is_shared: bool):
+def test_flash_path_agrees_with_the_padded_path(is_shared: bool, monkeypatch: pytest.MonkeyPatch):
+    reasons: list[str] = []
+    monkeypatch.setattr(attention, "_report", lambda device, dtype, why: reasons.append(why))
     torch.manual_seed(0)
     # Shared: the second and the third sequence begin with the first 5 tokens of the row.
     index = np.concatenate([np.arange(300), np.arange(5), np.arange(300, 302), np.arange(5), np.arange(302, 426)])
@@ -362,3 +429,4 @@ def test_flash_path_agrees_with_the_padded_path(is_shared: bool):
         results.append((out.float(), *torch.autograd.grad(out.float().square().sum(), (query, key, value))))
     for exact, flash in zip(*results, strict=True):
         assert ((exact - flash).norm() / exact.norm()).item() < 2e-2
+    assert [bool(why) for why in reasons] == [True, False]  # padded in float32, flash in bfloat16
