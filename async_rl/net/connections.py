@@ -19,7 +19,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -94,10 +94,6 @@ class RouterConnections:
     def register(self, poller: zmq.Poller) -> None:
         """Make ``poller`` wake up when a connection of the socket begins or ends."""
         poller.register(self._monitor, zmq.POLLIN)
-
-    def is_among(self, ready: Iterable[object]) -> bool:
-        """Return whether ``ready``, the sockets that a poller returned, contains the monitor of ``register``."""
-        return self._monitor in ready
 
     @property
     def check_within_s(self) -> float:

@@ -310,10 +310,6 @@ class MemberSocket:
         poller.register(self._socket, zmq.POLLIN)
         self._connections.register(poller)
 
-    def count_in(self, ready: Mapping[Any, int]) -> int:
-        """Return how many entries of ``ready``, which a poller returned, belong to this socket."""
-        return (self._socket in ready) + self._connections.is_among(ready)
-
     def receive(self) -> Iterator[tuple[bytes, str, MemberMessage]]:
         """Yield all messages that have arrived as (member id, key, message). Malformed ones are counted and skipped.
 

@@ -299,9 +299,7 @@ class Publisher:
             self._handle_sent(*self._sends.popleft())
         for member_id, key, message in self._socket.receive():
             self._handle(member_id, key, message)
-        if len(ready) > self._socket.count_in(ready) + (self._wake.fileno() in ready):
-            # The pull transport registered the others.
-            self._pull.poll()
+        self._pull.poll(ready)
         # Do this before further actions, to wake first a thread that waits for a version.
         self._update_stats()
         self._ping_awaited()

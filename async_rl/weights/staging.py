@@ -9,9 +9,6 @@ reused when it is retired and not pinned.
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,48 +20,12 @@ from torch import Tensor
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import Layout, LayoutPlan, Manifest, TensorSpec, digest_bytes
+from async_rl.weights.memory import SharedBuckets
 
 _BUG = "this is a bug in async-rl, please report it"
 _TICK_S = 1.0
 _DEFAULT_NUM_VERSIONS = 2
 _DEFAULT_NUM_PULLED_VERSIONS = 3
-_PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
-
-
-class SharedBuckets:
-    """Shared memory for the buckets of one version. Bucket ``i`` has ``sizes[i]`` bytes at the page-aligned
-    ``offsets[i]``.
-
-    The memory is an anonymous file with descriptor ``fd``, which another process may map. The kernel frees it when the
-    last process that holds it ends, even if that process is killed. No file is left under ``/dev/shm``.
-    """
-
-    def __init__(self) -> None:
-        self.fd = _anonymous_file()
-        self.sizes: list[int] = []
-        self.offsets: list[int] = []
-        self._end = 0
-
-    def append(self, size: int) -> mmap.mmap:
-        """Add a bucket of ``size`` bytes. Return its writable memory, which has at least one byte."""
-        offset, mapped = self._end, max(1, size)
-        self._end += -(-mapped // _PAGE_BYTES) * _PAGE_BYTES
-        os.ftruncate(self.fd, self._end)
-        view = mmap.mmap(self.fd, mapped, offset=offset)
-        self.sizes.append(size)
-        self.offsets.append(offset)
-        return view
-
-    def close(self) -> None:
-        """Close the descriptor. Mappings of the memory stay valid."""
-        os.close(self.fd)
-
-
-def _anonymous_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("async-rl-weights", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:  # a system without memfd
-        return os.dup(file.fileno())
 
 
 @dataclass(slots=True, eq=False)

@@ -108,8 +108,8 @@ class PullSender(TransportSender, Protocol):
         """
         ...
 
-    def poll(self) -> None:
-        """Handle pending events. The publisher calls this when a socket that the sender registered is readable."""
+    def poll(self, ready: Mapping[Any, int]) -> None:
+        """Handle pending events. ``ready`` is what the publisher's poller returned."""
         ...
 
 

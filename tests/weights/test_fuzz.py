@@ -18,8 +18,8 @@ from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.net.streams import MAX_UNAUTHENTICATED_OF_ADDRESS, read_exactly
 from async_rl.net.wire import encode
 from async_rl.weights import control
+from async_rl.weights.memory import SharedBuckets
 from async_rl.weights.receiver import Receiver
-from async_rl.weights.staging import SharedBuckets
 from async_rl.weights.tcp.protocol import HEADER_BYTES, TOKEN_BYTES, EndSession, OpenSession, make_request
 from async_rl.weights.tcp.sender import StreamServerProcess
 from tests.fuzz import CHUNK, FEW, REPLAYED, byte_mutants, chunk_rng, long_chunks
@@ -54,7 +54,7 @@ def stream_server(live: bytes, ended: bytes) -> Iterator[StreamServerProcess]:
             server.send(OpenSession(token, 0, [], b""))
         while not server.is_up:
             assert poller.poll(int(DEADLINE_S * 1000))
-            server.poll()
+            server.poll_delta()
         assert pulled(server.port, make_request(ended, [0, 2]).encode(), 23_000) == BUCKETS[0] + BUCKETS[2]
         server.send(EndSession(ended))
         # The server handles messages in their order: when it knows this session, it has ended the other.

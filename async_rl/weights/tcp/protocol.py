@@ -11,8 +11,7 @@ records of ``RECORD_BYTES``, and each record is encrypted and authenticated with
 key of an answer is derived from the session's key, the nonces of both sides and the request. The session's key travels
 only over the encrypted control channel (CURVE). Without it nobody can read, change, remove, move or repeat a record.
 
-Learner and server exchange messages over a Unix socket pair without a name, so no other process can connect. Messages
-are frames. Some come with a file descriptor.
+Learner and server exchange messages over the pipe of ``weights.server_process``.
 """
 
 from __future__ import annotations
@@ -23,16 +22,14 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from async_rl.errors import CorruptWeightsError, WireError
-from async_rl.net.codec import read_as
-from async_rl.net.streams import LENGTH_BYTES, pack_frame, read_body, read_exactly
-from async_rl.net.wire import Limits, decode, encode
+from async_rl.net.streams import read_exactly
+from async_rl.weights.server_process import MapSlot
 from async_rl.weights.tcp.delta import Runs
 
 TOKEN_BYTES = 16
@@ -45,7 +42,6 @@ TAG_BYTES = 16
 _MAGIC = b"ARW3"
 _HEADER = struct.Struct(f"<4s{TOKEN_BYTES}s{NONCE_BYTES}sI")
 HEADER_BYTES = _HEADER.size
-_LIMITS = Limits(max_bytes=256 << 20, max_header_bytes=256 << 20, max_arrays=0, max_depth=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +156,6 @@ class Listen(msgspec.Struct, frozen=True):
     """
 
 
-class MapSlot(msgspec.Struct, frozen=True):
-    """The learner tells the server to map a slot, which is memory for one version of the weights.
-
-    A file descriptor of the memory comes with this message. ``slot`` is the slot's number. ``offsets`` and ``sizes``
-    are those of the buckets in the memory, in bytes.
-    """
-
-    slot: int
-    sizes: list[int]
-    offsets: list[int]
-
-
 class OpenSession(msgspec.Struct, frozen=True):
     """The learner opens a session: the generator that sends ``token`` may fetch one version.
 
@@ -233,48 +217,3 @@ LearnerMessage = Listen | MapSlot | OpenSession | EndSession | EncodeDelta | For
 ServerMessage = Listening | DeltaEncoded
 TO_SERVER: tuple[type[LearnerMessage], ...] = (Listen, MapSlot, OpenSession, EndSession, EncodeDelta, ForgetDelta)
 TO_LEARNER: tuple[type[ServerMessage], ...] = (Listening, DeltaEncoded)
-
-_T = TypeVar("_T")
-
-
-def send_message(pipe: socket.socket, message: LearnerMessage | ServerMessage, fd: int | None = None) -> None:
-    """Send one message over the socket pair between learner and server, with the file descriptor ``fd`` if given.
-
-    Raises:
-        OSError: the other side is gone.
-    """
-    data = pack_frame(encode(type(message).__name__, message))
-    sent = socket.send_fds(pipe, [data], [] if fd is None else [fd])
-    if sent < len(data):
-        pipe.sendall(data[sent:])
-
-
-def receive_message(pipe: socket.socket, expected: Sequence[type[_T]]) -> tuple[_T, int | None] | None:
-    """Receive the next message and its file descriptor. None if the other side is gone.
-
-    The type of the message must be one of ``expected``. The descriptor is None if none came with it.
-
-    Raises:
-        WireError: the message is malformed, or of another type.
-    """
-    try:
-        header, descriptors, _, _ = socket.recv_fds(pipe, LENGTH_BYTES, 1, socket.MSG_WAITALL)
-    except OSError:
-        return None
-    try:
-        frame = read_body(pipe.recv, header, max_bytes=_LIMITS.max_bytes) if len(header) == LENGTH_BYTES else None
-    except OSError:
-        frame = None
-    if frame is None:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return None
-    message = decode(frame, _LIMITS)
-    for record in expected:
-        if record.__name__ == message.type:
-            return read_as(message.fields, record), descriptors[0] if descriptors else None
-    raise WireError(
-        f"the pipe between the learner and its server of the weights: expected a message of type "
-        f"{' or '.join(record.__name__ for record in expected)}, got {message.type!r}; this is a bug in async-rl, "
-        f"please report it"
-    )

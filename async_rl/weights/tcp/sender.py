@@ -8,24 +8,20 @@ chain waits until the newest delta is ready. The oldest deltas are removed when 
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import socket
-import subprocess
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import zmq
 
-from async_rl.errors import WeightsError
 from async_rl.net.streams import listening_socket
-from async_rl.process.child import module_command, package_environment
 from async_rl.weights import control
 from async_rl.weights.manifest import manifest_fields
 from async_rl.weights.scheduler import Member
-from async_rl.weights.staging import SharedBuckets, StagedVersion
+from async_rl.weights.server_process import ServerProcess
+from async_rl.weights.staging import StagedVersion
 from async_rl.weights.tcp.delta import element_runs
 from async_rl.weights.tcp.protocol import (
     KEY_BYTES,
@@ -35,22 +31,14 @@ from async_rl.weights.tcp.protocol import (
     EncodeDelta,
     EndSession,
     ForgetDelta,
-    LearnerMessage,
     Listen,
     Listening,
-    MapSlot,
     OpenSession,
-    receive_message,
-    send_message,
+    ServerMessage,
 )
 from async_rl.weights.transport import Delivery, PullSettings, PullStats, Send
 
-logger = logging.getLogger(__name__)
-
 MAX_PULLED_VERSIONS = 2
-MAX_STARTS = 5
-_SEND_S = 5.0
-_END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +86,15 @@ class StreamSender:
         self._newest: StagedVersion | None = None
         self.stats = PullStats(server_starts=self._server.num_starts)
 
-    def poll(self) -> None:
-        """Receive one message of the stream server and act on it.
+    def poll(self, ready: Mapping[Any, int]) -> None:
+        """Receive one message of the stream server, if there is one, and act on it.
 
         Raises:
             WeightsError: the server died and can't be started again.
         """
-        encoded = self._server.poll()
+        if not self._server.is_readable(ready):
+            return
+        encoded = self._server.poll_delta()
         if self._server.num_starts != self.stats.server_starts:
             # Members that were pulling report a failure, and are offered another pull.
             self.stats = replace(self.stats, server_starts=self._server.num_starts)
@@ -215,107 +205,35 @@ class StreamSender:
             self._server.send(ForgetDelta(self._chain.popleft().job))
 
 
-class StreamServerProcess:
-    """The stream server process, seen from the learner. It is started again when it dies. One thread uses this at a
-    time.
+class StreamServerProcess(ServerProcess[ServerMessage]):
+    """The stream server process, seen from the learner.
 
     Args:
         bind_host: the address at which the server listens.
-        poller: the publisher's poller, with which the connection to the server is registered. ``poll`` must be called
-            when the connection is readable.
+        poller: see ``ServerProcess``.
         ports: the server listens at the first of these that is free. None: any free port.
 
     Attributes:
         port: the port at which the server listens, the same after a restart.
-        is_up: whether the server accepts connections. False while it starts.
-        num_starts: how often it was started. Sessions and deltas of an earlier start are gone.
     """
 
     def __init__(self, bind_host: str, poller: zmq.Poller, ports: Sequence[int] | None = None) -> None:
-        self._bind_host = bind_host
         self._listener = listening_socket(bind_host, ports)
         self.port: int = self._listener.getsockname()[1]
-        self._poller = poller
-        self._mapped: dict[int, SharedBuckets] = {}
-        self.num_starts = 0
-        self._start()
+        name = f"the stream server of the weights (tcp, at {bind_host})"
+        super().__init__("async_rl.weights.tcp.server", name, TO_LEARNER, poller, self._listen)
+        self.start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def poll(self) -> DeltaEncoded | None:
-        """Receive one message of the server. Return it if deltas are complete, else None. Start the server again if it
-        died.
-
-        Call this only when the connection is readable.
-
-        Raises:
-            WeightsError: the server died and can't be started again.
-        """
-        received = receive_message(self._pipe, TO_LEARNER)
-        if received is None:
-            self._restart()
-            return None
-        message, _ = received
-        if isinstance(message, Listening):
-            self.is_up = True
-            return None
-        return message
-
-    def map_slot(self, number: int, memory: SharedBuckets) -> None:
-        """Tell the server to map this staging memory under ``number``, unless it has mapped the memory already."""
-        if self._mapped.get(number) is not memory:
-            self._mapped[number] = memory
-            self.send(MapSlot(number, memory.sizes, memory.offsets), memory.fd)
-
-    def send(self, message: LearnerMessage, fd: int | None = None) -> None:
-        """Send ``message`` to the server. If the server is dead, the message is lost, and ``poll`` starts the
-        server again.
-        """
-        with contextlib.suppress(OSError):
-            send_message(self._pipe, message, fd)
-
-    def close(self) -> None:
-        """End the server process, and stop listening."""
-        self._disconnect()
-        self._listener.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _start(self) -> None:
-        self.num_starts += 1
-        self.is_up = False
-        self._pipe, theirs = socket.socketpair()
-        self._pipe.settimeout(_SEND_S)
-        with theirs:
-            self._process = subprocess.Popen(
-                module_command("async_rl.weights.tcp.server", str(theirs.fileno()), flags=("-P",)),
-                pass_fds=(theirs.fileno(),),
-                env={**package_environment(), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-            )
-        self._poller.register(self._pipe.fileno(), zmq.POLLIN)
+    def _listen(self) -> None:
         self.send(Listen(), self._listener.fileno())
 
-    def _disconnect(self) -> None:
-        self._poller.unregister(self._pipe.fileno())
-        self._pipe.close()
+    def poll_delta(self) -> DeltaEncoded | None:
+        """Receive one message of the server, see ``poll``. Return it if deltas are complete, else None."""
+        message = self.poll()
+        if isinstance(message, Listening):
+            self.is_up = True
+        return message if isinstance(message, DeltaEncoded) else None
 
-    def _restart(self) -> None:
-        self._disconnect()
-        self._process.kill()
-        code = self._process.wait()
-        if self.num_starts >= MAX_STARTS:
-            raise WeightsError(
-                f"the stream server of the weights (tcp, at {self._bind_host}) ended {MAX_STARTS} times, the last time "
-                f"with exit code {code}; remove the cause, which the lines above show, and start the learner again"
-            )
-        logger.warning("the stream server of the weights died with exit code %d; restarting it", code)
-        self._start()
-        mapped, self._mapped = self._mapped, {}
-        for number, memory in mapped.items():
-            self.map_slot(number, memory)
+    def close(self) -> None:
+        super().close()
+        self._listener.close()

@@ -38,6 +38,7 @@ from async_rl.net.streams import (
     until,
 )
 from async_rl.terminal import log_visibly
+from async_rl.weights.server_process import MapSlot, receive_message, send_message
 from async_rl.weights.tcp import protocol
 from async_rl.weights.tcp.delta import encode_delta
 from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, RecordCipher, Request, read_header, read_items
@@ -115,13 +116,13 @@ class StreamServer:
 
     def run(self) -> None:
         """Follow the learner's instructions until the learner closes the pipe."""
-        while (received := protocol.receive_message(self._learner, protocol.TO_SERVER)) is not None:
+        while (received := receive_message(self._learner, protocol.TO_SERVER)) is not None:
             message, fd = received
             match message:
                 case protocol.Listen():
                     assert fd is not None, "no listening socket"
                     self._listen(fd)
-                case protocol.MapSlot(slot, sizes, offsets):
+                case MapSlot(slot, sizes, offsets):
                     assert fd is not None, "a slot without memory"
                     self._map(slot, fd, sizes, offsets)
                 case protocol.OpenSession():
@@ -163,7 +164,7 @@ class StreamServer:
 
     def _send(self, message: protocol.ServerMessage) -> None:
         with self._send_lock, contextlib.suppress(OSError):  # a learner that is gone ends ``run``
-            protocol.send_message(self._learner, message)
+            send_message(self._learner, message)
 
     # One thread for each connection.
 
