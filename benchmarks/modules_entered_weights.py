@@ -143,6 +143,8 @@ def _send_versions(recorder: _Recorder, number: int, options: dict[str, Any]) ->
             if not publisher.wait(version, _DEADLINE_S, num_members=1):
                 raise TimeoutError(f"version {version} was not acknowledged: {publisher.stats()}")
 
+        if options["transport"] != "tcp" and not publisher.wait_for_collective(_DEADLINE_S):
+            raise TimeoutError("the process that broadcasts weights did not start")
         for version in range(4):
             send(version)
         with recorder.operation(number):

@@ -160,6 +160,8 @@ def publish_table(num_rounds: int, step_s: float = 1.0) -> None:
     for transport in ("gloo", "tcp"):
         staging = Staging(None, BUCKET_BYTES, deadline_s=DEADLINE_S, is_pulled=transport == "tcp")
         with closing(Publisher("127.0.0.1", deadline_s=DEADLINE_S, insecure=False, transport=transport)) as publisher:
+            if transport != "tcp":
+                assert publisher.wait_for_collective(DEADLINE_S), "the process that broadcasts weights did not start"
             plane = StagedWeights(staging, publisher)
             child = Child(receive, {name: tuple(t.shape) for name, t in masters.items()}, None)
             with closing(child):

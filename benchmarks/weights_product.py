@@ -46,6 +46,8 @@ class Product:
             "127.0.0.1", deadline_s=DEADLINE_S, insecure=False, transport=transport, has_deltas=has_deltas,
             keys=None if keys is None else ServerKeys.ephemeral(keys), is_encrypted=keys is not None,
         )  # fmt: skip
+        if transport != "tcp":
+            assert self._publisher.wait_for_collective(DEADLINE_S), "the process that broadcasts weights did not start"
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         self._child = Child(receive, shapes, keys)
         self._publish()

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rl.net.streams import listening_socket
-from async_rl.weights.collective import Communicator
+from async_rl.weights.collective.library import Communicator, Endpoint, make_library
 
 BUCKET_BYTES = 64 << 20
 DEADLINE_S = 300.0
+_LOOPBACK = Endpoint("127.0.0.1", "127.0.0.1", "127.0.0.1")
 
 
 def goal(text: str, value: float, limit: float, *, at_most: bool = False) -> None:
@@ -88,10 +88,10 @@ class BareGloo:
 
     def __init__(self, size: int) -> None:
         self._bucket = torch.ones(size, dtype=torch.uint8)
-        listener = listening_socket("127.0.0.1")
-        port = listener.getsockname()[1]
-        self._child = Child(_gloo_peer, port, size)
-        self._group = _gloo_group(0, port, listener)
+        library = make_library("gloo", _LOOPBACK)
+        unique_id = library.unique_id()
+        self._child = Child(_gloo_peer, unique_id, size)
+        self._group = Communicator.connect(library, unique_id, rank=0, size=2, stall_s=DEADLINE_S)
 
     def once(self) -> float:
         self._child.pipe.send(True)
@@ -106,16 +106,10 @@ class BareGloo:
         self._child.close()
 
 
-def _gloo_group(rank: int, port: int, listener: socket.socket | None) -> Communicator:
-    return Communicator.create(
-        "gloo", store_host="127.0.0.1", store_port=port, rank=rank, size=2, stall_s=DEADLINE_S,
-        local_host="127.0.0.1", listener=listener,
-    )  # fmt: skip
-
-
-def _gloo_peer(pipe: Connection, port: int, size: int) -> None:
+def _gloo_peer(pipe: Connection, unique_id: bytes, size: int) -> None:
     torch.set_num_threads(1)
-    group, bucket = _gloo_group(1, port, None), torch.zeros(size, dtype=torch.uint8)
+    library, bucket = make_library("gloo", _LOOPBACK), torch.zeros(size, dtype=torch.uint8)
+    group = Communicator.connect(library, unique_id, rank=1, size=2, stall_s=DEADLINE_S)
     try:
         while pipe.recv():
             pipe.send("ready")

@@ -385,25 +385,22 @@ def check_collective(host: str, backend: str) -> list[Finding]:
     """
     import torch
 
-    from async_rl.net.streams import listening_socket
-    from async_rl.weights.collective import Communicator
+    from async_rl.weights.collective.library import Communicator, Endpoint, make_library
     from async_rl.weights.transport import TRANSPORTS
 
     name = f"{backend}, two ranks"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needs_cuda = TRANSPORTS[backend].needs_cuda
     size = 1 if needs_cuda and devices < 2 else 2
-    listener = listening_socket(host)
-    port = listener.getsockname()[1]
     buckets = [torch.full((1 << 20,), rank, dtype=torch.uint8) for rank in range(size)]
     failures: list[Exception] = []
+    endpoints = [Endpoint(host, host, host, f"cuda:{rank}" if needs_cuda else None) for rank in range(size)]
+    libraries = [make_library(backend, endpoint) for endpoint in endpoints]
+    unique_id = libraries[0].unique_id()
 
     def take_part(rank: int) -> None:
         try:
-            communicator = Communicator.create(
-                backend, store_host=host, store_port=port, rank=rank, size=size, stall_s=_MEET_S, local_host=host,
-                listener=listener if rank == 0 else None, device=f"cuda:{rank}" if needs_cuda else None,
-            )  # fmt: skip
+            communicator = Communicator.connect(libraries[rank], unique_id, rank=rank, size=size, stall_s=_MEET_S)
             communicator.broadcast(buckets[rank], chunk_bytes=1 << 20, deadline=time.monotonic() + _MEET_S)
         except WeightsError as error:
             failures.append(error)

@@ -49,6 +49,7 @@ from async_rl.run.lock import RunLock, locked_run_dir
 from async_rl.run.metrics import MetricsWriter, check_wandb
 from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_run_dir
 from async_rl.run.step_log import StepLog, read_rows
+from async_rl.weights.collective import nccl
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import Staging
 from async_rl.weights.transport import choose_transport
@@ -337,8 +338,9 @@ def _restore(engine: Engine, checkpoint: Path | None, config: Config) -> Restore
 def _publisher(config: Config, queue_address: str, context: LearnerContext) -> Publisher:
     host, weights = host_towards(queue_address), config.weights
     is_trusted = context.insecure or weights.trusted_network
+    has_nccl = context.device.type == "cuda" and nccl.is_installed()
     transport = choose_transport(
-        weights.transport, has_cuda=context.device.type == "cuda", is_trusted=is_trusted or is_loopback(host),
+        weights.transport, has_cuda=has_nccl, is_trusted=is_trusted or is_loopback(host),
         has_ports=weights.port is not None,
     )  # fmt: skip
     publisher = Publisher(
@@ -353,6 +355,8 @@ def _publisher(config: Config, queue_address: str, context: LearnerContext) -> P
         ports=weights.ports,
     )
     why = "" if weights.port is None else "; weights.port is set, and gloo and nccl would choose their own ports"
+    if context.device.type == "cuda" and weights.transport == "auto" and not has_nccl:
+        why += "; nccl needs the package nccl4py: pip install 'async-rl[nccl]'"
     control, stream = publisher.ports
     logger.info("weights travel by %s from %s, ports %d and %d%s", transport, host, control, stream, why)
     return publisher

@@ -7,8 +7,12 @@ then kills this process or lets it go on with SIGCONT. If the variable is unset,
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+from typing import Any
+
+from async_rl.errors import ConfigError
 
 FAULT_POINTS = (
     "queue.journaled",  # the turn's changes are committed, its replies are not sent
@@ -36,3 +40,20 @@ def fault_point(name: str) -> None:
     except FileNotFoundError:
         return
     signal.raise_signal(signal.SIGSTOP)
+
+
+def substitute(variable: str) -> Any:
+    """Return the object that a test puts in the place of another one. None if the environment has no ``variable``.
+
+    The variable holds ``MODULE:NAME``.
+
+    Raises:
+        ConfigError: this is no test, because ``ASYNC_RL_FAULTS`` is not set.
+    """
+    path = os.environ.get(variable)
+    if path is None:
+        return None
+    if "ASYNC_RL_FAULTS" not in os.environ:
+        raise ConfigError(f"{variable} is for async-rl's own tests, got {path!r}; remove it from the environment")
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

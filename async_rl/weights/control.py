@@ -35,11 +35,25 @@ from async_rl.net.wire import SAME_VERSION, Limits, decode, encode
 
 HEARTBEAT_S = 1.0
 
-TO_PUBLISHER_LIMITS = Limits(max_bytes=1 << 16, max_header_bytes=1 << 16, max_arrays=0, max_items=64, max_depth=3)
+TO_PUBLISHER_LIMITS = Limits(max_bytes=1 << 16, max_header_bytes=1 << 16, max_arrays=0, max_items=256, max_depth=5)
 TO_MEMBER_LIMITS = Limits(max_bytes=64 << 20, max_arrays=0, max_depth=None)
 """Larger, because the queue announces the publisher's key. Each field is still checked against its type."""
 _MAX_REASON = 2000
 _LINGER_MS = 500
+
+
+class CollectiveOffer(msgspec.Struct, frozen=True):
+    """A collective that a process can take part in.
+
+    Attributes:
+        name: name of the transport.
+        version: version of its library, which must be the same in all ranks. Empty if that does not matter.
+        devices: unique ids of the CUDA devices of its ranks. No device can be used by two ranks.
+    """
+
+    name: str
+    version: str = ""
+    devices: list[str] = []
 
 
 class Join(msgspec.Struct, frozen=True):
@@ -49,14 +63,14 @@ class Join(msgspec.Struct, frozen=True):
         generator_id: the id with which the generator is known to the queue.
         host: the address at which the generator's collectives listen.
         pid: the generator's process id.
-        collectives: names of the collectives that the generator can take part in.
+        collectives: the collectives that the generator can take part in.
         digest: digest of the newest weights that the generator holds. Empty if there are none.
     """
 
     generator_id: str
     host: str
     pid: int
-    collectives: list[str]
+    collectives: list[CollectiveOffer]
     digest: str
 
 
@@ -140,8 +154,8 @@ class StartCollective(msgspec.Struct, frozen=True):
         epoch: number of the communicator.
         rank: the member's rank.
         size: number of ranks.
-        store_port: port at the publisher's host through which the ranks of a new communicator connect. 0: use the
-            existing communicator.
+        unique_id: with this the ranks of a new communicator find each other (see ``collective.library``). Empty: use
+            the existing communicator.
         stall_s: how long one collective may take.
         deadline_s: how long the whole version may take.
         chunk_bytes: the buckets are sent in chunks of this size.
@@ -153,7 +167,7 @@ class StartCollective(msgspec.Struct, frozen=True):
     epoch: int
     rank: int
     size: int
-    store_port: int
+    unique_id: bytes
     stall_s: float
     deadline_s: float
     chunk_bytes: int

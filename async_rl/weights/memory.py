@@ -1,10 +1,19 @@
-"""Host memory for the buckets of one version of the weights, which several processes of a machine map. No torch."""
+"""Host memory for the buckets of one version of the weights, which several processes of a machine map.
+
+torch is imported when a tensor is made.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
 import tempfile
+from typing import TYPE_CHECKING, Any
+
+from async_rl.errors import WeightsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 
@@ -43,3 +52,32 @@ def _anonymous_file() -> int:
         return os.memfd_create("async-rl-weights", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:  # a system without memfd
         return os.dup(file.fileno())
+
+
+def host_bucket(memory: SharedBuckets, size: int) -> Tensor:
+    """Append a bucket to ``memory`` and return it as zeros, uint8 [size]. It is pinned if CUDA is available."""
+    import torch
+
+    bucket = torch.frombuffer(memory.append(size), dtype=torch.uint8)
+    if torch.cuda.is_available():
+        pin(bucket)
+    return bucket[:size]
+
+
+def pin(bucket: Tensor) -> None:
+    """Lock the memory of ``bucket``, uint8 [N], so that a CUDA device copies from and to it without a detour.
+
+    Exactly these bytes are locked; torch's own pinned memory is rounded up to a power of two.
+
+    Raises:
+        WeightsError: CUDA refuses.
+    """
+    import torch
+
+    cudart: Any = torch.cuda.cudart()
+    status = cudart.cudaHostRegister(bucket.data_ptr(), bucket.numel(), 0)
+    if int(status) != 0:
+        raise WeightsError(
+            f"can't pin {bucket.numel()} bytes of host memory for weights (CUDA error {int(status)}); raise the limit "
+            f"on locked memory (ulimit -l)"
+        )

@@ -8,6 +8,7 @@ generator delays other generators by at most ``deadline_s``. It never delays the
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -28,6 +29,7 @@ from async_rl.weights.transfer_manager import TransferManager
 from async_rl.weights.transport import (
     PULL,
     TRANSPORTS,
+    BroadcastSender,
     CollectiveSettings,
     CollectiveTransport,
     Delivery,
@@ -35,7 +37,10 @@ from async_rl.weights.transport import (
     PullSettings,
     TransportName,
     TransportSender,
+    obstacle,
 )
+
+logger = logging.getLogger(__name__)
 
 _POLL_MS = 100
 _MAX_STALL_S = 10.0
@@ -49,7 +54,7 @@ _JOIN_THREAD_S = 5.0
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
     """Counters of the publisher. All are sums since its start, except ``members``, ``outdated``, ``wanted``,
-    ``last_transfer_s``, ``delta_bytes``, ``delta_s`` and ``last_drop``.
+    ``last_transfer_s``, ``delta_bytes``, ``delta_s``, ``can_collect`` and ``last_drop``.
 
     Attributes:
         members: generators that are members of the weights channel now.
@@ -71,6 +76,7 @@ class PublisherStats:
         dropped: how often a generator lost its membership because of an error or a timeout.
         superseded: versions that a newer version replaced before every member had them.
         malformed: messages of members that could not be read.
+        can_collect: the collective can send a version now.
         last_drop: why the last dropped member was dropped. Empty if there was none.
     """
 
@@ -93,6 +99,7 @@ class PublisherStats:
     dropped: int = 0
     superseded: int = 0
     malformed: int = 0
+    can_collect: bool = False
     last_drop: str = ""
 
 
@@ -153,7 +160,9 @@ class Publisher:
             fresh_s=_FRESH_S,
         )
         self._published: deque[StagedVersion] = deque()
-        self._sends: deque[tuple[Delivery, float, Exception | None]] = deque()
+        row = self._transport
+        self._own_offer = row.offer(device) if isinstance(row, CollectiveTransport) else None
+        self._devices: dict[bytes, Sequence[str]] = {}
         self._counts: Counter[str] = Counter()
         self._transfer_s = 0.0
         self._last_transfer_s = 0.0
@@ -176,6 +185,7 @@ class Publisher:
             is_encrypted = keys is not None and not insecure and not is_local
         has_deltas = collective is None and (not is_local if has_deltas is None else has_deltas)
         self._pull = self._pull_sender(PullSettings(listen_host, ports, is_encrypted, has_deltas, self._poller))
+        self._senders: Sequence[TransportSender] = [self._pull] if collective is None else [collective, self._pull]
         self._manager = TransferManager(
             self._scheduler, collective=collective, pull=self._pull, send=self._send, counts=self._counts
         )
@@ -192,7 +202,7 @@ class Publisher:
 
     def _collective_sender(
         self, listen_host: str, local_host: str, deadline_s: float, chunk_bytes: int, device: str | None
-    ) -> TransportSender | None:
+    ) -> BroadcastSender | None:
         row = self._transport
         if not isinstance(row, CollectiveTransport):
             return None
@@ -203,7 +213,8 @@ class Publisher:
             stall_s=min(_MAX_STALL_S, deadline_s / 3),
             chunk_bytes=min(chunk_bytes, row.max_chunk_bytes or chunk_bytes),
             device=device,
-            on_sent=self._on_collective_sent,
+            poller=self._poller,
+            on_sent=self._handle_sent,
         )
         return row.make_sender(settings)
 
@@ -254,6 +265,14 @@ class Publisher:
         self._check()
         return done
 
+    def wait_for_collective(self, timeout_s: float) -> bool:
+        """Wait until versions can be sent by the collective. Return whether that is so within ``timeout_s``.
+
+        Until then all members pull. A run need not wait; a program that measures does.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: self._stats.can_collect, timeout_s)
+
     def stats(self) -> PublisherStats:
         """Return the counters. The publisher's thread updates them in every turn of its loop."""
         return self._stats
@@ -270,11 +289,6 @@ class Publisher:
                 f"the thread that sends weights to generators has failed: {self._error!r}; if "
                 f"this error does not name a cause outside async-rl, please report it"
             ) from self._error
-
-    def _on_collective_sent(self, delivery: Delivery, elapsed_s: float, error: Exception | None) -> None:
-        """Hand the result of a collective to the publisher's thread. The collective's thread calls this."""
-        self._sends.append((delivery, elapsed_s, error))
-        self._wake.set()
 
     # Everything below runs in the publisher's thread.
 
@@ -295,11 +309,10 @@ class Publisher:
         self._wake.clear()
         while self._published:
             self._manager.publish(self._published.popleft())
-        while self._sends:
-            self._handle_sent(*self._sends.popleft())
         for member_id, key, message in self._socket.receive():
             self._handle(member_id, key, message)
-        self._pull.poll(ready)
+        for sender in self._senders:
+            sender.poll(ready)
         # Do this before further actions, to wake first a thread that waits for a version.
         self._update_stats()
         self._ping_awaited()
@@ -309,7 +322,7 @@ class Publisher:
     def _handle(self, member_id: bytes, key: str, message: control.MemberMessage) -> None:
         now = time.monotonic()
         if isinstance(message, control.Join):
-            can_collect = self._transport.name in message.collectives
+            can_collect = self._can_collect(member_id, message)
             generator = key, message.generator_id
             self._scheduler.join(member_id, generator, now, can_collect=can_collect, digest=message.digest)
             self._counts["joined"] += 1
@@ -332,6 +345,19 @@ class Publisher:
                 self._counts["corrupt"] += corrupt
                 self._mark_failed(member_id, attempt, reason)
 
+    def _can_collect(self, member_id: bytes, join: control.Join) -> bool:
+        """Return whether the generator can take part in collectives. If it can't, log why."""
+        if self._own_offer is None:
+            return False
+        others = [devices for other, devices in self._devices.items() if other in self._scheduler.members]
+        taken = {device for devices in others for device in devices}
+        why = obstacle(self._own_offer, join.collectives, taken - set(self._devices.get(member_id, ())))
+        if why:
+            logger.info("generator %s gets weights by %s: %s", join.generator_id, PULL.name, why)
+            return False
+        self._devices[member_id] = next(o.devices for o in join.collectives if o.name == self._own_offer.name)
+        return True
+
     def _handle_ack(self, member_id: bytes, ack: control.Ack) -> None:
         staged = self._manager.version_of(ack.attempt)
         manifest = None if staged is None else staged.manifest
@@ -352,15 +378,20 @@ class Publisher:
         self._counts["failures"] += 1
         self._scheduler.mark_failed(member_id, attempt, reason)
 
-    def _handle_sent(self, delivery: Delivery, elapsed_s: float, error: Exception | None) -> None:
+    def _handle_sent(self, delivery: Delivery, elapsed_s: float, error: str, are_told: bool) -> None:
         self._transfer_s += elapsed_s
         self._last_transfer_s = elapsed_s
-        if error is None:
-            self._counts["sent_bytes"] += delivery.staged.manifest.size_bytes
-        else:
+        if error:
             self._counts["failures"] += 1
             self._next_ping = 0.0
-        self._scheduler.mark_sent(delivery.attempt, ok=error is None)
+            logger.info("version %d was not broadcast: %s", delivery.staged.manifest.version, error)
+        else:
+            self._counts["sent_bytes"] += delivery.staged.manifest.size_bytes
+        self._scheduler.mark_sent(delivery.attempt, ok=not error)
+        if not are_told:
+            # They don't know of this attempt and will never answer, so they pull.
+            for member in delivery.members:
+                self._scheduler.mark_failed(member.member_id, delivery.attempt, error)
 
     def _ping_awaited(self) -> None:
         """Send ``Ping`` to every member that must still answer. If a member's connection is gone, this send fails at
@@ -392,6 +423,7 @@ class Publisher:
             delta_bytes=pull.delta_bytes,
             delta_s=pull.delta_s,
             server_starts=pull.server_starts,
+            can_collect=self._manager.can_collect,
             **self._counts,
         )
         if stats != self._stats:

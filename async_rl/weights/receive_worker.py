@@ -12,6 +12,7 @@ first buffer.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +23,14 @@ from async_rl.errors import CorruptWeightsError, WeightsError
 from async_rl.net.wire import SAME_VERSION
 from async_rl.weights import control
 from async_rl.weights.manifest import Manifest, TensorSpec
-from async_rl.weights.transport import TRANSPORTS, JobThread, ReceiveOrder, TransportReceiver
+from async_rl.weights.transport import TRANSPORTS, ReceiveOrder, TransportReceiver
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Reply = Callable[[control.MemberMessage], None]
+
+_CLOSE_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -229,6 +232,33 @@ class ReceiverStats:
     wire_bytes: int = 0
 
 
+class JobThread:
+    """A daemon thread that runs functions one after the other. They must handle their own errors: one that raises ends
+    it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Add a function to those that the thread will run."""
+        self._jobs.put(job)
+
+    def close(self, last: Callable[[], None], timeout_s: float) -> None:
+        """Run the functions that were submitted, then ``last``, and end the thread. Wait at most ``timeout_s`` for
+        that.
+        """
+        self._jobs.put(last)
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
 class ReceiveWorker:
     """The generator's transfer thread. It receives versions of the weights into ``buffers``, one after the other.
 
@@ -244,8 +274,14 @@ class ReceiveWorker:
         self._device = device
         self._receivers: dict[str, TransportReceiver[ReceiveOrder]] = {}
         self._jobs = JobThread("weights-transfer")
+        self._due = float("inf")
         self.stats = ReceiverStats()
         self.error: str | None = None
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a call of a collective's library does not return. Only the end of the process ends such a call."""
+        return time.monotonic() > self._due
 
     def prepare(self, manifest: Manifest, attempt: int, reply: Reply) -> None:
         """Order the transfer thread to allocate memory for the weights of ``manifest``, before a collective sends them.
@@ -284,6 +320,13 @@ class ReceiveWorker:
         reply(control.Ready(attempt))
 
     def _receive(self, order: ReceiveOrder, reply: Reply) -> None:
+        if isinstance(order.message, control.StartCollective):
+            # The library's own deadlines end it before. Pulls end by the timeouts of their sockets.
+            self._due = order.deadline + 2 * order.message.stall_s
+        self._take(order, reply)
+        self._due = float("inf")
+
+    def _take(self, order: ReceiveOrder, reply: Reply) -> None:
         message, manifest = order.message, order.manifest
         start = time.monotonic()
         try:
@@ -327,5 +370,7 @@ class ReceiveWorker:
         reply(control.Failed(attempt, reason, is_corrupt))
 
     def _disconnect(self) -> None:
+        self._due = time.monotonic() + _CLOSE_LIMIT_S
         for receiver in self._receivers.values():
             receiver.close()
+        self._due = float("inf")

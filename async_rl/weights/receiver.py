@@ -10,7 +10,9 @@ first thread that needs it.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -25,9 +27,11 @@ from async_rl.weights import control
 from async_rl.weights.control import PublisherSocket, Wake
 from async_rl.weights.manifest import Manifest, manifest_from_fields
 from async_rl.weights.receive_worker import ReceiveBuffers, ReceivedWeights, ReceiverStats, ReceiveWorker, Reply
-from async_rl.weights.transport import ReceiveOrder, collectives
+from async_rl.weights.transport import ReceiveOrder, offers
 
 __all__ = ["Receiver", "ReceiverStats"]
+
+logger = logging.getLogger(__name__)
 
 _POLL_MS = 100
 _CONNECT_RETRY_S = 0.1
@@ -35,6 +39,19 @@ _SILENT_S = 15.0
 _LOST_S = 5.0
 """A shorter loss of the connection needs no message."""
 _CLOSE_S = 5.0
+
+
+def end_this_process() -> None:
+    """Kill this generator, because a call of its collective's library does not return.
+
+    Nothing else ends such a call. The queue grants the generator's leases again, ``launch`` starts another one, and
+    the engine's processes end with this one.
+    """
+    logger.critical(
+        "the library that receives weights does not return, so this generator ends; it can be started again. If it "
+        'repeats, set weights.transport = "tcp"'
+    )
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Receiver:
@@ -56,9 +73,9 @@ class Receiver:
         self._generator_id = generator_id
         self._insecure = insecure
         self._may_collect = may_collect
-        self._has_cuda = device is not None
+        self._device = device
         self._keys = keys
-        self._buffers = ReceiveBuffers(pinned=self._has_cuda)
+        self._buffers = ReceiveBuffers(pinned=device is not None)
         self._announced: Announcement | None = None
         self._received = Wake()
         self._wake = Wake()
@@ -149,7 +166,7 @@ class Receiver:
         context: zmq.Context[zmq.Socket[bytes]] | None = None
         try:
             # Importing torch holds the interpreter's lock for seconds: do it before the first heartbeat is due.
-            importlib.import_module("async_rl.weights.collective")
+            importlib.import_module("async_rl.weights.collective.receiver")
             context = zmq.Context()
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)
@@ -160,6 +177,8 @@ class Receiver:
                 self._receive_messages()
                 self._send_replies()
                 self._send_heartbeat()
+                if self._worker.is_stuck:
+                    end_this_process()
         except Exception as error:
             self._crash = error
             self._channel_error = f"the weights receiver has failed: {error!r}"
@@ -225,8 +244,8 @@ class Receiver:
     def _join_message(self) -> control.Join:
         # Collectives authenticate nobody: none over a network that is not trusted.
         is_trusted = self._insecure or is_loopback(self._local_host)
-        names = collectives(has_cuda=self._has_cuda) if is_trusted and self._may_collect else []
-        return control.Join(self._generator_id, self._local_host, os.getpid(), names, self._buffers.newest_digest())
+        offered = offers(self._device) if is_trusted and self._may_collect else []
+        return control.Join(self._generator_id, self._local_host, os.getpid(), offered, self._buffers.newest_digest())
 
     def _receive_messages(self) -> None:
         while self._socket is not None:

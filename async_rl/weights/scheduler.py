@@ -265,12 +265,18 @@ class SyncScheduler:
             if not ok:
                 self._communicator = None
 
-    def advance(self, now: float, can_pull: Callable[[Member], bool] = _always) -> list[Action]:
+    def advance(
+        self, now: float, can_pull: Callable[[Member], bool] = _always, *, can_collect: bool = True
+    ) -> list[Action]:
         """Return the actions that the publisher must carry out now, in this order.
 
-        ``can_pull`` tells whether a member can be offered the wanted version by a pull now.
+        ``can_pull`` tells whether a member can be offered the wanted version by a pull now. ``can_collect`` tells
+        whether a collective can begin now. If not, members that do not take part in one yet pull the wanted version.
         """
         self._drop_silent_and_overdue(now)
+        if not can_collect and self._phase == "idle":
+            for member in self.awaiting_collective():
+                member.pulls = True
         actions: list[Action] = [*self._drops]
         self._drops.clear()
         if self._phase == "sending" and self._is_sent and not self._unanswered:

@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import Layout, LayoutPlan, Manifest, TensorSpec, digest_bytes
-from async_rl.weights.memory import SharedBuckets
+from async_rl.weights.memory import SharedBuckets, host_bucket
 
 _BUG = "this is a bug in async-rl, please report it"
 _TICK_S = 1.0
@@ -247,7 +246,7 @@ class Staging:
         if has_room:
             slot = _Slot(len(self._slots), SharedBuckets(), [])
             if self._layout is not None:
-                slot.buckets += [_host_bucket(slot.memory, size) for size in self._layout.bucket_sizes]
+                slot.buckets += [host_bucket(slot.memory, size) for size in self._layout.bucket_sizes]
             self._slots.append(slot)
             return slot
         delivered = [s for s in unpinned if s.delivered]
@@ -328,22 +327,8 @@ def _dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _host_bucket(memory: SharedBuckets, size: int) -> Tensor:
-    """Append a bucket to ``memory`` and return it as zeros, uint8 [size]. It is pinned if CUDA is available."""
-    bucket = torch.frombuffer(memory.append(size), dtype=torch.uint8)
-    if torch.cuda.is_available():
-        cudart: Any = torch.cuda.cudart()
-        status = cudart.cudaHostRegister(bucket.data_ptr(), bucket.numel(), 0)
-        if int(status) != 0:
-            raise WeightsError(
-                f"can't pin {size} bytes of staging memory (CUDA error {int(status)}); raise the limit on locked "
-                f"memory (ulimit -l)"
-            )
-    return bucket[:size]
-
-
 def _exact_bucket(memory: SharedBuckets, scratch: Tensor, size: int) -> Tensor:
-    bucket = _host_bucket(memory, size)
+    bucket = host_bucket(memory, size)
     _wait_for_copies()
     bucket.copy_(scratch[:size])
     return bucket

@@ -21,7 +21,7 @@ from async_rl.weights.scheduler import (
     SyncScheduler,
 )
 from async_rl.weights.staging import StagedVersion
-from async_rl.weights.transport import Delivery, PullSender, Send, TransportSender
+from async_rl.weights.transport import BroadcastSender, Delivery, PullSender, Send
 
 _RETRY_S = 2.0
 
@@ -41,7 +41,7 @@ class TransferManager:
         self,
         scheduler: SyncScheduler,
         *,
-        collective: TransportSender | None,
+        collective: BroadcastSender | None,
         pull: PullSender,
         send: Send,
         counts: Counter[str],
@@ -71,7 +71,7 @@ class TransferManager:
 
     def act(self) -> None:
         """Carry out the scheduler's actions until none are due."""
-        while actions := self._scheduler.advance(time.monotonic(), self._can_pull):
+        while actions := self._scheduler.advance(time.monotonic(), self._can_pull, can_collect=self.can_collect):
             for action in actions:
                 match action:
                     case PrepareAction():
@@ -91,6 +91,11 @@ class TransferManager:
         if self._newest is not None:
             # A member that pulls keeps its version by a pin; staging waits for the others only.
             self._newest.mark_delivered(not self._scheduler.awaiting_collective())
+
+    @property
+    def can_collect(self) -> bool:
+        """Whether a collective can begin now."""
+        return self._collective is not None and self._collective.is_up
 
     def version_of(self, attempt: int) -> StagedVersion | None:
         """Return the version that this attempt sends. If the attempt is over, return the newest version, or None before

@@ -8,9 +8,7 @@ collective now. To add a transport, write a sender and a receiver, and add an en
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
@@ -53,7 +51,7 @@ class Delivery:
 
 
 class TransportSender(Protocol):
-    """The learner's side of a transport. Only the publisher's thread calls it, and ``deliver`` and ``end`` return at
+    """The learner's side of a transport. Only the publisher's thread calls it. All methods but ``close`` return at
     once.
     """
 
@@ -70,6 +68,19 @@ class TransportSender(Protocol):
 
     def close(self, timeout_s: float) -> None:
         """Close all connections. Wait at most ``timeout_s`` for transfers in progress."""
+        ...
+
+    def poll(self, ready: Mapping[Any, int]) -> None:
+        """Handle pending events. Called in every turn of the publisher's loop. ``ready`` is from its poller."""
+        ...
+
+
+class BroadcastSender(TransportSender, Protocol):
+    """The learner's side of a transport that sends to all members at once."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether a delivery can begin. While it is False, members pull."""
         ...
 
 
@@ -106,10 +117,6 @@ class PullSender(TransportSender, Protocol):
         """Return whether ``member`` can be offered ``staged``, the newest version, now. If not, the publisher asks
         again later.
         """
-        ...
-
-    def poll(self, ready: Mapping[Any, int]) -> None:
-        """Handle pending events. ``ready`` is what the publisher's poller returned."""
         ...
 
 
@@ -169,45 +176,20 @@ class TransportReceiver(Protocol, Generic[OrderT]):
         ...
 
 
-class JobThread:
-    """A daemon thread that runs functions one after the other. They must handle their own errors: one that raises ends
-    it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Add a function to those that the thread will run."""
-        self._jobs.put(job)
-
-    def close(self, last: Callable[[], None], timeout_s: float) -> None:
-        """Run the functions that were submitted, then ``last``, and end the thread. Wait at most ``timeout_s`` for
-        that.
-        """
-        self._jobs.put(last)
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
-
 @dataclass(frozen=True, slots=True)
 class CollectiveSettings:
     """The settings of a collective's sender.
 
     Attributes:
         transport: name of the collective.
-        bind_host: the address at which the rendezvous stores listen. It may be a wildcard.
-        local_host: an address of this machine at which generators reach the stores and the collectives.
+        bind_host: the address at which rank 0 listens. It may be a wildcard.
+        local_host: an address of this machine at which generators reach rank 0.
         stall_s: how long one collective may take.
         chunk_bytes: largest number of bytes in one collective.
         device: the learner's CUDA device. None if there is no CUDA device.
-        on_sent: called in the sender's thread after every transfer with the seconds it took, and its error or None.
+        poller: the publisher's poller, with which the sender registers its sockets.
+        on_sent: called after every delivery, with the seconds that it took, its error ("" if there was none), and
+            whether the members were told of it.
     """
 
     transport: TransportName
@@ -216,7 +198,8 @@ class CollectiveSettings:
     stall_s: float
     chunk_bytes: int
     device: str | None
-    on_sent: Callable[[Delivery, float, Exception | None], None]
+    poller: zmq.Poller
+    on_sent: Callable[[Delivery, float, str, bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +244,12 @@ class CollectiveTransport(Transport):
 
     Attributes:
         make_sender: creates the learner's side.
+        offer: returns what a process with this CUDA device (None: without one) can offer. None if it can't take part.
         max_chunk_bytes: upper limit of ``CollectiveSettings.chunk_bytes``. None if there is no limit.
     """
 
-    make_sender: Callable[[CollectiveSettings], TransportSender]
+    make_sender: Callable[[CollectiveSettings], BroadcastSender]
+    offer: Callable[[str | None], control.CollectiveOffer | None]
     max_chunk_bytes: int | None = None
 
 
@@ -275,19 +260,27 @@ class PullTransport(Transport):
     make_sender: Callable[[PullSettings], PullSender]
 
 
-# Imported when they are first used: the collectives load torch.
+# Imported when they are first used: receivers of collectives load torch.
 
 
-def _collective_sender(settings: CollectiveSettings) -> TransportSender:
-    from async_rl.weights.collective import CollectiveSender
+def _collective_sender(settings: CollectiveSettings) -> BroadcastSender:
+    from async_rl.weights.collective.sender import CollectiveSender
 
     return CollectiveSender(settings)
 
 
 def _collective_receiver(device: str | None) -> TransportReceiver[ReceiveOrder[control.StartCollective]]:
-    from async_rl.weights.collective import CollectiveReceiver
+    from async_rl.weights.collective.receiver import CollectiveReceiver
 
     return CollectiveReceiver(device)
+
+
+def _nccl_offer(device: str | None) -> control.CollectiveOffer | None:
+    if device is None:
+        return None
+    from async_rl.weights.collective import nccl
+
+    return nccl.offer(device)
 
 
 def _stream_sender(settings: PullSettings) -> PullSender:
@@ -309,23 +302,48 @@ PULL = PullTransport(
     "tcp", needs_cuda=False, needs_trust=False, make_receiver=_stream_receiver, make_sender=_stream_sender
 )
 _NCCL = CollectiveTransport(
-    "nccl", needs_cuda=True, needs_trust=True, make_receiver=_collective_receiver, make_sender=_collective_sender
-)
+    "nccl", needs_cuda=True, needs_trust=True, make_receiver=_collective_receiver, make_sender=_collective_sender,
+    offer=_nccl_offer,
+)  # fmt: skip
 _GLOO = CollectiveTransport(
     "gloo", needs_cuda=False, needs_trust=True, make_receiver=_collective_receiver, make_sender=_collective_sender,
-    max_chunk_bytes=_GLOO_CHUNK_BYTES,
+    offer=lambda _: control.CollectiveOffer("gloo"), max_chunk_bytes=_GLOO_CHUNK_BYTES,
 )  # fmt: skip
 TRANSPORTS: Mapping[str, Transport] = {transport.name: transport for transport in (_NCCL, _GLOO, PULL)}
 """In order of preference: ``auto`` takes the first whose needs are met."""
 
 
 def collectives(*, has_cuda: bool) -> list[str]:
-    """Return the names of the collective transports that a machine with or without CUDA can take part in."""
+    """Return the names of the collective transports that fit a machine with or without CUDA."""
     return [
         name
         for name, transport in TRANSPORTS.items()
         if isinstance(transport, CollectiveTransport) and (has_cuda or not transport.needs_cuda)
     ]
+
+
+def offers(device: str | None) -> list[control.CollectiveOffer]:
+    """Return what a generator with this CUDA device (None: without one) can offer to the learner."""
+    rows = [transport for transport in TRANSPORTS.values() if isinstance(transport, CollectiveTransport)]
+    return [offer for row in rows if (offer := row.offer(device)) is not None]
+
+
+def obstacle(own: control.CollectiveOffer, offered: Sequence[control.CollectiveOffer], taken: Collection[str]) -> str:
+    """Return why a generator can't take part in the learner's collective. Empty if it can.
+
+    Args:
+        own: the learner's own offer.
+        offered: what the generator offers.
+        taken: ids of the devices of the other generators.
+    """
+    theirs = next((offer for offer in offered if offer.name == own.name), None)
+    if theirs is None:
+        return f"it can't use {own.name}, or does not trust the network"
+    if theirs.version != own.version:
+        return f"its version of {own.name} is {theirs.version}, the learner's {own.version}"
+    if shared := {*own.devices, *taken} & {*theirs.devices}:
+        return f"it shares the device {min(shared)} with the learner or with another generator"
+    return ""
 
 
 def choose_transport(setting: str, *, has_cuda: bool, is_trusted: bool, has_ports: bool = False) -> TransportName:

@@ -22,7 +22,7 @@ class ReceiverProcess:
 
     def __init__(self, name: str) -> None:
         self._connection, theirs = multiprocessing.Pipe()
-        self.process = Forked(receiver_program.run, name, theirs)
+        self.process = Forked(receiver_program.run, name, theirs, environment={"FAULTY_NAME": name})
         theirs.close()
 
     def send(self, **command: Any) -> None:

@@ -22,7 +22,7 @@ num_buckets = 0
 
 def inject_faults() -> None:
     """Let the fault happen after this process received its second bucket of a transfer."""
-    from async_rl.weights.collective import Communicator
+    from async_rl.weights.collective.library import Communicator
     from async_rl.weights.tcp.receiver import _Answer
 
     broadcast, read = Communicator.broadcast, _Answer.read

@@ -5,7 +5,7 @@ from async_rl.net.wire import encode
 from async_rl.weights import control
 
 MESSAGES = [
-    control.Join("g", "127.0.0.1", 12, ["gloo"], "ab"),
+    control.Join("g", "127.0.0.1", 12, [control.CollectiveOffer("nccl", "2.28", ["GPU-1"])], "ab"),
     control.Heartbeat(),
     control.Leave(),
     control.Ready(3),
@@ -15,15 +15,17 @@ MESSAGES = [
     control.NotMember(),
     control.Dropped("silent", 2.0),
     control.PrepareCollective(4, {"version": 1}),
-    control.StartCollective(4, 2, 1, 3, 5555, 1.5, 2.5, 64, "gloo", {"version": 1}),
+    control.StartCollective(4, 2, 1, 3, b"id", 1.5, 2.5, 64, "gloo", {"version": 1}),
     control.Pull(4, "tcp", {"version": 1}, 5555, b"token", b"key", "ab", [[5, -1], [7, 8]], 2.5),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 def test_every_message_round_trips(message):
-    expected = (*control.TO_PUBLISHER, *control.TO_MEMBER)
-    assert control.decode_message(control.encode_message(message), expected, control.TO_MEMBER_LIMITS) == message
+    is_to_publisher = isinstance(message, control.TO_PUBLISHER)
+    expected = control.TO_PUBLISHER if is_to_publisher else control.TO_MEMBER
+    limits = control.TO_PUBLISHER_LIMITS if is_to_publisher else control.TO_MEMBER_LIMITS
+    assert control.decode_message(control.encode_message(message), expected, limits) == message
 
 
 def test_a_message_for_the_other_side_is_refused():

@@ -42,6 +42,7 @@ def digests(named: dict[str, torch.Tensor]) -> dict[str, str]:
 @pytest.fixture
 def publisher() -> Iterator[Publisher]:
     publisher = Publisher("127.0.0.1", deadline_s=DEADLINE_S, insecure=False, chunk_bytes=100_000)
+    assert publisher.wait_for_collective(60)
     yield publisher
     publisher.close()
 

@@ -1,6 +1,7 @@
 import pytest
 
-from async_rl.weights.transport import choose_transport
+from async_rl.weights.control import CollectiveOffer
+from async_rl.weights.transport import choose_transport, obstacle, offers
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,26 @@ def test_with_ports_of_the_user_auto_takes_the_transport_that_uses_them(has_cuda
 def test_an_unknown_transport_is_a_bug():
     with pytest.raises(ValueError, match="'mpi'"):
         choose_transport("mpi", has_cuda=False, is_trusted=True)
+
+
+NCCL = CollectiveOffer("nccl", "2.29.7", ["GPU-0"])
+
+
+@pytest.mark.parametrize(
+    ("offered", "taken", "expected"),
+    [
+        ([CollectiveOffer("gloo"), CollectiveOffer("nccl", "2.29.7", ["GPU-1"])], [], ""),
+        ([CollectiveOffer("nccl", "2.29.7", ["GPU-1", "GPU-2"])], ["GPU-3"], ""),
+        ([CollectiveOffer("gloo")], [], "it can't use nccl"),
+        ([CollectiveOffer("nccl", "2.28.9", ["GPU-1"])], [], "its version of nccl is 2.28.9, the learner's 2.29.7"),
+        ([CollectiveOffer("nccl", "2.29.7", ["GPU-0"])], [], "shares the device GPU-0"),
+        ([CollectiveOffer("nccl", "2.29.7", ["GPU-1", "GPU-2"])], ["GPU-2"], "shares the device GPU-2"),
+    ],
+)
+def test_a_generator_takes_part_only_with_the_learners_library_and_a_device_of_its_own(offered, taken, expected: str):
+    assert expected in obstacle(NCCL, offered, taken)
+    assert bool(obstacle(NCCL, offered, taken)) == bool(expected)
+
+
+def test_without_a_device_only_gloo_is_offered():
+    assert offers(None) == [CollectiveOffer("gloo")]

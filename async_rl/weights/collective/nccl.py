@@ -1,0 +1,119 @@
+"""NCCL as a ``Library``: broadcasts between CUDA devices, each rank on one of its own.
+
+It is used through ``nccl4py``, without c10d: the watchdog of torch's process groups would end the learner when a
+generator dies. Communicators are non-blocking, so that each call returns at once and ``state`` tells how it went on.
+A communicator must not be used while ``state`` is False, and no work may be queued on its stream.
+
+This module has never been run on more than one device, because no machine with two was available.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_rl.errors import WeightsError
+from async_rl.net.address import interface_of, is_loopback
+from async_rl.weights.collective.library import Endpoint
+from async_rl.weights.control import CollectiveOffer
+
+_PACKAGE = "nccl"
+
+
+class NcclLibrary:
+    """Implements ``library.Library``."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        if not is_installed():
+            raise WeightsError(
+                "NCCL needs the package nccl4py, which is not installed; install it with: pip install 'async-rl[nccl]'"
+            )
+        import nccl.core  # pyright: ignore[reportMissingImports]
+
+        self._nccl: Any = nccl.core
+        self.device = torch.device(endpoint.device or "cuda")
+        self._stream = torch.cuda.Stream(self.device)
+        self._communicator: Any = None
+        choose_interface(endpoint.local_host)
+
+    def unique_id(self) -> bytes:
+        return bytes(self._nccl.get_unique_id())
+
+    def init(self, unique_id: bytes, rank: int, size: int, timeout_s: float) -> None:
+        config = self._nccl.NCCLConfig(blocking=False)
+        with torch.cuda.device(self.device), _as_runtime_error():
+            found = self._nccl.UniqueId.from_bytes(unique_id)
+            self._communicator = self._nccl.Communicator.init(size, rank, found, config)
+
+    def state(self) -> bool:
+        with _as_runtime_error():
+            result = self._communicator.get_async_error()
+        if result.name not in ("Success", "InProgress"):
+            raise RuntimeError(f"NCCL: {result.name}: {self._communicator.get_last_error()}")
+        return result.name == "Success"
+
+    def broadcast(self, memory: Tensor, timeout_s: float) -> None:
+        with torch.cuda.device(self.device), _as_runtime_error():
+            self._communicator.broadcast(memory, memory, 0, stream=self._stream.cuda_stream)
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def done(self, event: torch.cuda.Event) -> bool:
+        return event.query()
+
+    def abort(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None:
+            # Only for sends in progress: it may fail because they have, and there is nothing left to do about it.
+            with contextlib.suppress(Exception):
+                communicator.abort()
+
+
+def is_installed() -> bool:
+    """Return whether this environment has the package with which NCCL is used."""
+    return importlib.util.find_spec(_PACKAGE) is not None
+
+
+def offer(device: str) -> CollectiveOffer | None:
+    """Return what a rank on this CUDA device offers. None if NCCL can't be used here."""
+    if not is_installed():
+        return None
+    version = importlib.import_module("torch.cuda.nccl").version()
+    return CollectiveOffer("nccl", ".".join(map(str, version)), [str(torch.cuda.get_device_properties(device).uuid)])
+
+
+def choose_interface(local_host: str) -> None:
+    """Let NCCL use the network interface that has the address ``local_host``, unless the user has chosen one.
+
+    NCCL would take the first interface that is up, which often leads elsewhere. It reads the variable once, when a
+    process uses it for the first time. Over loopback all ranks are on this machine, so NCCL needs no interface.
+    """
+    if "NCCL_SOCKET_IFNAME" not in os.environ and not is_loopback(local_host):
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(local_host)}"
+
+
+@contextlib.contextmanager
+def _as_runtime_error() -> Any:
+    """Turn the errors of ``nccl4py``, which have no common base class, into RuntimeErrors."""
+    try:
+        yield
+    except RuntimeError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"NCCL: {error}") from error
