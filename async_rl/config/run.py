@@ -100,11 +100,6 @@ class VllmConfig(Section):
     enforce_eager: bool | None = Field(
         default=None, description="Whether vLLM runs without compiled graphs; if unset, it does so only on a CPU."
     )
-    prepare_weights: bool = Field(
-        default=True,
-        description="Whether vLLM on a CPU prepares a version while it decodes, in a second copy of the weights; if "
-        "false, decoding pauses while the version is loaded.",
-    )
 
 
 class ExperimentalConfig(Section):

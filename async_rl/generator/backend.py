@@ -171,24 +171,6 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class PreparingBackend(Protocol):
-    """Additional methods of a backend that can prepare new weights while it still samples with the old ones."""
-
-    def prepare(self, version: int, weights: Mapping[str, Any]) -> bool:
-        """Prepare ``version``, so that ``activate`` takes little time. Return whether it is ready.
-
-        The loop calls this method between decode steps until it returns True. The first call starts the preparation.
-        ``weights`` is the same object in all these calls; the backend does not read it after the first call that
-        returned False. A call with another version or object replaces the preparation. Without any call, ``activate``
-        prepares the version itself.
-
-        Raises:
-            WeightsError: a tensor is missing, unknown, or of another shape, or the engine could not take it.
-        """
-        ...
-
-
-@runtime_checkable
 class TextBackend(Protocol):
     """Additional property of a backend that has its own tokens instead of those of the model's tokenizer."""
 

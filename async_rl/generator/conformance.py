@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import structs
 
 from async_rl.errors import AsyncRLError
-from async_rl.generator.backend import Backend, PreparingBackend, Sampled
+from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.parity import ScoringBackend
 from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, Lease, LeaseKind, Prompt, Sampling
@@ -279,14 +279,7 @@ def stamps_versions_across_a_weight_update(trial: _Trial) -> None:
         done: list[Sampled] = []
         while backend.num_running and not backend.progress().get(lease.lease_id):
             done += backend.step()
-        if isinstance(backend, PreparingBackend):
-            weights = trial.subject.weights(old + 1)
-            while not backend.prepare(old + 1, weights):
-                done += backend.step()
-            trial.expect(backend.version == old, f"version {old} until activate", backend.version)
-            backend.activate(old + 1, weights)
-        else:
-            trial.activate()
+        trial.activate()
         done += trial.drain()
         for sample in done:
             rises = bool((np.diff(sample.versions) >= 0).all())

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from async_rl.config.config import Config
 from async_rl.errors import QueueError
-from async_rl.generator.backend import Backend, PreparingBackend
+from async_rl.generator.backend import Backend
 from async_rl.generator.parity import answer_probe
 from async_rl.generator.rollouts import ActiveLeases, Graded, Grader, Rollouts, SingleTurnRollouts
 from async_rl.process.fault_points import fault_point
@@ -130,7 +130,6 @@ class Worker:
         self._expected_group_size = config.sampling.group_size
         self._announced: Announcement | None = None
         self._active: Staged | None = None
-        self._preparing: Staged | None = None
         self._probes: dict[int, bytes] = {}
         self._lineage = ""
         self._digests: dict[int, str] = {}
@@ -160,22 +159,15 @@ class Worker:
             self._check_waits()
 
     def _receive_weights(self) -> None:
-        """Activate the newest version that has arrived, between two decode steps.
-
-        A ``PreparingBackend`` prepares the version first, while it decodes with the old one.
-        """
+        """Activate the newest version that has arrived, between two decode steps."""
         trouble = self._receiver.error
         if trouble != self._receiver_trouble:
             self._receiver_trouble = trouble
             logger.log(logging.WARNING if trouble else logging.INFO, "weights: %s", trouble or "the problem is solved")
-        staged, self._preparing = self._preparing or self._receiver.poll(), None
+        staged = self._receiver.poll()
         if staged is None or self._announced is None or staged.lineage != self._announced.lineage:
             return
         if staged.lineage == self._lineage and staged.version <= self._backend.version:
-            return
-        backend = self._backend
-        if isinstance(backend, PreparingBackend) and not backend.prepare(staged.version, staged.tensors):
-            self._preparing = staged  # a newer version waits until this one is active
             return
         fault_point("generator.activating")
         self._activity.add_activation(self._backend.activate(staged.version, staged.tensors))

@@ -13,9 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.config.config import Config
-from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loading import config_to_toml, machine_overrides, parse_config
-from async_rl.config.run import FakeConfig
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.loop import HEARTBEAT_S, Worker
@@ -258,42 +256,6 @@ def test_a_lease_waits_for_the_version_it_must_be_sampled_with(scene):
 def test_an_answer_that_names_a_version_is_followed_by_silence_until_it_is_active(scene):
     scene.run(scene.announce(1), granted(activate=3), *quiet(5), scene.announce(2), *quiet(5), scene.announce(3), [])
     assert [version for _, version, _ in scene.queue.requests] == [1, 3]
-
-
-class SlowToPrepare(FakeBackend):
-    """Ready at the third look at a version; notes each look with the tokens sampled by then, and each activation."""
-
-    def __init__(self, config: GeneratorConfig, fake: FakeConfig) -> None:
-        super().__init__(config, fake)
-        self.looks: list[tuple[int, int]] = []
-        self.activated: list[int] = []
-
-    def prepare(self, version: int, weights: Mapping[str, Any]) -> bool:
-        self.looks.append((version, self.num_tokens))
-        return [seen for seen, _ in self.looks].count(version) == 3
-
-    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
-        self.activated.append(version)
-        return super().activate(version, weights)
-
-
-def test_sequences_run_on_while_a_version_is_prepared_and_a_newer_one_waits_for_it():
-    scene = Scene(engine=SlowToPrepare)
-    # Version 3 comes when 2 has been looked at for the first time.
-    lease = make_lease("a", max_new_tokens=8)
-    scene.run(scene.announce(1), *quiet(2), granted(lease), scene.announce(2), scene.announce(3), *quiet(9))
-    assert isinstance(scene.backend, SlowToPrepare)
-    assert [version for version, _ in scene.backend.looks] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert scene.backend.activated == [1, 2, 3]
-    of_second = [tokens for version, tokens in scene.backend.looks if version == 2]
-    assert of_second[0] < of_second[1] < of_second[2]
-
-
-def test_what_is_being_prepared_is_given_up_for_another_lineage():
-    scene = Scene(engine=SlowToPrepare)
-    scene.run(scene.announce(5), [], scene.announce(2, "second"), *quiet(5))
-    assert isinstance(scene.backend, SlowToPrepare)
-    assert scene.backend.activated == [2]
 
 
 def test_another_lineage_voids_all_leases_and_its_versions_start_anew(scene):

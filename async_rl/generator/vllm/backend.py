@@ -8,7 +8,6 @@ keys and values of older weights.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -45,8 +44,6 @@ from async_rl.records import NO_VERSION, FinishReason, Lease
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 _STEP_S = 0.02
 """How long a step waits for outputs of the engine."""
 _SCORE_LIMIT_S = 120.0
@@ -79,7 +76,7 @@ class _Progress:
 class VllmBackend:
     """Samples with vLLM in separate processes.
 
-    It implements ``Backend``, ``PreparingBackend`` and ``ScoringBackend``.
+    It implements ``Backend`` and ``ScoringBackend``.
     """
 
     capabilities = BACKENDS["vllm"]
@@ -94,15 +91,12 @@ class VllmBackend:
         max_running: int,
         max_length: int,
         recompute: bool,
-        prepares: bool,
     ) -> None:
         self._engine, self._table = engine, table
         self._tokenizer: Any = tokenizer
         self._eos_ids = eos_ids
         self._max_length = max_length
         self._recompute = recompute
-        self._prepares = prepares
-        self._preparing: tuple[int, Mapping[str, Any]] | None = None
         self._is_set_up = False
         self._capacity = KvCacheCapacity(max_running)
         self._staging = SharedStaging()
@@ -146,8 +140,6 @@ class VllmBackend:
             max_running=config.generator.batch_size,
             max_length=max_length,
             recompute=config.generator.kv_after_update == "recompute",
-            # On a GPU a version is copied into the existing tensors, because compiled graphs hold their addresses.
-            prepares=device == "cpu" and config.experimental.vllm.prepare_weights,
         )
 
     @property
@@ -227,35 +219,6 @@ class VllmBackend:
             for lease_id, lease in self._leases.items()
         }
 
-    def prepare(self, version: int, weights: Mapping[str, Any]) -> bool:
-        """Have the workers prepare the version in their own memory. See ``backend.PreparingBackend``.
-
-        Return True at once if they can't or must not do that. Then ``activate`` does all the work.
-
-        Raises:
-            EngineError: the engine has died.
-            WeightsError: a tensor is missing, unknown, or of another shape, or a worker could not prepare the version;
-                the active one stays.
-        """
-        if not self._prepares:
-            return True
-        if self._preparing is None or self._preparing[0] != version or self._preparing[1] is not weights:
-            if self._preparing is not None and self._is_preparing():
-                return False  # another preparation still reads the memory for this version
-            self._stage(weights)
-            if not self._prepares:
-                return True
-            self._engine.start_preparing()
-            self._preparing = (version, weights)
-        return not self._is_preparing()
-
-    def _is_preparing(self, timeout_s: float = 0.0) -> bool:
-        try:
-            return self._engine.preparing(timeout_s)
-        except WeightsError:
-            self._preparing = None
-            raise
-
     def _stage(self, weights: Mapping[str, Any]) -> None:
         """Copy ``weights`` to the memory that the engine's workers share. The engine goes on decoding meanwhile."""
         self._table.check(weights)
@@ -264,27 +227,15 @@ class VllmBackend:
             transfer = {"path": self._staging.path, "size_bytes": self._staging.size_bytes, "rows": self._staging.rows}
             self._engine.set_up_transfer(transfer)
             self._is_set_up = True
-            if self._prepares and (obstacle := self._engine.preparing_obstacle()):
-                self._prepares = False
-                logger.warning(
-                    "vLLM can't prepare weights in the background, so it pauses while it loads a version: %s", obstacle
-                )
 
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
-        """Sample with ``weights`` from now on. Prepare the version first if necessary. See ``backend.Backend``.
+        """Sample with ``weights`` from now on. See ``backend.Backend``.
 
-        Return the pause: the seconds in which vLLM's engine could not run a decode step (see ``VllmEngine.swap`` and
-        ``load_paused``).
+        Return the pause: the seconds in which vLLM's engine could not run a decode step (see
+        ``VllmEngine.load_paused``).
         """
-        while not self.prepare(version, weights):
-            self._early += self._engine.poll(0.0)
-            self._is_preparing(_STEP_S)
-        if self._prepares:
-            pause_s = self._engine.swap(version, recompute=self._recompute)
-        else:
-            self._stage(weights)
-            pause_s = self._engine.load_paused(version, recompute=self._recompute)
-        self._preparing = None
+        self._stage(weights)
+        pause_s = self._engine.load_paused(version, recompute=self._recompute)
         self._version = version
         self._num_activations += 1
         return pause_s

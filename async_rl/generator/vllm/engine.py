@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from async_rl.errors import EngineError, ModelError, WeightsError
-from async_rl.generator.vllm.plugin import SWAP
-from async_rl.generator.vllm.worker_link import PrepareChannel
 
-_SWAP_LIMIT_S = 300.0
+_UPDATE_LIMIT_S = 300.0
 _ABORT_S = 10.0
 _CLOSE_S = 3.0
 _T = TypeVar("_T")
@@ -71,7 +69,6 @@ class VllmEngine:
         self._pieces: list[Piece] = []
         self._failure: BaseException | None = None
         self._arrived = asyncio.Event()
-        self._channel = PrepareChannel(int(llm.vllm_config.parallel_config.world_size), limit_s=_SWAP_LIMIT_S)
 
     @classmethod
     def start(cls, arguments: Mapping[str, Any]) -> VllmEngine:
@@ -112,7 +109,7 @@ class VllmEngine:
 
     def digests(self) -> dict[str, str]:
         """Return the digests of all parameters of all workers, by ``RANK:NAME``."""
-        of_ranks = self._run(asyncio.wait_for(self._llm.collective_rpc("held_digests"), _SWAP_LIMIT_S))
+        of_ranks = self._run(asyncio.wait_for(self._llm.collective_rpc("held_digests"), _UPDATE_LIMIT_S))
         return {f"{rank}:{name}": digest for rank, held in enumerate(of_ranks) for name, digest in held.items()}
 
     def add(self, request_id: str, prompt_ids: Sequence[int], parameters: Any, *, cache_salt: str) -> None:
@@ -175,7 +172,7 @@ class VllmEngine:
         """Have the workers open the shared memory for weights. Call it once, before the first version.
 
         Args:
-            transfer: the fields of ``weights.SharedInit`` except the pipes.
+            transfer: the fields of ``weights.SharedInit``.
 
         Raises:
             WeightsError: the workers can't open it.
@@ -184,58 +181,20 @@ class VllmEngine:
             WeightTransferInitRequest,
         )
 
-        request = WeightTransferInitRequest(init_info={**transfer, **self._channel.paths})
+        request = WeightTransferInitRequest(init_info=dict(transfer))
         self._call("map the memory of weights", self._llm.init_weight_transfer_engine(request))
 
-    def preparing_obstacle(self) -> str:
-        """Return the reason why the workers can't prepare weights while the engine decodes. Return "" if they can."""
-        found = self._call("look at the model's layers", self._llm.collective_rpc("preparing_obstacle"))
-        return next(filter(None, found), "")
+    def load_paused(self, version: int, *, recompute: bool) -> float:
+        """Pause the engine, load the version in shared memory, and go on. Return the pause in seconds.
 
-    def start_preparing(self) -> None:
-        """Have the workers prepare the version in shared memory while the engine decodes.
-
-        ``preparing`` tells when they are done.
-        """
-        self._channel.prepare()
-
-    def preparing(self, timeout_s: float) -> bool:
-        """Return whether a worker is still preparing weights. Wait at most ``timeout_s`` seconds for a worker's report.
-
-        Raises:
-            EngineError: the engine has died.
-            WeightsError: a worker has failed, or takes too long; the engine goes on with its present weights.
-        """
-        if self._llm.errored:
-            raise EngineError(
-                "vLLM died while it prepared a version of the weights; the reason is above this line in the "
-                "generator's log"
-            )
-        return self._channel.wait(timeout_s)
-
-    def swap(self, version: int, *, recompute: bool) -> float:
-        """Activate the prepared version. Return the seconds for which no decode step could run.
-
-        The engine's core process measures them, from the start of its call between two steps to the end. While that
-        call waits for the present step, and while its answer travels, the engine decodes.
+        The pause lasts from the request to stop the engine to the answer that it goes on.
 
         Args:
             version: the version of all tokens from now on.
             recompute: compute the keys and values of running sequences again, and forget all cached ones.
 
         Raises:
-            WeightsError: the swap failed; the engine can't be used any more.
-        """
-        swapped = self._llm.engine_core.call_utility_async(SWAP, self._channel.number, str(version), recompute)
-        pause_s = self._call(f"take over version {version}", swapped)
-        self._channel.release()
-        return pause_s
-
-    def load_paused(self, version: int, *, recompute: bool) -> float:
-        """Pause the engine, load the version in shared memory, and go on. Return the pause in seconds.
-
-        The pause lasts from the request to stop the engine to the answer that it goes on. See ``swap`` for the
-        arguments and errors.
+            WeightsError: the update failed; the engine can't be used any more.
         """
         return self._call(f"take over version {version}", self._load_paused(version, recompute=recompute))
 
@@ -261,7 +220,7 @@ class VllmEngine:
             WeightsError: the call failed or took too long.
         """
         try:
-            return self._run(asyncio.wait_for(call, _SWAP_LIMIT_S))
+            return self._run(asyncio.wait_for(call, _UPDATE_LIMIT_S))
         except Exception as error:
             raise WeightsError(
                 f"vLLM did not {what}: {type(error).__name__}: {error}; look for the cause in the generator's log"
@@ -283,7 +242,6 @@ class VllmEngine:
             self._run(asyncio.wait_for(asyncio.sleep(0), 1.0))
         self._loop.close()
         self._llm = None  # otherwise it would shut down again, and fail, at the interpreter's end
-        self._channel.close()
 
 
 def _stat_logger(load: Load) -> Any:
