@@ -37,7 +37,8 @@ LIGHT = (
     "generator.fake", "generator.rollouts", "generator.offline", "generator.environment_rollouts",
     "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.adapter",
     "generator.vllm.worker_link",
-    "weights.receiver", "weights.transport", "weights.tcp.server", "weights.tcp.delta", "weights.collective.sender",
+    "weights.receiver", "weights.transport", "weights.tcp.server", "weights.tcp.delta",
+    "weights.collective.sender", "weights.engine_ranks",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""
 

@@ -40,6 +40,7 @@ from async_rl.errors import ConfigError, ModelError
 from async_rl.process.user_code import digest_of, is_code_name, load_code
 from async_rl.records import FinishReason, Lease
 from async_rl.sampling_mask import SamplingMask
+from async_rl.weights.engine_ranks import EngineRanks
 
 UInt64Array = npt.NDArray[np.uint64]
 Float64Array = npt.NDArray[np.float64]
@@ -167,6 +168,19 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Stop all sequences and release the engine."""
+        ...
+
+
+@runtime_checkable
+class MultiRankBackend(Protocol):
+    """Additional property of a backend whose engine has worker processes that receive weights themselves."""
+
+    @property
+    def ranks(self) -> EngineRanks | None:
+        """The workers as ranks of a collective. None if they can't take part.
+
+        A version that the workers hold reaches ``activate`` as a ``HeldByEngine``.
+        """
         ...
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from async_rl.generator.backend import Backend
 from async_rl.queue.parity import Answer, Probe, ProbeSequence, compare, looks_masked, parity_limit
+from async_rl.weights.engine_ranks import HeldByEngine
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,8 @@ def _cause(
             "stale or corrupt weights: the engine agrees after the same verified bytes were activated again; it can't "
             "tell which tensor was wrong"
         ), excluded
-    excluded.append("the engine holds exactly the tensors that it received")
+    if not isinstance(weights, HeldByEngine):
+        excluded.append("the engine holds exactly the tensors that it received")
     if cause := temperature_cause(backend, probe, found, wanted, limit):
         return cause, excluded
     excluded.append("no other temperature explains it")
@@ -126,8 +128,10 @@ def _cause(
 def _stale_tensors(backend: Any, version: int, weights: Mapping[str, Any]) -> list[str]:
     """Activate the same version again. Return the names of the parameters that this changed.
 
-    The engine held something other than the received bytes for these parameters.
+    The engine held something other than the received bytes for these parameters. Without the bytes, return none.
     """
+    if isinstance(weights, HeldByEngine):
+        return []  # its workers may already be receiving the next version where this one was
     before = dict(backend.digests())
     backend.activate(version, weights)
     after = backend.digests()

@@ -34,7 +34,7 @@ from async_rl.config.loading import (
 from async_rl.data.chat import load_tokenizer
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import QueueError
-from async_rl.generator.backend import Backend, TextBackend, build_backend, cuda_device
+from async_rl.generator.backend import Backend, MultiRankBackend, TextBackend, build_backend, cuda_device
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, TokenizerText
 from async_rl.generator.loop import Worker
 from async_rl.generator.rollouts import ThreadGrader
@@ -103,7 +103,8 @@ def run_generator(
         with logged(logger, f"loading the backend {config.generator.backend}"):
             backend = stack.enter_context(closing(build_generator_backend(config, overrides, directory, digests)))
         is_trusted = insecure or config.weights.trusted_network
-        receiver = Receiver(generator_id, insecure=is_trusted, device=cuda_device(config), keys=keys)
+        ranks = backend.ranks if isinstance(backend, MultiRankBackend) else None
+        receiver = Receiver(generator_id, insecure=is_trusted, device=cuda_device(config), keys=keys, engine=ranks)
         stack.enter_context(closing(receiver))
         worker = Worker(
             queue=queue,

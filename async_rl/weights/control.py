@@ -64,6 +64,7 @@ class Join(msgspec.Struct, frozen=True):
         host: the address at which the generator's collectives listen.
         pid: the generator's process id.
         collectives: the collectives that the generator can take part in.
+        num_ranks: how many ranks of a collective the generator needs: one for each worker of its engine.
         digest: digest of the newest weights that the generator holds. Empty if there are none.
     """
 
@@ -71,6 +72,7 @@ class Join(msgspec.Struct, frozen=True):
     host: str
     pid: int
     collectives: list[CollectiveOffer]
+    num_ranks: int
     digest: str
 
 
@@ -152,7 +154,7 @@ class StartCollective(msgspec.Struct, frozen=True):
     Attributes:
         attempt: number of this collective.
         epoch: number of the communicator.
-        rank: the member's rank.
+        rank: the member's first rank. A member with several ranks has consecutive ones.
         size: number of ranks.
         unique_id: with this the ranks of a new communicator find each other (see ``collective.library``). Empty: use
             the existing communicator.

@@ -324,7 +324,10 @@ class Publisher:
         if isinstance(message, control.Join):
             can_collect = self._can_collect(member_id, message)
             generator = key, message.generator_id
-            self._scheduler.join(member_id, generator, now, can_collect=can_collect, digest=message.digest)
+            self._scheduler.join(
+                member_id, generator, now, can_collect=can_collect, num_ranks=max(1, message.num_ranks),
+                digest=message.digest,
+            )  # fmt: skip
             self._counts["joined"] += 1
             self._send(member_id, control.Ping())
             return

@@ -23,14 +23,18 @@ from async_rl.errors import CorruptWeightsError, WeightsError
 from async_rl.net.wire import SAME_VERSION
 from async_rl.weights import control
 from async_rl.weights.manifest import Manifest, TensorSpec
-from async_rl.weights.transport import TRANSPORTS, ReceiveOrder, TransportReceiver
+from async_rl.weights.transport import TRANSPORTS, CollectiveTransport, ReceiveOrder, TransportReceiver
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from async_rl.weights.engine_ranks import EngineRanks
+
 Reply = Callable[[control.MemberMessage], None]
 
 _CLOSE_LIMIT_S = 10.0
+_ACTIVATE_S = 5.0
+"""How long a collective's other ranks may be kept waiting for the engine to activate the version before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,22 +68,32 @@ class ReceiveBuffer:
         manifest: manifest of the version that the buckets hold. None while no complete version is in them.
         specs: the layout for which ``tensors`` was made. None before the first version.
         tensors: tensors by name, as views into ``buckets``. Versions with the same layout share the views.
+        in_engine: this buffer stands for memory of the engine's workers. There are no ``buckets`` here, and ``tensors``
+            is a ``HeldByEngine``.
     """
 
     buckets: list[Tensor]
     manifest: Manifest | None = None
     specs: tuple[TensorSpec, ...] | None = None
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    in_engine: bool = False
 
 
 class ReceiveBuffers:
-    """The generator's memory for received versions. It holds at most ``MAX_BUFFERS`` versions."""
+    """The generator's memory for received versions. It holds at most ``MAX_BUFFERS`` versions.
+
+    The engine's workers may hold one more. They receive it by a collective into a single buffer, and copy it into the
+    model when it is activated. So nothing is received there while a version is being activated, and no version is
+    returned for activation while something is received there.
+    """
 
     MAX_BUFFERS = 3
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
         self._lock = threading.Lock()
+        self._activated = threading.Condition(self._lock)
+        self._engine_buffer = ReceiveBuffer([], in_engine=True)
         self._all: list[ReceiveBuffer] = []
         self._writing: ReceiveBuffer | None = None
         self._waiting: ReceivedWeights | None = None
@@ -109,6 +123,28 @@ class ReceiveBuffers:
             buffer.tensors = tensor_views(manifest, buffer.buckets)
             buffer.specs = manifest.tensors
         return buffer
+
+    def reserve_engine(self, timeout_s: float) -> ReceiveBuffer:
+        """Return the buffer that stands for the engine's memory, when no version is being activated. See ``reserve``.
+
+        Raises:
+            WeightsError: a version is still being activated after ``timeout_s``.
+        """
+        with self._activated:
+            if not self._activated.wait_for(lambda: self._handed_out is None, timeout_s):
+                raise WeightsError(
+                    f"the engine took more than {timeout_s:.0f} s to activate a version, so this one is pulled"
+                )
+            if self._waiting is not None and self._waiting._buffer.in_engine:
+                self._waiting = None
+            self._writing = self._engine_buffer
+        return self._engine_buffer
+
+    def abandon_engine(self) -> None:
+        """Record that nothing is being received into the engine any more."""
+        with self._lock:
+            if self._writing is self._engine_buffer:
+                self._writing = None
 
     def _pick(self) -> ReceiveBuffer:
         if self._writing is not None:
@@ -153,6 +189,8 @@ class ReceiveBuffers:
         The version's buffer is not overwritten until a newer version is returned.
         """
         with self._lock:
+            if self._writing is self._engine_buffer:
+                return None
             if self._waiting is not None and self._waiting.lineage == lineage:
                 self._handed_out, self._waiting = self._waiting, None
             if self._handed_out is not None and self._handed_out.lineage == lineage:
@@ -175,6 +213,7 @@ class ReceiveBuffers:
                     f"buffer may be overwritten; activate only the version that poll() returned last"
                 )
             self._in_use, self._handed_out = received, None
+            self._activated.notify_all()
 
     def holds(self, manifest: Manifest) -> bool:
         """Return whether the version with this lineage, number and digest is in memory and verified."""
@@ -190,7 +229,8 @@ class ReceiveBuffers:
 
         The transfer thread may read them until its next ``reserve``.
         """
-        return next((staged._buffer.buckets for staged in self._held() if staged.digest == digest), None)
+        here = [staged for staged in self._held() if not staged._buffer.in_engine]
+        return next((staged._buffer.buckets for staged in here if staged.digest == digest), None)
 
     def _held(self) -> list[ReceivedWeights]:
         """Return the versions in memory, the newest first."""
@@ -266,12 +306,20 @@ class ReceiveWorker:
         buffers: the memory for versions.
         on_received: called in the transfer thread for every version that is complete.
         device: this generator's CUDA device. None if there is no CUDA device.
+        engine: receives collectives in the engine's workers. None: they are received here.
     """
 
-    def __init__(self, buffers: ReceiveBuffers, on_received: Callable[[], None], device: str | None) -> None:
+    def __init__(
+        self,
+        buffers: ReceiveBuffers,
+        on_received: Callable[[], None],
+        device: str | None,
+        engine: EngineRanks | None = None,
+    ) -> None:
         self._buffers = buffers
         self._on_received = on_received
         self._device = device
+        self._engine = engine
         self._receivers: dict[str, TransportReceiver[ReceiveOrder]] = {}
         self._jobs = JobThread("weights-transfer")
         self._due = float("inf")
@@ -312,9 +360,12 @@ class ReceiveWorker:
 
     def _prepare(self, manifest: Manifest, attempt: int, reply: Reply) -> None:
         try:
-            self._buffers.reserve(manifest)
-        except RuntimeError as error:
-            reason = f"can't allocate {manifest.size_bytes} bytes of host memory for the weights: {error}"
+            if self._engine is None:
+                self._buffers.reserve(manifest)
+            else:
+                self._engine.reserve(manifest)
+        except (RuntimeError, WeightsError) as error:
+            reason = f"can't allocate {manifest.size_bytes} bytes of memory for the weights: {error}"
             self._fail(manifest, attempt, reason, reply)
             return
         reply(control.Ready(attempt))
@@ -331,10 +382,12 @@ class ReceiveWorker:
         start = time.monotonic()
         try:
             receiver = self._receiver(message.transport)
-            buffer = self._buffers.reserve(manifest)
+            is_here = receiver is not self._engine
+            buffer = self._buffers.reserve(manifest) if is_here else self._buffers.reserve_engine(_ACTIVATE_S)
             result = receiver.receive(order, buffer, self._buffers)
         except Exception as error:
             # After any error the publisher must know, and a communicator can't be used again.
+            self._buffers.abandon_engine()
             is_corrupt = isinstance(error, CorruptWeightsError)
             if not is_corrupt and message.transport in self._receivers:
                 self._receivers[message.transport].close()
@@ -361,7 +414,9 @@ class ReceiveWorker:
                 f"expected a transport of {list(TRANSPORTS)} from the learner, got {transport!r}; {SAME_VERSION}"
             )
         if transport not in self._receivers:
-            self._receivers[transport] = TRANSPORTS[transport].make_receiver(self._device)
+            row = TRANSPORTS[transport]
+            in_engine = self._engine if isinstance(row, CollectiveTransport) else None
+            self._receivers[transport] = in_engine or row.make_receiver(self._device)
         return self._receivers[transport]
 
     def _fail(self, manifest: Manifest, attempt: int, reason: str, reply: Reply, *, is_corrupt: bool = False) -> None:

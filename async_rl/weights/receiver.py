@@ -25,6 +25,7 @@ from async_rl.net.keys import ClientKeys
 from async_rl.queue.messages import Announcement
 from async_rl.weights import control
 from async_rl.weights.control import PublisherSocket, Wake
+from async_rl.weights.engine_ranks import EngineRanks
 from async_rl.weights.manifest import Manifest, manifest_from_fields
 from async_rl.weights.receive_worker import ReceiveBuffers, ReceivedWeights, ReceiverStats, ReceiveWorker, Reply
 from async_rl.weights.transport import ReceiveOrder, offers
@@ -64,11 +65,12 @@ class Receiver:
         device: this generator's CUDA device, needed for NCCL. None if there is no CUDA device.
         keys: this generator's keys. Needed if the publisher has keys.
         may_collect: take part in collectives, if ``insecure`` allows it. If False, every version is pulled.
+        engine: the engine's workers, which then take part in collectives instead of this process. None: this process.
     """
 
     def __init__(
         self, generator_id: str, *, insecure: bool, device: str | None = None, keys: ClientKeys | None = None,
-        may_collect: bool = True,
+        may_collect: bool = True, engine: EngineRanks | None = None,
     ) -> None:  # fmt: skip
         self._generator_id = generator_id
         self._insecure = insecure
@@ -93,7 +95,8 @@ class Receiver:
         self._next_heartbeat = 0.0
         self._joined = False
         self._attempt: tuple[int, Manifest] | None = None
-        self._worker = ReceiveWorker(self._buffers, self._received.set, device)
+        self._worker = ReceiveWorker(self._buffers, self._received.set, device, engine)
+        self._num_ranks = 1 if engine is None else engine.num_ranks
 
     def follow(self, announcement: Announcement) -> None:
         """Receive versions from the learner in ``announcement``. Return at once.
@@ -245,7 +248,8 @@ class Receiver:
         # Collectives authenticate nobody: none over a network that is not trusted.
         is_trusted = self._insecure or is_loopback(self._local_host)
         offered = offers(self._device) if is_trusted and self._may_collect else []
-        return control.Join(self._generator_id, self._local_host, os.getpid(), offered, self._buffers.newest_digest())
+        digest = self._buffers.newest_digest()
+        return control.Join(self._generator_id, self._local_host, os.getpid(), offered, self._num_ranks, digest)
 
     def _receive_messages(self) -> None:
         while self._socket is not None:

@@ -107,6 +107,7 @@ class Member:
         generator: the generator's client key and its id at the queue. Without keys the key is empty.
         last_seen: time of its last message.
         can_collect: whether it can take part in collectives.
+        num_ranks: number of its ranks in collectives.
         digest: digest of the newest weights that it is known to hold, perhaps from an earlier learner. Empty if
             unknown.
         version: the version that it has acknowledged last. None before that.
@@ -123,6 +124,7 @@ class Member:
     generator: tuple[str, str]
     last_seen: float
     can_collect: bool
+    num_ranks: int = 1
     digest: str = ""
     version: int | None = None
     offered_at: float | None = None
@@ -176,7 +178,14 @@ class SyncScheduler:
         self._num_published += version is not None
 
     def join(
-        self, member_id: bytes, generator: tuple[str, str], now: float, *, can_collect: bool, digest: str = ""
+        self,
+        member_id: bytes,
+        generator: tuple[str, str],
+        now: float,
+        *,
+        can_collect: bool,
+        num_ranks: int = 1,
+        digest: str = "",
     ) -> None:
         """Add a member, or replace the entry of a member that joins again. Drop an older connection of the same
         generator. With keys, one that joins under another generator's id drops nobody.
@@ -186,7 +195,7 @@ class SyncScheduler:
                 self._drop(other.member_id, "joined again over another connection")
         if member_id in self.members:
             self.leave(member_id)
-        self.members[member_id] = Member(member_id, generator, now, can_collect, digest)
+        self.members[member_id] = Member(member_id, generator, now, can_collect, num_ranks, digest)
 
     def leave(self, member_id: bytes) -> None:
         """Remove a member that left, or whose connection is gone."""

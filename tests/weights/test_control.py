@@ -5,7 +5,7 @@ from async_rl.net.wire import encode
 from async_rl.weights import control
 
 MESSAGES = [
-    control.Join("g", "127.0.0.1", 12, [control.CollectiveOffer("nccl", "2.28", ["GPU-1"])], "ab"),
+    control.Join("g", "127.0.0.1", 12, [control.CollectiveOffer("nccl", "2.28", ["GPU-1"])], 2, "ab"),
     control.Heartbeat(),
     control.Leave(),
     control.Ready(3),

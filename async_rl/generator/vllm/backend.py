@@ -40,6 +40,7 @@ from async_rl.generator.vllm.engine import KvCacheCapacity, Piece, VllmEngine
 from async_rl.generator.vllm.worker_link import SharedStaging
 from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, FinishReason, Lease
+from async_rl.weights.engine_ranks import EngineRanks, HeldByEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -76,7 +77,7 @@ class _Progress:
 class VllmBackend:
     """Samples with vLLM in separate processes.
 
-    It implements ``Backend`` and ``ScoringBackend``.
+    It implements ``Backend``, ``MultiRankBackend`` and ``ScoringBackend``.
     """
 
     capabilities = BACKENDS["vllm"]
@@ -91,13 +92,14 @@ class VllmBackend:
         max_running: int,
         max_length: int,
         recompute: bool,
+        ranks: EngineRanks | None,
     ) -> None:
         self._engine, self._table = engine, table
         self._tokenizer: Any = tokenizer
         self._eos_ids = eos_ids
         self._max_length = max_length
         self._recompute = recompute
-        self._is_set_up = False
+        self._ranks = ranks
         self._capacity = KvCacheCapacity(max_running)
         self._staging = SharedStaging()
         self._version = NO_VERSION
@@ -140,6 +142,7 @@ class VllmBackend:
             max_running=config.generator.batch_size,
             max_length=max_length,
             recompute=config.generator.kv_after_update == "recompute",
+            ranks=_engine_ranks(engine, config, device),
         )
 
     @property
@@ -219,14 +222,9 @@ class VllmBackend:
             for lease_id, lease in self._leases.items()
         }
 
-    def _stage(self, weights: Mapping[str, Any]) -> None:
-        """Copy ``weights`` to the memory that the engine's workers share. The engine goes on decoding meanwhile."""
-        self._table.check(weights)
-        self._staging.write(weights)
-        if not self._is_set_up:
-            transfer = {"path": self._staging.path, "size_bytes": self._staging.size_bytes, "rows": self._staging.rows}
-            self._engine.set_up_transfer(transfer)
-            self._is_set_up = True
+    @property
+    def ranks(self) -> EngineRanks | None:
+        return self._ranks
 
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
         """Sample with ``weights`` from now on. See ``backend.Backend``.
@@ -234,8 +232,15 @@ class VllmBackend:
         Return the pause: the seconds in which vLLM's engine could not run a decode step (see
         ``VllmEngine.load_paused``).
         """
-        self._stage(weights)
-        pause_s = self._engine.load_paused(version, recompute=self._recompute)
+        self._table.check(weights)
+        if isinstance(weights, HeldByEngine):
+            source = {"received": weights.number}
+        else:
+            # The engine goes on decoding during this copy.
+            self._staging.write(weights)
+            memory = self._staging
+            source = {"path": memory.path, "size_bytes": memory.size_bytes, "rows": memory.rows}
+        pause_s = self._engine.load_paused(version, source, recompute=self._recompute)
         self._version = version
         self._num_activations += 1
         return pause_s
@@ -312,6 +317,8 @@ class VllmBackend:
         self._leases.clear()
         self._engine.close()
         self._staging.close()
+        if self._ranks is not None:
+            self._ranks.end()
 
     def _admit_waiting(self) -> None:
         while self._waiting and len(self._running) < self._capacity.max_running:
@@ -369,3 +376,16 @@ class VllmBackend:
             text=text,
             sampling_mask=rollout.gathered.sampling_mask(),
         )
+
+
+def _engine_ranks(engine: VllmEngine, config: Config, device: str) -> EngineRanks | None:
+    """Let the engine's workers take part in collectives. Return them as ranks.
+
+    None on a GPU, where receiving into device memory is not written yet: a GPU's generator receives on the host.
+    """
+    if device != "cpu":
+        engine.set_up_transfer([], "")
+        return None
+    ranks = EngineRanks(config.generator.tensor_parallel_size)
+    engine.set_up_transfer(ranks.order_paths, ranks.report_path)
+    return ranks

@@ -168,37 +168,37 @@ class VllmEngine:
             self._tasks.pop(name, None)
         self._pieces = [piece for piece in self._pieces if piece.request_id not in gone]
 
-    def set_up_transfer(self, transfer: Mapping[str, Any]) -> None:
-        """Have the workers open the shared memory for weights. Call it once, before the first version.
+    def set_up_transfer(self, order_paths: Sequence[str], report_path: str) -> None:
+        """Have the workers take part in collectives. Call it once, before the first version.
 
-        Args:
-            transfer: the fields of ``weights.SharedInit``.
+        ``weights.RanksInit`` explains the arguments.
 
         Raises:
-            WeightsError: the workers can't open it.
+            WeightsError: the workers can't open the pipes.
         """
         from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
             WeightTransferInitRequest,
         )
 
-        request = WeightTransferInitRequest(init_info=dict(transfer))
-        self._call("map the memory of weights", self._llm.init_weight_transfer_engine(request))
+        request = WeightTransferInitRequest(init_info={"order_paths": list(order_paths), "report_path": report_path})
+        self._call("open the pipes for weights", self._llm.init_weight_transfer_engine(request))
 
-    def load_paused(self, version: int, *, recompute: bool) -> float:
-        """Pause the engine, load the version in shared memory, and go on. Return the pause in seconds.
+    def load_paused(self, version: int, source: Mapping[str, Any], *, recompute: bool) -> float:
+        """Pause the engine, load a version, and go on. Return the pause in seconds.
 
         The pause lasts from the request to stop the engine to the answer that it goes on.
 
         Args:
             version: the version of all tokens from now on.
+            source: where the workers find it, the fields of ``weights.Source``.
             recompute: compute the keys and values of running sequences again, and forget all cached ones.
 
         Raises:
             WeightsError: the update failed; the engine can't be used any more.
         """
-        return self._call(f"take over version {version}", self._load_paused(version, recompute=recompute))
+        return self._call(f"take over version {version}", self._load_paused(version, source, recompute=recompute))
 
-    async def _load_paused(self, version: int, *, recompute: bool) -> float:
+    async def _load_paused(self, version: int, source: Mapping[str, Any], *, recompute: bool) -> float:
         from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMissingImports]
             WeightTransferUpdateRequest,
         )
@@ -208,7 +208,7 @@ class VllmEngine:
         # AsyncLLM.pause_generation does the same, then sleeps for 20 ms.
         await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=recompute)
         await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info={}))
+        await llm.update_weights(WeightTransferUpdateRequest(update_info=dict(source)))
         await llm.finish_weight_update(str(version))
         await llm.resume_generation()
         return time.perf_counter() - started_s

@@ -21,7 +21,7 @@ def register() -> None:
     """Register our weight transfer with vLLM. vLLM calls this function in every process, before it builds anything."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # pyright: ignore[reportMissingImports]
 
-    WeightTransferEngineFactory.register_engine(TRANSFER_NAME, "async_rl.generator.vllm.weights", "SharedWeights")
+    WeightTransferEngineFactory.register_engine(TRANSFER_NAME, "async_rl.generator.vllm.weights", "VersionTransfer")
     if os.environ.get(OWNED):
         end_with_parent()
 

@@ -1,14 +1,15 @@
-"""Our weight transfer inside vLLM's worker processes: from the generator's shared memory into the model.
+"""Our weight transfer inside vLLM's worker processes: from a verified version into the model.
 
-vLLM builds ``SharedWeights``, by the name that ``plugin`` registers. The generator has received and verified the bytes
-before the engine is paused. In the pause vLLM's own update loads them. The names are those of vLLM 0.32.
+vLLM builds ``VersionTransfer``, by the name that ``plugin`` registers. The bytes are there and verified before the
+engine is paused: in the worker's own memory, if it received them by a collective, else in memory that it shares with
+the generator. In the pause vLLM's own update loads them. The names are those of vLLM 0.32.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
 )
 
 from async_rl.generator.vllm.worker_link import map_tensors
+from async_rl.weights.engine_ranks import RankThread
 from async_rl.weights.manifest import digest_bytes
 
 
@@ -59,38 +61,51 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass
-class SharedInit(WeightTransferInitInfo):
-    """What a worker needs to map the shared memory. ``rows`` describes the tensors in it (see ``worker_link``)."""
+class RanksInit(WeightTransferInitInfo):
+    """The paths of the pipes for collectives (see ``weights.engine_ranks``). Empty: the workers take part in none."""
 
-    path: str
-    size_bytes: int
-    rows: list[Any]
+    order_paths: list[str]
+    report_path: str
 
 
 @dataclass
-class SharedUpdate(WeightTransferUpdateInfo):
-    """vLLM's request to load new weights. It needs no fields, because the shared memory holds exactly one version."""
+class Source(WeightTransferUpdateInfo):
+    """Where a worker finds a version.
+
+    Either ``received`` is the number of the order with which the worker itself received it. Or it is 0, and the version
+    is in the generator's shared memory, which ``rows`` describes (see ``worker_link``).
+    """
+
+    received: int = 0
+    path: str = ""
+    size_bytes: int = 0
+    rows: list[Any] = field(default_factory=list)
 
 
-class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
-    """Loads weights from shared memory into the model of one worker. vLLM calls it through ``WeightTransferEngine``."""
+class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
+    """Loads versions into the model of one worker. vLLM calls it through ``WeightTransferEngine``."""
 
-    init_info_cls = SharedInit
-    update_info_cls = SharedUpdate
+    init_info_cls = RanksInit
+    update_info_cls = Source
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # It warns of every layer without weights of its own, at every version; we look for missing ones ourselves.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._mapped: dict[str, dict[str, torch.Tensor]] = {}
+        self._ranks: RankThread | None = None
         self._parameters = {name for name, _ in self.model.named_parameters()}
         every_name = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         tied = [name.rpartition(".")[0] for name in every_name if name not in self._parameters]
         self._tied_layers = [self.model.get_submodule(name) for name in tied]
 
-    def init_transfer_engine(self, init_info: SharedInit) -> None:
-        self._tensors.clear()
-        self._tensors |= map_tensors(init_info.path, init_info.size_bytes, init_info.rows)
+    def init_transfer_engine(self, init_info: RanksInit) -> None:
+        if init_info.order_paths:
+            worker = self.vllm_config.parallel_config.rank
+            device = str(self.device) if self.device.type == "cuda" else None
+            self._ranks = RankThread(
+                worker, order_path=init_info.order_paths[worker], report_path=init_info.report_path, device=device
+            )
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -101,16 +116,21 @@ class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
             # The memory is overwritten as soon as we return, so the copies must be over.
             torch.cuda.synchronize(self.device)
 
-    def receive_weights(self, update_info: SharedUpdate) -> None:
-        loaded = self.model.load_weights(self._in_order())
+    def receive_weights(self, update_info: Source) -> None:
+        loaded = self.model.load_weights(iter(self._tensors(update_info).items()))
         if loaded is not None and (missing := sorted(self._parameters - set(loaded))):
             raise ValueError(
                 f"expected every parameter of the model in a version, missing {missing[:5]}; learner and generator "
                 f"must run one model config"
             )
 
-    def _in_order(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._tensors.items()
+    def _tensors(self, source: Source) -> Mapping[str, torch.Tensor]:
+        if source.received:
+            assert self._ranks is not None, "a version that nobody received"
+            return self._ranks.tensors(source.received)
+        if source.path not in self._mapped:
+            self._mapped[source.path] = map_tensors(source.path, source.size_bytes, source.rows)
+        return self._mapped[source.path]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -119,4 +139,4 @@ class SharedWeights(WeightTransferEngine[SharedInit, SharedUpdate]):
             layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        self._tensors.clear()
+        self._mapped.clear()

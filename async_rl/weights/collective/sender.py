@@ -59,7 +59,7 @@ class CollectiveSender:
         if not self.is_up:
             self._fail("the process that broadcasts weights has ended")
         elif delivery.build:
-            self._expect(Connect(len(delivery.members) + 1), self._settings.stall_s, 2 * self._settings.stall_s)
+            self._expect(Connect(_num_ranks(delivery)), self._settings.stall_s, 2 * self._settings.stall_s)
         else:
             self._start(b"")
 
@@ -124,12 +124,13 @@ class CollectiveSender:
         delivery, send = self._delivery
         settings, remaining_s = self._settings, seconds_until(delivery.deadline)
         manifest = manifest_fields(delivery.staged.manifest) if delivery.skips_prepare else {}
-        for rank, member in enumerate(delivery.members, start=1):
+        rank = 1
+        for member in delivery.members:
             start = StartCollective(
                 attempt=delivery.attempt,
                 epoch=delivery.epoch,
                 rank=rank,
-                size=len(delivery.members) + 1,
+                size=_num_ranks(delivery),
                 unique_id=unique_id,
                 stall_s=settings.stall_s,
                 deadline_s=remaining_s,
@@ -138,6 +139,7 @@ class CollectiveSender:
                 manifest=manifest,
             )
             send(member.member_id, start)
+            rank += member.num_ranks
         self._are_told = True
         self._server.map_slot(delivery.staged.slot, delivery.staged.memory)
         order = Broadcast(delivery.attempt, delivery.staged.slot, settings.chunk_bytes, remaining_s)
@@ -151,3 +153,8 @@ class CollectiveSender:
         if self._delivery is not None:
             (delivery, _), self._delivery = self._delivery, None
             self._settings.on_sent(delivery, elapsed_s, error, self._are_told)
+
+
+def _num_ranks(delivery: Delivery) -> int:
+    """Return the number of ranks of a communicator for ``delivery``. The broadcaster is one of them."""
+    return 1 + sum(member.num_ranks for member in delivery.members)

@@ -1,0 +1,277 @@
+"""The worker processes of an inference engine as ranks of a collective. torch is imported in the workers only.
+
+An engine such as vLLM computes in worker processes. With a collective each of them receives every version itself, into
+memory of its own, so the generator is a member with several ranks. ``EngineRanks`` is the generator's side. For the
+transfer thread it is the receiver of a collective, which passes each order on to all workers. ``RankThread`` runs in a
+worker and receives while the worker goes on decoding. In the engine's pause the worker takes over what was received.
+
+Orders and reports go through pipes past the engine, whose own calls would wait for the decode step and then hold up the
+next one. The pipes have no names; the workers run as the same user and open them through ``/proc``.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from async_rl.errors import CorruptWeightsError, WeightsError
+from async_rl.net.codec import read_as
+from async_rl.net.streams import pack_frame, read_frame, take_frame
+from async_rl.net.wire import Limits, decode, encode
+from async_rl.weights.control import StartCollective, seconds_until
+from async_rl.weights.manifest import Manifest, TensorSpec, manifest_fields, manifest_from_fields
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers
+    from async_rl.weights.transport import ReceiveOrder, ReceiveResult
+
+_LIMITS = Limits(max_bytes=64 << 20, max_arrays=0, max_depth=None)
+_RESERVE_S = 60.0
+_CLOSE_S = 30.0
+_REPORT_BYTES = 3000
+"""A pipe takes a write of less than 4096 bytes as a whole, so reports of workers never mix."""
+
+
+class Reserve(msgspec.Struct, frozen=True):
+    """Allocate memory for a version of ``manifest`` (see ``manifest_fields``)."""
+
+    number: int
+    manifest: Mapping[str, Any]
+
+
+class Receive(msgspec.Struct, frozen=True):
+    """Receive a version as rank ``start.rank``. ``host`` and ``local_host`` are as in ``ReceiveOrder``."""
+
+    number: int
+    start: StartCollective
+    manifest: Mapping[str, Any]
+    host: str
+    local_host: str
+    deadline_s: float
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """Close the communicator."""
+
+    number: int
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Worker ``worker`` has carried out order ``number``, or failed with ``error``."""
+
+    number: int
+    worker: int
+    error: str
+    is_corrupt: bool
+
+
+class HeldByEngine(Mapping[str, TensorSpec]):
+    """A version that the engine's workers hold: its tensors' names, and what they are instead of their bytes.
+
+    ``number`` is that of the order with which the workers received it.
+    """
+
+    def __init__(self, manifest: Manifest, number: int) -> None:
+        self._specs = {spec.name: spec for spec in manifest.tensors}
+        self.number = number
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return self._specs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._specs)
+
+    def __len__(self) -> int:
+        return len(self._specs)
+
+
+class EngineRanks:
+    """The generator's side: the pipes to ``num_workers`` workers. Implements ``transport.TransportReceiver``."""
+
+    def __init__(self, num_workers: int) -> None:
+        # All ends stay open here, so a worker can open its end at any time.
+        self._orders = [os.pipe2(os.O_CLOEXEC) for _ in range(num_workers)]
+        self._reports = os.pipe2(os.O_CLOEXEC)
+        self._received = bytearray()
+        self._number = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self._orders)
+
+    @property
+    def order_paths(self) -> list[str]:
+        """The path at which each worker opens its pipe for orders."""
+        return [f"/proc/{os.getpid()}/fd/{read_fd}" for read_fd, _ in self._orders]
+
+    @property
+    def report_path(self) -> str:
+        """The path at which all workers open the pipe for reports."""
+        return f"/proc/{os.getpid()}/fd/{self._reports[1]}"
+
+    def reserve(self, manifest: Manifest) -> None:
+        """Let every worker allocate memory for a version with this layout.
+
+        Raises:
+            WeightsError: a worker can't.
+        """
+        number = self._next()
+        self._call(number, [Reserve(number, manifest_fields(manifest))] * self.num_ranks, _RESERVE_S)
+
+    def receive(
+        self, order: ReceiveOrder[StartCollective], buffer: ReceiveBuffer, buffers: ReceiveBuffers
+    ) -> ReceiveResult:
+        """Let every worker receive and verify the version. Their ranks begin with ``order.message.rank``."""
+        from async_rl.weights.transport import ReceiveResult
+
+        number, start, remaining_s = self._next(), order.message, seconds_until(order.deadline)
+        fields = manifest_fields(order.manifest)
+        orders = [
+            Receive(
+                number, msgspec.structs.replace(start, rank=start.rank + worker, manifest={}), fields, order.host,
+                order.local_host, remaining_s,
+            )
+            for worker in range(self.num_ranks)
+        ]  # fmt: skip
+        # The workers' own deadlines come first; the generator ends when a worker does not return (``is_stuck``).
+        self._call(number, orders, remaining_s + 4 * start.stall_s)
+        buffer.tensors = HeldByEngine(order.manifest, number)
+        return ReceiveResult(order.manifest.size_bytes * self.num_ranks)
+
+    def close(self) -> None:
+        """Let every worker close its communicator."""
+        if self._number:
+            number = self._next()
+            self._call(number, [Leave(number)] * self.num_ranks, _CLOSE_S)
+
+    def end(self) -> None:
+        """Close the pipes. That ends the workers' threads."""
+        for pipe in (*self._orders, self._reports):
+            for fd in pipe:
+                os.close(fd)
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _call(self, number: int, orders: Sequence[Reserve | Receive | Leave], timeout_s: float) -> None:
+        """Send each worker its order, and wait for all reports.
+
+        Raises:
+            CorruptWeightsError: a worker received bytes that do not match their digests.
+            WeightsError: a worker failed, or did not report in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        for (_, write_fd), order in zip(self._orders, orders, strict=True):
+            frame = memoryview(pack_frame(encode(type(order).__name__, order)))
+            while frame:
+                frame = frame[os.write(write_fd, frame) :]
+        reports: dict[int, Report] = {}
+        while len(reports) < self.num_ranks:
+            if not select.select([self._reports[0]], [], [], seconds_until(deadline))[0]:
+                missing = sorted(set(range(self.num_ranks)) - reports.keys())
+                raise WeightsError(f"the engine's workers {missing} did not answer within {timeout_s:.0f} s")
+            self._received += os.read(self._reports[0], 1 << 16)
+            while (body := take_frame(self._received, max_bytes=_LIMITS.max_bytes)) is not None:
+                report = read_as(decode(body, _LIMITS).fields, Report)
+                if report.number == number:
+                    reports[report.worker] = report
+        failed = [report for report in reports.values() if report.error]
+        if failed:
+            kind = CorruptWeightsError if any(report.is_corrupt for report in failed) else WeightsError
+            raise kind("; ".join(f"engine worker {report.worker}: {report.error}" for report in failed))
+
+
+class RankThread:
+    """A worker's side: a thread that carries out orders, one after the other. It ends when the generator ends.
+
+    Args:
+        worker: number of the worker among the engine's.
+        order_path: see ``EngineRanks.order_paths``.
+        report_path: see ``EngineRanks.report_path``.
+        device: the worker's CUDA device. None if it has none.
+    """
+
+    def __init__(self, worker: int, *, order_path: str, report_path: str, device: str | None) -> None:
+        from async_rl.weights.collective.receiver import CollectiveReceiver
+        from async_rl.weights.receive_worker import ReceiveBuffer
+
+        self._worker = worker
+        self._report_fd = os.open(report_path, os.O_WRONLY)
+        self._receiver = CollectiveReceiver(device)
+        self._buffer = ReceiveBuffer([])
+        self._holds = 0
+        threading.Thread(target=self._serve, args=(order_path,), name="receive-weights", daemon=True).start()
+
+    def tensors(self, number: int) -> Mapping[str, Tensor]:
+        """Return the tensors of the version that order ``number`` brought, as views into the buffer.
+
+        Raises:
+            WeightsError: the buffer holds another version, or none.
+        """
+        if self._holds != number:
+            raise WeightsError(
+                f"expected the version of order {number} in engine worker {self._worker}, got that of order "
+                f"{self._holds} (0: none); this is a bug in async-rl, please report it"
+            )
+        return self._buffer.tensors
+
+    def _serve(self, order_path: str) -> None:
+        with open(order_path, "rb") as orders:
+            while (body := read_frame(orders.read, max_bytes=_LIMITS.max_bytes)) is not None:
+                message = decode(body, _LIMITS)
+                kind = {"Reserve": Reserve, "Receive": Receive, "Leave": Leave}[message.type]
+                self._carry_out(read_as(message.fields, kind))
+
+    def _carry_out(self, order: Reserve | Receive | Leave) -> None:
+        error, is_corrupt = "", False
+        try:
+            match order:
+                case Reserve(_, fields):
+                    self._fit(manifest_from_fields(fields))
+                case Receive():
+                    self._receive(order)
+                case Leave():
+                    self._receiver.close()
+        except Exception as caught:  # the boundary: the generator decides
+            error, is_corrupt = str(caught) or repr(caught), isinstance(caught, CorruptWeightsError)
+            self._receiver.close()
+        short = error.encode("ascii", "replace").decode()[:_REPORT_BYTES]
+        report = Report(order.number, self._worker, short, is_corrupt)
+        os.write(self._report_fd, pack_frame(encode("Report", report)))
+
+    def _fit(self, manifest: Manifest) -> None:
+        """Make the buffer fit the layout of ``manifest``."""
+        import torch
+
+        from async_rl.weights.receive_worker import tensor_views
+
+        buffer = self._buffer
+        if [bucket.numel() for bucket in buffer.buckets] != list(manifest.bucket_sizes):
+            self._holds = 0
+            buffer.buckets.clear()
+            buffer.buckets += [torch.empty(size, dtype=torch.uint8) for size in manifest.bucket_sizes]
+            buffer.specs = None
+        if buffer.specs != manifest.tensors:
+            buffer.tensors = tensor_views(manifest, buffer.buckets)
+            buffer.specs = manifest.tensors
+
+    def _receive(self, order: Receive) -> None:
+        from async_rl.weights.receive_worker import ReceiveBuffers
+        from async_rl.weights.transport import ReceiveOrder
+
+        manifest = manifest_from_fields(order.manifest)
+        deadline = time.monotonic() + order.deadline_s
+        self._holds = 0
+        self._fit(manifest)
+        received = ReceiveOrder(order.start, manifest, order.host, order.local_host, deadline)
+        self._receiver.receive(received, self._buffer, ReceiveBuffers())
+        self._holds = order.number
