@@ -64,7 +64,7 @@ class Product:
             announcement = Announcement("benchmark", 0, manifest.digest, self._publisher.address)
             self._child.pipe.send(announcement)
         self._version += 1
-        return staged.stage_s
+        return staged.gather_s + staged.digest_s
 
     def _finish(self, runs: Runs) -> None:
         assert self._publisher.wait(self._version - 1, DEADLINE_S, num_members=1), self._publisher.stats()

@@ -76,6 +76,7 @@ class StagedWeights:
 
     def __init__(self, staging: Staging, publisher: Publisher) -> None:
         self._staging, self._publisher = staging, publisher
+        self._gather_s = 0.0
 
     @property
     def channel(self) -> str:
@@ -89,23 +90,28 @@ class StagedWeights:
         self, lineage: str, version: int, tensors: NamedTensors, *, tick: Callable[[], None], is_last: bool = False
     ) -> Published:
         staged = self._staging.stage(lineage, version, tensors, tick=tick)
+        self._gather_s = staged.gather_s
         self._publisher.publish(staged)
         return Published(version, staged.manifest.digest)
 
     def stats(self) -> dict[str, float]:
         stats = self._publisher.stats()
         return {
-            "members": stats.members,
-            "transfer_s": stats.last_transfer_s,
-            "pulled_bytes": stats.pulled_bytes,
-            "pulled_full_bytes": stats.pulled_full_bytes,
-            "delta_bytes": stats.delta_bytes,
-            "delta_s": stats.delta_s,
-            "failures": stats.failures,
-            "corrupt": stats.corrupt,
-            "dropped_members": stats.dropped,
-            "superseded": stats.superseded,
-            "dropped_versions": self._staging.num_dropped,
+            "time/gather_s": self._gather_s,
+            "time/transfer_s": stats.last_transfer_s,
+            "time/verify_s": stats.last_verify_s,
+            "throughput/transfer_bytes_per_s": stats.last_transfer_bytes / max(stats.last_transfer_s, 1e-9),
+            "weights/bytes": stats.last_transfer_bytes,
+            "weights/members": stats.members,
+            "weights/pulled_bytes": stats.pulled_bytes,
+            "weights/pulled_full_bytes": stats.pulled_full_bytes,
+            "weights/delta_bytes": stats.delta_bytes,
+            "weights/delta_s": stats.delta_s,
+            "weights/failures": stats.failures,
+            "weights/corrupt": stats.corrupt,
+            "weights/dropped_members": stats.dropped,
+            "weights/superseded": stats.superseded,
+            "weights/dropped_versions": self._staging.num_dropped,
         }
 
 

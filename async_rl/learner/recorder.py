@@ -95,7 +95,7 @@ class StepRecorder:
         row |= self._bias.step(stats.ledger)
         if self._parity is not None:
             row |= self._parity.observe(state.lineage, state.version, stats.alive_generators)
-        row |= {f"weights/{key}": value for key, value in self._weights.stats().items()}
+        row |= self._weights.stats()
         self._metrics.write({"step": state.step, "version": state.version, **row})
         log_rollouts(
             self._run_dir,

@@ -142,17 +142,22 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "time/train_s": "Seconds in which the learner trained.",
         "time/publish_s": "Seconds in which the learner staged weights for publishing.",
         "time/generate_s": "Busy sequence-seconds of all generators divided by the sequences that fit, per step.",
+        "time/gather_s": "Seconds in which the learner gathered the newest version and copied it to the host; a part "
+        "of time/publish_s.",
+        "time/transfer_s": "Seconds of the newest transfer of a version that has ended. Nobody waits for it.",
+        "time/verify_s": "Seconds of that transfer in which the slowest generator computed digests.",
         "time/pause_s": "Mean seconds of a generator's pause per activation of a version.",
         "idle/learner": "Share of the step's time in which the learner waited.",
         "idle/generators": "Share of the step's time in which generators decoded nothing.",
         "overlap/efficiency": "Busy seconds per step of the busier side (time/generate_s, or the learner's) divided "
         "by time/step_s; 1 is perfect overlap.",
         "throughput/trained_tokens_per_s": "Trained tokens per second.",
+        "throughput/transfer_bytes_per_s": "Size of that version divided by time/transfer_s.",
         "throughput/generated_tokens_per_s": "Sampled tokens per second, over all generators.",
     },
     "Weights": {
         "weights/members": "Number of generators that receive weights.",
-        "weights/transfer_s": "Seconds of the newest version's transfer.",
+        "weights/bytes": "Size of the version of time/transfer_s, in bytes.",
         "weights/<name>": "Counts since the learner started: dropped_members, dropped_versions, superseded "
         "(versions), failures, corrupt (buckets), pulled_bytes and pulled_full_bytes (bytes); delta_bytes and delta_s "
         "(bytes and seconds of the newest difference).",

@@ -101,6 +101,7 @@ class Ack(msgspec.Struct, frozen=True):
         digest: digest of the weights that the member holds.
         wire_bytes: bytes that were transferred. 0 if the member held the version before.
         num_corrupt: buckets that were transferred again, because they did not match their digests.
+        verify_s: seconds of the transfer that computing digests took.
     """
 
     attempt: int
@@ -108,6 +109,7 @@ class Ack(msgspec.Struct, frozen=True):
     digest: str
     wire_bytes: int
     num_corrupt: int
+    verify_s: float
 
 
 class Failed(msgspec.Struct, frozen=True):

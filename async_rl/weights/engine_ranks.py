@@ -65,12 +65,13 @@ class Leave(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Worker ``worker`` has carried out order ``number``, or failed with ``error``."""
+    """Worker ``worker`` has carried out order ``number``, or failed with ``error``. ``verify_s`` as in ``Ack``."""
 
     number: int
     worker: int
     error: str
     is_corrupt: bool
+    verify_s: float
 
 
 class HeldByEngine(Mapping[str, TensorSpec]):
@@ -142,9 +143,10 @@ class EngineRanks:
             for worker in range(self.num_ranks)
         ]  # fmt: skip
         # The workers' own deadlines come first; the generator ends when a worker does not return (``is_stuck``).
-        self._call(number, orders, remaining_s + 4 * start.stall_s)
+        reports = self._call(number, orders, remaining_s + 4 * start.stall_s)
         buffer.tensors = HeldByEngine(order.manifest, number)
-        return ReceiveResult(order.manifest.size_bytes * self.num_ranks)
+        verify_s = max(report.verify_s for report in reports)
+        return ReceiveResult(order.manifest.size_bytes * self.num_ranks, verify_s=verify_s)
 
     def close(self) -> None:
         """Let every worker close its communicator."""
@@ -162,8 +164,8 @@ class EngineRanks:
         self._number += 1
         return self._number
 
-    def _call(self, number: int, orders: Sequence[Reserve | Receive | Leave], timeout_s: float) -> None:
-        """Send each worker its order, and wait for all reports.
+    def _call(self, number: int, orders: Sequence[Reserve | Receive | Leave], timeout_s: float) -> list[Report]:
+        """Send each worker its order, wait for all reports, and return them.
 
         Raises:
             CorruptWeightsError: a worker received bytes that do not match their digests.
@@ -188,6 +190,7 @@ class EngineRanks:
         if failed:
             kind = CorruptWeightsError if any(report.is_corrupt for report in failed) else WeightsError
             raise kind("; ".join(f"engine worker {report.worker}: {report.error}" for report in failed))
+        return list(reports.values())
 
 
 class RankThread:
@@ -232,20 +235,20 @@ class RankThread:
                 self._carry_out(read_as(message.fields, kind))
 
     def _carry_out(self, order: Reserve | Receive | Leave) -> None:
-        error, is_corrupt = "", False
+        error, is_corrupt, verify_s = "", False, 0.0
         try:
             match order:
                 case Reserve(_, fields):
                     self._fit(manifest_from_fields(fields))
                 case Receive():
-                    self._receive(order)
+                    verify_s = self._receive(order)
                 case Leave():
                     self._receiver.close()
         except Exception as caught:  # the boundary: the generator decides
             error, is_corrupt = str(caught) or repr(caught), isinstance(caught, CorruptWeightsError)
             self._receiver.close()
         short = error.encode("ascii", "replace").decode()[:_REPORT_BYTES]
-        report = Report(order.number, self._worker, short, is_corrupt)
+        report = Report(order.number, self._worker, short, is_corrupt, verify_s)
         os.write(self._report_fd, pack_frame(encode("Report", report)))
 
     def _fit(self, manifest: Manifest) -> None:
@@ -264,7 +267,8 @@ class RankThread:
             buffer.tensors = tensor_views(manifest, buffer.buckets)
             buffer.specs = manifest.tensors
 
-    def _receive(self, order: Receive) -> None:
+    def _receive(self, order: Receive) -> float:
+        """Receive and verify the version. Return the seconds that computing digests took."""
         from async_rl.weights.receive_worker import ReceiveBuffers
         from async_rl.weights.transport import ReceiveOrder
 
@@ -273,5 +277,6 @@ class RankThread:
         self._holds = 0
         self._fit(manifest)
         received = ReceiveOrder(order.start, manifest, order.host, order.local_host, deadline)
-        self._receiver.receive(received, self._buffer, ReceiveBuffers())
+        result = self._receiver.receive(received, self._buffer, ReceiveBuffers())
         self._holds = order.number
+        return result.verify_s

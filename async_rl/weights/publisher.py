@@ -23,6 +23,7 @@ from async_rl.net.address import is_loopback, is_wildcard, refuse_open_collectiv
 from async_rl.net.keys import ServerKeys
 from async_rl.weights import control
 from async_rl.weights.control import MemberSocket, Wake
+from async_rl.weights.manifest import Manifest
 from async_rl.weights.scheduler import SyncScheduler
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.transfer_manager import TransferManager
@@ -54,7 +55,7 @@ _JOIN_THREAD_S = 5.0
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
     """Counters of the publisher. All are sums since its start, except ``members``, ``outdated``, ``wanted``,
-    ``last_transfer_s``, ``delta_bytes``, ``delta_s``, ``can_collect`` and ``last_drop``.
+    ``last_*``, ``delta_bytes``, ``delta_s`` and ``can_collect``.
 
     Attributes:
         members: generators that are members of the weights channel now.
@@ -62,6 +63,8 @@ class PublisherStats:
         wanted: number of the newest published version. None before the first one.
         transfer_s: seconds spent in collectives.
         last_transfer_s: seconds of the last transfer. A pull is measured from its offer to its end.
+        last_transfer_bytes: size of the version of that transfer. With deltas fewer bytes travelled.
+        last_verify_s: seconds of it that the slowest generator took to compute digests.
         sent_bytes: bytes sent in collectives. A broadcast counts once for any number of members.
         attempts: number of collectives.
         pulls: number of pulls that were offered.
@@ -85,6 +88,8 @@ class PublisherStats:
     wanted: int | None = None
     transfer_s: float = 0.0
     last_transfer_s: float = 0.0
+    last_transfer_bytes: int = 0
+    last_verify_s: float = 0.0
     sent_bytes: int = 0
     attempts: int = 0
     pulls: int = 0
@@ -101,6 +106,24 @@ class PublisherStats:
     malformed: int = 0
     can_collect: bool = False
     last_drop: str = ""
+
+
+class _LastTransfer:
+    """Figures of the newest version whose transfer has ended."""
+
+    def __init__(self) -> None:
+        self.transfer_s = self.verify_s = 0.0
+        self.size_bytes = 0
+        self._version = -1
+
+    def end(self, manifest: Manifest, transfer_s: float) -> None:
+        """Record the end of a collective, or of one pull."""
+        self.transfer_s, self.size_bytes = transfer_s, manifest.size_bytes
+
+    def verified(self, ack: control.Ack) -> None:
+        """Record how long a generator verified. The slowest of a version counts."""
+        self.verify_s = max(self.verify_s, ack.verify_s) if ack.version == self._version else ack.verify_s
+        self._version = ack.version
 
 
 class Publisher:
@@ -165,7 +188,7 @@ class Publisher:
         self._devices: dict[bytes, Sequence[str]] = {}
         self._counts: Counter[str] = Counter()
         self._transfer_s = 0.0
-        self._last_transfer_s = 0.0
+        self._last = _LastTransfer()
         self._next_ping = 0.0
         self._changed = threading.Condition()
         self._stats = PublisherStats()
@@ -370,9 +393,10 @@ class Publisher:
             self._mark_failed(member_id, ack.attempt, reason)
             return
         self._counts["corrupt"] += ack.num_corrupt
+        self._last.verified(ack)
         pulled_s = self._manager.pulled_for(ack.attempt)
         if pulled_s is not None and manifest is not None:
-            self._last_transfer_s = pulled_s
+            self._last.end(manifest, pulled_s)
             self._counts["pulled_bytes"] += ack.wire_bytes
             self._counts["pulled_full_bytes"] += manifest.size_bytes
         self._scheduler.ack(member_id, ack.attempt, ack.version, ack.digest)
@@ -383,12 +407,12 @@ class Publisher:
 
     def _handle_sent(self, delivery: Delivery, elapsed_s: float, error: str, are_told: bool) -> None:
         self._transfer_s += elapsed_s
-        self._last_transfer_s = elapsed_s
         if error:
             self._counts["failures"] += 1
             self._next_ping = 0.0
             logger.info("version %d was not broadcast: %s", delivery.staged.manifest.version, error)
         else:
+            self._last.end(delivery.staged.manifest, elapsed_s)
             self._counts["sent_bytes"] += delivery.staged.manifest.size_bytes
         self._scheduler.mark_sent(delivery.attempt, ok=not error)
         if not are_told:
@@ -420,7 +444,9 @@ class Publisher:
             outdated=len(self._scheduler.outdated()),
             wanted=self._scheduler.wanted,
             transfer_s=self._transfer_s,
-            last_transfer_s=self._last_transfer_s,
+            last_transfer_s=self._last.transfer_s,
+            last_transfer_bytes=self._last.size_bytes,
+            last_verify_s=self._last.verify_s,
             last_drop=self._manager.last_drop,
             malformed=self._socket.num_malformed,
             delta_bytes=pull.delta_bytes,

@@ -395,7 +395,10 @@ class ReceiveWorker:
             return
         elapsed_s = time.monotonic() - start
         received = self._buffers.commit(buffer, manifest, elapsed_s)
-        reply(control.Ack(message.attempt, received.version, received.digest, result.wire_bytes, result.num_corrupt))
+        ack = control.Ack(
+            message.attempt, received.version, received.digest, result.wire_bytes, result.num_corrupt, result.verify_s
+        )
+        reply(ack)
         self.error = None
         before = self.stats
         self.stats = replace(

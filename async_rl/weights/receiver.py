@@ -333,7 +333,7 @@ class Receiver:
             reply(control.Failed(attempt, self._offer_error, True))
             return False
         if self._buffers.holds(manifest):
-            reply(control.Ack(attempt, manifest.version, manifest.digest, 0, 0))
+            reply(control.Ack(attempt, manifest.version, manifest.digest, 0, 0, 0.0))
             return False
         return True
 

@@ -150,10 +150,12 @@ class ReceiveResult:
     Attributes:
         wire_bytes: bytes that were transferred.
         num_corrupt: buckets that were transferred again, because they did not match their digests.
+        verify_s: seconds of the transfer that computing digests took.
     """
 
     wire_bytes: int
     num_corrupt: int = 0
+    verify_s: float = 0.0
 
 
 class TransportReceiver(Protocol, Generic[OrderT]):

@@ -9,7 +9,7 @@ MESSAGES = [
     control.Heartbeat(),
     control.Leave(),
     control.Ready(3),
-    control.Ack(3, 7, "ab", 100, 1),
+    control.Ack(3, 7, "ab", 100, 1, 0.5),
     control.Failed(3, "why", True),
     control.Ping(),
     control.NotMember(),

@@ -90,6 +90,8 @@ def test_versions_follow_each_other_over_one_communicator(publisher: Publisher, 
     assert (stats.pulls, stats.attempts) == (2, 4)
     assert (stats.failures, stats.dropped, buffers.num_dropped) == (0, 0, 0)
     assert stats.sent_bytes == 4 * size_bytes
+    assert stats.last_transfer_bytes == size_bytes
+    assert stats.last_verify_s > 0
     assert stats.pulled_bytes == stats.pulled_full_bytes == 2 * size_bytes
 
 

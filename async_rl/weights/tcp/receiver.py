@@ -150,6 +150,7 @@ class _VersionPull:
         if self._pull.delta_sizes:
             self._runs += element_runs(self._manifest.tensors, self._manifest.bucket_sizes)
         self._wire_bytes = 0
+        self._verify_s = 0.0
         self._num_corrupt = 0
         self._check_delta_sizes()
 
@@ -166,7 +167,7 @@ class _VersionPull:
                     f"learner offers the version again"
                 ) from error
             if not missing:
-                return ReceiveResult(self._wire_bytes, self._num_corrupt)
+                return ReceiveResult(self._wire_bytes, self._num_corrupt, self._verify_s)
             self._num_corrupt += len(missing)
         raise CorruptWeightsError(
             f"{len(missing)} buckets of the weights were still damaged after {MAX_REQUESTS} requests: {reason}; check "
@@ -212,6 +213,7 @@ class _VersionPull:
                 yield answer
             finally:
                 self._wire_bytes += answer.num_bytes
+                self._verify_s += answer.verify_s
 
     def _items(self, bucket: int, by_delta: bool) -> list[int]:
         count = len(self._buckets)
@@ -262,6 +264,7 @@ class _Answer:
 
     def __init__(self, connection: socket.socket, cipher: RecordCipher | None, deadline: float) -> None:
         self.num_bytes = 0
+        self.verify_s = 0.0
         self._connection = connection
         self._cipher = cipher
         self._deadline = deadline
@@ -287,7 +290,9 @@ class _Answer:
                 self._receive(encrypted)
                 self._cipher.decrypt(encrypted, piece)
             if hasher is not None:
+                begin = time.perf_counter()
                 hasher.update(piece)
+                self.verify_s += time.perf_counter() - begin
 
     def _receive(self, into: memoryview) -> None:
         try:
