@@ -142,8 +142,8 @@ class WeightsConfig(Section):
     deadline_s: float = Field(
         default=60.0,
         gt=0,
-        description="Seconds in which a generator must receive an offered version of the weights. After that, the "
-        "learner sends it no more weights until it joins again.",
+        description="Seconds in which a generator must receive an offered version of the weights; with tcp, in which "
+        "it must receive more of it. After that, the learner sends it no more weights until it joins again.",
     )
     staging_bytes: int | None = Field(
         default=None,

@@ -262,6 +262,7 @@ class RankThread:
             self._holds = 0
             buffer.buckets.clear()
             buffer.buckets += [torch.empty(size, dtype=torch.uint8) for size in manifest.bucket_sizes]
+            buffer.digests[:] = [""] * len(manifest.bucket_sizes)
             buffer.specs = None
         if buffer.specs != manifest.tensors:
             buffer.tensors = tensor_views(manifest, buffer.buckets)

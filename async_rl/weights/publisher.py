@@ -132,8 +132,8 @@ class Publisher:
     Args:
         bind_host: the address at which the control socket, the stream server and the collectives listen.
         advertise_host: the address under which generators reach ``bind_host``. Needed if ``bind_host`` is a wildcard.
-        deadline_s: a generator is dropped if it has not received a version this long after the offer. It may join
-            again.
+        deadline_s: a generator is dropped if it has not received a version this long after the offer, or after its pull
+            made progress. It may join again.
         insecure: the user trusts the network: allow collectives beyond loopback, and an unencrypted stream.
         keys: the learner's keys and the admitted clients of the control channel. None: no encryption, all are admitted.
         transport: sends versions to the members that can use this transport. The other members pull.
@@ -359,7 +359,8 @@ class Publisher:
                 self._send(member_id, control.NotMember())
             return
         match message:
-            case control.Heartbeat():
+            case control.Heartbeat(pulled_bytes):
+                self._scheduler.mark_pulled(member_id, pulled_bytes, now)
                 self._send(member_id, control.Ping())
             case control.Leave():
                 self._scheduler.leave(member_id)

@@ -65,6 +65,7 @@ class ReceiveBuffer:
 
     Attributes:
         buckets: the bytes, one uint8 [N] tensor for each bucket of the layout.
+        digests: digest of each bucket's bytes. Empty for a bucket whose bytes are not verified.
         manifest: manifest of the version that the buckets hold. None while no complete version is in them.
         specs: the layout for which ``tensors`` was made. None before the first version.
         tensors: tensors by name, as views into ``buckets``. Versions with the same layout share the views.
@@ -73,6 +74,7 @@ class ReceiveBuffer:
     """
 
     buckets: list[Tensor]
+    digests: list[str] = field(default_factory=list)
     manifest: Manifest | None = None
     specs: tuple[TensorSpec, ...] | None = None
     tensors: Mapping[str, Any] = field(default_factory=dict)
@@ -118,6 +120,7 @@ class ReceiveBuffers:
             buffer.buckets += [
                 torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for size in manifest.bucket_sizes
             ]
+            buffer.digests[:] = [""] * len(manifest.bucket_sizes)
             buffer.specs = None
         if buffer.specs != manifest.tensors:
             buffer.tensors = tensor_views(manifest, buffer.buckets)
@@ -323,8 +326,13 @@ class ReceiveWorker:
         self._receivers: dict[str, TransportReceiver[ReceiveOrder]] = {}
         self._jobs = JobThread("weights-transfer")
         self._due = float("inf")
+        self.pulled_bytes = 0
         self.stats = ReceiverStats()
         self.error: str | None = None
+
+    def count_pulled(self, num_bytes: int) -> None:
+        """Count bytes that have arrived. Only the transfer thread calls this."""
+        self.pulled_bytes += num_bytes
 
     @property
     def is_stuck(self) -> bool:

@@ -239,7 +239,7 @@ class Receiver:
             self._channel_error = f"the learner at {self._address} has been silent for more than {_SILENT_S:g} s"
         if now < self._next_heartbeat:
             return
-        message = control.Heartbeat() if self._joined else self._join_message()
+        message = control.Heartbeat(self._worker.pulled_bytes) if self._joined else self._join_message()
         is_sent = self._socket is not None and self._socket.send(message)
         self._joined = self._joined or is_sent
         self._next_heartbeat = now + (control.HEARTBEAT_S if is_sent else _CONNECT_RETRY_S)
@@ -312,7 +312,7 @@ class Receiver:
 
     def _receive(self, message: control.StartCollective | control.Pull, manifest: Manifest) -> None:
         deadline = time.monotonic() + message.deadline_s
-        order = ReceiveOrder(message, manifest, self._host, self._local_host, deadline)
+        order = ReceiveOrder(message, manifest, self._host, self._local_host, deadline, self._worker.count_pulled)
         self._worker.receive(order, self._replying())
 
     def _needs(self, attempt: int, manifest: Manifest, reply: Reply) -> bool:

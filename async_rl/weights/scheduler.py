@@ -114,7 +114,8 @@ class Member:
         offered_at: when it was first offered a version that it still needs. None if no offer is open.
         pulls: whether it gets its next version by a pull.
         pull: the pull in progress. None if there is none.
-        num_failures: failed pulls in a row.
+        pulled_bytes: bytes that it has pulled since its start, as of its last message.
+        num_failures: failed pulls in a row, without progress between them.
         num_broken_collectives: failed collectives in a row.
         pulls_until: the member only pulls until this many versions have been published.
         last_failure: why its last transfer failed. Empty if none failed.
@@ -130,6 +131,7 @@ class Member:
     offered_at: float | None = None
     pulls: bool = True
     pull: PullAction | None = None
+    pulled_bytes: int = 0
     num_failures: int = 0
     num_broken_collectives: int = 0
     pulls_until: int = 0
@@ -144,7 +146,8 @@ class SyncScheduler:
     """Keeps the members, the collective attempt and the pulls in progress. Times are seconds of one monotonic clock.
 
     Args:
-        deadline_s: drop a member that has not got a version this long after the first offer.
+        deadline_s: drop a member that has not got a version this long after the first offer, or after the last progress
+            of its pull.
         ready_s: how long an attempt waits for members to be ready.
         silent_s: drop a member that has sent nothing for this long.
         fresh_s: start an attempt without asking if every member was ready by its last message and has sent something
@@ -211,6 +214,19 @@ class SyncScheduler:
         if member is not None:
             member.last_seen = now
         return member is not None
+
+    def mark_pulled(self, member_id: bytes, pulled_bytes: int, now: float) -> None:
+        """Record how many bytes the member has pulled since its start. Progress moves the member's deadline.
+
+        A slow network then delays a large version, and does not shut the member out. Other members and ``publish`` do
+        not wait for a pull; it only keeps its version in memory.
+        """
+        member = self.members.get(member_id)
+        if member is None or pulled_bytes <= member.pulled_bytes:
+            return
+        member.pulled_bytes = pulled_bytes
+        if member.pull is not None:
+            member.offered_at, member.num_failures = now, 0
 
     def mark_ready(self, member_id: bytes, attempt: int) -> None:
         """Record that the member has allocated memory for the attempt."""

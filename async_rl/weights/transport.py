@@ -124,6 +124,10 @@ MessageT = TypeVar("MessageT", covariant=True)
 OrderT = TypeVar("OrderT", contravariant=True)
 
 
+def _ignore(_: int) -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class ReceiveOrder(Generic[MessageT]):
     """An order to a transport's receiver: receive one version.
@@ -133,7 +137,9 @@ class ReceiveOrder(Generic[MessageT]):
         manifest: the version's manifest.
         host: the publisher's address.
         local_host: an address of this machine at which other generators reach it.
-        deadline: when the transfer must have ended, on the monotonic clock.
+        deadline: when the transfer must have ended, on the monotonic clock. A pull must have made progress by then: its
+            deadline moves with every piece that arrives.
+        on_bytes: a pull calls it with the number of bytes that have arrived since the last call.
     """
 
     message: MessageT
@@ -141,6 +147,7 @@ class ReceiveOrder(Generic[MessageT]):
     host: str
     local_host: str
     deadline: float
+    on_bytes: Callable[[int], None] = _ignore
 
 
 @dataclass(frozen=True, slots=True)

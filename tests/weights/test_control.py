@@ -6,7 +6,7 @@ from async_rl.weights import control
 
 MESSAGES = [
     control.Join("g", "127.0.0.1", 12, [control.CollectiveOffer("nccl", "2.28", ["GPU-1"])], 2, "ab"),
-    control.Heartbeat(),
+    control.Heartbeat(1 << 40),
     control.Leave(),
     control.Ready(3),
     control.Ack(3, 7, "ab", 100, 1, 0.5),

@@ -79,6 +79,27 @@ def test_a_newcomer_pulls_and_is_in_the_collective_from_the_next_version_on():
     assert enter.member_ids == (A, B, C)
 
 
+def test_a_pull_goes_on_while_it_makes_progress():
+    scheduler = rounds_with(A, has_collective=False)
+    scheduler.publish(0)
+    pull = only(scheduler.advance(0.0), PullAction)
+    for now, pulled in ((5.0, 100), (16.0, 200), (27.0, 201)):
+        scheduler.mark_seen(A, now)
+        scheduler.mark_pulled(A, pulled, now)
+        assert scheduler.advance(now) == []
+    # It breaks off, and is offered again at once, with the time that is left.
+    scheduler.mark_failed(A, pull.attempt, "connection closed")
+    again = only(scheduler.advance(30.0), PullAction)
+    assert again.deadline == 39.0
+    # The same number once more is no progress, and neither is a smaller one.
+    for now, pulled in ((33.0, 201), (38.0, 7)):
+        scheduler.mark_seen(A, now)
+        scheduler.mark_pulled(A, pulled, now)
+        assert scheduler.advance(now) == []
+    drop = only(scheduler.advance(39.0), DropAction)
+    assert "weights.deadline_s" in drop.reason
+
+
 def test_a_member_that_is_not_ready_in_time_is_left_out_and_pulls():
     scheduler = rounds_with(A, B)
     scheduler.publish(0)

@@ -1,7 +1,8 @@
 """The generator's side of ``tcp``: fetches the buckets of a version, or the deltas to it, from the stream server.
 
 Bytes are read from the socket straight into their place, and the digest is computed while they are in the cache. A
-bucket that does not match its digest is requested again, as a whole. The other buckets are kept.
+bucket that does not match its digest is requested again, as a whole. The other buckets are kept, also for the next
+pull if this one breaks off: a bucket is requested only if the buffer does not hold its bytes already.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -142,8 +143,10 @@ class _VersionPull:
         self, order: ReceiveOrder[Pull], buffer: ReceiveBuffer, base: Sequence | None, connection: _KeptConnection
     ) -> None:
         self._pull, self._manifest = order.message, order.manifest
-        self._host, self._deadline = order.host, order.deadline
+        self._host = order.host
         self._connection = connection
+        self._order, self._buffer = order, buffer
+        self._limit_s = order.deadline - time.monotonic()
         self._buckets = [np.asarray(bucket.numpy()) for bucket in buffer.buckets]
         self._base = None if base is None else [np.asarray(bucket.numpy()) for bucket in base]
         self._runs: list[Runs] = []
@@ -155,8 +158,11 @@ class _VersionPull:
         self._check_delta_sizes()
 
     def run(self) -> ReceiveResult:
-        missing = list(range(len(self._buckets)))
+        held = zip(self._buffer.digests, self._manifest.bucket_digests, strict=True)
+        missing = [bucket for bucket, (digest, wanted) in enumerate(held) if digest != wanted]
         reason = ""
+        if not missing:
+            return ReceiveResult(0)
         for number in range(MAX_REQUESTS):
             by_delta = {b for b in missing if number == 0 and self._is_smaller_by_delta(b)}
             try:
@@ -186,9 +192,12 @@ class _VersionPull:
             with self._answer(request) as answer:
                 while remaining:
                     bucket = remaining[0]
+                    self._buffer.digests[bucket] = ""
                     digest = self._by_delta(answer, bucket) if bucket in by_delta else self._whole(answer, bucket)
                     expected = self._manifest.bucket_digests[bucket]
-                    if digest != expected:
+                    if digest == expected:
+                        self._buffer.digests[bucket] = digest
+                    else:
                         corrupt.append(bucket)
                         reason = (
                             f"the received bytes do not match their digests: bucket {bucket}: expected {expected}, "
@@ -204,11 +213,12 @@ class _VersionPull:
     @contextmanager
     def _answer(self, request: Request) -> Iterator[_Answer]:
         """Send ``request``, and yield the answer. The caller must read all its items."""
-        with self._connection.send(self._host, self._pull.port, self._deadline, request) as connection:
+        deadline = time.monotonic() + self._limit_s
+        with self._connection.send(self._host, self._pull.port, deadline, request) as connection:
             cipher = None
             if self._pull.key:
                 cipher = RecordCipher(self._pull.key, request, read_exactly(connection.recv, NONCE_BYTES))
-            answer = _Answer(connection, cipher, self._deadline)
+            answer = _Answer(connection, cipher, self._limit_s, self._order.on_bytes)
             try:
                 yield answer
             finally:
@@ -260,14 +270,25 @@ class _VersionPull:
 
 
 class _Answer:
-    """The stream server's answer to one request. Items are read one by one, and decrypted if there is a cipher."""
+    """The stream server's answer to one request. Items are read one by one, and decrypted if there is a cipher.
 
-    def __init__(self, connection: socket.socket, cipher: RecordCipher | None, deadline: float) -> None:
+    Each piece must arrive within ``limit_s``. ``on_bytes`` is called with the size of each piece.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        cipher: RecordCipher | None,
+        limit_s: float,
+        on_bytes: Callable[[int], None],
+    ) -> None:
         self.num_bytes = 0
         self.verify_s = 0.0
         self._connection = connection
         self._cipher = cipher
-        self._deadline = deadline
+        self._limit_s = limit_s
+        self._deadline = time.monotonic() + limit_s
+        self._on_bytes = on_bytes
         # Only for encrypted records: clearing it takes a millisecond.
         self._encrypted = memoryview(b"" if cipher is None else bytearray(RECORD_BYTES + TAG_BYTES))
 
@@ -277,7 +298,7 @@ class _Answer:
 
         Raises:
             CorruptWeightsError: a record was changed on its way.
-            WeightsError: the deadline passed.
+            WeightsError: a piece took longer than the deadline allowed the whole.
             OSError: the connection broke, or nothing arrived for too long.
         """
         size = RECORD_BYTES if self._cipher is not None else _PIECE_BYTES
@@ -303,7 +324,11 @@ class _Answer:
                 f"restarted: {error}"
             ) from None
         self.num_bytes += len(into)
-        if time.monotonic() > self._deadline:
+        self._on_bytes(len(into))
+        now = time.monotonic()
+        if now > self._deadline:
             raise WeightsError(
-                "this version of the weights was not received within weights.deadline_s; raise it, or check the network"
+                f"{len(into)} bytes of weights were not received within weights.deadline_s; raise it, or check the "
+                f"network"
             )
+        self._deadline = now + self._limit_s
