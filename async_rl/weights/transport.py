@@ -3,7 +3,7 @@
 A transport has a sender at the learner and a receiver at each generator. A collective transport (``nccl``, ``gloo``)
 sends a version to all members at once. With the pull transport (``tcp``) each member fetches the version on its own.
 The publisher uses the transport that ``choose_transport`` returns, and ``PULL`` for every member that can't use a
-collective now. To add a transport, write a sender and a receiver, and add an entry to ``TRANSPORTS``.
+collective now. CONTRIBUTING.md says how to add a transport.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from async_rl.weights.manifest import Manifest
 if TYPE_CHECKING:
     import zmq
 
+    from async_rl.weights.collective.library import Endpoint, Library
     from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers
     from async_rl.weights.scheduler import Member
     from async_rl.weights.staging import StagedVersion
@@ -253,11 +254,13 @@ class CollectiveTransport(Transport):
 
     Attributes:
         make_sender: creates the learner's side.
+        make_library: creates one rank's library object. It runs in the broadcaster, and where a rank receives.
         offer: returns what a process with this CUDA device (None: without one) can offer. None if it can't take part.
         max_chunk_bytes: upper limit of ``CollectiveSettings.chunk_bytes``. None if there is no limit.
     """
 
     make_sender: Callable[[CollectiveSettings], BroadcastSender]
+    make_library: Callable[[Endpoint], Library]
     offer: Callable[[str | None], control.CollectiveOffer | None]
     max_chunk_bytes: int | None = None
 
@@ -282,6 +285,18 @@ def _collective_receiver(device: str | None) -> TransportReceiver[ReceiveOrder[c
     from async_rl.weights.collective.receiver import CollectiveReceiver
 
     return CollectiveReceiver(device)
+
+
+def _gloo_library(endpoint: Endpoint) -> Library:
+    from async_rl.weights.collective.gloo import GlooLibrary
+
+    return GlooLibrary(endpoint)
+
+
+def _nccl_library(endpoint: Endpoint) -> Library:
+    from async_rl.weights.collective.nccl import NcclLibrary
+
+    return NcclLibrary(endpoint)
 
 
 def _nccl_offer(device: str | None) -> control.CollectiveOffer | None:
@@ -312,11 +327,11 @@ PULL = PullTransport(
 )
 _NCCL = CollectiveTransport(
     "nccl", needs_cuda=True, needs_trust=True, make_receiver=_collective_receiver, make_sender=_collective_sender,
-    offer=_nccl_offer,
+    make_library=_nccl_library, offer=_nccl_offer,
 )  # fmt: skip
 _GLOO = CollectiveTransport(
     "gloo", needs_cuda=False, needs_trust=True, make_receiver=_collective_receiver, make_sender=_collective_sender,
-    offer=lambda _: control.CollectiveOffer("gloo"), max_chunk_bytes=_GLOO_CHUNK_BYTES,
+    make_library=_gloo_library, offer=lambda _: control.CollectiveOffer("gloo"), max_chunk_bytes=_GLOO_CHUNK_BYTES,
 )  # fmt: skip
 TRANSPORTS: Mapping[str, Transport] = {transport.name: transport for transport in (_NCCL, _GLOO, PULL)}
 """In order of preference: ``auto`` takes the first whose needs are met."""

@@ -66,7 +66,7 @@ def test_connecting_to_a_peer_that_never_comes_ends_in_time():
 
 
 def test_an_unknown_collective_is_refused():
-    with pytest.raises(WeightsError, match=r"\['gloo', 'nccl'\], got 'mpi'"):
+    with pytest.raises(WeightsError, match=r"\['nccl', 'gloo'\], got 'mpi'"):
         make_library("mpi", LOOPBACK)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from async_rl.errors import WeightsError
 from async_rl.process.fault_points import substitute
+from async_rl.weights.transport import TRANSPORTS, CollectiveTransport, collectives
 
 SUBSTITUTE = "ASYNC_RL_COLLECTIVE_LIBRARY"
 """A test's environment variable: the dotted path of a class that takes the place of every library."""
@@ -108,27 +109,13 @@ def make_library(transport: str, endpoint: Endpoint) -> Library:
     """
     if (replacement := substitute(SUBSTITUTE)) is not None:
         return replacement(endpoint)
-    if transport not in _LIBRARIES:
+    row = TRANSPORTS.get(transport)
+    if not isinstance(row, CollectiveTransport):
         raise WeightsError(
-            f"expected a collective, one of {list(_LIBRARIES)}, got {transport!r}; this is a bug in async-rl, please "
-            f"report it"
+            f"expected a collective, one of {collectives(has_cuda=True)}, got {transport!r}; this is a bug in "
+            f"async-rl, please report it"
         )
-    return _LIBRARIES[transport](endpoint)
-
-
-def _gloo(endpoint: Endpoint) -> Library:
-    from async_rl.weights.collective.gloo import GlooLibrary
-
-    return GlooLibrary(endpoint)
-
-
-def _nccl(endpoint: Endpoint) -> Library:
-    from async_rl.weights.collective.nccl import NcclLibrary
-
-    return NcclLibrary(endpoint)
-
-
-_LIBRARIES: Mapping[str, Callable[[Endpoint], Library]] = {"gloo": _gloo, "nccl": _nccl}
+    return row.make_library(endpoint)
 
 
 class Communicator:
