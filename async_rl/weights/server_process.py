@@ -28,7 +28,8 @@ from async_rl.weights.memory import SharedBuckets
 
 logger = logging.getLogger(__name__)
 
-MAX_STARTS = 5
+MAX_FAILURES = 4
+"""How often a server is started again, unless it has done its work in between (``mark_working``)."""
 _SEND_S = 5.0
 _END_S = 5.0
 _LIMITS = Limits(max_bytes=256 << 20, max_header_bytes=256 << 20, max_arrays=0, max_depth=None)
@@ -119,6 +120,7 @@ class ServerProcess(Generic[MessageT]):
         self._poller = poller
         self._on_start = on_start
         self._mapped: dict[int, SharedBuckets] = {}
+        self._num_failures = 0
         self.num_starts = 0
         self.is_up = False
 
@@ -173,6 +175,10 @@ class ServerProcess(Generic[MessageT]):
         with contextlib.suppress(OSError):
             send_message(self._pipe, message, fd)
 
+    def mark_working(self) -> None:
+        """Record that the server has done its work, so that its earlier ends do not count any more."""
+        self._num_failures = 0
+
     def restart(self, why: str) -> None:
         """Kill the process if it is alive, and start it again. ``why`` says in the log what happened to it.
 
@@ -182,10 +188,12 @@ class ServerProcess(Generic[MessageT]):
         self._disconnect()
         self._process.kill()
         code = self._process.wait()
-        if self.num_starts >= MAX_STARTS:
+        self._num_failures += 1
+        self.is_up = False
+        if self._num_failures > MAX_FAILURES:
             raise WeightsError(
-                f"{self._name} ended {MAX_STARTS} times, the last time with exit code {code}; remove the cause, which "
-                f"the lines above show, and start the learner again"
+                f"{self._name} ended {self._num_failures} times, the last time with exit code {code}; remove the "
+                f"cause, which the lines above show, and start the learner again"
             )
         logger.warning("%s %s with exit code %d; restarting it", self._name, why, code)
         self.start()

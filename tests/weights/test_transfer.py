@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from async_rl.errors import AddressError
 from async_rl.queue.messages import Announcement
+from async_rl.weights import server_process
 from async_rl.weights.manifest import digest_bytes
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import StagedVersion, Staging
@@ -211,3 +214,25 @@ def test_listening_beyond_loopback_is_refused_unless_insecure():
         Publisher("0.0.0.0", deadline_s=1, insecure=False, advertise_host="10.0.0.1")
     with pytest.raises(AddressError, match="advertise"):
         Publisher("0.0.0.0", deadline_s=1, insecure=True)
+
+
+def test_a_broadcaster_that_dies_again_and_again_is_left_alone_and_all_pull(
+    publisher: Publisher, shared_receivers, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server_process, "MAX_FAILURES", 0)
+    receiver, buffers = shared_receivers[0], staging()
+    first = buffers.stage("given up", 0, iter(tensors(0).items()))
+    publisher.publish(first)
+    receiver.follow(announce(publisher, first))
+    assert publisher.wait(0, DEADLINE_S, num_members=1)
+    collective: Any = publisher._manager._collective
+    os.kill(collective._server.pid, signal.SIGKILL)
+    deadline = time.monotonic() + DEADLINE_S
+    while publisher.stats().can_collect:
+        assert time.monotonic() < deadline
+        publisher.wait(0, 0.05, num_members=9)
+    for version in (1, 2):
+        publisher.publish(buffers.stage("given up", version, iter(tensors(version).items())))
+        assert receiver.version(version)["tensors"] == digests(tensors(version))
+    assert publisher.wait(2, DEADLINE_S)
+    assert (publisher.stats().attempts, publisher.stats().pulls) == (0, 3)

@@ -1,7 +1,8 @@
 """The learner's side of ``nccl`` and ``gloo``: starts the broadcaster process, and tells it what to send.
 
 The broadcaster has a deadline for every answer. If it misses one, a call of its library does not return, so it is
-killed and started again. When it has been started too often, it is left alone, and all members pull from then on.
+killed and started again. If that happens too often without a success in between, it is left alone, and all members pull
+from then on.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class CollectiveSender:
                 self._server.restart("did not answer in time, and was ended")
         except WeightsError as error:
             self._is_given_up = True
-            logger.warning("%s; until then every generator pulls weights on its own", error)
+            logger.warning("%s; until then generators pull weights", error)
         if not self.is_up:
             self._due.clear()
             self._fail("the process that broadcasts weights has ended")
@@ -114,6 +115,8 @@ class CollectiveSender:
                     self._start(unique_id)
             case Sent(_, elapsed_s, error):
                 self._due.popleft()
+                if not error:
+                    self._server.mark_working()
                 self._finish(elapsed_s, error)
             case Connected() | Disconnected():
                 self._due.popleft()
