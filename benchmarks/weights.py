@@ -1,11 +1,11 @@
 """Weights from learner to generator: every transport beside a raw socket, a bare gloo broadcast and a memory copy.
 
-Both ends of every side are processes of their own on this machine; scheduler of all sides alternate, and ratios are
-medians over scheduler. A transfer of the product counts from ``publish`` to the receiver's acknowledgement, digests
+Both ends of every side are processes of their own on this machine; rounds of all sides alternate, and ratios are
+medians over rounds. A transfer of the product counts from ``publish`` to the receiver's acknowledgement, digests
 included; staging is listed apart, and so is the pause, which is all that decoding sees of it. The table ``vllm`` is the
 pause of a real vLLM beside a memory copy of the same bytes; it needs vLLM (docs/vllm.md).
 
-    python -m benchmarks.weights [--sizes 10,100,1000] [--scheduler 5] [--tables transfer,delta,publish,vllm]
+    python -m benchmarks.weights [--sizes 10,100,1000] [--rounds 5] [--tables transfer,delta,publish,vllm]
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def weights_of(size_bytes: int) -> dict[str, Tensor]:
 
 
 def transfer_table(size_mb: int, num_rounds: int) -> None:
-    # A transfer of milliseconds is at the scheduler's mercy: up to ten times the scheduler for the small ones.
+    # A transfer of milliseconds is at the scheduler's mercy: up to ten times the rounds for the small ones.
     num_rounds *= max(1, min(10, 100 // size_mb))
     size = size_mb * 1_000_000
     weights = weights_of(size)
@@ -84,7 +84,7 @@ def transfer_table(size_mb: int, num_rounds: int) -> None:
 
 
 def _print_transfers(size_mb: int, size: int, num_rounds: int, runs: Mapping[str, Runs]) -> None:
-    print(f"\n{size_mb} MB of bfloat16, medians of {num_rounds} scheduler")
+    print(f"\n{size_mb} MB of bfloat16, medians of {num_rounds} rounds")
     print(f"{'side':22s}{'seconds':>10s}{'best':>9s}{'GB/s':>8s}{'on the wire':>13s}{'stage s':>10s}{'pause s':>11s}")
     for name, measured in runs.items():
         seconds = median(measured.seconds)
@@ -96,7 +96,7 @@ def _print_transfers(size_mb: int, size: int, num_rounds: int, runs: Mapping[str
     order = [GLOO, TCP, ENCRYPTED, DELTA]
 
     def ratio(name: str, limit: str) -> float:
-        # The limit's scheduler are those that ran between this side's own.
+        # The limit's rounds are those that ran between this side's own.
         first = order.index(name) * num_rounds
         beside = runs[limit].seconds[first : first + num_rounds]
         return median(a / b for a, b in zip(beside, runs[name].seconds, strict=True))
@@ -224,7 +224,7 @@ def _work_of(step_s: float) -> Callable[[], None]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="10,100,1000", help="MB of parameters")
-    parser.add_argument("--scheduler", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tables", default="transfer,delta,publish,vllm")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -236,13 +236,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tables = options.tables.split(",")
     if "transfer" in tables:
         for size_mb in map(int, options.sizes.split(",")):
-            transfer_table(size_mb, options.scheduler)
+            transfer_table(size_mb, options.rounds)
     if "delta" in tables:
         delta_table()
     if "publish" in tables:
-        publish_table(options.scheduler)
+        publish_table(options.rounds)
     if "vllm" in tables:
-        vllm_table(list(map(int, options.sizes.split(","))), options.scheduler)
+        vllm_table(list(map(int, options.sizes.split(","))), options.rounds)
 
 
 if __name__ == "__main__":
