@@ -26,12 +26,11 @@ from async_rl.net.streams import pack_frame, read_frame, take_frame
 from async_rl.net.wire import Limits, decode, encode
 from async_rl.weights.control import StartCollective, seconds_until
 from async_rl.weights.manifest import Manifest, TensorSpec, manifest_fields, manifest_from_fields
+from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers
+from async_rl.weights.transport import ReceiveOrder, ReceiveResult
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers
-    from async_rl.weights.transport import ReceiveOrder, ReceiveResult
 
 _LIMITS = Limits(max_bytes=64 << 20, max_arrays=0, max_depth=None)
 _RESERVE_S = 60.0
@@ -58,7 +57,7 @@ class Receive(msgspec.Struct, frozen=True):
     deadline_s: float
 
 
-class Leave(msgspec.Struct, frozen=True):
+class Disconnect(msgspec.Struct, frozen=True):
     """Close the communicator."""
 
     number: int
@@ -131,8 +130,6 @@ class EngineRanks:
         self, order: ReceiveOrder[StartCollective], buffer: ReceiveBuffer, buffers: ReceiveBuffers
     ) -> ReceiveResult:
         """Let every worker receive and verify the version. Their ranks begin with ``order.message.rank``."""
-        from async_rl.weights.transport import ReceiveResult
-
         number, start, remaining_s = self._next(), order.message, seconds_until(order.deadline)
         fields = manifest_fields(order.manifest)
         orders = [
@@ -152,7 +149,7 @@ class EngineRanks:
         """Let every worker close its communicator."""
         if self._number:
             number = self._next()
-            self._call(number, [Leave(number)] * self.num_ranks, _CLOSE_S)
+            self._call(number, [Disconnect(number)] * self.num_ranks, _CLOSE_S)
 
     def end(self) -> None:
         """Close the pipes. That ends the workers' threads."""
@@ -164,7 +161,7 @@ class EngineRanks:
         self._number += 1
         return self._number
 
-    def _call(self, number: int, orders: Sequence[Reserve | Receive | Leave], timeout_s: float) -> list[Report]:
+    def _call(self, number: int, orders: Sequence[Reserve | Receive | Disconnect], timeout_s: float) -> list[Report]:
         """Send each worker its order, wait for all reports, and return them.
 
         Raises:
@@ -205,7 +202,6 @@ class RankThread:
 
     def __init__(self, worker: int, *, order_path: str, report_path: str, device: str | None) -> None:
         from async_rl.weights.collective.receiver import CollectiveReceiver
-        from async_rl.weights.receive_worker import ReceiveBuffer
 
         self._worker = worker
         self._report_fd = os.open(report_path, os.O_WRONLY)
@@ -231,18 +227,19 @@ class RankThread:
         with open(order_path, "rb") as orders:
             while (body := read_frame(orders.read, max_bytes=_LIMITS.max_bytes)) is not None:
                 message = decode(body, _LIMITS)
-                kind = {"Reserve": Reserve, "Receive": Receive, "Leave": Leave}[message.type]
+                kind = {"Reserve": Reserve, "Receive": Receive, "Disconnect": Disconnect}[message.type]
                 self._carry_out(read_as(message.fields, kind))
 
-    def _carry_out(self, order: Reserve | Receive | Leave) -> None:
+    def _carry_out(self, order: Reserve | Receive | Disconnect) -> None:
         error, is_corrupt, verify_s = "", False, 0.0
         try:
             match order:
                 case Reserve(_, fields):
-                    self._fit(manifest_from_fields(fields))
+                    if self._buffer.fit(manifest_from_fields(fields)):
+                        self._holds = 0
                 case Receive():
                     verify_s = self._receive(order)
-                case Leave():
+                case Disconnect():
                     self._receiver.close()
         except Exception as caught:  # the boundary: the generator decides
             error, is_corrupt = str(caught) or repr(caught), isinstance(caught, CorruptWeightsError)
@@ -251,32 +248,12 @@ class RankThread:
         report = Report(order.number, self._worker, short, is_corrupt, verify_s)
         os.write(self._report_fd, pack_frame(encode("Report", report)))
 
-    def _fit(self, manifest: Manifest) -> None:
-        """Make the buffer fit the layout of ``manifest``."""
-        import torch
-
-        from async_rl.weights.receive_worker import tensor_views
-
-        buffer = self._buffer
-        if [bucket.numel() for bucket in buffer.buckets] != list(manifest.bucket_sizes):
-            self._holds = 0
-            buffer.buckets.clear()
-            buffer.buckets += [torch.empty(size, dtype=torch.uint8) for size in manifest.bucket_sizes]
-            buffer.digests[:] = [""] * len(manifest.bucket_sizes)
-            buffer.specs = None
-        if buffer.specs != manifest.tensors:
-            buffer.tensors = tensor_views(manifest, buffer.buckets)
-            buffer.specs = manifest.tensors
-
     def _receive(self, order: Receive) -> float:
         """Receive and verify the version. Return the seconds that computing digests took."""
-        from async_rl.weights.receive_worker import ReceiveBuffers
-        from async_rl.weights.transport import ReceiveOrder
-
         manifest = manifest_from_fields(order.manifest)
         deadline = time.monotonic() + order.deadline_s
         self._holds = 0
-        self._fit(manifest)
+        self._buffer.fit(manifest)
         received = ReceiveOrder(order.start, manifest, order.host, order.local_host, deadline)
         result = self._receiver.receive(received, self._buffer, ReceiveBuffers())
         self._holds = order.number

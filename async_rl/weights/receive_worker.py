@@ -80,6 +80,21 @@ class ReceiveBuffer:
     tensors: Mapping[str, Any] = field(default_factory=dict)
     in_engine: bool = False
 
+    def fit(self, manifest: Manifest, *, pinned: bool = False) -> bool:
+        """Make buckets and views fit the layout of ``manifest``. Return whether the bytes that were there are gone."""
+        fits = [bucket.numel() for bucket in self.buckets] == list(manifest.bucket_sizes)
+        if not fits:
+            import torch
+
+            self.buckets.clear()
+            self.buckets += [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in manifest.bucket_sizes]
+            self.digests[:] = [""] * len(manifest.bucket_sizes)
+            self.specs = None
+        if self.specs != manifest.tensors:
+            self.tensors = tensor_views(manifest, self.buckets)
+            self.specs = manifest.tensors
+        return not fits
+
 
 class ReceiveBuffers:
     """The generator's memory for received versions. It holds at most ``MAX_BUFFERS`` versions.
@@ -113,18 +128,7 @@ class ReceiveBuffers:
             self._writing = buffer
             buffer.manifest = None
         # Allocate outside the lock: it may take long, and no other thread uses this buffer now.
-        if [bucket.numel() for bucket in buffer.buckets] != list(manifest.bucket_sizes):
-            import torch
-
-            buffer.buckets.clear()
-            buffer.buckets += [
-                torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned) for size in manifest.bucket_sizes
-            ]
-            buffer.digests[:] = [""] * len(manifest.bucket_sizes)
-            buffer.specs = None
-        if buffer.specs != manifest.tensors:
-            buffer.tensors = tensor_views(manifest, buffer.buckets)
-            buffer.specs = manifest.tensors
+        buffer.fit(manifest, pinned=self._pinned)
         return buffer
 
     def reserve_engine(self, timeout_s: float) -> ReceiveBuffer:

@@ -21,7 +21,7 @@ from async_rl.process.fault_points import substitute
 from async_rl.weights.transport import TRANSPORTS, CollectiveTransport, collectives
 
 SUBSTITUTE = "ASYNC_RL_COLLECTIVE_LIBRARY"
-"""A test's environment variable: the dotted path of a class that takes the place of every library."""
+"""A test's environment variable: ``MODULE:CLASS`` of a class that takes the place of every library."""
 
 _POLL_S = 0.001
 _NUM_CONCURRENT_CHUNKS = 2
@@ -128,7 +128,7 @@ class Communicator:
         self._library = library
         self._rank = rank
         self._stall_s = stall_s
-        self._bounce: list[Tensor] = []
+        self._bounce: dict[int, Tensor] = {}
 
     @classmethod
     def connect(cls, library: Library, unique_id: bytes, *, rank: int, size: int, stall_s: float) -> Communicator:
@@ -147,10 +147,7 @@ class Communicator:
         until = time.monotonic() + stall_s
         try:
             library.init(unique_id, rank, size, stall_s)
-            while not library.state():
-                if time.monotonic() > until:
-                    raise RuntimeError("a rank is missing or frozen")
-                time.sleep(_POLL_S)
+            _wait(library.state, until)
         except RuntimeError as error:
             library.abort()
             raise WeightsError(
@@ -201,17 +198,15 @@ class Communicator:
         if memory is not chunk and self._rank == 0:
             library.copy(memory, chunk)
         library.broadcast(memory, timeout_s)
-        self._wait(library.state, until)
+        _wait(library.state, until)
         if memory is not chunk and self._rank != 0:
             library.copy(chunk, memory)
         return library.event()
 
     def _bounce_for(self, chunk: Tensor, number: int) -> Tensor:
         """Return device memory of the chunk's size. Two chunks are in flight, so the one before it is not touched."""
-        while len(self._bounce) < _NUM_CONCURRENT_CHUNKS:
-            self._bounce.append(self._library.allocate(0))
         index = number % _NUM_CONCURRENT_CHUNKS
-        if self._bounce[index].numel() < chunk.numel():
+        if index not in self._bounce or self._bounce[index].numel() < chunk.numel():
             self._bounce[index] = self._library.allocate(chunk.numel())
         return self._bounce[index][: chunk.numel()]
 
@@ -219,15 +214,21 @@ class Communicator:
         def is_done() -> bool:
             return self._library.state() and self._library.done(event)
 
-        self._wait(is_done, until)
+        _wait(is_done, until)
         if on_chunk is not None:
             on_chunk(chunk)
 
-    def _wait(self, is_over: Callable[[], bool], until: float) -> None:
-        while not is_over():
-            if time.monotonic() > until:
-                raise RuntimeError("a peer did not answer in time")
-            time.sleep(_POLL_S)
+
+def _wait(is_over: Callable[[], bool], until: float) -> None:
+    """Wait until ``is_over``. A library has nothing else to wait with: it can only be asked.
+
+    Raises:
+        RuntimeError: it was not over at ``until``, on the monotonic clock.
+    """
+    while not is_over():
+        if time.monotonic() > until:
+            raise RuntimeError("a peer did not answer in time")
+        time.sleep(_POLL_S)
 
 
 def _first_line(error: Exception) -> str:
