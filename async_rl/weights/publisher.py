@@ -176,16 +176,10 @@ class Publisher:
             refuse_open_collectives(bind_host, is_trusted=insecure)
         else:
             refuse_open_stream(bind_host, has_keys=keys is not None, is_trusted=insecure)
-        self._scheduler = SyncScheduler(
-            deadline_s=deadline_s,
-            ready_s=min(_MAX_READY_S, deadline_s / 4),
-            silent_s=min(_MAX_SILENT_S, deadline_s / 2),
-            fresh_s=_FRESH_S,
-        )
+        self._scheduler = _scheduler(deadline_s)
         self._published: deque[StagedVersion] = deque()
         row = self._transport
         self._own_offer = row.offer(device) if isinstance(row, CollectiveTransport) else None
-        self._devices: dict[bytes, Sequence[str]] = {}
         self._counts: Counter[str] = Counter()
         self._transfer_s = 0.0
         self._last = _LastTransfer()
@@ -345,14 +339,7 @@ class Publisher:
     def _handle(self, member_id: bytes, key: str, message: control.MemberMessage) -> None:
         now = time.monotonic()
         if isinstance(message, control.Join):
-            can_collect = self._can_collect(member_id, message)
-            generator = key, message.generator_id
-            self._scheduler.join(
-                member_id, generator, now, can_collect=can_collect, num_ranks=max(1, message.num_ranks),
-                digest=message.digest,
-            )  # fmt: skip
-            self._counts["joined"] += 1
-            self._send(member_id, control.Ping())
+            self._join(member_id, (key, message.generator_id), message, now)
             return
         if not self._scheduler.mark_seen(member_id, now):
             if not isinstance(message, control.Leave):
@@ -372,18 +359,27 @@ class Publisher:
                 self._counts["corrupt"] += corrupt
                 self._mark_failed(member_id, attempt, reason)
 
-    def _can_collect(self, member_id: bytes, join: control.Join) -> bool:
-        """Return whether the generator can take part in collectives. If it can't, log why."""
-        if self._own_offer is None:
-            return False
-        others = [devices for other, devices in self._devices.items() if other in self._scheduler.members]
-        taken = {device for devices in others for device in devices}
-        why = obstacle(self._own_offer, join.collectives, taken - set(self._devices.get(member_id, ())))
+    def _join(self, member_id: bytes, generator: tuple[str, str], join: control.Join, now: float) -> None:
+        """Add the generator to the members. If it can't take part in the run's collective, log why."""
+        own, why, devices = self._own_offer, "", []
+        if own is not None:
+            others = [member for member in self._scheduler.members.values() if member.generator != generator]
+            why = obstacle(own, join.collectives, {device for member in others for device in member.devices})
+            devices = [device for offer in join.collectives if offer.name == own.name for device in offer.devices]
         if why:
             logger.info("generator %s gets weights by %s: %s", join.generator_id, PULL.name, why)
-            return False
-        self._devices[member_id] = next(o.devices for o in join.collectives if o.name == self._own_offer.name)
-        return True
+        can_collect = own is not None and not why
+        self._scheduler.join(
+            member_id,
+            generator,
+            now,
+            can_collect=can_collect,
+            num_ranks=max(1, join.num_ranks),
+            devices=devices if can_collect else (),
+            digest=join.digest,
+        )
+        self._counts["joined"] += 1
+        self._send(member_id, control.Ping())
 
     def _handle_ack(self, member_id: bytes, ack: control.Ack) -> None:
         staged = self._manager.version_of(ack.attempt)
@@ -460,3 +456,12 @@ class Publisher:
             with self._changed:
                 self._stats = stats
                 self._changed.notify_all()
+
+
+def _scheduler(deadline_s: float) -> SyncScheduler:
+    return SyncScheduler(
+        deadline_s=deadline_s,
+        ready_s=min(_MAX_READY_S, deadline_s / 4),
+        silent_s=min(_MAX_SILENT_S, deadline_s / 2),
+        fresh_s=_FRESH_S,
+    )

@@ -108,6 +108,7 @@ class Member:
         last_seen: time of its last message.
         can_collect: whether it can take part in collectives.
         num_ranks: number of its ranks in collectives.
+        devices: ids of the CUDA devices of its ranks.
         digest: digest of the newest weights that it is known to hold, perhaps from an earlier learner. Empty if
             unknown.
         version: the version that it has acknowledged last. None before that.
@@ -126,6 +127,7 @@ class Member:
     last_seen: float
     can_collect: bool
     num_ranks: int = 1
+    devices: tuple[str, ...] = ()
     digest: str = ""
     version: int | None = None
     offered_at: float | None = None
@@ -188,6 +190,7 @@ class SyncScheduler:
         *,
         can_collect: bool,
         num_ranks: int = 1,
+        devices: Sequence[str] = (),
         digest: str = "",
     ) -> None:
         """Add a member, or replace the entry of a member that joins again. Drop an older connection of the same
@@ -198,7 +201,7 @@ class SyncScheduler:
                 self._drop(other.member_id, "joined again over another connection")
         if member_id in self.members:
             self.leave(member_id)
-        self.members[member_id] = Member(member_id, generator, now, can_collect, num_ranks, digest)
+        self.members[member_id] = Member(member_id, generator, now, can_collect, num_ranks, tuple(devices), digest)
 
     def leave(self, member_id: bytes) -> None:
         """Remove a member that left, or whose connection is gone."""
