@@ -85,16 +85,17 @@ def _cause(
     Return the likely cause ("" if none is found), and the list of causes that are excluded.
     """
     excluded: list[str] = []
-    if stale := _stale_tensors(backend, probe.version, weights):
-        shown = ", ".join(stale[:_SHOWN_NAMES]) + (f" and {len(stale) - _SHOWN_NAMES} more" if stale[5:] else "")
-        return f"stale or corrupt tensors: the engine did not hold the received bytes of {shown}", excluded
-    again = backend.score_tokens(probe.sequences, probe.temperature)
-    if again is not None and _explains(again, found, wanted, limit):
-        return (
-            "stale or corrupt weights: the engine agrees after the same verified bytes were activated again; it can't "
-            "tell which tensor was wrong"
-        ), excluded
+    # What the engine's workers hold can't be activated again: they may be receiving the next version in its place.
     if not isinstance(weights, HeldByEngine):
+        if stale := _stale_tensors(backend, probe.version, weights):
+            shown = ", ".join(stale[:_SHOWN_NAMES]) + (f" and {len(stale) - _SHOWN_NAMES} more" if stale[5:] else "")
+            return f"stale or corrupt tensors: the engine did not hold the received bytes of {shown}", excluded
+        again = backend.score_tokens(probe.sequences, probe.temperature)
+        if again is not None and _explains(again, found, wanted, limit):
+            return (
+                "stale or corrupt weights: the engine agrees after the same verified bytes were activated again; it "
+                "can't tell which tensor was wrong"
+            ), excluded
         excluded.append("the engine holds exactly the tensors that it received")
     if cause := temperature_cause(backend, probe, found, wanted, limit):
         return cause, excluded
@@ -128,10 +129,8 @@ def _cause(
 def _stale_tensors(backend: Any, version: int, weights: Mapping[str, Any]) -> list[str]:
     """Activate the same version again. Return the names of the parameters that this changed.
 
-    The engine held something other than the received bytes for these parameters. Without the bytes, return none.
+    The engine held something other than the received bytes for these parameters.
     """
-    if isinstance(weights, HeldByEngine):
-        return []  # its workers may already be receiving the next version where this one was
     before = dict(backend.digests())
     backend.activate(version, weights)
     after = backend.digests()
