@@ -4,7 +4,7 @@ It is used through ``nccl4py``, without c10d: the watchdog of torch's process gr
 generator dies. Communicators are non-blocking, so that each call returns at once and ``state`` tells how it went on.
 A communicator must not be used while ``state`` is False, and no work may be queued on its stream.
 
-This module has never been run on more than one device, because no machine with two was available.
+This module has never been run, because no machine with a CUDA device was available.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import logging
 import os
 from typing import Any
 
@@ -22,6 +23,8 @@ from async_rl.errors import WeightsError
 from async_rl.net.address import interface_of, is_loopback
 from async_rl.weights.collective.library import Endpoint
 from async_rl.weights.control import CollectiveOffer
+
+logger = logging.getLogger(__name__)
 
 _PACKAGE = "nccl"
 
@@ -43,7 +46,8 @@ class NcclLibrary:
         choose_interface(endpoint.local_host)
 
     def unique_id(self) -> bytes:
-        return bytes(self._nccl.get_unique_id())
+        with _as_runtime_error():
+            return bytes(self._nccl.get_unique_id())
 
     def init(self, unique_id: bytes, rank: int, size: int, timeout_s: float) -> None:
         config = self._nccl.NCCLConfig(blocking=False)
@@ -80,9 +84,10 @@ class NcclLibrary:
     def abort(self) -> None:
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            # Only for sends in progress: it may fail because they have, and there is nothing left to do about it.
-            with contextlib.suppress(Exception):
+            try:
                 communicator.abort()
+            except Exception as error:  # the communicator has failed before, and is not used again
+                logger.info("a communicator of NCCL could not be closed: %s", error)
 
 
 def is_installed() -> bool:

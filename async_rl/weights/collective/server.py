@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from async_rl.errors import WeightsError
+from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.terminal import log_visibly
 from async_rl.weights.collective.library import Communicator, Endpoint, Library, make_library
 from async_rl.weights.collective.protocol import (
@@ -90,7 +90,7 @@ class Broadcaster:
             endpoint = Endpoint(settings.local_host, settings.local_host, settings.bind_host, settings.device)
             library = make_library(settings.transport, endpoint)
             unique_id = library.unique_id()
-        except (WeightsError, RuntimeError, OSError) as error:
+        except (AsyncRLError, RuntimeError, OSError) as error:
             if library is not None:
                 library.abort()
             self._send(Rendezvous(b"", f"{error}"))
