@@ -36,7 +36,7 @@ LIGHT = (
     "generator.worker", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.offline", "generator.environment_rollouts",
     "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.adapter",
-    "generator.vllm.worker_link",
+    "generator.vllm.shared_staging",
     "weights.receiver", "weights.transport", "weights.tcp.server", "weights.tcp.delta",
     "weights.collective.sender", "weights.engine_ranks",
 )  # fmt: skip

@@ -23,6 +23,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from async_rl.config.config import Config
 from async_rl.config.loading import (
@@ -46,6 +47,9 @@ from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
 from async_rl.rewards.registry import RewardSum, build_reward
 from async_rl.rewards.verifier import MAX_WORKERS
+
+if TYPE_CHECKING:
+    from async_rl.weights.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +85,6 @@ def run_generator(
         WeightsError: weights can't be received any more; or they don't fit the model, or give NaN.
     """
     from async_rl.queue.client.clients import GeneratorQueue
-    from async_rl.weights.receiver import Receiver
 
     reuse_freed_memory()
     check_address(address)
@@ -102,10 +105,7 @@ def run_generator(
         digests = read_digests(welcome.files.get(DIGESTS_FILE))
         with logged(logger, f"loading the backend {config.generator.backend}"):
             backend = stack.enter_context(closing(build_generator_backend(config, overrides, directory, digests)))
-        is_trusted = insecure or config.weights.trusted_network
-        ranks = backend.ranks if isinstance(backend, MultiRankBackend) else None
-        receiver = Receiver(generator_id, insecure=is_trusted, device=cuda_device(config), keys=keys, engine=ranks)
-        stack.enter_context(closing(receiver))
+        receiver = stack.enter_context(closing(_receiver(config, backend, generator_id, keys, insecure=insecure)))
         worker = Worker(
             queue=queue,
             receiver=receiver,
@@ -118,6 +118,20 @@ def run_generator(
         )
         stack.callback(queue.leave)  # first of all: engine and environments may take long to end
         worker.run()
+
+
+def _receiver(
+    config: Config, backend: Backend, generator_id: str, keys: ClientKeys | None, *, insecure: bool
+) -> Receiver:
+    from async_rl.weights.receiver import Receiver
+
+    return Receiver(
+        generator_id,
+        insecure=insecure or config.weights.trusted_network,
+        device=cuda_device(config),
+        keys=keys,
+        engine=backend.ranks if isinstance(backend, MultiRankBackend) else None,
+    )
 
 
 def build_generator_backend(

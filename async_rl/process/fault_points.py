@@ -3,6 +3,8 @@
 The test sets the environment variable ``ASYNC_RL_FAULTS`` to a directory, and creates a file there with the name of a
 point. The first process that reaches this point renames the file to NAME.PID and stops itself with SIGSTOP. The test
 then kills this process or lets it go on with SIGCONT. If the variable is unset, the points do nothing.
+
+``substitute`` lets a test put an object of its own in the place of another one, in every process that it starts.
 """
 
 from __future__ import annotations

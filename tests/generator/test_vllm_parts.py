@@ -27,7 +27,7 @@ from async_rl.generator.vllm.adapter import (
     token_versions,
 )
 from async_rl.generator.vllm.engine import KvCacheCapacity
-from async_rl.generator.vllm.worker_link import SharedStaging, map_tensors
+from async_rl.generator.vllm.shared_staging import SharedStaging, map_tensors
 from async_rl.launch import preflight
 from async_rl.records import Sampling
 from async_rl.sampling_mask import contains
@@ -216,7 +216,7 @@ def test_another_process_sees_every_version_that_is_written_and_the_memory_has_n
     staging = SharedStaging()
     staging.write(WEIGHTS)
     program = (
-        "import sys; from async_rl.generator.vllm.worker_link import map_tensors\n"
+        "import sys; from async_rl.generator.vllm.shared_staging import map_tensors\n"
         f"views = map_tensors({staging.path!r}, {staging.size_bytes}, {staging.rows!r})\n"
         "for _ in sys.stdin: print([v.tolist() for v in views.values()], flush=True)\n"
     )

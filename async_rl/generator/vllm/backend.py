@@ -37,7 +37,7 @@ from async_rl.generator.vllm.adapter import (
     token_versions,
 )
 from async_rl.generator.vllm.engine import KvCacheCapacity, Piece, VllmEngine
-from async_rl.generator.vllm.worker_link import SharedStaging
+from async_rl.generator.vllm.shared_staging import SharedStaging
 from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, FinishReason, Lease
 from async_rl.weights.engine_ranks import EngineRanks, HeldByEngine

@@ -23,7 +23,7 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
-from async_rl.generator.vllm.worker_link import map_tensors
+from async_rl.generator.vllm.shared_staging import map_tensors
 from async_rl.weights.engine_ranks import RankThread
 from async_rl.weights.manifest import digest_bytes
 
@@ -73,7 +73,7 @@ class Source(WeightTransferUpdateInfo):
     """Where a worker finds a version.
 
     Either ``received`` is the number of the order with which the worker itself received it. Or it is 0, and the version
-    is in the generator's shared memory, which ``rows`` describes (see ``worker_link``).
+    is in the generator's shared memory, which ``rows`` describes (see ``shared_staging``).
     """
 
     received: int = 0
