@@ -109,6 +109,12 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             f"model.path: {type(model).__name__} scales or caps its logits ({unfit[0]} in config.json), which is not "
             f"supported; choose another model"
         )
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"model.path: expected a head that is one nn.Linear, got {type(head).__name__} in "
+            f"{type(model).__name__}; choose another model"
+        )
     use_packed_attention(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -191,7 +197,6 @@ class PolicyModel(nn.Module):
             cast(nn.Linear, self.causal_lm.get_output_embeddings()),
             batch.targets,
             batch.temperatures,
-            vocab_size=self.vocab_size,
             sampling_mask=batch.sampling_mask,
             entropy_grad=entropy_grad,
         )

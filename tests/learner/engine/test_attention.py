@@ -220,7 +220,6 @@ def run_micro_batch(model: PreTrainedModel, batch: MicroBatch) -> int:
         model.lm_head,
         torch.from_numpy(batch.targets),
         torch.from_numpy(batch.temperatures),
-        vocab_size=VOCAB,
         chunk_bytes=16 * 4 * VOCAB,
     )
     inputs = PolicyInputs(

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from async_rl.config.learner import ModelConfig, OptimizerConfig
 from async_rl.data.chat import check_model
 from async_rl.errors import ModelError
 from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, to_device
 from async_rl.learner.packing import pack
+from tests.learner.engine.logits_rows import LogitsRows
 from tests.learner.tiny import random_sequences, tiny_model
 
 CPU = torch.device("cpu")
@@ -48,6 +50,15 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):
     config = json.loads((tmp_path / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="final_logit_softcapping"):
+        load_model(ModelConfig(path=str(tmp_path)))
+
+
+def test_a_head_that_is_more_than_one_linear_layer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tiny_model(tmp_path)
+    from transformers import Qwen2ForCausalLM
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "get_output_embeddings", lambda self: nn.Sequential(self.lm_head, nn.Tanh()))
+    with pytest.raises(ModelError, match=r"one nn\.Linear, got Sequential"):
         load_model(ModelConfig(path=str(tmp_path)))
 
 
@@ -123,13 +134,12 @@ def test_packed_logprobs_are_those_of_each_sequence_alone_at_its_temperature(tmp
 def test_the_head_runs_only_where_there_is_a_loss(tmp_path: Path):
     tiny_model(tmp_path)
     policy = PolicyModel(load_model(ModelConfig(path=str(tmp_path))))
-    rows: list[int] = []
-    policy.causal_lm.get_submodule("lm_head").register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
     ((micro_batch,),) = pack(random_sequences(2, 12), max_tokens=1000, num_ranks=1)
     batch = to_device(micro_batch, CPU)
-    policy(batch)
+    with LogitsRows(policy.vocab_size) as rows:
+        policy(batch)
     # Two sequences of 12 tokens, the last 8 of each trained on.
-    assert rows == [16]
+    assert rows.seen == [16]
 
 
 def schedule(kind: str, *, warmup: int = 0) -> Schedule:
