@@ -110,6 +110,11 @@ def packed_layout(
         raise ValueError(
             f"expected token_index [{bounds[-1]}] with every token of the row, got {index.tolist()}; {_BUG}"
         )
+
+    def moved(array: np.ndarray) -> Tensor:
+        # Not blocking: the host goes on while the device computes the micro-batch before.
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
     buckets: list[Bucket] = []
     restore = np.empty(bounds[-1], dtype=np.int64)
     offset = 0
@@ -119,15 +124,15 @@ def packed_layout(
         places = bounds[members][:, None] + np.minimum(column, lengths[members][:, None] - 1)
         valid = column < lengths[members][:, None]
         restore[places[valid]] = offset + np.flatnonzero(valid)
-        buckets.append(Bucket(torch.from_numpy(index[places.reshape(-1)]).to(device), len(members), longest))
+        buckets.append(Bucket(moved(index[places.reshape(-1)]), len(members), longest))
         offset += places.size
     return PackedLayout(
-        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)).to(device),
+        cu_seqlens=moved(bounds.astype(np.int32)),
         max_length=int(lengths.max()),
         buckets=tuple(buckets),
-        restore=torch.from_numpy(restore[first]).to(device),
-        expand=None if num_tokens == len(index) else torch.from_numpy(index).to(device),
-        first=None if num_tokens == len(index) else torch.from_numpy(first).to(device),
+        restore=moved(restore[first]),
+        expand=None if num_tokens == len(index) else moved(index),
+        first=None if num_tokens == len(index) else moved(first),
     )
 
 
@@ -213,9 +218,9 @@ def packed_attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sliding_window is not None and sliding_window >= packed_layout.max_length:
         sliding_window = None
-    why_padded = "of dropout" if dropout else _why_padded(query, value)
-    _report(query.device.type, query.dtype, why_padded)
-    if not why_padded:
+    reason = "of dropout" if dropout else why_padded(query, value)
+    _report(query.device.type, query.dtype, reason)
+    if not reason:
         out_THD = _flash(query_THD, key_TKD, value_TKD, packed_layout, scale, sliding_window)
     else:
         out_THD = _padded(query_THD, key_TKD, value_TKD, packed_layout, scale, sliding_window, dropout)
@@ -268,7 +273,7 @@ def _report(device: str, dtype: torch.dtype, why_padded: str) -> None:
     logger.info("attention on %s in %s: %s", device, dtype, kernel)
 
 
-def _why_padded(query: Tensor, value: Tensor) -> str:
+def why_padded(query: Tensor, value: Tensor) -> str:
     """Return why flash attention can't run; empty if it can."""
     head_dim = query.shape[-1]
     if not query.is_cuda:

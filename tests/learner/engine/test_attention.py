@@ -386,7 +386,7 @@ def test_the_call_of_varlen_attention_is_right_with_and_without_grouped_heads(
     padded, _ = packed_attention_forward(
         nn.Identity(), query, key, value, None, packed_layout=layout, sliding_window=window
     )
-    monkeypatch.setattr(attention, "_why_padded", lambda query, value: "")
+    monkeypatch.setattr(attention, "why_padded", lambda query, value: "")
     monkeypatch.setattr(attention, "_varlen_attention", lambda: varlen)
     flash, _ = packed_attention_forward(
         nn.Identity(), query, key, value, None, packed_layout=layout, sliding_window=window
