@@ -1,0 +1,71 @@
+"""A case of the smoke test: what it needs, and how it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+Outcome = Literal["passed", "FAILED", "not run"]
+
+
+class NotRunError(Exception):
+    """The machine can't run this case. The message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where a case runs.
+
+    Attributes:
+        device: the first CUDA device, or the CPU.
+        directory: an empty directory for the case's files.
+    """
+
+    device: torch.device
+    directory: Path
+
+    @property
+    def has_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One path of the software.
+
+    Attributes:
+        name: its name on the command line and in the table.
+        check: runs it, and returns in a few words what was found. Raises AssertionError if the path is wrong.
+        num_devices: how many CUDA devices it needs.
+        package: a package that it needs, besides the dependencies of async-rl.
+        deadline_s: after so many seconds it has failed, and its processes are killed.
+    """
+
+    name: str
+    check: Callable[[Machine], str]
+    num_devices: int = 0
+    package: str = ""
+    deadline_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a case.
+
+    Attributes:
+        name: the case.
+        outcome: whether it passed.
+        detail: what was found, or why it failed or did not run.
+        took_s: seconds.
+        device_bytes: peak memory of torch on the CUDA device; 0 if other processes used it, or none.
+    """
+
+    name: str
+    outcome: Outcome
+    detail: str
+    took_s: float
+    device_bytes: int = 0
