@@ -1,0 +1,159 @@
+"""Whole runs with ``async-rl launch``: the quickstart's task on this machine's devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_smoke.case import Machine, NotRunError
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "configs/quickstart.toml"
+NUM_STEPS = 10
+ACCURACY = 0.9
+"""The quickstart reaches 0.95 and more after 80 steps, from 0.3."""
+MISMATCH = {"cuda": 0.02, "cpu": 1e-3}
+"""Largest mean |log pi/mu| of fresh tokens: the engine's and the learner's forward passes must agree."""
+
+
+def launch(*options: str) -> subprocess.Popen[bytes]:
+    """Start a run of the quickstart's task. Its output is that of the case."""
+    settings = [word for option in options for word in ("--set", option)]
+    return subprocess.Popen([sys.executable, "-m", "async_rl", "launch", CONFIG, *settings], cwd=ROOT)
+
+
+def warm_start() -> None:
+    """Make the task and the model that runs begin with. Both are kept below ``runs/`` for the next time."""
+    code = "import sys; sys.path.insert(0, 'examples'); import quickstart; quickstart.warm_start(0)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def options_for(machine: Machine, **changes: Any) -> list[str]:
+    """Settings of a short run. Both sides use the first device if there is only one."""
+    settings = {
+        "run.dir": machine.directory / "run",
+        "learner.steps": NUM_STEPS,
+        "checkpoint.every": 4,
+        "eval.every": 0,
+    } | {key.replace("__", "."): value for key, value in changes.items()}
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of training steps in ``metrics.jsonl``, empty if there are none yet."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [row for row in map(json.loads, lines) if "version" in row]
+
+
+def finish(process: subprocess.Popen[bytes]) -> None:
+    assert process.wait() == 0, f"expected the run to succeed, got exit code {process.returncode}; see the log"
+
+
+def judge(machine: Machine, num_steps: int = NUM_STEPS) -> str:
+    """Check that each step was made once, and that engine and learner agree on fresh tokens."""
+    rows = rows_of(machine.directory / "run")
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1)), "expected each step once, in order"
+    mismatch = max(row.get("lag_0/mean_abs_log", 0.0) for row in rows)
+    bound = MISMATCH[machine.device.type]
+    assert mismatch < bound, f"expected a mean abs. log ratio of fresh tokens below {bound}, got {mismatch:.4f}"
+    return f"{num_steps} steps, mean abs. log ratio of fresh tokens at most {mismatch:.1e}"
+
+
+def judge_broadcasts(machine: Machine) -> str:
+    """Check that most versions were broadcast. A generator pulls until it has joined the collective."""
+    rows = rows_of(machine.directory / "run")
+    share = rows[-1]["weights/pulled_bytes"] / sum(row["weights/bytes"] for row in rows if "weights/bytes" in row)
+    assert share < 0.5, f"expected most versions to be broadcast, but {share:.0%} of the bytes were pulled"
+    return f"{1 - share:.0%} of the bytes broadcast"
+
+
+def check_tcp(machine: Machine) -> str:
+    warm_start()
+    finish(launch(*options_for(machine, weights__transport="tcp")))
+    return judge(machine)
+
+
+def check_gloo(machine: Machine) -> str:
+    """Run with gloo, learner and generator on the first device if there is only one."""
+    return _broadcast_run(machine, weights__transport="gloo")
+
+
+def check_nccl(machine: Machine) -> str:
+    """Run with NCCL, learner and generator on two devices."""
+    return _broadcast_run(machine, weights__transport="nccl", learner__devices=[0], generator__devices=[1])
+
+
+def _broadcast_run(machine: Machine, **changes: Any) -> str:
+    """Run 20 steps, and kill the generator after a few versions with SIGKILL. Another one is started, and joins."""
+    warm_start()
+    num_steps = 20
+    process = launch(*options_for(machine, learner__steps=num_steps, **changes))
+    while len(rows_of(machine.directory / "run")) < 5:
+        assert process.poll() is None, f"the run ended with {process.returncode} before its fifth step"
+        time.sleep(0.05)
+    os.kill(_generator_of(process.pid), signal.SIGKILL)
+    finish(process)
+    return f"{judge(machine, num_steps)}; generator killed at step 5; {judge_broadcasts(machine)}"
+
+
+def check_killed(machine: Machine) -> str:
+    """Kill ``launch`` after a checkpoint, with SIGKILL. The same command must then finish the run."""
+    warm_start()
+    run_dir = machine.directory / "run"
+    process = launch(*options_for(machine))
+    while not (run_dir / "checkpoints" / "latest").exists():
+        assert process.poll() is None, f"the run ended with {process.returncode} before its first checkpoint"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    num_before = len(rows_of(run_dir))
+    finish(launch(*options_for(machine)))
+    rows = {row["step"]: row for row in rows_of(run_dir)}
+    assert sorted(rows) == list(range(1, NUM_STEPS + 1)), "expected every step"
+    return f"killed after {num_before} steps, then finished all {NUM_STEPS}"
+
+
+def check_quickstart(machine: Machine) -> str:
+    """Run the quickstart, and read the accuracy at its end."""
+    warm_start()
+    start = time.monotonic()
+    finish(launch(f"run.dir={machine.directory / 'run'}"))
+    took = time.monotonic() - start
+    lines = (machine.directory / "run" / "metrics.jsonl").read_text().splitlines()
+    found = [row["eval/held_out/accuracy"] for row in map(json.loads, lines) if "eval/held_out/accuracy" in row]
+    assert found[-1] > ACCURACY, f"expected an accuracy above {ACCURACY}, got {found[-1]:.3f}"
+    return f"accuracy {found[0]:.3f} to {found[-1]:.3f} in {took:.0f} s"
+
+
+def check_vllm(machine: Machine) -> str:
+    """Run with vLLM's engine, compiled and with CUDA graphs, on the learner's device."""
+    warm_start()
+    finish(launch(*options_for(machine, generator__backend="vllm", generator__memory_fraction=0.3)))
+    return judge(machine)
+
+
+def check_two_ranks(machine: Machine) -> str:
+    """Run with two learner ranks, each on a device of its own."""
+    if machine.has_cuda and torch.cuda.device_count() < 2:
+        raise NotRunError("needs CUDA devices: 2, because NCCL's ranks can't share one")
+    warm_start()
+    finish(launch(*options_for(machine, learner__nproc=2)))
+    return judge(machine)
+
+
+def _generator_of(launch_pid: int) -> int:
+    import psutil
+
+    for child in psutil.Process(launch_pid).children(recursive=True):
+        if "generator" in child.cmdline():
+            return child.pid
+    raise AssertionError("expected a generator process, got none")
