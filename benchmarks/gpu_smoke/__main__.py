@@ -1,0 +1,173 @@
+"""Runs every GPU path of async-rl on this machine, each in a process of its own, and prints a line for each.
+
+It takes about ten minutes, uses no network and installs nothing. What the machine can't run is listed as not run. The
+exit code is 1 if a case failed. On a machine without a GPU the cases that don't need one run on the CPU, in small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONAL = ("vllm", "nccl4py")
+_LOG_LINES = 15
+
+
+def missing_packages() -> list[str]:
+    """Return the dependencies of async-rl that this Python has not, whatever their versions."""
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return [name for name in (re.split(r"[><=!~; \[]", line)[0] for line in needed) if _version(name) is None]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe_machine() -> list[str]:
+    """Return lines about versions and devices."""
+    import torch
+
+    found = [f"{name} {_version(name) or 'not installed'}" for name in ("torch", "transformers", *OPTIONAL)]
+    lines = [f"CPython {platform.python_version()}, {', '.join(found)}, {os.cpu_count()} cores"]
+    if not torch.cuda.is_available():
+        return [*lines, "no CUDA device: cases that need one are not run, the others run on the CPU"]
+    for index in range(torch.cuda.device_count()):
+        size = torch.cuda.get_device_properties(index).total_memory
+        lines.append(
+            f"cuda:{index} {torch.cuda.get_device_name(index)}, {size / 1e9:.0f} GB, CUDA {torch.version.cuda}"
+        )
+    return lines
+
+
+def run_here(name: str, directory: Path) -> None:
+    """Run one case in this process, and write its result to ``directory / "result.json"``."""
+    import torch
+
+    from benchmarks.gpu_smoke.case import Machine, NotRunError, Outcome, Result
+    from benchmarks.gpu_smoke.cases import CASES
+
+    case = CASES[name]
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    machine = Machine(torch.device("cuda", 0) if num_devices else torch.device("cpu"), directory)
+    outcome: Outcome = "passed"
+    start = time.monotonic()
+    try:
+        if num_devices < case.num_devices:
+            raise NotRunError(f"needs CUDA devices: {case.num_devices}, and there are {num_devices}")
+        if case.package and importlib.util.find_spec(case.package) is None:
+            raise NotRunError(f"needs the package {case.package}, which is not installed")
+        detail = case.check(machine)
+    except NotRunError as reason:
+        outcome, detail = "not run", str(reason)
+    except Exception as error:  # whatever a case raises is its result, and its traceback is in the log
+        traceback.print_exc()
+        outcome, detail = "FAILED", f"{type(error).__name__}: {error}"
+    used = torch.cuda.max_memory_allocated() if num_devices else 0
+    result = Result(name, outcome, detail, time.monotonic() - start, used)
+    (directory / "result.json").write_text(json.dumps(asdict(result)))
+
+
+def run_apart(name: str, deadline_s: float, directory: Path) -> dict[str, object]:
+    """Run one case in a process of its own and return its result. At the deadline its processes are killed."""
+    directory.mkdir()
+    command = [sys.executable, "-m", "benchmarks.gpu_smoke", "--here", name, "--directory", str(directory)]
+    start = time.monotonic()
+    with (directory / "log.txt").open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+        try:
+            code: int | None = process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    took_s = time.monotonic() - start
+    result = directory / "result.json"
+    if result.exists():
+        return json.loads(result.read_text()) | {"took_s": took_s}
+    cause = f"did not end within {deadline_s:.0f} s" if code is None else f"ended with exit code {code}"
+    return {"name": name, "outcome": "FAILED", "detail": cause, "took_s": took_s, "device_bytes": 0}
+
+
+def line_of(result: dict[str, object]) -> str:
+    """Return the row of the table, in Markdown."""
+    used = result["device_bytes"]
+    assert isinstance(used, int)
+    size = f"{used / 1e9:.2f} GB" if used else ""
+    detail = " ".join(str(result["detail"]).split())
+    return f"| {result['name']} | {result['outcome']} | {result['took_s']:.0f} s | {size} | {detail} |"
+
+
+def run_all(names: Sequence[str], directory: Path) -> int:
+    """Run the cases one after the other, and print a row when each has ended. Return how many failed."""
+    from benchmarks.gpu_smoke.cases import CASES
+
+    print("\n| case | result | took | device memory | found |\n|---|---|---|---|---|", flush=True)
+    results = []
+    for name in names:
+        result = run_apart(name, CASES[name].deadline_s, directory / name)
+        results.append(result)
+        print(line_of(result), flush=True)
+    failed = [result for result in results if result["outcome"] == "FAILED"]
+    for result in failed:
+        log = directory / str(result["name"]) / "log.txt"
+        print(f"\n{result['name']} failed; the end of {log}:")
+        print("\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:]))
+    counts = {outcome: sum(r["outcome"] == outcome for r in results) for outcome in ("passed", "FAILED", "not run")}
+    print("\n" + ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) + f"; logs: {directory}")
+    return len(failed)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.gpu_smoke", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="run these cases only")
+    parser.add_argument("--list", action="store_true", help="list the cases and what they need")
+    parser.add_argument("--directory", type=Path, help="for files and logs; a new temporary directory if left out")
+    parser.add_argument("--here", metavar="CASE", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if missing := missing_packages():
+        print(
+            f"{sys.executable} lacks {', '.join(missing)}; install them, or name a Python that has them: "
+            f"make gpu-smoke PYTHON=/path/to/python",
+            file=sys.stderr,
+        )
+        return 2
+    if options.here:
+        run_here(options.here, options.directory)
+        return 0
+    from benchmarks.gpu_smoke.cases import CASES
+
+    if unknown := set(options.only or ()) - CASES.keys():
+        parser.error(f"expected cases of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    if options.list:
+        for case in CASES.values():
+            needs = [f"CUDA devices: {case.num_devices}"] * bool(case.num_devices) + [case.package] * bool(case.package)
+            print(f"{case.name:22s} {', '.join(needs) or 'runs anywhere'}")
+        return 0
+    directory = options.directory or Path(tempfile.mkdtemp(prefix="gpu-smoke-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    print(*describe_machine(), sep="\n")
+    return int(run_all(options.only or list(CASES), directory) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

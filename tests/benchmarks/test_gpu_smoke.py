@@ -1,0 +1,118 @@
+"""The program for machines with a GPU: its table and its judgements, as far as a CPU can tell."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_smoke import __main__ as program
+from benchmarks.gpu_smoke.case import Case, Machine, NotRunError, Result
+from benchmarks.gpu_smoke.cases import CASES
+from benchmarks.gpu_smoke.transfer import check_staging
+
+
+def result_of(case: Case, directory: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setitem(CASES, case.name, case)
+    program.run_here(case.name, directory)
+    return json.loads((directory / "result.json").read_text())
+
+
+def fails(machine: Machine) -> str:
+    raise AssertionError("expected 1, got 2")
+
+
+def cannot(machine: Machine) -> str:
+    raise NotRunError("needs a larger device")
+
+
+@pytest.mark.parametrize(
+    ("check", "outcome", "detail"),
+    [
+        (lambda machine: "3 of 3", "passed", "3 of 3"),
+        (fails, "FAILED", "AssertionError: expected 1, got 2"),
+        (cannot, "not run", "needs a larger device"),
+    ],
+)
+def test_what_a_case_returns_or_raises_is_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Any, outcome: str, detail: str
+):
+    result = result_of(Case("one", check), tmp_path, monkeypatch)
+    assert (result["name"], result["outcome"], result["detail"]) == ("one", outcome, detail)
+
+
+@pytest.mark.parametrize(
+    ("needs", "detail"),
+    [
+        ({"num_devices": 99}, f"needs CUDA devices: 99, and there are {torch.cuda.device_count()}"),
+        ({"package": "a_package_that_nobody_wrote"}, "needs the package a_package_that_nobody_wrote, which is not"),
+    ],
+)
+def test_a_case_that_needs_what_is_not_there_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs: dict[str, Any], detail: str
+):
+    result = result_of(replace(Case("one", fails), **needs), tmp_path, monkeypatch)
+    assert result["outcome"] == "not run"
+    assert result["detail"].startswith(detail)
+
+
+def test_the_table_has_a_row_for_each_case_and_the_exit_code_counts_failures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert program.main(["--only", "staging", "nccl-pair", "--directory", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows] == ["case", "staging", "nccl-pair"]
+    assert rows[1][1] == "passed"
+    assert all(len(row) == 5 for row in rows)
+    if torch.cuda.device_count() < 2:
+        assert rows[2][1] == "not run"
+        assert "1 passed, 0 FAILED, 1 not run" in out
+
+
+def test_a_case_that_ends_too_late_has_failed_and_the_end_of_its_log_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(CASES, "staging", replace(CASES["staging"], deadline_s=0.0))
+    assert program.main(["--only", "staging", "--directory", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "| staging | FAILED | 0 s |  | did not end within 0 s |" in out
+    assert "staging failed; the end of" in out
+
+
+def test_missing_packages_are_named_with_the_python_that_lacks_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(program, "_version", lambda package: None if package in ("zstandard", "peft") else "1")
+    assert program.main([]) == 2
+    assert f"{sys.executable} lacks peft, zstandard; install them" in capsys.readouterr().err
+
+
+def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        program.main(["--only", "attentoin"])
+    assert "expected cases of attention, head-gradient" in capsys.readouterr().err
+
+
+def test_staging_that_copies_too_late_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from async_rl.weights import staging
+
+    monkeypatch.setattr(staging, "_fill", lambda *call: None)
+    with pytest.raises(AssertionError, match=r"version 0: layer\.0 was changed later"):
+        check_staging(Machine(torch.device("cpu"), tmp_path))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_passes_on_this_machine(tmp_path: Path, name: str):
+    result = program.run_apart(name, CASES[name].deadline_s, tmp_path / name)
+    if result["outcome"] == "not run":
+        pytest.skip(str(result["detail"]))
+    assert result["outcome"] == "passed", Result(**result)  # pyright: ignore[reportArgumentType]
