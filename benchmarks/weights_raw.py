@@ -84,32 +84,36 @@ def _raw_receiver(pipe: Connection, port: int, size: int) -> None:
 
 
 class BareGloo:
-    """Broadcasts of the product's chunks between two ranks, and nothing else."""
+    """Broadcasts of the product's chunks from this process to others, and nothing else."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, num_peers: int = 1) -> None:
         self._bucket = torch.ones(size, dtype=torch.uint8)
         library = make_library("gloo", _LOOPBACK)
         unique_id = library.unique_id()
-        self._child = Child(_gloo_peer, unique_id, size)
-        self._group = Communicator.connect(library, unique_id, rank=0, size=2, stall_s=DEADLINE_S)
+        self._children = [Child(_gloo_peer, unique_id, size, peer, num_peers) for peer in range(1, num_peers + 1)]
+        self._group = Communicator.connect(library, unique_id, rank=0, size=num_peers + 1, stall_s=DEADLINE_S)
 
     def once(self) -> float:
-        self._child.pipe.send(True)
-        self._child.pipe.recv()
+        for child in self._children:
+            child.pipe.send(True)
+        for child in self._children:
+            child.pipe.recv()
         start = time.perf_counter()
         self._group.broadcast(self._bucket, chunk_bytes=BUCKET_BYTES, deadline=time.monotonic() + DEADLINE_S)
-        self._child.pipe.recv()
+        for child in self._children:
+            child.pipe.recv()
         return time.perf_counter() - start
 
     def close(self) -> None:
         self._group.close()
-        self._child.close()
+        for child in self._children:
+            child.close()
 
 
-def _gloo_peer(pipe: Connection, unique_id: bytes, size: int) -> None:
+def _gloo_peer(pipe: Connection, unique_id: bytes, size: int, rank: int, num_peers: int) -> None:
     torch.set_num_threads(1)
     library, bucket = make_library("gloo", _LOOPBACK), torch.zeros(size, dtype=torch.uint8)
-    group = Communicator.connect(library, unique_id, rank=1, size=2, stall_s=DEADLINE_S)
+    group = Communicator.connect(library, unique_id, rank=rank, size=num_peers + 1, stall_s=DEADLINE_S)
     try:
         while pipe.recv():
             pipe.send("ready")

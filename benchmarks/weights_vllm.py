@@ -1,7 +1,10 @@
-"""The table ``vllm`` of ``benchmarks.weights``: how long a version pauses vLLM, beside a memory copy of its bytes.
+"""The table ``vllm`` of ``benchmarks.weights``: how long a version pauses vLLM, and how fast gloo brings it there.
 
 The pause is what ``VllmBackend.activate`` returns: from the request to stop decoding to the answer that it goes on.
-Sequences run meanwhile.
+Sequences run meanwhile. It is compared with a memory copy of the version's bytes.
+
+A broadcast into idle workers lasts from ``Publisher.publish`` until all workers of the generator have the version and
+have compared its digests. It is compared with a bare broadcast to as many processes.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,13 +25,20 @@ import numpy as np
 import torch
 
 from async_rl.config.loading import parse_config
+from async_rl.queue.messages import Announcement
 from async_rl.records import Lease, Prompt, Sampling
-from benchmarks.weights_raw import MemoryCopy
+from async_rl.weights.engine_ranks import HeldByEngine
+from async_rl.weights.publisher import Publisher
+from async_rl.weights.receiver import Receiver
+from async_rl.weights.staging import Staging
+from benchmarks.weights_raw import BUCKET_BYTES, DEADLINE_S, BareGloo, MemoryCopy, goal
 
 NUM_LAYERS = 4
 HEAD_SIZE = 64
 NUM_SEQUENCES = 8
 NUM_TOKENS = 256
+SMALLEST_GOAL_MB = 100
+GOAL = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,10 @@ def vllm_table(sizes_mb: Sequence[int], num_rounds: int) -> None:
     for size_mb in sizes_mb:
         for after_update in ("keep", "recompute"):
             _print_row(after_update, *_rounds(size_mb, num_rounds, after_update))
+    print(f"\ngloo into idle workers of vLLM\n{'MB':>8s}{'workers':>9s}{'gloo s':>9s}{'bare s':>9s}{'ratio':>8s}")
+    for size_mb in (size for size in sizes_mb if size >= SMALLEST_GOAL_MB):
+        for num_workers in (1, 2):
+            _broadcast_row(size_mb, num_workers, num_rounds)
 
 
 def _print_row(after_update: str, size_bytes: int, rounds: Sequence[_Round]) -> None:
@@ -85,6 +99,45 @@ def _rounds(size_mb: int, num_rounds: int, after_update: str) -> tuple[int, list
                 if version >= 2:  # the first touches memory, too
                     rounds.append(one)
         return size_bytes, rounds
+
+
+def _broadcast_row(size_mb: int, num_workers: int, num_rounds: int) -> None:
+    """Broadcast versions into the workers of an engine that does nothing else, and print the row."""
+    from async_rl.generator.vllm.backend import VllmBackend
+
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        model = _write_model(Path(directory), size_mb)
+        weights = [{name: torch.randn_like(p) * 0.02 for name, p in model.named_parameters()} for _ in range(2)]
+        size_bytes = sum(tensor.nbytes for tensor in weights[0].values())
+        config = _config(directory, "keep", num_workers)
+        backend = stack.enter_context(closing(VllmBackend.from_files(Path(directory), config, device="cpu")))
+        publisher = stack.enter_context(closing(Publisher("127.0.0.1", deadline_s=DEADLINE_S, insecure=False)))
+        assert publisher.wait_for_collective(DEADLINE_S), "the process that broadcasts weights did not start"
+        receiver = stack.enter_context(closing(Receiver("vllm", insecure=False, engine=backend.ranks)))
+        bare = stack.enter_context(closing(BareGloo(size_bytes, num_workers)))
+        staging = Staging(None, BUCKET_BYTES, deadline_s=DEADLINE_S)
+        ours: list[float] = []
+        limit: list[float] = []
+        for version in range(num_rounds + 3):
+            staged = staging.stage("benchmark", version, iter(weights[version % 2].items()))
+            start = time.perf_counter()
+            publisher.publish(staged)
+            if version == 0:
+                receiver.follow(Announcement("benchmark", 0, staged.manifest.digest, publisher.address))
+            while (received := receiver.poll()) is None or received.version != version:
+                assert not receiver.error, receiver.error
+                receiver.wait(1.0)
+            took = time.perf_counter() - start
+            backend.activate(version, received.tensors)
+            receiver.activated(received)
+            assert publisher.wait(version, DEADLINE_S, num_members=1)
+            if version >= 3:  # the first is pulled; then buffers are touched for the first time
+                assert isinstance(received.tensors, HeldByEngine), "expected a broadcast into the workers, got a pull"
+                ours.append(took)
+                limit.append(bare.once())
+    ratio = median(limit) / median(ours)
+    print(f"{size_bytes / 1e6:8.1f}{num_workers:9d}{median(ours):9.4f}{median(limit):9.4f}{ratio:8.2f}", flush=True)
+    goal(f"gloo into {num_workers} idle workers of vLLM over a bare broadcast", ratio, GOAL)
 
 
 def _round(backend: Any, version: int, weights: dict[str, Any], copy: MemoryCopy) -> _Round:
@@ -125,7 +178,7 @@ def _write_model(directory: Path, size_mb: int) -> Any:
     return model
 
 
-def _config(directory: str, after_update: str) -> Any:
+def _config(directory: str, after_update: str, num_workers: int = 1) -> Any:
     raw = {
         "run": {"dir": f"{directory}/run"},
         "model": {"path": directory, "dtype": "float32"},
@@ -135,6 +188,7 @@ def _config(directory: str, after_update: str) -> Any:
             "batch_size": NUM_SEQUENCES,
             "num_threads": 1,
             "kv_after_update": after_update,
+            "tensor_parallel_size": num_workers,
         },
     }
     return parse_config(raw, "the benchmark's config")
