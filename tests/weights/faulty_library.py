@@ -18,6 +18,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from async_rl.weights.collective.gloo import GlooLibrary
@@ -33,7 +34,7 @@ def file_of(directory: Path, name: str) -> Path:
 class FaultyLibrary:
     """Implements ``library.Library``."""
 
-    device = None
+    device = torch.device("cpu")
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._gloo = GlooLibrary(endpoint)
@@ -56,8 +57,8 @@ class FaultyLibrary:
         if not self._goes_wrong("broadcast"):
             self._gloo.broadcast(memory, timeout_s)
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        return self._gloo.allocate(num_bytes)
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return self._gloo.allocate(num_bytes, device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self._gloo.copy(target, source)

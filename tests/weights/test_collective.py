@@ -1,21 +1,55 @@
 import os
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from async_rl.errors import ConfigError, WeightsError
 from async_rl.weights.collective import nccl
-from async_rl.weights.collective.library import SUBSTITUTE, Communicator, Endpoint, make_library
+from async_rl.weights.collective.gloo import GlooLibrary
+from async_rl.weights.collective.library import SUBSTITUTE, Communicator, Endpoint, Library, make_library
 from async_rl.weights.collective.nccl import choose_interface
 
 LOOPBACK = Endpoint("127.0.0.1", "127.0.0.1", "127.0.0.1")
+DEVICE = torch.device("cuda", 0)
 
 
-def two_ranks(stall_s: float) -> list[Communicator]:
+class OnDevice(torch.Tensor):
+    """Host memory that says that it is on a device."""
+
+    device = DEVICE  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+    @staticmethod
+    def empty(size: int) -> torch.Tensor:
+        return torch.full((size,), 255, dtype=torch.uint8).as_subclass(OnDevice)
+
+
+class DeviceLibrary(GlooLibrary):
+    """gloo as a library that broadcasts device memory, whose copies begin in the order of a stream."""
+
+    device = DEVICE
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__(endpoint)
+        self.copied: list[tuple[str, str]] = []
+
+    def broadcast(self, memory: torch.Tensor, timeout_s: float) -> None:
+        assert isinstance(memory, OnDevice)
+        super().broadcast(memory.as_subclass(torch.Tensor), timeout_s)
+
+    def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        return OnDevice.empty(num_bytes) if device == DEVICE else torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.copied.append((source.device.type, target.device.type))
+        super().copy(target, source)
+
+
+def two_ranks(stall_s: float, libraries: Sequence[Library] = ()) -> list[Communicator]:
     """Both ranks in this process: a rank that does not take part looks frozen to the other."""
-    libraries = [make_library("gloo", LOOPBACK) for _ in range(2)]
+    libraries = libraries or [make_library("gloo", LOOPBACK) for _ in range(2)]
     unique_id = libraries[0].unique_id()
     ranks: dict[int, Communicator] = {}
 
@@ -41,6 +75,37 @@ def test_a_broadcast_brings_the_bytes_chunk_by_chunk():
     ranks[0].broadcast(sent, chunk_bytes=7001, deadline=deadline)
     receive.join()
     assert torch.equal(got, sent)
+    for rank in ranks:
+        rank.close()
+
+
+@pytest.mark.parametrize(("library", "is_on_device"), [
+    (DeviceLibrary, True), (DeviceLibrary, False), (GlooLibrary, True), (GlooLibrary, False),
+])  # fmt: skip
+def test_chunks_reach_host_and_device_memory_and_are_read_back_from_where_they_lie(
+    library: type[GlooLibrary], is_on_device: bool
+):
+    libraries = [library(LOOPBACK) for _ in range(2)]
+    ranks = two_ranks(30, libraries)
+    sent = torch.arange(50_000).to(torch.uint8)
+    got = OnDevice.empty(50_000) if is_on_device else torch.zeros(50_000, dtype=torch.uint8)
+    read: list[torch.Tensor] = []
+    deadline = time.monotonic() + 30
+
+    def keep(chunk: torch.Tensor) -> None:
+        assert not isinstance(chunk, OnDevice)
+        read.append(chunk.clone())
+
+    options = {"chunk_bytes": 7001, "deadline": deadline, "on_chunk": keep}
+    receive = threading.Thread(target=ranks[1].broadcast, args=(got,), kwargs=options)
+    receive.start()
+    ranks[0].broadcast(sent, chunk_bytes=7001, deadline=deadline)
+    receive.join()
+    assert torch.equal(got.as_subclass(torch.Tensor), sent)
+    assert torch.equal(torch.cat(read), sent)
+    if isinstance(receiving := libraries[1], DeviceLibrary):
+        # Into host memory, by way of the device; or from the device back to the host, to be read.
+        assert receiving.copied == [("cuda", "cpu")] * 8
     for rank in ranks:
         rank.close()
 

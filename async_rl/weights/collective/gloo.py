@@ -24,7 +24,7 @@ _NUM_THREADS = 2
 class GlooLibrary:
     """Implements ``library.Library``. The unique id is the port of rank 0's rendezvous store."""
 
-    device: torch.device | None = None
+    device = torch.device("cpu")
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -61,10 +61,13 @@ class GlooLibrary:
         options.timeout = timedelta(seconds=timeout_s)
         self._newest = self._process_group.broadcast([memory], options)
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy, after waiting for the broadcasts that have begun: gloo has no stream that would keep the order."""
+        if self._newest is not None:
+            self._newest.wait()
         target.copy_(source)
 
     def event(self) -> Any:

@@ -23,6 +23,7 @@ from async_rl.weights.transport import TRANSPORTS, CollectiveTransport, collecti
 SUBSTITUTE = "ASYNC_RL_COLLECTIVE_LIBRARY"
 """A test's environment variable: ``MODULE:CLASS`` of a class that takes the place of every library."""
 
+HOST = torch.device("cpu")
 _POLL_S = 0.001
 _NUM_CONCURRENT_CHUNKS = 2
 """The ranks agree on one chunk while the other is sent."""
@@ -52,8 +53,8 @@ class Library(Protocol):
     """
 
     @property
-    def device(self) -> torch.device | None:
-        """Where the memory of broadcasts must be. None: host memory."""
+    def device(self) -> torch.device:
+        """Where the memory of broadcasts must be."""
         ...
 
     def unique_id(self) -> bytes:
@@ -76,12 +77,12 @@ class Library(Protocol):
         """Begin to copy rank 0's ``memory``, uint8 [N] on ``device``, into the ``memory`` of every other rank."""
         ...
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Return memory for broadcasts, uint8 [``num_bytes``] on ``device``."""
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Return memory for ``copy`` on a device or the host, uint8 [``num_bytes``]."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Begin a copy between host and ``device``, after the broadcasts and copies that have begun so far."""
+        """Begin a copy between host and device, after the broadcasts and copies that have begun so far."""
         ...
 
     def event(self) -> Any:
@@ -128,7 +129,7 @@ class Communicator:
         self._library = library
         self._rank = rank
         self._stall_s = stall_s
-        self._bounce: dict[int, Tensor] = {}
+        self._scratch: dict[tuple[torch.device, int], Tensor] = {}
 
     @classmethod
     def connect(cls, library: Library, unique_id: bytes, *, rank: int, size: int, stall_s: float) -> Communicator:
@@ -162,10 +163,11 @@ class Communicator:
         """Copy rank 0's ``bucket`` into that of every other rank.
 
         Args:
-            bucket: uint8 [N], in host memory or on the library's device.
+            bucket: uint8 [N], on the host or on a device. If that is not the library's, chunks are copied.
             chunk_bytes: largest number of bytes to send at once.
             deadline: when the broadcast must have ended, on the monotonic clock.
-            on_chunk: called with each chunk after it has arrived, in their order. The next chunk travels meanwhile.
+            on_chunk: called with the bytes of each chunk on the host after it has arrived, in their order. The next
+                chunk travels meanwhile. Chunks on a device are read back for it.
 
         Raises:
             WeightsError: a peer died or stalled, or the deadline passed. The communicator can't be used again.
@@ -177,7 +179,8 @@ class Communicator:
                     self._finish(*in_flight.popleft(), on_chunk)
                 chunk = bucket[start : start + chunk_bytes]
                 until = min(deadline, time.monotonic() + self._stall_s)
-                in_flight.append((self._begin(chunk, number, until), until, chunk))
+                event, on_host = self._begin(chunk, number, until, is_read=on_chunk is not None)
+                in_flight.append((event, until, on_host))
             while in_flight:
                 self._finish(*in_flight.popleft(), on_chunk)
         except RuntimeError as error:
@@ -189,26 +192,32 @@ class Communicator:
         """Close all connections, so that ranks that wait for this rank fail at once."""
         self._library.abort()
 
-    def _begin(self, chunk: Tensor, number: int, until: float) -> Any:
+    def _begin(self, chunk: Tensor, number: int, until: float, *, is_read: bool) -> tuple[Any, Tensor]:
+        """Begin the broadcast of a chunk. Return its event, and the chunk, on the host if ``is_read``."""
         library = self._library
         timeout_s = until - time.monotonic()
         if timeout_s <= 0:
             raise RuntimeError("it did not end within weights.deadline_s")
-        memory = chunk if chunk.device == (library.device or chunk.device) else self._bounce_for(chunk, number)
+        memory = chunk if chunk.device == library.device else self._scratch_for(chunk, number, library.device)
         if memory is not chunk and self._rank == 0:
             library.copy(memory, chunk)
         library.broadcast(memory, timeout_s)
         _wait(library.state, until)
         if memory is not chunk and self._rank != 0:
             library.copy(chunk, memory)
-        return library.event()
+        if not is_read or chunk.device == HOST:
+            return library.event(), chunk
+        # From where it lies, so that a digest also covers the way to the device.
+        on_host = self._scratch_for(chunk, number, HOST)
+        library.copy(on_host, chunk)
+        return library.event(), on_host
 
-    def _bounce_for(self, chunk: Tensor, number: int) -> Tensor:
-        """Return device memory of the chunk's size. Two chunks are in flight, so the one before it is not touched."""
-        index = number % _NUM_CONCURRENT_CHUNKS
-        if index not in self._bounce or self._bounce[index].numel() < chunk.numel():
-            self._bounce[index] = self._library.allocate(chunk.numel())
-        return self._bounce[index][: chunk.numel()]
+    def _scratch_for(self, chunk: Tensor, number: int, device: torch.device) -> Tensor:
+        """Return memory of the chunk's size. Two chunks are in flight, so that of the one before is not touched."""
+        key = device, number % _NUM_CONCURRENT_CHUNKS
+        if key not in self._scratch or self._scratch[key].numel() < chunk.numel():
+            self._scratch[key] = self._library.allocate(chunk.numel(), device)
+        return self._scratch[key][: chunk.numel()]
 
     def _finish(self, event: Any, until: float, chunk: Tensor, on_chunk: Callable[[Tensor], None] | None) -> None:
         def is_done() -> bool:

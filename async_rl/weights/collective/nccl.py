@@ -66,8 +66,8 @@ class NcclLibrary:
         with torch.cuda.device(self.device), _as_runtime_error():
             self._communicator.broadcast(memory, memory, 0, stream=self._stream.cuda_stream)
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
