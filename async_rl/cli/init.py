@@ -244,7 +244,7 @@ def _sizes(num_gpus: int) -> dict[str, dict[str, Any]]:
     generator: dict[str, Any] = {"count": 1, "batch_size": 16 if is_small else 128}
     if num_gpus == 1:
         learner["devices"] = generator["devices"] = [0]
-        generator["memory_fraction"] = 0.4
+        generator |= {"memory_fraction": 0.4, "double_buffer": False}
     elif num_gpus > 1:
         num_ranks = num_gpus // 2
         learner |= {"nproc": num_ranks, "devices": list(range(num_ranks))}

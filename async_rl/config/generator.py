@@ -220,7 +220,17 @@ class GeneratorConfig(Section):
         "generator.batch_size.",
     )
     memory_fraction: float = Field(
-        default=0.8, gt=0, le=1, description="Share of the device's memory that vLLM may use."
+        default=0.8,
+        gt=0,
+        le=1,
+        description="Share of the device's memory that vLLM may use; the rest is for whatever else runs there, the "
+        "generator's own process included (about 0.5 GB).",
+    )
+    double_buffer: bool = Field(
+        default=True,
+        description="Whether vLLM on one GPU receives broadcasts in the GPU's memory while it decodes, which takes the "
+        "memory of one more version from its cache. If false, or with tensor_parallel_size above 1, it copies versions "
+        "from host memory, in the pause.",
     )
     kv_after_update: Literal["keep", "recompute"] = Field(
         default="keep",

@@ -198,15 +198,18 @@ class RankThread:
         order_path: see ``EngineRanks.order_paths``.
         report_path: see ``EngineRanks.report_path``.
         device: the worker's CUDA device. None if it has none.
+        memory: where versions are received, as in ``ReceiveBuffer``. None: host memory is allocated.
     """
 
-    def __init__(self, worker: int, *, order_path: str, report_path: str, device: str | None) -> None:
+    def __init__(
+        self, worker: int, *, order_path: str, report_path: str, device: str | None, memory: Tensor | None = None
+    ) -> None:
         from async_rl.weights.collective.receiver import CollectiveReceiver
 
         self._worker = worker
         self._report_fd = os.open(report_path, os.O_WRONLY)
         self._receiver = CollectiveReceiver(device)
-        self._buffer = ReceiveBuffer([])
+        self._buffer = ReceiveBuffer([], memory=memory)
         self._holds = 0
         threading.Thread(target=self._serve, args=(order_path,), name="receive-weights", daemon=True).start()
 

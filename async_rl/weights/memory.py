@@ -67,7 +67,8 @@ def host_bucket(memory: SharedBuckets, size: int) -> Tensor:
 def pin(bucket: Tensor) -> None:
     """Lock the memory of ``bucket``, uint8 [N], so that a CUDA device copies from and to it without a detour.
 
-    Exactly these bytes are locked; torch's own pinned memory is rounded up to a power of two.
+    Call ``unpin`` before the memory is given up, unless the process ends. Exactly these bytes are locked; torch's own
+    pinned memory is rounded up to a power of two.
 
     Raises:
         WeightsError: CUDA refuses.
@@ -81,3 +82,12 @@ def pin(bucket: Tensor) -> None:
             f"can't pin {bucket.numel()} bytes of host memory for weights (CUDA error {int(status)}); raise the limit "
             f"on locked memory (ulimit -l)"
         )
+
+
+def unpin(bucket: Tensor) -> None:
+    """Unlock what ``pin`` locked. Without CUDA nothing was locked."""
+    import torch
+
+    if torch.cuda.is_available():
+        cudart: Any = torch.cuda.cudart()
+        cudart.cudaHostUnregister(bucket.data_ptr())

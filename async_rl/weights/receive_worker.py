@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from async_rl.errors import CorruptWeightsError, WeightsError
 from async_rl.net.wire import SAME_VERSION
 from async_rl.weights import control
-from async_rl.weights.manifest import Manifest, TensorSpec
+from async_rl.weights.manifest import ALIGNMENT, Manifest, TensorSpec
 from async_rl.weights.transport import TRANSPORTS, CollectiveTransport, ReceiveOrder, TransportReceiver
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class ReceiveBuffer:
         tensors: tensors by name, as views into ``buckets``. Versions with the same layout share the views.
         in_engine: this buffer stands for memory of the engine's workers. There are no ``buckets`` here, and ``tensors``
             is a ``HeldByEngine``.
+        memory: the bytes from which the buckets are cut if they fit in, uint8 [N] on any device. If they don't, they
+            are allocated on that device.
     """
 
     buckets: list[Tensor]
@@ -79,21 +81,32 @@ class ReceiveBuffer:
     specs: tuple[TensorSpec, ...] | None = None
     tensors: Mapping[str, Any] = field(default_factory=dict)
     in_engine: bool = False
+    memory: Tensor | None = None
 
     def fit(self, manifest: Manifest, *, pinned: bool = False) -> bool:
         """Make buckets and views fit the layout of ``manifest``. Return whether the bytes that were there are gone."""
         fits = [bucket.numel() for bucket in self.buckets] == list(manifest.bucket_sizes)
         if not fits:
-            import torch
-
             self.buckets.clear()
-            self.buckets += [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in manifest.bucket_sizes]
+            self.buckets += _allocate(manifest.bucket_sizes, self.memory, pinned=pinned)
             self.digests[:] = [""] * len(manifest.bucket_sizes)
             self.specs = None
         if self.specs != manifest.tensors:
             self.tensors = tensor_views(manifest, self.buckets)
             self.specs = manifest.tensors
         return not fits
+
+
+def _allocate(sizes: Sequence[int], memory: Tensor | None, *, pinned: bool) -> list[Tensor]:
+    """Return buckets of these sizes in bytes, uint8 [N] each. ``memory`` as in ``ReceiveBuffer``."""
+    import torch
+
+    padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    if memory is not None and sum(padded) <= memory.numel():
+        pieces = memory[: sum(padded)].split(padded)
+        return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
+    device = None if memory is None else memory.device
+    return [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned) for size in sizes]
 
 
 class ReceiveBuffers:

@@ -25,9 +25,10 @@ from async_rl.generator.vllm.adapter import (
     sampling_parameters,
     seeds,
     token_versions,
+    workers_receive,
 )
 from async_rl.generator.vllm.engine import KvCacheCapacity
-from async_rl.generator.vllm.shared_staging import SharedStaging, map_tensors
+from async_rl.generator.vllm.shared_staging import SharedStaging, map_memory
 from async_rl.launch import preflight
 from async_rl.records import Sampling
 from async_rl.sampling_mask import contains
@@ -90,6 +91,22 @@ def test_auto_is_vllm_only_with_cuda_and_vllm(monkeypatch, backend, is_installed
     monkeypatch.setattr(backend_module, "find_spec", lambda name: object() if is_installed else None)
     monkeypatch.setattr(backend_module, "cuda_device", lambda config: device)
     assert backend_module.resolve_backend(config(backend=backend)) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "expected"),
+    [
+        ("cpu", {"generator": {"tensor_parallel_size": 2}, "weights": {"transport": "tcp"}}, True),
+        ("cuda:0", {}, True),
+        ("cuda:0", {"generator": {"double_buffer": False}}, False),
+        ("cuda:0", {"generator": {"tensor_parallel_size": 2}}, False),
+        ("cuda:0", {"weights": {"transport": "tcp"}}, False),
+        ("cuda:0", {"weights": {"port": 5556}}, False),
+    ],
+)
+def test_workers_on_a_gpu_receive_if_each_has_memory_and_a_gpu_for_itself(device, settings, expected):
+    raw = {"run": {"dir": "run"}, "model": {"path": "model"}, **settings}
+    assert workers_receive(parse_config(raw, "test"), device=device) == expected
 
 
 def test_another_vllm_than_the_supported_one_is_refused(monkeypatch):
@@ -216,8 +233,8 @@ def test_another_process_sees_every_version_that_is_written_and_the_memory_has_n
     staging = SharedStaging()
     staging.write(WEIGHTS)
     program = (
-        "import sys; from async_rl.generator.vllm.shared_staging import map_tensors\n"
-        f"views = map_tensors({staging.path!r}, {staging.size_bytes}, {staging.rows!r})\n"
+        "import sys; from async_rl.generator.vllm.shared_staging import map_memory, tensors_in\n"
+        f"views = tensors_in(map_memory({staging.path!r}, {staging.size_bytes}), {staging.rows!r})\n"
         "for _ in sys.stdin: print([v.tolist() for v in views.values()], flush=True)\n"
     )
     with subprocess.Popen(
@@ -232,7 +249,7 @@ def test_another_process_sees_every_version_that_is_written_and_the_memory_has_n
         reader.stdin.close()
     staging.close()
     with pytest.raises(RuntimeError):
-        map_tensors(staging.path, staging.size_bytes, staging.rows)
+        map_memory(staging.path, staging.size_bytes)
 
 
 def test_tensors_of_another_layout_are_refused_by_name():

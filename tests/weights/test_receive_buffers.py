@@ -114,3 +114,23 @@ def test_versions_of_another_lineage_are_not_given():
     assert buffers.holds(manifest_of(1))
     assert not buffers.holds(manifest_of(1, "m"))
     assert not buffers.holds(manifest_of(2))
+
+
+def test_buckets_are_cut_from_the_given_memory_if_they_fit_in():
+    memory = torch.zeros(256, dtype=torch.uint8)
+    buffer = ReceiveBuffer([], memory=memory)
+    assert buffer.fit(manifest_of(1))
+    fill(buffer, 7)
+    assert [bucket.numel() for bucket in buffer.buckets] == list(LAYOUT.bucket_sizes)
+    assert all(bucket.data_ptr() % 64 == memory.data_ptr() % 64 for bucket in buffer.buckets)
+    assert int((memory == 7).sum()) == LAYOUT.size_bytes
+    assert not buffer.fit(manifest_of(2))
+
+
+def test_buckets_that_do_not_fit_into_the_given_memory_are_allocated():
+    memory = torch.zeros(LAYOUT.size_bytes - 1, dtype=torch.uint8)
+    buffer = ReceiveBuffer([], memory=memory)
+    buffer.fit(manifest_of(1))
+    fill(buffer, 7)
+    assert [bucket.numel() for bucket in buffer.buckets] == list(LAYOUT.bucket_sizes)
+    assert not memory.any()

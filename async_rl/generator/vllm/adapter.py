@@ -20,7 +20,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS, missing_package
 from async_rl.errors import EngineError, ModelError
 from async_rl.generator.backend import rollout_keys
-from async_rl.generator.vllm.plugin import OWNED, TRANSFER_NAME
+from async_rl.generator.vllm.plugin import DOUBLE_BUFFER, OWNED, TRANSFER_NAME
 from async_rl.records import NO_VERSION, Lease, Sampling
 from async_rl.sampling_mask import SamplingMask, pack_ids
 
@@ -73,6 +73,18 @@ def prepare_environment(num_threads: int | None) -> None:
         os.environ["VLLM_PLUGINS"] = f"{chosen},{TRANSFER_NAME}" if chosen else TRANSFER_NAME
 
 
+def workers_receive(config: Config, *, device: str) -> bool:
+    """Return whether the engine's workers take part in broadcasts of weights. If not, the generator's process does.
+
+    On a GPU they do so while the engine decodes, so they need memory for a second version there. If there are several,
+    two communicators of NCCL would wait for the same devices, in an order that may differ from worker to worker.
+    """
+    if device == "cpu":
+        return True
+    has_broadcasts = config.weights.transport != "tcp" and config.weights.port is None
+    return has_broadcasts and config.generator.double_buffer and config.generator.tensor_parallel_size == 1
+
+
 def engine_arguments(directory: Path, config: Config, *, device: str, max_length: int) -> dict[str, Any]:
     """Return the keyword arguments of vLLM's ``AsyncEngineArgs`` for this run."""
     engine, vllm = config.generator, config.experimental.vllm
@@ -102,6 +114,7 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
         # the engine would fail.
         **({"enable_chunked_prefill": False} if is_cpu else {}),
         "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_NAME),
+        "additional_config": {DOUBLE_BUFFER: workers_receive(config, device=device)},
         "worker_extension_cls": "async_rl.generator.vllm.weights.WorkerCalls",
         "disable_log_stats": True,
         "seed": 0,

@@ -35,6 +35,7 @@ from async_rl.generator.vllm.adapter import (
     scoring_parameters,
     seeds,
     token_versions,
+    workers_receive,
 )
 from async_rl.generator.vllm.engine import KvCacheCapacity, Piece, VllmEngine
 from async_rl.generator.vllm.shared_staging import SharedStaging
@@ -379,11 +380,8 @@ class VllmBackend:
 
 
 def _engine_ranks(engine: VllmEngine, config: Config, device: str) -> EngineRanks | None:
-    """Let the engine's workers take part in collectives. Return them as ranks.
-
-    None on a GPU, where receiving into device memory is not written yet: a GPU's generator receives on the host.
-    """
-    if device != "cpu":
+    """Let the engine's workers take part in collectives, and return them as ranks. None: this process does."""
+    if not workers_receive(config, device=device):
         engine.set_up_transfer([], "")
         return None
     ranks = EngineRanks(config.generator.tensor_parallel_size)

@@ -13,6 +13,8 @@ import signal
 import threading
 
 TRANSFER_NAME = "async_rl"
+DOUBLE_BUFFER = "async_rl_double_buffer"
+"""The key of vLLM's ``additional_config`` that says whether each worker has memory for a second version."""
 OWNED = "ASYNC_RL_VLLM_ENGINE"
 """An environment variable of the engines that generators start. Any other vLLM stays unchanged."""
 

@@ -73,7 +73,7 @@ class SharedStaging:
                 f"--shm-size)"
             ) from error
         self.rows, self.size_bytes = rows, max(1, end)
-        self._views = map_tensors(self.path, self.size_bytes, self.rows)
+        self._views = tensors_in(map_memory(self.path, self.size_bytes), self.rows)
 
     def close(self) -> None:
         """Give the memory up. Processes that have mapped it keep it until they end."""
@@ -83,14 +83,17 @@ class SharedStaging:
             self._fd = -1
 
 
-def map_tensors(path: str, size_bytes: int, rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Return tensors by name that are views into the shared memory at ``path``.
-
-    Later writes to the memory change them.
-    """
+def map_memory(path: str, size_bytes: int) -> Tensor:
+    """Return the shared memory at ``path``, uint8 [``size_bytes``]."""
     import torch
 
-    memory = torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
+    return torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
+
+
+def tensors_in(memory: Tensor, rows: Sequence[Row]) -> dict[str, Tensor]:
+    """Return tensors by name that are views into ``memory``. Later writes to the memory change them."""
+    import torch
+
     views: dict[str, Tensor] = {}
     for name, dtype_name, shape, offset in rows:
         dtype: torch.dtype = getattr(torch, dtype_name)

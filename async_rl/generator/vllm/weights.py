@@ -1,8 +1,8 @@
 """Our weight transfer inside vLLM's worker processes: from a verified version into the model.
 
 vLLM builds ``VersionTransfer``, by the name that ``plugin`` registers. The bytes are there and verified before the
-engine is paused: in the worker's own memory, if it received them by a collective, else in memory that it shares with
-the generator. In the pause vLLM's own update loads them. The names are those of vLLM 0.32.
+engine is paused: in the worker's own memory (on its device), if it received them by a collective, else in host memory
+that it shares with the generator. In the pause vLLM's own update loads them. The names are those of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportM
     initialize_layerwise_reload,
 )
 
-from async_rl.generator.vllm.shared_staging import map_tensors
+from async_rl.generator.vllm.plugin import DOUBLE_BUFFER
+from async_rl.generator.vllm.shared_staging import map_memory, tensors_in
 from async_rl.weights.engine_ranks import RankThread
-from async_rl.weights.manifest import digest_bytes
+from async_rl.weights.manifest import ALIGNMENT, digest_bytes
+from async_rl.weights.memory import pin, unpin
+
+_SLACK_BYTES = 8 * ALIGNMENT
+"""For each parameter: a version has more and smaller tensors, which begin at multiples of ``ALIGNMENT``."""
 
 
 class WorkerCalls:
@@ -92,27 +97,43 @@ class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
         super().__init__(*args, **kwargs)
         # It warns of every layer without weights of its own, at every version; we look for missing ones ourselves.
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-        self._mapped: dict[str, dict[str, torch.Tensor]] = {}
+        self._mapped: dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]] = {}
         self._ranks: RankThread | None = None
+        # vLLM measures what is left for its cache only after this.
+        has_memory = self.vllm_config.additional_config.get(DOUBLE_BUFFER)
+        self._memory = self._memory_for_a_version() if has_memory else None
         self._parameters = {name for name, _ in self.model.named_parameters()}
         every_name = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         tied = [name.rpartition(".")[0] for name in every_name if name not in self._parameters]
         self._tied_layers = [self.model.get_submodule(name) for name in tied]
 
+    def _memory_for_a_version(self) -> torch.Tensor:
+        """Return memory for a whole version, which all workers together hold once, uint8 [N]."""
+        parameters = [parameter for _, parameter in self.model.named_parameters()]
+        size = sum(parameter.nbytes for parameter in parameters) * self.vllm_config.parallel_config.tensor_parallel_size
+        return torch.empty(size + _SLACK_BYTES * len(parameters), dtype=torch.uint8, device=self.device)
+
     def init_transfer_engine(self, init_info: RanksInit) -> None:
         if init_info.order_paths:
             worker = self.vllm_config.parallel_config.rank
-            device = str(self.device) if self.device.type == "cuda" else None
             self._ranks = RankThread(
-                worker, order_path=init_info.order_paths[worker], report_path=init_info.report_path, device=device
+                worker,
+                order_path=init_info.order_paths[worker],
+                report_path=init_info.report_path,
+                device=str(self.device) if self._is_on_gpu else None,
+                memory=self._memory,
             )
+
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type == "cuda":
+        if self._is_on_gpu:
             # The memory is overwritten as soon as we return, so the copies must be over.
             torch.cuda.synchronize(self.device)
 
@@ -129,8 +150,11 @@ class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
             assert self._ranks is not None, "a version that nobody received"
             return self._ranks.tensors(source.received)
         if source.path not in self._mapped:
-            self._mapped[source.path] = map_tensors(source.path, source.size_bytes, source.rows)
-        return self._mapped[source.path]
+            memory = map_memory(source.path, source.size_bytes)
+            if self._is_on_gpu:
+                pin(memory)
+            self._mapped[source.path] = memory, tensors_in(memory, source.rows)
+        return self._mapped[source.path][1]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -139,4 +163,7 @@ class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
             layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
+        for memory, _ in self._mapped.values():
+            if self._is_on_gpu:
+                unpin(memory)
         self._mapped.clear()
