@@ -128,7 +128,9 @@ def learner(
     with _role() as is_launched:
         from async_rl.config.loading import load_config
         from async_rl.data.chat import quiet_progress_bars
+        from async_rl.process.child import set_torch_defaults
 
+        set_torch_defaults(is_learner=True)
         resolved = load_config(config, overrides or [])
         if not is_launched and _is_first_rank():
             from async_rl.launch.preflight import check_learner
@@ -190,7 +192,9 @@ def generator(
     refuse_open_connect(connect, insecure=insecure, has_keys=keys is not None)
     with _role():
         from async_rl.config.loading import check_generator_overrides
+        from async_rl.process.child import set_torch_defaults
 
+        set_torch_defaults(is_learner=False)
         check_generator_overrides(overrides or [])
         from async_rl.generator.worker import run_generator
 

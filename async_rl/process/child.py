@@ -73,6 +73,21 @@ def reuse_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
+def set_torch_defaults(*, is_learner: bool) -> None:
+    """Set torch's environment variables that the user has not set. Call it before torch is imported.
+
+    A learner's micro-batches differ in length from step to step. In expandable segments the freed memory of one serves
+    another of any size; otherwise the pieces add up until memory runs out.
+
+    A generator outlives failed connections of collectives. torch would print a C++ stack trace of each, and raise the
+    same error, which we report. A learner needs these traces: there such an error is the end.
+    """
+    if not is_learner:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    elif not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 class ParentWatch:
     """A pipe by which child processes notice that this process has died. Only this process has the pipe's write end.
 

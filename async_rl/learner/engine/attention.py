@@ -44,6 +44,7 @@ _WASTE_SHARE = 4
 _WASTE_TOKENS = 16
 _FLASH_HEAD_DIM_MULTIPLE = 8
 _FLASH_HEAD_DIM_LIMIT = 256
+_QUADRATIC = "; the mask of a sliding window takes memory that is quadratic in the longest sequence"
 _BUG = "this is a bug in async-rl, please report it"
 
 
@@ -219,7 +220,8 @@ def packed_attention_forward(
     if sliding_window is not None and sliding_window >= packed_layout.max_length:
         sliding_window = None
     reason = "of dropout" if dropout else why_padded(query, value)
-    _report(query.device.type, query.dtype, reason)
+    is_quadratic = bool(reason) and sliding_window is not None
+    _report(query.device.type, query.dtype, reason + (_QUADRATIC if is_quadratic else ""))
     if not reason:
         out_THD = _flash(query_THD, key_TKD, value_TKD, packed_layout, scale, sliding_window)
     else:
@@ -237,6 +239,10 @@ def _padded(
     dropout: float,
 ) -> Tensor:
     outputs: list[Tensor] = []
+    heads_per_key = query_THD.shape[1] // key_TKD.shape[1]
+    if query_THD.is_cuda:
+        # With grouped heads CUDA has only one kernel for float32, whose memory is quadratic in the length.
+        key_TKD, value_TKD = _repeat_heads(key_TKD, heads_per_key), _repeat_heads(value_TKD, heads_per_key)
     for bucket in layout.buckets:
         shape = (bucket.num_sequences, bucket.max_length)
         query, key, value = (
@@ -255,6 +261,11 @@ def _padded(
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).index_select(0, layout.restore)
+
+
+def _repeat_heads(heads_TKD: Tensor, times: int) -> Tensor:
+    """Repeat each key or value head, [T, K, D] to [T, K * times, D], so that every query head has its own."""
+    return heads_TKD if times == 1 else heads_TKD.repeat_interleave(times, dim=1)
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
@@ -318,8 +329,8 @@ def _flash(
     if heads_per_key > 1 and "enable_gqa" in _parameters(attend):
         grouped = {"enable_gqa": True}
     elif heads_per_key > 1:
-        # torch 2.11 has no grouped heads here: repeat each key and value head, which takes memory but stays exact.
-        key_TKD, value_TKD = (t.repeat_interleave(heads_per_key, dim=1) for t in (key_TKD, value_TKD))
+        # torch 2.11 has no grouped heads here. Repeated heads take memory, but are exact.
+        key_TKD, value_TKD = _repeat_heads(key_TKD, heads_per_key), _repeat_heads(value_TKD, heads_per_key)
     out = attend(
         query_THD.contiguous(),
         key_TKD.contiguous(),

@@ -404,6 +404,14 @@ def test_the_log_says_once_which_attention_runs_and_why(caplog: pytest.LogCaptur
         "attention on cpu in torch.float32: padded batches of scaled_dot_product_attention, because flash attention "
         "needs CUDA"
     ]
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        packed_attention_forward(
+            nn.Identity(), query, query, query, None, packed_layout=packed_layout(bounds([3])), sliding_window=2
+        )
+    assert caplog.messages[0].endswith(
+        "needs CUDA; the mask of a sliding window takes memory that is quadratic in the longest sequence"
+    )
 
 
 @pytest.mark.gpu
