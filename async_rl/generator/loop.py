@@ -163,7 +163,7 @@ class Worker:
         trouble = self._receiver.error
         if trouble != self._receiver_trouble:
             self._receiver_trouble = trouble
-            logger.log(logging.WARNING if trouble else logging.INFO, "weights: %s", trouble or "the problem is solved")
+            logger.log(logging.WARNING if trouble else logging.INFO, "weights: %s", trouble or "versions arrive again")
         staged = self._receiver.poll()
         if staged is None or self._announced is None or staged.lineage != self._announced.lineage:
             return

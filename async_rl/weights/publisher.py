@@ -24,7 +24,7 @@ from async_rl.net.keys import ServerKeys
 from async_rl.weights import control
 from async_rl.weights.control import MemberSocket, Wake
 from async_rl.weights.manifest import Manifest
-from async_rl.weights.scheduler import SyncScheduler
+from async_rl.weights.scheduler import MAX_FAILURES, PULLED_VERSIONS, SyncScheduler
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.transfer_manager import TransferManager
 from async_rl.weights.transport import (
@@ -400,7 +400,16 @@ class Publisher:
 
     def _mark_failed(self, member_id: bytes, attempt: int, reason: str) -> None:
         self._counts["failures"] += 1
-        self._scheduler.mark_failed(member_id, attempt, reason)
+        self._miss(member_id, attempt, reason)
+
+    def _miss(self, member_id: bytes, attempt: int, reason: str) -> None:
+        """Record that the member has not got the attempt's version. Warn if it takes part in no broadcast for long."""
+        if self._scheduler.mark_failed(member_id, attempt, reason):
+            logger.warning(
+                "generator %s missed %d broadcasts of weights in a row, the last one because: %s. It gets the next %d "
+                'versions by tcp; if this repeats, set weights.transport = "tcp"',
+                self._scheduler.members[member_id].generator[1], MAX_FAILURES, reason, PULLED_VERSIONS,
+            )  # fmt: skip
 
     def _handle_sent(self, delivery: Delivery, elapsed_s: float, error: str, are_told: bool) -> None:
         self._transfer_s += elapsed_s
@@ -415,7 +424,7 @@ class Publisher:
         if not are_told:
             # They don't know of this attempt and will never answer, so they pull.
             for member in delivery.members:
-                self._scheduler.mark_failed(member.member_id, delivery.attempt, error)
+                self._miss(member.member_id, delivery.attempt, error)
 
     def _ping_awaited(self) -> None:
         """Send ``Ping`` to every member that must still answer. If a member's connection is gone, this send fails at

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 MAX_FAILURES = 3
-_PULLED_VERSIONS = 32
+PULLED_VERSIONS = 32
 """Versions that a member pulls after ``MAX_FAILURES`` broken collectives in a row."""
 
 
@@ -256,13 +256,13 @@ class SyncScheduler:
         if member_id not in self._invited | self._unanswered:
             member.offered_at = None
 
-    def mark_failed(self, member_id: bytes, attempt: int, reason: str) -> None:
+    def mark_failed(self, member_id: bytes, attempt: int, reason: str) -> bool:
         """Record that an attempt to send the new version to the member has failed. ``attempt`` names a collective or a
-        pull.
+        pull. Return whether the member has missed so many collectives that it now pulls ``PULLED_VERSIONS``.
         """
         member = self.members.get(member_id)
         if member is None:
-            return
+            return False
         member.last_failure = reason
         if member.pull is not None and member.pull.attempt == attempt:
             member.pull = None
@@ -272,7 +272,8 @@ class SyncScheduler:
         elif attempt == self._attempt:
             self._mark_answered(member_id)
             self._communicator = None
-            self._use_pull(member)
+            return self._use_pull(member)
+        return False
 
     def cancel_pull(self, member_id: bytes) -> None:
         """Withdraw a ``PullAction`` that the publisher could not carry out. The member does not know of the pull."""
@@ -408,16 +409,19 @@ class SyncScheduler:
         self._ready.clear()
         return FinishAction(self._attempt, self._version, self._communicator is not None)
 
-    def _use_pull(self, member: Member) -> None:
+    def _use_pull(self, member: Member) -> bool:
         """Let the member get its version by a pull, because the collective failed for it.
 
-        After ``MAX_FAILURES`` failed collectives in a row, it pulls the next ``_PULLED_VERSIONS`` versions as well.
+        After ``MAX_FAILURES`` failed collectives in a row, it pulls the next ``PULLED_VERSIONS`` versions as well.
+        Return whether this happened now.
         """
         member.pulls = True
         member.num_broken_collectives += 1
-        if member.num_broken_collectives >= MAX_FAILURES:
-            member.num_broken_collectives = 0
-            member.pulls_until = self._num_published + _PULLED_VERSIONS
+        if member.num_broken_collectives < MAX_FAILURES:
+            return False
+        member.num_broken_collectives = 0
+        member.pulls_until = self._num_published + PULLED_VERSIONS
+        return True
 
     def _mark_answered(self, member_id: bytes) -> None:
         self._invited.discard(member_id)

@@ -384,7 +384,7 @@ def test_trouble_with_the_weights_is_told_and_not_fatal(scene, caplog):
     assert scene.queue.troubles[-1] == ""
     assert [r.message for r in caplog.records] == [
         "weights: the learner was not heard of",
-        "weights: the problem is solved",
+        "weights: versions arrive again",
     ]
 
 

@@ -144,7 +144,7 @@ def test_a_member_whose_collectives_break_again_and_again_pulls_for_a_while():
         enter = only(scheduler.advance(0.0), PrepareAction)
         scheduler.mark_ready(A, enter.attempt)
         go = only(scheduler.advance(0.0), StartAction)
-        scheduler.mark_failed(A, go.attempt, "unreachable")
+        assert scheduler.mark_failed(A, go.attempt, "unreachable") == (version == 2)
         scheduler.mark_sent(go.attempt, ok=False)
         finish, pull = scheduler.advance(0.0)
         assert isinstance(finish, FinishAction)

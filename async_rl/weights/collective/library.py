@@ -153,7 +153,7 @@ class Communicator:
             library.abort()
             raise WeightsError(
                 f"rank {rank} of {size} could not connect to the others within {stall_s:.1f} s: {_first_line(error)}; "
-                f"check the network between them"
+                f"check the network between them, and that the name server answers: torch waits for it"
             ) from error
         return cls(library, rank=rank, stall_s=stall_s)
 
