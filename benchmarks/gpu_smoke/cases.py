@@ -21,7 +21,11 @@ _CASES = (
     Case("run-killed", runs.check_killed, deadline_s=240),
     Case("run-vllm", runs.check_vllm, num_devices=1, package="vllm", deadline_s=300),
     Case("run-two-ranks", runs.check_two_ranks),
+    Case("run-torchrun", runs.check_torchrun),
     Case("run-nccl", runs.check_nccl, num_devices=2, package="nccl", deadline_s=240),
+    Case("run-nccl-frozen", runs.check_nccl_frozen, num_devices=3, package="nccl", deadline_s=240),
+    Case("run-vllm-nccl", runs.check_vllm_nccl, num_devices=2, package="vllm", deadline_s=300),
+    Case("run-vllm-tp2", runs.check_vllm_tensor_parallel, num_devices=3, package="vllm", deadline_s=300),
     Case("quickstart", runs.check_quickstart, deadline_s=300),
 )
 

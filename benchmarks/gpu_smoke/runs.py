@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -44,7 +45,7 @@ def options_for(machine: Machine, **changes: Any) -> list[str]:
         "checkpoint.every": 4,
         "eval.every": 0,
     } | {key.replace("__", "."): value for key, value in changes.items()}
-    return [f"{key}={value}" for key, value in settings.items()]
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -97,10 +98,7 @@ def _broadcast_run(machine: Machine, **changes: Any) -> str:
     warm_start()
     num_steps = 20
     process = launch(*options_for(machine, learner__steps=num_steps, **changes))
-    while len(rows_of(machine.directory / "run")) < 5:
-        assert process.poll() is None, f"the run ended with {process.returncode} before its fifth step"
-        time.sleep(0.05)
-    os.kill(_generator_of(process.pid), signal.SIGKILL)
+    os.kill(_after_steps(machine, process, 5), signal.SIGKILL)
     finish(process)
     return f"{judge(machine, num_steps)}; generator killed at step 5; {judge_broadcasts(machine)}"
 
@@ -134,10 +132,72 @@ def check_quickstart(machine: Machine) -> str:
     return f"accuracy {found[0]:.3f} to {found[-1]:.3f} in {took:.0f} s"
 
 
+def check_nccl_frozen(machine: Machine) -> str:
+    """Run with NCCL to two generators, and stop one of them for good after a few versions: the other must go on."""
+    warm_start()
+    num_steps = 20
+    changes = {"learner__devices": [0], "generator__devices": [1, 2], "generator__count": 2, "weights__deadline_s": 20}
+    process = launch(*options_for(machine, learner__steps=num_steps, weights__transport="nccl", **changes))
+    frozen = _after_steps(machine, process, 5)
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        finish(process)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(frozen, signal.SIGKILL)
+    return f"{judge(machine, num_steps)}; one of two generators stopped at step 5"
+
+
 def check_vllm(machine: Machine) -> str:
     """Run with vLLM's engine, compiled and with CUDA graphs, on the learner's device."""
     warm_start()
-    finish(launch(*options_for(machine, generator__backend="vllm", generator__memory_fraction=0.3)))
+    changes = {"generator__backend": "vllm", "generator__memory_fraction": 0.3, "generator__double_buffer": False}
+    finish(launch(*options_for(machine, **changes)))
+    return judge(machine)
+
+
+def check_vllm_nccl(machine: Machine) -> str:
+    """Run with vLLM on a device of its own, whose worker receives 20 versions by NCCL while it decodes."""
+    return _vllm_apart(machine, devices=[1])
+
+
+def check_vllm_tensor_parallel(machine: Machine) -> str:
+    """Run with vLLM over two devices, which gets 20 versions by NCCL through the host."""
+    return _vllm_apart(machine, devices=[1, 2])
+
+
+def _vllm_apart(machine: Machine, *, devices: list[int]) -> str:
+    warm_start()
+    num_steps = 20
+    changes = {
+        "generator__backend": "vllm",
+        "generator__tensor_parallel_size": len(devices),
+        "generator__devices": devices,
+        "learner__devices": [0],
+        "weights__transport": "nccl",
+    }
+    finish(launch(*options_for(machine, learner__steps=num_steps, **changes)))
+    pauses = [row["time/pause_s"] for row in rows_of(machine.directory / "run") if row.get("time/pause_s")]
+    return f"{judge(machine, num_steps)}; {judge_broadcasts(machine)}; longest pause {1000 * max(pauses):.0f} ms"
+
+
+def check_torchrun(machine: Machine) -> str:
+    """Run two learner ranks under torchrun, and a generator that is started by hand."""
+    if machine.has_cuda and torch.cuda.device_count() < 2:
+        raise NotRunError("needs CUDA devices: 2, because NCCL's ranks can't share one")
+    warm_start()
+    settings = [word for option in options_for(machine) for word in ("--set", option)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "async_rl"]
+    learner = subprocess.Popen([*torchrun, "learner", CONFIG, *settings], cwd=ROOT)
+    queue = machine.directory / "run" / "queue.json"
+    while not queue.exists():
+        assert learner.poll() is None, f"the learner ended with {learner.returncode} before the queue server was up"
+        time.sleep(0.05)
+    address = json.loads(queue.read_text())["address"]
+    command = [sys.executable, "-m", "async_rl", "generator", "--connect", address]
+    generator = subprocess.Popen(command, cwd=ROOT)
+    finish(learner)
+    finish(generator)
     return judge(machine)
 
 
@@ -148,6 +208,14 @@ def check_two_ranks(machine: Machine) -> str:
     warm_start()
     finish(launch(*options_for(machine, learner__nproc=2)))
     return judge(machine)
+
+
+def _after_steps(machine: Machine, process: subprocess.Popen[bytes], num_steps: int) -> int:
+    """Wait until the run has made so many steps. Return the process id of a generator."""
+    while len(rows_of(machine.directory / "run")) < num_steps:
+        assert process.poll() is None, f"the run ended with {process.returncode} before step {num_steps}"
+        time.sleep(0.05)
+    return _generator_of(process.pid)
 
 
 def _generator_of(launch_pid: int) -> int:
