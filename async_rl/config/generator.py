@@ -40,6 +40,7 @@ class BackendCapabilities:
         offline: the backend can load the weights in a model's directory, for evaluations without a learner.
         reports_sampling_mask: the backend obeys ``sampling.top_p`` and ``top_k``, and reports which tokens they left.
         recomputes_kv: the backend obeys ``generator.kv_after_update = "recompute"``.
+        splits_model: the backend obeys ``generator.tensor_parallel_size``.
         has_model: the backend samples from the run's model. Without a model its log-probabilities are artificial, so
             the parity check is skipped, and no device is needed.
         min_temperature: the lowest ``sampling.temperature`` that the backend applies exactly.
@@ -54,6 +55,7 @@ class BackendCapabilities:
     offline: bool = False
     reports_sampling_mask: bool = False
     recomputes_kv: bool = False
+    splits_model: bool = False
     has_model: bool = True
     min_temperature: float = 0.0
     package: str = ""
@@ -68,6 +70,7 @@ BACKENDS: Mapping[str, BackendCapabilities] = MappingProxyType(
             scores_tokens=True,
             reports_sampling_mask=True,
             recomputes_kv=True,
+            splits_model=True,
             min_temperature=0.01,  # at lower settings vLLM samples at a higher temperature than requested
             package="vllm",
             package_version="0.32",
@@ -106,7 +109,8 @@ def known_capabilities(name: str) -> BackendCapabilities | None:
     """Return what the backend ``name`` can do. None for a user's backend, which is not imported here.
 
     ``auto`` chooses a backend later, so the result for ``auto`` promises only what every backend that it may choose can
-    do. ``offline`` is the exception: for an evaluation without a learner, ``auto`` chooses only a backend that has it.
+    do. There are two exceptions. ``offline``: for an evaluation without a learner, ``auto`` chooses only a backend that
+    has it. ``splits_model``: whether it has it is known on the generator's machine.
 
     Raises:
         ValueError: no backend has this name.
@@ -121,6 +125,7 @@ def known_capabilities(name: str) -> BackendCapabilities | None:
         offline=any(one.offline for one in candidates),  # it picks among those that are
         reports_sampling_mask=all(one.reports_sampling_mask for one in candidates),
         recomputes_kv=all(one.recomputes_kv for one in candidates),
+        splits_model=any(one.splits_model for one in candidates),  # the generator refuses it if it picks another one
         has_model=all(one.has_model for one in candidates),
     )
 
@@ -172,6 +177,8 @@ def check_capabilities(config: Config, capabilities: BackendCapabilities) -> Non
          capabilities.recomputes_kv, '"keep"'),
         ("sampling.top_p, sampling.top_k", f"{config.sampling.top_p}, {config.sampling.top_k}", masks,
          capabilities.reports_sampling_mask, "1, 0 (off)"),
+        ("generator.tensor_parallel_size", generator.tensor_parallel_size, generator.tensor_parallel_size > 1,
+         capabilities.splits_model, "1"),
     ):  # fmt: skip
         if is_asked and not is_able:
             raise ValueError(

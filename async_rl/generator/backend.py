@@ -242,6 +242,11 @@ def build_backend(
             f"generator.backend: {name} can't load a model's own weights, as an evaluation without a learner needs; "
             f'set generator.backend = "auto"'
         )
+    if is_code_name(name) or not load_pretrained:  # for an evaluation, auto may choose another backend than for the run
+        try:
+            check_capabilities(config, capabilities)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     device = cuda_device(config) if capabilities.has_model else None
     return factory(directory, config, device=device, load_pretrained=load_pretrained)
 
@@ -283,7 +288,7 @@ def cuda_device(config: Config) -> str | None:
 
 
 def _own_class(name: str, config: Config, code_digests: Mapping[str, str] | None) -> Any:
-    """Import the user's own backend class and check that it can do what the config requires.
+    """Import the user's own backend class.
 
     Raises:
         ConfigError: as ``build_backend`` says.
@@ -296,10 +301,6 @@ def _own_class(name: str, config: Config, code_digests: Mapping[str, str] | None
             f"and a classmethod from_files(directory, config, *, device, load_pretrained), got {found!r}; "
             f"correct the class or the name"
         )
-    try:
-        check_capabilities(config, capabilities)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     return found
 
 

@@ -18,7 +18,7 @@ def placed(
 ) -> Placement:
     config = Config.model_validate({
         "run": {"dir": "run"}, "model": {"path": "model"}, "learner": learner,
-        "generator": {"backend": "transformers", **generator},
+        "generator": {"backend": "vllm", **generator},
     })  # fmt: skip
     return place(config, visible, is_limited=is_limited)
 
