@@ -224,8 +224,9 @@ class LossConfig(Section):
     anchor: Literal["behavior", "proximal", "interpolated"] = Field(
         default="behavior",
         description="Policy to which the trained one is compared: the behavior policy, which sampled, or (decoupled "
-        "PPO) a proximal policy. proximal computes it with a forward pass before the first update on a batch; "
-        "interpolated estimates it from the behavior policy, the trained one and the staleness.",
+        "PPO) a proximal policy, the weights before the first update on a batch. proximal computes it with a forward "
+        "pass if learner.updates_per_batch is above 1, else it is the trained policy; interpolated estimates it from "
+        "the behavior policy, the trained one and the staleness.",
     )
     clip_low: float = Field(
         default=0.2, ge=0, le=1, description="Ratios below 1 - loss.clip_low are clipped; 1 clips none of them."
@@ -353,7 +354,7 @@ class LossConfig(Section):
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the policy must compute log-probabilities of the sequences before the first update on them."""
+        """Whether the loss compares with the policy before the first update on a batch."""
         return self.anchor == "proximal"
 
 

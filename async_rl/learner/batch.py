@@ -246,12 +246,12 @@ def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> Pr
     them.
 
     The sequences of all parts are scored at once, because the proximal policy is the one before the *batch's* first
-    update.
+    update. If there is only that update, nothing is scored: the proximal policy is the trained one (``PolicyInputs``).
     """
     needed: list[tuple[str, ScoredBy]] = []
     if loss.needs_reference:
         needed.append(("reference_logprobs", "reference"))
-    if loss.needs_proximal:
+    if loss.needs_proximal and len(prepared.updates) > 1:
         needed.append(("proximal_logprobs", "policy"))
     for name, model in needed if prepared.sequences else ():
         logprobs = engine.score(prepared.sequences, of=model)

@@ -548,6 +548,12 @@ def test_nothing_is_scored_that_the_loss_does_not_use(tmp_path: Path):
     assert {len(s.reference_logprobs) + len(s.proximal_logprobs) for s in run.engine.trained_on} == {0}
 
 
+def test_the_policy_is_not_asked_for_a_batch_of_one_update(tmp_path: Path):
+    run = make_run(tmp_path, loss={"preset": "decoupled_ppo"})
+    run.start()
+    assert run.engine.scored == []
+
+
 def test_the_policy_is_asked_before_the_first_update_of_a_batch_and_the_reference_with_it(tmp_path: Path):
     run = make_run(
         tmp_path,

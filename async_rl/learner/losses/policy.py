@@ -51,7 +51,8 @@ class PolicyInputs:
         num_sequences: S.
         lag: int64 [N], versions between sampling and now, >= 0.
         reference_logprobs: float [N], nats; [0] without a KL in the loss.
-        proximal_logprobs: float [N], nats; [0] without a recomputed proximal policy.
+        proximal_logprobs: float [N], nats. [0] if the loss needs none, or if the proximal policy is the trained one: at
+            the first update on a batch, where both have the same weights.
     """
 
     logprobs: Tensor
@@ -63,6 +64,10 @@ class PolicyInputs:
     lag: Tensor
     reference_logprobs: Tensor
     proximal_logprobs: Tensor
+
+    @property
+    def has_proximal(self) -> bool:
+        return self.proximal_logprobs.numel() > 0
 
 
 class PolicyLoss(NamedTuple):
@@ -94,8 +99,8 @@ def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> P
         max_length: ``sampling.max_new_tokens``, the constant of ``aggregation = "sequence_sum"``.
 
     Raises:
-        ValueError: shapes differ, or the settings need proximal logprobs, reference logprobs or entropies with a
-            gradient, and these are missing.
+        ValueError: shapes differ, or the settings need reference logprobs or entropies with a gradient, and these are
+            missing.
     """
     _check(inputs, loss)
     finite_N = inputs.behavior_logprobs.isfinite()
@@ -149,7 +154,7 @@ def _anchor_logprobs(inputs: PolicyInputs, loss: LossConfig) -> Tensor:
     if loss.anchor == "behavior":
         return inputs.behavior_logprobs
     if loss.anchor == "proximal":
-        return inputs.proximal_logprobs
+        return inputs.proximal_logprobs if inputs.has_proximal else inputs.logprobs.detach()
     return interpolated_proximal(inputs.logprobs, inputs.behavior_logprobs, inputs.lag)
 
 
@@ -186,7 +191,7 @@ def _token_objective(inputs: PolicyInputs, anchor_N: Tensor, kept_N: Tensor, los
 def _check(inputs: PolicyInputs, loss: LossConfig) -> None:
     checked = [inputs.logprobs, inputs.behavior_logprobs, inputs.advantages, inputs.sequence_index, inputs.lag]
     checked.append(inputs.entropies)
-    if loss.needs_proximal:
+    if loss.needs_proximal and inputs.has_proximal:
         checked.append(inputs.proximal_logprobs)
     if loss.is_kl_in_loss:
         checked.append(inputs.reference_logprobs)

@@ -284,10 +284,23 @@ def test_entropies_without_a_gradient_are_refused_where_they_need_one():
     policy_loss(inputs, DAPO, max_length=1)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "decoupled_ppo"])
-def test_missing_reference_or_proximal_logprobs_are_refused(preset: Any):
+def test_missing_reference_logprobs_are_refused():
     with pytest.raises(ValueError, match=r"one shape \[N\]"):
-        policy_loss(of_ratios([1.0], [1.0]), LossConfig(preset=preset), max_length=1)
+        policy_loss(of_ratios([1.0], [1.0]), LossConfig(preset="grpo"), max_length=1)
+
+
+def test_decoupled_ppo_at_the_first_update_of_a_batch_is_truncated_importance_sampling():
+    # pi/mu is 0.5, 1, 8, whose cap is 5; prox is pi, so nothing is clipped: d loss/d logp = -min(pi/mu, 5) A, over 3.
+    ratios, advantages = [0.5, 1.0, 8.0], [1.0, -1.0, 2.0]
+    loss = LossConfig(preset="decoupled_ppo")
+    out, gradient, _ = run(of_ratios(ratios, advantages), loss)
+    assert gradient == near([-0.5, 1.0, -10.0])
+    recomputed = of_ratios(ratios, advantages)
+    recomputed = replace(recomputed, proximal_logprobs=recomputed.logprobs.detach())
+    same, same_gradient, _ = run(recomputed, loss)
+    assert (gradient, out.loss_sum.item()) == (same_gradient, same.loss_sum.item())
+    truncated = LossConfig(preset="reinforce", importance_cap=5.0, aggregation=loss.aggregation)
+    assert gradient == near(run(of_ratios(ratios, advantages), truncated)[1])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
