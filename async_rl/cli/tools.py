@@ -5,6 +5,7 @@ Each subcommand imports large modules only when it runs, so that ``async-rl --he
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -392,7 +393,19 @@ def doctor(
         print_json(findings_json(found))
     else:
         print_table(found)
+        if not exit_code(found):
+            typer.echo(visible(f"next: {_after_doctor(config, connect, overrides or [], keys, insecure=insecure)}"))
     raise typer.Exit(exit_code(found))
+
+
+def _after_doctor(
+    config: Path | None, connect: str | None, overrides: list[str], keys: Path | None, *, insecure: bool
+) -> str:
+    """Return the command that runs what the doctor has checked, with the same options."""
+    words = ["launch", str(config)] if config is not None else ["generator", "--connect", str(connect)]
+    words += [] if keys is None else ["--keys", str(keys)]
+    words += [word for override in overrides for word in ("--set", override)]
+    return shlex.join(["async-rl", *words, *(["--insecure"] if insecure else [])])
 
 
 def _check_node(

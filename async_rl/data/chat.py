@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,24 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
             f"correct the chat template of the model"
         )
     return np.asarray(ids, dtype=np.int32)
+
+
+def count_unknown(
+    tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Sequence[Mapping[str, str]]]
+) -> tuple[int, int]:
+    """Return how many tokens of the rendered ``prompts`` are the unknown token, and how many tokens there are.
+
+    Both are 0 for a tokenizer without an unknown token. Some tokenizers of bytes name their end token as the unknown
+    one; text never becomes that token, so they count as having none.
+
+    Raises:
+        ModelError: a prompt can't be rendered.
+    """
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
+        return 0, 0
+    rendered = [render_prompt(tokenizer, messages) for messages in prompts]
+    return sum(int((ids == unknown).sum()) for ids in rendered), sum(map(len, rendered))
 
 
 def model_directory(path: str | Path, *, weights: bool = False) -> Path:

@@ -32,7 +32,7 @@ from async_rl.generator.backend import Backend, Sampled, build_backend
 from async_rl.generator.parity import answer_probe
 from async_rl.generator.worker import generator_config, scratch_directory, write_files
 from async_rl.launch.environment_trial import NUM_ROWS, try_environment
-from async_rl.launch.preflight import check_code, check_lengths, check_train_is_set
+from async_rl.launch.preflight import check_code, check_lengths, check_train_is_set, unknown_text
 from async_rl.process.user_code import describe_error
 from async_rl.queue.parity import Probe, compare, parity_limit
 from async_rl.records import TEXT_ROLE, Lease, Prompt, Sampling
@@ -104,8 +104,19 @@ def check_model_files(config: Config) -> list[Finding]:
     except ModelError as error:
         fix = "put tokenizer.json, tokenizer_config.json and a chat template next to config.json"
         return [weights, Finding("tokenizer", "FAIL", str(error), fix=fix)]
-    rows = [weights, Finding("tokenizer", "OK", f"{type(tokenizer).__name__}, {len(tokenizer)} tokens")]
-    return [*rows, _template_row(config, tokenizer)]
+    return [weights, _tokenizer_row(config, tokenizer), _template_row(config, tokenizer)]
+
+
+def _tokenizer_row(config: Config, tokenizer: Any) -> Finding:
+    found = f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"
+    try:
+        problem = unknown_text(config, load_train_rows(config).rows)
+    except UserError:  # the findings about the data and the template say it
+        problem = ""
+    if not problem:
+        return Finding("tokenizer", "OK", found)
+    unknown, _, fix = problem.rpartition("; ")
+    return Finding("tokenizer", "WARN", f"{found}; {unknown}", fix=fix)
 
 
 def _template_row(config: Config, tokenizer: Any) -> Finding:

@@ -17,7 +17,14 @@ from pathlib import Path
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model, known_capabilities, missing_package
 from async_rl.config.queue import QueueConfig
-from async_rl.data.chat import check_model, context_length, load_tokenizer, render_prompt, vocabulary_size
+from async_rl.data.chat import (
+    check_model,
+    context_length,
+    count_unknown,
+    load_tokenizer,
+    render_prompt,
+    vocabulary_size,
+)
 from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError
 from async_rl.launch.capacity import check_disk_space, check_memory
@@ -35,6 +42,9 @@ from async_rl.run.reuse import check_run_dir, has_ended
 from async_rl.weights.transport import TRANSPORTS
 
 logger = logging.getLogger(__name__)
+
+NUM_TOKENIZED = 100
+"""Number of prompts in which ``unknown_text`` looks for text that the tokenizer does not know."""
 
 
 def check_launch(config: Config, *, insecure: bool) -> None:
@@ -56,6 +66,8 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_disk_space(config)
     check_memory(config)
     check_lengths(config, rows)
+    if problem := unknown_text(config, rows):
+        logger.warning("%s", problem)
     check_code_reward(config)
     check_fake_vocabulary(config)
     check_own_reward(config, rows)
@@ -197,6 +209,23 @@ def _check_prompts(config: Config, rows: Sequence[Row]) -> None:
     raise ConfigError(
         f"sampling.max_prompt_tokens: none of the {len(rows)} prompts of data.train has at most {limit} tokens (the "
         f'shortest has {shortest}); raise it, shorten data.system_prompt, or set data.on_long_prompt = "truncate"'
+    )
+
+
+def unknown_text(config: Config, rows: Sequence[Row]) -> str:
+    """Return a warning if the tokenizer does not know all text of the first prompts of ``rows``; empty if it does."""
+    prompts = [row.messages for row in rows[:NUM_TOKENIZED] if row.messages]
+    if not prompts or not has_model(config.generator.backend):
+        return ""
+    tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
+    unknown, total = count_unknown(tokenizer, prompts)
+    if not unknown:
+        return ""
+    which = "prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
+    return (
+        f"{unknown:,} of {total:,} tokens of the first {which} are unknown to the tokenizer ({tokenizer.unk_token!r}), "
+        f"so the model can't read that text; use a model whose tokenizer knows the characters of your data, or change "
+        f"the data"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sums
 
 from async_rl.cli.main import main
 from async_rl.config.config import Config
@@ -124,6 +125,17 @@ def test_the_first_prompt_is_shown_as_it_is_rendered(root: Path):
     assert [row.state for row in rows] == ["OK", "OK", "OK"]
     assert "<|user|>" in rows[-1].details
     assert rows[-1].details.endswith("<|assistant|>")
+
+
+def test_text_that_the_tokenizer_does_not_know(root: Path):
+    sums.write_model(root / "digits", seed=0)  # it knows digits, a few signs, and the letters of \\boxed
+    rows = [{"messages": [{"role": "user", "content": text}], "gt_answer": "3"} for text in ("1+2=", "who 12")]
+    (root / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, row, _ = task.check_model_files(make_config(root, "digits", train="letters.jsonl"))
+    assert (row.check, row.state) == ("tokenizer", "WARN")
+    assert "2 of 10 tokens of the first 2 prompts are unknown to the tokenizer ('?')" in row.found  # w and h
+    assert row.fix.startswith("use a model whose tokenizer knows")
+    assert task.check_model_files(make_config(root, "digits"))[1].state == "OK"
 
 
 def test_data_that_is_missing_and_data_that_is_bad(root: Path):
@@ -258,5 +270,7 @@ def test_the_command_exits_1_for_a_red_row_and_2_for_a_bad_config_and_writes_not
     assert [name for name, state in rows.items() if state == "FAIL"] == ["queue.address"]
     assert (rows["gloo, two ranks"], rows["reward"], rows["template"]) == ("OK", "OK", "OK")
     assert not Path(make_config(root).run.dir).exists()
+    code, text = run_command(capsys, str(path), "--no-parity", "--set", "learner.steps=3")
+    assert (code, text.splitlines()[-1]) == (0, f"next: async-rl launch {path} --set learner.steps=3")
     code, _ = run_command(capsys, str(path), "--set", "queue.nonsense=1")
     assert code == 2

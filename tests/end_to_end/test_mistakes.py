@@ -173,6 +173,14 @@ def test_an_unfit_model_is_refused_with_its_file(
     check_refused(capsys, config, message, "--set", f"model.path={model}")
 
 
+def test_launch_names_text_that_the_tokenizer_does_not_know(config: Path, caplog: pytest.LogCaptureFixture):
+    rows = config.parent / FILE_OF_ROWS
+    rows.write_text(json.dumps({**GOOD, "messages": [{"role": "user", "content": "why"}]}) + "\n")
+    with pytest.raises(SystemExit):
+        cli.main(["launch", str(config), "--dry-run", "--set", f"data.train={rows}"])
+    assert "3 of 3 tokens of the first prompt are unknown to the tokenizer ('?')" in caplog.text
+
+
 REWARDS = {
     "raises": ("return item.reward_data['answer']", "KeyError: 'answer' ({path}, line 2, in score: return item."),
     "None": ("pass", "expected a finite number or a RewardOutput, got None"),
