@@ -50,9 +50,16 @@ def score(item):
     """Return the reward of one answer of the model: from 0 to 1, because it counts as the accuracy, too.
 
     item.text is the answer, item.reward_data the row of the data without its prompt. docs/rewards.md has more, also
-    about rewards outside of 0 to 1.
+    about rewards outside of 0 to 1. With reward.soft_overlong = true, long answers lose up to 1 of this reward.
     """
 '''
+_HOW_TO_EVALUATE = """
+# To evaluate rows that are not trained on, before, during and after training:
+# [data.eval]
+# held_out = "held_out.jsonl"
+# [eval]
+# every = 25
+"""
 _COMPARES_ANSWERS = """\
     expected = str(item.reward_data["gt_answer"]).strip()
     return float(expected != "" and expected in item.text)
@@ -176,7 +183,7 @@ def config_text(plan: Plan, reward_file: Path, first_row: Mapping[str, Any]) -> 
         f"# Keys that are not here have their defaults: `async-rl config FILE --explain` shows all of them.\n"
         f"# Model: {plan.model}; {plan.num_gpus or 'no'} GPU{'' if plan.num_gpus == 1 else 's'}.\n\n"
     )
-    return header + commented_toml(values)
+    return header + commented_toml(values) + ("" if plan.evaluation else _HOW_TO_EVALUATE)
 
 
 def _values(plan: Plan, reward_file: Path) -> dict[str, Any]:
@@ -192,8 +199,9 @@ def _values(plan: Plan, reward_file: Path) -> dict[str, Any]:
         "run": {"dir": f"runs/{plan.name}"},
         "model": {"path": plan.model},
         "data": data,
-        "reward": {"type": own},
+        "reward": {"type": own, "soft_overlong": True},
         **_sizes(plan.num_gpus),
+        **({"eval": {"every": 25}} if plan.evaluation else {}),
     }
     # A model on the hub is not fetched for this; ``doctor`` and ``launch`` compare its context with these limits.
     context = context_length(plan.model) if Path(plan.model, "config.json").is_file() else None
@@ -260,7 +268,6 @@ def _sizes(num_gpus: int) -> dict[str, dict[str, Any]]:
         "optimizer": {"lr": 1e-6},
         "generator": generator,
         "checkpoint": {"every": 25},
-        "eval": {"every": 25},
     }
 
 

@@ -116,7 +116,11 @@ class OptimizerConfig(Section):
     """AdamW and its learning rate."""
 
     lr: float = Field(
-        default=1e-6, gt=0, description="Highest learning rate of AdamW, reached at the end of the warm-up."
+        default=1e-6,
+        gt=0,
+        description="Highest learning rate of AdamW, reached at the end of the warm-up. 1e-6 suits models of 0.5 "
+        "billion weights and more; LoRA needs 10 to 100 times as much, and a model of at most a few million weights "
+        "1e-5 to 1e-3.",
     )
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay of AdamW.")
     betas: tuple[float, float] = Field(

@@ -200,8 +200,9 @@ class RewardConfig(Section):
     )
     soft_overlong: bool = Field(
         default=True,
-        description="Whether long answers lose reward: a penalty that grows linearly over the last "
-        "reward.cache_length tokens before sampling.max_new_tokens.",
+        description="Whether long answers lose reward, with your own reward too: a penalty that grows linearly over "
+        "the last reward.cache_length tokens before sampling.max_new_tokens, up to reward.scale. A reward may be "
+        "negative then.",
     )
     overlong: Literal["dapo", "zero_at_limit"] = Field(
         default="dapo",

@@ -114,6 +114,26 @@ def test_without_an_answer_column_the_own_reward_scores_nothing_until_it_is_writ
     assert "reward.py: write its function score" in capsys.readouterr().out
 
 
+def test_config_and_own_reward_say_that_long_answers_lose_reward():
+    init("--model", "m", "--data", "sums.csv", "--reward", "own", "--gpus", "0")
+    assert (
+        "With reward.soft_overlong = true, long answers lose up to 1 of this reward." in Path("reward.py").read_text()
+    )
+    config = Path("run.toml").read_text()
+    assert "Whether long answers lose reward, with your own reward too" in config
+    assert "\nsoft_overlong = true\n" in config
+
+
+def test_without_evaluation_data_the_config_says_how_to_add_some():
+    init("--model", "m", "--data", "sums.csv", "--gpus", "0")
+    text = Path("run.toml").read_text()
+    assert "eval" not in tomllib.loads(text)
+    head, _, commented = text.rpartition("# [data.eval]\n")
+    Path("run.toml").write_text(head + "[data.eval]\n" + commented.replace("# ", ""))
+    config = load_config("run.toml")
+    assert (config.data.eval, config.eval.every) == ({"held_out": "held_out.jsonl"}, 25)
+
+
 @pytest.mark.parametrize("num_bytes", [100, 1000])
 def test_a_full_disk_leaves_no_half_written_pair(num_bytes: int, folder: Path, capsys: pytest.CaptureFixture[str]):
     # 100 bytes cut reward.py. 1000 bytes hold it and cut the config.
