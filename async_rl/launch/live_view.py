@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.errors import AsyncRLError
+from async_rl.launch.hints import Hints
 from async_rl.launch.status import ask_status, awaited_by, generator_troubles
 from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
@@ -101,7 +102,7 @@ class RunProgress:
         if is_step_row(row):
             if self._times and row["step"] <= self._times[-1][0]:
                 self._times.clear()  # rolled back: measure the pace again
-            # Generators report less often than the learner steps: keep their figures until the next ones.
+            # Generators report less often than the learner steps: show their figures until the next ones.
             kept = {key: self.step_row[key] for key in _GENERATOR_KEYS if key in self.step_row}
             self.step_row = kept | row
             self._times.append((row["step"], row["time_s"]))
@@ -157,13 +158,18 @@ def eval_accuracies(row: Row) -> dict[str, float]:
 def eval_lines(row: Row) -> list[str]:
     """Return one line of text with the accuracy for each evaluation set in ``row``, a row of ``metrics.jsonl``.
 
+    ``step`` is the step that requested the evaluation. Training goes on meanwhile, so the line may come after those of
+    later steps, and several versions of the weights may have answered: the line then names the first and the last.
     A line also gives the number of dataset rows without an answer if there are any, because they count as wrong.
     """
     lines: list[str] = []
     for dataset, accuracy in eval_accuracies(row).items():
-        missing, rows = (row.get(f"eval/{dataset}/{key}") for key in ("unanswered", "rows"))
+        missing, rows, first, last = (
+            row.get(f"eval/{dataset}/{key}") for key in ("unanswered", "rows", "version_min", "version_max")
+        )
+        versions = f" (versions {first} to {last})" if first != last else ""
         without = f" ({missing} of {rows} rows without an answer)" if missing else ""
-        lines.append(f"eval {dataset} at step {row['step']}: accuracy {accuracy:.3f}{without}")
+        lines.append(f"eval {dataset} of step {row['step']}{versions}: accuracy {accuracy:.3f}{without}")
     return lines
 
 
@@ -204,7 +210,7 @@ class PlainView:
 
     def __init__(self, console: Console, metrics: Path, num_steps: int) -> None:
         self._console, self._tail = console, StepLogTail(metrics)
-        self._progress = RunProgress(num_steps, self._tail.history)
+        self._progress, self._hints = RunProgress(num_steps, self._tail.history), Hints()
         self._logs = RunDir(metrics.parent).logs
         self._started_at = self._noted_at = time.monotonic()
 
@@ -214,7 +220,9 @@ class PlainView:
             for line in eval_lines(row):
                 self.note(line)
             if is_step_row(row):
-                self.note(step_line(row, self._progress.num_steps, self._progress.eta_s))
+                self.note(step_line(self._progress.step_row, self._progress.num_steps, self._progress.eta_s))
+                for line in self._hints.add(row):
+                    self.note(line)
         now = time.monotonic()
         if processes and not self._progress.is_training and now - self._noted_at >= LINE_EVERY_S:
             doing = "; ".join(f"{name}: {message}" for name, message in newest_messages(self._logs).items())
@@ -240,7 +248,7 @@ class LiveView:
 
     def __init__(self, console: Console, metrics: Path, num_steps: int, keys: ClientKeys | None = None) -> None:
         self._console, self._tail, self._keys = console, StepLogTail(metrics), keys
-        self._progress = RunProgress(num_steps, self._tail.history)
+        self._progress, self._hints = RunProgress(num_steps, self._tail.history), Hints()
         self._logs = RunDir(metrics.parent).logs
         self._poller: StatusPoller | None = None
         self._has_queue_ended = False
@@ -277,7 +285,7 @@ class LiveView:
     def _show_rows(self) -> None:
         for row in self._tail.poll():
             self._progress.add(row)
-            for line in eval_lines(row):
+            for line in [*eval_lines(row), *(self._hints.add(row) if is_step_row(row) else [])]:
                 self.note(line)
 
     def _draw(self, processes: Sequence[ProcessStatus]) -> RenderableType:

@@ -743,9 +743,15 @@ def test_durations_are_short(seconds: float, text: str):
 def test_rows_without_an_answer_are_told_beside_the_accuracy():
     row = {"step": 3, "eval/a/accuracy": 0.5, "eval/a/unanswered": 2, "eval/a/rows": 8, "eval/b/accuracy": 1.0}
     assert eval_lines({**row, "eval/b/unanswered": 0}) == [
-        "eval a at step 3: accuracy 0.500 (2 of 8 rows without an answer)",
-        "eval b at step 3: accuracy 1.000",
+        "eval a of step 3: accuracy 0.500 (2 of 8 rows without an answer)",
+        "eval b of step 3: accuracy 1.000",
     ]
+
+
+def test_an_evaluation_beside_training_names_the_versions_that_answered():
+    row = {"step": 40, "eval/a/accuracy": 0.5, "eval/a/version_min": 40, "eval/a/version_max": 43}
+    assert eval_lines(row) == ["eval a of step 40 (versions 40 to 43): accuracy 0.500"]
+    assert eval_lines({**row, "eval/a/version_max": 40}) == ["eval a of step 40: accuracy 0.500"]
 
 
 def test_the_plain_view_prints_one_line_a_step_and_an_evaluation(tmp_path: Path):
@@ -755,9 +761,48 @@ def test_the_plain_view_prints_one_line_a_step_and_an_evaluation(tmp_path: Path)
     view.refresh([])
     view.close()
     assert console.export_text().splitlines() == [
-        "eval gsm8k at step 0: accuracy 0.500",
+        "eval gsm8k of step 0: accuracy 0.500",
         "step 1/10 | reward 1",
     ]
+
+
+def shown_lines(tmp_path: Path, *rows: dict[str, float]) -> list[str]:
+    """What the plain view prints for these rows."""
+    console = Console(width=60, force_terminal=False, record=True, file=io.StringIO())
+    view = PlainView(console, tmp_path / "metrics.jsonl", 10)
+    append(tmp_path / "metrics.jsonl", *rows)
+    view.close()
+    return console.export_text().splitlines()
+
+
+def test_the_figures_of_the_generators_stay_on_every_line_until_the_next_ones(tmp_path: Path):
+    generators = {"throughput/generated_tokens_per_s": 500.0, "idle/generators": 0.25}
+    lines = shown_lines(tmp_path, a_row(1), a_row(2, **generators), a_row(3))
+    assert ["generated 500 tok/s" in line and "idle generators 25%" in line for line in lines] == [False, True, True]
+
+
+def test_most_answers_cut_at_the_limit_are_told_once_with_what_it_costs(tmp_path: Path):
+    cut = {"length/truncated": 0.75, "reward/overlong": -0.5, "masked/truncated": 6}
+    # Means over the last five steps: 0, 0.375, 0.5, 0.5625.
+    notes = [
+        line for line in shown_lines(tmp_path, a_row(1), *(a_row(n, **cut) for n in range(2, 9))) if "note" in line
+    ]
+    assert notes == [
+        "note: 56% of the answers of the last 4 steps were cut at the token limit. They lower the mean reward by "
+        "0.38 (reward.soft_overlong) and are left out of the loss (loss.mask_truncated). Raise "
+        "sampling.max_new_tokens, or let the prompt ask for shorter answers"
+    ]
+
+
+def test_a_step_that_trained_nothing_says_why_once(tmp_path: Path):
+    empty = {"skip/steps": 1, "masked/truncated": 16}
+    skipped = {"skip/steps": 1, "loss/policy": 0.1, "grad_norm": 1.0}
+    lines = shown_lines(tmp_path, a_row(1, **empty), a_row(2, **empty), a_row(3, **skipped), a_row(4, **skipped))
+    assert [line.partition(" (")[0] for line in lines if line.startswith("note")] == [
+        "note: step 1 trained nothing, because all its answers are left out of the loss",
+        "note: an optimizer step of step 3 was skipped",
+    ]
+    assert "(16 truncated); raise sampling.max_new_tokens" in lines[1]
 
 
 def test_the_live_view_shows_step_members_and_evaluations(tmp_path: Path):

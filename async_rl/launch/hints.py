@@ -1,0 +1,69 @@
+"""Notes of ``launch`` about figures of a step that need an explanation: answers cut short, steps that trained nothing.
+
+The views give every new row of ``metrics.jsonl`` to ``Hints`` and show the notes that it returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from async_rl.run.step_log import Row
+
+_STEPS = 5
+_MIN_STEPS = 3
+_MOST = 0.5
+
+
+class Hints:
+    """Finds what a user should know about the steps of a run. Each note is given once in a launch."""
+
+    def __init__(self) -> None:
+        self._rows: deque[Row] = deque(maxlen=_STEPS)
+        self._given: set[str] = set()
+
+    def add(self, row: Row) -> list[str]:
+        """Take the next row of an optimizer step, and return the notes that are due now."""
+        self._rows.append(row)
+        found = {"truncated": _truncated(list(self._rows)), "masked": _masked(row), "skipped": _skipped(row)}
+        new = {kind: note for kind, note in found.items() if note and kind not in self._given}
+        self._given |= new.keys()
+        return list(new.values())
+
+
+def _truncated(rows: list[Row]) -> str:
+    """Return a note if most answers of ``rows`` were cut at the token limit; else an empty text."""
+    share = sum(row.get("length/truncated") or 0.0 for row in rows) / len(rows)
+    if len(rows) < _MIN_STEPS or share <= _MOST:
+        return ""
+    penalty = -sum(row.get("reward/overlong") or 0.0 for row in rows) / len(rows)
+    costs = [f"lower the mean reward by {penalty:.2f} (reward.soft_overlong)"] if penalty >= 0.005 else []
+    if any(row.get("masked/truncated") for row in rows):
+        costs.append("are left out of the loss (loss.mask_truncated)")
+    effect = f" They {' and '.join(costs)}." if costs else ""
+    return (
+        f"note: {share:.0%} of the answers of the last {len(rows)} steps were cut at the token limit.{effect} Raise "
+        f"sampling.max_new_tokens, or let the prompt ask for shorter answers"
+    )
+
+
+def _masked(row: Row) -> str:
+    """Return a note if the step had nothing to train on; else an empty text."""
+    if not row.get("skip/steps") or "loss/policy" in row:
+        return ""
+    causes = {key.removeprefix("masked/"): count for key, count in row.items() if key.startswith("masked/") and count}
+    listed = ", ".join(f"{count} {cause}" for cause, count in causes.items())
+    remedy = "; raise sampling.max_new_tokens, or set loss.mask_truncated = false" if "truncated" in causes else ""
+    return (
+        f"note: step {row['step']} trained nothing, because all its answers are left out of the loss"
+        f"{f' ({listed})' if listed else ''}{remedy}. The ledger counts such groups as dropped as step_skipped"
+    )
+
+
+def _skipped(row: Row) -> str:
+    """Return a note if an optimizer step was skipped that had tokens to train on; else an empty text."""
+    if not row.get("skip/steps") or "loss/policy" not in row:
+        return ""
+    return (
+        f"note: an optimizer step of step {row['step']} was skipped (gradient, loss.min_ess or loss.max_kl); "
+        f"logs/learner-0.log has the reason and a remedy. The ledger counts its answers as masked as step_skipped"
+    )
