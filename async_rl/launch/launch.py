@@ -12,6 +12,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -20,8 +21,8 @@ from typing import Any
 from rich.console import Console
 
 from async_rl.config.config import Config
-from async_rl.config.loading import machine_overrides
-from async_rl.errors import UserError
+from async_rl.config.loading import changed_keys, load_config, machine_overrides, show_change
+from async_rl.errors import ConfigError, UserError
 from async_rl.launch.capacity import has_gpu
 from async_rl.launch.live_view import LiveView, PlainView, duration, eval_accuracies
 from async_rl.launch.placement import VISIBLE, place, visible_devices
@@ -70,9 +71,10 @@ def launch(
     with Progress(quiet=quiet) as progress:
         progress.show(_CHECKING)
         preflight(config, insecure=insecure)
+    earlier = None if fresh else _earlier_config(run_dir)
     with locked_run_dir(config, role="launch", fresh=fresh, takeover=takeover) as (run_dir, lock):
         shown = Console(markup=False, emoji=False, quiet=quiet)
-        for line in [make_fork()] if make_fork is not None else continuation_lines(run_dir, config):
+        for line in make_fork() if make_fork is not None else continuation_lines(run_dir, config, earlier):
             _print_line(shown, line)
         return _run(config, run_dir, lock, console, insecure=insecure, fresh=fresh, quiet=quiet)
 
@@ -123,8 +125,8 @@ def dry_run(
         _print_line(console, "# launch would start here: data, model and address passed the checks")
 
 
-def _planned_fork(config: Config, source: str, *, fresh: bool) -> Callable[[], str] | None:
-    """Return the function that makes the fork in the prepared run directory, and returns a line that says so.
+def _planned_fork(config: Config, source: str, *, fresh: bool) -> Callable[[], list[str]] | None:
+    """Return the function that makes the fork in the prepared run directory, and returns lines that describe it.
 
     None if the directory already has the fork, which is then resumed.
     """
@@ -134,9 +136,10 @@ def _planned_fork(config: Config, source: str, *, fresh: bool) -> Callable[[], s
     if not must_fork(point, config, fresh=fresh):
         return None
 
-    def make_fork() -> str:
-        fork_run(point, config)
-        return f"forked from {point.checkpoint}: the first step is {point.step + 1}"
+    def make_fork() -> list[str]:
+        changed = {key: values for key, values in fork_run(point, config).items() if key != "run.dir"}
+        line = f"forked from {point.checkpoint}: the first step is {point.step + 1}"
+        return [line, *(f"changed since step {point.step}: {show_change(key, *two)}" for key, two in changed.items())]
 
     return make_fork
 
@@ -176,8 +179,18 @@ def _has_ended_line(run_dir: RunDir) -> str:
     )
 
 
-def continuation_lines(run_dir: RunDir, config: Config) -> list[str]:
-    """Return lines that say from where the run goes on, and which user code has changed; none if it starts anew."""
+def _earlier_config(run_dir: RunDir) -> Config | None:
+    """Return the config with which the run was launched last; None if there is none, or none that can be read."""
+    with suppress(ConfigError):
+        return load_config(run_dir.config) if run_dir.config.exists() else None
+    return None
+
+
+def continuation_lines(run_dir: RunDir, config: Config, earlier: Config | None) -> list[str]:
+    """Return lines that say from where the run goes on, and which config keys and user code have changed.
+
+    Return none if the run starts anew. ``earlier`` is the config of the launch before, None if it is unknown.
+    """
     trained = max((row["step"] for row in read_rows(run_dir.metrics)), default=0)
     checkpoint = run_dir.latest_checkpoint
     if checkpoint is None and not trained:
@@ -189,7 +202,9 @@ def continuation_lines(run_dir: RunDir, config: Config) -> list[str]:
         )
     else:
         line = f"goes on from checkpoint {checkpoint}; the earlier start had made {trained} steps"
-    return [line, *code_changes(run_dir.path, config.code_names)]
+    changed = {} if earlier is None else changed_keys(earlier, config)
+    lines = [f"changed since the last launch: {show_change(key, *values)}" for key, values in changed.items()]
+    return [line, *lines, *code_changes(run_dir.path, config.code_names)]
 
 
 def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, insecure: bool) -> RunCommands:

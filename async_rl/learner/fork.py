@@ -15,6 +15,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -139,8 +140,10 @@ def _read_origin(run_dir: RunDir) -> dict[str, Any] | None:
         ) from error
 
 
-def fork_run(point: ForkPoint, config: Config) -> None:
+def fork_run(point: ForkPoint, config: Config) -> dict[str, tuple[Any, Any]]:
     """Make the checkpoint of ``point`` the newest one of ``run.dir``, which this process has locked and prepared.
+
+    Return ``section.key`` -> (the checkpoint's value, the value of ``config``) for every key that differs.
 
     Raises:
         RunError: the checkpoint is damaged or not of a reinforcement learning run, or the files can't be written.
@@ -153,6 +156,7 @@ def fork_run(point: ForkPoint, config: Config) -> None:
             f"--from: expected a checkpoint of launch or learner, got {point.checkpoint}, which `async-rl sft` wrote; "
             f"set model.path to the model that sft exported, and leave out --from"
         )
+    changed = changed_keys(config_from_toml(str(extra["config"]), "the checkpoint's config"), config)
     try:
         source = {"run_dir": str(point.run_dir.absolute()), "run_id": point.run_id, "step": point.step}
         write_atomically(run_dir.origin, json.dumps(source, indent=1) + "\n")
@@ -162,7 +166,7 @@ def fork_run(point: ForkPoint, config: Config) -> None:
             shutil.rmtree(remains, ignore_errors=True)
         shutil.copytree(point.checkpoint, partial, copy_function=_link_or_copy)
         (partial / "extra.msgpack").unlink()
-        write_extra(partial, _forked_extra(extra, config))
+        write_extra(partial, _forked_extra(extra, config, changed))
         renew_entry(partial, "extra.msgpack")
         partial.rename(target)
         commit_latest(run_dir.path, point.checkpoint.name, "fork", lambda: None)
@@ -171,12 +175,15 @@ def fork_run(point: ForkPoint, config: Config) -> None:
             f"can't copy {point.checkpoint} to {run_dir.checkpoints}: {error}; correct that, and run the same command "
             f"again"
         ) from error
+    return changed
 
 
-def _forked_extra(extra: dict[str, object], config: Config) -> dict[str, object]:
-    """Return ``extra`` of a checkpoint as the fork needs it. It evaluates first, so that its curve has a beginning."""
-    old = config_from_toml(str(extra["config"]), "the checkpoint's config")
-    keeps_place = not any(is_among(key, _PLACE_KEYS) for key in changed_keys(old, config))
+def _forked_extra(extra: dict[str, object], config: Config, changed: Collection[str]) -> dict[str, object]:
+    """Return ``extra`` of a checkpoint as the fork needs it. It evaluates first, so that its curve has a beginning.
+
+    ``changed`` are the config keys that differ from the checkpoint's.
+    """
+    keeps_place = not any(is_among(key, _PLACE_KEYS) for key in changed)
     trainer, queue = extra["trainer"], extra["queue"]
     assert isinstance(trainer, dict)
     assert isinstance(queue, bytes)

@@ -24,7 +24,8 @@ def test_a_run_is_extended_with_another_bound_and_then_forked_from_an_older_step
         start("first", "launch", str(config)).succeed()
         assert steps(run.path) == [1, 2, 3, 4]
         again = ("--set", "learner.steps=8", "--set", "queue.max_staleness=0")
-        start("extended", "launch", str(config), *again).succeed()
+        extended = start("extended", "launch", str(config), *again)
+        extended.succeed()
         options = ("--set", f"run.dir={fork.path}", "--set", "learner.steps=6", "--set", "loss.clip_high=0.3")
         forked = start("forked", "launch", str(config), "--from", f"{run.path}@2", *options)
         forked.succeed()
@@ -33,6 +34,7 @@ def test_a_run_is_extended_with_another_bound_and_then_forked_from_an_older_step
         other = start("other", "launch", str(config), "--from", f"{run.path}@4", *options, "--set", "learner.steps=9")
         assert other.wait() == 2
 
+    assert "changed since the last launch: learner.steps: 4 -> 8\n" in extended.log
     assert steps(run.path) == list(range(1, 9))
     assert run.is_finished
     changed = {"learner.steps": (4, 8), "queue.max_staleness": (run_bound(config), 0)}
@@ -42,6 +44,7 @@ def test_a_run_is_extended_with_another_bound_and_then_forked_from_an_older_step
     check_ledger(run.path)
 
     assert "forked from" in forked.log
+    assert "changed since step 2: loss.clip_high: 0.28 -> 0.3\n" in forked.log
     assert steps(fork.path) == [3, 4, 5, 6]
     assert json.loads(fork.origin.read_text())["step"] == 2
     assert read_changes(fork) == [ConfigChange(2, {"learner.steps": (4, 6), "loss.clip_high": (0.28, 0.3)})]

@@ -938,16 +938,33 @@ def test_a_second_start_says_from_where_it_goes_on_and_what_code_changed(tmp_pat
     run_dir.path.mkdir()
     raw = {"model": {"path": "m"}, "data": {"train": "d.jsonl"}, "reward": {"type": f"{source}:score"}}
     config = parse_config({**raw, "run": {"dir": str(run_dir.path)}}, "test")
-    assert continuation_lines(run_dir, config) == []
+    assert continuation_lines(run_dir, config, None) == []
 
     write_digests(run_dir.path, config.code_names)
     run_dir.metrics.write_text('{"step": 7}\n')
-    (line,) = continuation_lines(run_dir, config)
+    (line,) = continuation_lines(run_dir, config, None)
     assert line.startswith("starts again at step 0: the earlier start made 7 steps and no checkpoint")
 
     source.write_text("def score(*args): return 1.0\n")
     run_dir.checkpoints.mkdir()
     (run_dir.checkpoints / "latest").write_text("step-000005\n")
-    line, change = continuation_lines(run_dir, config)
+    line, change = continuation_lines(run_dir, config, None)
     assert line == "goes on from checkpoint step-000005; the earlier start had made 7 steps"
     assert change.startswith(f"the source of {source}:score has changed since this run started")
+
+
+def test_a_second_launch_names_each_key_that_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(launch_module, "preflight", lambda config, *, insecure: None)
+    monkeypatch.setattr(launch_module, "_run", lambda *arguments, **options: 0)
+    monkeypatch.setenv("COLUMNS", "200")
+    run_dir = prepare_run_dir(a_config(tmp_path / "run", optimizer={"lr": 5e-5}, learner={"steps": 200}))
+    run_dir.checkpoints.mkdir()
+    (run_dir.checkpoints / "latest").write_text("step-000200\n")
+    changed = a_config(tmp_path / "run", optimizer={"lr": 1e-6}, learner={"steps": 400})
+    for expected in (["learner.steps: 200 -> 400", "optimizer.lr: 5e-05 -> 1e-06"], []):
+        launch_module.launch(changed, fresh=False, insecure=False)
+        line, *lines = capsys.readouterr().out.splitlines()
+        assert line.startswith("goes on from checkpoint step-000200")
+        assert lines == [f"changed since the last launch: {change}" for change in expected]
