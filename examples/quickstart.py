@@ -84,25 +84,13 @@ def main() -> None:
     if options.run_dir != "runs/quickstart":
         launch += ["--set", f"run.dir={options.run_dir}"]
     launch += [word for item in options.set for word in ("--set", item)]
-    run("launch", CONFIG, "--fresh", *launch)
+    run("launch", CONFIG, "--fresh", *launch, *(["--no-next"] if options.compare else []))
     if options.compare:
         other = f"{options.run_dir}-on-policy"
-        run("launch", CONFIG, "--fresh", *launch, "--set", f"run.dir={other}", "--set", "queue.max_staleness=0")
+        on_policy = ("--set", f"run.dir={other}", "--set", "queue.max_staleness=0")
+        run("launch", CONFIG, "--fresh", *launch, *on_policy, "--no-next")
         run("compare", options.run_dir, other)
-    print(
-        "next (after: . .venv/bin/activate):",
-        *(f"  async-rl {command}" for command in next_commands(options.run_dir, options.seed)),
-        sep="\n",
-    )
-
-
-def next_commands(run_dir: str, seed: int) -> list[str]:
-    """Three commands to try after the quickstart."""
-    return [
-        f"eval {run_dir}/export --config {CONFIG} --dataset {task_paths(seed)['data.eval.held_out']}",
-        f"launch {run_dir}/config.toml --from {run_dir}@40 --set run.dir={run_dir}-fork --set queue.max_staleness=16",
-        "init my.toml    # the config of a run of your own",
-    ]
+    print("a run of your own (first: . .venv/bin/activate): async-rl init my.toml")
 
 
 if __name__ == "__main__":

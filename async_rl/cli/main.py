@@ -78,6 +78,7 @@ def launch(
     takeover: Takeover = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
     quiet: Quiet = False,
+    no_next: Annotated[bool, typer.Option("--no-next", help="Name no commands to try next at the end.")] = False,
 ) -> None:
     """Run everything that CONFIG describes on this machine: queue server, learner, generators. Show a live view.
 
@@ -102,7 +103,9 @@ def launch(
         return
     if as_json:
         raise ConfigError("--json: expected only with --dry-run; the figures of a run are in its metrics.jsonl")
-    code = launcher.launch(resolved, fresh=fresh, source=source, insecure=insecure, takeover=takeover, quiet=quiet)
+    code = launcher.launch(
+        resolved, fresh=fresh, source=source, insecure=insecure, takeover=takeover, quiet=quiet, name_next=not no_next
+    )
     raise typer.Exit(code)
 
 

@@ -75,7 +75,7 @@ def launch_variant(config: Path, variant: Variant, *, quiet: bool = False) -> in
     if has_ended(check_run_dir(resolved, fresh=False, tunable=("learner.steps",)), resolved):
         return 0
     options = [part for override in variant.overrides for part in ("--set", override)]
-    command = module_command("async_rl", "launch", str(config), *options)
+    command = module_command("async_rl", "launch", str(config), "--no-next", *options)
     process = subprocess.Popen(command, env=package_environment(), stdout=subprocess.DEVNULL if quiet else _STDERR)
     try:
         return process.wait()

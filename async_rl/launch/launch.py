@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ _MARGIN_S = 5.0
 
 def launch(
     config: Config, *, fresh: bool, insecure: bool, takeover: bool = False, quiet: bool = False,
-    source: str | None = None,
+    source: str | None = None, name_next: bool = True,
 ) -> int:  # fmt: skip
     """Start the run of ``config`` and wait until it is finished, has failed or was stopped. Return the exit code.
 
@@ -58,6 +59,7 @@ def launch(
         takeover: take the run directory from another process that uses it.
         quiet: print only the summary at the end, and errors.
         source: ``RUN`` or ``RUN@STEP``, the run from which to fork. None if the run is no fork.
+        name_next: name commands to try next at the end of a finished run.
 
     Raises:
         UserError: the run can't start, for a reason that the user can correct. No process was started.
@@ -76,7 +78,11 @@ def launch(
         shown = Console(markup=False, emoji=False, quiet=quiet)
         for line in make_fork() if make_fork is not None else continuation_lines(run_dir, config, earlier):
             _print_line(shown, line)
-        return _run(config, run_dir, lock, console, insecure=insecure, fresh=fresh, quiet=quiet)
+        code = _run(config, run_dir, lock, console, insecure=insecure, fresh=fresh, quiet=quiet)
+        if run_dir.is_finished and name_next:
+            for line in next_lines(run_dir, config):
+                _print_line(shown, line)
+        return code
 
 
 def dry_run(
@@ -228,7 +234,7 @@ def _run(
         view = LiveView(console, run_dir.metrics, config.learner.steps, client_keys_of(config.queue.keys))
     else:
         view = PlainView(shown, run_dir.metrics, config.learner.steps)
-    curve = CurveUpdater(run_dir, lock, view.note)
+    curve = CurveUpdater(run_dir, lock, view.note, config.learner.steps)
     try:
         # The processes read the copy in the run directory, so an edit of the user's file can't affect a restart.
         commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)
@@ -273,7 +279,25 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
     lines.append(f"run directory: {run_dir.path}")
     if run_dir.curve.exists():
         lines.append(f"curve: {run_dir.curve}")
+    if answers := sorted([*run_dir.eval.glob("*.jsonl")], key=lambda path: path.stat().st_mtime):
+        lines.append(f"answers: {answers[-1]}")
+    if run_dir.export.exists():
+        lines.append(f"model: {run_dir.export}")
     return lines
+
+
+def next_lines(run_dir: RunDir, config: Config) -> list[str]:
+    """Return lines with commands to try after the finished run of ``config``."""
+    trained = max((row["step"] for row in read_rows(run_dir.metrics)), default=0)
+    has_ended_early = trained < config.learner.steps  # the data did
+    more = f"data.epochs={(config.data.epochs or 1) + 1}" if has_ended_early else f"learner.steps={2 * trained}"
+    bound = config.queue.max_staleness
+    file = shlex.quote(str(run_dir.config))
+    return [
+        "next:",
+        f"  async-rl launch {file} --set {more}    # trains on",
+        f"  async-rl sweep {file} --over queue.max_staleness=0,{bound or 4}    # compares staleness bounds",
+    ]
 
 
 def ledger_line(ledger: Mapping[str, Any]) -> str:

@@ -43,8 +43,8 @@ class CurveUpdater:
     """A thread of ``launch`` that draws ``curve.png`` again when ``metrics.jsonl`` has changed.
 
     The first drawing begins ``FIRST_DRAWING_S`` seconds after the start of the thread. No two drawings run at the same
-    time. The first picture is announced. A drawing that fails is reported once, and is tried again after the usual
-    pause.
+    time. The first picture is announced, unless the last step is trained by then. A drawing that fails is reported
+    once, and is tried again after the usual pause.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class CurveUpdater:
         run_dir: RunDir,
         lock: RunLock,
         note: Callable[[str], None],
+        num_steps: int,
         *,
         look_s: float = LOOK_S,
         first_s: float = FIRST_DRAWING_S,
@@ -61,11 +62,14 @@ class CurveUpdater:
         Args:
             lock: the lock of the run directory. Nothing is written after another process has taken the directory over.
             note: shows a line of text to the user. The thread calls it.
+            num_steps: the number of steps of the whole run.
             look_s: seconds between two looks at ``metrics.jsonl``.
             first_s: seconds before the first drawing.
         """
         self._run_dir, self._lock, self._note, self._look_s = run_dir, lock, note, look_s
+        self._num_steps = num_steps
         self._drawn: tuple[int, int] | None = None
+        self._is_announced = False
         self._draw_at = time.monotonic() + first_s
         self._reported = False
         self._stop = threading.Event()
@@ -90,13 +94,18 @@ class CurveUpdater:
             started = time.monotonic()
             if found == self._drawn or started < self._draw_at or not self._lock.is_current:
                 continue
-            is_first = self._drawn is None
             self._drawn = found
             self.draw()
             ended = time.monotonic()
-            if is_first and not self._reported:
-                self._note(f"curve: {self._run_dir.curve}, drawn again while the run goes")
             self._draw_at = ended + pause_after(ended - started)
+            if not self._is_announced and not self._reported and self._is_training():
+                self._note(f"curve: {self._run_dir.curve}, drawn again while the run goes")
+                self._is_announced = True
+
+    def _is_training(self) -> bool:
+        """Return whether the run has metrics, so that there is a picture, and has further steps to train."""
+        rows = read_rows(self._run_dir.metrics)
+        return bool(rows) and max(row["step"] for row in rows) < self._num_steps
 
 
 def pause_after(drawing_s: float) -> float:

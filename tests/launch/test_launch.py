@@ -22,7 +22,15 @@ from async_rl.config.loading import parse_config
 from async_rl.config.queue import QueueConfig
 from async_rl.errors import AddressError, ConfigError, QueueError, RunError
 from async_rl.launch import launch as launch_module
-from async_rl.launch.launch import RunCommands, continuation_lines, describe_commands, explain, ledger_line, summary
+from async_rl.launch.launch import (
+    RunCommands,
+    continuation_lines,
+    describe_commands,
+    explain,
+    ledger_line,
+    next_lines,
+    summary,
+)
 from async_rl.launch.live_view import (
     LiveView,
     PlainView,
@@ -924,6 +932,24 @@ def test_the_summary_tells_accuracies_before_and_after_and_the_ledger(tmp_path: 
     append(run_dir.metrics, {"step": 2, "eval/gsm8k/accuracy": 0.5})
     assert f"all evaluations: async-rl eval --compare {tmp_path}" in summary(run_dir, 3.0)
     assert "groups: issued 9 = trained 6 + filtered 2 + dropped as stale 1" in lines
+
+
+def test_the_end_of_a_run_names_its_files_and_what_to_do_next(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    append(run_dir.metrics, a_row(8))
+    run_dir.eval.mkdir()
+    (run_dir.eval / "gsm8k-step-000008.jsonl").touch()
+    run_dir.export.mkdir()
+    shown = summary(run_dir, 3.0)
+    assert shown[-2:] == [f"answers: {run_dir.eval}/gsm8k-step-000008.jsonl", f"model: {run_dir.export}"]
+    commands = [line.split("    #")[0] for line in next_lines(run_dir, a_config(tmp_path, learner={"steps": 8}))]
+    assert commands == [
+        "next:",
+        f"  async-rl launch {tmp_path}/config.toml --set learner.steps=16",
+        f"  async-rl sweep {tmp_path}/config.toml --over queue.max_staleness=0,4",
+    ]
+    data_ended = a_config(tmp_path, learner={"steps": 9}, data={"train": "d", "epochs": 2})
+    assert "--set data.epochs=3 " in next_lines(run_dir, data_ended)[1]
 
 
 def test_the_ledger_of_nothing_is_a_line_too():

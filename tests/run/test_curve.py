@@ -91,7 +91,7 @@ def poll(condition: Callable[[], object], what: str) -> None:
 
 def test_the_curve_is_drawn_again_when_the_metrics_grow(tmp_path: Path, lock: RunLock, without_pauses: None):
     notes: list[str] = []
-    updater = CurveUpdater(RunDir(tmp_path), lock, notes.append, look_s=0.01, first_s=0.0)
+    updater = CurveUpdater(RunDir(tmp_path), lock, notes.append, 99, look_s=0.01, first_s=0.0)
     write_rows(tmp_path, some_rows(3))
     poll((tmp_path / "curve.png").exists, "the first picture")
     first = (tmp_path / "curve.png").read_bytes()
@@ -99,6 +99,19 @@ def test_the_curve_is_drawn_again_when_the_metrics_grow(tmp_path: Path, lock: Ru
     poll(lambda: (tmp_path / "curve.png").read_bytes() != first, "the second picture")
     updater.close()
     assert notes == [f"curve: {tmp_path / 'curve.png'}, drawn again while the run goes"]
+
+
+def test_a_first_picture_is_not_announced_before_it_exists_nor_after_the_last_step(
+    tmp_path: Path, lock: RunLock, without_pauses: None
+):
+    notes: list[str] = []
+    (tmp_path / "metrics.jsonl").touch()
+    updater = CurveUpdater(RunDir(tmp_path), lock, notes.append, 3, look_s=0.01, first_s=0.0)
+    poll(lambda: updater._drawn, "a look at the empty file")
+    write_rows(tmp_path, some_rows(3))
+    poll((tmp_path / "curve.png").exists, "the picture")
+    updater.close()
+    assert notes == []
 
 
 def test_two_drawings_never_run_at_once_and_unchanged_metrics_are_not_drawn_again(
@@ -117,7 +130,7 @@ def test_two_drawings_never_run_at_once_and_unchanged_metrics_are_not_drawn_agai
 
     monkeypatch.setattr(curve, "draw_curve", drawing)
     write_rows(tmp_path, some_rows(3))
-    updater = CurveUpdater(RunDir(tmp_path), lock, lambda line: None, look_s=0.001, first_s=0.0)
+    updater = CurveUpdater(RunDir(tmp_path), lock, lambda line: None, 99, look_s=0.001, first_s=0.0)
     assert begun.acquire(timeout=60)
     write_rows(tmp_path, some_rows(4))  # grows during the first drawing, so it is drawn once more
     go_on.release()
@@ -132,7 +145,7 @@ def test_a_picture_that_cant_be_written_is_reported_once_and_tried_again(
 ):
     (tmp_path / "curve.png").mkdir()  # nothing can be renamed to a directory
     notes: list[str] = []
-    updater = CurveUpdater(RunDir(tmp_path), lock, notes.append, look_s=0.01, first_s=0.0)
+    updater = CurveUpdater(RunDir(tmp_path), lock, notes.append, 99, look_s=0.01, first_s=0.0)
     write_rows(tmp_path, some_rows(3))
     poll(lambda: notes, "the report")
     write_rows(tmp_path, some_rows(4))
@@ -140,9 +153,9 @@ def test_a_picture_that_cant_be_written_is_reported_once_and_tried_again(
     write_rows(tmp_path, some_rows(5))
     poll((tmp_path / "curve.png").is_file, "the picture")
     updater.close()
-    assert len(notes) == 1
-    assert "curve.png" in notes[0]
-    assert "goes on" in notes[0]
+    (problem,) = [note for note in notes if not note.startswith("curve: ")]
+    assert "curve.png" in problem
+    assert "goes on" in problem
     assert not list(tmp_path.glob(".*partial"))
 
 
