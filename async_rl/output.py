@@ -157,13 +157,18 @@ class Progress:
 
 @contextmanager
 def logged(logger: logging.Logger, what: str) -> Iterator[None]:
-    """Log ``what``, once more every ten seconds while the block runs, and at its end how long it took."""
+    """Log ``what``, once more every ten seconds while the block runs, and at its end how long it took.
+
+    The last line is left out if that is less than two seconds.
+    """
     started = time.monotonic()
     logger.info("%s", what)
     with Progress(write=lambda line: logger.info("%s", line), first_s=LINE_EVERY_S) as progress:
         progress.show(what)
         yield
-    logger.info("%s: done in %.1f s", what, time.monotonic() - started)
+    took_s = time.monotonic() - started
+    if took_s >= FIRST_LINE_S:
+        logger.info("%s: done in %.1f s", what, took_s)
 
 
 def _bar(stream: TextIO) -> RichProgress:

@@ -87,10 +87,16 @@ def test_json_is_valid_when_a_number_is_not_finite(capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out) == {"a": [None, 1.5], "b": {"c": [None, "x"]}}
 
 
-def test_a_logged_block_says_that_it_begins_and_how_long_it_took(caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(("took_s", "ends"), [(1.9, []), (2.0, ["loading 100% of m: done in 2.0 s"])])
+def test_a_logged_block_says_that_it_begins_and_how_long_it_took_unless_it_was_short(
+    took_s: float, ends: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    now = 100.0
+    monkeypatch.setattr("async_rl.output.time.monotonic", lambda: now)
     with caplog.at_level(logging.INFO), logged(logging.getLogger("x"), "loading 100% of m"):
         assert caplog.messages == ["loading 100% of m"]
-    assert [message.partition(": done in")[0] for message in caplog.messages] == ["loading 100% of m"] * 2
+        now += took_s
+    assert caplog.messages[1:] == ends
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,9 @@ from async_rl.output import print_json
 from async_rl.process.child import exit_on_sigterm, watch_parent
 from async_rl.terminal import log_visibly, visible
 
+_WITH_TIME = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_PLAIN = "%(message)s"
+
 app = typer.Typer(
     name="async-rl",
     help="Train language models by asynchronous reinforcement learning with verifiable rewards.\n\n"
@@ -311,7 +314,7 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
     Example:
       async-rl sft sft.toml --set sft.steps=200
     """
-    with _role():
+    with _role(_PLAIN):  # a person waits for it, as for export
         from async_rl.config.loading import load_config
 
         resolved = load_config(config, overrides or [])
@@ -357,17 +360,17 @@ def _is_first_rank() -> bool:
 
 
 @contextlib.contextmanager
-def _role() -> Iterator[bool]:
+def _role(log_form: str = _WITH_TIME) -> Iterator[bool]:
     """Prepare this process for a long-running subcommand, such as ``learner``, which runs in the ``with`` block.
 
-    The process ends when its parent dies, runs its ``finally`` blocks on SIGTERM, and logs to standard error. Yield
-    whether ``launch`` started this process.
+    The process ends when its parent dies, runs its ``finally`` blocks on SIGTERM, and logs to standard error, each
+    message in the form ``log_form``. Yield whether ``launch`` started this process.
     """
     exit_on_sigterm()
     is_launched = watch_parent()
     # Torch's rendezvous warns about every address without a reverse name. Its errors still show.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    log_visibly(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_visibly(logging.INFO, log_form)
     try:
         yield is_launched
     except BrokenPipeError:
