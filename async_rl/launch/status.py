@@ -22,7 +22,7 @@ from async_rl.run.step_log import read_rows
 from async_rl.terminal import visible_values
 
 _LABELS = {
-    "lineage": "lineage",
+    "lineage": "lineage (learner start)",
     "version": "version of the learner",
     "lease_bound": "staleness bound of new leases",
     "depth": "groups ready",
@@ -238,7 +238,8 @@ def _ledger_tables(ledger: Mapping[str, Any]) -> list[Table]:
     """Return the tables that show ``ledger``, the part of the status with the queue's counts.
 
     The first has the counts of training groups, the second those of evaluation groups. The third shows how many
-    received groups were trained, dropped and so on, with mean rewards. Tables without rows are left out.
+    received groups were trained, dropped and so on, with mean rewards. Its trained groups contain the rollouts that the
+    ledger lists as masked, because they were left out of the loss. Tables without rows are left out.
     """
     accounts = {name: ledger[name] for name in ("groups", "rollouts", "tokens") if name in ledger}
     tables = [_accounts_table("ledger", accounts), _accounts_table("ledger of evaluations", ledger.get("eval", {}))]
@@ -249,6 +250,10 @@ def _ledger_tables(ledger: Mapping[str, Any]) -> list[Table]:
         if number := sums["rollouts"]:
             means = (f"{sums[key] / number:.3f}" for key in ("reward", "accuracy"))
             outcomes.add_row(_words(name), *(f"{sums[key]:,}" for key in ("groups", "rollouts", "tokens")), *means)
+        if name == "trained":
+            masked = [sums[key] - ledger.get(key, {}).get(name, sums[key]) for key in ("rollouts", "tokens")]
+            if any(masked):
+                outcomes.add_row("  of it masked", "", *(f"{count:,}" for count in masked), "", "")
     return [table for table in (*tables, outcomes) if table.row_count]
 
 

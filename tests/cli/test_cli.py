@@ -594,12 +594,17 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
     from async_rl.launch.status import status_tables
 
     groups = {"issued": 7, "queued": 0, "dropped": {"stale": 2, "expired": 0}}
-    tokens = {"received": 4000, "queued": 0, "dropped": {"stale": 900}}
-    outcomes = {"received": {"groups": 7, "rollouts": 8, "tokens": 4000, "reward": 2.0, "accuracy": 6.0}}
+    tokens = {"received": 4000, "queued": 0, "trained": 1400, "dropped": {"stale": 900}}
+    outcomes = {
+        "received": {"groups": 7, "rollouts": 8, "tokens": 4000, "reward": 2.0, "accuracy": 6.0},
+        "trained": {"groups": 2, "rollouts": 4, "tokens": 2000, "reward": 2.0, "accuracy": 2.0},
+        "dropped": {"groups": 2, "rollouts": 2, "tokens": 900, "reward": 1.0, "accuracy": 1.0},
+    }
     # 6 of 10 s times 2 slots busy; 50 tokens in 10 s.
     stats = {"max_running": 2, "wall_s": 10.0, "busy_sequence_s": 12.0, "num_tokens": 50}
     status = {
         "step": 3,
+        "lineage": "l1",
         "num_steps": 8,
         "finished": False,
         "stop": "",
@@ -611,7 +616,13 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "leases": [{}, {}],
         "malformed": 0,
         "limited": 3,
-        "ledger": {"groups": groups, "tokens": tokens, "eval": {"groups": {"issued": 0}}, "outcomes": outcomes},
+        "ledger": {
+            "groups": groups,
+            "rollouts": {"trained": 3, "masked": {"truncated": 1}, "dropped": {"stale": 2}},
+            "tokens": tokens,
+            "eval": {"groups": {"issued": 0}},
+            "outcomes": outcomes,
+        },
         "generators": [
             {"id": "a", "host": "h", "alive": True, "active": ["l", 2], "seen_s_ago": 0.26, "stats": stats},
             {"id": "b", "host": "h", "alive": False, "active": None, "seen_s_ago": 1.0, "stats": {}, "trouble": "old"},
@@ -636,8 +647,12 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "leases 2",
         "messages above the rate limit 3",
         "issued 7 4,000",
-        "dropped: stale 2 900",
+        "dropped: stale 2 2 900",
         "received 7 8 4,000 0.250 0.750",
+        "masked: truncated 1",
+        "trained 2 4 2,000 0.500 0.500",
+        "of it masked 1 600",
+        "lineage (learner start) l1",
         "a h 2 60% of 2 50 5 0.3 s ago",
         "b h - - - - gone, 1.0 s ago",
         "learner groups 0.5",
