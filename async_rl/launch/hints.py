@@ -55,7 +55,7 @@ def _masked(row: Row) -> str:
     remedy = "; raise sampling.max_new_tokens, or set loss.mask_truncated = false" if "truncated" in causes else ""
     return (
         f"note: step {row['step']} trained nothing, because all its answers are left out of the loss"
-        f"{f' ({listed})' if listed else ''}{remedy}. The ledger counts such groups as dropped as step_skipped"
+        f"{f' ({listed})' if listed else ''}{remedy}. The ledger counts such groups as step_skipped"
     )
 
 
@@ -65,5 +65,5 @@ def _skipped(row: Row) -> str:
         return ""
     return (
         f"note: an optimizer step of step {row['step']} was skipped (gradient, loss.min_ess or loss.max_kl); "
-        f"logs/learner-0.log has the reason and a remedy. The ledger counts its answers as masked as step_skipped"
+        f"logs/learner-0.log has the reason and a remedy. The ledger counts its answers as step_skipped"
     )

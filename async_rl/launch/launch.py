@@ -279,8 +279,10 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
     lines.append(f"run directory: {run_dir.path}")
     if run_dir.curve.exists():
         lines.append(f"curve: {run_dir.curve}")
-    if answers := sorted([*run_dir.eval.glob("*.jsonl")], key=lambda path: path.stat().st_mtime):
-        lines.append(f"answers: {answers[-1]}")
+    for directory in (run_dir.eval, run_dir.rollouts):
+        if answers := sorted(directory.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
+            lines.append(f"answers: {answers[-1]}")
+            break
     if run_dir.export.exists():
         lines.append(f"model: {run_dir.export}")
     return lines

@@ -67,7 +67,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_memory(config)
     check_lengths(config, rows)
     if problem := unknown_text(config, rows):
-        logger.warning("%s", problem)
+        logger.warning("warning: %s", problem)
     check_code_reward(config)
     check_fake_vocabulary(config)
     check_own_reward(config, rows)

@@ -940,8 +940,12 @@ def test_the_end_of_a_run_names_its_files_and_what_to_do_next(tmp_path: Path):
     run_dir.eval.mkdir()
     (run_dir.eval / "gsm8k-step-000008.jsonl").touch()
     run_dir.export.mkdir()
+    run_dir.rollouts.mkdir()
+    (run_dir.rollouts / "step-000001.jsonl").touch()
     shown = summary(run_dir, 3.0)
     assert shown[-2:] == [f"answers: {run_dir.eval}/gsm8k-step-000008.jsonl", f"model: {run_dir.export}"]
+    (run_dir.eval / "gsm8k-step-000008.jsonl").unlink()
+    assert summary(run_dir, 3.0)[-2] == f"answers: {run_dir.rollouts}/step-000001.jsonl"
     commands = [line.split("    #")[0] for line in next_lines(run_dir, a_config(tmp_path, learner={"steps": 8}))]
     assert commands == [
         "next:",
