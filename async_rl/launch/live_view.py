@@ -89,6 +89,8 @@ class RunProgress:
         for row in history:
             self.add(row)
         self._times.clear()
+        for key in _GENERATOR_KEYS:  # of generators that have ended
+            self.step_row.pop(key, None)
 
     @property
     def is_training(self) -> bool:

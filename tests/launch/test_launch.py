@@ -787,6 +787,8 @@ def test_the_figures_of_the_generators_stay_on_every_line_until_the_next_ones(tm
     generators = {"throughput/generated_tokens_per_s": 500.0, "idle/generators": 0.25}
     lines = shown_lines(tmp_path, a_row(1), a_row(2, **generators), a_row(3))
     assert ["generated 500 tok/s" in line and "idle generators 25%" in line for line in lines] == [False, True, True]
+    (line,) = shown_lines(tmp_path, a_row(4))  # of another launch, with other generators
+    assert "generated" not in line
 
 
 def test_most_answers_cut_at_the_limit_are_told_once_with_what_it_costs(tmp_path: Path):
