@@ -316,7 +316,9 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
     """
     with _role(_PLAIN):  # a person waits for it, as for export
         from async_rl.config.loading import load_config
+        from async_rl.process.child import set_torch_defaults
 
+        set_torch_defaults(is_learner=True)
         resolved = load_config(config, overrides or [])
         from async_rl.data.chat import quiet_progress_bars
 
@@ -368,8 +370,6 @@ def _role(log_form: str = _WITH_TIME) -> Iterator[bool]:
     """
     exit_on_sigterm()
     is_launched = watch_parent()
-    # Torch's rendezvous warns about every address without a reverse name. Its errors still show.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     log_visibly(logging.INFO, log_form)
     try:
         yield is_launched

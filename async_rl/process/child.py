@@ -79,12 +79,12 @@ def set_torch_defaults(*, is_learner: bool) -> None:
     A learner's micro-batches differ in length from step to step. In expandable segments the freed memory of one serves
     another of any size; otherwise the pieces add up until memory runs out.
 
-    A generator outlives failed connections of collectives. torch would print a C++ stack trace of each, and raise the
-    same error, which we report. A learner needs these traces: there such an error is the end.
+    torch's rendezvous warns about every address without a name. A generator outlives failed connections of collectives:
+    torch would print a C++ stack trace of each, and raise the same error, which we report. A learner needs these
+    traces, because there such an error is the end.
     """
-    if not is_learner:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    elif not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if is_learner else "FATAL")
+    if is_learner and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

@@ -12,11 +12,11 @@ NAMES = ("TORCH_CPP_LOG_LEVEL", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 @pytest.mark.parametrize(
     ("given", "is_learner", "expected"),
     [
-        ({}, True, (None, "expandable_segments:True", None)),
+        ({}, True, ("ERROR", "expandable_segments:True", None)),
         ({}, False, ("FATAL", None, None)),
         ({NAMES[0]: "INFO"}, False, ("INFO", None, None)),
-        ({NAMES[1]: "backend:native"}, True, (None, "backend:native", None)),
-        ({NAMES[2]: "max_split_size_mb:64"}, True, (None, None, "max_split_size_mb:64")),
+        ({NAMES[1]: "backend:native"}, True, ("ERROR", "backend:native", None)),
+        ({NAMES[2]: "max_split_size_mb:64"}, True, ("ERROR", None, "max_split_size_mb:64")),
     ],
 )
 def test_torch_gets_our_defaults_unless_the_user_has_set_others(
