@@ -47,7 +47,7 @@ def write_picture(summaries: Sequence[RunSummary], path: Path) -> None:
             _draw_mismatch(mismatch, summary, style)
     label = f"accuracy on {dataset}" if dataset else "reward (mean over a twentieth of the steps)"
     per_step.set(xlabel="optimizer step", ylabel=label)
-    per_second.set(xlabel="seconds", ylabel=label)
+    per_second.set(xlabel="seconds of training, without start-up", ylabel=label)
     mismatch.set_yscale("log")
     mismatch.set(xlabel="age of a token (versions)", ylabel="KL(behavior policy || policy), nats")
     mismatch.set_ylim(bottom=_ROUNDING)

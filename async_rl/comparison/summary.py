@@ -1,7 +1,8 @@
 """Summarise a run: speed, idle time, staleness, off-policy statistics, lost data, rewards and evaluations.
 
-Means over steps leave out the first steps of a run, in which the queue fills (``WARM_UP``). Means of shares of time are
-weighted by the time of each step, means over tokens by the trained tokens of each step.
+Means over steps leave out the first steps of a run, in which the queue fills (``WARM_UP``), and the first step of every
+later start, which waits for the generators. Means of shares of time are weighted by the time of each step, means over
+tokens by the trained tokens of each step. Seconds are seconds of training, without start-up (``speed``).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rl.comparison.speed import Startups, find_startups, relative_error, training_s
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config
 from async_rl.errors import RunError
 from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.metrics import Row
+from async_rl.run.starts import Origin, first_steps, read_origin
 from async_rl.run.step_log import read_rows
 
 WARM_UP = 0.1
@@ -34,7 +37,7 @@ class Evaluation:
 
     Attributes:
         step: the step that requested it.
-        time_s: seconds since the run began.
+        time_s: seconds of training until all answers were there.
         accuracy: mean accuracy, 0 to 1.
         error: standard error of the accuracy over rows. 0 if it is unknown.
     """
@@ -52,9 +55,12 @@ class RunSummary:
     Attributes:
         name: the run's directory, as the user gave it.
         config: the run's config, which the run directory holds.
-        num_steps: number of steps so far.
+        first_step: number of the run's first step; of a fork, the step after its origin.
+        num_steps: number of steps that the run itself has made so far.
         is_finished: whether the run has ended.
-        steps_per_s: steps per second, without the time between steps of two starts.
+        steps_per_s: steps per second, without start-up.
+        speed_error: standard error of ``steps_per_s`` from the spread of this run's steps. It does not tell how much
+            another run of the same config would differ. None with too few steps.
         overlap: mean of ``overlap/efficiency``, weighted by time.
         idle_learner: share of time in which the learner waited for groups.
         idle_generators: share of time in which generators decoded nothing.
@@ -66,16 +72,19 @@ class RunSummary:
         dropped: share of the groups that ended which were dropped because they were too old.
         masked: share of the tokens of ended groups that were masked as stale.
         reward: mean reward over the last tenth of the steps.
-        curve: (step, seconds since the run began, mean reward) of every step.
+        curve: (step, seconds of training, mean reward) of every step.
         evaluations: the evaluations of each dataset, in the order of their steps; datasets by name.
         changes: the config keys that changed during the run, with their steps.
+        origin: the run and step from which this run was forked. None if it was not.
     """
 
     name: str
     config: Config
+    first_step: int
     num_steps: int
     is_finished: bool
     steps_per_s: float
+    speed_error: float | None
     overlap: float | None
     idle_learner: float | None
     idle_generators: float | None
@@ -90,6 +99,12 @@ class RunSummary:
     curve: Sequence[tuple[int, float, float]]
     evaluations: Mapping[str, Sequence[Evaluation]]
     changes: Sequence[ConfigChange] = ()
+    origin: Origin | None = None
+
+    @property
+    def last_step(self) -> int:
+        """Number of the run's last step so far."""
+        return self.first_step + self.num_steps - 1
 
     @property
     def bound(self) -> int:
@@ -111,19 +126,24 @@ def summarise(path: Path) -> RunSummary:
         )
     try:
         rows = sorted(read_rows(run_dir.metrics), key=lambda row: row["step"])
+        starts = set(first_steps(run_dir))
     except ValueError as error:
         raise RunError(str(error)) from error
     steps = [row for row in rows if "version" in row]
     if not steps:
         raise RunError(f"{path}: expected a run that has made a step, got none yet; wait for its first step")
     ledger = run_dir.read_ledger()
-    warm = steps[min(round(WARM_UP * len(steps)), len(steps) - 1) :]
+    warm = [row for row in steps[round(WARM_UP * len(steps)) :] if row["step"] not in starts] or steps[-1:]
+    startups = find_startups(steps, starts)
+    steps_per_s, error = len(warm) / sum(row["time/step_s"] for row in warm), relative_error(warm)
     return RunSummary(
         name=str(path),
         config=load_config(run_dir.config),
-        num_steps=steps[-1]["step"],
+        first_step=steps[0]["step"],
+        num_steps=len(steps),
         is_finished=run_dir.is_finished,
-        steps_per_s=len(warm) / sum(row["time/step_s"] for row in warm),
+        steps_per_s=steps_per_s,
+        speed_error=None if error is None else error * steps_per_s,
         overlap=_mean(warm, "overlap/efficiency", "time/step_s"),
         idle_learner=_mean(warm, "idle/learner", "time/step_s"),
         idle_generators=_mean(warm, "idle/generators", "time/step_s"),
@@ -135,9 +155,14 @@ def summarise(path: Path) -> RunSummary:
         dropped=_dropped(ledger),
         masked=_masked(ledger),
         reward=_mean(steps[-max(1, len(steps) // 10) :], "reward/mean", None),
-        curve=[(row["step"], row["time_s"], row["reward/mean"]) for row in steps if row.get("reward/mean") is not None],
-        evaluations=_evaluations(rows),
+        curve=[
+            (row["step"], training_s(row["time_s"], startups), row["reward/mean"])
+            for row in steps
+            if row.get("reward/mean") is not None
+        ],
+        evaluations=_evaluations(rows, startups),
         changes=read_changes(run_dir),
+        origin=read_origin(run_dir, "delete the file: the run itself does not need it"),
     )
 
 
@@ -171,12 +196,13 @@ def _masked(ledger: Mapping[str, Any]) -> float | None:
     return tokens["masked"].get("stale", 0) / ended if ended else None
 
 
-def _evaluations(rows: Sequence[Row]) -> dict[str, list[Evaluation]]:
+def _evaluations(rows: Sequence[Row], startups: Startups) -> dict[str, list[Evaluation]]:
     found: dict[str, list[Evaluation]] = {}
     for row in rows:
         for dataset, accuracy in _accuracies(row):
             error = row.get(f"eval/{dataset}/accuracy_se") or 0.0
-            found.setdefault(dataset, []).append(Evaluation(row["step"], row["time_s"], accuracy, error))
+            evaluation = Evaluation(row["step"], training_s(row["time_s"], startups), accuracy, error)
+            found.setdefault(dataset, []).append(evaluation)
     return dict(sorted(found.items()))
 
 

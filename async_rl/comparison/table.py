@@ -11,6 +11,7 @@ from typing import Any
 from async_rl.comparison.advice import Advice
 from async_rl.comparison.summary import Evaluation, RunSummary
 from async_rl.evaluation.table import aligned
+from async_rl.run.starts import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +19,13 @@ class _Column:
     heading: str
     value: Callable[[RunSummary], float | None]
     form: str
+    error: Callable[[RunSummary], float | None] = lambda run: None
 
 
 _SPEED = (
     _Column("bound", lambda run: run.bound, "d"),
     _Column("steps", lambda run: run.num_steps, "d"),
-    _Column("steps/s", lambda run: run.steps_per_s, ".3g"),
+    _Column("steps/s", lambda run: run.steps_per_s, ".3g", lambda run: run.speed_error),
     _Column("overlap", lambda run: run.overlap, ".2f"),
     _Column("learner idle", lambda run: run.idle_learner, ".0%"),
     _Column("generators idle", lambda run: run.idle_generators, ".0%"),
@@ -46,7 +48,7 @@ MAX_LAGS = 8
 def comparison_lines(summaries: Sequence[RunSummary], advice: Advice) -> list[str]:
     """Return the lines that ``async-rl compare`` prints: tables of speed, staleness and learning, then the advice."""
     names = short_names([summary.name for summary in summaries])
-    lines = ["Speed", *_table(names, summaries, _SPEED), *_changes(names, summaries), ""]
+    lines = ["Speed", *_table(names, summaries, _SPEED), *_origins(names, summaries), *_changes(names, summaries), ""]
     lines += ["Age of the data, in versions, and what it costs", *_table(names, summaries, _STALENESS), ""]
     lags = sorted({lag for summary in summaries for lag in summary.mismatch_by_lag})[:MAX_LAGS]
     if lags:
@@ -63,6 +65,7 @@ def comparison_json(summaries: Sequence[RunSummary], advice: Advice) -> dict[str
     runs = []
     for summary in summaries:
         figures = {name: getattr(summary, name) for name in RunSummary.__dataclass_fields__ if name != "config"}
+        figures["origin"] = None if summary.origin is None else asdict(summary.origin)
         figures["changes"] = [asdict(change) for change in summary.changes]
         figures["evaluations"] = {name: [asdict(one) for one in found] for name, found in summary.evaluations.items()}
         runs.append({"bound": summary.bound, **figures})
@@ -111,8 +114,26 @@ def _learning_row(summary: RunSummary, found: Sequence[Evaluation], target: floa
     ]
 
 
+def _origins(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str]:
+    """Return a sentence for each run that is a fork."""
+    return [
+        line
+        for name, summary in zip(names, summaries, strict=True)
+        if summary.origin is not None
+        for line in _WRAP.wrap(
+            f"{name} is a fork of {fork_point(summary.origin)}: its steps are {summary.first_step} to "
+            f"{summary.last_step}, and its seconds begin there"
+        )
+    ]
+
+
+def fork_point(origin: Origin) -> str:
+    """Return RUN@STEP, with the name of the run's directory."""
+    return f"{os.path.basename(origin.run_dir)}@{origin.step}"
+
+
 def _changes(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str]:
-    """Return a sentence for each config key that changed during a run. The figures of that run are of both values."""
+    """Return a sentence for each config key that changed during a run, or between a fork and its origin."""
     return [
         line
         for name, summary in zip(names, summaries, strict=True)
@@ -124,12 +145,16 @@ def _changes(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str]
 
 
 def _table(names: Sequence[str], summaries: Sequence[RunSummary], columns: Sequence[_Column]) -> list[str]:
-    rows = [[_cell(column.value(summary), column.form) for column in columns] for summary in summaries]
+    rows = [
+        [_cell(column.value(summary), column.form, column.error(summary)) for column in columns]
+        for summary in summaries
+    ]
     return _aligned(["run", *(column.heading for column in columns)], names, rows)
 
 
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _cell(value: float | None, form: str, error: float | None = None) -> str:
+    shown = "-" if value is None else format(value, form)
+    return shown if error is None else f"{shown} ± {error:.2g}"
 
 
 def _aligned(headings: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -37,6 +37,7 @@ from async_rl.learner.file_digests import renew_entry
 from async_rl.queue.core.persistence import snapshot_for_other_data
 from async_rl.run.directory import RunDir, write_atomically
 from async_rl.run.reuse import starts_over
+from async_rl.run.starts import read_origin
 
 _PLACE_KEYS = (
     "run.seed", "environment", "data.train", "data.columns", "data.prompt_format", "data.shuffle", "data.on_bad_row",
@@ -111,33 +112,22 @@ def must_fork(point: ForkPoint, config: Config, *, fresh: bool) -> bool:
         )
     if fresh or not run_dir.config.exists() or starts_over(run_dir, config):
         return True
-    origin = _read_origin(run_dir)
+    origin = read_origin(
+        run_dir,
+        f"leave out --from to resume the run in {run_dir.path}, or pass --fresh (the old directory is moved aside)",
+    )
     if origin is None and run_dir.metrics.exists():
         raise RunError(
             f"run.dir: {run_dir.path} has a run that was not forked; choose another run.dir, leave out --from to "
             f"resume that run, or pass --fresh (the old directory is moved aside)"
         )
-    if origin is not None and (origin["run_id"], origin["step"]) != (point.run_id, point.step):
+    if origin is not None and (origin.run_id, origin.step) != (point.run_id, point.step):
         raise RunError(
-            f"run.dir: {run_dir.path} has a fork of {origin['run_dir']} at step {origin['step']}, not of "
+            f"run.dir: {run_dir.path} has a fork of {origin.run_dir} at step {origin.step}, not of "
             f"{point.run_dir} at step {point.step}; name that one in --from, choose another run.dir, or pass --fresh "
             f"(the old directory is moved aside)"
         )
     return run_dir.latest_checkpoint is None
-
-
-def _read_origin(run_dir: RunDir) -> dict[str, Any] | None:
-    """Return the content of ``origin.json``; None if there is no such file."""
-    if not run_dir.origin.exists():
-        return None
-    try:
-        found = json.loads(run_dir.origin.read_bytes())
-        return {key: found[key] for key in ("run_dir", "run_id", "step")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(
-            f"can't read {run_dir.origin}: {type(error).__name__}: {error}; leave out --from to resume the run in "
-            f"{run_dir.path}, or pass --fresh (the old directory is moved aside)"
-        ) from error
 
 
 def fork_run(point: ForkPoint, config: Config) -> dict[str, tuple[Any, Any]]:

@@ -29,14 +29,31 @@ def eval_row(step: int, accuracy: float, error: float = 0.01, *, time_s: float |
 
 
 def write_run(
-    path: Path, rows: Sequence[dict[str, Any]], *, bound: int = 4, ledger: dict[str, Any] | None = None, **sections: Any
-) -> Path:
+    path: Path, rows: Sequence[dict[str, Any]], *, bound: int = 4, ledger: dict[str, Any] | None = None,
+    starts: Sequence[int] = (), forked_at: int | None = None, **sections: Any,
+) -> Path:  # fmt: skip
+    """Write a run's files.
+
+    Args:
+        rows: the rows of its metrics.
+        bound: its ``queue.max_staleness``.
+        ledger: the content of ``ledger.json``.
+        starts: the first steps of its learner's starts. If empty, there is no ``trained.jsonl``.
+        forked_at: if given, the run is a fork of ``runs/source`` at this step.
+        sections: sections of its config.
+    """
     path.mkdir(parents=True)
     sections.setdefault("run", {})["dir"] = str(path)
     sections.setdefault("queue", {})["max_staleness"] = bound
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "d.jsonl"}, **sections})
     (path / "config.toml").write_text(config_to_toml(config))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if starts:
+        steps = [row["step"] for row in rows if "version" in row]
+        lines = [{"step": step, "lineage": f"{sum(start <= step for start in starts)}"} for step in steps]
+        (path / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if forked_at is not None:
+        (path / "origin.json").write_text(json.dumps({"run_dir": "runs/source", "run_id": "a", "step": forked_at}))
     if ledger is not None:
         (path / "ledger.json").write_text(json.dumps(ledger))
     return path

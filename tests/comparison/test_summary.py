@@ -61,10 +61,51 @@ def test_only_losses_by_age_count_as_dropped_and_masked(tmp_path: Path):
     assert (found.dropped, found.masked) == (0.03, 0.05)
 
 
+def test_seconds_and_speed_leave_the_start_up_out(tmp_path: Path):
+    # The first batch is there after 12 s: start-up until 10 s, then step 1 waits 2 s of its 3 s. A restart after step 2
+    # (14 s) takes until 24 s, in which step 3 waits 9 s of its 10 s; so 10 s are no training.
+    rows = [
+        eval_row(0, 0.2, time_s=10.0),
+        step_row(1, time_s=13.0, time__step_s=3.0, time__wait_s=2.0),
+        step_row(2, time_s=14.0, time__step_s=1.0, time__wait_s=0.5),
+        step_row(3, time_s=25.0, time__step_s=10.0, time__wait_s=9.0),
+        eval_row(2, 0.3, time_s=20.0),
+        step_row(4, time_s=26.0, time__step_s=1.0, time__wait_s=0.0),
+        eval_row(4, 0.4, time_s=26.5),
+    ]
+    found = summarise(write_run(tmp_path / "run", rows, starts=(1, 3)))
+    assert [(one.step, one.time_s) for one in found.evaluations["math"]] == [(0, 0.0), (2, 2.0), (4, 4.5)]
+    assert [time_s for _, time_s, _ in found.curve] == [1.0, 2.0, 3.0, 4.0]
+    assert found.steps_per_s == pytest.approx(1.0)  # of steps 2 and 4
+
+
+def test_a_fork_has_its_own_steps_and_seconds_and_names_its_origin(tmp_path: Path):
+    rows = [
+        step_row(41, time_s=16.0, time__step_s=5.0, time__wait_s=4.5), step_row(42, time_s=17.0), eval_row(42, 0.5),
+    ]  # fmt: skip
+    rows[-1]["time_s"] = 17.5
+    found = summarise(write_run(tmp_path / "fork", rows, starts=(41,), forked_at=40))
+    assert (found.first_step, found.num_steps, found.last_step) == (41, 2, 42)
+    assert found.evaluations["math"][0].time_s == pytest.approx(2.0)
+    lines = comparison_lines([found], advise([found]))
+    assert "  fork is a fork of source@40: its steps are 41 to 42, and its seconds begin" in lines
+    assert "    there" in lines
+
+
+def test_the_error_of_the_speed_is_that_of_blocks_of_steps(tmp_path: Path):
+    # 18 steps without two of warm-up: eight blocks of two steps, four of 0.5 s and then four of 1.5 s each. Their mean
+    # is 1 s, their standard deviation 0.5 x sqrt(8 / 7) = 0.5345 s, so the error is 0.5345 / sqrt(8) = 0.189 of 1.
+    rows = [step_row(step, time__step_s=0.5 if step <= 10 else 1.5) for step in range(1, 19)]
+    found = summarise(write_run(tmp_path / "run", rows))
+    assert found.steps_per_s == pytest.approx(1.0)
+    assert found.speed_error == pytest.approx(0.189, abs=1e-3)
+    assert summarise(write_run(tmp_path / "short", rows[:7])).speed_error is None
+
+
 def test_evaluations_are_in_the_order_of_their_steps(tmp_path: Path):
-    rows = [eval_row(0, 0.25, time_s=3.0), step_row(1), eval_row(1, 0.5, 0.02, time_s=9.0)]
+    rows = [eval_row(0, 0.25, time_s=0.0), step_row(1), eval_row(1, 0.5, 0.02, time_s=9.0)]
     found = summarise(write_run(tmp_path / "run", rows)).evaluations
-    assert found == {"math": [Evaluation(0, 3.0, 0.25, 0.01), Evaluation(1, 9.0, 0.5, 0.02)]}
+    assert found == {"math": [Evaluation(0, 0.0, 0.25, 0.01), Evaluation(1, 9.0, 0.5, 0.02)]}
 
 
 def test_what_is_no_run_or_has_no_step_is_refused(tmp_path: Path):

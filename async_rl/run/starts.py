@@ -1,0 +1,58 @@
+"""Where a run begins: the steps at which its learner was started, and the run from which it was forked.
+
+The curve marks restarts, and ``comparison`` leaves the start-up out of the seconds that it counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+
+from async_rl.errors import RunError
+from async_rl.run.directory import RunDir
+from async_rl.run.step_log import read_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What ``origin.json`` says: the checkpoint of another run from which this run was forked.
+
+    Attributes:
+        run_dir: directory of the other run.
+        run_id: id of the other run.
+        step: step of the checkpoint. The fork's first step is the next one.
+    """
+
+    run_dir: str
+    run_id: str
+    step: int
+
+
+def read_origin(run_dir: RunDir, remedy: str) -> Origin | None:
+    """Return from where a run was forked; None if it was not.
+
+    Args:
+        remedy: ends the message of the error: what the user can do.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    if not run_dir.origin.exists():
+        return None
+    try:
+        found = json.loads(run_dir.origin.read_bytes())
+        return Origin(str(found["run_dir"]), str(found["run_id"]), int(found["step"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"can't read {run_dir.origin}: {type(error).__name__}: {error}; {remedy}") from error
+
+
+def first_steps(run_dir: RunDir) -> list[int]:
+    """Return the first step of each start of the learner, from ``trained.jsonl``. It is empty if there is no such file.
+
+    Raises:
+        ValueError: a line before the last is not a JSON object.
+    """
+    rows = read_rows(run_dir.trained)
+    restarts = [row["step"] for last, row in itertools.pairwise(rows) if row["lineage"] != last["lineage"]]
+    return [row["step"] for row in rows[:1]] + restarts
