@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from async_rl.comparison.comparable import differing_keys, why_incomparable
 from async_rl.comparison.summary import RunSummary
-from async_rl.config.loading import changed_keys, is_among
 
 PAYS = 1.05
 """A bound that makes steps less than this factor faster than a lower bound does not pay."""
@@ -25,10 +25,6 @@ _LOW_ESS = 0.9
 _LOW_OVERLAP = 0.9
 _IDLE = 0.1
 _LOST = 0.02
-
-FREE = ("run.dir", "run.name", "run.seed", "queue.max_staleness", "queue.address", "queue.advertise", "queue.keys",
-        "queue.journal_dir", "weights.port", "log", "checkpoint")  # fmt: skip
-"""Keys and sections in which compared runs may differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +67,7 @@ class Point:
 
 def advise(summaries: Sequence[RunSummary]) -> Advice:
     """Return what the runs say about ``queue.max_staleness``."""
-    others = sorted({key for summary in summaries for key in _differing(summaries[0], summary)})
-    if others:
+    if others := differing_keys(summaries):
         return Advice(
             "No advice on queue.max_staleness: compare runs that differ in nothing else but run.seed.",
             (f"The runs also differ in {', '.join(others)}.",),
@@ -80,6 +75,9 @@ def advise(summaries: Sequence[RunSummary]) -> Advice:
     bounds = sorted({summary.bound for summary in summaries})
     if len(bounds) == 1:
         return _of_one_bound(summaries)
+    if (found := why_incomparable(summaries)) is not None:
+        remedy, reason = found
+        return Advice(f"No advice on queue.max_staleness: {remedy}", (reason,))
     return recommend([_point([summary for summary in summaries if summary.bound == bound]) for bound in bounds])
 
 
@@ -220,8 +218,3 @@ def _accuracies(points: Iterable[Point]) -> str:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return fmean(known) if known else None
-
-
-def _differing(first: RunSummary, other: RunSummary) -> list[str]:
-    """Return the keys in which two runs' configs differ, apart from those of ``FREE``."""
-    return [key for key in changed_keys(first.config, other.config) if not is_among(key, FREE)]

@@ -11,7 +11,6 @@ from typing import Any
 from async_rl.comparison.advice import Advice
 from async_rl.comparison.summary import Evaluation, RunSummary
 from async_rl.evaluation.table import aligned
-from async_rl.run.starts import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +120,10 @@ def _origins(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str]
         for name, summary in zip(names, summaries, strict=True)
         if summary.origin is not None
         for line in _WRAP.wrap(
-            f"{name} is a fork of {fork_point(summary.origin)}: its steps are {summary.first_step} to "
+            f"{name} is a fork of {summary.origin.label}: its steps are {summary.first_step} to "
             f"{summary.last_step}, and its seconds begin there"
         )
     ]
-
-
-def fork_point(origin: Origin) -> str:
-    """Return RUN@STEP, with the name of the run's directory."""
-    return f"{os.path.basename(origin.run_dir)}@{origin.step}"
 
 
 def _changes(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from async_rl.errors import RunError
 from async_rl.run.directory import RunDir
@@ -27,6 +28,11 @@ class Origin:
     run_dir: str
     run_id: str
     step: int
+
+    @property
+    def label(self) -> str:
+        """RUN@STEP, with the name of the run's directory."""
+        return f"{Path(self.run_dir).name}@{self.step}"
 
 
 def read_origin(run_dir: RunDir, remedy: str) -> Origin | None:

@@ -1,11 +1,13 @@
 """What the figures say about the staleness bound."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from async_rl.comparison.advice import Point, advise, recommend
-from async_rl.comparison.summary import summarise
+from async_rl.comparison.summary import RunSummary, summarise
 
 from .runs import eval_row, step_row, write_run
 
@@ -64,6 +66,40 @@ def test_seeds_of_one_bound_are_averaged(tmp_path: Path):
     advice = advise(runs)
     assert advice.bound == 4
     assert "0.850 ± 0.050 at 0, 0.850 ± 0.000 at 4" in advice.reasons[1]
+
+
+def a_run(path: Path, bound: int, step_s: float, *, seed: int = 0, num_steps: int = 10, **changes: Any) -> RunSummary:
+    rows = [step_row(step, time__step_s=step_s) for step in range(1, num_steps + 1)]
+    return summarise(write_run(path, [*rows, *changes.pop("more", ())], bound=bound, run={"seed": seed}, **changes))
+
+
+def test_a_run_and_its_fork_over_other_steps_get_no_advice(tmp_path: Path):
+    whole = a_run(tmp_path / "whole", 4, 1.0)
+    rows = [step_row(step) for step in range(6, 11)]
+    fork = summarise(write_run(tmp_path / "fork", rows, bound=16, forked_at=5, run={"seed": 0}))
+    advice = advise([whole, fork])
+    assert advice.bound is None
+    assert advice.sentence == (
+        "No advice on queue.max_staleness: compare forks of the same step, such as this one: async-rl launch CONFIG "
+        "--from source@5 --set run.dir=NEW --set queue.max_staleness=4."
+    )
+    assert advice.reasons == ("fork is a fork and has the steps 6 to 10, but whole has the steps 1 to 10.",)
+    same = summarise(write_run(tmp_path / "same", rows, bound=4, forked_at=5, run={"seed": 0}))
+    assert advise([same, fork]).bound == 4
+
+
+def test_runs_of_other_lengths_and_of_two_bounds_get_no_advice(tmp_path: Path):
+    whole = a_run(tmp_path / "whole", 4, 1.0)
+    short = a_run(tmp_path / "short", 16, 1.0, num_steps=8)
+    advice = advise([whole, short])
+    assert (advice.bound, advice.reasons) == (None, ("short has made 8 steps, whole 10.",))
+    other = a_run(tmp_path / "other", 16, 1.0)
+    change = {"step": 5, "changed": {"queue.max_staleness": [4, 16], "learner.steps": [5, 10]}}
+    (tmp_path / "other" / "config_changes.jsonl").write_text(json.dumps(change) + "\n")
+    assert advise([whole, other]).bound == 4
+    advice = advise([whole, summarise(tmp_path / "other")])
+    assert advice.bound is None
+    assert advice.reasons == ("In other queue.max_staleness changed after step 5, so its figures are of both values.",)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,18 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def two_runs(tmp_path: Path) -> list[str]:
-    slow = [eval_row(0, 0.2), step_row(1, time__step_s=2.0, mismatch_kl__lag_0=1e-5, lag_0__tokens=9), eval_row(1, 0.9)]
-    fast = [eval_row(0, 0.2), step_row(1, overlap__efficiency=0.9), eval_row(1, 0.8), step_row(2), eval_row(2, 0.9)]
-    return [str(write_run(tmp_path / "b0", slow, bound=0)), str(write_run(tmp_path / "b4", fast, bound=4))]
+    """Ten steps of 2 s at bound 0, and of 1 s at bound 4. Both reach 0.9 at their last step."""
+    paths: list[str] = []
+    for bound, step_s in ((0, 2.0), (4, 1.0)):
+        rows = [step_row(step, time_s=step_s * step, time__step_s=step_s) for step in range(1, 11)]
+        rows[9] |= {"mismatch_kl/lag_0": 1e-5, "lag_0/tokens": 9, "overlap/efficiency": 0.9}
+        rows += [
+            eval_row(0, 0.2, time_s=0.0),
+            eval_row(5, 0.8, time_s=5 * step_s),
+            eval_row(10, 0.9, time_s=10 * step_s),
+        ]
+        paths.append(str(write_run(tmp_path / f"b{bound}", rows, bound=bound)))
+    return paths
 
 
 def test_runs_are_shown_side_by_side_with_advice_and_a_picture(tmp_path: Path):
@@ -34,13 +43,13 @@ def test_runs_are_shown_side_by_side_with_advice_and_a_picture(tmp_path: Path):
     assert lines[:4] == [
         "Speed",
         "  run  bound  steps  steps/s  overlap  learner idle  generators idle",
-        "  b0       0      1      0.5        -            0%                -",
-        "  b4       4      2        1     0.90            0%                -",
+        "  b0       0     10  0.5 ± 0     0.90            0%                -",
+        "  b4       4     10    1 ± 0     0.90            0%                -",
     ]
     assert lines[lines.index("Learning: accuracy on math; every run reached 0.900") :][1:4] == [
         "  run  reward       accuracy  reached at step  after s",
-        "  b0    0.500  0.900 ± 0.010                1      1.0",
-        "  b4    0.500  0.900 ± 0.010                2      2.0",
+        "  b0    0.500  0.900 ± 0.010               10     20.0",
+        "  b4    0.500  0.900 ± 0.010               10     10.0",
     ]
     assert "Set queue.max_staleness = 4." in lines
     assert max(map(len, lines[:15])) <= 80
@@ -69,7 +78,7 @@ def test_scripts_get_the_figures_as_json_and_no_picture(tmp_path: Path, monkeypa
     found = json.loads(done.stdout)
     assert found["bound"] == 4
     assert [run["bound"] for run in found["runs"]] == [0, 4]
-    assert found["runs"][1]["evaluations"]["math"][-1] == {"step": 2, "time_s": 2.0, "accuracy": 0.9, "error": 0.01}
+    assert found["runs"][1]["evaluations"]["math"][-1] == {"step": 10, "time_s": 10.0, "accuracy": 0.9, "error": 0.01}
     assert not (tmp_path / "compare.png").exists()
 
 
