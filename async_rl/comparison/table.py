@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from async_rl.comparison.advice import Advice
+from async_rl.comparison.points import common_target, reached
 from async_rl.comparison.summary import Evaluation, RunSummary
 from async_rl.evaluation.table import aligned
 
@@ -77,16 +78,6 @@ def short_names(names: Sequence[str]) -> list[str]:
         return [os.path.basename(os.path.normpath(name)) or name for name in names]
     paths = [os.path.abspath(name) for name in names]
     return [os.path.relpath(path, os.path.commonpath(paths)) for path in paths]
-
-
-def reached(found: Sequence[Evaluation], target: float) -> Evaluation | None:
-    """Return the first evaluation with an accuracy of at least ``target``. None if there is none."""
-    return next((evaluation for evaluation in found if evaluation.accuracy >= target), None)
-
-
-def common_target(summaries: Iterable[RunSummary], dataset: str) -> float:
-    """Return the highest accuracy that every run with evaluations on ``dataset`` has reached."""
-    return min(max(e.accuracy for e in found) for s in summaries if (found := s.evaluations.get(dataset)))
 
 
 def _learning(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str]:

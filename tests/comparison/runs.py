@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from async_rl.comparison.summary import RunSummary, summarise
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 
@@ -57,3 +58,11 @@ def write_run(
     if ledger is not None:
         (path / "ledger.json").write_text(json.dumps(ledger))
     return path
+
+
+def a_run(
+    path: Path, bound: int, step_s: float, *, seed: int = 0, num_steps: int = 10, more: Sequence[dict[str, Any]] = ()
+) -> RunSummary:
+    """Return the summary of a run whose steps all take ``step_s``. ``more`` are further rows of its metrics."""
+    rows = [step_row(step, time__step_s=step_s) for step in range(1, num_steps + 1)]
+    return summarise(write_run(path, [*rows, *more], bound=bound, run={"seed": seed}))

@@ -2,14 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from async_rl.comparison.advice import Point, advise, recommend
-from async_rl.comparison.summary import RunSummary, summarise
+from async_rl.comparison.summary import summarise
 
-from .runs import eval_row, step_row, write_run
+from .runs import a_run, eval_row, step_row, write_run
 
 
 def point(bound: int, speed: float, accuracy: float | None = 0.9, error: float = 0.01, ess: float = 0.99) -> Point:
@@ -66,11 +65,6 @@ def test_seeds_of_one_bound_are_averaged(tmp_path: Path):
     advice = advise(runs)
     assert advice.bound == 4
     assert "0.850 ± 0.050 at 0, 0.850 ± 0.000 at 4" in advice.reasons[1]
-
-
-def a_run(path: Path, bound: int, step_s: float, *, seed: int = 0, num_steps: int = 10, **changes: Any) -> RunSummary:
-    rows = [step_row(step, time__step_s=step_s) for step in range(1, num_steps + 1)]
-    return summarise(write_run(path, [*rows, *changes.pop("more", ())], bound=bound, run={"seed": seed}, **changes))
 
 
 def test_a_run_and_its_fork_over_other_steps_get_no_advice(tmp_path: Path):
