@@ -1,26 +1,25 @@
 """Say in words which staleness bound to set, from the summaries of runs that differ in ``queue.max_staleness``.
 
-Pure. The rule: a higher bound pays as long as it makes steps noticeably faster (``PAYS``). Of the bounds that are about
-as fast as the fastest one, the lowest has the freshest data, so it is recommended. If its runs ended with an accuracy
-that is clearly below that of another bound (more than ``CLEARLY`` standard errors), the fastest bound whose accuracy is
-not clearly below is recommended instead. For runs of one bound, the figures of the runs say what to change.
+Pure. The rule: a higher bound pays if its steps are faster, by more than ``PAYS`` and by more than ``CLEARLY`` standard
+errors, and if it reached the accuracy that all runs reached sooner by as much (where the accuracy has clearly risen).
+The lowest bound above which no bound pays is recommended, because it has the freshest data: in doubt, the lower one.
+Bounds whose accuracy at the end is clearly below the best one are left out. For runs of one bound, the figures of the
+runs say what to change.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 
 from async_rl.comparison.comparable import differing_keys, why_incomparable
+from async_rl.comparison.points import CLEARLY, ONE_RUN, Point, has_enough, points_of
 from async_rl.comparison.summary import RunSummary
 
 PAYS = 1.05
-"""A bound that makes steps less than this factor faster than a lower bound does not pay."""
-CLEARLY = 2.0
-"""Number of standard errors above which a difference of accuracies is more than noise."""
+"""A bound that is less than this factor faster than a lower bound does not pay."""
 _LOW_ESS = 0.9
 _LOW_OVERLAP = 0.9
 _IDLE = 0.1
@@ -35,34 +34,13 @@ class Advice:
         sentence: what to do.
         reasons: one sentence each.
         bound: the recommended value of ``queue.max_staleness``. None if the runs do not tell.
+        is_certain: whether the runs tell that no higher bound that was tried pays.
     """
 
     sentence: str
     reasons: tuple[str, ...]
     bound: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """The runs of one staleness bound.
-
-    Attributes:
-        bound: the bound, in versions.
-        steps_per_s: mean over the runs.
-        accuracy: mean of the runs' last accuracies on the first dataset. None without evaluations.
-        error: standard error of ``accuracy``: from the spread of the runs, or of the rows if there is one run.
-        ess: mean effective sample size.
-        staleness: mean staleness of trained tokens, in versions.
-        first: mean of the runs' first accuracies on the same dataset. None with fewer than two evaluations.
-    """
-
-    bound: int
-    steps_per_s: float
-    accuracy: float | None
-    error: float
-    ess: float | None
-    staleness: float | None
-    first: float | None = None
+    is_certain: bool = True
 
 
 def advise(summaries: Sequence[RunSummary]) -> Advice:
@@ -72,62 +50,113 @@ def advise(summaries: Sequence[RunSummary]) -> Advice:
             "No advice on queue.max_staleness: compare runs that differ in nothing else but run.seed.",
             (f"The runs also differ in {', '.join(others)}.",),
         )
-    bounds = sorted({summary.bound for summary in summaries})
-    if len(bounds) == 1:
+    if len({summary.bound for summary in summaries}) == 1:
         return _of_one_bound(summaries)
     if (found := why_incomparable(summaries)) is not None:
         remedy, reason = found
         return Advice(f"No advice on queue.max_staleness: {remedy}", (reason,))
-    return recommend([_point([summary for summary in summaries if summary.bound == bound]) for bound in bounds])
+    return recommend(points_of(summaries), has_enough=has_enough(summaries))
 
 
-def recommend(points: Sequence[Point]) -> Advice:
+def recommend(points: Sequence[Point], *, has_enough: bool) -> Advice:
     """Return the recommendation for the runs of several bounds.
 
     Args:
         points: in the order of their bounds.
+        has_enough: whether there are enough runs to know how much runs of one bound differ.
     """
-    fastest = max(point.steps_per_s for point in points)
-    paying = next(point for point in points if point.steps_per_s * PAYS >= fastest)
-    chosen, reasons = paying, [_speeds(points, paying)]
     measured = [point for point in points if point.accuracy is not None]
-    if measured and paying.accuracy is not None:
-        best = max(measured, key=lambda point: point.accuracy or 0.0)
-        if _is_below(paying, best):
-            fair = [point for point in measured if not _is_below(point, best)]
-            chosen = max(fair, key=lambda point: point.steps_per_s)
-            reasons.append(
-                f"But the accuracy at the end is clearly lower there: {_shown(paying)} at {paying.bound}, "
-                f"{_shown(best)} at {best.bound}. {chosen.bound} is the fastest bound without such a loss."
-            )
-        elif best.first is not None and not _has_risen(best):
-            reasons.append(
-                f"The accuracy does not tell yet: it began at {best.first:.3f} and has not clearly risen at any bound "
-                f"({_accuracies(measured)}). Run more steps before you rely on this recommendation."
-            )
-        else:
-            reasons.append(f"The accuracy at the end does not suffer: {_accuracies(measured)}.")
+    best = max(measured, key=lambda point: point.accuracy or 0.0, default=None)
+    fair = [point for point in points if best is None or not point.is_clearly_below(best)]
+    has_risen = bool(measured) and all(point.has_risen for point in measured)
+    chosen = next(
+        low
+        for number, low in enumerate(fair)
+        if not any(_is_faster(high, low) and _is_sooner(high, low, has_risen) for high in fair[number + 1 :])
+    )
+    higher = [point for point in fair if point.bound > chosen.bound and point.steps_per_s > PAYS * chosen.steps_per_s]
+    doubtful = [point for point in higher if not point.is_clearly_faster(chosen)]
+    reasons = [_speeds(points), _where_it_ends(points, chosen, [point for point in higher if point not in doubtful])]
+    if best is not None and best.first is not None and not has_risen:
+        reasons.append(
+            f"The accuracy does not tell yet: it began at {best.first:.3f} and has not clearly risen at every bound "
+            f"({_accuracies(measured)}). Run more steps before you rely on this recommendation."
+        )
+    elif best is not None:
+        reasons += _learning(measured, best, has_risen=has_risen)
+    if doubtful:
+        reasons.append(_doubt(doubtful, chosen, has_enough=has_enough))
+    reasons += _age(chosen)
+    doubt = f" for now: these runs can't tell whether {_either(doubtful)} pays" if doubtful else ""
+    return Advice(f"Set queue.max_staleness = {chosen.bound}{doubt}.", tuple(reasons), chosen.bound, not doubtful)
+
+
+def _is_faster(high: Point, low: Point) -> bool:
+    return high.steps_per_s > PAYS * low.steps_per_s and high.is_clearly_faster(low)
+
+
+def _is_sooner(high: Point, low: Point, has_risen: bool) -> bool:
+    """Return whether ``high`` reached the common accuracy sooner. True if the evaluations do not tell."""
+    if not has_risen or high.reached_s is None or low.reached_s is None:
+        return True
+    return low.reached_s > PAYS * high.reached_s
+
+
+def _speeds(points: Sequence[Point]) -> str:
+    """Return the speed at each bound, and its gain over the bound before."""
+    gains = [""] + [f" ({high.steps_per_s / low.steps_per_s:.2f} times)" for low, high in itertools.pairwise(points)]
+    shown = [f"{_speed(point)} at {point.bound}{gain}" for point, gain in zip(points, gains, strict=True)]
+    return f"Steps/s: {', '.join(shown)}."
+
+
+def _where_it_ends(points: Sequence[Point], chosen: Point, late: Sequence[Point]) -> str:
+    """Return why no bound above ``chosen`` pays. ``late`` are those with clearly faster steps."""
+    if chosen is points[-1]:
+        return f"{chosen.bound} is the highest bound that was tried, so a higher one may pay too."
+    if late:
+        return (
+            f"The steps at {_either(late)} are faster than at {chosen.bound}, but the accuracy that every run reached "
+            f"came no sooner."
+        )
+    return (
+        f"No higher bound is faster than {chosen.bound} by more than {PAYS - 1:.0%} and {CLEARLY:.0f} standard errors."
+    )
+
+
+def _learning(measured: Sequence[Point], best: Point, *, has_risen: bool) -> Iterable[str]:
+    times = [f"{point.reached_s:.1f} s at {point.bound}" for point in measured if point.reached_s is not None]
+    if has_risen:
+        yield f"The accuracy that every run reached came after {', '.join(times)}."
+    lost = [point for point in measured if point.is_clearly_below(best)]
+    if lost:
+        yield (
+            f"The accuracy at the end is clearly lower than {_shown(best)} at {best.bound}: {_accuracies(lost)}. So "
+            f"{_either(lost)} is not recommended."
+        )
+    else:
+        yield f"The accuracy at the end does not suffer: {_accuracies(measured)}."
+
+
+def _doubt(doubtful: Sequence[Point], chosen: Point, *, has_enough: bool) -> str:
+    """Return what the runs can't tell, and how to find out."""
+    gains = [f"{point.bound} made {point.steps_per_s / chosen.steps_per_s:.2f} times the steps/s" for point in doubtful]
+    bounds = ",".join(str(point.bound) for point in (chosen, *doubtful))
+    why = (
+        f"that is less than {CLEARLY:.0f} standard errors"
+        if has_enough
+        else f"with so few seeds that may be noise, since two runs of one bound may differ by {ONE_RUN:.0%} and more"
+    )
+    seeds = "more --seeds" if has_enough else "--seeds 3"
+    return f"{' and '.join(gains)} of {chosen.bound}, but {why}. To find out, sweep {bounds} with {seeds}."
+
+
+def _age(chosen: Point) -> Iterable[str]:
     if chosen.staleness is not None and chosen.ess is not None:
         warning = ", which is low: consider a lower bound or optimizer.lr" if chosen.ess < _LOW_ESS else ""
-        reasons.append(
+        yield (
             f"At {chosen.bound} a trained token is {chosen.staleness:.1f} versions old on average, and the effective "
             f"sample size is {chosen.ess:.3f}{warning}."
         )
-    return Advice(f"Set queue.max_staleness = {chosen.bound}.", tuple(reasons), chosen.bound)
-
-
-def _speeds(points: Sequence[Point], paying: Point) -> str:
-    """Return the gain in speed from each bound to the next, and why ``paying`` is where a higher bound stops paying."""
-    gains = [
-        f"{high.steps_per_s / low.steps_per_s:.2f} times from {low.bound} to {high.bound}"
-        for low, high in itertools.pairwise(points)
-    ]
-    end = (
-        f"{paying.bound} is the highest bound that was tried, so a higher one may pay too"
-        if paying is points[-1]
-        else f"above {paying.bound} a higher bound stops paying: less than {PAYS - 1:.0%} more"
-    )
-    return f"Steps/s: {', '.join(gains)}; {end}."
 
 
 def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
@@ -181,30 +210,8 @@ def _higher(bound: int) -> str:
     return ",".join(str(value) for value in (bound, max(1, 2 * bound), max(4, 4 * bound)))
 
 
-def _point(runs: Sequence[RunSummary]) -> Point:
-    series = [next(iter(run.evaluations.values())) for run in runs if run.evaluations]
-    last = [evaluations[-1] for evaluations in series]
-    accuracies = [evaluation.accuracy for evaluation in last]
-    of_rows = last[0].error if last else 0.0
-    error = stdev(accuracies) / math.sqrt(len(accuracies)) if len(accuracies) > 1 else of_rows
-    return Point(
-        bound=runs[0].bound,
-        steps_per_s=fmean(run.steps_per_s for run in runs),
-        accuracy=fmean(accuracies) if accuracies else None,
-        error=error,
-        ess=_mean(run.ess for run in runs),
-        staleness=_mean(run.staleness_mean for run in runs),
-        first=_mean(evaluations[0].accuracy for evaluations in series if len(evaluations) > 1),
-    )
-
-
-def _is_below(point: Point, best: Point) -> bool:
-    return (best.accuracy or 0.0) - (point.accuracy or 0.0) > CLEARLY * math.hypot(point.error, best.error)
-
-
-def _has_risen(point: Point) -> bool:
-    """Return whether the accuracy at the end is clearly above the first one, whose error is taken to be the same."""
-    return (point.accuracy or 0.0) - (point.first or 0.0) > CLEARLY * math.sqrt(2) * point.error
+def _speed(point: Point) -> str:
+    return f"{point.steps_per_s:.3g} ± {point.speed_error:.2g}"
 
 
 def _shown(point: Point) -> str:
@@ -213,6 +220,10 @@ def _shown(point: Point) -> str:
 
 def _accuracies(points: Iterable[Point]) -> str:
     return ", ".join(f"{_shown(point)} at {point.bound}" for point in points)
+
+
+def _either(points: Sequence[Point]) -> str:
+    return " or ".join(str(point.bound) for point in points)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -69,7 +69,13 @@ def comparison_json(summaries: Sequence[RunSummary], advice: Advice) -> dict[str
         figures["changes"] = [asdict(change) for change in summary.changes]
         figures["evaluations"] = {name: [asdict(one) for one in found] for name, found in summary.evaluations.items()}
         runs.append({"bound": summary.bound, **figures})
-    return {"runs": runs, "advice": advice.sentence, "reasons": list(advice.reasons), "bound": advice.bound}
+    return {
+        "runs": runs,
+        "advice": advice.sentence,
+        "reasons": list(advice.reasons),
+        "bound": advice.bound,
+        "is_certain": advice.is_certain,
+    }
 
 
 def short_names(names: Sequence[str]) -> list[str]:

@@ -76,7 +76,7 @@ def test_scripts_get_the_figures_as_json_and_no_picture(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["compare", *two_runs(tmp_path), "--json"])
     found = json.loads(done.stdout)
-    assert found["bound"] == 4
+    assert (found["bound"], found["is_certain"]) == (4, True)
     assert [run["bound"] for run in found["runs"]] == [0, 4]
     assert found["runs"][1]["evaluations"]["math"][-1] == {"step": 10, "time_s": 10.0, "accuracy": 0.9, "error": 0.01}
     assert not (tmp_path / "compare.png").exists()
