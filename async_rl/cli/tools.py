@@ -144,19 +144,22 @@ def show_config(
 def compare_runs(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The directories of runs, finished or running.")],
     picture: Annotated[
-        Path, typer.Option("--picture", metavar="FILE", help="Where to write the picture, a PNG file.")
+        Path,
+        typer.Option(
+            "--picture", metavar="FILE", help="Where to write the picture, a PNG file. An existing FILE is replaced."
+        ),
     ] = Path("compare.png"),
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Show the speed, the age of the data and the learning of runs side by side, and say which bound to set.
 
-    For advice on queue.max_staleness, compare runs that differ in nothing else but run.seed. With --json no picture is
-    drawn.
+    For advice on queue.max_staleness, compare runs that differ in nothing else but run.seed. The picture is written to
+    compare.png in the current directory; --picture puts it elsewhere. With --json no picture is drawn.
 
     \b
     Examples:
-      async-rl compare runs/bound-0 runs/bound-4
+      async-rl compare runs/bound-0 runs/bound-4 --picture bounds.png
       async-rl compare runs/quickstart --json
     """
     _compare_runs(runs, picture, as_json=as_json, quiet=quiet)
@@ -217,15 +220,16 @@ def _compare_runs(runs: list[Path], picture: Path, *, as_json: bool, quiet: bool
             progress.show("reading the runs", number, len(runs))
             summaries.append(summarise(path))
         advice = advise(summaries)
+        is_new = not picture.exists()
         if not as_json:
             progress.show(f"drawing {picture}")
-            write_picture(summaries, picture)
+            write_picture(summaries, picture, advice.bound)
     if as_json:
         print_json(comparison_json(summaries, advice))
         return
     for line in comparison_lines(summaries, advice):
         typer.echo(visible(line))
-    typer.echo(f"picture: {picture}")
+    typer.echo(visible(f"picture: {picture.absolute()}{'' if is_new else ' (in place of an older one)'}"))
 
 
 @tools.command("eval", short_help="Evaluate models on data sets; compare evaluations.")

@@ -175,7 +175,8 @@ def plain_label(name: str) -> str:
 def save_picture(figure: Figure, path: Path, lock: RunLock | None = None) -> bool:
     """Give all panels of ``figure`` a grid and a legend, and write it to ``path`` as PNG.
 
-    A reader never sees half a file. If ``lock`` is given and no longer valid, write nothing and return False.
+    The legends are above the panels, where they cover no data. A reader never sees half a file. If ``lock`` is given
+    and no longer valid, write nothing and return False.
 
     Raises:
         OSError: the file can't be written.
@@ -184,7 +185,10 @@ def save_picture(figure: Figure, path: Path, lock: RunLock | None = None) -> boo
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="best", fontsize=9, edgecolor="none", framealpha=0.85)
+            axes.legend(
+                loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=9, frameon=False, borderpad=0,
+                columnspacing=1.2, handlelength=1.5,
+            )  # fmt: skip
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

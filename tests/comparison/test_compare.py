@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from async_rl.cli.main import app
-from async_rl.comparison.picture import by_setting
+from async_rl.comparison.picture import by_setting, draw
 from async_rl.comparison.summary import summarise
 from async_rl.comparison.sweep import launch_variant, plan_sweep
 from async_rl.config.loading import load_config
@@ -70,6 +71,30 @@ def test_the_runs_of_a_sweep_that_differ_in_their_seed_are_drawn_under_one_name(
         "max_staleness=4": 2,
         "other (bound 4)": 1,
     }
+
+
+def test_the_picture_hides_no_run_and_marks_the_recommended_bound(tmp_path: Path):
+    lags = {4: {"mismatch_kl/lag_0": 1e-9, "lag_0/tokens": 9}, 16: {"mismatch_kl/lag_1": 1e-5, "lag_1/tokens": 9}}
+    rows = [[eval_row(0, 0.2), step_row(1) | lags.get(bound, {}), eval_row(1, 0.9)] for bound in (0, 4, 16)]
+    paths = [write_run(tmp_path / f"b{bound}", own, bound=bound) for bound, own in zip((0, 4, 16), rows, strict=True)]
+    figure = draw([summarise(path) for path in paths], recommended=4)
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["b0 (bound 0)", "b4 (bound 4), recommended", "b16 (bound 16)"]
+    mismatch = figure.axes[3]
+    assert mismatch.get_title("left") == (
+        "no line (no difference beyond rounding): b0 (bound 0), b4 (bound 4), recommended"
+    )
+    single = mismatch.lines[2]
+    assert (np.asarray(single.get_xdata()).tolist(), single.get_markerfacecolor()) == ([1], "none")
+    assert len({str(line.get_marker()) for line in mismatch.lines}) == 3
+
+
+def test_the_place_of_the_picture_is_named_and_whether_it_replaces_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    runs = two_runs(tmp_path)
+    said = [CliRunner().invoke(app, ["compare", *runs]).stdout.splitlines()[-1] for _ in range(2)]
+    place = f"picture: {tmp_path / 'compare.png'}"
+    assert said == [place, f"{place} (in place of an older one)"]
 
 
 def test_scripts_get_the_figures_as_json_and_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
