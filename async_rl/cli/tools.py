@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -183,26 +184,33 @@ def sweep(
     """Launch CONFIG once for each value of KEY, one run after the other; then compare the runs.
 
     The runs' directories are below <run.dir>-sweep, and so is the picture. The same command goes on where it was
-    stopped: it leaves finished runs alone and resumes the others. What launch prints goes to standard error. With
-    --json no picture is drawn.
+    stopped: it leaves finished runs alone and resumes the others. What launch prints goes to standard error, with a
+    line before and after each run. With --json no picture is drawn.
 
     \b
     Example:
       async-rl sweep configs/quickstart.toml --seeds 3 \\
         --over queue.max_staleness=0,1,4,16
     """
-    from async_rl.comparison.sweep import launch_variant, plan_sweep
+    from async_rl.comparison.sweep import has_finished, header, launch_variant, plan_sweep, result_line
     from async_rl.process.child import exit_on_sigterm
 
     exit_on_sigterm()
     variants = plan_sweep(config, overrides or [], over, seeds)
+    num_left, took_s = sum(not has_finished(config, variant) for variant in variants), list[float]()
     for number, variant in enumerate(variants, start=1):
+        is_launched, begun = not has_finished(config, variant), time.monotonic()
         if not quiet:
-            typer.echo(f"run {number} of {len(variants)}: {variant.run_dir}", err=True)
+            typer.echo(visible(header(number, len(variants), variant, took_s, num_left)), err=True)
         if code := launch_variant(config, variant, quiet=quiet):
             ended = f"launch of {variant.run_dir} ended with exit code {code}"
             typer.echo(f"{ended}; see the messages above, then run the same sweep command to continue there", err=True)
             raise typer.Exit(code if code > 0 else 1)
+        if is_launched:
+            took_s.append(time.monotonic() - begun)
+            num_left -= 1
+        if not quiet:
+            typer.echo(visible(result_line(number, len(variants), variant)), err=True)
     run_dirs = [variant.run_dir for variant in variants]
     _compare_runs(run_dirs, run_dirs[0].parent / "compare.png", as_json=as_json, quiet=quiet)
 

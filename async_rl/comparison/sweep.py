@@ -12,9 +12,12 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
+from async_rl.comparison.summary import summarise
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
+from async_rl.launch.live_view import duration
 from async_rl.process.child import module_command, package_environment
 from async_rl.run.reuse import check_run_dir, has_ended
 
@@ -23,10 +26,17 @@ _STDERR = 2
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One run of a sweep: its directory, and the ``--set`` options with which it is launched."""
+    """One run of a sweep.
+
+    Attributes:
+        run_dir: its directory.
+        overrides: the ``--set`` options with which it is launched.
+        label: the key that differs and its value, and the seed if there are several.
+    """
 
     run_dir: Path
     overrides: tuple[str, ...]
+    label: str
 
 
 def plan_sweep(config: Path, overrides: Sequence[str], over: str, num_seeds: int) -> list[Variant]:
@@ -60,8 +70,47 @@ def plan_sweep(config: Path, overrides: Sequence[str], over: str, num_seeds: int
             own = (f"{key}={value}", f"run.seed={seed}", f"run.dir={json.dumps(str(folder / name))}")
             # Other keys would make a run that is a mixture, so that the sweep compares nothing.
             check_run_dir(load_config(config, [*overrides, *own]), fresh=False, tunable=("learner.steps",))
-            variants.append(Variant(folder / name, (*overrides, *own)))
+            label = f"{key}={value}" + (f", run.seed={seed}" if num_seeds > 1 else "")
+            variants.append(Variant(folder / name, (*overrides, *own), label))
     return variants
+
+
+def has_finished(config: Path, variant: Variant) -> bool:
+    """Return whether the run needs no launch."""
+    resolved = load_config(config, variant.overrides)
+    return has_ended(check_run_dir(resolved, fresh=False, tunable=("learner.steps",)), resolved)
+
+
+def header(number: int, num_runs: int, variant: Variant, took_s: Sequence[float], num_left: int) -> str:
+    """Return the line before a run.
+
+    Args:
+        number: of the run, from 1.
+        num_runs: number of runs of the sweep.
+        variant: the run.
+        took_s: seconds that each run took which was launched before.
+        num_left: number of runs to launch, this one included.
+    """
+    left = f"; about {duration(fmean(took_s) * num_left)} left" if took_s else ""
+    return f"run {number} of {num_runs}: {variant.label} in {variant.run_dir}{left}"
+
+
+def result_line(number: int, num_runs: int, variant: Variant) -> str:
+    """Return the line after a run: its speed, and what it learned.
+
+    Raises:
+        RunError: the run has made no step, or a file of it is damaged.
+    """
+    summary = summarise(variant.run_dir)
+    error = "" if summary.speed_error is None else f" ± {summary.speed_error:.2g}"
+    learned = [
+        f"accuracy on {dataset} {found[0].accuracy:.3f} -> {found[-1].accuracy:.3f}"
+        for dataset, found in summary.evaluations.items()
+    ]
+    if not learned and summary.reward is not None:
+        learned = [f"reward {summary.reward:.3f}"]
+    figures = ", ".join([f"{summary.steps_per_s:.3g}{error} steps/s", *learned])
+    return f"run {number} of {num_runs}: {variant.label} is done: {figures}"
 
 
 def launch_variant(config: Path, variant: Variant, *, quiet: bool = False) -> int:
@@ -71,8 +120,7 @@ def launch_variant(config: Path, variant: Variant, *, quiet: bool = False) -> in
 
     If this process gets SIGINT or SIGTERM, ``launch`` saves its last step first.
     """
-    resolved = load_config(config, variant.overrides)
-    if has_ended(check_run_dir(resolved, fresh=False, tunable=("learner.steps",)), resolved):
+    if has_finished(config, variant):
         return 0
     options = [part for override in variant.overrides for part in ("--set", override)]
     command = module_command("async_rl", "launch", str(config), "--no-next", *options)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from async_rl.cli.main import app
 from async_rl.comparison.picture import by_setting, draw
 from async_rl.comparison.summary import summarise
-from async_rl.comparison.sweep import launch_variant, plan_sweep
+from async_rl.comparison.sweep import header, launch_variant, plan_sweep, result_line
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.run.reuse import prepare_run_dir
@@ -149,10 +149,21 @@ def test_a_finished_run_is_not_launched_again(tmp_path: Path, monkeypatch: pytes
     assert launch_variant(a_config(tmp_path), plan[0]) == 0
 
 
+def test_a_sweep_says_what_is_left_and_what_each_run_gave(tmp_path: Path):
+    plan = plan_sweep(a_config(tmp_path), [], "queue.max_staleness=0,4", 2)
+    assert header(1, 4, plan[0], [], 4) == f"run 1 of 4: queue.max_staleness=0, run.seed=5 in {plan[0].run_dir}"
+    # Two runs took 50 s on average, and two are left.
+    assert header(3, 4, plan[2], [40.0, 60.0], 2).endswith("; about 1m40s left")
+    write_run(plan[1].run_dir, [eval_row(0, 0.2), *(step_row(step) for step in range(1, 11)), eval_row(10, 0.9)])
+    assert result_line(2, 4, plan[1]) == (
+        "run 2 of 4: queue.max_staleness=4, run.seed=5 is done: 1 ± 0 steps/s, accuracy on math 0.200 -> 0.900"
+    )
+
+
 def test_a_launch_that_fails_stops_the_sweep_with_its_exit_code(tmp_path: Path):
     done = CliRunner().invoke(app, ["sweep", str(a_config(tmp_path)), "--over", "queue.max_staleness=0,1"])
     assert done.exit_code == 2
-    assert "run 1 of 2" in done.output
+    assert "run 1 of 2: queue.max_staleness=0 in " in done.output
     assert "ended with exit code 2; see the messages above, then run the same sweep command" in done.output
     assert "run 2 of 2" not in done.output
 
