@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from async_rl.config.loading import load_config
+from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock
 from async_rl.run.metrics import Row
+from async_rl.run.starts import first_steps
 from async_rl.run.step_log import read_rows
 from async_rl.terminal import visible
 
@@ -31,6 +34,12 @@ _IDLE = {"idle/learner": ("learner", "#0072b2"), "idle/generators": ("generators
 _EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
+_HIGH = 98.0
+"""Percentile of the seconds per step. Steps of more than twice as long are above the panel."""
+_FAR = 3.0
+"""The bound is drawn if it is at most this many times the highest staleness."""
+_LEGEND_WIDTH = 80
+"""Width of a panel's legend, in letters; the line before a label is as wide as six."""
 LOOK_S = 1.0
 """Seconds between two looks at the size of ``metrics.jsonl``."""
 FIRST_DRAWING_S = 10.0
@@ -134,6 +143,11 @@ def write_curve(run_dir: RunDir, lock: RunLock | None = None) -> bool:
     rows = read_rows(run_dir.metrics)
     if not rows:
         return False
+    return save_picture(draw_figure(run_dir, rows), run_dir.curve, lock)
+
+
+def draw_figure(run_dir: RunDir, rows: Sequence[Row]) -> Figure:
+    """Return the picture of a run with these rows of metrics."""
     figure = new_figure(13, 8)
     panels = figure.subplots(3, 2, sharex=True)
     (accuracy, speed), (reward, idle), (staleness, ess) = panels
@@ -141,20 +155,24 @@ def write_curve(run_dir: RunDir, lock: RunLock | None = None) -> bool:
     _draw_accuracy(accuracy, rows)
     _draw_mean(reward, rows, "reward/mean", _COLORS["reward"], "mean of the step's rollouts")
     reward.set_ylabel("reward")
-    _draw_staleness(staleness, rows)
-    _draw_mean(speed, rows, "time/step_s", _COLORS["speed"], "of each step")
-    speed.set_ylabel("seconds per step")
-    speed.set_ylim(bottom=0)
+    _draw_staleness(staleness, rows, run_dir)
+    starts = first_steps(run_dir)
+    _draw_speed(speed, rows, starts)
     _mark_evaluations(speed, rows)
+    for step in starts[1:]:
+        for axes in panels.flat:
+            axes.axvline(step - 0.5, color="0.4", linewidth=0.8, linestyle="--")
+    if starts[1:]:
+        speed.plot([], [], color="0.4", linewidth=0.8, linestyle="--", label="restart")
     for key, (label, color) in _IDLE.items():
         _draw_mean(idle, rows, key, color, label)
     idle.set(ylabel="idle share of the time", ylim=(-0.02, 1.08))
-    _draw_mean(ess, rows, "ratio/ess", _COLORS["ess"], "of the step's tokens")
+    _draw_mean(ess, rows, "ratio/ess", _COLORS["ess"], "of each step")
     # The range begins at 0.98 or below, so that rounding errors of a healthy run don't look like changes.
-    ess.set(ylabel="effective sample size", ylim=(min(0.98, ess.get_ylim()[0]), 1.002))
+    ess.set(ylabel="effective sample size\n(share of the tokens)", ylim=(min(0.98, ess.get_ylim()[0]), 1.002))
     for axes in panels[-1]:
         axes.set_xlabel("optimizer step")
-    return save_picture(figure, run_dir.curve, lock)
+    return figure
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -184,10 +202,10 @@ def save_picture(figure: Figure, path: Path, lock: RunLock | None = None) -> boo
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        if axes.get_legend_handles_labels()[0]:
+        if labels := axes.get_legend_handles_labels()[1]:
             axes.legend(
-                loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=9, frameon=False, borderpad=0,
-                columnspacing=1.2, handlelength=1.5,
+                loc="lower left", bbox_to_anchor=(0, 1), ncols=_num_columns(labels), fontsize=9, frameon=False,
+                borderpad=0, columnspacing=1.2, handlelength=1.5,
             )  # fmt: skip
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
@@ -200,6 +218,17 @@ def save_picture(figure: Figure, path: Path, lock: RunLock | None = None) -> boo
     finally:
         partial.unlink(missing_ok=True)
     return True
+
+
+def _num_columns(labels: Sequence[str]) -> int:
+    """Return how many columns of ``labels`` fit above a panel. A wider legend would make the panel narrow."""
+    fitting = (
+        columns
+        for columns in range(len(labels), 1, -1)
+        # matplotlib fills column after column.
+        if sum(max(map(len, part)) + 6 for part in np.array_split(labels, columns)) <= _LEGEND_WIDTH
+    )
+    return next(fitting, 1)
 
 
 def running_mean(values: Sequence[float]) -> list[float]:
@@ -243,7 +272,7 @@ def _mark_evaluations(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a thin line at each step with an evaluation: generators sample its answers, so the next step is slower."""
     steps = sorted({row["step"] for row in rows if any(key.startswith("eval/") for key in row)})
     for number, step in enumerate(steps):
-        label = "evaluation, sampled by the same generators" if number == 0 else None
+        label = "evaluation by the generators" if number == 0 else None
         axes.axvline(step, color="0.6", linewidth=0.8, linestyle=":", label=label)
 
 
@@ -262,10 +291,44 @@ def _draw_mean(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str
     axes.plot(steps[window - 1 :], smooth, label=f"{label} (mean over {window} steps)", **style)
 
 
-def _draw_staleness(axes: Axes, rows: Sequence[Row]) -> None:
+def _draw_speed(axes: Axes, rows: Sequence[Row], starts: Sequence[int]) -> None:
+    """Draw the seconds of each step. The first step of a start is left out, because it waits for the start-up.
+
+    A few very slow steps may be above the panel, so that the others can be seen. The legend then has the slowest one.
+    """
+    rows = [row for row in rows if row["step"] not in starts]
+    times = _series(rows, "time/step_s")[1]
+    high = float(np.percentile(times, _HIGH)) if times else 0.0
+    is_cut = bool(times) and max(times) > 2 * high
+    note = f"of each step; slowest {max(times):.3g} s" if is_cut else "of each step"
+    _draw_mean(axes, rows, "time/step_s", _COLORS["speed"], note)
+    axes.set_ylabel("seconds per step")
+    axes.set_ylim(0, 2 * high if is_cut else None)
+
+
+def _draw_staleness(axes: Axes, rows: Sequence[Row], run_dir: RunDir) -> None:
+    highest = 0.0
     for key, style in (("staleness/mean", "-"), ("staleness/max", ":")):
         steps, values = _series(rows, key)
         if values:
+            highest = max(highest, *values)
             axes.plot(steps, values, style, color=_COLORS["staleness"], linewidth=1.5, label=key.split("/")[1])
+    steps = sorted({row["step"] for row in rows if "version" in row})
+    bounds = _bounds(run_dir, steps)
+    if bounds and max(bounds) <= max(1.0, _FAR * highest):
+        axes.plot(steps, bounds, color="0.4", linewidth=1.2, drawstyle="steps-pre", zorder=1, label="bound")
+    elif bounds:
+        axes.plot([], [], color="0.4", linewidth=1.2, label=f"bound: {max(bounds)}, above the panel")
     axes.set_ylabel("staleness (versions)")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+
+
+def _bounds(run_dir: RunDir, steps: Sequence[int]) -> list[int]:
+    """Return ``queue.max_staleness`` at each of ``steps``; an empty list if the directory has no config."""
+    if not run_dir.config.is_file():
+        return []
+    bounds = [load_config(run_dir.config).queue.max_staleness] * len(steps)
+    for change in reversed(read_changes(run_dir)):
+        if (values := change.changed.get("queue.max_staleness")) is not None:
+            bounds = [values[0] if step <= change.step else bound for step, bound in zip(steps, bounds, strict=True)]
+    return bounds

@@ -8,8 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml
 from async_rl.run import curve
 from async_rl.run.curve import CurveUpdater, pause_after, write_curve
 from async_rl.run.directory import RunDir
@@ -48,6 +51,30 @@ def test_the_curve_is_a_picture_and_needs_no_display(tmp_path: Path, monkeypatch
     assert write_curve(RunDir(tmp_path))
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["curve.png", "metrics.jsonl"]
+
+
+def test_restarts_and_the_bound_are_marked_and_start_up_squashes_nothing(tmp_path: Path):
+    # Steps of 1 s; the first one of each start waits for the start-up, and one step took 500 s.
+    slow_s = {1: 30.0, 41: 40.0, 60: 500.0}
+    rows = [row | {"time/step_s": slow_s.get(int(row["step"]), 1.0)} for row in some_rows(100)]
+    write_rows(tmp_path, rows)
+    lines = [{"step": step, "lineage": "a" if step <= 40 else "b"} for step in range(1, 101)]
+    (tmp_path / "trained.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = Config.model_validate(
+        {"run": {"dir": str(tmp_path)}, "model": {"path": "m"}, "data": {"train": "d"}, "queue": {"max_staleness": 6}}
+    )
+    (tmp_path / "config.toml").write_text(config_to_toml(config))
+    change = {"step": 40, "changed": {"queue.max_staleness": [4, 6]}}
+    (tmp_path / "config_changes.jsonl").write_text(json.dumps(change) + "\n")
+    figure = curve.draw_figure(RunDir(tmp_path), rows)
+    accuracy, speed, _, _, staleness, _ = figure.axes
+    assert speed.get_ylim() == (0.0, 2.0)
+    labels = speed.get_legend_handles_labels()[1]
+    assert labels[0].startswith("of each step; slowest 500 s")
+    assert "restart" in labels
+    assert [40.5, 40.5] in [np.asarray(line.get_xdata()).tolist() for line in accuracy.lines]
+    bound = next(line for line in staleness.lines if line.get_label() == "bound")
+    assert np.asarray(bound.get_ydata()).tolist() == [4] * 40 + [6] * 60
 
 
 def test_a_directory_whose_name_looks_like_a_formula_has_a_curve(tmp_path: Path):
