@@ -52,7 +52,8 @@ def test_a_run_is_extended_with_another_bound_and_then_forked_from_an_older_step
     assert len(positions) == len(set(positions)) == 8
     assert not set(positions) & set(trained_positions(run)[:4]), "the fork keeps its place in the data"
     check_ledger(fork.path)
-    assert summarise(fork.path).num_steps == 6
+    found = summarise(fork.path)
+    assert (found.first_step, found.num_steps) == (3, 4)
     assert "is finished" in same.log
     assert f"has a fork of {run.path} at step 2, not of {run.path} at step 4" in " ".join(other.log.split())
 
