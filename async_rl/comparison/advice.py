@@ -142,7 +142,7 @@ def _doubt(doubtful: Sequence[Point], chosen: Point, *, has_enough: bool) -> str
     gains = [f"{point.bound} made {point.steps_per_s / chosen.steps_per_s:.2f} times the steps/s" for point in doubtful]
     bounds = ",".join(str(point.bound) for point in (chosen, *doubtful))
     why = (
-        f"that is less than {CLEARLY:.0f} standard errors"
+        f"the difference is below {CLEARLY:.0f} standard errors"
         if has_enough
         else f"with so few seeds that may be noise, since two runs of one bound may differ by {ONE_RUN:.0%} and more"
     )

@@ -54,7 +54,7 @@ def test_a_gain_within_the_noise_leaves_the_lower_bound_and_says_so():
         "differ by 10% and more. To find out, sweep 4,16 with --seeds 3."
     )
     assert (
-        "that is less than 2 standard errors. To find out, sweep 4,16 with more --seeds."
+        "the difference is below 2 standard errors. To find out, sweep 4,16 with more --seeds."
         in (advice_on(*noisy).reasons[-2])
     )
     # Two other runs of the same bounds, in which 16 happened to be the slower one, give the same bound.
