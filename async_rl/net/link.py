@@ -5,7 +5,9 @@ the usual causes apart: a name that can't be resolved, a port at which nothing l
 not answer, keys that don't fit. As long as there is no connection, a thread of its own tries the port by plain TCP.
 
 After a handshake with keys that don't fit, ZeroMQ never connects again. ``Link`` then connects the socket anew, because
-the server's list of keys may have changed.
+the server's list of keys may have changed. It also limits each attempt to connect. While a firewall drops packets, the
+kernel's pauses between two packets of one attempt grow to a minute, so an attempt without a limit goes on for as long
+after the port was opened.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ LOST_AFTER_S = 1.0
 """Shorter interruptions, such as the restart of a server, need no explanation."""
 _PROBE_S = 3.0
 _PROBE_EVERY_S = 5.0
+_CONNECT_S = 3.0
+"""Limit on one attempt to connect. In this time the kernel sends three or four packets, with pauses of 1 or 2 s."""
 _HANDSHAKE_S = 3.0
 _RECONNECT_S = 1.0
 _EVENTS = (
@@ -47,6 +51,8 @@ _READABLE = int(zmq.POLLIN)
 class Link:
     """Watches whether ``client`` is connected to the server at ``address``. Only the socket's thread may use it.
 
+    Attempts to connect that get no answer begin anew every few seconds.
+
     Create it before ``client`` connects.
 
     Args:
@@ -57,6 +63,7 @@ class Link:
     def __init__(self, client: zmq.Socket[bytes], address: str, server: str, public_key: str = "") -> None:
         self._client, self._address, self._server, self._public_key = client, address, server, public_key
         self._host, self._port = check_address(address)
+        client.setsockopt(zmq.CONNECT_TIMEOUT, round(_CONNECT_S * 1000))
         self._monitor = client.get_monitor_socket(int(_EVENTS))
         self._is_connected = False
         self._lost_at = time.monotonic()

@@ -403,6 +403,10 @@ class PublisherSocket:
         poller.register(self._socket, zmq.POLLIN)
         self._link.register(poller)
 
+    @property
+    def is_connected(self) -> bool:
+        return self._link.is_connected
+
     def trouble_after(self, seconds: float) -> str:
         """Return why there has been no connection for ``seconds``, and what to do about it; empty if there was one."""
         return self._link.trouble if self._link.lost_s >= seconds else ""

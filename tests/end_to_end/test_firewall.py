@@ -7,16 +7,41 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import closing
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 
 from tests.end_to_end.conftest import Firewall
 from tests.end_to_end.harness import ROOT, Role, check_ledger, roles, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 NUM_STEPS = 3
+CLOSED_S = 37.0
+"""Linux sends SYN packets for one connection 19, 35 and 67 s after the first, older versions after 15, 31 and 63 s."""
+CONNECT_S = 12.0
+CLIENTS = """
+import sys, time, zmq
+from async_rl.queue.client.connection import Connection
+from async_rl.weights.control import PublisherSocket
+queue_address, weights_address = sys.argv[1:]
+poller = zmq.Poller()
+weights = PublisherSocket(zmq.Context(), weights_address, None, is_ipv6=False)
+weights.register(poller)
+queue = Connection(queue_address, "client")
+waiting = {"queue": lambda: queue.link.is_connected, "weights": lambda: weights.is_connected}
+print("begun", flush=True)
+while waiting:
+    queue.poll(0.05)
+    weights.receive()
+    for name in [name for name, is_connected in waiting.items() if is_connected()]:
+        print(name, flush=True)
+        del waiting[name]
+"""
+"""A client of the queue server and a client of the learner. Each prints its name once it is connected."""
 
 
 def three_free_ports(host: str) -> int:
@@ -30,6 +55,44 @@ def three_free_ports(host: str) -> int:
             continue
         return first
     raise AssertionError("no three free ports in a row")
+
+
+@contextmanager
+def servers(host: str, *ports: int) -> Iterator[None]:
+    """Servers that accept every ZeroMQ client."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets = [context.socket(zmq.ROUTER) for _ in ports]
+    try:
+        for listener, port in zip(sockets, ports, strict=True):
+            listener.bind(f"tcp://{host}:{port}")
+        yield
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.slow
+def test_clients_connect_soon_after_a_port_is_opened_that_was_closed_for_long(firewall: Firewall):
+    host = firewall.network.host_address
+    port = three_free_ports(host)
+    addresses = (f"tcp://{host}:{port}", f"tcp://{host}:{port + 1}")
+    command = ["ip", "netns", "exec", firewall.network.namespace, sys.executable, "-c", CLIENTS, *addresses]
+    with (
+        servers(host, port, port + 1),
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as clients,
+    ):
+        try:
+            assert clients.stdout is not None
+            assert clients.stdout.readline() == "begun\n"
+            time.sleep(CLOSED_S)  # the subject: the kernel's pauses between two packets grow with this time
+            assert clients.poll() is None
+            opened_at = time.monotonic()
+            firewall.open(port, port + 1)
+            connected = {clients.stdout.readline().strip() for _ in addresses}
+            took_s = time.monotonic() - opened_at
+        finally:
+            clients.kill()
+    assert connected == {"queue", "weights"}
+    assert took_s < CONNECT_S
 
 
 def problems(run_dir: Path) -> str:
