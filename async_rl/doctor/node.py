@@ -175,7 +175,7 @@ def check_generator(
         is_trusted = insecure or config.weights.trusted_network
         receiver = Receiver(
             queue.generator_id, insecure=is_trusted, keys=None if path is None else ClientKeys.load(path),
-            may_collect=False,
+            may_collect=False, has_ports=config.weights.port is not None,
         )  # fmt: skip
         stack.enter_context(closing(receiver))
         received: list[ReceivedWeights] = []
@@ -243,10 +243,9 @@ def _why_no_weights(queue: GeneratorQueue, receiver: Receiver, followed: Announc
     if followed is None:
         return "the learner has announced no weights yet; wait until it has loaded its model, then run the doctor again"
     address, _ = parse_channel(followed.channel)
-    return (
-        f"no weights from the learner at {address}: {receiver.error or 'no answer'}; open the ports of weights.port on "
-        f"the learner's machine for this machine, or raise --timeout if the model is large"
-    )
+    if receiver.error:
+        return f"no weights from the learner at {address}: {receiver.error}"
+    return f"no whole version from the learner at {address} in time; raise --timeout, or check the network"
 
 
 def _check_engine(backend: Backend, config: Config, received: Sequence[ReceivedWeights]) -> list[Finding]:

@@ -130,6 +130,7 @@ def _receiver(
         insecure=insecure or config.weights.trusted_network,
         device=cuda_device(config),
         keys=keys,
+        has_ports=config.weights.port is not None,
         engine=backend.ranks if isinstance(backend, MultiRankBackend) else None,
     )
 

@@ -58,10 +58,14 @@ class Link:
     Args:
         server: what the server is called in texts, such as "the queue server".
         public_key: the client's public key (z85), which the server must know; empty without keys.
+        to_open: what to open if a firewall drops the packets; the port of ``address`` if it is empty.
     """
 
-    def __init__(self, client: zmq.Socket[bytes], address: str, server: str, public_key: str = "") -> None:
+    def __init__(
+        self, client: zmq.Socket[bytes], address: str, server: str, public_key: str = "", *, to_open: str = ""
+    ) -> None:
         self._client, self._address, self._server, self._public_key = client, address, server, public_key
+        self._to_open = to_open
         self._host, self._port = check_address(address)
         client.setsockopt(zmq.CONNECT_TIMEOUT, round(_CONNECT_S * 1000))
         self._monitor = client.get_monitor_socket(int(_EVENTS))
@@ -177,25 +181,31 @@ class Link:
         self._probe.start()
 
     def _run_probe(self) -> None:
-        self._found = why_unreachable(self._server, self._host, self._port)
+        self._found = why_unreachable(self._server, self._host, self._port, to_open=self._to_open)
 
 
-def why_unreachable(server: str, host: str, port: int, timeout_s: float = _PROBE_S) -> str:
+def why_unreachable(server: str, host: str, port: int, timeout_s: float = _PROBE_S, *, to_open: str = "") -> str:
     """Try to connect to ``host`` by TCP. Return why that fails and what to do about it; empty if it succeeds.
 
-    ``server`` is what the server is called in the text, such as "the queue server".
+    The arguments are those of ``unreachable_text``.
     """
     try:
         socket.create_connection((host, port), timeout_s).close()
     except OSError as error:
-        return unreachable_text(server, host, port, error, timeout_s)
+        return unreachable_text(server, host, port, error, timeout_s, to_open=to_open)
     return ""
 
 
-def unreachable_text(server: str, host: str, port: int, error: OSError, timeout_s: float) -> str:
+def unreachable_text(
+    server: str, host: str, port: int, error: OSError, timeout_s: float, *, to_open: str = ""
+) -> str:  # fmt: skip
     """Return what ``error`` says about ``server``, and what to do about it.
 
-    ``error`` comes from an attempt to connect by TCP that was given ``timeout_s`` seconds.
+    Args:
+        server: what the server is called in the text, such as "the queue server".
+        error: comes from an attempt to connect by TCP that was given ``timeout_s`` seconds.
+        to_open: what to open if a firewall drops the packets, such as "open the ports 5556 and 5557"; if empty, the
+            port to which the attempt was made.
     """
     place = f"{url_host(host)}:{port}"
     if isinstance(error, socket.gaierror):
@@ -210,7 +220,7 @@ def unreachable_text(server: str, host: str, port: int, error: OSError, timeout_
         )
     if isinstance(error, TimeoutError):
         return (
-            f"no answer from {place} in {timeout_s:g} s; a firewall may drop the packets: open port {port} on the "
-            f"machine of {server}, and check that the machine is up"
+            f"no answer from {place} in {timeout_s:g} s; a firewall may drop the packets: "
+            f"{to_open or f'open port {port}'} on the machine of {server}, and check that the machine is up"
         )
     return f"no connection to {place}: {error.strerror or error}; check this machine's network and routes to {server}"

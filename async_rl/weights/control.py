@@ -252,6 +252,18 @@ def keys_towards(server_key: bytes | None, keys: ClientKeys | None) -> ClientKey
     return None
 
 
+def ports_to_open(ports: Sequence[int], *, are_set: bool) -> str:
+    """Return what to open if a firewall drops a generator's packets to the learner, as the text of a message.
+
+    Args:
+        ports: the ports of the learner to which generators connect for the weights.
+        are_set: whether ``weights.port`` is set. If it is not, the learner has other ports at its next start.
+    """
+    if not are_set:
+        return "set weights.port, and open its ports"
+    return f"open the ports {' and '.join(map(str, ports))} (weights.port)" if ports else ""
+
+
 MemberMessage = Join | Heartbeat | Leave | Ready | Ack | Failed
 PublisherMessage = Ping | NotMember | Dropped | PrepareCollective | StartCollective | Pull
 TO_PUBLISHER: tuple[type[MemberMessage], ...] = (Join, Heartbeat, Leave, Ready, Ack, Failed)
@@ -382,12 +394,13 @@ class PublisherSocket:
     """A generator's socket, over which it exchanges messages with the publisher at ``address``.
 
     It connects in the background, and reconnects if the connection breaks. ``is_ipv6`` is true if the address names
-    an IPv6 host.
+    an IPv6 host. ``to_open`` is what ``ports_to_open`` returns.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: ClientKeys | None, *, is_ipv6: bool
-    ) -> None:
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: ClientKeys | None, *, is_ipv6: bool,
+        to_open: str = "",
+    ) -> None:  # fmt: skip
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
         # Queue nothing while there is no connection: an old heartbeat is useless.
@@ -396,7 +409,8 @@ class PublisherSocket:
         self._socket.setsockopt(zmq.IPV6, int(is_ipv6))
         if keys is not None:
             keys.identify(self._socket)
-        self._link = Link(self._socket, address, "the learner", "" if keys is None else keys.public.decode())
+        public_key = "" if keys is None else keys.public.decode()
+        self._link = Link(self._socket, address, "the learner", public_key, to_open=to_open)
         self._socket.connect(address)
 
     def register(self, poller: zmq.Poller) -> None:

@@ -65,16 +65,19 @@ class Receiver:
         device: this generator's CUDA device, needed for NCCL. None if there is no CUDA device.
         keys: this generator's keys. Needed if the publisher has keys.
         may_collect: take part in collectives, if ``insecure`` allows it. If False, every version is pulled.
+        has_ports: whether ``weights.port`` is set. Only for texts.
         engine: the engine's workers, which then take part in collectives instead of this process. None: this process.
     """
 
     def __init__(
         self, generator_id: str, *, insecure: bool, device: str | None = None, keys: ClientKeys | None = None,
-        may_collect: bool = True, engine: EngineRanks | None = None,
+        may_collect: bool = True, has_ports: bool = False, engine: EngineRanks | None = None,
     ) -> None:  # fmt: skip
         self._generator_id = generator_id
         self._insecure = insecure
         self._may_collect = may_collect
+        self._has_ports = has_ports
+        self._to_open = ""
         self._device = device
         self._keys = keys
         self._buffers = ReceiveBuffers(pinned=device is not None)
@@ -91,7 +94,7 @@ class Receiver:
         self._channel = self._address = ""
         self._joined_lineage = ""
         self._host = self._local_host = ""
-        self._last_seen = 0.0
+        self._silent_since = 0.0
         self._next_heartbeat = 0.0
         self._joined = False
         self._attempt: tuple[int, Manifest] | None = None
@@ -205,7 +208,7 @@ class Receiver:
         self._channel, self._joined_lineage = announced.channel, announced.lineage
         self._next_heartbeat = 0.0
         self._forget_membership()
-        self._last_seen = time.monotonic()
+        self._to_open = control.ports_to_open(announced.ports, are_set=self._has_ports)
         self._address, server_key = control.parse_channel(announced.channel)
         try:
             self._host, _ = check_address(self._address)
@@ -215,7 +218,8 @@ class Receiver:
         except AsyncRLError as error:
             self._channel_error = str(error)
             return
-        self._socket = PublisherSocket(context, self._address, keys, is_ipv6=":" in self._host)
+        is_ipv6 = ":" in self._host
+        self._socket = PublisherSocket(context, self._address, keys, is_ipv6=is_ipv6, to_open=self._to_open)
         self._socket.register(poller)
 
     def _forget_membership(self) -> None:
@@ -231,18 +235,25 @@ class Receiver:
     def _send_heartbeat(self) -> None:
         """Send ``Heartbeat`` (``Join`` while this generator is no member), unless the next one is not due yet."""
         now = time.monotonic()
-        trouble = "" if self._socket is None else self._socket.trouble_after(_LOST_S)
-        if trouble:
-            self._channel_error = trouble
-        elif now - self._last_seen > _SILENT_S and self._socket is not None:
-            # Without the exact time, which would make it another error, and another line of the log, every second.
-            self._channel_error = f"the learner at {self._address} has been silent for more than {_SILENT_S:g} s"
+        self._check_connection(now)
         if now < self._next_heartbeat:
             return
         message = control.Heartbeat(self._worker.pulled_bytes) if self._joined else self._join_message()
         is_sent = self._socket is not None and self._socket.send(message)
         self._joined = self._joined or is_sent
         self._next_heartbeat = now + (control.HEARTBEAT_S if is_sent else _CONNECT_RETRY_S)
+
+    def _check_connection(self, now: float) -> None:
+        """Note why there is no connection, or that the connected learner is silent."""
+        if self._socket is None:
+            return
+        if not self._socket.is_connected:
+            # A cause that is over remains until the learner answers: it does so in a few seconds, or another is found.
+            self._channel_error = self._socket.trouble_after(_LOST_S) or self._channel_error
+            self._silent_since = now
+        elif now - self._silent_since > _SILENT_S:
+            # Without the exact time, which would make it another error, and another line of the log, every second.
+            self._channel_error = f"the learner at {self._address} has been silent for more than {_SILENT_S:g} s"
 
     def _join_message(self) -> control.Join:
         # Collectives authenticate nobody: none over a network that is not trusted.
@@ -262,7 +273,7 @@ class Receiver:
                 self._channel_error = f"malformed message from the learner at {self._address}: {error}"
 
     def _handle(self, message: control.PublisherMessage) -> None:
-        self._last_seen = time.monotonic()
+        self._silent_since = time.monotonic()
         match message:
             case control.Ping():
                 self._channel_error = None
@@ -312,7 +323,9 @@ class Receiver:
 
     def _receive(self, message: control.StartCollective | control.Pull, manifest: Manifest) -> None:
         deadline = time.monotonic() + message.deadline_s
-        order = ReceiveOrder(message, manifest, self._host, self._local_host, deadline, self._worker.count_pulled)
+        order = ReceiveOrder(
+            message, manifest, self._host, self._local_host, deadline, self._worker.count_pulled, self._to_open
+        )
         self._worker.receive(order, self._replying())
 
     def _needs(self, attempt: int, manifest: Manifest, reply: Reply) -> bool:

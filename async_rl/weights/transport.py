@@ -141,6 +141,7 @@ class ReceiveOrder(Generic[MessageT]):
         deadline: when the transfer must have ended, on the monotonic clock. A pull must have made progress by then: its
             deadline moves with every piece that arrives.
         on_bytes: a pull calls it with the number of bytes that have arrived since the last call.
+        to_open: what to open if a firewall drops a pull's packets (``control.ports_to_open``).
     """
 
     message: MessageT
@@ -149,6 +150,7 @@ class ReceiveOrder(Generic[MessageT]):
     local_host: str
     deadline: float
     on_bytes: Callable[[int], None] = _ignore
+    to_open: str = ""
 
 
 @dataclass(frozen=True, slots=True)

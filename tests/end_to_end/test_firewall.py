@@ -102,8 +102,8 @@ def problems(run_dir: Path) -> str:
     return "".join(generator["trouble"] for generator in shown["generators"])
 
 
-def names_port(role: Role, closed: int) -> None:
-    wait_until(f"port {closed} in the log of the {role.name}", lambda: f"open port {closed} " in role.log)
+def says(role: Role, text: str) -> None:
+    wait_until(f"{text!r} in the log of the {role.name}", lambda: text in role.log)
 
 
 @pytest.mark.slow
@@ -126,15 +126,17 @@ def test_a_closed_port_is_named_by_both_sides_and_the_run_goes_on_once_it_is_ope
         remote = start("remote", "generator", "--connect", address, "--insecure", "--id", "remote",
                        namespace=firewall.network.namespace)  # fmt: skip
 
-        names_port(remote, port)
+        says(remote, f"open port {port} ")
         firewall.open(port)
-        names_port(remote, port + 1)
-        names_port(queue, port + 1)
-        assert f"open port {port + 1} " in problems(run_dir)
+        to_open = f"open the ports {port + 1} and {port + 2} (weights.port) on the machine of the learner"
+        for role in (remote, queue):
+            says(role, f"no answer from {host}:{port + 1} in 3 s; a firewall may drop the packets: {to_open}")
+        assert to_open in problems(run_dir)
         firewall.open(port + 1)
-        names_port(remote, port + 2)
-        names_port(queue, port + 2)
+        for role in (remote, queue):
+            says(role, f"no answer from {host}:{port + 2} in 5 s; a firewall may drop the packets: {to_open}")
         firewall.open(port + 2)
         learner.succeed()
         remote.succeed()
+        assert "silent" not in remote.log
     assert check_ledger(run_dir)["groups"]["trained"] == NUM_STEPS * 4

@@ -154,6 +154,9 @@ def test_a_firewall_that_drops_packets_is_named_with_its_port(monkeypatch: pytes
     said = why_unreachable("the queue server", "10.0.0.1", 5555)
     assert "no answer from 10.0.0.1:5555 in 3 s" in said
     assert "open port 5555 on the machine of the queue server" in said
+    said = why_unreachable("the learner", "10.0.0.1", 5556, to_open="open the ports 5556 and 5557")
+    assert "no answer from 10.0.0.1:5556 in 3 s" in said
+    assert "open the ports 5556 and 5557 on the machine of the learner" in said
 
 
 def test_a_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch):

@@ -345,8 +345,8 @@ def test_versions_come_over_one_connection_and_over_another_when_that_has_ended(
     connections: list[socket.socket] = []
     connect = tcp_receiver._connect
 
-    def recorded(host: str, port: int, deadline: float) -> socket.socket:
-        connections.append(connect(host, port, deadline))
+    def recorded(host: str, port: int, deadline: float, to_open: str) -> socket.socket:
+        connections.append(connect(host, port, deadline, to_open))
         return connections[-1]
 
     monkeypatch.setattr(tcp_receiver, "_connect", recorded)

@@ -69,17 +69,18 @@ class _KeptConnection:
         self._kept: tuple[tuple[str, int], socket.socket, float] | None = None
 
     @contextmanager
-    def send(self, host: str, port: int, deadline: float, request: Request) -> Iterator[socket.socket]:
+    def send(self, host: str, port: int, deadline: float, request: Request, to_open: str) -> Iterator[socket.socket]:
         """Send ``request`` to the stream server, and yield the connection. The caller must read the whole answer from
         it.
 
-        If the caller raises an error, the connection is closed, else it is kept for the next request.
+        If the caller raises an error, the connection is closed, else it is kept for the next request. ``to_open`` is
+        that of ``ReceiveOrder``.
 
         Raises:
             WeightsError: the deadline has passed, or the server can't be reached.
             OSError: the connection broke.
         """
-        connection = self._take((host, port)) or _connect(host, port, deadline)
+        connection = self._take((host, port)) or _connect(host, port, deadline, to_open)
         try:
             connection.sendall(request.encode())
             yield connection
@@ -117,7 +118,7 @@ def _has_ended(connection: socket.socket) -> bool:
     return True
 
 
-def _connect(host: str, port: int, deadline: float) -> socket.socket:
+def _connect(host: str, port: int, deadline: float, to_open: str) -> socket.socket:
     timeout_s = min(_CONNECT_S, deadline - time.monotonic())
     if timeout_s <= 0:
         raise WeightsError(
@@ -126,7 +127,8 @@ def _connect(host: str, port: int, deadline: float) -> socket.socket:
     try:
         connection = socket.create_connection((host, port), timeout_s)
     except OSError as error:
-        raise WeightsError(unreachable_text("the learner's stream server", host, port, error, timeout_s)) from error
+        server = "the learner's stream server"
+        raise WeightsError(unreachable_text(server, host, port, error, timeout_s, to_open=to_open)) from error
     # Blocking, with the kernel's clock: Python's own would poll before every read.
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_STALL_S), 0))
@@ -214,7 +216,8 @@ class _VersionPull:
     def _answer(self, request: Request) -> Iterator[_Answer]:
         """Send ``request``, and yield the answer. The caller must read all its items."""
         deadline = time.monotonic() + self._limit_s
-        with self._connection.send(self._host, self._pull.port, deadline, request) as connection:
+        to_open = self._order.to_open
+        with self._connection.send(self._host, self._pull.port, deadline, request, to_open) as connection:
             cipher = None
             if self._pull.key:
                 cipher = RecordCipher(self._pull.key, request, read_exactly(connection.recv, NONCE_BYTES))
