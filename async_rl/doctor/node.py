@@ -34,7 +34,7 @@ from async_rl.net.keys import ClientKeys
 from async_rl.output import Report, ignore, size_text
 from async_rl.process.user_code import DIGESTS_FILE, read_digests
 from async_rl.queue.client.clients import GeneratorQueue
-from async_rl.queue.messages import Announcement, GeneratorStats, Welcome
+from async_rl.queue.messages import DOCTOR, Announcement, GeneratorStats, Welcome
 from async_rl.weights.control import parse_channel
 from async_rl.weights.receive_worker import ReceivedWeights
 from async_rl.weights.receiver import Receiver
@@ -139,7 +139,7 @@ def _queue(address: str, keys_file: Path | None) -> GeneratorQueue:
 
 
 def _join(queue: GeneratorQueue) -> Welcome:
-    return queue.hello(_JOIN_S, "doctor", socket.gethostname())
+    return queue.hello(_JOIN_S, DOCTOR, socket.gethostname())
 
 
 def check_scratch() -> list[Finding]:

@@ -88,7 +88,7 @@ class Evaluations:
     def await_all(self, what: str, *, tick: Callable[[], None]) -> None:
         """Wait until every requested evaluation is recorded.
 
-        ``tick`` is called while waiting. ``what`` is the reason for the wait in log messages, if the queue gives none.
+        ``tick`` is called while waiting. ``what`` is awaited in log messages, if the queue does not say it.
         """
         wait = WaitLog()
         while self.are_pending:

@@ -162,11 +162,14 @@ class WaitLog:
     def __init__(self) -> None:
         self._start = self._last_log = time.monotonic()
 
-    def still_waiting(self, reason: str) -> None:
-        """Record that the wait goes on because of ``reason``. Call this after every failed attempt."""
+    def still_waiting(self, awaited: str) -> None:
+        """Record that the wait goes on. Call this after every failed attempt.
+
+        ``awaited`` says for what, and why, if that is known: ``EvalWait.reason``, for example.
+        """
         now = time.monotonic()
         if now - self._last_log >= WAIT_LOG_S:
-            logger.warning("waiting for %.0f s: %s", now - self._start, reason)
+            logger.warning("waiting %.0f s for %s", now - self._start, awaited)
             self._last_log = now
 
 

@@ -193,8 +193,10 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class NotReady(msgspec.Struct, frozen=True):
-    """The reply to a take for which too few groups are ready. ``reason`` says why, in one line for the log.
+    """The reply to a take for which too few groups are ready.
 
+    ``reason`` says in one line for what the learner waits, and why: "groups (0 of 32 are queued, 0 in flight): no
+    generator is connected". If no step will follow, it says only why.
     ``stop`` says why the run can't continue; empty if it can. ``exhausted`` says whether no further step will be ready,
     because the data has ended or all steps are trained.
     """
@@ -382,6 +384,10 @@ class OfGenerator(msgspec.Struct, frozen=True):
     generator_id: Name
 
 
+DOCTOR = "doctor"
+"""The ``Hello.backend`` of ``async-rl doctor --connect``, which joins as a generator does, but takes no leases."""
+
+
 class Hello(OfGenerator, frozen=True):
     """A generator registers. If ``replaces`` names a dead generator, that generator's leases are requeued at once."""
 
@@ -522,7 +528,7 @@ class EvalResults(msgspec.Struct, frozen=True):
 
 
 class EvalWait(msgspec.Struct, frozen=True):
-    """The reply to ``AwaitEval``: the reason why no finished evaluation can be sent yet; empty if one can.
+    """The reply to ``AwaitEval``: for what the learner waits, and why, as in ``NotReady``; empty if it need not wait.
 
     ``stop`` is the reason why the evaluation can't go on; empty if it can.
     """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from async_rl.learner.recorder import StepClock, log_rollouts
+from async_rl.learner import recorder
+from async_rl.learner.recorder import StepClock, WaitLog, log_rollouts
 from async_rl.queue.messages import GeneratorStats, TakenGroup
 from tests.generator.leases import make_lease
 from tests.queue.builders import group, make_config
@@ -142,3 +144,13 @@ def test_generator_figures_are_left_out_when_one_counts_from_zero_again():
         GeneratorStats(max_running=8, wall_s=110, num_tokens=600), alive_generators=("a", "b"), trained_tokens=0
     )
     assert "throughput/generated_tokens_per_s" not in row
+
+
+def test_a_long_wait_says_how_long_for_what_and_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    times = iter([100.0, 129.0, 130.0, 131.0])
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    wait = WaitLog()
+    for _ in range(3):
+        wait.still_waiting("groups (0 of 2 are queued, 0 in flight): no generator is connected")
+    said = "waiting 30 s for groups (0 of 2 are queued, 0 in flight): no generator is connected"
+    assert [record.getMessage() for record in caplog.records] == [said]

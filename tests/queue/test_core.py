@@ -104,7 +104,7 @@ def test_a_take_that_overtakes_the_ack_before_it_waits():
     fill_and_take(state)
     early = learner_requests.take(state, LINEAGE, 1, 1, 0.0)
     assert isinstance(early, NotReady)
-    assert early.reason == "waits for the ack of step 0"
+    assert early.reason == "the ack of step 0"
 
 
 def test_a_take_of_another_step_or_version_is_refused():
@@ -491,12 +491,21 @@ def test_an_evaluation_of_a_version_to_come_lets_training_go_on_with_the_next_on
     assert len(leases(state, 4, 1)) == 2
 
 
+def test_a_learner_that_waits_for_an_evaluation_is_told_how_far_it_is_and_why():
+    state = make_state()
+    ask_evaluation(state)
+    expected = "the evaluation of test at step 0 (0 of 2 rows): no generator is connected"
+    assert learner_requests.eval_wait(state, LINEAGE) == expected
+    leases(state, 2)
+    assert learner_requests.eval_wait(state, LINEAGE) == "the evaluation of test at step 0 (0 of 2 rows)"
+
+
 def test_results_come_in_row_order_until_they_are_confirmed():
     state = make_state()
     ask_evaluation(state)
     held = leases(state, 2)
     put(state, group(held[1], accuracies=(1.0,)))
-    assert learner_requests.eval_wait(state, LINEAGE).endswith("test at step 0: 1 of 2 rows")
+    assert learner_requests.eval_wait(state, LINEAGE).startswith("the evaluation of test at step 0 (1 of 2 rows)")
     generator_requests.fail(state, "g0", held[0].lease_id, "prompt_too_long", 0.0)
     assert learner_requests.eval_wait(state, LINEAGE) == ""
     for _ in range(2):

@@ -149,7 +149,7 @@ def test_owners_and_refusals_outlive_the_server(tmp_path, monkeypatch):
     assert entry is not None
     assert (entry.refused, list(entry.returned)) == ({"malformed": 1}, [True])
     # It counts as silent until it is heard, so a restarted generator with a new secret is not shut out.
-    assert run.server._state.alive_generators(0.0) == ()
+    assert run.server._state.alive_clients(0.0) == ()
     run.call(b"peer", messages.Goodbye("g0"))
     run.server._durable.revert()
     assert run.server._state.generators.get("g0") is None

@@ -4,7 +4,7 @@ import pytest
 
 from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.leases import TROUBLE_LOG_S
-from async_rl.queue.messages import GeneratorStats, NotReady
+from async_rl.queue.messages import DOCTOR, GeneratorStats, NotReady
 from tests.queue.witness import WORST_CASE, Knobs
 from tests.queue.world import World
 
@@ -101,7 +101,7 @@ def make_world_that_waits() -> tuple[World, str]:
         world.give("g1", lease_id)
     answer = world.take()
     assert isinstance(answer, NotReady)
-    assert "waits 0 s (queue.wait_s) for 1 groups that this step would make stale" in answer.reason
+    assert answer.reason == "1 groups that this step would make stale, 0 s so far (queue.wait_s)"
     return world, slow
 
 
@@ -167,11 +167,26 @@ def report(world: World, name: str, trouble: str) -> None:
 def test_a_learner_that_waits_is_told_why_no_generator_gets_weights():
     world = World(Knobs())
     report(world, "g0", "open port 5556")
-    assert world.expect_no_batch().startswith("generator g0 reports: open port 5556; 0 of 2 groups are queued")
+    said = "groups (0 of 2 are queued, 0 in flight): generator g0 reports: open port 5556"
+    assert world.expect_no_batch() == said
     report(world, "g1", "open port 5557")
     assert "(problems of other generators: 1)" in world.expect_no_batch()
     report(world, "g1", "")
     assert "reports" not in world.expect_no_batch()
+
+
+def test_a_doctor_is_no_generator():
+    world = World(Knobs())
+    generator_requests.hello(world.state, "doctor-1", "host", DOCTOR, world.now)
+    nobody = "groups (0 of 2 are queued, 0 in flight): no generator is connected"
+    assert world.expect_no_batch() == nobody
+    report(world, "doctor-1", "open port 5556")
+    assert world.expect_no_batch() == nobody
+    stats = world.state.stats()
+    assert (stats.num_generators, stats.alive_generators) == (0, ())
+    assert world.state.alive_clients(world.now) == ("doctor-1",), "it gets notices"
+    report(world, "g0", "")
+    assert world.expect_no_batch() == "groups (0 of 2 are queued, 0 in flight)"
 
 
 def test_the_log_names_a_generator_s_problem_at_once_and_no_more_than_every_ten_seconds():

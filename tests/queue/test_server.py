@@ -72,7 +72,7 @@ def test_a_whole_run_from_hello_to_finish(servers, tmp_path):
     for step in range(3):
         answer = learner.take("line-a", step, step, 0.0)
         assert isinstance(answer, NotReady)
-        assert "0 of 2 groups are queued" in answer.reason
+        assert "groups (0 of 2 are queued, 0 in flight)" in answer.reason
         assert return_all(generator, get_leases(generator, step), step) == ["queued", "queued"]
         batch = learner.take("line-a", step, step, 5.0)
         assert isinstance(batch, Batch)

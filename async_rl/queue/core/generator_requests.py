@@ -117,7 +117,7 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
     leases, answer = _grant_evals(state, learner, generator_id, version, max_leases)
     blocker = state.evals.exclusive
     if blocker is not None:
-        answer = answer or LeasesGranted((), f"training waits for an evaluation: {blocker.progress_line}")
+        answer = answer or LeasesGranted((), f"training waits for the evaluation of {blocker.progress_line}")
     elif len(leases) < max_leases:
         more, answer_train = _grant_training(state, learner, generator_id, version, max_leases - len(leases))
         leases += more
@@ -325,7 +325,7 @@ def _grant_evals(
             continue
         wanted = evaluation.request.min_version
         if version < wanted:
-            reason = f"the evaluation needs version {wanted}, not {version}: {evaluation.progress_line}"
+            reason = f"the evaluation of {evaluation.progress_line} needs version {wanted}, not {version}"
             announced = learner.announced_version
             can_activate = announced is not None and announced >= wanted
             answer = answer or LeasesGranted((), reason, activate=announced if can_activate else None)

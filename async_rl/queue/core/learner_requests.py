@@ -11,7 +11,7 @@ or of an evaluation's answer are damaged, it is dropped as ``rolled_back``, and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from async_rl.errors import DamagedPayloadError, LineageError, QueueError
@@ -174,11 +174,12 @@ def eval_results(state: QueueState, lineage: str, received: Collection[EvalKey] 
 
 
 def eval_wait(state: QueueState, lineage: str) -> str:
-    """Return the reason why no finished evaluation can be sent yet; empty if there is one, or if none is running."""
+    """Return for which evaluations the learner waits, and why; empty if one has finished, or if none is running."""
     state.attached(lineage)
     if any(not e.delivered for e in state.evals.finished) or not state.evals.unfinished:
         return ""
-    return _who_samples(state) + "; ".join(e.progress_line for e in state.evals.unfinished)
+    awaited = ", ".join(e.progress_line for e in state.evals.unfinished)
+    return _with_causes(f"the evaluation of {awaited}", _why_nobody_samples(state))
 
 
 def take(state: QueueState, lineage: str, step: int, version: int, now: float) -> tuple[TakenPayload, ...] | NotReady:
@@ -195,7 +196,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
     learner = state.attached(lineage)
     if state.taken and step == learner.step + 1:
         # The take arrived before the ack that was sent first. The client repeats the take.
-        return NotReady(f"waits for the ack of step {learner.step}", state.stats())
+        return NotReady(f"the ack of step {learner.step}", state.stats())
     if (step, version) != (learner.step, learner.version):
         raise QueueError(
             f"expected a take of step {learner.step} at version {learner.version}, which the learner reported last, "
@@ -357,31 +358,44 @@ def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
     if state.waits_since is not None:
         late = state.leases.training_older_than(state.settings.oldest_after_step(learner.version))
         waited_s = state.now - state.waits_since
-        line = f"waits {waited_s:.0f} s (queue.wait_s) for {len(late)} groups that this step would make stale"
+        line = f"{len(late)} groups that this step would make stale, {waited_s:.0f} s so far (queue.wait_s)"
         return NotReady(line, state.stats())
-    line = f"{_who_samples(state)}{len(state.queued)} of {num_groups} groups are queued, {in_flight} in flight"
-    if state.filtered_since_step:
-        line += f", {state.filtered_since_step} filtered since the last step"
-    blocker = state.evals.exclusive
-    if blocker is not None:
-        line += f"; evaluation comes first: {blocker.progress_line}"
+    return NotReady(_with_causes(_awaited_groups(state), *_why_too_few(state, learner)), state.stats())
+
+
+def _awaited_groups(state: QueueState) -> str:
+    filtered = f", {state.filtered_since_step} filtered since the last step" if state.filtered_since_step else ""
+    queued = f"{len(state.queued)} of {state.settings.groups_per_step} are queued"
+    return f"groups ({queued}, {state.ledger.groups.in_flight} in flight{filtered})"
+
+
+def _why_too_few(state: QueueState, learner: LearnerSide) -> Iterator[str]:
+    """Yield the causes that are known, other than that sampling takes time."""
+    yield _why_nobody_samples(state)
+    if (blocker := state.evals.exclusive) is not None:
+        yield f"the evaluation of {blocker.progress_line} comes first"
     if learner.announcement is None:
-        line += "; no version is announced yet"
-    return NotReady(line, state.stats())
+        yield "no version is announced yet"
 
 
-def _who_samples(state: QueueState) -> str:
-    """Return a warning, as the start of a reason to wait, if no generator is connected; else return "".
+def _why_nobody_samples(state: QueueState) -> str:
+    """Return why no generator samples, "" if one does.
 
-    If all generators report that they get no weights, the warning has the report of the first.
+    If all generators report that they get no weights, return the report of the first.
     """
     alive = state.generators.alive(state.now)
     if not alive:
-        return "no generator is connected: "
+        return "no generator is connected"
     if all(entry.trouble for entry in alive):
         others = f" (problems of other generators: {len(alive) - 1})" if len(alive) > 1 else ""
-        return f"generator {alive[0].generator_id} reports: {alive[0].trouble}{others}; "
+        return f"generator {alive[0].generator_id} reports: {alive[0].trouble}{others}"
     return ""
+
+
+def _with_causes(awaited: str, *causes: str) -> str:
+    """Return the text of a wait: what is awaited, and the causes that are not empty."""
+    known = "; ".join(cause for cause in causes if cause)
+    return f"{awaited}: {known}" if known else awaited
 
 
 def _must_wait(state: QueueState, learner: LearnerSide) -> bool:

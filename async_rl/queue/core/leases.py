@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from async_rl.queue.messages import FailureCause, GeneratorStats
+from async_rl.queue.messages import DOCTOR, FailureCause, GeneratorStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.records import Lease
 
@@ -371,6 +371,11 @@ class GeneratorTable:
         self._forget_at = min((e.seen_at for e in self._entries.values()), default=now) + 10 * self._timeout_s
 
     def alive(self, now: float) -> list[GeneratorEntry]:
+        """Return the generators that are alive. A doctor is none, because it takes no leases."""
+        return [e for e in self.alive_clients(now) if e.backend != DOCTOR]
+
+    def alive_clients(self, now: float) -> list[GeneratorEntry]:
+        """Return the generators and the doctors that are alive."""
         return [e for e in self._entries.values() if self._is_alive(e, now)]
 
     def _is_alive(self, entry: GeneratorEntry, now: float) -> bool:

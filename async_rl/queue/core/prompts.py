@@ -199,7 +199,8 @@ class Evaluation:
 
     @property
     def progress_line(self) -> str:
-        return f"{self.key[0]} at step {self.key[1]}: {len(self.answers)} of {len(self.rows)} rows"
+        """Text that names the evaluation, and says how far it is, such as "test at step 0 (1 of 2 rows)"."""
+        return f"{self.key[0]} at step {self.key[1]} ({len(self.answers)} of {len(self.rows)} rows)"
 
 
 def entry_key(key: EvalKey, row: int | None = None) -> str:

@@ -212,10 +212,10 @@ class QueueState(PersistedState):
             )
         return self.learner
 
-    def alive_generators(self, now: float) -> tuple[str, ...]:
-        """Return the ids of the generators that count as alive at the time ``now``."""
+    def alive_clients(self, now: float) -> tuple[str, ...]:
+        """Return the ids of the generators and doctors that count as alive at the time ``now``."""
         self.at(now)
-        return tuple(entry.generator_id for entry in self.generators.alive(self.now))
+        return tuple(entry.generator_id for entry in self.generators.alive_clients(self.now))
 
     @property
     def group_bytes(self) -> int:

@@ -530,7 +530,7 @@ class QueueServer:
         everyone = news != self._last_news and news != (None, False)
         self._last_news = news
         state = self._state
-        to_notify = state.alive_generators(time.monotonic()) if everyone else state.generators.to_notify()
+        to_notify = state.alive_clients(time.monotonic()) if everyone else state.generators.to_notify()
         for generator_id in to_notify:
             peer = self._handlers.registry.peer_of(generator_id)
             if peer is not None:
@@ -555,7 +555,7 @@ class QueueServer:
 
     def _why_end(self, now: float) -> str:
         registry = self._handlers.registry
-        unaware = (g for g in self._state.alive_generators(now) if not registry.has_left(g))
+        unaware = (g for g in self._state.alive_clients(now) if not registry.has_left(g))
         return self._lifetime.reason_to_end(self._state, unaware, now, learner_left=self._handlers.learner_gone)
 
 
