@@ -16,6 +16,7 @@ from async_rl.config.loading import load_config
 from async_rl.errors import AddressError, QueueError, RunError
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.output import size_text
+from async_rl.queue.messages import DOCTOR
 from async_rl.run.directory import RunDir
 from async_rl.run.queue_files import read_record
 from async_rl.run.step_log import read_rows
@@ -138,7 +139,10 @@ def status_tables(status: Mapping[str, Any]) -> list[Table]:
     tables = [run]
     for label, text in _run_rows(rest):
         run.add_row(label, text)
-    if generators := rest.pop("generators", None):
+    generators = rest.pop("generators", [])
+    if not any(g.get("alive", True) and g.get("backend") != DOCTOR for g in generators) and not status.get("finished"):
+        run.add_row("generators", "no generator is connected")
+    if generators:
         tables.append(_generators_table(generators))
         if troubles := generator_troubles(generators):
             tables.append(_troubles_table(troubles))

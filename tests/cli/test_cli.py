@@ -679,6 +679,24 @@ def test_status_loses_no_figure_of_a_generator_with_a_long_id_on_a_narrow_screen
     assert "".join(cells) == generator["id"]
 
 
+def test_status_says_that_no_generator_is_connected():
+    from rich.console import Console
+
+    from async_rl.launch.status import status_tables
+
+    gone, doctor = {"id": "a", "alive": False}, {"id": "doctor-b", "alive": True, "backend": "doctor"}
+    for generators, finished, said in (
+        ([], False, True),
+        ([gone, doctor], False, True),
+        ([gone, {"id": "c", "alive": True, "backend": "hf"}], False, False),
+        ([], True, False),
+    ):
+        console = Console(width=100, record=True, file=io.StringIO())
+        for table in status_tables({"step": 0, "finished": finished, "generators": generators}):
+            console.print(table)
+        assert ("no generator is connected" in console.export_text()) == said, generators
+
+
 def test_an_evaluation_says_what_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "expected --dataset FILE, or a config with data.eval" in refusal(capsys, "eval", "owner/model")
     assert "got neither" in refusal(capsys, "eval", "--compare", str(tmp_path))

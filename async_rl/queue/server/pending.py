@@ -17,6 +17,8 @@ from async_rl.queue.server.handlers import MAX_GENERATORS, Deferred, Reply
 _MAX_PENDING = 2 * MAX_GENERATORS + 64
 """Maximum number of requests that wait: enough for a hello and a lease request of every generator. Further requests are
 answered at once."""
+_SAME_WAIT_S = 5.0
+"""A request that was answered in vain and is repeated within this time belongs to the same wait."""
 _MAX_HELD_BYTES = 256 << 20
 _MAX_HELD = 10_000
 """Limits on what is kept while the disk is full."""
@@ -43,6 +45,8 @@ class Request:
 
 @dataclass(slots=True)
 class _Pending:
+    """A request that waits. ``since`` is when the wait of its sender began, maybe with an earlier request."""
+
     request: Request
     message: Message
     deferred: Deferred
@@ -67,13 +71,18 @@ class PendingRequests:
     ) -> None:  # fmt: skip
         self._revision, self._send, self._attempt = revision, send, attempt
         self._pending: list[_Pending] = []
+        self._in_vain: dict[tuple[bytes, str], tuple[float, float]] = {}
+        """For the requests of each (peer, type) that waited in vain: since when, and when the last was answered; the
+        oldest answer first."""
 
     def add(self, request: Request, message: Message, deferred: Deferred, now: float) -> None:
         """Add a request and try all requests. It replaces an earlier request of the same type from the same peer."""
         same = (request.peer, request.type)
         self._pending = [p for p in self._pending if (p.request.peer, p.request.type) != same]
         deadline = now + (deferred.wait_s if len(self._pending) < _MAX_PENDING else 0.0)
-        self._pending.append(_Pending(request, message, deferred, deadline, since=now))
+        since, answered_at = self._in_vain.pop(same, (now, now))
+        is_same_wait = now - answered_at <= _SAME_WAIT_S
+        self._pending.append(_Pending(request, message, deferred, deadline, since if is_same_wait else now))
         self.answer(now)
 
     def answer(self, now: float) -> None:
@@ -100,22 +109,41 @@ class PendingRequests:
         return (pending.deadline for pending in self._pending)
 
     def waits(self, now: float) -> list[dict[str, Any]]:
-        """Return who waits for what, and for how long, as plain data for ``async-rl status``."""
+        """Return who waits for what, and for how long, as plain data for ``async-rl status``.
+
+        A client repeats a request that was answered in vain. Its wait counts from the first one.
+        """
         return [
             {"who": p.request.generator_id or "learner", "for": p.request.type, "since_s": now - p.since}
             for p in self._pending
         ]
 
     def _is_answered(self, pending: _Pending, now: float) -> bool:
-        last = now >= pending.deadline
-        if pending.tried_at_revision == self._revision() and not last:
-            return False
-        reply = self._attempt(pending.request, lambda: pending.deferred.attempt(now, last), now)
-        pending.tried_at_revision = self._revision()
-        if not isinstance(reply, Reply):
+        is_new = pending.tried_at_revision != self._revision()
+        reply = self._try(pending, now, last=False) if is_new else None
+        if reply is None and now >= pending.deadline:
+            reply = self._try(pending, now, last=True)
+            if reply is not None:
+                self._note_in_vain(pending, now)
+        if reply is None:
             return False
         self._send(pending.request, reply)
         return True
+
+    def _try(self, pending: _Pending, now: float, *, last: bool) -> Reply | None:
+        reply = self._attempt(pending.request, lambda: pending.deferred.attempt(now, last), now)
+        pending.tried_at_revision = self._revision()
+        return reply if isinstance(reply, Reply) else None
+
+    def _note_in_vain(self, pending: _Pending, now: float) -> None:
+        """Remember since when the sender waits, and forget senders that have not repeated their requests."""
+        self._in_vain.pop(key := (pending.request.peer, pending.request.type), None)
+        self._in_vain[key] = pending.since, now
+        while self._in_vain:
+            oldest = next(iter(self._in_vain))
+            if now - self._in_vain[oldest][1] <= _SAME_WAIT_S:
+                return
+            del self._in_vain[oldest]
 
 
 class HeldMessages:
