@@ -25,7 +25,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import changed_keys, load_config, machine_overrides, show_change
 from async_rl.errors import ConfigError, UserError
 from async_rl.launch.capacity import has_gpu
-from async_rl.launch.live_view import LiveView, PlainView, duration, eval_accuracies
+from async_rl.launch.live_view import LiveView, PlainView
 from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.preflight import check_launch
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
@@ -37,6 +37,7 @@ from async_rl.process.user_code import code_changes
 from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, locked_run_dir
+from async_rl.run.progress import duration, eval_accuracies
 from async_rl.run.reuse import check_run_dir, has_ended
 from async_rl.run.step_log import read_rows
 from async_rl.terminal import visible

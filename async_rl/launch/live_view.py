@@ -9,7 +9,6 @@ import os
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,13 @@ from async_rl.launch.status import ask_status, awaited_by, generator_troubles
 from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
 from async_rl.run.directory import RunDir
+from async_rl.run.progress import RunProgress, duration, eval_lines, is_step_row, number_text, step_line
 from async_rl.run.step_log import Row, StepLogTail
 from async_rl.terminal import visible, visible_values
 
 POLL_S = 1.0
 STATUS_TIMEOUT_S = 2.0
 REFRESH_S = 0.5
-ETA_STEPS = 20
 SHOWN_WAIT_S = 2.0
 MAX_NAMED_PROCESSES = 8
 LINE_EVERY_S = 10.0
@@ -40,7 +39,6 @@ LINE_EVERY_S = 10.0
 _MAX_TROUBLES = 3
 _LOG_BYTES = 8 << 10
 _LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \S+ (?:INFO|WARNING) [\w.]+: (.+)$")
-_GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
 
 
 class StatusPoller:
@@ -72,55 +70,6 @@ class StatusPoller:
         self._thread.join(STATUS_TIMEOUT_S + POLL_S)
 
 
-class RunProgress:
-    """Collects the figures to show from the rows of ``metrics.jsonl``.
-
-    Attributes:
-        num_steps: the number of steps of the whole run.
-        step_row: the row of the newest step; empty before the first step.
-        evals: for each evaluation set, pairs (step, accuracy) in the order of the evaluations.
-    """
-
-    def __init__(self, num_steps: int, history: Sequence[Row]) -> None:
-        self.num_steps = num_steps
-        self.step_row: Row = {}
-        self.evals: dict[str, list[tuple[int, float]]] = {}
-        self._times: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS)
-        for row in history:
-            self.add(row)
-        self._times.clear()
-        for key in _GENERATOR_KEYS:  # of generators that have ended
-            self.step_row.pop(key, None)
-
-    @property
-    def is_training(self) -> bool:
-        """Whether this launch has trained a step, and has further steps to train."""
-        return bool(self._times) and self.step_row["step"] < self.num_steps
-
-    def add(self, row: Row) -> None:
-        """Take the figures from ``row``, the next row of ``metrics.jsonl``."""
-        for dataset, accuracy in eval_accuracies(row).items():
-            self.evals.setdefault(dataset, []).append((row["step"], accuracy))
-        if is_step_row(row):
-            if self._times and row["step"] <= self._times[-1][0]:
-                self._times.clear()  # rolled back: measure the pace again
-            # Generators report less often than the learner steps: show their figures until the next ones.
-            kept = {key: self.step_row[key] for key in _GENERATOR_KEYS if key in self.step_row}
-            self.step_row = kept | row
-            self._times.append((row["step"], row["time_s"]))
-
-    @property
-    def eta_s(self) -> float | None:
-        """Estimated seconds until the run's last step, at the pace of the last ``ETA_STEPS`` steps.
-
-        None if this launch has seen fewer than two steps.
-        """
-        if len(self._times) < 2:
-            return None
-        (first_step, first_s), (last_step, last_s) = self._times[0], self._times[-1]
-        return (last_s - first_s) / (last_step - first_step) * max(0, self.num_steps - last_step)
-
-
 def newest_messages(logs: Path) -> dict[str, str]:
     """Return the newest log message of the first learner rank and of the first generator, if they have logged one.
 
@@ -144,64 +93,6 @@ def newest_message(log: Path) -> str:
         if found := _LOG_LINE.match(line):
             return found[1]
     return ""
-
-
-def is_step_row(row: Row) -> bool:
-    """Return whether ``row`` of ``metrics.jsonl`` is about an optimizer step. All other rows are about evaluations."""
-    return "version" in row and "tokens/trained" in row
-
-
-def eval_accuracies(row: Row) -> dict[str, float]:
-    """Return the accuracy of each evaluation set in ``row`` of ``metrics.jsonl``, by name; empty if it has none."""
-    names = [key.split("/") for key in row if key.startswith("eval/") and key.endswith("/accuracy")]
-    return {"/".join(parts[1:-1]): row["/".join(parts)] for parts in names if row["/".join(parts)] is not None}
-
-
-def eval_lines(row: Row) -> list[str]:
-    """Return one line of text with the accuracy for each evaluation set in ``row``, a row of ``metrics.jsonl``.
-
-    ``step`` is the step that requested the evaluation. Training goes on meanwhile, so the line may come after those of
-    later steps, and several versions of the weights may have answered: the line then names the first and the last.
-    A line also gives the number of dataset rows without an answer if there are any, because they count as wrong.
-    """
-    lines: list[str] = []
-    for dataset, accuracy in eval_accuracies(row).items():
-        missing, rows, first, last = (
-            row.get(f"eval/{dataset}/{key}") for key in ("unanswered", "rows", "version_min", "version_max")
-        )
-        versions = f" (versions {first} to {last})" if first != last else ""
-        without = f" ({missing} of {rows} rows without an answer)" if missing else ""
-        lines.append(f"eval {dataset} of step {row['step']}{versions}: accuracy {accuracy:.3f}{without}")
-    return lines
-
-
-def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
-    """Return one line of text with the figures of an optimizer step.
-
-    Args:
-        row: the step's row of ``metrics.jsonl``.
-        num_steps: the number of steps of the whole run.
-        eta_s: estimated seconds until the run's last step; None if there is no estimate yet.
-    """
-    parts = [f"step {row['step']}/{num_steps}"]
-    parts += [
-        f"{label} {_number(row.get(key))}{unit}"
-        for label, key, unit in (
-            ("reward", "reward/mean", ""),
-            ("accuracy", "accuracy/mean", ""),
-            ("staleness", "staleness/mean", f" (max {_number(row.get('staleness/max'))})"),
-            ("queue", "queue/depth", f" + {_number(row.get('queue/in_flight'))} in flight"),
-            ("trained", "throughput/trained_tokens_per_s", " tok/s"),
-            ("generated", "throughput/generated_tokens_per_s", " tok/s"),
-        )
-        if row.get(key) is not None
-    ]
-    idle = [
-        f"{who} {row[f'idle/{who}']:.0%}" for who in ("learner", "generators") if row.get(f"idle/{who}") is not None
-    ]
-    parts += [f"idle {', '.join(idle)}"] if idle else []
-    parts += [f"ETA {duration(eta_s)}"] if eta_s is not None else []
-    return " | ".join(parts)
 
 
 class PlainView:
@@ -319,11 +210,15 @@ class LiveView:
         return Group(table, _processes_text(processes)) if processes else table
 
     def _add_figures(self, table: Table, row: Row) -> None:
-        table.add_row("reward, accuracy", f"{_number(row.get('reward/mean'))}, {_number(row.get('accuracy/mean'))}")
-        table.add_row("staleness", f"{_number(row.get('staleness/mean'))} (max {_number(row.get('staleness/max'))})")
+        table.add_row(
+            "reward, accuracy", f"{number_text(row.get('reward/mean'))}, {number_text(row.get('accuracy/mean'))}"
+        )
+        table.add_row(
+            "staleness", f"{number_text(row.get('staleness/mean'))} (max {number_text(row.get('staleness/max'))})"
+        )
         table.add_row("queue", self._queue_text(row))
         trained, generated = (row.get(f"throughput/{side}_tokens_per_s") for side in ("trained", "generated"))
-        table.add_row("tokens/s", f"trained {_number(trained)}, generated {_number(generated)}")
+        table.add_row("tokens/s", f"trained {number_text(trained)}, generated {number_text(generated)}")
         table.add_row(
             "idle", f"learner {_share(row.get('idle/learner'))}, generators {_share(row.get('idle/generators'))}"
         )
@@ -332,7 +227,7 @@ class LiveView:
         status = self._poller.latest if self._poller is not None else {}
         depth = status.get("depth", row.get("queue/depth"))
         in_flight = status["ledger"]["groups"]["in_flight"] if status else row.get("queue/in_flight")
-        text = f"{_number(depth)} groups ready, {_number(in_flight)} in flight"
+        text = f"{number_text(depth)} groups ready, {number_text(in_flight)} in flight"
         error = self._poller.error if self._poller is not None and not self._has_queue_ended else ""
         return f"{text} (no answer: {error.splitlines()[0]})" if error else text
 
@@ -376,23 +271,6 @@ def _waits_text(waits: Sequence[Mapping[str, Any]]) -> str:
     ]
     more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
     return ", ".join(shown[:3]) + more
-
-
-def duration(seconds: float) -> str:
-    """Return a number of seconds as text, such as ``1h02m``, ``3m05s`` or ``12s``."""
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
-
-
-def _number(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, int) or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
 
 
 def _share(value: float | None) -> str:

@@ -34,12 +34,7 @@ from async_rl.launch.launch import (
 from async_rl.launch.live_view import (
     LiveView,
     PlainView,
-    RunProgress,
-    duration,
-    eval_accuracies,
-    eval_lines,
     newest_message,
-    step_line,
 )
 from async_rl.launch.preflight import check_bindable, check_weights_ports
 from async_rl.launch.supervisor import Command, Outcome, ProcessStatus, Supervisor, Timing
@@ -47,6 +42,7 @@ from async_rl.process.child import DEVICES_ARE_DEALT, PACKAGE_ROOT, ParentWatch
 from async_rl.process.user_code import write_digests
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
+from async_rl.run.progress import RunProgress, duration, eval_accuracies, eval_lines, step_line
 from async_rl.run.reuse import prepare_run_dir
 from async_rl.run.step_log import StepLogTail
 
