@@ -147,9 +147,7 @@ def learner(
         from async_rl.learner.start import run_learner
 
         # A queue server started by a learner of launch would outlive launch.
-        run_learner(
-            resolved, fresh=fresh, source=source, insecure=insecure, may_start_queue=not is_launched, takeover=takeover
-        )
+        run_learner(resolved, fresh=fresh, source=source, insecure=insecure, is_launched=is_launched, takeover=takeover)
 
 
 @app.command(short_help="Sample rollouts for a run.")

@@ -47,8 +47,9 @@ from async_rl.run.directory import RunDir
 from async_rl.run.eval_records import Decode
 from async_rl.run.lock import RunLock, locked_run_dir
 from async_rl.run.metrics import MetricsWriter, check_wandb
+from async_rl.run.progress import StepLines
 from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_run_dir
-from async_rl.run.step_log import StepLog, read_rows
+from async_rl.run.step_log import Row, StepLog, read_rows
 from async_rl.weights.collective import nccl
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import Staging
@@ -64,24 +65,24 @@ class LearnerContext:
     """Settings that differ between a real learner and a benchmark's, and between a lone learner and one of ``launch``.
 
     Attributes:
+        is_launched: whether ``launch`` started this learner, which then starts the queue server and shows the steps.
         files: name -> content of the model's files, which the queue sends to generators.
         decode: token ids -> text, for the logs.
         insecure: whether to leave connections unencrypted, even off loopback.
         device: the engine's device.
         on_queue: called with the queue's address once it is known.
         export: whether to write ``export/`` at the end.
-        may_start_queue: whether to start a queue server if there is none; if False, another process starts it.
         lock: the run directory's; if unset, nobody else can use the directory.
         stop_signal: returns the signal that asks the learner to save and end, 0 if there is none.
     """
 
+    is_launched: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
     decode: Decode = lambda token_ids: " ".join(map(str, np.asarray(token_ids).tolist()))
     insecure: bool = False
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
     on_queue: Callable[[str], None] | None = None
     export: bool = False
-    may_start_queue: bool = True
     lock: RunLock | None = None
     stop_signal: Callable[[], int] = lambda: 0
 
@@ -92,7 +93,7 @@ class LearnerContext:
 
 
 def run_learner(
-    config: Config, *, fresh: bool = False, insecure: bool = False, may_start_queue: bool = True,
+    config: Config, *, fresh: bool = False, insecure: bool = False, is_launched: bool = False,
     takeover: bool = False, source: str | None = None,
 ) -> None:  # fmt: skip
     """Run the command ``async-rl learner``: rank 0 trains, the other ranks follow its commands until it ends.
@@ -101,7 +102,7 @@ def run_learner(
         config: the run's config.
         fresh: start over; the old run directory is moved aside.
         insecure: leave connections unencrypted, even beyond loopback.
-        may_start_queue: start a queue server if there is none. If False, another process starts it.
+        is_launched: ``launch`` started this learner. If not, start a queue server if there is none, and log each step.
         takeover: replace a process that uses the run directory.
         source: ``RUN`` or ``RUN@STEP``, the run from which to fork. None if the run is no fork.
 
@@ -135,7 +136,7 @@ def run_learner(
                     fork_run(point, config)
             else:
                 held.callback(lock.close)
-        _lead(config, ranks, lock, fresh=fresh, insecure=insecure, may_start_queue=may_start_queue)
+        _lead(config, ranks, lock, fresh=fresh, insecure=insecure, is_launched=is_launched)
 
 
 def _follow(config: Config, ranks: Ranks) -> None:
@@ -148,7 +149,7 @@ def _follow(config: Config, ranks: Ranks) -> None:
         raise SystemExit(exit_code)
 
 
-def _lead(config: Config, ranks: Ranks, lock: RunLock, *, fresh: bool, insecure: bool, may_start_queue: bool) -> None:
+def _lead(config: Config, ranks: Ranks, lock: RunLock, *, fresh: bool, insecure: bool, is_launched: bool) -> None:
     """Run rank 0 in the run directory, which this process has locked."""
     with ranks.together("reading tokenizer and code"):
         tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
@@ -161,7 +162,7 @@ def _lead(config: Config, ranks: Ranks, lock: RunLock, *, fresh: bool, insecure:
             insecure=insecure,
             device=ranks.device,
             export=True,
-            may_start_queue=may_start_queue,
+            is_launched=is_launched,
             lock=lock,
         )
     with logged(logger, f"loading the model {config.model.path}"):
@@ -205,7 +206,8 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         )  # fmt: skip
         check_shared(config, shared)
         confirm = partial(queue.confirm, state.lineage)
-        metrics, trained = _take_files_over(run_dir, point, state, config, written, confirm=confirm)
+        on_row = _show_steps(config, run_dir) if not context.is_launched else lambda row: None
+        metrics, trained = _take_files_over(run_dir, point, state, config, written, on_row=on_row, confirm=confirm)
         _record_changes(run_dir, restored, config)
         Trainer(
             config,
@@ -236,10 +238,10 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
 def _connect_queue(config: Config, run_dir: RunDir, engine: Engine, context: LearnerContext) -> LearnerQueue:
     """Find or start the run's queue server. Return a client that starts it again if it dies, where that is possible."""
     log_path = run_dir.logs / "queue.log"
-    address = ensure_queue(config, run_dir.run_id, context.insecure, log_path, may_start=context.may_start_queue)
+    address = ensure_queue(config, run_dir.run_id, context.insecure, log_path, may_start=not context.is_launched)
     # Without a journal a restarted queue is empty, and the learner has to start again from its checkpoint.
     restarter = QueueRestarter(config, run_dir.run_id, context.insecure, log_path, address)
-    may_revive = context.may_start_queue and config.experimental.journal
+    may_revive = not context.is_launched and config.experimental.journal
 
     def revive() -> bool:
         context.check_lock()  # a queue server that an older learner starts would write over the run's files
@@ -251,6 +253,15 @@ def _connect_queue(config: Config, run_dir: RunDir, engine: Engine, context: Lea
     )  # fmt: skip
 
 
+def _show_steps(config: Config, run_dir: RunDir) -> Callable[[Row], None]:
+    """Log where to watch the run. Return a function that logs a line for each step."""
+    logger.info(
+        "training to step %d; async-rl status %s shows who works and who waits, %s has all figures",
+        config.learner.steps, run_dir.path, run_dir.metrics,
+    )  # fmt: skip
+    return StepLines(config.learner.steps).add
+
+
 def _record_changes(run_dir: RunDir, restored: Restored, config: Config) -> None:
     """Record and log which keys differ from the config with which the checkpoint was trained."""
     change = record_change(run_dir, restored.state.step, restored.config, config)
@@ -260,7 +271,7 @@ def _record_changes(run_dir: RunDir, restored: Restored, config: Config) -> None
 
 def _take_files_over(
     run_dir: RunDir, point: ResumePoint, state: TrainerState, config: Config, written: ExitStack, *,
-    confirm: Callable[[], None],
+    confirm: Callable[[], None], on_row: Callable[[Row], None] = lambda row: None,
 ) -> tuple[MetricsWriter, StepLog]:  # fmt: skip
     """Bring the run's files back to ``point``, from which this learner attached. ``written`` closes them.
 
@@ -272,7 +283,7 @@ def _take_files_over(
     take_over(run_dir.path, point, lineage=state.lineage, confirm=confirm)
     if not state.is_resumed:
         run_dir.origin.unlink(missing_ok=True)  # of a fork that was not completed
-    metrics = MetricsWriter(run_dir.path, config)
+    metrics = MetricsWriter(run_dir.path, config, on_row=on_row)
     written.callback(metrics.close)
     trained = StepLog(run_dir.trained)
     written.callback(trained.close)

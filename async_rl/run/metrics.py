@@ -13,7 +13,7 @@ import netrc
 import os
 import sys
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -194,19 +194,23 @@ def markdown() -> str:
 class MetricsWriter:
     """Writes rows to ``metrics.jsonl``, one at a time, and sends them to Weights & Biases. A run has one writer."""
 
-    def __init__(self, run_dir: Path, config: Config) -> None:
+    def __init__(self, run_dir: Path, config: Config, *, on_row: Callable[[Row], None] = lambda row: None) -> None:
         """Open ``metrics.jsonl`` for appending, and remove an incomplete last line, which a dying process may leave.
+
+        ``on_row`` is called with each row that is written.
 
         Raises:
             ConfigError: ``log.wandb`` is on, but wandb can't start.
         """
         self._wandb = _start_wandb(run_dir, config)
         self._log = StepLog(RunDir(run_dir).metrics)
+        self._on_row = on_row
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row, which must have the key ``step``."""
         plain = {key: _finite(value) for key, value in row.items()}
         self._log.write(plain)
+        self._on_row(plain)
         if self._wandb is not None:
             self._wandb.log({key: value for key, value in plain.items() if value is not None})
 

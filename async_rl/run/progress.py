@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,22 @@ from typing import Any
 from async_rl.run.step_log import Row
 
 ETA_STEPS = 20
+
+logger = logging.getLogger(__name__)
+
 _GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
+
+
+class StepLines:
+    """Logs a line for each optimizer step. Call ``add`` with each row of ``metrics.jsonl`` when it is written."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._progress = RunProgress(num_steps, [])
+
+    def add(self, row: Row) -> None:
+        self._progress.add(row)
+        if is_step_row(row):
+            logger.info(step_line(row, self._progress.num_steps, self._progress.eta_s))
 
 
 class RunProgress:

@@ -35,7 +35,10 @@ def test_nothing_is_left_when_launch_is_killed_and_the_same_command_goes_on(tmp_
         launch.kill(signal.SIGKILL)
         launch.wait()
         wait_until("an empty process list", lambda: not processes_of(marker), deadline_s=30)
-        start("again", "launch", str(config)).succeed()
+        again = start("again", "launch", str(config))
+        again.succeed()
+        assert again.log.count("step 8/8 |") == 1
+    assert "step 8/8 |" not in (run_dir / "logs" / "learner-0.log").read_text(), "launch shows the steps"
     assert steps(run_dir) == list(range(1, 9))
     check_ledger(run_dir)
 

@@ -61,6 +61,9 @@ def test_two_ranks_train_while_generators_die_and_join(tmp_path: Path):
         late = start_generator(start, "late", address)
         for role in (*ranks, first, late):
             role.succeed()
+        for step in range(1, 13):
+            assert [rank.log.count(f" step {step}/12 | reward ") for rank in ranks] == [1, 0]
+        assert f"async-rl status {run_dir}" in ranks[0].log
     assert steps(run_dir) == list(range(1, 13))
     ledger = check_ledger(run_dir)
     assert ledger["groups"]["trained"] == 12 * 4
