@@ -95,8 +95,8 @@ class QueueConfig(Section):
     )
     keys: str | None = Field(
         default=None,
-        description="Directory made by `async-rl keys new`, for encrypted and authenticated connections; if unset, "
-        "only loopback is allowed.",
+        description="Directory made by `async-rl keys new`, for encrypted and authenticated connections. A relative "
+        "path starts at the working directory, not at the config's directory. If unset, only loopback is allowed.",
     )
 
     @field_validator("filter_range", mode="before")
