@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -48,7 +47,7 @@ class FakeSocket:
 
 
 @pytest.fixture
-def learner(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSocket]:
+def learner(monkeypatch: pytest.MonkeyPatch) -> FakeSocket:
     fake = FakeSocket()
 
     def connect(*_: object, is_ipv6: bool, to_open: str) -> FakeSocket:
@@ -57,7 +56,7 @@ def learner(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSocket]:
 
     monkeypatch.setattr(receiver, "PublisherSocket", connect)
     monkeypatch.setattr(receiver, "_SILENT_S", 0.0)
-    yield fake
+    return fake
 
 
 def follow(receiver: Receiver, learner: FakeSocket, *ports: int) -> None:
