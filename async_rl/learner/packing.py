@@ -1,9 +1,10 @@
 """Packs sequences into micro-batches: rows without padding, balanced over ranks, never above the token limit.
 
 The engine calls ``pack`` on rank 0 and sends each rank its part. A row holds only what the model must compute: a prompt
-that a group's rollouts share occurs once, and tokens after the last one that predicts something are left out. Numpy
-only. Shape letters: T = tokens of a row, E = tokens of its sequences placed end to end, S = its sequences, N = its
-predicted tokens (those under the loss mask).
+that a group's rollouts share occurs once, and tokens after the last one that predicts something are left out. Some
+models can't compute such a row (``engine/self_test.py``). They compute the micro-batch's sequences as the rows of one
+padded batch, and ``pack`` keeps that batch within the limit. Numpy only. Shape letters: T = tokens of a row, E = tokens
+of its sequences placed end to end, S = its sequences, N = its predicted tokens (those under the loss mask).
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from async_rl.errors import WireError
 from async_rl.net.wire import SAME_VERSION
 from async_rl.sampling_mask import NOTHING_LEFT_OUT, SamplingMask, join
+
+Packing = Literal["packed", "padded"]
+"""How a model computes a micro-batch: as one row without padding, or with each sequence as a row that is padded."""
 
 # Sequences that share a prompt are split into parts, each at most an even load divided by this number.
 _PARTS_PER_BIN = 4
@@ -108,17 +112,24 @@ class MicroBatch:
     sequence_ids: np.ndarray
 
 
-def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int) -> list[list[MicroBatch]]:
+def pack(
+    sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int, packing: Packing = "packed"
+) -> list[list[MicroBatch]]:
     """Divide ``sequences`` into micro-batches, equally many for every rank. Return the micro-batches of each rank.
 
-    Sequences with the same prompt stay together, in parts of at most a quarter of an even load, so that sharing a
-    prompt costs little balance. The largest part comes first, each part goes to the emptiest micro-batch (LPT), and
-    there are as few micro-batches per rank as fit. Any two then differ by at most the largest part. Micro-batches of
-    similar size get the same index on all ranks, since ranks wait for each other at every layer. Within a micro-batch
-    sequences are sorted from long to short, so that padded attention (``engine/attention.py``) finds similar lengths
-    side by side. The result is deterministic: ties keep the order.
+    There are as few micro-batches per rank as fit. Those of similar size get the same index on all ranks, since ranks
+    wait for each other at every layer. Within a micro-batch sequences are sorted from long to short, so that padded
+    attention (``engine/attention.py``) finds similar lengths side by side. The result is deterministic: ties keep the
+    order. ``_packed_bins`` and ``_padded_bins`` decide which sequences share a micro-batch.
 
     A rank without any sequence in a round gets a dummy: one token, no predictions, id -1.
+
+    Args:
+        sequences: what to train on.
+        max_tokens: largest size of a micro-batch: tokens of its row or, if ``padded``, number of its sequences times
+            the tokens of the longest.
+        num_ranks: number of ranks.
+        packing: how the model computes a micro-batch.
 
     Raises:
         ValueError: a sequence is longer than ``max_tokens``, is empty, or trains on its first token (which nothing
@@ -133,12 +144,14 @@ def pack(sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int)
                 f"expected {name} of all {len(sequences)} sequences or of none, got {len(given)}: {given}; {_BUG}"
             )
     spans = [_span(sequence) for sequence in sequences]
-    num_rounds = max(1, -(-_row_tokens(sequences, spans, range(len(sequences))) // (max_tokens * num_ranks)))
-    while (bins := _balanced_bins(sequences, spans, num_rounds * num_ranks, max_tokens)) is None:
-        num_rounds += 1
-    bins.sort(key=lambda members: -_row_tokens(sequences, spans, members))
+    if packing == "packed":
+        bins = _packed_bins(sequences, spans, max_tokens, num_ranks)
+        bins.sort(key=lambda members: -_row_tokens(sequences, spans, members))
+    else:
+        bins = _padded_bins(spans, max_tokens, num_ranks)
+        bins.sort(key=lambda members: -_padded_tokens(spans, members))
     ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
-    for round_index in range(num_rounds):
+    for round_index in range(len(bins) // num_ranks):
         chosen = bins[round_index * num_ranks : (round_index + 1) * num_ranks]
         # The order of ranks alternates, so that no rank gets the larger micro-batch of every round.
         for rank, members in zip(ranks, chosen if round_index % 2 == 0 else reversed(chosen), strict=True):
@@ -261,6 +274,55 @@ def _row_tokens(sequences: Sequence[TrainSequence], spans: Sequence[_Span], memb
     chosen = list(members)
     prompts = {_prompt(sequences[i], spans[i]): spans[i].prompt for i in chosen}
     return sum(prompts.values()) + sum(spans[i].length - spans[i].prompt for i in chosen)
+
+
+def _packed_bins(
+    sequences: Sequence[TrainSequence], spans: Sequence[_Span], max_tokens: int, num_ranks: int
+) -> list[list[int]]:
+    """Return, for every packed micro-batch, the indices of its sequences. Their number is a multiple of ``num_ranks``.
+
+    Sequences with the same prompt stay together, in parts of at most a quarter of an even load, so that sharing a
+    prompt costs little balance. The largest part comes first, and each part goes to the emptiest micro-batch (LPT). Any
+    two micro-batches then differ by at most the largest part.
+    """
+    num_rounds = max(1, -(-_row_tokens(sequences, spans, range(len(sequences))) // (max_tokens * num_ranks)))
+    while (bins := _balanced_bins(sequences, spans, num_rounds * num_ranks, max_tokens)) is None:
+        num_rounds += 1
+    return bins
+
+
+def _padded_bins(spans: Sequence[_Span], max_tokens: int, num_ranks: int) -> list[list[int]]:
+    """Return, for every padded micro-batch, the indices of its sequences. Their number is a multiple of ``num_ranks``.
+
+    The sequences are sorted from long to short and cut, so that a micro-batch has similar lengths and little padding.
+    The largest micro-batch is as small as that number of cuts allows. Micro-batches at the end may be empty.
+    """
+    order = sorted(range(len(spans)), key=lambda i: (-spans[i].length, i))
+    num_bins = num_ranks * max(1, -(-len(_cut(order, spans, max_tokens)) // num_ranks))
+    low, high = spans[order[0]].length if order else 0, max_tokens
+    while low < high:  # more room never needs more micro-batches
+        middle = (low + high) // 2
+        if len(_cut(order, spans, middle)) <= num_bins:
+            high = middle
+        else:
+            low = middle + 1
+    bins = _cut(order, spans, high)
+    return bins + [[] for _ in range(num_bins - len(bins))]
+
+
+def _cut(order: Sequence[int], spans: Sequence[_Span], capacity: int) -> list[list[int]]:
+    """Cut ``order``, sequences from long to short, into as few padded batches of ``capacity`` tokens as possible."""
+    bins: list[list[int]] = []
+    for index in order:
+        if not bins or (len(bins[-1]) + 1) * spans[bins[-1][0]].length > capacity:
+            bins.append([])
+        bins[-1].append(index)
+    return bins
+
+
+def _padded_tokens(spans: Sequence[_Span], members: Sequence[int]) -> int:
+    """Return the number of tokens, padding included, of the padded batch of the sequences ``members``."""
+    return len(members) * max((spans[i].length for i in members), default=0)
 
 
 def _balanced_bins(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from async_rl.errors import WireError
 from async_rl.learner.packing import (
     MicroBatch,
+    Packing,
     TrainSequence,
     by_sequence,
     dummy_micro_batch,
@@ -291,10 +292,67 @@ def test_sequences_that_share_nothing_differ_by_at_most_the_longest(
     assert max(map(sum, sizes)) - min(map(sum, sizes)) <= max(lengths)
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 3))
-def test_pack_is_deterministic(lengths: list[int], num_ranks: int):
+def padded_tokens(batch: MicroBatch) -> int:
+    """The tokens of the batch with each sequence as a padded row. A dummy has none."""
+    lengths = np.diff(batch.cu_seqlens)
+    return 0 if batch.sequence_ids[0] == -1 else len(lengths) * int(lengths.max())
+
+
+def test_padded_micro_batches_hold_similar_lengths():
+    # Computed: 9, 8, 3, 3 and 2 tokens. [9, 8] take 18 with one token of padding, [3, 3, 2] take 9 with one.
+    lengths = [10, 4, 9, 4, 3]
+    [batches] = pack([sequence(i, n) for i, n in enumerate(lengths)], max_tokens=18, num_ranks=1, packing="padded")
+    assert [batch.sequence_ids.tolist() for batch in batches] == [[0, 2], [1, 3, 4]]
+    assert [padded_tokens(batch) for batch in batches] == [18, 9]
+
+
+def test_padded_micro_batches_are_as_even_as_the_cuts_allow():
+    # Four times 5 computed tokens fit into 20, but two ranks share them.
+    ranks = pack([sequence(i, 6) for i in range(4)], max_tokens=20, num_ranks=2, packing="padded")
+    assert [[padded_tokens(batch) for batch in rank] for rank in ranks] == [[10], [10]]
+    [[batch], [idle]] = pack([sequence(0, 6)], max_tokens=20, num_ranks=2, packing="padded")
+    assert (batch.sequence_ids.tolist(), idle.sequence_ids.tolist()) == ([0], [-1])
+    assert [len(rank) for rank in pack([], max_tokens=20, num_ranks=2, packing="padded")] == [1, 1]
+
+
+@given(st.lists(st.tuples(prompts, answers), max_size=60), st.integers(64, 200), st.integers(1, 5))
+def test_padded_micro_batches_stay_within_the_limit_and_are_few(
+    drawn: list[tuple[list[int], int]], max_tokens: int, num_ranks: int
+):
+    sequences = [sharing(i, prompt, list(range(answer))) for i, (prompt, answer) in enumerate(drawn)]
+    ranks = pack(sequences, max_tokens=max_tokens, num_ranks=num_ranks, packing="padded")
+    real = [b for rank in ranks for b in rank if b.sequence_ids[0] != -1]
+
+    assert len(ranks) == num_ranks
+    assert len({len(rank) for rank in ranks}) == 1
+    assert sorted(i for b in real for i in b.sequence_ids.tolist()) == list(range(len(drawn)))
+    for b in real:
+        assert padded_tokens(b) <= max_tokens
+        lengths_in = np.diff(b.cu_seqlens).tolist()
+        assert lengths_in == sorted(lengths_in, reverse=True)
+        for i in b.sequence_ids.tolist():
+            prompt, answer = drawn[i]
+            assert row_of(b, i) == prompt + list(range(answer - 1))
+    lengths = sorted((len(prompt) + answer - 1 for prompt, answer in drawn), reverse=True)
+    assert len(ranks[0]) == max(1, -(-fewest_cuts(lengths, max_tokens) // num_ranks))
+    if drawn:
+        largest = max(map(padded_tokens, real))
+        assert fewest_cuts(lengths, largest - 1) > len(ranks[0]) * num_ranks
+
+
+def fewest_cuts(lengths: list[int], limit: int) -> int:
+    """The fewest parts into which the falling ``lengths`` can be cut so that each, padded, is within ``limit``."""
+    fewest: list[int] = [0]
+    for end in range(1, len(lengths) + 1):
+        fits = [fewest[start] + 1 for start in range(end) if (end - start) * lengths[start] <= limit]
+        fewest.append(min(fits, default=len(lengths) * 10))
+    return fewest[-1]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 3), st.sampled_from(["packed", "padded"]))
+def test_pack_is_deterministic(lengths: list[int], num_ranks: int, packing: Packing):
     sequences = [sequence(i, n) for i, n in enumerate(lengths)]
-    first, second = (pack(sequences, max_tokens=64, num_ranks=num_ranks) for _ in range(2))
+    first, second = (pack(sequences, max_tokens=64, num_ranks=num_ranks, packing=packing) for _ in range(2))
     for one, two in zip(first, second, strict=True):
         assert [b.sequence_ids.tolist() for b in one] == [b.sequence_ids.tolist() for b in two]
 
