@@ -85,7 +85,11 @@ class PackedLayout:
 
 
 def packed_layout(
-    cu_seqlens: np.ndarray, token_index: np.ndarray | None = None, device: torch.device | str = "cpu"
+    cu_seqlens: np.ndarray,
+    token_index: np.ndarray | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    one_bucket: bool = False,
 ) -> PackedLayout:
     """Compute the layout of one micro-batch on the host.
 
@@ -93,6 +97,7 @@ def packed_layout(
         cu_seqlens: integers [S + 1] that rise from 0 to E: where each sequence begins.
         token_index: integers [E], each sequence token's index into the row. None: the row is the sequences end to end.
         device: where the layout's tensors are stored.
+        one_bucket: put all sequences into one bucket, for models that compute the micro-batch as one padded batch.
 
     Raises:
         ValueError: ``cu_seqlens`` does not start at 0 or does not rise; the length of ``token_index`` is not E, or a
@@ -119,7 +124,8 @@ def packed_layout(
     buckets: list[Bucket] = []
     restore = np.empty(bounds[-1], dtype=np.int64)
     offset = 0
-    for members in _similar_lengths(lengths):
+    by_length = np.argsort(-lengths, kind="stable")
+    for members in [by_length] if one_bucket else _similar_lengths(lengths, by_length):
         longest = int(lengths[members[0]])
         column = np.arange(longest)
         places = bounds[members][:, None] + np.minimum(column, lengths[members][:, None] - 1)
@@ -137,11 +143,10 @@ def packed_layout(
     )
 
 
-def _similar_lengths(lengths: np.ndarray) -> list[np.ndarray]:
-    """Sort the indices of sequences from long to short. Cut them into buckets, so that no sequence is padded too
+def _similar_lengths(lengths: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
+    """Cut ``order``, the indices of sequences from long to short, into buckets, so that no sequence is padded too
     much.
     """
-    order = np.argsort(-lengths, kind="stable")
     cuts = []
     longest = int(lengths[order[0]])
     for place, index in enumerate(order):

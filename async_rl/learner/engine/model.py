@@ -1,9 +1,10 @@
 """The policy as the engine trains it, and its optimizer. Called by ``fsdp_engine.py``.
 
 ``load_model`` loads a Hugging Face causal LM with float32 master weights. ``PolicyModel`` computes log-probabilities of
-the trained tokens. It runs the decoder on packed rows, and the head only where a trained token is predicted.
+the trained tokens. It runs the decoder on packed rows, or on padded ones if the model can't compute packed rows, and
+the head only where a trained token is predicted.
 ``Schedule`` gives the learning rate. ``build_optimizer`` creates AdamW. Shape letters: T = packed tokens, N = trained
-tokens.
+tokens, B = padded rows (one for each sequence), L = tokens of the longest, d = hidden size.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from async_rl.data.chat import check_precision, model_directory
 from async_rl.errors import ModelError
 from async_rl.learner.engine.attention import PackedLayout, packed_layout, use_packed_attention
 from async_rl.learner.engine.logprobs import MaskTensors, TokenLogprobs, token_logprobs
-from async_rl.learner.packing import MicroBatch
+from async_rl.learner.packing import MicroBatch, Packing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,15 +58,17 @@ class DeviceBatch:
     num_sequences: int
 
 
-def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
-    """Return ``batch`` as tensors on ``device``. On the CPU they share the memory of ``batch``."""
+def to_device(batch: MicroBatch, device: torch.device, packing: Packing = "packed") -> DeviceBatch:
+    """Return ``batch`` as tensors on ``device``, for a model that uses ``packing``. On the CPU they share the memory of
+    ``batch``.
+    """
 
     def moved(name: str) -> Tensor:
         return torch.from_numpy(getattr(batch, name)).to(device, non_blocking=True)
 
     same_names = {f.name for f in fields(DeviceBatch)} & {f.name for f in fields(MicroBatch)}
     return DeviceBatch(
-        layout=packed_layout(batch.cu_seqlens, batch.token_index, device),
+        layout=packed_layout(batch.cu_seqlens, batch.token_index, device, one_bucket=packing == "padded"),
         sampling_mask=MaskTensors(moved("mask_sizes"), moved("mask_words")) if len(batch.mask_sizes) else None,
         num_sequences=len(batch.sequence_ids),
         **{name: moved(name) for name in same_names},
@@ -73,11 +76,10 @@ def to_device(batch: MicroBatch, device: torch.device) -> DeviceBatch:
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
-    """Load the causal LM of ``model.path`` on the host, with float32 parameters and attention over packed rows.
+    """Load the causal LM of ``model.path`` on the host, with float32 parameters and transformers' attention.
 
     Raises:
-        ModelError: the model is missing, is not a causal LM, lacks weights, is quantised, or can't be trained on packed
-            rows.
+        ModelError: the model is missing, is not a causal LM, lacks weights, is quantised, or has an unsupported head.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -115,24 +117,24 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             f"model.path: expected a head that is one nn.Linear, got {type(head).__name__} in "
             f"{type(model).__name__}; choose another model"
         )
-    use_packed_attention(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def load_reference(config: Config, dtype: torch.dtype) -> PolicyModel:
+def load_reference(config: Config, dtype: torch.dtype, packing: Packing = "packed") -> PolicyModel:
     """Load the frozen reference model of the KL: ``loss.kl_reference``, or if unset the model that the run began with.
 
-    Its parameters have the ``dtype`` that it computes in, because they are not updated and need no more precision.
+    It computes the policy's micro-batches, so it uses the policy's ``packing``. Its parameters have the ``dtype`` that
+    it computes in, because they are not updated and need no more precision.
 
     Raises:
-        ModelError: the model can't be used; see ``load_model``.
+        ModelError: the model can't be used; see ``load_model`` and ``PolicyModel.use``.
     """
     path = config.loss.kl_reference or config.model.path
     settings = config.model.model_copy(update={"path": path, "gradient_checkpointing": False})
     try:
-        model = PolicyModel(load_model(settings))
+        model = PolicyModel(load_model(settings), packing)
     except ModelError as error:
         raise ModelError(
             f"can't use the reference model {path} (loss.kl_reference, or model.path if that is unset): {error}"
@@ -145,19 +147,41 @@ def load_reference(config: Config, dtype: torch.dtype) -> PolicyModel:
 
 
 class PolicyModel(nn.Module):
-    """A causal LM that computes the log-probabilities of the trained tokens of a packed row.
+    """A causal LM that computes the log-probabilities of the trained tokens of a micro-batch.
 
     Dropout is disabled, because it would make the ratio pi/mu meaningless.
+
+    Attributes:
+        packing: how the decoder computes a micro-batch. Batches of ``to_device`` must have been made for it.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel) -> None:
+    def __init__(self, causal_lm: PreTrainedModel, packing: Packing = "packed") -> None:
+        """Wrap ``causal_lm``, whose attention is still that of transformers.
+
+        Raises:
+            ModelError: see ``use``.
+        """
         super().__init__()
         self.causal_lm = causal_lm
+        self._padded_attention = causal_lm.config._attn_implementation or "eager"
         self.eval()
+        self.use(packing)
         if causal_lm.is_gradient_checkpointing:
             for layer in self.decoder_layers:
                 # Not the layer's children: transformers needs only the layer in training mode to recompute activations.
                 layer.training = True
+
+    def use(self, packing: Packing) -> None:
+        """Compute micro-batches as ``packing`` says from now on.
+
+        Raises:
+            ModelError: ``packing`` is "packed", and the model's attention can't be replaced (``use_packed_attention``).
+        """
+        if packing == "packed":
+            use_packed_attention(self.causal_lm)
+        else:
+            self.causal_lm.set_attn_implementation(self._padded_attention)
+        self.packing: Packing = packing
 
     @property
     def decoder_layers(self) -> nn.ModuleList:
@@ -202,14 +226,24 @@ class PolicyModel(nn.Module):
         )
 
     def hidden_states(self, batch: DeviceBatch) -> Tensor:
-        """Return the decoder's output for every token of the row, [T, d]."""
-        return self.causal_lm.base_model(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.position_ids[None],
-            attention_mask=None,
-            use_cache=False,
-            packed_layout=batch.layout,
-        ).last_hidden_state[0]
+        """Return the decoder's output for every token of the row, [T, d].
+
+        In padded rows a shared prompt is computed for each sequence, and the row's token gets its first copy: all
+        copies have the same value. The padding is on the right. No real token sees it, because the decoder is causal,
+        so no mask is needed.
+        """
+        if self.packing == "packed":
+            return self.causal_lm.base_model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.position_ids[None],
+                attention_mask=None,
+                use_cache=False,
+                packed_layout=batch.layout,
+            ).last_hidden_state[0]
+        (rows,) = batch.layout.buckets
+        ids_BL = batch.token_ids.index_select(0, rows.gather).view(rows.num_sequences, rows.max_length)
+        output = self.causal_lm.base_model(input_ids=ids_BL, attention_mask=None, use_cache=False)
+        return output.last_hidden_state.flatten(0, 1).index_select(0, batch.layout.restore)
 
 
 @dataclass(frozen=True, slots=True)

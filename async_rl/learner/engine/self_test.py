@@ -1,10 +1,10 @@
 """Check before training that a model computes the same values for packed sequences as for each sequence alone.
 
-``check_packing`` runs one packed row of short sequences, two of which share their prompt, in float32. It compares every
-module's output and the gradient at the embeddings with those of each sequence alone. A sequence alone runs with
+``check_packing`` runs one micro-batch of short sequences, two of which share their prompt, in float32. It compares
+every module's output and the gradient at the embeddings with those of each sequence alone. A sequence alone runs with
 transformers' attention code and masks. The values differ for models that can't be packed: those with short
-convolutions, linear attention or other state along the row, or with a window that exists only in the mask.
-``fsdp_engine`` calls it on rank 0, with unsharded weights.
+convolutions, linear attention or other state along the row, or with a window that exists only in the mask. Most of
+these compute the same in padded rows. ``fsdp_engine`` calls it on rank 0, with unsharded weights.
 
 ``check_neighbours`` checks with the finished engine, in the dtype and with the kernels of training, that a sequence's
 values do not depend on its neighbours' tokens.
@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from async_rl.errors import ModelError
 from async_rl.learner.engine import Engine
-from async_rl.learner.engine.attention import ATTENTION_NAME
 from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
-from async_rl.learner.packing import TrainSequence, pack
+from async_rl.learner.packing import Packing, TrainSequence, pack
 
 VALUE_TOLERANCE = 1e-4
 """Largest allowed difference of a module's outputs, relative to their largest absolute value. Float32 rounding in a sum
@@ -39,49 +38,51 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PROMPT_TOKENS, _ANSWER_TOKENS = 5, (9, 4)
 _LONE_TOKENS = 11
 NEIGHBOURS_TOKENS = 64
-"""Row length, in tokens, that is enough for all sequences of the test on one rank."""
+"""Size of a micro-batch, in tokens, that is enough for all sequences of the test on one rank, packed or padded."""
 _FEW_PARAMETERS = 500_000_000
 """A model with more parameters is tested with its first layers only, up to the first layer of the last kind."""
 
 Outputs = dict[str, Tensor]
 """Module name -> output, float32 [T, ...], in the order in which the modules finish."""
+_OUTPUT = "the decoder's output"
 
 
 def check_packing(policy: PolicyModel, *, max_length: int) -> None:
-    """Check that a packed row gives the same values as each sequence alone, in float32.
+    """Check that a micro-batch gives the same values as each sequence alone, in float32.
 
     Args:
-        policy: on the host, unsharded, with packed attention. Its parameters and settings are restored afterwards.
+        policy: on the host, unsharded. Its ``packing`` is checked. Its parameters and settings are restored afterwards.
         max_length: tokens of the longest sequence that will be trained on.
 
     Raises:
         ModelError: values differ, or the model fails. The message names the first module that differs or fails.
     """
     model = policy.causal_lm
-    _refuse_mixed_lengths(model, max_length)
+    _refuse_mixed_lengths(policy, max_length)
     sequences = _sequences(min(policy.vocab_size, model.config.get_text_config().vocab_size))
-    batch = to_device(pack(sequences, max_tokens=1 << 20, num_ranks=1)[0][0], torch.device("cpu"))
+    ((micro_batch,),) = pack(sequences, max_tokens=1 << 20, num_ranks=1, packing=policy.packing)
+    batch = to_device(micro_batch, torch.device("cpu"), policy.packing)
     with ExitStack() as changed:
         changed.enter_context(_frozen(model))
         changed.enter_context(_few_layers(policy))
         changed.enter_context(_narrow_windows(model, max_length))
-        packed, gradient = _run_packed(policy, batch)
+        together, gradient = _run_together(policy, batch)
         alone = [_run_alone(policy, ids, index) for index, ids in enumerate(_laid_out(batch))]
     places = _places(batch)
-    _compare_values(type(model).__name__, packed, [outputs for outputs, _ in alone], places)
+    _compare_values(policy, together, [outputs for outputs, _ in alone], places)
     expected = torch.zeros_like(gradient)
     for place, (_, part) in zip(places, alone, strict=True):
         expected.index_add_(0, place, part)
     if (difference := _difference(gradient, expected)) > GRADIENT_TOLERANCE:
         raise _refused(
-            type(model).__name__,
+            policy,
             f"the gradient at its embeddings differs by {difference:.1e} of its largest value from that of each "
             f"sequence alone (at most {GRADIENT_TOLERANCE:g})",
         )
 
 
-def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int) -> None:
-    """Check that a sequence's logprobs stay the same, bit for bit, if its neighbours in a packed row change.
+def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int, packing: Packing = "packed") -> None:
+    """Check that a sequence's logprobs stay the same, bit for bit, if its neighbours in a micro-batch change.
 
     Models with experts are not checked here. The tokens that an expert computes together, and so its rounding, depend
     on the neighbours. ``check_packing`` checks such models in float32.
@@ -91,6 +92,7 @@ def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int) -> No
         model_config: the model's transformers config.
         num_ranks: number of ranks. With more ranks the test needs more neighbours, so that some share a row with the
             sequence.
+        packing: how the engine computes a micro-batch, for the message.
 
     Raises:
         ModelError: the logprobs change.
@@ -101,8 +103,9 @@ def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int) -> No
     before, after = (_sequences(text.vocab_size, neighbours_seed=seed, copies=num_ranks) for seed in (1, 2))
     value, changed = (engine.score(sequences, of="policy")[0] for sequences in (before, after))
     if not np.array_equal(value, changed):
-        raise _refused(
+        raise _refusal(
             ", ".join(model_config.architectures or ["the model"]),
+            packing,
             f"in the dtype and on the device of training, a sequence's logprobs change by up to "
             f"{np.abs(value - changed).max():.1e} nats with the tokens of its neighbours",
         )
@@ -138,7 +141,7 @@ def _sequence(index: int, token_ids: np.ndarray, start: int) -> TrainSequence:
     )
 
 
-# Run the model on the packed row and on each sequence alone.
+# Run the model on the micro-batch and on each sequence alone.
 
 
 def _places(batch: DeviceBatch) -> list[Tensor]:
@@ -153,7 +156,11 @@ def _laid_out(batch: DeviceBatch) -> list[Tensor]:
     return [batch.token_ids[place] for place in _places(batch)]
 
 
-def _run_packed(policy: PolicyModel, batch: DeviceBatch) -> tuple[Outputs, Tensor]:
+def _run_together(policy: PolicyModel, batch: DeviceBatch) -> tuple[Outputs, Tensor]:
+    """Run the micro-batch. Return outputs and gradient for the tokens of its row, which takes the first copy of a
+    shared token.
+    """
+
     def run() -> Tensor:
         return policy.hidden_states(batch)
 
@@ -161,7 +168,15 @@ def _run_packed(policy: PolicyModel, batch: DeviceBatch) -> tuple[Outputs, Tenso
         parts = [hidden_Td[place] * _loss_weights(i, *hidden_Td[place].shape) for i, place in enumerate(_places(batch))]
         return torch.cat(parts).sum()
 
-    return _recorded(policy, run, loss, "packed in a row", len(batch.token_ids))
+    if policy.packing == "packed":
+        outputs, gradient = _recorded(policy, run, loss, "packed in a row", (1, len(batch.token_ids)))
+        return outputs, gradient
+    (rows,) = batch.layout.buckets
+    outputs, gradient = _recorded(policy, run, loss, "in padded rows", (rows.num_sequences, rows.max_length))
+    of_row = {name: value[batch.layout.restore] for name, value in outputs.items() if name != _OUTPUT}
+    # Copies of a shared token add up. Padding repeats a token, so a gradient that reaches it shows as well.
+    summed = gradient.new_zeros(len(batch.token_ids), gradient.shape[-1]).index_add(0, rows.gather, gradient)
+    return of_row | {_OUTPUT: outputs[_OUTPUT]}, summed
 
 
 def _run_alone(policy: PolicyModel, token_ids: Tensor, index: int) -> tuple[Outputs, Tensor]:
@@ -172,9 +187,11 @@ def _run_alone(policy: PolicyModel, token_ids: Tensor, index: int) -> tuple[Outp
 
     model.set_attn_implementation(_NATIVE_ATTENTION)
     try:
-        return _recorded(policy, run, lambda h: (h * _loss_weights(index, *h.shape)).sum(), "alone", len(token_ids))
+        return _recorded(
+            policy, run, lambda h: (h * _loss_weights(index, *h.shape)).sum(), "alone", (1, len(token_ids))
+        )
     finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+        policy.use(policy.packing)
 
 
 def _loss_weights(index: int, num_tokens: int, width: int) -> Tensor:
@@ -185,10 +202,14 @@ def _loss_weights(index: int, num_tokens: int, width: int) -> Tensor:
 
 
 def _recorded(
-    policy: PolicyModel, run: Callable[[], Tensor], loss: Callable[[Tensor], Tensor], how: str, num_tokens: int
+    policy: PolicyModel,
+    run: Callable[[], Tensor],
+    loss: Callable[[Tensor], Tensor],
+    how: str,
+    shape: tuple[int, int],
 ) -> tuple[Outputs, Tensor]:
-    """Run the model. Return every module's output, and the gradient of ``loss(hidden states)`` at the embeddings,
-    [T, d].
+    """Run the model on ids of ``shape`` [B, L]. Return every module's output, and the gradient of
+    ``loss(hidden states)`` at the embeddings, [B * L, ...].
     """
     outputs: Outputs = {}
     embedded: list[Tensor] = []
@@ -197,8 +218,8 @@ def _recorded(
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             value = output[0] if isinstance(output, tuple) and output else output
-            if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == (1, num_tokens):
-                outputs[name] = value[0].detach().clone()
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == shape:
+                outputs[name] = value.detach().flatten(0, 1).clone()
 
         return hook
 
@@ -210,36 +231,34 @@ def _recorded(
     hooks.append(base.get_input_embeddings().register_forward_hook(embed))
     try:
         hidden_Td = run()
-        outputs["the decoder's output"] = hidden_Td.detach()
+        outputs[_OUTPUT] = hidden_Td.detach()
         loss(hidden_Td).backward()
     except Exception as error:  # a model may raise anything for arguments that it does not support
-        raise _refused(
-            type(policy.causal_lm).__name__, f"it fails on sequences {how}: {type(error).__name__}: {error}"
-        ) from error
+        raise _refused(policy, f"it fails on sequences {how}: {type(error).__name__}: {error}") from error
     finally:
         for hook in hooks:
             hook.remove()
     (gradient,) = [e.grad for e in embedded[:1]] or [None]
     if gradient is None:
-        raise _refused(type(policy.causal_lm).__name__, "its output does not depend on its input embeddings")
-    return outputs, gradient[0]
+        raise _refused(policy, "its output does not depend on its input embeddings")
+    return outputs, gradient.flatten(0, 1)
 
 
 # Compare the two runs.
 
 
-def _compare_values(name: str, packed: Outputs, alone: list[Outputs], places: list[Tensor]) -> None:
+def _compare_values(policy: PolicyModel, together: Outputs, alone: list[Outputs], places: list[Tensor]) -> None:
     """Raise ModelError if a module's outputs differ. The message names the first one in the order in which
     modules finish.
     """
-    for module, value in packed.items():
+    for module, value in together.items():
         for outputs, place in zip(alone, places, strict=True):
             other = outputs.get(module)
             if other is None or other.shape[1:] != value.shape[1:]:
                 continue
             if (difference := _difference(value[place], other)) > VALUE_TOLERANCE:
                 raise _refused(
-                    name,
+                    policy,
                     f"the output of {module} differs by {difference:.1e} of its largest value from that for each "
                     f"sequence alone (at most {VALUE_TOLERANCE:g})",
                 )
@@ -251,20 +270,25 @@ def _difference(value: Tensor, expected: Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def _refused(name: str, finding: str) -> ModelError:
+def _refused(policy: PolicyModel, finding: str) -> ModelError:
+    return _refusal(type(policy.causal_lm).__name__, policy.packing, finding)
+
+
+def _refusal(name: str, packing: Packing, finding: str) -> ModelError:
     return ModelError(
-        f"model.path: {name} can't be trained on packed rows: {finding}; choose a model such as Qwen2, Qwen3 or Llama"
+        f"model.path: {name} can't be trained on {packing} rows: {finding}; choose a model such as Qwen2, Qwen3 or "
+        f"Llama"
     )
 
 
 # Change the model temporarily for the test.
 
 
-def _refuse_mixed_lengths(model: nn.Module, max_length: int) -> None:
-    """Raise ModelError if the model's positions depend on the longest sequence of a row at lengths that the run
-    may reach.
+def _refuse_mixed_lengths(policy: PolicyModel, max_length: int) -> None:
+    """Raise ModelError if the model's positions depend on the longest sequence of a micro-batch at lengths that the
+    run may reach.
     """
-    text = cast(Any, model).config.get_text_config()
+    text = cast(Any, policy.causal_lm).config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
     if kind not in _MIXED_LENGTH_ROPES:
@@ -273,9 +297,10 @@ def _refuse_mixed_lengths(model: nn.Module, max_length: int) -> None:
     original = original or getattr(text, "original_max_position_embeddings", None) or text.max_position_embeddings
     if max_length > original:
         raise _refused(
-            type(model).__name__,
-            f"its {kind} positions depend on the longest sequence of a row above {original} tokens, and sequences may "
-            f"have {max_length} (sampling.max_prompt_tokens + sampling.max_new_tokens, or sft.max_length)",
+            policy,
+            f"its {kind} positions depend on the longest sequence of a micro-batch above {original} tokens, and "
+            f"sequences may have {max_length} (sampling.max_prompt_tokens + sampling.max_new_tokens, or "
+            f"sft.max_length)",
         )
 
 
