@@ -91,8 +91,14 @@ class LearnerConfig(Section):
     max_tokens: int = Field(
         default=16384,
         ge=1,
-        description="Maximum number of tokens in one packed micro-batch of one rank; it determines the memory that "
-        "training uses.",
+        description="Maximum number of tokens in one micro-batch of one rank, with the padding of padded rows; it "
+        "determines the memory that training uses.",
+    )
+    packing: Literal["auto", "packed", "padded"] = Field(
+        default="auto",
+        description="How the model computes a micro-batch: its sequences end to end in one row (packed), or as rows of "
+        "one batch padded to the longest (padded), which every causal model can compute but costs more; auto is padded "
+        "only for models that compute other values when packed.",
     )
     nproc: int = Field(default=1, ge=1, description="Number of learner processes (ranks) that launch starts.")
     devices: tuple[int, ...] | None = Field(

@@ -87,6 +87,37 @@ def _with_prompt(sequence: TrainSequence, prompt: np.ndarray) -> TrainSequence:
     return replace(sequence, token_ids=token_ids, loss_mask=np.arange(len(token_ids)) >= size)
 
 
+def sequences_with_a_group() -> list[TrainSequence]:
+    """Six of 6 to 18 tokens, the first three with one prompt."""
+    sequences = random_sequences(6, 12, spread=6)
+    prompt = sequences[0].token_ids[: int(sequences[0].loss_mask.argmax())]
+    return [sequences[0], *(_with_prompt(s, prompt) for s in sequences[1:3]), *sequences[3:]]
+
+
+def padded_config(directory: Path, sections: dict[str, Any]) -> Config:
+    """A step that reports its gradient (PLAIN), in several micro-batches."""
+    learner = {"max_tokens": 40} | sections.get("learner", {})
+    return tiny_config(directory, "model", **(PLAIN | sections | {"learner": learner}))
+
+
+def padded(directory: Path) -> None:
+    """One step of a model that is chosen to be padded, saved."""
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+
+    config = padded_config(directory, {})
+    ranks = init_ranks(config)
+    engine = FsdpEngine(config, ranks)
+    assert engine._model.packing == "padded"
+    if not ranks.is_leader:
+        follow_once(engine)
+    else:
+        engine.self_test()
+        engine.update(sequences_with_a_group(), version=0)
+        save(engine, directory / f"ranks_{ranks.world_size}", 1)
+        stop_following(engine)
+    ranks.close()
+
+
 def engine_config(directory: Path, variant: dict[str, Any]) -> Any:
     return tiny_config(directory, "model", **(PLAIN | variant))
 
@@ -294,7 +325,7 @@ def supervised(directory: Path) -> None:
     run_sft(load_config(directory / "sft.toml"))
 
 
-SCENARIOS = (updates, losses, adapted, talking, follower_fails, follower_is_killed, supervised)
+SCENARIOS = (updates, losses, adapted, padded, talking, follower_fails, follower_is_killed, supervised)
 
 
 def run_scenario(name: str, directory: Path) -> None:

@@ -85,7 +85,8 @@ class Engine(Protocol):
         """Return the log-probabilities of each sequence's trained tokens: sequence id to float32 [N], nats, without
         gradient.
 
-        They are computed as ``update`` does: with temperature, packed, on all ranks. No state of the engine changes.
+        They are computed as ``update`` does: with temperature, in such micro-batches, on all ranks. No state of the
+        engine changes.
         """
         ...
 

@@ -31,8 +31,9 @@ from async_rl.learner.checkpoint import load_training_state, save_training_state
 from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, load_reference, to_device
+from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.ranks import Ranks, compute_dtype
-from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_packing
+from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours
 from async_rl.learner.losses.objective import Objective, StepOutcome, policy_objective, update_stats
 from async_rl.learner.packing import MicroBatch, TrainSequence, by_sequence, from_arrays, pack, to_arrays
 from async_rl.net.wire import SAME_VERSION, Message, decode, encode
@@ -78,7 +79,7 @@ class FsdpEngine:
             schedule: the learning rates. None: those of a reinforcement learning run.
 
         Raises:
-            ModelError: the model is missing, can't be trained, or computes wrong values for packed sequences.
+            ModelError: the model is missing, can't be trained, or computes wrong values for a micro-batch.
         """
         self._config, self._ranks = config, ranks
         self._objective = objective or policy_objective(config)
@@ -86,9 +87,9 @@ class FsdpEngine:
         with ranks.together("loading the model"):
             self._dtype = compute_dtype(config, ranks.device)
             torch.manual_seed(config.run.seed + ranks.rank)
-            self._model = PolicyModel(load_model(config.model))
-            if ranks.is_leader:
-                check_packing(self._model, max_length=_max_length(config, is_supervised=objective is not None))
+            self._model = PolicyModel(load_model(config.model), "padded")
+            max_length = _max_length(config, is_supervised=objective is not None)
+            set_packing(self._model, config.learner.packing, ranks, max_length=max_length)
             self._names = self._model.tensor_names()
             self._adapters: Adapters | None = None
             if config.lora.is_set:
@@ -98,7 +99,9 @@ class FsdpEngine:
             self._has_reference = objective is None and config.loss.needs_reference
             # The policy with its adapters disabled is the model that the run began with: no second model is needed.
             is_of_its_own = self._adapters is None or bool(config.loss.kl_reference)
-            self._reference = load_reference(config, self._dtype) if self._has_reference and is_of_its_own else None
+            self._reference = None
+            if self._has_reference and is_of_its_own:
+                self._reference = load_reference(config, self._dtype, self._model.packing)
             if self._reference is not None and self._reference.vocab_size != self._model.vocab_size:
                 raise ModelError(
                     f"loss.kl_reference: expected a model of the policy's vocabulary, {self._model.vocab_size} tokens, "
@@ -114,15 +117,20 @@ class FsdpEngine:
             self._is_closed = False
 
     def self_test(self) -> None:
-        """Check that packed sequences do not change each other's values. Rank 0 calls it while the other ranks follow.
+        """Check that the sequences of a micro-batch do not change each other's values. Rank 0 calls it, others follow.
 
-        Nothing is checked if rows are too short to hold the test's sequences together.
+        Nothing is checked if micro-batches are too small to hold the test's sequences together.
 
         Raises:
-            ModelError: packed sequences change each other's values.
+            ModelError: they do.
         """
         if self._config.learner.max_tokens >= NEIGHBOURS_TOKENS:
-            check_neighbours(self, self._model.causal_lm.config, num_ranks=self._ranks.world_size)
+            check_neighbours(
+                self,
+                self._model.causal_lm.config,
+                num_ranks=self._ranks.world_size,
+                packing=self._model.packing,
+            )
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
         """Make one optimizer step, as ``Engine.update`` says.
@@ -281,7 +289,8 @@ class FsdpEngine:
                     f"sequence {sequence.sequence_id}: expected token ids below the model's vocabulary size "
                     f"{vocab_size} in its sampling mask, got {unknown}; check that its generator runs the same model"
                 )
-        return pack(sequences, max_tokens=self._config.learner.max_tokens, num_ranks=self._ranks.world_size)
+        max_tokens, num_ranks = self._config.learner.max_tokens, self._ranks.world_size
+        return pack(sequences, max_tokens=max_tokens, num_ranks=num_ranks, packing=self._model.packing)
 
     def _scatter(self, command: str, fields: Mapping[str, Any], parts: Sequence[Sequence[MicroBatch]]) -> None:
         """Send every other rank the command and the micro-batches of that rank."""
@@ -301,7 +310,7 @@ class FsdpEngine:
         elif of == "reference":
             context = cast(Adapters, self._adapters).off()
         with context:
-            batches = (to_device(micro_batch, self._ranks.device) for micro_batch in micro_batches)
+            batches = (to_device(micro_batch, self._ranks.device, model.packing) for micro_batch in micro_batches)
             logprobs = [model(batch).logprobs.cpu() for batch in batches]
         if self._is_sharded:
             _end_forward(model)
@@ -327,7 +336,7 @@ class FsdpEngine:
             if self._is_sharded and self._config.learner.reshard == "none":
                 # Parameters stay unsharded between micro-batches, and so may gradients: one reduction per step.
                 cast(FSDPModule, self._model).set_requires_gradient_sync(index == len(micro_batches) - 1)
-            batch = to_device(micro_batch, self._ranks.device)
+            batch = to_device(micro_batch, self._ranks.device, self._model.packing)
             result = self._objective(
                 batch, self._model(batch, entropy_grad=self._objective.needs_entropy_grad), version=version
             )

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Config keys with which models scale or cap the logits after the head, and the value that has no effect.
-_PLAIN_HEAD = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+_PLAIN_HEAD = {
+    "final_logit_softcapping": None, "logits_soft_cap": None, "logit_scale": 1.0, "logits_scaling": 1.0,
+    "lm_head_multiplier": 1.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
