@@ -160,6 +160,29 @@ def pack(
     return ranks
 
 
+class PaddedCost(NamedTuple):
+    """Shares of the tokens that padded rows compute and one packed row would not, each from 0 to below 1.
+
+    Attributes:
+        padding: share of the tokens that are padding.
+        repeated: share of the tokens of prompts that another sequence of the micro-batch has computed.
+    """
+
+    padding: float
+    repeated: float
+
+
+def padded_cost(parts: Sequence[Sequence[MicroBatch]]) -> PaddedCost:
+    """Return what padded rows cost in the micro-batches of all ranks. Dummies are not counted."""
+    real = [mb for micro_batches in parts for mb in micro_batches if mb.sequence_ids[0] != _DUMMY_ID]
+    lengths = [np.diff(mb.cu_seqlens) for mb in real]
+    if not real:
+        return PaddedCost(0.0, 0.0)
+    computed = sum(len(each) * int(each.max()) for each in lengths)
+    num_tokens, num_distinct = sum(int(each.sum()) for each in lengths), sum(len(mb.token_ids) for mb in real)
+    return PaddedCost(1 - num_tokens / computed, (num_tokens - num_distinct) / computed)
+
+
 def by_sequence(parts: Sequence[Sequence[MicroBatch]], values: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
     """Undo ``pack``: return the values of each sequence's trained tokens, by sequence id.
 

@@ -193,6 +193,8 @@ def _metrics_row(step: int, stats: UpdateStats) -> dict[str, float | None]:
         "tokens": stats.tokens_trained,
         "grad_norm": stats.grad_norm,
     }
+    if stats.padded_cost is not None:
+        row["packing/padding"] = stats.padded_cost.padding
     # JSON has no NaN and no infinities.
     return {key: value if math.isfinite(value) else None for key, value in row.items()}
 

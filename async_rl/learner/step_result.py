@@ -245,7 +245,19 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "ratio/ess": mean("ess"),
         "ratio/mean_abs_log": mean("mean_abs_log_ratio"),
         **({"kl/reference": mean("reference_kl")} if any(u.reference_kl for u in updates) else {}),
+        **_packing_metrics(updates),
         **_lag_metrics(updates),
+    }
+
+
+def _packing_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Return what padded rows cost, a mean over the step's optimizer steps. Empty if rows are packed."""
+    costs = [u.padded_cost for u in updates if u.padded_cost is not None]
+    if not costs:
+        return {}
+    return {
+        "packing/padding": float(np.mean([cost.padding for cost in costs])),
+        "packing/repeated": float(np.mean([cost.repeated for cost in costs])),
     }
 
 

@@ -62,6 +62,10 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "tokens/trained": "Number of tokens that carried a gradient.",
         "tokens/masked": "Number of tokens of the step's groups that were left out of the loss.",
         "masked/<cause>": "Number of rollouts left out of the loss for this cause.",
+        "packing/padding": "Share of padding among the tokens that the learner computed; only if rows are padded "
+        "(learner.packing).",
+        "packing/repeated": "Share of prompt tokens that were computed again for another answer of the same "
+        "micro-batch, among the tokens that the learner computed; only if rows are padded.",
     },
     "The step's rollouts": {
         "reward/mean": "Mean reward of the step's rollouts.",

@@ -13,11 +13,13 @@ from async_rl.errors import WireError
 from async_rl.learner.packing import (
     MicroBatch,
     Packing,
+    PaddedCost,
     TrainSequence,
     by_sequence,
     dummy_micro_batch,
     from_arrays,
     pack,
+    padded_cost,
     to_arrays,
 )
 from async_rl.net import wire
@@ -313,6 +315,19 @@ def test_padded_micro_batches_are_as_even_as_the_cuts_allow():
     [[batch], [idle]] = pack([sequence(0, 6)], max_tokens=20, num_ranks=2, packing="padded")
     assert (batch.sequence_ids.tolist(), idle.sequence_ids.tolist()) == ([0], [-1])
     assert [len(rank) for rank in pack([], max_tokens=20, num_ranks=2, packing="padded")] == [1, 1]
+
+
+def test_cost_of_padded_rows_is_padding_and_prompts_computed_again():
+    # Computed: 2 + 2 and 2 + 1 tokens, so 2 x 4 = 8 with padding, of which 1 is padding; the prompt's 2 occur twice.
+    parts = pack(
+        [sharing(0, [5, 6], [7, 8, 9]), sharing(1, [5, 6], [4, 3])], max_tokens=8, num_ranks=2, packing="padded"
+    )
+    assert padded_cost(parts) == PaddedCost(0.0, 0.0)  # two ranks: one sequence each
+    [part] = pack(
+        [sharing(0, [5, 6], [7, 8, 9]), sharing(1, [5, 6], [4, 3])], max_tokens=8, num_ranks=1, packing="padded"
+    )
+    assert padded_cost([part]) == PaddedCost(padding=1 / 8, repeated=2 / 8)
+    assert padded_cost([[dummy_micro_batch()]]) == PaddedCost(0.0, 0.0)
 
 
 @given(st.lists(st.tuples(prompts, answers), max_size=60), st.integers(64, 200), st.integers(1, 5))

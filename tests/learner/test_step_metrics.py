@@ -13,6 +13,7 @@ from async_rl.config.loss import LossConfig
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.losses.diagnostics import diagnostic_sums
 from async_rl.learner.losses.policy import policy_loss
+from async_rl.learner.packing import PaddedCost
 from async_rl.learner.step_result import turn_metrics, update_metrics
 from async_rl.records import Rollout, Turn
 from async_rl.run.metrics import METRIC_KEYS
@@ -55,6 +56,13 @@ def test_engines_without_diagnostics_report_none():
 def test_kl_to_the_reference_is_weighted_by_tokens():
     updates = [replace(PLAIN, reference_kl=1.0, tokens_trained=3), replace(PLAIN, reference_kl=5.0, tokens_trained=1)]
     assert update_metrics(updates)["kl/reference"] == pytest.approx(2.0)
+
+
+def test_what_padding_costs_is_reported_if_rows_are_padded():
+    assert not any(key.startswith("packing/") for key in update_metrics([PLAIN]))
+    metrics = update_metrics([replace(PLAIN, padded_cost=PaddedCost(p, r)) for p, r in ((0.25, 0.5), (0.75, 0.0))])
+    assert (metrics["packing/padding"], metrics["packing/repeated"]) == (0.5, 0.25)
+    assert None not in map(declared_key, metrics)
 
 
 def test_all_numbers_are_plain_floats_or_ints():

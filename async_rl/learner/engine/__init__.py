@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.packing import PaddedCost, TrainSequence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +49,7 @@ class UpdateStats:
         out_of_range_tokens: number of single tokens outside ``loss.token_range``.
         reference_kl: mean KL to the reference model in the loss, nats.
         by_lag: float64 [lags, columns], rows for ``losses.diagnostics.summarise``. No rows if nothing was measured.
+        padded_cost: what padded rows cost. None if rows are packed.
     """
 
     stepped: bool
@@ -69,6 +70,7 @@ class UpdateStats:
     out_of_range_tokens: int = 0
     reference_kl: float = 0.0
     by_lag: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    padded_cost: PaddedCost | None = None
 
 
 class Engine(Protocol):

@@ -35,7 +35,15 @@ from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.ranks import Ranks, compute_dtype
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours
 from async_rl.learner.losses.objective import Objective, StepOutcome, policy_objective, update_stats
-from async_rl.learner.packing import MicroBatch, TrainSequence, by_sequence, from_arrays, pack, to_arrays
+from async_rl.learner.packing import (
+    MicroBatch,
+    TrainSequence,
+    by_sequence,
+    from_arrays,
+    pack,
+    padded_cost,
+    to_arrays,
+)
 from async_rl.net.wire import SAME_VERSION, Message, decode, encode
 from async_rl.sampling_mask import largest_id
 
@@ -142,7 +150,8 @@ class FsdpEngine:
         parts = self._pack(sequences)
         with self._command("update"):
             self._scatter("update", {"version": version}, parts)
-            return self._update(parts[0], version)
+            stats = self._update(parts[0], version)
+        return replace(stats, padded_cost=padded_cost(parts) if self._model.packing == "padded" else None)
 
     def score(self, sequences: Sequence[TrainSequence], *, of: ScoredBy) -> dict[int, np.ndarray]:
         """Return the log-probabilities of trained tokens, as ``Engine.score`` says.
