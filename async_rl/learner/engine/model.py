@@ -29,11 +29,10 @@ from async_rl.learner.packing import MicroBatch, Packing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Config keys with which models scale or cap the logits after the head, and the value that has no effect.
-_PLAIN_HEAD = {
-    "final_logit_softcapping": None, "logits_soft_cap": None, "logit_scale": 1.0, "logits_scaling": 1.0,
-    "lm_head_multiplier": 1.0,
-}  # fmt: skip
+_LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""Config keys with which models cap the logits after the head."""
+_LOGIT_FACTORS: dict[str, int] = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+"""Config keys with which models multiply (1) or divide (-1) the logits after the head."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,11 +107,11 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             f"model.path: the weights in {directory} lack {len(missing)} tensors: {', '.join(missing[:5])}; save the "
             f"whole model there with save_pretrained"
         )
-    unfit = [n for n, plain in _PLAIN_HEAD.items() if getattr(model.config, n, plain) not in (None, plain)]
-    if unfit:
+    cap = next((key for key in _LOGIT_CAPS if getattr(model.config, key, None) is not None), None)
+    if cap is not None:
         raise ModelError(
-            f"model.path: {type(model).__name__} scales or caps its logits ({unfit[0]} in config.json), which is not "
-            f"supported; choose another model"
+            f"model.path: {type(model).__name__} caps its logits ({cap} in config.json), which is not supported; "
+            f"choose another model"
         )
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -149,12 +148,19 @@ def load_reference(config: Config, dtype: torch.dtype, packing: Packing = "packe
     return model
 
 
+def _logit_factor(config: Any) -> float:
+    """Return the factor of the logits after the head, by the model's config. 1 for most models."""
+    powers = {key: power for key, power in _LOGIT_FACTORS.items() if getattr(config, key, None) is not None}
+    return math.prod(float(getattr(config, key)) ** power for key, power in powers.items())
+
+
 class PolicyModel(nn.Module):
     """A causal LM that computes the log-probabilities of the trained tokens of a micro-batch.
 
     Dropout is disabled, because it would make the ratio pi/mu meaningless.
 
     Attributes:
+        logit_factor: by which the model multiplies the head's output. The self-test checks it.
         packing: how the decoder computes a micro-batch. Batches of ``to_device`` must have been made for it.
     """
 
@@ -166,6 +172,7 @@ class PolicyModel(nn.Module):
         """
         super().__init__()
         self.causal_lm = causal_lm
+        self.logit_factor = _logit_factor(causal_lm.config)
         self._padded_attention = causal_lm.config._attn_implementation or "eager"
         self.eval()
         self.use(packing)
@@ -223,7 +230,7 @@ class PolicyModel(nn.Module):
             self.hidden_states(batch).index_select(0, batch.predict_index),
             cast(nn.Linear, self.causal_lm.get_output_embeddings()),
             batch.targets,
-            batch.temperatures,
+            batch.temperatures / self.logit_factor,
             sampling_mask=batch.sampling_mask,
             entropy_grad=entropy_grad,
         )

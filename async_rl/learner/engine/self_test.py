@@ -4,7 +4,8 @@
 every module's output and the gradient at the embeddings with those of each sequence alone. A sequence alone runs with
 transformers' attention code and masks. The values differ for models that can't be packed: those with short
 convolutions, linear attention or other state along the row, or with a window that exists only in the mask. Most of
-these compute the same in padded rows. ``fsdp_engine`` calls it on rank 0, with unsharded weights.
+these compute the same in padded rows. The logits must be the head's output times a factor. ``fsdp_engine`` calls it on
+rank 0, with unsharded weights.
 
 ``check_neighbours`` checks with the finished engine, in the dtype and with the kernels of training, that a sequence's
 values do not depend on its neighbours' tokens.
@@ -67,6 +68,7 @@ def check_packing(policy: PolicyModel, *, max_length: int) -> None:
         changed.enter_context(_few_layers(policy))
         changed.enter_context(_narrow_windows(model, max_length))
         together, gradient = _run_together(policy, batch)
+        _check_head(policy, _laid_out(batch)[0])
         alone = [_run_alone(policy, ids, index) for index, ids in enumerate(_laid_out(batch))]
     places = _places(batch)
     _compare_values(policy, together, [outputs for outputs, _ in alone], places)
@@ -192,6 +194,27 @@ def _run_alone(policy: PolicyModel, token_ids: Tensor, index: int) -> tuple[Outp
         )
     finally:
         policy.use(policy.packing)
+
+
+@torch.no_grad()
+def _check_head(policy: PolicyModel, token_ids: Tensor) -> None:
+    """Raise ModelError if the model's logits are not its head's output times ``policy.logit_factor``."""
+    model = cast(Any, policy.causal_lm)
+    model.set_attn_implementation(_NATIVE_ATTENTION)
+    try:
+        logits = model(input_ids=token_ids[None], use_cache=False).logits.float()
+        hidden = model.base_model(input_ids=token_ids[None], use_cache=False).last_hidden_state
+    except Exception as error:  # a model may raise anything for arguments that it does not support
+        raise _refused(policy, f"it fails on a sequence alone: {type(error).__name__}: {error}") from error
+    finally:
+        policy.use(policy.packing)
+    difference = _difference(model.get_output_embeddings()(hidden) * policy.logit_factor, logits)
+    if difference > VALUE_TOLERANCE:
+        raise _refused(
+            policy,
+            f"its logits differ by {difference:.1e} of the largest from the output of its head times "
+            f"{policy.logit_factor:g} (at most {VALUE_TOLERANCE:g})",
+        )
 
 
 def _loss_weights(index: int, num_tokens: int, width: int) -> Tensor:

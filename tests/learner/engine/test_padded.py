@@ -103,8 +103,29 @@ def test_a_step_in_padded_rows_equals_that_of_each_sequence_alone(tmp_path: Path
 
 def test_a_cap_on_logits_is_refused_by_name(tmp_path: Path):
     write_model(tmp_path, "recurrent gemma")
-    with pytest.raises(ModelError, match="RecurrentGemmaForCausalLM scales or caps its logits"):
+    with pytest.raises(ModelError, match=r"RecurrentGemmaForCausalLM caps its logits \(logits_soft_cap"):
         make_engine(tmp_path)
+
+
+SCALED: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite": ("Granite", {"logits_scaling": 8.0}),
+    "cohere2": ("Cohere2", {"logit_scale": 0.0625, **WINDOW}),
+    "granite 4 hybrid": ("GraniteMoeHybrid", {**STATEFUL["granite 4 hybrid"][1], "logits_scaling": 6.0}),
+    "falcon h1": ("FalconH1", {**STATEFUL["falcon h1"][1], "lm_head_multiplier": 0.04}),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_logits_that_a_model_scales_after_its_head_are_scaled(tmp_path: Path, name: str):
+    tiny_model(tmp_path / "model")
+    causal_lm(*SCALED[name]).save_pretrained(tmp_path / "model")
+    sequences = sequences_with_a_group()
+    engine = make_engine(tmp_path)
+    scores, expected = alone(tmp_path / "model", sequences)
+    found = engine.score(sequences, of="policy")
+    for sequence_id, logprobs in scores.items():
+        np.testing.assert_allclose(found[sequence_id], logprobs, rtol=1e-5)
+    assert_near(gradient_of(engine, sequences, tmp_path / "ours"), expected)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
