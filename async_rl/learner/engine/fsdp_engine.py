@@ -10,6 +10,7 @@ small step (4 layers, 128 wide, 100 tokens: 21 ms without, 31 to 39 ms with). Al
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -428,12 +429,16 @@ class FsdpEngine:
 def _shard(model: PolicyModel, ranks: Ranks, dtype: torch.dtype, *, reshard: bool) -> None:
     """Shard ``model`` over the ranks: each decoder layer by itself; embedding, norm and head as one group.
 
-    One group for these keeps a tied head tied. Layers move to the device one by one, so the device never has to hold
-    the whole model.
+    One group for these keeps a tied head tied. Layers that share weights (Zamba 2) are in that group too, because FSDP
+    takes a parameter into one group only. Layers move to the device one by one, so the device never has to hold the
+    whole model.
     """
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    num_owners = Counter(parameter for layer in model.decoder_layers for parameter in set(layer.parameters()))
     for layer in model.decoder_layers:
+        if any(num_owners[parameter] > 1 for parameter in layer.parameters()):
+            continue
         fully_shard(cast(nn.Module, layer), mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     # The backward pass needs the root group first, so it stays unsharded. Its only float inputs are temperatures, which
     # must not be cast: 1.001 is 1 in bfloat16.

@@ -28,6 +28,9 @@ Tensors = dict[str, Tensor]
 
 TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     **STATEFUL,
+    "zamba 2, shared layers": (
+        "Zamba2", {**STATEFUL["zamba 2"][1], "layers_block_type": ["mamba", "hybrid"] * 2, "num_hidden_layers": 4},
+    ),
     "lfm2": ("Lfm2", CONVOLUTION),
     "gpt-oss": ("GptOss", {"num_local_experts": 4, "head_dim": 8, **WINDOW}),
     "minimax": (
@@ -160,7 +163,7 @@ def test_supervised_steps_are_the_same_packed_and_padded(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3 next", "mamba 2", "lfm2", "granite 4 hybrid"])
+@pytest.mark.parametrize("name", ["qwen3 next", "mamba 2", "lfm2", "granite 4 hybrid", "zamba 2, shared layers"])
 def test_two_ranks_take_the_step_of_one_in_padded_rows(tmp_path: Path, name: str):
     model = write_model(tmp_path, name)
     run_ranks("padded", tmp_path)
