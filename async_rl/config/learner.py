@@ -97,7 +97,7 @@ class LearnerConfig(Section):
     packing: Literal["auto", "packed", "padded"] = Field(
         default="auto",
         description="How the model computes a micro-batch: its sequences end to end in one row (packed), or as rows of "
-        "one batch padded to the longest (padded), which every causal model can compute but costs more; auto is padded "
+        "one batch padded to the longest (padded), which more models can compute but costs more; auto is padded "
         "only for models that compute other values when packed.",
     )
     nproc: int = Field(default=1, ge=1, description="Number of learner processes (ranks) that launch starts.")
