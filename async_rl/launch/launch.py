@@ -45,6 +45,7 @@ from async_rl.terminal import visible
 _CHECKING = "checking data, model and address"
 _DAY_S = 86400
 _MARGIN_S = 5.0
+_MOSTLY_FILTERED = 0.75
 """Seconds that a stopped learner gets in addition to ``checkpoint.grace_s`` before it is killed."""
 
 
@@ -276,7 +277,8 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
     if any(len(values) > 2 for values in evals.values()):
         lines.append(f"all evaluations: async-rl eval --compare {run_dir.path}")
     if run_dir.ledger.exists():
-        lines.append(ledger_line(json.loads(run_dir.ledger.read_text(encoding="utf-8"))))
+        ledger = json.loads(run_dir.ledger.read_text(encoding="utf-8"))
+        lines += [ledger_line(ledger), *filter_note(ledger)]
     lines.append(f"run directory: {run_dir.path}")
     if run_dir.curve.exists():
         lines.append(f"curve: {run_dir.curve}")
@@ -315,6 +317,18 @@ def ledger_line(ledger: Mapping[str, Any]) -> str:
     ]
     terms += [f"dropped as {cause} {count}" for cause, count in groups["dropped"].items() if count]
     return f"groups: issued {groups['issued']} = {' + '.join(terms) or '0'}"
+
+
+def filter_note(ledger: Mapping[str, Any]) -> list[str]:
+    """Return a line of text if most groups of the ledger were filtered; no line otherwise."""
+    groups = ledger["groups"]
+    share = groups["filtered"] / max(1, groups["filtered"] + groups["trained"])
+    if share < _MOSTLY_FILTERED:
+        return []
+    return [
+        f"note: {share:.0%} of these groups were filtered, because nearly all their answers were right, or nearly all "
+        f"wrong; easier or harder prompts, or a graded accuracy, would teach more (queue.filter_range)"
+    ]
 
 
 def explain(outcome: Outcome, *, checkpoint: str | None = None, fresh: bool = False) -> list[str]:

@@ -70,6 +70,15 @@ def test_the_gpus_are_divided_between_learner_and_generators(
     load_config("run.toml")
 
 
+@pytest.mark.parametrize(("size", "lr"), [(1 << 20, 2e-5), ((40 << 20) + 1, 1e-6)])
+def test_a_model_of_few_weights_gets_a_learning_rate_that_moves_it(size: int, lr: float):
+    Path("model").mkdir()
+    with Path("model/model.safetensors").open("wb") as file:
+        file.truncate(size)
+    init("--model", "model", "--data", "sums.csv", "--gpus", "0")
+    assert load_config("run.toml").optimizer.lr == lr
+
+
 def test_rows_with_tests_get_the_code_reward():
     row = {"prompt": "Add.", "test_cases": {"inputs": ["1 2"], "outputs": ["3"]}}
     Path("code.jsonl").write_text(json.dumps(row) + "\n")

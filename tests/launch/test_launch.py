@@ -27,6 +27,7 @@ from async_rl.launch.launch import (
     continuation_lines,
     describe_commands,
     explain,
+    filter_note,
     ledger_line,
     next_lines,
     summary,
@@ -957,6 +958,15 @@ def test_the_end_of_a_run_names_its_files_and_what_to_do_next(tmp_path: Path):
 def test_the_ledger_of_nothing_is_a_line_too():
     empty = dict.fromkeys(("issued", "in_flight", "queued", "taken", "trained", "filtered"), 0)
     assert ledger_line({"groups": {**empty, "dropped": {}}}) == "groups: issued 0 = 0"
+    assert filter_note({"groups": empty}) == []
+
+
+@pytest.mark.parametrize(("filtered", "noted"), [(29, False), (30, True)])
+def test_a_run_that_filtered_most_groups_says_what_that_means(filtered: int, noted: bool):
+    # 30 of 40 groups that ended in one of the two states are three quarters.
+    note = filter_note({"groups": {"trained": 10, "filtered": filtered}})
+    assert bool(note) == noted
+    assert not noted or note[0].startswith("note: 75% of these groups were filtered, because nearly all their answers")
 
 
 def test_a_second_start_says_from_where_it_goes_on_and_what_code_changed(tmp_path: Path):
