@@ -69,14 +69,15 @@ def recommend(points: Sequence[Point], *, has_enough: bool) -> Advice:
     best = max(measured, key=lambda point: point.accuracy or 0.0, default=None)
     fair = [point for point in points if best is None or not point.is_clearly_below(best)]
     has_risen = bool(measured) and all(point.has_risen for point in measured)
-    chosen = next(
-        low
+    better = [
+        next((high for high in fair[number + 1 :] if _pays(high, low, has_risen=has_risen)), None)
         for number, low in enumerate(fair)
-        if not any(_is_faster(high, low) and _is_sooner(high, low, has_risen) for high in fair[number + 1 :])
-    )
+    ]
+    chosen = fair[better.index(None)]
     higher = [point for point in fair if point.bound > chosen.bound and point.steps_per_s > PAYS * chosen.steps_per_s]
     doubtful = [point for point in higher if not point.is_clearly_faster(chosen)]
-    reasons = [_speeds(points), _where_it_ends(points, chosen, [point for point in higher if point not in doubtful])]
+    reasons = [_speeds(points), *_too_low(fair, better, has_risen=has_risen)]
+    reasons.append(_where_it_ends(points, chosen, [point for point in higher if point not in doubtful]))
     if best is not None and best.first is not None and not has_risen:
         reasons.append(
             f"The accuracy does not tell yet: it began at {best.first:.3f} and has not clearly risen at every bound "
@@ -91,12 +92,10 @@ def recommend(points: Sequence[Point], *, has_enough: bool) -> Advice:
     return Advice(f"Set queue.max_staleness = {chosen.bound}{doubt}.", tuple(reasons), chosen.bound, not doubtful)
 
 
-def _is_faster(high: Point, low: Point) -> bool:
-    return high.steps_per_s > PAYS * low.steps_per_s and high.is_clearly_faster(low)
-
-
-def _is_sooner(high: Point, low: Point, has_risen: bool) -> bool:
-    """Return whether ``high`` reached the common accuracy sooner. True if the evaluations do not tell."""
+def _pays(high: Point, low: Point, *, has_risen: bool) -> bool:
+    """Return whether ``high`` is clearly faster, and reached the common accuracy sooner if the evaluations tell."""
+    if high.steps_per_s <= PAYS * low.steps_per_s or not high.is_clearly_faster(low):
+        return False
     if not has_risen or high.reached_s is None or low.reached_s is None:
         return True
     return low.reached_s > PAYS * high.reached_s
@@ -104,9 +103,22 @@ def _is_sooner(high: Point, low: Point, has_risen: bool) -> bool:
 
 def _speeds(points: Sequence[Point]) -> str:
     """Return the speed at each bound, and its gain over the bound before."""
-    gains = [""] + [f" ({high.steps_per_s / low.steps_per_s:.2f} times)" for low, high in itertools.pairwise(points)]
+    gains = [""] + [
+        f" ({high.steps_per_s / low.steps_per_s:.2f} times that at {low.bound})"
+        for low, high in itertools.pairwise(points)
+    ]
     shown = [f"{_speed(point)} at {point.bound}{gain}" for point, gain in zip(points, gains, strict=True)]
     return f"Steps/s: {', '.join(shown)}."
+
+
+def _too_low(fair: Sequence[Point], better: Sequence[Point | None], *, has_risen: bool) -> Iterable[str]:
+    """Return why the bounds below the recommended one are too low: ``better`` has a bound that pays for each."""
+    sooner = ", and the accuracy that every run reached came sooner" if has_risen else ""
+    lower = list(zip(fair, better, strict=True))[: better.index(None)]
+    for high, group in itertools.groupby(lower, key=lambda pair: pair[1]):
+        assert high is not None
+        bounds = " and ".join(str(low.bound) for low, _ in group)
+        yield f"Above {bounds} a higher bound pays: at {high.bound} the steps are clearly faster{sooner}."
 
 
 def _where_it_ends(points: Sequence[Point], chosen: Point, late: Sequence[Point]) -> str:
@@ -146,8 +158,11 @@ def _doubt(doubtful: Sequence[Point], chosen: Point, *, has_enough: bool) -> str
         if has_enough
         else f"with so few seeds that may be noise, since two runs of one bound may differ by {ONE_RUN:.0%} and more"
     )
-    seeds = "more --seeds" if has_enough else "--seeds 3"
-    return f"{' and '.join(gains)} of {chosen.bound}, but {why}. To find out, sweep {bounds} with {seeds}."
+    seeds = "9" if has_enough else "3"
+    return (
+        f"{' and '.join(gains)} of {chosen.bound}, but {why}. To find out: async-rl sweep CONFIG --over "
+        f"queue.max_staleness={bounds} --seeds {seeds}"
+    )
 
 
 def _age(chosen: Point) -> Iterable[str]:

@@ -35,10 +35,10 @@ def _other_steps(summaries: Sequence[RunSummary]) -> tuple[str, str] | None:
         return None
     fork = max(summaries, key=lambda summary: summary.first_step)
     other = min(summaries, key=lambda summary: summary.first_step)
-    same = "the same checkpoint" if fork.origin is None else fork.origin.label
+    same = "RUN@STEP" if fork.origin is None else fork.origin.source
     return (
-        f"compare forks of the same step, such as this one: async-rl launch CONFIG --from {same} --set run.dir=NEW "
-        f"--set queue.max_staleness={other.bound}.",
+        f"compare forks of the same step, such as this one: async-rl launch {Path(other.name) / 'config.toml'} --from "
+        f"{same} --set run.dir=NEW --set queue.max_staleness={other.bound}",
         f"{_name(fork)} is a fork and has the steps {_steps(fork)}, but {_name(other)} has the steps {_steps(other)}.",
     )
 

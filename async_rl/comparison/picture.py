@@ -89,6 +89,8 @@ def by_setting(summaries: Sequence[RunSummary], recommended: int | None = None) 
         # The name of a sweep's run may have the bound already.
         is_named = f"max_staleness={summary.bound}" in setting
         label = setting if is_named else f"{setting} (bound {summary.bound})"
+        if summary.origin is not None:
+            label += f", a fork: 0 s is step {summary.origin.step}"
         groups.setdefault(f"{label}, recommended" if summary.bound == recommended else label, []).append(summary)
     return groups
 

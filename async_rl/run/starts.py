@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,11 @@ class Origin:
     def label(self) -> str:
         """RUN@STEP, with the name of the run's directory."""
         return f"{Path(self.run_dir).name}@{self.step}"
+
+    @property
+    def source(self) -> str:
+        """RUN@STEP, with a path of the run's directory, as ``--from`` takes it."""
+        return f"{min(self.run_dir, os.path.relpath(self.run_dir), key=len)}@{self.step}"
 
 
 def read_origin(run_dir: RunDir, remedy: str) -> Origin | None:

@@ -29,7 +29,10 @@ def test_the_lowest_bound_that_is_about_as_fast_as_the_fastest_is_recommended():
     assert (advice.bound, advice.is_certain) == (4, True)
     assert advice.sentence == "Set queue.max_staleness = 4."
     assert advice.reasons == (
-        "Steps/s: 1 ± 0 at 0, 1.5 ± 0 at 1 (1.50 times), 1.98 ± 0.03 at 4 (1.32 times), 2 ± 0 at 16 (1.01 times).",
+        "Steps/s: 1 ± 0 at 0, 1.5 ± 0 at 1 (1.50 times that at 0), 1.98 ± 0.03 at 4 (1.32 times that at 1), 2 ± 0 at "
+        "16 (1.01 times that at 4).",
+        "Above 0 a higher bound pays: at 1 the steps are clearly faster.",
+        "Above 1 a higher bound pays: at 4 the steps are clearly faster.",
         "No higher bound is faster than 4 by more than 5% and 2 standard errors.",
         "The accuracy at the end does not suffer: 0.900 ± 0.010 at 0, 0.900 ± 0.010 at 1, 0.900 ± 0.010 at 4, 0.900 ± "
         "0.010 at 16.",
@@ -40,7 +43,7 @@ def test_the_lowest_bound_that_is_about_as_fast_as_the_fastest_is_recommended():
 def test_the_highest_bound_may_not_be_the_last_word():
     advice = advice_on(point(0, 1.0), point(4, 2.0))
     assert advice.bound == 4
-    assert advice.reasons[1] == "4 is the highest bound that was tried, so a higher one may pay too."
+    assert advice.reasons[2] == "4 is the highest bound that was tried, so a higher one may pay too."
 
 
 def test_a_gain_within_the_noise_leaves_the_lower_bound_and_says_so():
@@ -51,12 +54,9 @@ def test_a_gain_within_the_noise_leaves_the_lower_bound_and_says_so():
     assert advice.sentence == "Set queue.max_staleness = 4 for now: these runs can't tell whether 16 pays."
     assert advice.reasons[-2] == (
         "16 made 1.27 times the steps/s of 4, but with so few seeds that may be noise, since two runs of one bound may "
-        "differ by 10% and more. To find out, sweep 4,16 with --seeds 3."
+        "differ by 10% and more. To find out: async-rl sweep CONFIG --over queue.max_staleness=4,16 --seeds 3"
     )
-    assert (
-        "the difference is below 2 standard errors. To find out, sweep 4,16 with more --seeds."
-        in (advice_on(*noisy).reasons[-2])
-    )
+    assert "the difference is below 2 standard errors. To find out: " in advice_on(*noisy).reasons[-2]
     # Two other runs of the same bounds, in which 16 happened to be the slower one, give the same bound.
     swapped = [point(4, 1.27, speed_error=0.127), point(16, 1.0, speed_error=0.1)]
     assert advice_on(*swapped, has_enough=False).bound == 4
@@ -68,7 +68,9 @@ def test_faster_steps_that_learn_no_sooner_do_not_pay():
 
     advice = advice_on(of(0, 1.0, 30.0), of(1, 1.5, 20.0), of(4, 2.0, 19.5))
     assert (advice.bound, advice.is_certain) == (1, True)
-    assert advice.reasons[1:3] == (
+    assert advice.reasons[1:4] == (
+        "Above 0 a higher bound pays: at 1 the steps are clearly faster, and the accuracy that every run reached came "
+        "sooner.",
         "The steps at 4 are faster than at 1, but the accuracy that every run reached came no sooner.",
         "The accuracy that every run reached came after 30.0 s at 0, 20.0 s at 1, 19.5 s at 4.",
     )
@@ -79,14 +81,14 @@ def test_without_a_clear_rise_the_time_to_an_accuracy_decides_nothing():
     flat = [point(bound, 1.0 + bound, 0.21, first=0.2, reached_s=5.0) for bound in (0, 4)]
     advice = advice_on(*flat)
     assert advice.bound == 4
-    assert "The accuracy does not tell yet: it began at 0.200" in advice.reasons[2]
+    assert "The accuracy does not tell yet: it began at 0.200" in advice.reasons[3]
 
 
 def test_a_bound_that_clearly_costs_accuracy_is_not_recommended():
     # 0.95 - 0.80 is 10 standard errors of a difference (0.014); 0.95 - 0.93 is 1.4.
     advice = advice_on(point(0, 1.0, 0.95), point(1, 1.5, 0.93), point(4, 2.0, 0.80))
     assert advice.bound == 1
-    assert advice.reasons[2] == (
+    assert advice.reasons[3] == (
         "The accuracy at the end is clearly lower than 0.950 ± 0.010 at 0: 0.800 ± 0.010 at 4. So 4 is not recommended."
     )
 
@@ -99,7 +101,7 @@ def test_a_low_effective_sample_size_is_a_warning():
 def test_without_evaluations_speed_alone_decides():
     advice = advice_on(point(0, 1.0, None), point(4, 2.0, None))
     assert advice.bound == 4
-    assert len(advice.reasons) == 3
+    assert len(advice.reasons) == 4
 
 
 def test_one_run_that_was_disturbed_does_not_hide_what_the_other_bounds_tell(tmp_path: Path):
@@ -121,8 +123,8 @@ def test_a_run_and_its_fork_over_other_steps_get_no_advice(tmp_path: Path):
     advice = advise([whole, fork])
     assert advice.bound is None
     assert advice.sentence == (
-        "No advice on queue.max_staleness: compare forks of the same step, such as this one: async-rl launch CONFIG "
-        "--from source@5 --set run.dir=NEW --set queue.max_staleness=4."
+        "No advice on queue.max_staleness: compare forks of the same step, such as this one: async-rl launch "
+        f"{tmp_path}/whole/config.toml --from runs/source@5 --set run.dir=NEW --set queue.max_staleness=4"
     )
     assert advice.reasons == ("fork is a fork and has the steps 6 to 10, but whole has the steps 1 to 10.",)
     same = summarise(write_run(tmp_path / "same", rows, bound=4, forked_at=5, run={"seed": 0}))
