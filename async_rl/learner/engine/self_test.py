@@ -39,7 +39,7 @@ _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PROMPT_TOKENS, _ANSWER_TOKENS = 5, (9, 4)
 _LONE_TOKENS = 11
 NEIGHBOURS_TOKENS = 64
-"""Size of a micro-batch, in tokens, that is enough for all sequences of the test on one rank, packed or padded."""
+"""Size of a micro-batch, in tokens, that is enough for sequence 0 to have neighbours, packed or padded."""
 _FEW_PARAMETERS = 500_000_000
 """A model with more parameters is tested with its first layers only, up to the first layer of the last kind."""
 
@@ -114,8 +114,9 @@ def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int, packi
 
 
 def _sequences(vocab_size: int, *, neighbours_seed: int = 1, copies: int = 1) -> list[TrainSequence]:
-    """Return the test's sequences. Sequence 0 is always the same. The longer others are random, from
-    ``neighbours_seed``.
+    """Return the test's sequences. Sequence 0 is always the same. The others are random, from ``neighbours_seed``.
+
+    All but one of them are longer. The shorter one shares a padded micro-batch with sequence 0 if no longer one does.
     """
     own, others = np.random.default_rng(0), np.random.default_rng(neighbours_seed)
 
@@ -127,6 +128,7 @@ def _sequences(vocab_size: int, *, neighbours_seed: int = 1, copies: int = 1) ->
         prompt = tokens(others, _PROMPT_TOKENS)
         texts.append((tokens(others, _LONE_TOKENS), 1))
         texts += [(np.concatenate([prompt, tokens(others, count)]), _PROMPT_TOKENS) for count in _ANSWER_TOKENS]
+    texts.append((tokens(others, _NARROW_WINDOW * 2 - 1), 1))
     return [_sequence(index, ids, start) for index, (ids, start) in enumerate(texts)]
 
 

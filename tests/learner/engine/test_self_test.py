@@ -18,7 +18,7 @@ from async_rl.learner.engine import Engine
 from async_rl.learner.engine import self_test as module
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.self_test import check_neighbours, check_packing
-from async_rl.learner.packing import Packing, TrainSequence
+from async_rl.learner.packing import Packing, TrainSequence, pack
 from tests.learner.engine.families import (
     CONVOLUTION,
     EXPERTS,
@@ -228,3 +228,12 @@ def test_values_that_change_with_the_neighbours_are_refused():
         check_neighbours(cast(Engine, leaking), config, num_ranks=2)
     # Experts compute tokens of several sequences together, so rounding may change.
     check_neighbours(cast(Engine, leaking), transformers.MixtralConfig(**SHAPE), num_ranks=2)
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_the_sequence_under_test_has_a_neighbour_on_any_number_of_ranks(packing: Packing):
+    for num_ranks in range(1, 65):
+        sequences = module._sequences(64, copies=num_ranks)
+        ranks = pack(sequences, max_tokens=module.NEIGHBOURS_TOKENS, num_ranks=num_ranks, packing=packing)
+        (batch,) = [b for rank in ranks for b in rank if 0 in b.sequence_ids]
+        assert len(batch.sequence_ids) > 1, num_ranks
