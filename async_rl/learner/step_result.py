@@ -244,7 +244,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "ratio/clip_fraction": mean("clip_fraction"),
         "ratio/ess": mean("ess"),
         "ratio/mean_abs_log": mean("mean_abs_log_ratio"),
-        **({"kl/reference": mean("reference_kl")} if any(u.reference_kl for u in updates) else {}),
+        **({"kl/reference": mean("reference_kl")} if updates[0].reference_kl is not None else {}),
         **_packing_metrics(updates),
         **_lag_metrics(updates),
     }

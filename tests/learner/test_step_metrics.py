@@ -56,6 +56,8 @@ def test_engines_without_diagnostics_report_none():
 def test_kl_to_the_reference_is_weighted_by_tokens():
     updates = [replace(PLAIN, reference_kl=1.0, tokens_trained=3), replace(PLAIN, reference_kl=5.0, tokens_trained=1)]
     assert update_metrics(updates)["kl/reference"] == pytest.approx(2.0)
+    # At the first step the policy may be the reference model, to the bit.
+    assert update_metrics([replace(PLAIN, reference_kl=0.0)])["kl/reference"] == 0.0
 
 
 def test_what_padding_costs_is_reported_if_rows_are_padded():

@@ -47,7 +47,7 @@ class UpdateStats:
         mismatch_kl: for each staleness (0, 1, ...), the sum of the k3 estimate of KL(mu || pi) and the number of
             tokens.
         out_of_range_tokens: number of single tokens outside ``loss.token_range``.
-        reference_kl: mean KL to the reference model in the loss, nats.
+        reference_kl: mean KL to the reference model in the loss, nats. None if the loss has none.
         by_lag: float64 [lags, columns], rows for ``losses.diagnostics.summarise``. No rows if nothing was measured.
         padded_cost: what padded rows cost. None if rows are packed.
     """
@@ -68,7 +68,7 @@ class UpdateStats:
     skipped_tokens: int = 0
     mismatch_kl: Mapping[int, tuple[float, int]] = field(default_factory=dict)
     out_of_range_tokens: int = 0
-    reference_kl: float = 0.0
+    reference_kl: float | None = None
     by_lag: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     padded_cost: PaddedCost | None = None
 

@@ -334,7 +334,9 @@ class FsdpEngine:
         frames = self._ranks.gather(encode("skipped", {"ratio_max": float(ratio_max)}, [skipped]))
         reports = [decode(frame) for frame in frames]
         skipped_ids = sorted(int(i) for report in reports for i in report.arrays[0])
-        return update_stats(sums, max((r.fields["ratio_max"] for r in reports), default=0.0), skipped_ids, outcome)
+        ratio_max = max((r.fields["ratio_max"] for r in reports), default=0.0)
+        has_kl = self._objective.has_reference_kl
+        return update_stats(sums, ratio_max, skipped_ids, outcome, has_reference_kl=has_kl)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], version: int) -> tuple[Tensor, Tensor, np.ndarray]:
         """Accumulate the gradients of the loss *sum* of this rank's micro-batches.

@@ -48,6 +48,11 @@ class Objective(Protocol):
         """Whether entropies must carry a gradient."""
         ...
 
+    @property
+    def has_reference_kl(self) -> bool:
+        """Whether the loss contains a KL to the reference model."""
+        ...
+
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
 
     def why_skip(self, sums: Tensor) -> str:
@@ -75,6 +80,10 @@ class PolicyObjective:
     @property
     def needs_entropy_grad(self) -> bool:
         return self.loss.entropy_coef != 0
+
+    @property
+    def has_reference_kl(self) -> bool:
+        return self.loss.is_kl_in_loss
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         """Return the loss and the statistics of one micro-batch, whose log-probabilities are ``scored``.
@@ -136,6 +145,10 @@ class SupervisedObjective:
     def needs_entropy_grad(self) -> bool:
         return False
 
+    @property
+    def has_reference_kl(self) -> bool:
+        return False
+
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         loss_sum = -scored.logprobs.sum(dtype=torch.float64)
         entropy = scored.entropies.detach().sum(dtype=torch.float64)
@@ -169,7 +182,12 @@ class StepOutcome:
 
 
 def update_stats(
-    sums: Tensor, ratio_max: float, skipped_sequence_ids: Sequence[int], outcome: StepOutcome
+    sums: Tensor,
+    ratio_max: float,
+    skipped_sequence_ids: Sequence[int],
+    outcome: StepOutcome,
+    *,
+    has_reference_kl: bool = False,
 ) -> UpdateStats:
     """Return a step's statistics, computed from its sums over micro-batches and ranks (host, float64)."""
     total = dict(zip(SUM_NAMES, sums.tolist()))
@@ -193,7 +211,7 @@ def update_stats(
         skipped_tokens=step.num_skipped,
         mismatch_kl={lag: k3_sum_and_tokens(row) for lag, row in enumerate(rows) if row.any()},
         out_of_range_tokens=step.num_out_of_range,
-        reference_kl=total["reference_kl"] / count,
+        reference_kl=total["reference_kl"] / count if has_reference_kl else None,
         by_lag=rows,
     )
 

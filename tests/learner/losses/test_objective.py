@@ -69,7 +69,8 @@ def test_kl_to_the_reference_is_a_mean_over_trained_tokens():
     batch = replace(batch, reference_logprobs=torch.tensor([-3.0, -1.0]))
     result = PolicyObjective(loss, 0, 8)(batch, scored, version=3)
     # d = 2 and 0: 2^2 / 2 over two tokens.
-    assert update_stats(result.sums, 1.0, [], STEPPED).reference_kl == pytest.approx(1.0)
+    assert update_stats(result.sums, 1.0, [], STEPPED, has_reference_kl=True).reference_kl == pytest.approx(1.0)
+    assert update_stats(result.sums, 1.0, [], STEPPED).reference_kl is None
 
 
 def test_tokens_from_the_future_are_refused():
