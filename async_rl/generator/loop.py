@@ -160,10 +160,7 @@ class Worker:
 
     def _receive_weights(self) -> None:
         """Activate the newest version that has arrived, between two decode steps."""
-        trouble = self._receiver.error
-        if trouble != self._receiver_trouble:
-            self._receiver_trouble = trouble
-            logger.log(logging.WARNING if trouble else logging.INFO, "weights: %s", trouble or "versions arrive again")
+        self._note_trouble(self._receiver.error)
         staged = self._receiver.poll()
         if staged is None or self._announced is None or staged.lineage != self._announced.lineage:
             return
@@ -177,6 +174,15 @@ class Worker:
             self._lineage, self._digests = staged.lineage, {}
         self._digests[staged.version] = staged.digest
         self._submit_leases()
+
+    def _note_trouble(self, trouble: str | None) -> None:
+        """Log why no version arrives, and later that one has. A connection alone ends no trouble: the next port may
+        be closed.
+        """
+        if trouble == self._receiver_trouble or (trouble is None and self._is_transferring):
+            return
+        self._receiver_trouble = trouble
+        logger.log(logging.WARNING if trouble else logging.INFO, "weights: %s", trouble or "versions arrive again")
 
     def _answer_probe(self) -> None:
         """Answer the learner's probe of the active version, if one has arrived and is not answered.

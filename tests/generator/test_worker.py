@@ -379,7 +379,14 @@ def test_trouble_with_the_weights_is_told_and_not_fatal(scene, caplog):
         scene.clock.now_s += HEARTBEAT_S
         return []
 
-    scene.run(scene.announce(0, staged=False), trouble, report, [], well, report, [])
+    def still() -> list[GeneratorEvent]:
+        # It is connected again, but has no version yet.
+        assert scene.queue.troubles[-1] == "the learner was not heard of"
+        return []
+
+    scene.run(
+        scene.announce(0, staged=False), trouble, report, [], well, report, still, scene.announce(0), [], report, []
+    )
     assert list(dict.fromkeys(scene.queue.troubles)) == ["", "the learner was not heard of"]
     assert scene.queue.troubles[-1] == ""
     assert [r.message for r in caplog.records] == [

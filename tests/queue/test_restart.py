@@ -157,7 +157,7 @@ def test_a_server_that_is_away_is_said_once_and_so_is_its_return(servers, tmp_pa
     place = first.address.removeprefix("tcp://")
     assert told[0].startswith(f"nothing listens at {place} (connection refused)")
     assert "The request 'ping' waits up to" in told[0]
-    assert told[-1].startswith(f"the queue server at {first.address} is back after")
+    assert told[-1].startswith(f"the queue server at {first.address} answers, after")
     assert len(told) == len(set(told))
 
 

@@ -177,7 +177,7 @@ class Connection:
         return self.link.trouble or "there is no connection to it; check that it runs there"
 
     def log_trouble(self, meanwhile: str) -> None:
-        """Log why there is no connection, once for each cause, and later that the server is back.
+        """Log why there is no connection, once for each cause, and later that there is one.
 
         ``meanwhile`` says what the client does until then.
         """
@@ -187,7 +187,8 @@ class Connection:
             self._logged_trouble = trouble
             logger.warning("%s. %s", trouble, meanwhile)
         elif self._logged_trouble and self.link.is_connected:
-            logger.info("the queue server at %s is back after %.0f s", self.address, time.monotonic() - self._logged_at)
+            lost_s = time.monotonic() - self._logged_at
+            logger.info("the queue server at %s answers, after %.0f s without a connection", self.address, lost_s)
             self._logged_trouble, self._logged_at = "", 0.0
 
     def close(self) -> None:
