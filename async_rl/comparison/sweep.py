@@ -123,6 +123,7 @@ def launch_variant(config: Path, variant: Variant, *, quiet: bool = False) -> in
     if has_finished(config, variant):
         return 0
     options = [part for override in variant.overrides for part in ("--set", override)]
+    options += ["--quiet"] if quiet else []
     command = module_command("async_rl", "launch", str(config), "--no-next", *options)
     process = subprocess.Popen(command, env=package_environment(), stdout=subprocess.DEVNULL if quiet else _STDERR)
     try:
