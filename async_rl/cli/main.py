@@ -25,11 +25,15 @@ from async_rl.cli.options import (
     Connect,
     Fresh,
     From,
+    GeneratorId,
+    GeneratorOverrides,
     Insecure,
     Keys,
     Overrides,
     Quiet,
+    Replaces,
     Takeover,
+    Wait,
 )
 from async_rl.cli.tools import tools
 from async_rl.errors import ConfigError, UserError
@@ -153,34 +157,12 @@ def learner(
 @app.command(short_help="Sample rollouts for a run.")
 def generator(
     connect: Connect,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Set one generator.* key, as in generator.batch_size=128. May be repeated.",
-        ),
-    ] = None,
-    wait: Annotated[
-        float,
-        typer.Option(
-            "--wait", metavar="SECONDS", min=0, help="How long to wait for a queue server that does not answer yet."
-        ),
-    ] = 300.0,
+    overrides: GeneratorOverrides = None,
+    wait: Wait = 300.0,
     insecure: Insecure = False,
     keys: Keys = None,
-    generator_id: Annotated[
-        str | None,
-        typer.Option(
-            "--id", metavar="NAME", help="Name of this generator in logs and metrics. If unset, a random name."
-        ),
-    ] = None,
-    replaces: Annotated[
-        str | None,
-        typer.Option(
-            "--replaces", metavar="NAME", help="Name of a dead generator whose leases are given to others at once."
-        ),
-    ] = None,
+    generator_id: GeneratorId = None,
+    replaces: Replaces = None,
 ) -> None:
     """Sample rollouts for the run whose queue server is at ADDRESS, until that run is finished.
 

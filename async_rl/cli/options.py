@@ -139,3 +139,45 @@ Compare = Annotated[
         "--compare", help="Sample nothing; print tables of the evaluations in run directories and --out directories."
     ),
 ]
+
+# Of ``generator``.
+GeneratorOverrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Set one generator.* key, as in generator.batch_size=128. May be repeated."
+    ),
+]
+Wait = Annotated[
+    float,
+    typer.Option(
+        "--wait", metavar="SECONDS", min=0, help="How long to wait for a queue server that does not answer yet."
+    ),
+]
+GeneratorId = Annotated[
+    str | None,
+    typer.Option("--id", metavar="NAME", help="Name of this generator in logs and metrics. If unset, a random name."),
+]
+Replaces = Annotated[
+    str | None,
+    typer.Option(
+        "--replaces", metavar="NAME", help="Name of a dead generator whose leases are given to others at once."
+    ),
+]
+
+# Of ``doctor``.
+DoctorConnect = Annotated[
+    str | None,
+    typer.Option(
+        "--connect",
+        metavar="ADDRESS",
+        help="Check this machine for generators of the run whose queue server has this address. Needs no CONFIG.",
+    ),
+]
+Parity = Annotated[
+    bool,
+    typer.Option(help="With CONFIG, load the model in both engine and learner, and compare their log-probabilities."),
+]
+CheckTimeout = Annotated[
+    float,
+    typer.Option("--timeout", metavar="SECONDS", min=1, help="Time limit of each check that loads data or a model."),
+]

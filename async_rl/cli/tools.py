@@ -16,9 +16,11 @@ import typer
 from async_rl.cli.options import (
     AsJson,
     BatchSize,
+    CheckTimeout,
     Compare,
     ConfigPath,
     Datasets,
+    DoctorConnect,
     EvalConfig,
     Insecure,
     Keys,
@@ -28,6 +30,7 @@ from async_rl.cli.options import (
     Models,
     Out,
     Overrides,
+    Parity,
     Quiet,
     RewardType,
     Samples,
@@ -342,30 +345,13 @@ def doctor(
         Path | None, typer.Argument(metavar="CONFIG", help="A TOML config, on the learner's machine.")
     ] = None,
     overrides: Overrides = None,
-    connect: Annotated[
-        str | None,
-        typer.Option(
-            "--connect",
-            metavar="ADDRESS",
-            help="Check this machine for generators of the run whose queue server has this address. Needs no CONFIG.",
-        ),
-    ] = None,
+    connect: DoctorConnect = None,
     keys: Keys = None,
     insecure: Insecure = False,
-    parity: Annotated[
-        bool,
-        typer.Option(
-            help="With CONFIG, load the model in both engine and learner, and compare their log-probabilities."
-        ),
-    ] = True,
+    parity: Parity = True,
     as_json: AsJson = False,
     quiet: Quiet = False,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            "--timeout", metavar="SECONDS", min=1, help="Time limit of each check that loads data or a model."
-        ),
-    ] = 300.0,
+    timeout: CheckTimeout = 300.0,
 ) -> None:
     """Check what would go wrong on this machine, and say how to fix it. Nothing is written.
 
