@@ -28,7 +28,7 @@ class StepLines:
     def add(self, row: Row) -> None:
         self._progress.add(row)
         if is_step_row(row):
-            logger.info(step_line(row, self._progress.num_steps, self._progress.eta_s))
+            logger.info(step_line(self._progress.step_row, self._progress.num_steps, self._progress.eta_s))
 
 
 class RunProgress:

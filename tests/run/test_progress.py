@@ -13,10 +13,11 @@ def test_a_learner_logs_a_line_for_each_step_and_none_for_an_evaluation(caplog: 
     caplog.set_level(logging.INFO)
     lines = StepLines(num_steps=10)
     lines.add({"step": 0, "eval/test/accuracy": 0.5})
-    for step in (1, 2):
-        lines.add({"step": step, "version": step, "tokens/trained": 9, "time_s": 2.0 * step, "reward/mean": 0.25})
-    # 2 s a step, 8 steps left.
+    row = {"version": 1, "tokens/trained": 9, "reward/mean": 0.25}
+    lines.add({**row, "step": 1, "time_s": 2.0, "throughput/generated_tokens_per_s": 7})
+    lines.add({**row, "step": 2, "time_s": 4.0})
+    # 2 s a step, 8 steps left. Generators report less often: their last figure is on each line.
     assert [record.getMessage() for record in caplog.records] == [
-        "step 1/10 | reward 0.25",
-        "step 2/10 | reward 0.25 | ETA 16s",
+        "step 1/10 | reward 0.25 | generated 7 tok/s",
+        "step 2/10 | reward 0.25 | generated 7 tok/s | ETA 16s",
     ]
