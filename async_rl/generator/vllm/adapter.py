@@ -76,8 +76,9 @@ def prepare_environment(num_threads: int | None) -> None:
 def workers_receive(config: Config, *, device: str) -> bool:
     """Return whether the engine's workers take part in broadcasts of weights. If not, the generator's process does.
 
-    On a GPU they do so while the engine decodes, so they need memory for a second version there. If there are several,
-    two communicators of NCCL would wait for the same devices, in an order that may differ from worker to worker.
+    On a GPU they do so while the engine decodes, so they need memory for a second version there. With several workers
+    the engine and the broadcast would both use NCCL on each device, in an order that may differ from worker to worker,
+    and could wait for each other for ever.
     """
     if device == "cpu":
         return True

@@ -108,7 +108,7 @@ class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
         self._tied_layers = [self.model.get_submodule(name) for name in tied]
 
     def _memory_for_a_version(self) -> torch.Tensor:
-        """Return memory for a whole version, which all workers together hold once, uint8 [N]."""
+        """Return memory for a whole version, uint8 [N]. The workers' parts of the model add up to one version."""
         parameters = [parameter for _, parameter in self.model.named_parameters()]
         size = sum(parameter.nbytes for parameter in parameters) * self.vllm_config.parallel_config.tensor_parallel_size
         return torch.empty(size + _SLACK_BYTES * len(parameters), dtype=torch.uint8, device=self.device)
