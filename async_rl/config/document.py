@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from async_rl.config.config import Config
 from async_rl.config.loss import OFF_VALUES
+from async_rl.config.rules import Rule
 from async_rl.errors import ConfigError
 
 _INTRO = """\
@@ -108,10 +109,16 @@ def _tables_of(name: str, section: BaseModel) -> Iterator[Table]:
         yield from _tables_of(inner_name, inner_section)
 
 
+def _entries() -> Iterator[Table]:
+    """Yield the tables of which a config may have any number, with the keys of one of them."""
+    keys = [Key(f"loss.rules.{key}", field, field.get_default()) for key, field in Rule.model_fields.items()]
+    yield Table("[loss.rules]", " ".join((Rule.__doc__ or "").split()), tuple(keys))
+
+
 def markdown() -> str:
     """Return the text of the page docs/config.md."""
     parts = [_INTRO]
-    for table in tables():
+    for table in (*tables(), *_entries()):
         level = "##" if "." not in table.name else "###"
         parts.append(f"{level} {table.name}\n\n{_marked(table.description)}\n")
         rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
@@ -224,6 +231,8 @@ def _in_toml(name: str, value: Any) -> str:
     if isinstance(value, dict) and not value:
         return "{}"
     value = list(value) if isinstance(value, tuple) else value
+    if isinstance(value, list):
+        value = [one.model_dump(exclude_defaults=True) if isinstance(one, BaseModel) else one for one in value]
     text = tomli_w.dumps({"v": value}, multiline_strings=False)
     if isinstance(value, dict):
         pairs = (line for line in text.splitlines()[1:] if line)
@@ -250,7 +259,7 @@ def _values(annotation: Any, limits: str) -> str:
     return f"{words}{limits}"
 
 
-_PLURALS = {int: "integers", float: "numbers", str: "texts"}
+_PLURALS = {int: "integers", float: "numbers", str: "texts", Rule: "tables"}
 
 
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}

@@ -13,11 +13,13 @@ decoupled loss, and ref the frozen reference model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from async_rl.config.rules import Rule, check_rules
 from async_rl.config.section import Section
 
 
@@ -56,11 +58,15 @@ class SkipStatistic(NamedTuple):
 
     Attributes:
         description: what it computes, for docs/config.md.
+        of: the statistic of a token, in ``rules.STATISTICS``. The geometric mean of ratios is that of ``k1``.
+        reduce: how the tokens' statistics become that of the sequence.
         is_ratio: True for an average or maximum of ratios, which is 1 if pi equals mu. False for a divergence, which
             is 0 if pi equals mu.
     """
 
     description: str
+    of: str
+    reduce: Literal["mean", "max"] = "mean"
     is_ratio: bool = True
 
 
@@ -97,10 +103,10 @@ AGGREGATIONS: Mapping[str, str] = {
 }
 
 SKIP_STATISTICS: Mapping[str, SkipStatistic] = {
-    "mean": SkipStatistic("mean of the ratios r"),
-    "max": SkipStatistic("largest ratio"),
-    "geometric": SkipStatistic("geometric mean of the ratios"),
-    "k3": SkipStatistic("mean of r - 1 - log r, in nats", is_ratio=False),
+    "mean": SkipStatistic("mean of the ratios r", of="ratio"),
+    "max": SkipStatistic("largest ratio", of="ratio", reduce="max"),
+    "geometric": SkipStatistic("geometric mean of the ratios", of="k1"),
+    "k3": SkipStatistic("mean of r - 1 - log r, in nats", of="k3", is_ratio=False),
 }
 
 KL_ESTIMATORS: Mapping[str, KlEstimator] = {
@@ -280,6 +286,13 @@ class LossConfig(Section):
         "none.",
     )
 
+    rules: tuple[Rule, ...] = Field(
+        default=(),
+        strict=False,
+        description="More rules like the four keys above, each a table [[loss.rules]] with keys of its own: level, "
+        "statistic, above, below, when, action, reduce, policy, name (docs/config.md, docs/algorithms.md).",
+    )
+
     kl_coef: float = Field(
         default=0.0, ge=0, description="Factor of the KL penalty towards a reference model; 0 loads no reference."
     )
@@ -333,7 +346,13 @@ class LossConfig(Section):
                 raise ValueError(
                     f"{contradiction.expected}, got {_shown(self, contradiction.keys)}; {contradiction.reason}"
                 )
+        check_rules(self.rules, has_anchor=self.anchor != "behavior")
         return self
+
+    @property
+    def all_rules(self) -> tuple[Rule, ...]:
+        """The rules that the short keys ``SHORT_RULES`` stand for, and then ``loss.rules``."""
+        return (*_short_rules(self), *self.rules)
 
     @property
     def needs_reference(self) -> bool:
@@ -356,6 +375,25 @@ class LossConfig(Section):
     def needs_proximal(self) -> bool:
         """Whether the loss compares with the policy before the first update on a batch."""
         return self.anchor == "proximal"
+
+
+def _short_rules(loss: LossConfig) -> Iterator[Rule]:
+    if (threshold := loss.skip_threshold) is not None:
+        statistic = SKIP_STATISTICS[loss.skip_statistic]
+        above, below = (threshold, None) if statistic.of != "k1" else (None, -math.log(threshold))
+        yield Rule(
+            name="skip_threshold", level=loss.skip_unit, statistic=statistic.of, reduce=statistic.reduce,
+            above=above, below=below,
+        )  # fmt: skip
+    if loss.token_range is not None:
+        low, high = loss.token_range
+        policy = "trained" if loss.anchor == "behavior" else "anchor"
+        # A ratio is never below 0, so a lower limit of 0 is none.
+        yield Rule(name="token_range", level="token", statistic="ratio", below=low or None, above=high, policy=policy)
+    if loss.min_ess is not None:
+        yield Rule(name="min_ess", level="step", statistic="ess", below=loss.min_ess, action="skip")
+    if loss.max_kl is not None:
+        yield Rule(name="max_kl", level="step", statistic="k3", above=loss.max_kl, action="skip")
 
 
 def _surrogates_with(flag: str) -> str:

@@ -36,7 +36,7 @@ MASK_CAUSES = (
 - ``truncated``: it was cut at ``sampling.max_new_tokens``, and ``loss.mask_truncated`` is set.
 - ``best_k``: it is not among the best ``loss.best_k`` of its group.
 - ``stale``: some of its tokens exceed the staleness bound, and ``queue.on_stale`` is "mask". Only these are left out.
-- ``skip_threshold``: its ratios exceed ``loss.skip_threshold``.
+- ``skip_threshold``: its ratios are beyond ``loss.skip_threshold``, or a rule of ``loss.rules`` masks all its tokens.
 - ``step_skipped``: its optimizer step (one of ``learner.updates_per_batch``) was skipped.
 """
 

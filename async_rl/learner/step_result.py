@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from async_rl.config.rules import SHORT_RULES
 from async_rl.errors import TrainingError
 from async_rl.learner.batch import MASK_CAUSES, PreparedBatch
 from async_rl.learner.engine import UpdateStats
@@ -97,9 +98,10 @@ def trained_counts(
 
     Args:
         prepared: the batch.
-        skipped_sequence_ids: sequences that the loss left out (``loss.skip_threshold``).
+        skipped_sequence_ids: sequences that the loss left out (``loss.skip_threshold``, ``loss.rules``).
         stepped: for each update, whether the optimizer stepped. If not, nothing of that part was trained.
-        out_of_range: number of single tokens that ``loss.token_range`` left out, in updates that stepped.
+        out_of_range: number of single tokens that ``loss.token_range`` or ``loss.rules`` left out, in updates that
+            stepped.
     """
     causes = dict.fromkeys(
         (s.sequence_id for update, did in zip(prepared.updates, stepped, strict=True) if not did for s in update),
@@ -183,6 +185,7 @@ def step_metrics(result: StepResult, queue: QueueStats) -> dict[str, float]:
         "skip/sequences": sum(len(u.skipped_sequence_ids) for u in updates),
         "skip/tokens": sum(u.skipped_tokens for u in updates),
         "skip/out_of_range": sum(u.out_of_range_tokens for u in updates),
+        **_rule_metrics(updates, sum(prepared.sequence_tokens[s.sequence_id] for s in prepared.sequences)),
         "skip/steps": len(prepared.updates) - sum(u.stepped for u in updates),
         "staleness/mean": staleness.mean,
         "staleness/max": staleness.max,
@@ -248,6 +251,12 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         **_packing_metrics(updates),
         **_lag_metrics(updates),
     }
+
+
+def _rule_metrics(updates: Sequence[UpdateStats], tokens: int) -> dict[str, float]:
+    """Return for each entry of ``loss.rules`` the share of the step's ``tokens`` that it masked or clipped."""
+    labels = dict.fromkeys(label for u in updates for label in u.rule_tokens if label not in SHORT_RULES)
+    return {f"rule/{label}": sum(u.rule_tokens.get(label, 0) for u in updates) / max(1, tokens) for label in labels}
 
 
 def _packing_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

@@ -100,12 +100,14 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "ratio/kl": "k3 estimate of KL(mu || pi) over trained tokens, in nats; loss.max_kl bounds it.",
         "ratio/mean_abs_log": "Mean |log pi - log mu| over the step's tokens, skipped ones included, in nats.",
         "kl/reference": "KL divergence to the reference model, in nats; only with loss.kl_coef.",
-        "skip/tokens": "Number of tokens in sequences above loss.skip_threshold.",
-        "skip/out_of_range": "Number of single tokens outside loss.token_range.",
+        "skip/tokens": "Number of tokens in sequences that loss.skip_threshold or loss.rules left out.",
+        "skip/out_of_range": "Number of single tokens that loss.token_range or loss.rules left out.",
+        "rule/<name>": "Share of tokens that the entry <name> of loss.rules masked or clipped, among tokens that were "
+        "not masked before.",
         "skip/token_fraction": "Share of tokens skipped for either reason, among tokens that were not masked before.",
-        "skip/sequences": "Number of sequences above loss.skip_threshold.",
-        "skip/steps": "Number of the step's optimizer steps that were skipped: beyond loss.min_ess or max_kl, a "
-        "gradient that is not finite, or nothing to train on.",
+        "skip/sequences": "Number of sequences that loss.skip_threshold or loss.rules left out.",
+        "skip/steps": "Number of the step's optimizer steps that were skipped: beyond loss.min_ess, max_kl or a "
+        "rule, a gradient that is not finite, or nothing to train on.",
         "mismatch_kl/mean": "k3 estimate of KL(mu || pi) over the step's tokens, skipped ones included, in nats.",
         "mismatch_kl/k1": "k1 estimate of KL(mu || pi) over the same tokens as mismatch_kl/mean, in nats. It is "
         "unbiased, and it may be negative.",

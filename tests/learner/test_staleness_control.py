@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config.loss import LossConfig
-from async_rl.learner.losses.objective import update_stats
+from async_rl.learner.losses.objective import PolicyObjective, update_stats
 from async_rl.learner.staleness import (
     HEALTHY_STEPS,
     OVERLOADED_STEPS,
@@ -139,8 +139,9 @@ def test_over_a_real_queue_the_bound_ends_where_the_strain_is_bearable(sync_ever
 
 def test_the_worst_of_a_batch_s_updates_is_read():
     # Ratios 1, 2, 1/2 and then 1, 1, 1: ESS 3.5^2 / (3 * 5.25); k3 = ((1 - ln 2) + (ln 2 - 1/2)) / 3 = 1/6.
+    objective = PolicyObjective(LossConfig(), 2, 8)
     updates = [
-        update_stats(sums_of(ratios, LossConfig(), versions=[3, 2, 2]), max(ratios), [4], STEPPED)
+        update_stats(sums_of(ratios, LossConfig(), versions=[3, 2, 2]), max(ratios), [4], STEPPED, objective=objective)
         for ratios in ([1.0, 2.0, 0.5], [1.0, 1.0, 1.0])
     ]
     reading = reading_of([None, *updates], oldest=1)

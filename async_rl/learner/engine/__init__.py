@@ -46,10 +46,11 @@ class UpdateStats:
         skipped_tokens: number of tokens of these sequences.
         mismatch_kl: for each staleness (0, 1, ...), the sum of the k3 estimate of KL(mu || pi) and the number of
             tokens.
-        out_of_range_tokens: number of single tokens outside ``loss.token_range``.
+        out_of_range_tokens: number of single tokens that ``loss.token_range`` or another rule left out.
         reference_kl: mean KL to the reference model in the loss, nats. None if the loss has none.
         by_lag: float64 [lags, columns], rows for ``losses.diagnostics.summarise``. No rows if nothing was measured.
         padded_cost: what padded rows cost. None if rows are packed.
+        rule_tokens: for each rule (``LossConfig.all_rules``) by its label, the number of tokens it masked or clipped.
     """
 
     stepped: bool
@@ -71,6 +72,7 @@ class UpdateStats:
     reference_kl: float | None = None
     by_lag: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     padded_cost: PaddedCost | None = None
+    rule_tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 class Engine(Protocol):

@@ -335,8 +335,7 @@ class FsdpEngine:
         reports = [decode(frame) for frame in frames]
         skipped_ids = sorted(int(i) for report in reports for i in report.arrays[0])
         ratio_max = max((r.fields["ratio_max"] for r in reports), default=0.0)
-        has_kl = self._objective.has_reference_kl
-        return update_stats(sums, ratio_max, skipped_ids, outcome, has_reference_kl=has_kl)
+        return update_stats(sums, ratio_max, skipped_ids, outcome, objective=self._objective)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], version: int) -> tuple[Tensor, Tensor, np.ndarray]:
         """Accumulate the gradients of the loss *sum* of this rank's micro-batches.

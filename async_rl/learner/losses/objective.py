@@ -22,9 +22,12 @@ from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch
 from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, k3_sum_and_tokens, summarise
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
+from async_rl.learner.losses.rules import why_skip
 
 SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl")
-"""The first entries of ``MicroBatchResult.sums``; the rows of ``diagnostic_sums`` follow."""
+"""The first entries of ``MicroBatchResult.sums``. A count and a sum for each rule follow (``PolicyLoss.rule_counts``,
+``rule_sums``), and then the rows of ``diagnostic_sums``.
+"""
 
 
 class MicroBatchResult(NamedTuple):
@@ -35,7 +38,7 @@ class MicroBatchResult(NamedTuple):
     """
 
     loss_sum: Tensor  # [], float64, carries grad: this micro-batch's part of the step's loss times its denominator
-    sums: Tensor  # float64 [len(SUM_NAMES) + COLUMNS * lags]
+    sums: Tensor  # float64 [len(SUM_NAMES) + 2 * rules + COLUMNS * lags]
     skipped: Tensor  # bool [S]
     ratio_max: Tensor  # [], float64
 
@@ -51,6 +54,11 @@ class Objective(Protocol):
     @property
     def has_reference_kl(self) -> bool:
         """Whether the loss contains a KL to the reference model."""
+        ...
+
+    @property
+    def rule_labels(self) -> Sequence[str]:
+        """The names of the rules whose counts ``MicroBatchResult.sums`` has, in order."""
         ...
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
@@ -85,6 +93,10 @@ class PolicyObjective:
     def has_reference_kl(self) -> bool:
         return self.loss.is_kl_in_loss
 
+    @property
+    def rule_labels(self) -> Sequence[str]:
+        return [rule.label for rule in self.loss.all_rules]
+
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         """Return the loss and the statistics of one micro-batch, whose log-probabilities are ``scored``.
 
@@ -116,26 +128,19 @@ class PolicyObjective:
         by_lag = diagnostic_sums(out, skipped_N, lag_N, self.max_lag + 1, after_update_N=batch.after_update)
         kept_N = out.log_ratio.masked_fill(~out.kept, -torch.inf)
         ratio_max = torch.cat([kept_N, kept_N.new_full((1,), -torch.inf)]).max().exp()
-        return MicroBatchResult(out.loss_sum, torch.cat([torch.stack(fixed), by_lag.view(-1)]), out.skipped, ratio_max)
+        sums = torch.cat([torch.stack(fixed), out.rule_counts, out.rule_sums, by_lag.view(-1)])
+        return MicroBatchResult(out.loss_sum, sums, out.skipped, ratio_max)
 
     def why_skip(self, sums: Tensor) -> str:
         """Return why the optimizer step must be skipped, as ``Objective.why_skip`` says.
 
-        ``loss.min_ess`` limits the effective sample size of the kept tokens' ratios. ``loss.max_kl`` limits the k3
-        estimate of KL(mu || pi) over kept tokens. A step without tokens is skipped by the engine.
+        The rules of ``[loss]`` that skip steps are over the kept tokens. A step without tokens is skipped by the
+        engine.
         """
-        loss, step = self.loss, summarise(_rows(sums).sum(0).numpy())
-        if loss.min_ess is not None and step.ess < loss.min_ess:
-            return (
-                f"the effective sample size is {step.ess:.3g} of its tokens, below loss.min_ess = {loss.min_ess}; "
-                f"lower queue.max_staleness or optimizer.lr"
-            )
-        if loss.max_kl is not None and step.kl > loss.max_kl:
-            return (
-                f"KL(mu || pi) is {step.kl:.3g} nats, above loss.max_kl = {loss.max_kl}; lower queue.max_staleness or "
-                f"optimizer.lr"
-            )
-        return ""
+        rules = self.loss.all_rules
+        rule_sums = sums[len(SUM_NAMES) + len(rules) :][: len(rules)].tolist()
+        step = summarise(_rows(sums, len(rules)).sum(0).numpy())
+        return why_skip(rules, rule_sums, tokens=float(sums[SUM_NAMES.index("tokens")]), ess=step.ess)
 
 
 class SupervisedObjective:
@@ -148,6 +153,10 @@ class SupervisedObjective:
     @property
     def has_reference_kl(self) -> bool:
         return False
+
+    @property
+    def rule_labels(self) -> Sequence[str]:
+        return ()
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         loss_sum = -scored.logprobs.sum(dtype=torch.float64)
@@ -187,12 +196,13 @@ def update_stats(
     skipped_sequence_ids: Sequence[int],
     outcome: StepOutcome,
     *,
-    has_reference_kl: bool = False,
+    objective: Objective,
 ) -> UpdateStats:
     """Return a step's statistics, computed from its sums over micro-batches and ranks (host, float64)."""
+    labels = objective.rule_labels
     total = dict(zip(SUM_NAMES, sums.tolist()))
     count = max(1.0, total["tokens"])
-    rows = _rows(sums).numpy()
+    rows = _rows(sums, len(labels)).numpy()
     step = summarise(rows.sum(0))
     return UpdateStats(
         stepped=not outcome.reason,
@@ -211,11 +221,12 @@ def update_stats(
         skipped_tokens=step.num_skipped,
         mismatch_kl={lag: k3_sum_and_tokens(row) for lag, row in enumerate(rows) if row.any()},
         out_of_range_tokens=step.num_out_of_range,
-        reference_kl=total["reference_kl"] / count if has_reference_kl else None,
+        reference_kl=total["reference_kl"] / count if objective.has_reference_kl else None,
         by_lag=rows,
+        rule_tokens=dict(zip(labels, map(int, sums[len(SUM_NAMES) :].tolist()))),
     )
 
 
-def _rows(sums: Tensor) -> Tensor:
+def _rows(sums: Tensor, num_rules: int) -> Tensor:
     """Return the part of ``sums`` that holds the rows of ``diagnostic_sums``, float64 [lags, COLUMNS]."""
-    return sums[len(SUM_NAMES) :].view(-1, COLUMNS)
+    return sums[len(SUM_NAMES) + 2 * num_rules :].view(-1, COLUMNS)

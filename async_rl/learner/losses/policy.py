@@ -6,9 +6,10 @@ divided by a denominator. The parts are in ``parts.py``, each with its paper.
 This module returns the *sum*. Skipped sequences do not count in the denominator, so it is known only after the last
 micro-batch of the step, on all ranks. The engine therefore backpropagates the sums, adds up the denominators, and
 divides the gradients once. So the result does not depend on the cut into micro-batches or on the number of ranks.
-Sequences are never cut, so this is also true of values per sequence. The exception is ``skip_unit = "micro_batch"``.
+Sequences are never cut, so this is also true of values per sequence. The exception is a rule at the level
+``micro_batch``.
 
-Shape letters: N = trained tokens, S = sequences. Called by ``objective.py``.
+Shape letters: N = trained tokens, S = sequences, R = rules. Called by ``objective.py``.
 """
 
 from __future__ import annotations
@@ -28,14 +29,13 @@ from async_rl.learner.losses.parts import (
     aggregate,
     check_shapes,
     importance_weights,
-    in_range,
     interpolated_proximal,
     kl_estimate,
     log_ratio,
     sequence_log_ratio,
-    skipped_sequences,
     sum_by,
 )
+from async_rl.learner.losses.rules import RuleHits, RuleInputs, apply_rules, step_sums
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,13 +77,15 @@ class PolicyLoss(NamedTuple):
 
     loss_sum: Tensor  # [], float64, carries grad
     denominator: Tensor  # [], int64
-    skipped: Tensor  # bool [S], left out whole
+    skipped: Tensor  # bool [S], sequences none of whose tokens is kept
     kept: Tensor  # bool [N]
     finite: Tensor  # bool [N], the behavior logprob is finite
     log_ratio: Tensor  # float64 [N], log pi/mu, nats; 0 where not finite
-    capped_low: Tensor  # bool [N], kept, and its ratio was cut at a lower bound
-    capped_high: Tensor  # bool [N], kept, and its ratio was cut at an upper bound: clip_high, dual_clip, importance_cap
+    capped_low: Tensor  # bool [N], kept, and its ratio was cut at a lower bound, or below 1 and clipped by a rule
+    capped_high: Tensor  # bool [N], kept, and the same at an upper bound: clip_high, dual_clip, importance_cap, rules
     kl_sum: Tensor  # [], float64, nats, sum of the kept tokens' KL to the reference
+    rule_counts: Tensor  # float64 [R], tokens that each rule masked or clipped
+    rule_sums: Tensor  # float64 [R], sum over kept tokens of the statistic of each rule that skips steps
 
 
 def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> PolicyLoss:
@@ -106,9 +108,11 @@ def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> P
     finite_N = inputs.behavior_logprobs.isfinite()
     log_ratio_N = log_ratio(inputs.logprobs.detach(), inputs.behavior_logprobs, finite_N).double()
     anchor_N = _anchor_logprobs(inputs, loss)
-    skipped_S, kept_N = _keep(inputs, anchor_N, log_ratio_N, finite_N, loss)
+    hits = _judge(inputs, anchor_N, log_ratio_N, finite_N, loss)
+    kept_N = ~hits.masked
     tokens = _token_objective(inputs, anchor_N, kept_N, loss)
-    loss_N = -tokens.objective
+    # Not a product with 0, because 0 times infinity is NaN, in the gradient too.
+    loss_N = -torch.where(hits.clipped, 0.0, tokens.objective)
     kl_sum = log_ratio_N.new_zeros(())
     if loss.is_kl_in_loss:
         kl_N = kl_estimate(log_ratio(inputs.logprobs, inputs.reference_logprobs, kept_N), loss.kl_estimator)
@@ -120,33 +124,42 @@ def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> P
     return PolicyLoss(
         loss_sum=(loss_N * weights.weight).sum(dtype=torch.float64),
         denominator=weights.denominator,
-        skipped=skipped_S,
+        skipped=_left_out(kept_N, inputs),
         kept=kept_N,
         finite=finite_N,
         log_ratio=log_ratio_N,
-        capped_low=kept_N & tokens.capped_low,
-        capped_high=kept_N & tokens.capped_high,
+        capped_low=kept_N & (tokens.capped_low | (hits.clipped & (log_ratio_N < 0))),
+        capped_high=kept_N & (tokens.capped_high | (hits.clipped & (log_ratio_N >= 0))),
         kl_sum=kl_sum,
+        rule_counts=hits.counts,
+        rule_sums=step_sums(loss.all_rules, log_ratio_N, inputs.behavior_logprobs.double(), kept_N),
     )
 
 
-def _keep(
-    inputs: PolicyInputs, anchor_N: Tensor, log_ratio_N: Tensor, finite_N: Tensor, loss: LossConfig
-) -> tuple[Tensor, Tensor]:
-    """Return which sequences are skipped (bool [S]) and which tokens are in the loss (bool [N])."""
-    index_N, num_sequences = inputs.sequence_index, inputs.num_sequences
-    skipped_S = skipped_sequences(log_ratio_N, finite_N, index_N, num_sequences, loss)
-    kept_N = ~skipped_S[index_N]
-    if loss.token_range is None:
-        return skipped_S, kept_N
-    if loss.anchor != "behavior":
-        log_ratio_N = log_ratio(anchor_N, inputs.behavior_logprobs, kept_N)
-    kept_N = kept_N & in_range(log_ratio_N, loss.token_range)
-    # A sequence counts as skipped if none of its tokens is left.
-    before_S = sum_by(index_N, torch.ones_like(index_N), num_sequences)
-    after_S = sum_by(index_N, kept_N.long(), num_sequences)
-    skipped_S = skipped_S | ((before_S > 0) & (after_S == 0))
-    return skipped_S, kept_N
+def _judge(inputs: PolicyInputs, anchor_N: Tensor, log_ratio_N: Tensor, finite_N: Tensor, loss: LossConfig) -> RuleHits:
+    """Apply the rules of ``loss``. Sequences with a behavior logprob that is not finite are masked too."""
+    index_N, every_N = inputs.sequence_index, torch.ones_like(finite_N)
+    behavior_N = inputs.behavior_logprobs.masked_fill(~finite_N, 0.0)
+    hits = apply_rules(
+        loss.all_rules,
+        RuleInputs(
+            log_ratio=log_ratio_N,
+            anchor_log_ratio=log_ratio(anchor_N.detach(), behavior_N, every_N).double(),
+            behavior_logprobs=behavior_N.double(),
+            finite=finite_N,
+            advantages=inputs.advantages,
+            sequence_index=index_N,
+            num_sequences=inputs.num_sequences,
+        ),
+    )
+    nonfinite_S = sum_by(index_N, (~finite_N).long(), inputs.num_sequences) > 0
+    return hits._replace(masked=hits.masked | nonfinite_S[index_N])
+
+
+def _left_out(kept_N: Tensor, inputs: PolicyInputs) -> Tensor:
+    """Return the sequences that have tokens, but none that is kept, bool [S]."""
+    before_S = sum_by(inputs.sequence_index, torch.ones_like(inputs.sequence_index), inputs.num_sequences)
+    return (before_S > 0) & (sum_by(inputs.sequence_index, kept_N.long(), inputs.num_sequences) == 0)
 
 
 def _anchor_logprobs(inputs: PolicyInputs, loss: LossConfig) -> Tensor:

@@ -51,8 +51,9 @@ def sums_of(ratios: list[float], loss: LossConfig, **changes: Any) -> Tensor:
 def test_statistics_of_a_step_by_hand():
     # Ratios 1, 2 and 1/2 at lags 0, 1, 1: mean 3.5 / 3, ESS 3.5^2 / (3 * 5.25), clipped above: 2. Loss: (-1 - 1.28 -
     # 0.5) / 3. k3 at lag 1: 2 - 1 - ln 2 + 1/2 - 1 + ln 2.
-    result = PolicyObjective(LossConfig(), 2, 8)(*a_batch([1.0, 2.0, 0.5], versions=[3, 2, 2]), version=3)
-    stats = update_stats(result.sums, float(result.ratio_max), [4], STEPPED)
+    objective = PolicyObjective(LossConfig(), 2, 8)
+    result = objective(*a_batch([1.0, 2.0, 0.5], versions=[3, 2, 2]), version=3)
+    stats = update_stats(result.sums, float(result.ratio_max), [4], STEPPED, objective=objective)
     assert (stats.stepped, stats.tokens_trained, stats.skipped_sequence_ids) == (True, 3, (4,))
     assert stats.loss == pytest.approx(-2.78 / 3)
     assert (stats.ratio_mean, stats.ratio_max) == pytest.approx((3.5 / 3, 2.0), rel=1e-6)
@@ -67,10 +68,12 @@ def test_kl_to_the_reference_is_a_mean_over_trained_tokens():
     batch, scored = a_batch([1.0, 1.0])
     loss = LossConfig(kl_coef=0.1, kl_placement="loss", kl_estimator="k2")
     batch = replace(batch, reference_logprobs=torch.tensor([-3.0, -1.0]))
-    result = PolicyObjective(loss, 0, 8)(batch, scored, version=3)
+    objective = PolicyObjective(loss, 0, 8)
+    result = objective(batch, scored, version=3)
     # d = 2 and 0: 2^2 / 2 over two tokens.
-    assert update_stats(result.sums, 1.0, [], STEPPED, has_reference_kl=True).reference_kl == pytest.approx(1.0)
-    assert update_stats(result.sums, 1.0, [], STEPPED).reference_kl is None
+    assert update_stats(result.sums, 1.0, [], STEPPED, objective=objective).reference_kl == pytest.approx(1.0)
+    without = PolicyObjective(LossConfig(), 0, 8)
+    assert update_stats(result.sums, 1.0, [], STEPPED, objective=without).reference_kl is None
 
 
 def test_tokens_from_the_future_are_refused():
@@ -81,7 +84,7 @@ def test_tokens_from_the_future_are_refused():
 def test_supervised_sums_have_no_rows_of_lags():
     batch, scored = a_batch([1.0, 1.0])
     result = SupervisedObjective()(batch, scored, version=0)
-    stats = update_stats(result.sums, 0.0, [], STEPPED)
+    stats = update_stats(result.sums, 0.0, [], STEPPED, objective=SupervisedObjective())
     assert (stats.loss, stats.tokens_trained, stats.entropy, stats.mismatch_kl) == (1.0, 2, 0.5, {})
     assert SupervisedObjective().why_skip(result.sums) == ""
 
@@ -97,9 +100,9 @@ def test_objective_of_a_config_knows_its_longest_answer_and_oldest_token(tmp_pat
     ("limit", "reason"),
     [
         # Ratios 4 and 1: ESS 25 / (2 * 17) = 0.735, k3 (4 - 1 - ln 4) / 2 = 0.807.
-        ({"min_ess": 0.74}, "effective sample size is 0.735 of its tokens, below loss.min_ess = 0.74"),
+        ({"min_ess": 0.74}, "effective sample size as a share of the tokens is 0.735, beyond loss.min_ess = 0.74"),
         ({"min_ess": 0.73}, ""),
-        ({"max_kl": 0.80}, r"KL(mu || pi) is 0.807 nats, above loss.max_kl = 0.8"),
+        ({"max_kl": 0.80}, r"KL(mu || pi) in nats is 0.807, beyond loss.max_kl = 0.8"),
         ({"max_kl": 0.81}, ""),
         ({}, ""),
     ],

@@ -18,10 +18,12 @@ from async_rl.config.loss import (
     SURROGATES,
     LossConfig,
 )
+from async_rl.config.rules import STATISTICS
 from async_rl.config.section import look_up
 from async_rl.errors import ConfigError
 from async_rl.learner.advantages import ADVANTAGE_FUNCTIONS
 from async_rl.learner.losses import parts
+from async_rl.learner.losses.rules import STATISTIC_FUNCTIONS, token_statistic
 from tests.learner.losses.cases import SETTINGS, settings
 
 
@@ -30,11 +32,11 @@ from tests.learner.losses.cases import SETTINGS, settings
     [
         (SURROGATES, parts.SURROGATE_FUNCTIONS),
         (AGGREGATIONS, parts.AGGREGATION_FUNCTIONS),
-        (SKIP_STATISTICS, parts.SKIP_STATISTIC_FUNCTIONS),
+        ([name for name, row in STATISTICS.items() if not row.of_step], STATISTIC_FUNCTIONS),
         (KL_ESTIMATORS, parts.KL_FUNCTIONS),
         (ADVANTAGES, ADVANTAGE_FUNCTIONS),
     ],
-    ids=["surrogate", "aggregation", "skip_statistic", "kl_estimator", "advantage"],
+    ids=["surrogate", "aggregation", "statistic", "kl_estimator", "advantage"],
 )
 def test_config_and_learner_know_the_same_names_in_the_same_order(names: Mapping[str, Any], functions: Any):
     assert list(names) == list(functions)
@@ -93,10 +95,21 @@ def test_a_surrogate_that_says_it_has_a_dual_clip_is_bounded_by_it(name: str):
     assert (free, bounded) == (pytest.approx(-50.0), pytest.approx(-3.0))
 
 
+@pytest.mark.parametrize("name", STATISTIC_FUNCTIONS)
+def test_a_statistic_has_the_value_on_policy_and_the_lowest_that_its_row_says(name: str):
+    behavior = torch.tensor([-0.1, -1.0, -3.0], dtype=torch.float64)
+    same = token_statistic(name, torch.zeros(3, dtype=torch.float64), behavior)
+    assert same.tolist() == pytest.approx([STATISTICS[name].on_policy] * 3, abs=1e-12)
+    apart = torch.cat([token_statistic(name, torch.tensor([d] * 3).double(), behavior) for d in (-3.0, 0.1, 5.0)])
+    assert apart.min() >= STATISTICS[name].lowest
+    assert not torch.isclose(apart, same.mean()).any()
+
+
 @pytest.mark.parametrize("name", SKIP_STATISTICS)
-def test_a_skip_statistic_of_ratios_is_1_where_nothing_changed(name: str):
-    found = parts.SKIP_STATISTIC_FUNCTIONS[name](torch.zeros(3), torch.zeros(3, dtype=torch.int64), 1)
-    assert found.item() == (1.0 if SKIP_STATISTICS[name].is_ratio else 0.0)
+def test_a_skip_statistic_of_ratios_is_one_of_the_statistics(name: str):
+    row = SKIP_STATISTICS[name]
+    assert row.of in STATISTICS
+    assert row.is_ratio == (row.of in ("ratio", "k1"))
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
