@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from async_rl.config.loss import LossConfig
+from async_rl.config.rules import Rule
 from tests.learner.losses.cases import MAX_LENGTH, Case
 
 
@@ -31,6 +32,7 @@ def loss_by_loops(case: Case, loss: LossConfig) -> Expected:
             skipped.append(True)
             continue
         left = [t for t in tokens if loss.token_range is None or is_in_range(case, t, loss)]
+        left = [t for t in left if not any(is_hit(rule, case, t, tokens, loss) for rule in loss.rules if is_mask(rule))]
         skipped.append(bool(tokens) and not left)
         if not left:
             continue
@@ -46,6 +48,8 @@ def loss_by_loops(case: Case, loss: LossConfig) -> Expected:
         for t in left:
             kept[t] = True
             objective, slope = token_objective(case, t, left, loss)
+            if any(is_hit(rule, case, t, tokens, loss) for rule in loss.rules if rule.action == "clip"):
+                objective, slope = 0.0, 0.0
             total -= weight * objective
             gradient[t] -= weight * slope
             if loss.kl_coef and loss.kl_placement == "loss":
@@ -82,6 +86,47 @@ def is_in_range(case: Case, t: int, loss: LossConfig) -> bool:
     assert loss.token_range is not None
     numerator = proximal(case, t, loss) if loss.anchor != "behavior" else case.logprobs[t]
     return loss.token_range[0] <= math.exp(numerator - case.behavior[t]) <= loss.token_range[1]
+
+
+def is_mask(rule: Rule) -> bool:
+    return rule.action == "mask" and rule.level != "step"
+
+
+def is_hit(rule: Rule, case: Case, t: int, tokens: list[int], loss: LossConfig) -> bool:
+    """Whether ``rule`` says something of token t, of a sequence with these tokens."""
+    of = tokens if rule.level == "sequence" else [t]
+    ratios: list[float] = []
+    values: list[float] = []
+    for i in of:
+        numerator = case.logprobs[i] if rule.policy == "trained" else proximal(case, i, loss)
+        mu, pi = math.exp(case.behavior[i]), math.exp(numerator)
+        ratios.append(pi / mu)
+        values.append(statistic_of(rule.statistic, mu, pi))
+    value = max(values) if rule.reduce == "max" else sum(values) / len(values)
+    outside = (rule.above is not None and value > rule.above) or (rule.below is not None and value < rule.below)
+    advantage = case.advantages[t]
+    if rule.when == "positive":
+        return outside and advantage > 0
+    if rule.when == "negative":
+        return outside and advantage < 0
+    if rule.when == "outward":
+        return outside and (advantage > 0 if math.prod(ratios) > 1 else advantage < 0 and math.prod(ratios) < 1)
+    return outside
+
+
+def statistic_of(name: str, mu: float, pi: float) -> float:
+    ratio = pi / mu
+    if name == "binary_kl":
+        rest = 0.0 if mu == 1 else (1 - mu) * (math.log(1 - mu) - (math.log(1 - pi) if pi < 1 else -math.inf))
+        return mu * math.log(mu / pi) + rest
+    return {
+        "ratio": ratio,
+        "abs_log_ratio": abs(math.log(ratio)),
+        "k1": -math.log(ratio),
+        "k2": math.log(ratio) ** 2 / 2,
+        "k3": ratio - 1 - math.log(ratio),
+        "tv": abs(pi - mu),
+    }[name]
 
 
 def proximal(case: Case, t: int, loss: LossConfig) -> float:

@@ -40,6 +40,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "skip_max": {"skip_threshold": 3.0, "skip_statistic": "max"},
     "skip_geometric": {"skip_threshold": 1.3, "skip_statistic": "geometric", "aggregation": "sequence"},
     "skip_k3": {"skip_threshold": 0.3, "skip_statistic": "k3", "aggregation": "sequence_sum"},
+    "rule_opsm": {"rules": [{"level": "sequence", "statistic": "k1", "above": 0.2, "when": "negative"}]},
+    "rule_tv": {"preset": "reinforce", "importance_cap": 20.0, "rules": [
+        {"level": "token", "statistic": "tv", "above": 0.1, "when": "outward", "action": "clip"}]},
+    "rule_binary_kl": {"preset": "reinforce", "rules": [
+        {"level": "token", "statistic": "binary_kl", "above": 0.05, "when": "outward"}]},
+    "rule_geometric": {"aggregation": "sequence", "rules": [
+        {"level": "sequence", "statistic": "k1", "above": 0.4, "below": -0.3, "action": "clip"}]},
+    "rule_icepop": {"preset": "decoupled_ppo", "rules": [
+        {"level": "token", "statistic": "ratio", "above": 5.0, "below": 0.5, "action": "clip", "policy": "anchor"}]},
+    "rules_together": {"kl_coef": 0.2, "kl_placement": "loss", "entropy_coef": 0.1, "token_range": [0.1, 9.0],
+                       "rules": [
+        {"level": "token", "statistic": "k2", "above": 0.5, "when": "positive", "action": "clip"},
+        {"level": "sequence", "statistic": "abs_log_ratio", "reduce": "max", "above": 2.5},
+        {"level": "sequence", "statistic": "k3", "above": 1.0, "when": "outward"}]},
     "entropy": {"entropy_coef": 0.05, "aggregation": "sequence"},
     "everything": {"preset": "decoupled_ppo", "dual_clip": 1.5, "token_range": [0.2, 8.0], "kl_coef": 0.2,
                    "kl_placement": "loss", "kl_estimator": "k2", "entropy_coef": 0.1, "aggregation": "sequence_sum",
