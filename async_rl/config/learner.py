@@ -137,6 +137,13 @@ class OptimizerConfig(Section):
     max_grad_norm: float = Field(
         default=1.0, gt=0, description="Norm to which gradients of a larger norm are scaled down."
     )
+    ess_reference: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Above 0, the learning rate of a step is multiplied by sqrt(ratio/sequence_ess / this), at most 1: "
+        "steps on stale samples are smaller (VCPO). 0 scales nothing.",
+    )
     schedule: Literal["constant", "cosine", "linear"] = Field(
         default="constant", description="How the learning rate changes from the end of the warm-up to the last step."
     )

@@ -86,6 +86,8 @@ SURROGATES: Mapping[str, Surrogate] = {
     "clip": Surrogate("PPO's clipped ratio", has_dual_clip=True),
     "cispo": Surrogate("clipped ratio as a detached weight"),
     "plain": Surrogate("REINFORCE, without a ratio", has_ratio=False, has_clip=False),
+    "sapo": Surrogate("a sigmoid of the ratio instead of a clip", has_clip=False),
+    "gmpo": Surrogate("the sequence's geometric mean of ratios that are clipped by token", has_dual_clip=True),
 }
 
 ADVANTAGES: Mapping[str, Advantage] = {
@@ -114,6 +116,9 @@ KL_ESTIMATORS: Mapping[str, KlEstimator] = {
     "k2": KlEstimator("half the squared log ratio"),
     "k3": KlEstimator("never negative, unbiased"),
 }
+
+_DPPO: Mapping[str, Any] = {"surrogate": "plain", "importance_cap": 10.0, "dual_clip": None}
+_DPPO_RULE: Mapping[str, Any] = {"name": "dppo", "level": "token", "when": "outward", "action": "clip"}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2503.14476: clip-higher, token-level loss, no KL. Answers without an end leave the loss.
@@ -162,6 +167,43 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2110.00641 and AReaL (arXiv:2505.24298): clipped around recomputed logprobs, times a capped prox/mu.
     "decoupled_ppo": {"anchor": "proximal", "importance_cap": 5.0},
     "agpo": {"aggregation": "sequence", "length_bonus": 0.1},
+    # arXiv:2511.20347: temperatures 1 and 1.05, the mean over answers of token means.
+    "sapo": {"surrogate": "sapo", "aggregation": "sequence", "dual_clip": None},
+    # arXiv:2507.20673: clipped at e^-0.4 and e^0.4; the mean over answers.
+    "gmpo": {
+        "surrogate": "gmpo",
+        "aggregation": "sequence",
+        "clip_low": 1 - math.exp(-0.4),
+        "clip_high": math.exp(0.4) - 1,
+    },
+    # arXiv:2602.04879: no clip on the ratio; a token stops where the probability itself has moved.
+    "dppo_tv": {**_DPPO, "rules": [{**_DPPO_RULE, "statistic": "tv", "above": 0.15}]},
+    "dppo_kl": {**_DPPO, "rules": [{**_DPPO_RULE, "statistic": "binary_kl", "above": 0.05}]},
+    # DeepSeek-V3.2 (arXiv:2512.02556): DAPO, and wrong answers that pi makes unlikely teach nothing. Its limit is not
+    # published; ours.
+    "opsm": {
+        "clip_high": 0.28,
+        "mask_truncated": True,
+        "rules": [
+            {"name": "opsm", "level": "sequence", "statistic": "k1", "above": 0.1, "when": "negative", "action": "clip"}
+        ],
+    },
+    # arXiv:2510.18855: prox/mu is a weight within its range, and 0 outside.
+    "icepop": {
+        "anchor": "proximal",
+        "importance_cap": 5.0,
+        "rules": [
+            {
+                "name": "icepop",
+                "level": "token",
+                "statistic": "ratio",
+                "below": 0.5,
+                "above": 5.0,
+                "action": "clip",
+                "policy": "anchor",
+            }
+        ],
+    },
 }
 """The keys that each preset sets. Other keys keep the fields' defaults, those of plain PPO clipping by token."""
 
@@ -244,6 +286,10 @@ class LossConfig(Section):
         description="Upper limit on the ratio of tokens with a negative advantage, with surrogate = clip; 0 sets no "
         "limit.",
     )
+    sapo_positive: float = Field(
+        default=1.0, gt=0, description="Temperature of surrogate = sapo at positive advantages: higher decays sooner."
+    )
+    sapo_negative: float = Field(default=1.05, gt=0, description="The same at negative advantages.")
     importance_cap: float | None = Field(
         default=None,
         ge=1,
@@ -306,6 +352,11 @@ class LossConfig(Section):
         default=None,
         description="Where the KL penalty goes: into the reward, the loss or the advantages; needed if loss.kl_coef "
         "is above 0.",
+    )
+    kl_weighted: bool = Field(
+        default=False,
+        description="Whether the KL in the loss is multiplied by the ratio policy / behavior policy, which makes it "
+        "unbiased on stale samples (DeepSeek-V3.2).",
     )
     kl_reference: str | None = Field(
         default=None, description="Directory of the reference model; if unset, the model that the run began with."
@@ -498,6 +549,20 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         expected="expected loss.kl_estimator k2 or k3 with kl_placement = \"loss\"",
         reason="the gradient of k1 is 0 on average, whatever the reference; set k2 or k3, or kl_placement = \"reward\"",
         example={"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k1"},
+    ),
+    Contradiction(
+        keys=("kl_weighted", "kl_coef", "kl_placement"),
+        holds=lambda c: c.kl_weighted and not c.is_kl_in_loss,
+        expected="expected a KL in the loss with loss.kl_weighted",
+        reason="set kl_coef and kl_placement = \"loss\", or kl_weighted = false",
+        example={"kl_weighted": True},
+    ),
+    Contradiction(
+        keys=("surrogate", "ratio_level"),
+        holds=lambda c: c.surrogate == "gmpo" and c.ratio_level == "sequence",
+        expected="expected loss.ratio_level = \"token\" with surrogate = \"gmpo\"",
+        reason="it clips the tokens' ratios before it takes their mean",
+        example={"preset": "gmpo", "ratio_level": "sequence"},
     ),
     Contradiction(
         keys=("kl_reference", "kl_coef"),

@@ -246,6 +246,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "ratio/max": max(u.ratio_max for u in updates),
         "ratio/clip_fraction": mean("clip_fraction"),
         "ratio/ess": mean("ess"),
+        "ratio/sequence_ess": mean("sequence_ess"),
         "ratio/mean_abs_log": mean("mean_abs_log_ratio"),
         **({"kl/reference": mean("reference_kl")} if updates[0].reference_kl is not None else {}),
         **_packing_metrics(updates),

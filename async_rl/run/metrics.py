@@ -97,6 +97,8 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "importance_cap).",
         "ratio/clip_fraction": "Share of trained tokens clipped at either bound.",
         "ratio/ess": "Normalised effective sample size over trained tokens, in (0, 1]; loss.min_ess bounds it.",
+        "ratio/sequence_ess": "The same over sequences, whose weight is the product of pi/mu over its trained tokens; "
+        "optimizer.ess_reference uses it.",
         "ratio/kl": "k3 estimate of KL(mu || pi) over trained tokens, in nats; loss.max_kl bounds it.",
         "ratio/mean_abs_log": "Mean |log pi - log mu| over the step's tokens, skipped ones included, in nats.",
         "kl/reference": "KL divergence to the reference model, in nats; only with loss.kl_coef.",

@@ -42,8 +42,12 @@ LOSSES: dict[str, dict[str, Any]] = {
     "gspo": {"preset": "gspo", "clip_low": 0.05, "clip_high": 0.05},
     "cispo, tokens in a range": {"preset": "cispo", "token_range": [0.8, 1.3]},
     "decoupled_ppo": {"preset": "decoupled_ppo", "clip_low": 0.05, "clip_high": 0.05, "importance_cap": 1.1},
+    "gmpo": {"preset": "gmpo", "clip_low": 0.05, "clip_high": 0.05},
+    "dppo and a sequence mask": {"preset": "dppo_tv", "rules": [
+        {"level": "token", "statistic": "tv", "above": 0.001, "when": "outward", "action": "clip"},
+        {"level": "sequence", "statistic": "abs_log_ratio", "above": 0.1, "when": "negative"}]},
     "decoupled_ppo, interpolated": {"preset": "decoupled_ppo", "anchor": "interpolated", "clip_high": 0.05},
-}
+}  # fmt: skip
 GUARDED = {"min_ess": 0.999}
 """Off-policy sequences never reach it, so the step is skipped."""
 VERSION = 3

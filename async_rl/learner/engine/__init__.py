@@ -49,6 +49,7 @@ class UpdateStats:
         out_of_range_tokens: number of single tokens that ``loss.token_range`` or another rule left out.
         reference_kl: mean KL to the reference model in the loss, nats. None if the loss has none.
         by_lag: float64 [lags, columns], rows for ``losses.diagnostics.summarise``. No rows if nothing was measured.
+        sequence_ess: normalised effective sample size of the sequences, whose weights are products of pi/mu.
         padded_cost: what padded rows cost. None if rows are packed.
         rule_tokens: for each rule (``LossConfig.all_rules``) by its label, the number of tokens it masked or clipped.
     """
@@ -71,6 +72,7 @@ class UpdateStats:
     out_of_range_tokens: int = 0
     reference_kl: float | None = None
     by_lag: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    sequence_ess: float = 1.0
     padded_cost: PaddedCost | None = None
     rule_tokens: Mapping[str, int] = field(default_factory=dict)
 

@@ -35,7 +35,13 @@ from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer
 from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.ranks import Ranks, compute_dtype
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours
-from async_rl.learner.losses.objective import Objective, StepOutcome, policy_objective, update_stats
+from async_rl.learner.losses.objective import (
+    Objective,
+    StepOutcome,
+    policy_objective,
+    sequence_ess,
+    update_stats,
+)
 from async_rl.learner.packing import (
     MicroBatch,
     TrainSequence,
@@ -330,7 +336,8 @@ class FsdpEngine:
     def _update(self, micro_batches: Sequence[MicroBatch], version: int) -> UpdateStats:
         sums, ratio_max, skipped = self._accumulate(micro_batches, version)
         sums = self._ranks.all_reduce_sum(sums.cpu())
-        outcome = self._step(float(sums[0]), self._objective.why_skip(sums))
+        lr = self._schedule.lr_at(self._num_updates) * self._ess_scale(sums)
+        outcome = self._step(float(sums[0]), lr, self._objective.why_skip(sums))
         frames = self._ranks.gather(encode("skipped", {"ratio_max": float(ratio_max)}, [skipped]))
         reports = [decode(frame) for frame in frames]
         skipped_ids = sorted(int(i) for report in reports for i in report.arrays[0])
@@ -358,12 +365,16 @@ class FsdpEngine:
         sums = torch.stack([r.sums for r in results]).sum(0)
         return sums, torch.stack([r.ratio_max for r in results]).max(), ids[flags]
 
-    def _step(self, denominator: float, why_skip: str) -> StepOutcome:
+    def _ess_scale(self, sums: Tensor) -> float:
+        """Return the factor of the learning rate by ``optimizer.ess_reference`` (VCPO, arXiv:2602.17616)."""
+        reference = self._config.optimizer.ess_reference
+        return min(1.0, sequence_ess(sums) / reference) ** 0.5 if reference else 1.0
+
+    def _step(self, denominator: float, lr: float, why_skip: str) -> StepOutcome:
         """Scale and clip the gradients of the loss sum, and apply them. Every rank makes the same decision.
 
         A skipped step does not change weights, optimizer and schedule.
         """
-        lr = self._schedule.lr_at(self._num_updates)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if not denominator:
             self._optimizer.zero_grad()

@@ -21,10 +21,11 @@ from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch
 from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, k3_sum_and_tokens, summarise
-from async_rl.learner.losses.policy import PolicyInputs, policy_loss
+from async_rl.learner.losses.parts import LOG_RATIO_LIMIT, sum_by
+from async_rl.learner.losses.policy import PolicyInputs, PolicyLoss, policy_loss
 from async_rl.learner.losses.rules import why_skip
 
-SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl")
+SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl", "sequences", "weight", "weight_square")
 """The first entries of ``MicroBatchResult.sums``. A count and a sum for each rule follow (``PolicyLoss.rule_counts``,
 ``rule_sums``), and then the rows of ``diagnostic_sums``.
 """
@@ -124,6 +125,7 @@ class PolicyObjective:
         out = policy_loss(inputs, self.loss, max_length=self.max_length)
         entropy = scored.entropies.detach().masked_fill(~out.kept, 0.0).sum(dtype=torch.float64)
         fixed = [out.denominator.double(), out.loss_sum.detach(), out.kept.sum().double(), entropy, out.kl_sum]
+        fixed += sequence_weights(out, batch.sequence_index, batch.num_sequences)
         skipped_N = out.skipped[batch.sequence_index]
         by_lag = diagnostic_sums(out, skipped_N, lag_N, self.max_lag + 1, after_update_N=batch.after_update)
         kept_N = out.log_ratio.masked_fill(~out.kept, -torch.inf)
@@ -161,13 +163,35 @@ class SupervisedObjective:
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         loss_sum = -scored.logprobs.sum(dtype=torch.float64)
         entropy = scored.entropies.detach().sum(dtype=torch.float64)
-        num_tokens = torch.full_like(entropy, len(scored.logprobs))
-        sums = torch.stack([num_tokens, loss_sum.detach(), num_tokens, entropy, torch.zeros_like(entropy)])
+        num_tokens, none = torch.full_like(entropy, len(scored.logprobs)), torch.zeros_like(entropy)
+        sums = torch.stack([num_tokens, loss_sum.detach(), num_tokens, entropy, none, none, none, none])
         nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
         return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
 
     def why_skip(self, sums: Tensor) -> str:
         return ""
+
+
+def sequence_weights(out: PolicyLoss, sequence_index_N: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the number of sequences with kept tokens, and the sum and the sum of squares of their weights, float64.
+
+    A sequence's weight is the product of pi/mu over its kept tokens.
+    """
+    log_S = sum_by(sequence_index_N, out.log_ratio.masked_fill(~out.kept, 0.0), num_sequences)
+    has_kept_S = sum_by(sequence_index_N, out.kept.double(), num_sequences) > 0
+    weight_S = log_S.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * has_kept_S
+    return has_kept_S.sum().double(), weight_S.sum(), weight_S.square().sum()
+
+
+def sequence_ess(sums: Tensor) -> float:
+    """Return the normalised effective sample size of a step's sequences, in (0, 1], from its sums (host, float64).
+
+    ``(sum w)^2 / (n sum w^2)``, as VCPO's rho (arXiv:2602.17616). 1 if there are no sequences.
+    """
+    total = dict(zip(SUM_NAMES, sums.tolist()))
+    if not total["weight_square"]:
+        return 1.0
+    return total["weight"] ** 2 / (total["sequences"] * total["weight_square"])
 
 
 def policy_objective(config: Config) -> PolicyObjective:
@@ -216,6 +240,7 @@ def update_stats(
         clip_fraction=step.clip_low + step.clip_high,
         ess=step.ess,
         entropy=total["entropy"] / count,
+        sequence_ess=sequence_ess(sums),
         mean_abs_log_ratio=step.mean_abs_log,
         skipped_sequence_ids=tuple(skipped_sequence_ids),
         skipped_tokens=step.num_skipped,

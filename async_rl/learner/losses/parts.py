@@ -7,6 +7,7 @@ or with the proximal policy. They are stored as logarithms in nats. Shape letter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -27,14 +28,15 @@ def log_ratio(logprobs_N: Tensor, other_logprobs_N: Tensor, chosen_N: Tensor) ->
     return ratio_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def sequence_log_ratio(log_ratio_N: Tensor, sequence_index_N: Tensor, num_sequences: int) -> Tensor:
+def sequence_log_ratio(log_ratio_N: Tensor, kept_N: Tensor, sequence_index_N: Tensor, num_sequences: int) -> Tensor:
     """Replace each token's log ratio [N] by the mean over its sequence: the length-normalised ratio of GSPO.
 
     arXiv:2507.18071 eq. 7, in the form of its eq. 14 (GSPO-token): the *value* is the sequence's mean; the gradient
     flows through this token's logprob with factor 1. If all tokens of a sequence have the same advantage, the mean of
-    their objectives has the value and the gradient of eq. 5.
+    their objectives has the value and the gradient of eq. 5. The mean is over kept tokens (``kept_N``, bool); the log
+    ratio of others is 0.
     """
-    counts_S = sum_by(sequence_index_N, torch.ones_like(sequence_index_N), num_sequences)
+    counts_S = sum_by(sequence_index_N, kept_N.long(), num_sequences)
     sums_S = sum_by(sequence_index_N, log_ratio_N.detach().double(), num_sequences)
     mean_N = (sums_S / counts_S.clamp(min=1))[sequence_index_N].to(log_ratio_N.dtype)
     return mean_N + (log_ratio_N - log_ratio_N.detach())
@@ -75,11 +77,13 @@ class SurrogateInputs(NamedTuple):
             the proximal policy (``loss.anchor``). Carries grad.
         logprobs: log pi. Carries grad.
         advantages: the advantages.
+        sequence_mean: replaces values [N] by the mean over their sequence, as ``sequence_log_ratio``.
     """
 
     log_ratio: Tensor
     logprobs: Tensor
     advantages: Tensor
+    sequence_mean: Callable[[Tensor], Tensor]
 
 
 class TokenObjective(NamedTuple):
@@ -132,10 +136,48 @@ def plain(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
     return TokenObjective(inputs.advantages * inputs.logprobs, nothing_N, nothing_N)
 
 
+def soft_gate(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
+    """Return SAPO's ``4 / tau sigmoid(tau (r - 1)) A`` (arXiv:2511.20347). tau is ``sapo_positive`` where A > 0, else
+    ``sapo_negative``.
+
+    At r = 1 its gradient is A, and it fades on both sides instead of ending at a bound.
+    """
+    tau_N = torch.full_like(inputs.advantages, loss.sapo_negative).masked_fill(
+        inputs.advantages > 0, loss.sapo_positive
+    )
+    gate_N = 4 / tau_N * torch.sigmoid(tau_N * (inputs.log_ratio.exp() - 1))
+    nothing_N = torch.zeros_like(inputs.logprobs, dtype=torch.bool)
+    return TokenObjective(gate_N * inputs.advantages, nothing_N, nothing_N)
+
+
+def geometric_mean(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
+    """Return GMPO's ``A exp(mean_t clip(log r))``, the same for each token of a sequence (arXiv:2507.20673 eq. 4).
+
+    The clip is by token and, as PPO's, on the side that the advantage favours. A clipped token has gradient 0, but its
+    bound counts in the mean. The paper clips log r at -0.4 and 0.4, which the preset says as bounds of r. It has no
+    bound at A < 0; ``loss.dual_clip`` is one, for the mean.
+    """
+    advantages_N = inputs.advantages
+    ratio_N = inputs.log_ratio.detach().exp()
+    low_N = (advantages_N < 0) & (ratio_N < 1 - loss.clip_low)
+    high_N = (advantages_N > 0) & (ratio_N > 1 + loss.clip_high)
+    clipped_N = inputs.log_ratio.masked_fill(high_N, math.log1p(loss.clip_high))
+    if loss.clip_low < 1:
+        clipped_N = clipped_N.masked_fill(low_N, math.log1p(-loss.clip_low))
+    mean_N = inputs.sequence_mean(clipped_N).exp()
+    if loss.dual_clip is not None:
+        dual_N = (advantages_N < 0) & (mean_N > loss.dual_clip)
+        mean_N = mean_N.masked_fill(dual_N, loss.dual_clip)
+        high_N = high_N | dual_N
+    return TokenObjective(mean_N * advantages_N, low_N, high_N)
+
+
 SURROGATE_FUNCTIONS: Mapping[str, Callable[[SurrogateInputs, LossConfig], TokenObjective]] = {
     "clip": clipped,
     "cispo": clipped_weight,
     "plain": plain,
+    "sapo": soft_gate,
+    "gmpo": geometric_mean,
 }
 """``loss.surrogate`` -> its function. The row of the same name in ``config.loss.SURROGATES`` lists its inputs."""
 

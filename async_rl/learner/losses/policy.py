@@ -116,6 +116,9 @@ def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> P
     kl_sum = log_ratio_N.new_zeros(())
     if loss.is_kl_in_loss:
         kl_N = kl_estimate(log_ratio(inputs.logprobs, inputs.reference_logprobs, kept_N), loss.kl_estimator)
+        if loss.kl_weighted:
+            # DeepSeek-V3.2, arXiv:2512.02556 eq. 7. Through k3 and this ratio the gradient is r log(pi/ref).
+            kl_N = kl_N * log_ratio(inputs.logprobs, inputs.behavior_logprobs, kept_N).exp()
         loss_N = loss_N + loss.kl_coef * kl_N
         kl_sum = kl_N.detach().sum(dtype=torch.float64)
     if loss.entropy_coef:
@@ -175,17 +178,19 @@ def _token_objective(inputs: PolicyInputs, anchor_N: Tensor, kept_N: Tensor, los
     """Return the surrogate times its importance weight. It is 0 with gradient 0 for tokens that are not kept."""
     advantages_N = inputs.advantages.masked_fill(~kept_N, 0.0)
 
+    def sequence_mean(log_ratio_N: Tensor) -> Tensor:
+        return sequence_log_ratio(log_ratio_N, kept_N, inputs.sequence_index, inputs.num_sequences)
+
     def ratio(logprobs_N: Tensor, other_logprobs_N: Tensor) -> Tensor:
         token_N = log_ratio(logprobs_N, other_logprobs_N, kept_N)
-        if loss.ratio_level == "token":
-            return token_N
-        return sequence_log_ratio(token_N, inputs.sequence_index, inputs.num_sequences)
+        return token_N if loss.ratio_level == "token" else sequence_mean(token_N)
 
     tokens = look_up(SURROGATE_FUNCTIONS, loss.surrogate, "loss.surrogate")(
         SurrogateInputs(
             log_ratio=ratio(inputs.logprobs, anchor_N),
             logprobs=torch.where(kept_N, inputs.logprobs, 0.0),
             advantages=advantages_N,
+            sequence_mean=sequence_mean,
         ),
         loss,
     )

@@ -14,6 +14,7 @@ import torch
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import ModelError, RunError
+from async_rl.learner.batch import along_tokens
 from async_rl.learner.checkpoint import OPTIMIZER, load_tensors
 from async_rl.learner.engine import ScoredBy, UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
@@ -185,6 +186,21 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_the_next_one_is_clean(
     _, ours = gradient_of(engine, random_sequences(3, 10), tmp_path / "after")
     _, fresh = gradient_of(make_engine(directory), random_sequences(3, 10), tmp_path / "fresh")
     assert_near(ours, fresh)
+
+
+def test_the_learning_rate_follows_the_effective_sample_size_of_the_sequences(directory: Path):
+    scaled = make_engine(directory, {"optimizer": PLAIN["optimizer"] | {"ess_reference": 0.9}})
+    free = make_engine(directory, {})
+    stale, plain = (engine.update(batch_for(0), version=0) for engine in (scaled, free))
+    assert 0.0 < stale.sequence_ess < 0.9
+    assert stale.sequence_ess == plain.sequence_ess
+    assert stale.lr == pytest.approx(plain.lr * (stale.sequence_ess / 0.9) ** 0.5)
+    # The rate of one step says nothing of the next: on policy it is that of the schedule.
+    logprobs = scaled.score(batch_for(1), of="policy")
+    fresh = [replace(s, behavior_logprobs=along_tokens(s, logprobs[s.sequence_id])) for s in batch_for(1)]
+    after = scaled.update(fresh, version=0)
+    assert after.sequence_ess == pytest.approx(1.0, abs=1e-6)
+    assert after.lr == pytest.approx(free.update(batch_for(1), version=0).lr)
 
 
 @pytest.mark.parametrize("limit", [{"min_ess": 0.999}, {"max_kl": 1e-6}])

@@ -55,6 +55,9 @@ def loss_by_loops(case: Case, loss: LossConfig) -> Expected:
             if loss.kl_coef and loss.kl_placement == "loss":
                 d = case.logprobs[t] - case.reference[t]
                 kl, kl_slope = {"k2": (d * d / 2, d), "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d))}[loss.kl_estimator]
+                if loss.kl_weighted:
+                    ratio = math.exp(case.logprobs[t] - case.behavior[t])
+                    kl, kl_slope = ratio * kl, ratio * (kl + kl_slope)
                 total += weight * loss.kl_coef * kl
                 gradient[t] += weight * loss.kl_coef * kl_slope
             total -= weight * loss.entropy_coef * case.entropies[t]
@@ -162,6 +165,21 @@ def token_objective(case: Case, t: int, left: list[int], loss: LossConfig) -> tu
         objective, slope = bounded * advantage * logprob, bounded * advantage
     elif loss.surrogate == "plain":
         objective, slope = advantage * logprob, advantage
+    elif loss.surrogate == "sapo":
+        tau = loss.sapo_positive if advantage > 0 else loss.sapo_negative
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        objective, slope = 4 / tau * gate * advantage, 4 * gate * (1 - gate) * ratio * advantage
+    elif loss.surrogate == "gmpo":
+        logs = {i: case.logprobs[i] - anchors[i] for i in left}
+        for i, value in logs.items():
+            if case.advantages[i] > 0:
+                logs[i] = min(value, math.log(1 + loss.clip_high))
+            elif case.advantages[i] < 0:
+                logs[i] = max(value, math.log(1 - loss.clip_low))
+        objective = math.exp(sum(logs.values()) / len(left)) * advantage
+        slope = objective if logs[t] == case.logprobs[t] - anchors[t] else 0.0
+        if loss.dual_clip is not None and advantage < 0 and objective < loss.dual_clip * advantage:
+            objective, slope = loss.dual_clip * advantage, 0.0
     else:
         raise NotImplementedError(f"write loss.surrogate = {loss.surrogate!r} here as a plain loop")
     weight = 1.0 if loss.importance_cap is None else min(importance, loss.importance_cap)

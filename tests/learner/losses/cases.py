@@ -19,7 +19,7 @@ MAX_LENGTH = 8
 SETTINGS: dict[str, dict[str, Any]] = {
     **{preset: {"preset": preset, "kl_coef": 0.0} for preset in (
         "dapo", "grpo", "dr_grpo", "reinforce", "rloo", "reinforce_pp", "gspo", "cispo", "ppo_clip", "decoupled_ppo",
-        "agpo",
+        "agpo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "opsm", "icepop",
     )},
     "grpo_with_kl": {"preset": "grpo"},
     "reinforce_pp_with_kl": {"preset": "reinforce_pp", "kl_coef": 0.1},
@@ -40,6 +40,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "skip_max": {"skip_threshold": 3.0, "skip_statistic": "max"},
     "skip_geometric": {"skip_threshold": 1.3, "skip_statistic": "geometric", "aggregation": "sequence"},
     "skip_k3": {"skip_threshold": 0.3, "skip_statistic": "k3", "aggregation": "sequence_sum"},
+    "sapo_decoupled": {"preset": "sapo", "sapo_positive": 0.7, "anchor": "proximal", "importance_cap": 1.5},
+    "gmpo_by_rules": {"preset": "gmpo", "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.5, "rules": [
+        {"level": "token", "statistic": "ratio", "above": 3.0}]},
+    "gspo_by_rules": {"preset": "gspo", "clip_low": 0.2, "clip_high": 0.3, "rules": [
+        {"level": "token", "statistic": "ratio", "above": 2.0}]},
+    "kl_weighted": {"preset": "grpo", "kl_weighted": True},
     "rule_opsm": {"rules": [{"level": "sequence", "statistic": "k1", "above": 0.2, "when": "negative"}]},
     "rule_tv": {"preset": "reinforce", "importance_cap": 20.0, "rules": [
         {"level": "token", "statistic": "tv", "above": 0.1, "when": "outward", "action": "clip"}]},

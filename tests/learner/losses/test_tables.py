@@ -52,10 +52,15 @@ def test_an_unknown_name_is_refused_where_it_is_looked_up_with_the_known_ones():
         look_up(parts.SURROGATE_FUNCTIONS, "ppo", "loss.surrogate")
 
 
+def alone(values: torch.Tensor) -> torch.Tensor:
+    """The mean over a sequence of one token."""
+    return values
+
+
 def objective(name: str, log_ratio: float, advantage: float, **keys: Any) -> tuple[float, float]:
     """The objective of one token with log pi = log ratio - 1, and its derivative by log pi."""
     logprobs = torch.tensor([log_ratio - 1.0], dtype=torch.float64, requires_grad=True)
-    inputs = parts.SurrogateInputs(logprobs + 1.0, logprobs, torch.tensor([advantage], dtype=torch.float64))
+    inputs = parts.SurrogateInputs(logprobs + 1.0, logprobs, torch.tensor([advantage], dtype=torch.float64), alone)
     value = parts.SURROGATE_FUNCTIONS[name](inputs, LossConfig(**{"surrogate": name, **keys})).objective
     value.sum().backward()
     assert logprobs.grad is not None
@@ -78,7 +83,7 @@ def test_a_surrogate_that_says_it_has_a_ratio_depends_on_it_and_no_other_does(na
     one = torch.ones(1, dtype=torch.float64)
     run = parts.SURROGATE_FUNCTIONS[name]
     values = [
-        run(parts.SurrogateInputs(ratio.log(), held, one), LossConfig(surrogate=name)).objective.item()
+        run(parts.SurrogateInputs(ratio.log(), held, one, alone), LossConfig(surrogate=name)).objective.item()
         for ratio in (one, one * 1.1)
     ]
     assert (values[0] != values[1]) == SURROGATES[name].has_ratio
