@@ -72,8 +72,10 @@ class Rule(Section):
         "statistic as it takes for the step's mean to be within the limit, which costs a forward pass."
     )
     statistic: StatisticName = Field(description=f"Statistic of a token. {_choices()}.")
-    reduce: Literal["mean", "max"] = Field(
-        default="mean", description="How the tokens' statistics become that of a sequence or micro-batch."
+    reduce: Literal["mean", "max", "sum"] = Field(
+        default="mean",
+        description="How the tokens' statistics become that of a sequence or micro-batch. The sum of k1 is minus the "
+        "logarithm of the product of the ratios.",
     )
     above: float | None = Field(default=None, description="A statistic above this number is beyond the limit.")
     below: float | None = Field(default=None, description="A statistic below this number is beyond the limit.")

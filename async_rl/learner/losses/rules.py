@@ -146,9 +146,11 @@ def applies(rule: Rule, log_ratio_N: Tensor, advantages_N: Tensor) -> Tensor:
 
 
 def _reduced(rule: Rule, statistic_N: Tensor, unit_N: Tensor, num_units: int) -> Tensor:
-    """Return for each token the mean or maximum of the statistic over its unit, [N]."""
+    """Return for each token the mean, sum or maximum of the statistic over its unit, [N]."""
     if rule.reduce == "mean":
         return _mean_by(unit_N, statistic_N, num_units)[unit_N]
+    if rule.reduce == "sum":
+        return sum_by(unit_N, statistic_N, num_units)[unit_N]
     highest = statistic_N.new_full((num_units,), -torch.inf)
     return highest.scatter_reduce_(0, unit_N, statistic_N, "amax")[unit_N]
 

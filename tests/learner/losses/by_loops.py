@@ -105,7 +105,7 @@ def is_hit(rule: Rule, case: Case, t: int, tokens: list[int], loss: LossConfig) 
         mu, pi = math.exp(case.behavior[i]), math.exp(numerator)
         ratios.append(pi / mu)
         values.append(statistic_of(rule.statistic, mu, pi))
-    value = max(values) if rule.reduce == "max" else sum(values) / len(values)
+    value = {"max": max(values), "sum": sum(values), "mean": sum(values) / len(values)}[rule.reduce]
     outside = (rule.above is not None and value > rule.above) or (rule.below is not None and value < rule.below)
     advantage = case.advantages[t]
     if rule.when == "positive":

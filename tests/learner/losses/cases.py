@@ -59,6 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
                        "rules": [
         {"level": "token", "statistic": "k2", "above": 0.5, "when": "positive", "action": "clip"},
         {"level": "sequence", "statistic": "abs_log_ratio", "reduce": "max", "above": 2.5},
+        {"level": "sequence", "statistic": "k1", "reduce": "sum", "below": -1.5},
         {"level": "sequence", "statistic": "k3", "above": 1.0, "when": "outward"}]},
     "entropy": {"entropy_coef": 0.05, "aggregation": "sequence"},
     "everything": {"preset": "decoupled_ppo", "dual_clip": 1.5, "token_range": [0.2, 8.0], "kl_coef": 0.2,

@@ -90,6 +90,13 @@ def test_a_maximum_over_a_sequence_sees_one_token():
     assert got.out.skipped.tolist() == [True, False]
 
 
+def test_a_sum_over_a_sequence_is_the_product_of_its_ratios():
+    # Products 4 and 2.25; the limit is 3.
+    rule = {"level": "sequence", "statistic": "k1", "reduce": "sum", "below": -math.log(3.0)}
+    got = gradients([2.0, 2.0, 1.5, 1.5], [1.0] * 4, rule, lengths=[2, 2])
+    assert got.out.skipped.tolist() == [True, False]
+
+
 def test_a_sequence_goes_outward_by_its_geometric_mean():
     # Means of the ratios are above 1 in both, geometric means 0.8 and 1.25: only the second grows with A > 0.
     rule = {"level": "sequence", "statistic": "abs_log_ratio", "above": 0.1, "when": "outward"}
