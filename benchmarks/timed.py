@@ -26,7 +26,7 @@ import torch
 
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config
-from async_rl.learner.engine import ScoredBy, UpdateStats
+from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.start import LearnerContext, train_with
 
@@ -79,6 +79,9 @@ class TimedEngine:
 
     def score(self, sequences: Sequence[TrainSequence], *, of: ScoredBy) -> dict[int, np.ndarray]:
         return {s.sequence_id: np.zeros(int(s.loss_mask.sum()), np.float32) for s in sequences}
+
+    def score_policy(self, sequences: Sequence[TrainSequence]) -> dict[int, PolicyScores]:
+        return {i: PolicyScores(values, values) for i, values in self.score(sequences, of="policy").items()}
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weights", self._weights

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from async_rl.config.loss import LossConfig
-from async_rl.learner.engine import Engine, ScoredBy
+from async_rl.learner.engine import Engine, PolicyScores
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Rollout, TokenSequence
@@ -58,6 +58,8 @@ class PreparedBatch:
         masked: for each masked rollout, its index and the cause.
         reference_kl: mean over trained tokens of the estimated KL(mu || reference), nats. None unless the KL is part
             of the reward or the advantage.
+        policy_scores: for each sequence id, what the policy says of it before the batch's first update. Empty if
+            nothing needs it (``with_scores``).
     """
 
     updates: tuple[tuple[TrainSequence, ...], ...]
@@ -71,6 +73,7 @@ class PreparedBatch:
     stale_tokens: int
     masked: Mapping[int, str]
     reference_kl: float | None = None
+    policy_scores: Mapping[int, PolicyScores] = field(default_factory=dict)
 
     @property
     def sequences(self) -> list[TrainSequence]:
@@ -248,15 +251,17 @@ def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> Pr
     The sequences of all parts are scored at once, because the proximal policy is the one before the *batch's* first
     update. If there is only that update, nothing is scored: the proximal policy is the trained one (``PolicyInputs``).
     """
-    needed: list[tuple[str, ScoredBy]] = []
+    if not prepared.sequences:
+        return prepared
     if loss.needs_reference:
-        needed.append(("reference_logprobs", "reference"))
-    if loss.needs_proximal and len(prepared.updates) > 1:
-        needed.append(("proximal_logprobs", "policy"))
-    for name, model in needed if prepared.sequences else ():
-        logprobs = engine.score(prepared.sequences, of=model)
+        reference = engine.score(prepared.sequences, of="reference")
         prepared = prepared.with_sequences(
-            replace(s, **{name: along_tokens(s, logprobs[s.sequence_id])}) for s in prepared.sequences
+            replace(s, reference_logprobs=along_tokens(s, reference[s.sequence_id])) for s in prepared.sequences
+        )
+    if loss.needs_proximal and len(prepared.updates) > 1:
+        policy = engine.score_policy(prepared.sequences)
+        prepared = replace(prepared, policy_scores=policy).with_sequences(
+            replace(s, proximal_logprobs=along_tokens(s, policy[s.sequence_id].logprobs)) for s in prepared.sequences
         )
     return prepared
 

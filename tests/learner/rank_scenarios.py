@@ -188,6 +188,8 @@ def losses(directory: Path) -> None:
                 if name == "dapo":
                     np.savez(target / "policy.npz", **by_name(engine.score(sequences, of="policy")))
                     np.savez(target / "reference.npz", **by_name(engine.score(sequences, of="reference")))
+                    entropies = {i: scores.entropies for i, scores in engine.score_policy(sequences).items()}
+                    np.savez(target / "entropies.npz", **by_name(entropies))
                 stop_following(engine)
             else:
                 follow_once(engine)

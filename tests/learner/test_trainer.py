@@ -18,7 +18,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import TrainingError
 from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, write_extra
-from async_rl.learner.engine import Engine, UpdateStats
+from async_rl.learner.engine import Engine, PolicyScores, UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published, WeightsSender
@@ -66,6 +66,9 @@ class ScriptedEngine:
         self.scored.append((of, len(self.versions)))
         logprob = {"reference": -1.0, "policy": -2.0}[of]
         return {s.sequence_id: np.full(int(s.loss_mask.sum()), logprob, np.float32) for s in sequences}
+
+    def score_policy(self, sequences: Sequence[TrainSequence]) -> dict[int, PolicyScores]:
+        return {i: PolicyScores(v, np.zeros_like(v)) for i, v in self.score(sequences, of="policy").items()}
 
     def gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 ScoredBy = Literal["policy", "reference"]
 """The model that ``Engine.score`` uses: the policy with its current weights, or the frozen reference."""
+
+
+class PolicyScores(NamedTuple):
+    """What the policy, with its current weights, says of one sequence's trained tokens: float32 [N] each, nats."""
+
+    logprobs: np.ndarray
+    entropies: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,10 @@ class Engine(Protocol):
         They are computed as ``update`` does: with temperature, in such micro-batches, on all ranks. No state of the
         engine changes.
         """
+        ...
+
+    def score_policy(self, sequences: Sequence[TrainSequence]) -> Mapping[int, PolicyScores]:
+        """Return ``score(sequences, of="policy")`` and the entropies of the same distributions, by sequence id."""
         ...
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:

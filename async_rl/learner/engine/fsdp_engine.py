@@ -29,7 +29,7 @@ from async_rl.config.config import Config
 from async_rl.data.chat import model_files
 from async_rl.errors import ModelError, TrainingError
 from async_rl.learner.checkpoint import load_training_state, save_training_state, write_extra, write_model_files
-from async_rl.learner.engine import ScoredBy, UpdateStats
+from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateStats
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, load_reference, to_device
 from async_rl.learner.engine.packing_choice import set_packing
@@ -171,10 +171,25 @@ class FsdpEngine:
             raise ValueError(
                 "expected a reference model for the scores, but none is loaded: loss.kl_coef is 0; set loss.kl_coef"
             )
+        return self._scores(sequences, of)[0]
+
+    def score_policy(self, sequences: Sequence[TrainSequence]) -> dict[int, PolicyScores]:
+        """Return the policy's log-probabilities and entropies, as ``Engine.score_policy`` says.
+
+        Raises:
+            ValueError: a sequence can't be packed (``packing.pack``).
+            TrainingError: another rank failed.
+        """
+        logprobs, entropies = self._scores(sequences, "policy")
+        return {i: PolicyScores(values, entropies[i]) for i, values in logprobs.items()}
+
+    def _scores(self, sequences: Sequence[TrainSequence], of: ScoredBy) -> list[dict[int, np.ndarray]]:
+        """Return the log-probabilities and the entropies, each by sequence id."""
         parts = self._pack(sequences)
         with self._command("score"):
             self._scatter("score", {"of": of}, parts)
-            return by_sequence(parts, self._score(parts[0], of))
+            of_ranks = self._score(parts[0], of)
+        return [by_sequence(parts, values) for values in zip(*of_ranks, strict=True)]
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the unsharded parameters, as ``Engine.gather`` says. They are valid until ``update``.
@@ -314,9 +329,9 @@ class FsdpEngine:
             self._ranks.scatter([encode(command, fields, [a for mb in part for a in to_arrays(mb)]) for part in parts])
 
     @torch.no_grad()
-    def _score(self, micro_batches: Sequence[MicroBatch], of: ScoredBy) -> list[np.ndarray]:
-        """Return, on rank 0, each rank's log-probabilities of its trained tokens, float32, in the order of its
-        micro-batches.
+    def _score(self, micro_batches: Sequence[MicroBatch], of: ScoredBy) -> list[tuple[np.ndarray, ...]]:
+        """Return, on rank 0, each rank's log-probabilities and entropies of its trained tokens, float32, in the order
+        of its micro-batches.
 
         On the other ranks the list is empty.
         """
@@ -327,11 +342,11 @@ class FsdpEngine:
             context = cast(Adapters, self._adapters).off()
         with context:
             batches = (to_device(micro_batch, self._ranks.device, model.packing) for micro_batch in micro_batches)
-            logprobs = [model(batch).logprobs.cpu() for batch in batches]
+            scored = [tuple(values.cpu() for values in model(batch)) for batch in batches]
         if self._is_sharded:
             _end_forward(model)
-        frames = self._ranks.gather(encode("scores", {}, [torch.cat(logprobs).numpy()]))
-        return [decode(frame).arrays[0] for frame in frames]
+        arrays = [torch.cat(values).numpy() for values in zip(*scored, strict=True)]
+        return [decode(frame).arrays for frame in self._ranks.gather(encode("scores", {}, arrays))]
 
     def _update(self, micro_batches: Sequence[MicroBatch], version: int) -> UpdateStats:
         sums, ratio_max, skipped = self._accumulate(micro_batches, version)

@@ -146,12 +146,13 @@ def test_ranks_have_the_gradient_of_one(one: OneRank, on_ranks: Any, world_size:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_ranks_score_as_one(one: OneRank, on_ranks: Any, world_size: int):
-    for of in ("policy", "reference"):
-        expected = one.engine.score(one.sequences, of=of)
-        with np.load(on_ranks(world_size) / f"{of}.npz") as stored:
-            assert {int(name) for name in stored} == expected.keys()
-            for name in stored:
-                np.testing.assert_allclose(stored[name], expected[int(name)], atol=1e-5, rtol=0)
+    entropies = {i: scores.entropies for i, scores in one.engine.score_policy(one.sequences).items()}
+    policy, reference = (one.engine.score(one.sequences, of=of) for of in ("policy", "reference"))
+    for name, expected in (("policy", policy), ("reference", reference), ("entropies", entropies)):
+        with np.load(on_ranks(world_size) / f"{name}.npz") as stored:
+            assert {int(number) for number in stored} == expected.keys()
+            for number in stored:
+                np.testing.assert_allclose(stored[number], expected[int(number)], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -257,6 +257,28 @@ def test_scores_are_tempered_logprobs_of_the_trained_tokens(
         np.testing.assert_allclose(scores[sequence.sequence_id], expected, atol=1e-5, rtol=0)
 
 
+def plain_entropies(model_directory: Path, sequence: TrainSequence, temperature: float) -> np.ndarray:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(sequence.token_ids).long()[None]).logits[0, :-1]
+    return torch.distributions.Categorical(logits=logits / temperature).entropy().numpy()[sequence.loss_mask[1:]]
+
+
+def test_the_policy_s_scores_have_the_entropies_too(directory: Path):
+    engine = make_engine(directory, {"learner": {"max_tokens": 30}})
+    sequences = [replace(s, temperature=0.7) for s in random_sequences(5, 20, spread=10)]
+    scores, logprobs = engine.score_policy(sequences), engine.score(sequences, of="policy")
+    assert scores.keys() == set(range(5))
+    for sequence in sequences:
+        found = scores[sequence.sequence_id]
+        np.testing.assert_array_equal(found.logprobs, logprobs[sequence.sequence_id])
+        np.testing.assert_allclose(
+            found.entropies, plain_entropies(directory / "model", sequence, 0.7), atol=1e-5, rtol=0
+        )
+
+
 def test_scoring_changes_nothing_and_the_reference_never_changes(
     directory: Path, tmp_path: Path, reference: dict[str, Any]
 ):
