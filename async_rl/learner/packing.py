@@ -27,11 +27,15 @@ Packing = Literal["packed", "padded"]
 _PARTS_PER_BIN = 4
 _DUMMY_ID = -1
 _BUG = "this is a bug in async-rl, please report it"
-_OPTIONAL = ("reference_logprobs", "proximal_logprobs")
+_OPTIONAL = ("reference_logprobs", "proximal_logprobs", "verdicts")
 
 
 def _no_logprobs() -> np.ndarray:
     return np.zeros(0, dtype=np.float32)
+
+
+def _no_verdicts() -> np.ndarray:
+    return np.zeros(0, dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +53,7 @@ class TrainSequence:
         reference_logprobs: float32 [T], nats, of the frozen reference model. [0] if the loss needs none.
         proximal_logprobs: float32 [T], nats, of the policy that the step began with. [0] if the loss needs none.
         sampling_mask: for each token under the loss mask, the tokens that top-p and top-k left. None if they left all.
+        verdicts: uint8 [T], a ``losses.rules.Verdict`` on each token. [0] if nothing judges tokens by the whole step.
     """
 
     sequence_id: int
@@ -61,6 +66,7 @@ class TrainSequence:
     reference_logprobs: np.ndarray = field(default_factory=_no_logprobs)
     proximal_logprobs: np.ndarray = field(default_factory=_no_logprobs)
     sampling_mask: SamplingMask | None = None
+    verdicts: np.ndarray = field(default_factory=_no_verdicts)
 
     @property
     def after_update(self) -> np.ndarray:
@@ -87,7 +93,7 @@ class MicroBatch:
         predict_index: int64 [N], the place in T of the hidden state that predicts each trained token.
         targets: int64 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N];
             after_update: bool [N], as ``TrainSequence.after_update``.
-        reference_logprobs, proximal_logprobs: float32 [N]; [0] if the loss needs none.
+        reference_logprobs, proximal_logprobs: float32 [N]; [0] if the loss needs none. verdicts: uint8 [N], or [0].
         mask_sizes: int32 [N], mask_words: int32 [W], as in ``SamplingMask``; both [0] if nothing was left out.
         sequence_index: int64 [N], the index in S of each trained token's sequence.
         sequence_ids: int64 [S]; -1 is the dummy sequence of a rank that has nothing to do.
@@ -103,6 +109,7 @@ class MicroBatch:
     advantages: np.ndarray
     reference_logprobs: np.ndarray
     proximal_logprobs: np.ndarray
+    verdicts: np.ndarray
     mask_sizes: np.ndarray
     mask_words: np.ndarray
     temperatures: np.ndarray
@@ -415,9 +422,9 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
     def trained(parts: Iterable[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
         return np.concatenate([part[at] for part, at in zip(parts, trained_at, strict=True)]).astype(dtype)
 
-    def optional(parts: Sequence[np.ndarray]) -> np.ndarray:
-        # ``_check`` has ensured that all sequences have these logprobs, or none has.
-        return trained(parts, np.float32) if len(parts[0]) else _no_logprobs()
+    def optional(parts: Sequence[np.ndarray], dtype: type[np.generic] = np.float32) -> np.ndarray:
+        # ``_check`` has ensured that all sequences have these values, or none has.
+        return trained(parts, dtype) if len(parts[0]) else np.zeros(0, dtype)
 
     num_trained = [len(at) for at in trained_at]
     mask = _sampling_mask([s.sampling_mask for s in sequences], num_trained)
@@ -433,6 +440,7 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         advantages=trained((s.advantages for s in sequences), np.float32),
         reference_logprobs=optional([s.reference_logprobs for s in sequences]),
         proximal_logprobs=optional([s.proximal_logprobs for s in sequences]),
+        verdicts=optional([s.verdicts for s in sequences], np.uint8),
         mask_sizes=mask.sizes,
         mask_words=mask.words,
         temperatures=np.repeat(temperatures, num_trained),

@@ -52,6 +52,7 @@ class DeviceBatch:
     advantages: Tensor
     reference_logprobs: Tensor
     proximal_logprobs: Tensor
+    verdicts: Tensor
     sampling_mask: MaskTensors | None
     temperatures: Tensor
     versions: Tensor

@@ -121,6 +121,7 @@ class PolicyObjective:
             lag=lag_N,
             reference_logprobs=batch.reference_logprobs,
             proximal_logprobs=batch.proximal_logprobs,
+            verdicts=batch.verdicts,
         )
         out = policy_loss(inputs, self.loss, max_length=self.max_length)
         entropy = scored.entropies.detach().masked_fill(~out.kept, 0.0).sum(dtype=torch.float64)

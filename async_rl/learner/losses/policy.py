@@ -14,7 +14,7 @@ Shape letters: N = trained tokens, S = sequences, R = rules. Called by ``objecti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -53,6 +53,7 @@ class PolicyInputs:
         reference_logprobs: float [N], nats; [0] without a KL in the loss.
         proximal_logprobs: float [N], nats. [0] if the loss needs none, or if the proximal policy is the trained one: at
             the first update on a batch, where both have the same weights.
+        verdicts: uint8 [N], a ``rules.Verdict`` on each token. [0] if nothing judges tokens by the whole step.
     """
 
     logprobs: Tensor
@@ -64,6 +65,7 @@ class PolicyInputs:
     lag: Tensor
     reference_logprobs: Tensor
     proximal_logprobs: Tensor
+    verdicts: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.uint8))
 
     @property
     def has_proximal(self) -> bool:
@@ -112,7 +114,7 @@ def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> P
     kept_N = ~hits.masked
     tokens = _token_objective(inputs, anchor_N, kept_N, loss)
     # Not a product with 0, because 0 times infinity is NaN, in the gradient too.
-    loss_N = -torch.where(hits.clipped, 0.0, tokens.objective)
+    loss_N = -torch.where(hits.silent, 0.0, tokens.objective)
     kl_sum = log_ratio_N.new_zeros(())
     if loss.is_kl_in_loss:
         kl_N = kl_estimate(log_ratio(inputs.logprobs, inputs.reference_logprobs, kept_N), loss.kl_estimator)
@@ -153,6 +155,7 @@ def _judge(inputs: PolicyInputs, anchor_N: Tensor, log_ratio_N: Tensor, finite_N
             advantages=inputs.advantages,
             sequence_index=index_N,
             num_sequences=inputs.num_sequences,
+            verdicts=inputs.verdicts,
         ),
     )
     nonfinite_S = sum_by(index_N, (~finite_N).long(), inputs.num_sequences) > 0

@@ -3,8 +3,8 @@ which a step is judged.
 
 ``config/rules.py`` describes the rules. A rule at the level ``token`` or ``sequence`` is decided here, within the
 micro-batch, because a sequence is never cut. A rule that skips a step adds its statistic up here and is decided when
-all micro-batches are summed (``why_skip``). A rule that masks tokens by the step's mean needs logprobs before the step
-(``learner/step_masks.py``), so it does nothing here.
+all micro-batches are summed (``why_skip``). A rule that masks or clips tokens by the step's mean is decided before the
+step (``learner/step_masks.py``): its decision arrives as a ``Verdict`` on each token.
 
 Shape letters: N = trained tokens, S = sequences, R = rules. Logarithms are in nats.
 """
@@ -12,6 +12,7 @@ Shape letters: N = trained tokens, S = sequences, R = rules. Logarithms are in n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,15 @@ from torch import Tensor
 from async_rl.config.rules import SHORT_RULES, STATISTICS, Rule
 from async_rl.config.section import look_up
 from async_rl.learner.losses.parts import sum_by
+
+
+class Verdict(IntEnum):
+    """What was decided on a token by a statistic of its whole step. The highest of several counts."""
+
+    KEEP = 0
+    SILENT = 1  # adds nothing to the policy's objective, but counts in the denominator
+    CLIP = 2  # the same, by a limit on ratios, so it counts as clipped
+    MASK = 3  # leaves the loss and its denominator
 
 
 class RuleInputs(NamedTuple):
@@ -33,6 +43,7 @@ class RuleInputs(NamedTuple):
         advantages: float [N].
         sequence_index: int64 [N], in [0, num_sequences).
         num_sequences: S.
+        verdicts: uint8 [N], a ``Verdict`` on each token; [0] if there are none.
     """
 
     log_ratio: Tensor
@@ -42,6 +53,7 @@ class RuleInputs(NamedTuple):
     advantages: Tensor
     sequence_index: Tensor
     num_sequences: int
+    verdicts: Tensor
 
 
 class RuleHits(NamedTuple):
@@ -49,11 +61,13 @@ class RuleHits(NamedTuple):
 
     Attributes:
         masked: bool [N], tokens that leave the loss and its denominator.
-        clipped: bool [N], tokens that add nothing to the objective.
+        silent: bool [N], tokens that add nothing to the objective.
+        clipped: bool [N], those of them whose ratio is beyond a limit.
         counts: float64 [R], the number of tokens that each rule masked or clipped.
     """
 
     masked: Tensor
+    silent: Tensor
     clipped: Tensor
     counts: Tensor
 
@@ -95,7 +109,8 @@ because no single token has one.
 def apply_rules(rules: Sequence[Rule], inputs: RuleInputs) -> RuleHits:
     """Return which tokens the rules mask and clip. Tokens that are not finite count in no statistic.
 
-    Every rule sees all tokens, also those that another one has masked, so their order does not matter.
+    Every rule sees all tokens, also those that another one has masked, so their order does not matter. A rule that
+    masks or clips by the step's mean counts 0 tokens here.
     """
     masked_N = torch.zeros_like(inputs.finite)
     clipped_N = torch.zeros_like(inputs.finite)
@@ -107,8 +122,13 @@ def apply_rules(rules: Sequence[Rule], inputs: RuleInputs) -> RuleHits:
         else:
             clipped_N = clipped_N | hit_N
         counts.append(hit_N.sum())
+    silent_N = clipped_N
+    if len(inputs.verdicts):
+        masked_N = masked_N | (inputs.verdicts == Verdict.MASK)
+        clipped_N = clipped_N | (inputs.verdicts == Verdict.CLIP)
+        silent_N = clipped_N | (inputs.verdicts == Verdict.SILENT)
     counts_R = torch.stack(counts).double() if counts else masked_N.new_zeros(0, dtype=torch.float64)
-    return RuleHits(masked_N, clipped_N & ~masked_N, counts_R)
+    return RuleHits(masked_N, silent_N & ~masked_N, clipped_N & ~masked_N, counts_R)
 
 
 def _hits(rule: Rule, inputs: RuleInputs) -> Tensor:
