@@ -204,6 +204,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             }
         ],
     },
+    # arXiv:2510.01161: no fixed clip. Of the tokens that move further away, those with the largest log ratios get no
+    # gradient, until the mean square is at most 0.04. Single ratios are still bounded, at 10 for either sign of A.
+    "m2po": {
+        "clip_low": 1.0,
+        "clip_high": 9.0,
+        "rules": [
+            {"name": "m2", "level": "step", "statistic": "k2", "above": 0.02, "when": "outward", "action": "clip"}
+        ],
+    },
 }
 """The keys that each preset sets. Other keys keep the fields' defaults, those of plain PPO clipping by token."""
 
@@ -421,6 +430,13 @@ class LossConfig(Section):
         computed.
         """
         return self.kl_coef != 0 and self.kl_placement in ("reward", "advantage")
+
+    @property
+    def judges_step(self) -> bool:
+        """Whether tokens leave the objective by a statistic of their whole optimizer step, which is known only after a
+        forward pass.
+        """
+        return any(rule.masks_step for rule in self.rules)
 
     @property
     def needs_proximal(self) -> bool:

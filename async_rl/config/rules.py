@@ -68,8 +68,8 @@ class Rule(Section):
     )
     level: Literal["token", "sequence", "micro_batch", "step"] = Field(
         description="Unit that is judged, by the mean of its tokens' statistics. micro_batch makes results depend on "
-        "how a batch is divided into them. step and the action mask leave out as many of the tokens with the highest "
-        "statistic as it takes for the step's mean to be within the limit, which costs a forward pass."
+        "how a batch is divided into them. step with mask or clip leaves out the tokens with the highest statistic, as "
+        "many as it takes for the mean over the tokens of when to be within the limit, which costs a forward pass."
     )
     statistic: StatisticName = Field(description=f"Statistic of a token. {_choices()}.")
     reduce: Literal["mean", "max", "sum"] = Field(
@@ -108,8 +108,10 @@ class Rule(Section):
 
     @property
     def masks_step(self) -> bool:
-        """Whether it leaves out tokens by the statistic of the whole step, which is known only after a forward pass."""
-        return self.level == "step" and self.action == "mask"
+        """Whether it masks or clips tokens by the statistic of the whole step, which is known only after a forward
+        pass.
+        """
+        return self.level == "step" and self.action != "skip"
 
 
 _PROBLEMS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
@@ -131,8 +133,8 @@ _PROBLEMS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
         'level = "step" with action = "skip", which skips an optimizer step: set action = "mask" for less',
     ),
     (
-        lambda r: r.action == "clip" and r.level not in ("token", "sequence"),
-        'level "token" or "sequence" with action = "clip"',
+        lambda r: r.action == "clip" and r.level == "micro_batch",
+        'level "token", "sequence" or "step" with action = "clip"',
     ),
     (
         lambda r: r.when != "always" and (r.level == "micro_batch" or r.action == "skip"),
@@ -145,7 +147,7 @@ _PROBLEMS: tuple[tuple[Callable[[Rule], bool], str], ...] = (
     (lambda r: r.level in ("token", "step") and r.reduce != "mean", 'reduce = "mean" with level "token" or "step"'),
     (
         lambda r: r.masks_step and (r.above is None or r.below is not None or r.policy != "trained"),
-        'above, no below, and policy = "trained" with level = "step" and action = "mask"',
+        'above, no below, and policy = "trained" with level = "step" and action = "mask" or "clip"',
     ),
 )
 """What contradicts itself in a rule, and what is expected instead, in the order in which it is checked."""

@@ -2,7 +2,8 @@
 
     take G groups        _take          the queue sends a batch, or the reason why it has none yet
     advantages           _prepare       groups -> sequences with masks, scores, advantages
-    pack, train          _update        engine: pack, log-probs, loss, clip, optimizer step; then version + 1
+    judge, pack, train   _update        rules over a whole step (step_masks.py); engine: pack, log-probs, loss, clip,
+                                        optimizer step; then version + 1
     acknowledge          _acknowledge   send the queue the counts of the step and the new version; then trained.jsonl
     publish              _publish       the new weights go to the generators
     record, checkpoint   StepRecorder, _checkpoint
@@ -18,8 +19,9 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from async_rl.config.config import Config
@@ -28,12 +30,14 @@ from async_rl.errors import RunStoppedError, StoppedError
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, prepare_batch, with_scores
 from async_rl.learner.checkpoint import TrainerState, checkpoint_name, write_checkpoint
-from async_rl.learner.engine import Engine, UpdateStats
+from async_rl.learner.engine import Engine, PolicyScores, UpdateStats
 from async_rl.learner.evaluations import Evaluations
+from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import VersionPublisher, WeightsSender
 from async_rl.learner.recorder import RowWriter, StepRecorder, WaitLog
 from async_rl.learner.staleness import BoundLimits, BoundState, check_staleness, reading_of, update_bound
+from async_rl.learner.step_masks import judge_step
 from async_rl.learner.step_result import StepResult, check_skipped, count_skipped, step_result
 from async_rl.output import logged
 from async_rl.process.fault_points import fault_point
@@ -208,6 +212,7 @@ class Trainer:
         """Make an optimizer step on each part of the batch. The result is None for a part in which all tokens are
         masked.
         """
+        scored_version = self.state.version
         stats: list[UpdateStats | None] = []
         for sequences in prepared.updates:
             if not sequences:
@@ -218,7 +223,8 @@ class Trainer:
                 )
                 stats.append(None)
                 continue
-            update = self.engine.update(sequences, version=self.state.version)
+            scores = prepared.policy_scores if self.state.version == scored_version else {}
+            update = self._update_part(sequences, scores)
             stats.append(update)
             if update.stepped:
                 self.state.version += 1
@@ -226,6 +232,18 @@ class Trainer:
                 logger.warning("step %d: the optimizer step is skipped: %s", self.state.step, update.reason)
         self.state.skipped_in_a_row = count_skipped(self.state.skipped_in_a_row, stats)
         return stats
+
+    def _update_part(self, sequences: Sequence[TrainSequence], scores: Mapping[int, PolicyScores]) -> UpdateStats:
+        """Make one optimizer step, after the rules of ``[loss]`` that judge all its tokens together.
+
+        ``scores`` are those of the current weights. If they are empty and needed, the sequences are scored first.
+        """
+        version = self.state.version
+        if not self.config.loss.judges_step:
+            return self.engine.update(sequences, version=version)
+        judged = judge_step(sequences, scores or self.engine.score_policy(sequences), self.config.loss)
+        update = self.engine.update(judged.sequences, version=version)
+        return replace(update, rule_tokens={**update.rule_tokens, **judged.counts})
 
     def _update_bound(self, result: StepResult) -> dict[str, float]:
         """Update the adaptive staleness bound, which the ack sends. Returns its metrics, none if it is fixed."""

@@ -19,7 +19,7 @@ MAX_LENGTH = 8
 SETTINGS: dict[str, dict[str, Any]] = {
     **{preset: {"preset": preset, "kl_coef": 0.0} for preset in (
         "dapo", "grpo", "dr_grpo", "reinforce", "rloo", "reinforce_pp", "gspo", "cispo", "ppo_clip", "decoupled_ppo",
-        "agpo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "opsm", "icepop",
+        "agpo", "sapo", "gmpo", "dppo_tv", "dppo_kl", "opsm", "icepop", "m2po",
     )},
     "grpo_with_kl": {"preset": "grpo"},
     "reinforce_pp_with_kl": {"preset": "reinforce_pp", "kl_coef": 0.1},

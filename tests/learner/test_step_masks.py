@@ -1,0 +1,205 @@
+"""Rules over a whole optimizer step: which tokens they leave out, and that no cut into micro-batches changes that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.config.loss import LossConfig
+from async_rl.learner.engine import PolicyScores
+from async_rl.learner.losses.policy import policy_loss
+from async_rl.learner.losses.rules import Verdict
+from async_rl.learner.packing import TrainSequence, pack
+from async_rl.learner.step_masks import JudgedStep, judge_step, left_out
+from async_rl.run.step_log import read_rows
+from tests.examples import examples
+from tests.learner.losses.cases import of_ratios, run
+from tests.learner.test_trainer import make_run
+
+M2 = {"name": "m2", "level": "step", "statistic": "k2", "above": 0.02, "when": "outward", "action": "clip"}
+LOG_RATIOS = [[0.05, 0.3, -0.4, 0.1], [-0.5, -0.15, 0.2, -0.02]]
+ADVANTAGES = [1.0, -1.0]
+"""Outward: 0.05, 0.3, 0.1 | -0.5, -0.15, -0.02. Squares 0.0025, 0.09, 0.01, 0.25, 0.0225, 0.0004: mean 0.0626."""
+
+
+def sequences_of(log_ratios: Sequence[Sequence[float]], advantages: Sequence[float]) -> list[TrainSequence]:
+    """mu = e^-1 throughout; two prompt tokens each."""
+    return [
+        TrainSequence(
+            sequence_id=i,
+            token_ids=np.arange(len(values) + 2, dtype=np.int32),
+            loss_mask=np.array([False, False] + [True] * len(values)),
+            behavior_logprobs=np.array([0.0, 0.0] + [-1.0] * len(values), dtype=np.float32),
+            versions=np.array([-1, -1] + [0] * len(values), dtype=np.int32),
+            advantages=np.array([0.0, 0.0] + [advantage] * len(values), dtype=np.float32),
+            temperature=1.0,
+        )
+        for i, (values, advantage) in enumerate(zip(log_ratios, advantages, strict=True))
+    ]
+
+
+def judged(rules: Sequence[dict[str, Any]], log_ratios: Sequence[Sequence[float]] = LOG_RATIOS) -> JudgedStep:
+    loss = LossConfig.model_validate({"rules": rules})
+    scores = {
+        i: PolicyScores(np.array(values, np.float32) - 1, np.zeros(len(values), np.float32))
+        for i, values in enumerate(log_ratios)
+    }
+    return judge_step(sequences_of(log_ratios, ADVANTAGES[: len(log_ratios)]), scores, loss)
+
+
+def verdicts(step: JudgedStep) -> list[list[int]]:
+    return [s.verdicts[s.loss_mask].tolist() for s in step.sequences]
+
+
+def test_m2po_cuts_the_outward_tokens_as_its_authors_code_does():
+    # Without -0.5, which counts as the highest that is left: (0.1254 + 0.09) / 6 = 0.0359 <= 0.04.
+    step = judged([M2])
+    assert verdicts(step) == [[0, 0, 0, 0], [Verdict.CLIP, 0, 0, 0]]
+    assert step.counts == {"m2": 1}
+    # A tighter limit of 0.035 cuts at 0.15: (0.0004 + 0.0025 + 0.01 + 3 * 0.0225) / 6 = 0.0134.
+    assert verdicts(judged([{**M2, "above": 0.0175}])) == [[0, 2, 0, 0], [2, 0, 0, 0]]
+    assert LossConfig(preset="m2po").rules == LossConfig.model_validate({"rules": [M2]}).rules
+
+
+def test_a_mask_leaves_out_tokens_until_the_mean_of_the_others_is_within_the_limit():
+    # Outward: 0.1254 / 5 = 0.0251. All: 0.5754 / 8, then 0.3254 / 7 = 0.0465, then 0.1654 / 6 = 0.0276.
+    assert verdicts(judged([{**M2, "action": "mask"}])) == [[0] * 4, [Verdict.MASK, 0, 0, 0]]
+    always = judged([{**M2, "action": "mask", "when": "always"}])
+    assert verdicts(always) == [[0, 0, 3, 0], [3, 0, 0, 0]]
+    assert always.counts == {"m2": 2}
+
+
+def test_the_stricter_of_two_rules_counts_and_each_has_its_own_number():
+    mask = {**M2, "name": "strict", "action": "mask", "when": "always"}
+    for rules in ([M2, mask], [mask, M2]):
+        step = judged(rules)
+        assert verdicts(step) == [[0, 0, 3, 0], [3, 0, 0, 0]]
+        assert step.counts == {"m2": 1, "strict": 2}
+
+
+def test_fresh_tokens_stay_and_a_step_beyond_the_limit_loses_all():
+    assert verdicts(judged([M2], [[0.0, 0.0]])) == [[0, 0]]
+    assert verdicts(judged([M2], [[0.5, 0.5]])) == [[2, 2]]
+    assert verdicts(judged([{**M2, "action": "mask"}], [[0.5, 0.5]])) == [[3, 3]]
+
+
+def test_a_token_that_is_not_finite_is_not_judged():
+    # A NaN of mu leaves with its sequence; one of pi must reach the loss, so that the step fails visibly.
+    sequences = sequences_of([[0.0, 0.1, 0.9]], [1.0])
+    sequences[0].behavior_logprobs[2] = np.nan
+    scores = {0: PolicyScores(np.array([0.0, np.nan, -0.1], np.float32), np.zeros(3, np.float32))}
+    step = judge_step(sequences, scores, LossConfig.model_validate({"rules": [M2]}))
+    assert verdicts(step) == [[0, 0, 2]]
+
+
+def test_an_infinite_statistic_goes_first_and_spoils_no_other():
+    values = torch.tensor([math.inf, 0.1, 0.5], dtype=torch.float64)
+    for is_clip in (False, True):
+        assert left_out(values, limit=0.2, is_clip=is_clip).tolist() == [True, False, is_clip or True]
+        assert left_out(values, limit=0.5, is_clip=is_clip).tolist() == [True, False, False]
+
+
+@given(st.lists(st.floats(0, 3), min_size=1, max_size=12), st.floats(0.01, 1.0), st.booleans())
+@examples(100)
+def test_left_out_is_the_shortest_run_from_the_top_that_reaches_the_limit(
+    values: list[float], limit: float, is_clip: bool
+):
+    def mean(num_out: int) -> float:
+        rest = sorted(values)[: len(values) - num_out]
+        if not rest:
+            return 0.0
+        return (sum(rest) + num_out * rest[-1]) / len(values) if is_clip else sum(rest) / len(rest)
+
+    hit = left_out(torch.tensor(values, dtype=torch.float64), limit=limit, is_clip=is_clip).tolist()
+    gone = [value for value, is_out in zip(values, hit, strict=True) if is_out]
+    assert sorted(gone) == sorted(values)[len(values) - len(gone) :]
+    assert mean(len(gone)) <= limit + 1e-9
+    assert not gone or mean(len(gone) - 1) > limit - 1e-9
+
+
+def test_verdicts_mask_clip_and_silence_tokens_in_the_loss():
+    # REINFORCE: the gradient is -A = -1. Only a mask leaves the denominator, only a clip counts as clipped.
+    inputs = of_ratios([1.0, 1.0, 2.0, 1.0], [1.0] * 4)
+    codes = torch.tensor([Verdict.KEEP, Verdict.SILENT, Verdict.CLIP, Verdict.MASK], dtype=torch.uint8)
+    got = run(replace(inputs, verdicts=codes), LossConfig(surrogate="plain", skip_threshold=0))
+    assert got.gradient == [-1.0, 0.0, 0.0, 0.0]
+    assert int(got.out.denominator) == 3
+    assert got.out.capped_high.tolist() == [False, False, True, False]
+
+
+@given(
+    st.lists(st.lists(st.floats(-1, 1), min_size=1, max_size=5), min_size=2, max_size=6),
+    st.integers(9, 40),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
+@examples(50)
+def test_the_loss_of_a_judged_step_does_not_depend_on_the_cut(
+    log_ratios: list[list[float]], max_tokens: int, num_ranks: int, random: Any
+):
+    advantages = [random.choice([1.0, -0.5]) for _ in log_ratios]
+    loss = LossConfig.model_validate({"rules": [M2, {**M2, "name": "m", "action": "mask", "above": 0.1}]})
+    scores = {
+        i: PolicyScores(np.array(v, np.float32) - 1, np.zeros(len(v), np.float32)) for i, v in enumerate(log_ratios)
+    }
+    sequences = judge_step(sequences_of(log_ratios, advantages), scores, loss).sequences
+
+    def gradients(cut: dict[str, int]) -> tuple[float, int, dict[int, list[float]]]:
+        total, denominator, found = 0.0, 0, {}
+        for batch in (b for rank in pack(sequences, **cut) for b in rank if len(b.targets)):
+            logprobs = [t for i in batch.sequence_ids for t in scores[int(i)].logprobs.tolist()]
+            inputs = of_ratios([1.0] * len(logprobs), batch.advantages.tolist(), logprobs=logprobs)
+            inputs = replace(
+                inputs,
+                verdicts=torch.from_numpy(batch.verdicts),
+                sequence_index=torch.from_numpy(batch.sequence_index),
+                num_sequences=len(batch.sequence_ids),
+            )
+            inputs.logprobs.requires_grad_()
+            out = policy_loss(inputs, loss, max_length=8)
+            out.loss_sum.backward()
+            assert inputs.logprobs.grad is not None
+            total, denominator = total + out.loss_sum.item(), denominator + int(out.denominator)
+            for i, number in enumerate(batch.sequence_ids.tolist()):
+                found[number] = inputs.logprobs.grad[torch.from_numpy(batch.sequence_index == i)].tolist()
+        return total, denominator, found
+
+    whole, cut = (
+        gradients({"max_tokens": 1000, "num_ranks": 1}),
+        gradients({"max_tokens": max_tokens, "num_ranks": num_ranks}),
+    )
+    assert (whole[0], whole[1:]) == (pytest.approx(cut[0]), cut[1:])
+
+
+def test_each_update_is_judged_with_its_own_scores_and_the_first_shares_the_batch_s(tmp_path: Path):
+    keys = {"learner": {"steps": 1, "updates_per_batch": 2}, "queue": {"max_staleness": 2}}
+    rule = {**M2, "when": "always", "action": "mask", "above": 10.0}
+    run_ = make_run(tmp_path / "rule", loss={"rules": [rule]}, **keys)
+    run_.start()
+    assert run_.engine.scored == [("policy", 0), ("policy", 1)]
+    # The proximal policy is scored before the first update anyway.
+    run_ = make_run(tmp_path / "both", loss={"preset": "decoupled_ppo", "rules": [rule]}, **keys)
+    run_.start()
+    assert run_.engine.scored == [("policy", 0), ("policy", 1)]
+    # After a skipped update the weights are still those of the first scores.
+    run_ = make_run(tmp_path / "skipped", loss={"preset": "decoupled_ppo", "rules": [rule]}, **keys)
+    run_.engine.stepped = [False, True]
+    run_.start()
+    assert run_.engine.scored == [("policy", 0)]
+    assert {s.verdicts.dtype for s in run_.engine.trained_on} == {np.dtype(np.uint8)}
+
+
+def test_the_share_of_judged_tokens_is_a_metric(tmp_path: Path):
+    # Every token of the policy is at -2, far from what sampled it: all are left out.
+    run_ = make_run(tmp_path, learner={"steps": 1}, loss={"rules": [{**M2, "when": "always"}]})
+    run_.start()
+    assert [row["rule/m2"] for row in read_rows(run_.path / "metrics.jsonl") if "version" in row] == [1.0]
