@@ -223,6 +223,7 @@ OFF_VALUES: Mapping[str, Any] = {
     "importance_cap": 0,
     "min_ess": 0,
     "max_kl": 0,
+    "entropy_quantile": 0,
     "best_k": 0,
     "kl_placement": "",
     "kl_reference": "",
@@ -348,6 +349,14 @@ class LossConfig(Section):
         "statistic, above, below, when, action, reduce, policy, name (docs/config.md, docs/algorithms.md).",
     )
 
+    entropy_quantile: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Only tokens whose entropy is at or above this quantile of their optimizer step are in the "
+        "policy's objective; the others still count in the denominator. 0 keeps all of them. It costs a forward pass.",
+    )
+
     kl_coef: float = Field(
         default=0.0, ge=0, description="Factor of the KL penalty towards a reference model; 0 loads no reference."
     )
@@ -436,7 +445,7 @@ class LossConfig(Section):
         """Whether tokens leave the objective by a statistic of their whole optimizer step, which is known only after a
         forward pass.
         """
-        return any(rule.masks_step for rule in self.rules)
+        return self.entropy_quantile is not None or any(rule.masks_step for rule in self.rules)
 
     @property
     def needs_proximal(self) -> bool:
@@ -551,6 +560,14 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         reason="all tokens of a sequence share one ratio, so single tokens can't be left out; set token_range = [], "
         "and skip_threshold with skip_statistic = \"geometric\" to leave out whole sequences",
         example={"preset": "gspo", "token_range": [0.5, 2.0]},
+    ),
+    Contradiction(
+        keys=("entropy_quantile", "ratio_level"),
+        holds=lambda c: c.entropy_quantile is not None and c.ratio_level == "sequence",
+        expected="expected no loss.entropy_quantile with ratio_level = \"sequence\"",
+        reason="the one ratio of a sequence has all its tokens in it; set entropy_quantile = 0, or ratio_level = "
+        "\"token\"",
+        example={"preset": "gspo", "entropy_quantile": 0.8},
     ),
     Contradiction(
         keys=("kl_coef", "kl_placement"),

@@ -159,12 +159,12 @@ def check_rules(rules: Sequence[Rule], *, has_anchor: bool) -> None:
     Raises:
         ValueError: two rules have one name, a name is that of a key of ``[loss]``, or a rule needs an anchor.
     """
-    seen: set[str] = set(SHORT_RULES)
+    seen: set[str] = {*SHORT_RULES, ENTROPY_QUANTILE}
     for rule in rules:
         if rule.label in seen:
             raise ValueError(
-                f"expected a name of its own for every rule, other than {', '.join(SHORT_RULES)}, got {rule.label!r} "
-                f"again; set name"
+                f"expected a name of its own for every rule, other than {', '.join(SHORT_RULES)} and "
+                f"{ENTROPY_QUANTILE}, got {rule.label!r} again; set name"
             )
         if rule.policy == "anchor" and not has_anchor:
             raise ValueError(
@@ -176,6 +176,9 @@ def check_rules(rules: Sequence[Rule], *, has_anchor: bool) -> None:
 
 SHORT_RULES = ("skip_threshold", "token_range", "min_ess", "max_kl")
 """The keys of ``[loss]`` that are rules of their own, in the order in which they apply."""
+
+ENTROPY_QUANTILE = "entropy_quantile"
+"""The key of ``[loss]`` that is counted as a rule of this name, but is none: it does not compare pi with mu."""
 
 
 def _shown(rule: Rule) -> str:

@@ -1,9 +1,10 @@
 """Judges the tokens of one optimizer step by statistics of the whole step, before it is made.
 
-``loss.rules`` at the level ``step`` that mask or clip are decided here. The trainer calls it on rank 0 with the
-sequences of the step and the scores of the policy that the step changes. It gets the sequences back with a verdict on
-each token, which travels with the micro-batches (``losses/rules.py`` applies it). Because the whole step is judged at
-once, the result depends neither on the cut into micro-batches nor on the number of ranks.
+``loss.rules`` at the level ``step`` that mask or clip, and ``loss.entropy_quantile``, are decided here. The trainer
+calls it on rank 0 with the sequences of the step and the scores of the policy that the step changes. It gets the
+sequences back with a verdict on each token, which travels with the micro-batches (``losses/rules.py`` applies it).
+Because the whole step is judged at once, the result depends neither on the cut into micro-batches nor on the number of
+ranks.
 
 Shape letters: N = trained tokens of the step, M = those of them that a rule judges.
 """
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from async_rl.config.loss import LossConfig
-from async_rl.config.rules import Rule
+from async_rl.config.rules import ENTROPY_QUANTILE, Rule
 from async_rl.learner.engine import PolicyScores
 from async_rl.learner.losses.parts import log_ratio
 from async_rl.learner.losses.rules import Verdict, applies, token_statistic
@@ -31,7 +32,8 @@ class JudgedStep(NamedTuple):
 
     Attributes:
         sequences: those of the step, with ``TrainSequence.verdicts``.
-        counts: for each rule that judges the step, by its label, the number of tokens it masked or clipped.
+        counts: for each rule that judges the step, by its label, the number of tokens it masked or clipped; and
+            that of ``loss.entropy_quantile``.
     """
 
     sequences: list[TrainSequence]
@@ -44,7 +46,7 @@ def judge_step(sequences: Sequence[TrainSequence], scores: Mapping[int, PolicySc
     Args:
         sequences: all sequences of the step, with advantages.
         scores: what the policy says of each before the step, by sequence id.
-        loss: the rules.
+        loss: the rules and the quantile.
     """
     tokens = _tokens(sequences, scores)
     verdicts_N = torch.zeros(len(tokens.finite), dtype=torch.uint8)
@@ -55,6 +57,10 @@ def judge_step(sequences: Sequence[TrainSequence], scores: Mapping[int, PolicySc
             verdict = Verdict.MASK if rule.action == "mask" else Verdict.CLIP
             verdicts_N = torch.where(hit_N, verdicts_N.clamp(min=verdict), verdicts_N)
             counts[rule.label] = int(hit_N.sum())
+    if loss.entropy_quantile is not None:
+        low_N = low_entropy([scores[s.sequence_id].entropies for s in sequences], loss.entropy_quantile)
+        verdicts_N = torch.where(low_N, verdicts_N.clamp(min=Verdict.SILENT), verdicts_N)
+        counts[ENTROPY_QUANTILE] = int(low_N.sum())
     lengths = [int(np.count_nonzero(s.loss_mask)) for s in sequences]
     parts = np.split(verdicts_N.numpy(), np.cumsum(lengths)[:-1])
     return JudgedStep([_with_verdicts(s, part) for s, part in zip(sequences, parts, strict=True)], counts)
@@ -118,6 +124,20 @@ def left_out(statistic_M: Tensor, *, limit: float, is_clip: bool) -> Tensor:
     hit_M = torch.zeros(num, dtype=torch.bool)
     hit_M[order_M[: int((mean_M > limit).sum())]] = True
     return hit_M
+
+
+def low_entropy(entropies: Sequence[np.ndarray], quantile: float) -> Tensor:
+    """Return the tokens below the ``quantile`` of all entropies, bool [N] (arXiv:2506.01939: 0.8).
+
+    Between two entropies the quantile is linear. It is over all trained tokens of the optimizer step. (The paper's is
+    over a batch, that of TRL over a micro-batch of all ranks.) NaN is below nothing.
+
+    Args:
+        entropies: float32 [tokens] for each sequence, nats.
+        quantile: between 0 and 1.
+    """
+    values_N = np.concatenate(entropies).astype(np.float64)
+    return torch.from_numpy(values_N < np.quantile(values_N, quantile)) if len(values_N) else torch.zeros(0).bool()
 
 
 def _with_verdicts(sequence: TrainSequence, verdicts: np.ndarray) -> TrainSequence:

@@ -104,7 +104,8 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "kl/reference": "KL divergence to the reference model, in nats; only with loss.kl_coef.",
         "skip/tokens": "Number of tokens in sequences that loss.skip_threshold or loss.rules left out.",
         "skip/out_of_range": "Number of single tokens that loss.token_range or loss.rules left out.",
-        "rule/<name>": "Share of tokens that the entry <name> of loss.rules masked or clipped, among tokens that were "
+        "rule/<name>": "Share of tokens that the entry <name> of loss.rules masked or clipped, or that "
+        "loss.entropy_quantile left out of the objective (<name> = entropy_quantile), among tokens that were "
         "not masked before.",
         "skip/token_fraction": "Share of tokens skipped for either reason, among tokens that were not masked before.",
         "skip/sequences": "Number of sequences that loss.skip_threshold or loss.rules left out.",

@@ -108,6 +108,42 @@ def test_an_infinite_statistic_goes_first_and_spoils_no_other():
         assert left_out(values, limit=0.5, is_clip=is_clip).tolist() == [True, False, False]
 
 
+def with_entropies(quantile: float, *entropies: list[float], **keys: Any) -> JudgedStep:
+    log_ratios = [[0.0] * len(values) for values in entropies]
+    scores = {
+        i: PolicyScores(np.full(len(values), -1, np.float32), np.array(values, np.float32))
+        for i, values in enumerate(entropies)
+    }
+    loss = LossConfig(entropy_quantile=quantile, **keys)
+    return judge_step(sequences_of(log_ratios, [1.0] * len(entropies)), scores, loss)
+
+
+def test_tokens_below_the_quantile_of_the_step_s_entropies_leave_the_objective():
+    # Sorted 0.1, 0.3, 0.4, 1.2, 2.0: the quantile 0.8 is at 3.2, so 1.2 + 0.2 * 0.8 = 1.36; 0.5 is 0.4.
+    step = with_entropies(0.8, [0.1, 1.2, 0.4], [2.0, 0.3])
+    assert verdicts(step) == [[Verdict.SILENT] * 3, [0, Verdict.SILENT]]
+    assert step.counts == {"entropy_quantile": 4}
+    assert verdicts(with_entropies(0.5, [0.1, 1.2, 0.4], [2.0, 0.3])) == [[1, 0, 0], [0, 1]]
+
+
+def test_equal_entropies_all_stay_and_nan_is_left_for_the_step_to_fail():
+    assert verdicts(with_entropies(0.8, [0.7, 0.7], [0.7])) == [[0, 0], [0]]
+    assert verdicts(with_entropies(0.8, [math.nan, 0.7], [0.1])) == [[0, 0], [0]]
+
+
+def test_the_loss_of_tokens_of_high_entropy_by_hand():
+    # Entropies and ratios of exp(-0.05), exp(0.5), exp(-0.35); exp(-0.4), exp(-0.6); A = 1 and -0.5; quantile 0.5 keeps
+    # tokens 1, 2, 3. Loss -(1.2 + exp(-0.35) - 0.5 * 0.8) over all 5 tokens, of which 1 and 3 are clipped.
+    inputs = of_ratios([math.exp(d) for d in (-0.05, 0.5, -0.35, -0.4, -0.6)], [1.0, 1.0, 1.0, -0.5, -0.5], [3, 2])
+    step = with_entropies(0.5, [0.1, 1.2, 0.4], [2.0, 0.3])
+    codes = torch.from_numpy(np.concatenate([s.verdicts[s.loss_mask] for s in step.sequences]))
+    got = run(replace(inputs, verdicts=codes), LossConfig(preset="ppo_clip"))
+    assert got.out.loss_sum.item() == pytest.approx(-(1.2 + math.exp(-0.35) - 0.4))
+    assert int(got.out.denominator) == 5
+    assert got.gradient == pytest.approx([0, 0, -math.exp(-0.35), 0, 0])
+    assert got.out.capped_low.tolist() == [False, False, False, True, True]
+
+
 @given(st.lists(st.floats(0, 3), min_size=1, max_size=12), st.floats(0.01, 1.0), st.booleans())
 @examples(100)
 def test_left_out_is_the_shortest_run_from_the_top_that_reaches_the_limit(
@@ -147,9 +183,11 @@ def test_the_loss_of_a_judged_step_does_not_depend_on_the_cut(
     log_ratios: list[list[float]], max_tokens: int, num_ranks: int, random: Any
 ):
     advantages = [random.choice([1.0, -0.5]) for _ in log_ratios]
-    loss = LossConfig.model_validate({"rules": [M2, {**M2, "name": "m", "action": "mask", "above": 0.1}]})
+    rules = [M2, {**M2, "name": "m", "action": "mask", "above": 0.1}]
+    loss = LossConfig.model_validate({"rules": rules, "entropy_quantile": 0.4})
+    # Entropies are the log ratios' distance from 1.
     scores = {
-        i: PolicyScores(np.array(v, np.float32) - 1, np.zeros(len(v), np.float32)) for i, v in enumerate(log_ratios)
+        i: PolicyScores(np.array(v, np.float32) - 1, 1 - np.array(v, np.float32)) for i, v in enumerate(log_ratios)
     }
     sequences = judge_step(sequences_of(log_ratios, advantages), scores, loss).sequences
 
