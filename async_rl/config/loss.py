@@ -376,6 +376,11 @@ class LossConfig(Section):
         description="Whether the KL in the loss is multiplied by the ratio policy / behavior policy, which makes it "
         "unbiased on stale samples (DeepSeek-V3.2).",
     )
+    kl_policy: Literal["behavior", "trained"] = Field(
+        default="behavior",
+        description="Policy whose KL to the reference goes into reward or advantages: the behavior policy, whose "
+        "logprobs are known, or the trained one before the first update on a batch, which costs a forward pass.",
+    )
     kl_reference: str | None = Field(
         default=None, description="Directory of the reference model; if unset, the model that the run began with."
     )
@@ -439,6 +444,11 @@ class LossConfig(Section):
         computed.
         """
         return self.kl_coef != 0 and self.kl_placement in ("reward", "advantage")
+
+    @property
+    def scores_policy(self) -> bool:
+        """Whether advantages need log-probabilities of the policy before the first update on a batch."""
+        return self.kl_policy == "trained"
 
     @property
     def judges_step(self) -> bool:
@@ -596,6 +606,13 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         expected="expected loss.ratio_level = \"token\" with surrogate = \"gmpo\"",
         reason="it clips the tokens' ratios before it takes their mean",
         example={"preset": "gmpo", "ratio_level": "sequence"},
+    ),
+    Contradiction(
+        keys=("kl_policy", "kl_coef", "kl_placement"),
+        holds=lambda c: c.kl_policy == "trained" and not c.is_kl_in_advantages,
+        expected="expected a loss.kl_coef with kl_placement = \"reward\" or \"advantage\" with kl_policy = \"trained\"",
+        reason="a KL in the loss is always that of the trained policy; set both, or leave kl_policy out",
+        example={"kl_policy": "trained"},
     ),
     Contradiction(
         keys=("kl_reference", "kl_coef"),

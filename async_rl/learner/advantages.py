@@ -39,21 +39,22 @@ about an answer. Truncated answers often get a low reward for their length. In a
 of their group positive advantages."""
 
 TokenKl = Mapping[int, np.ndarray]
-"""Sequence id to float64 [its trained tokens], nats: estimates of KL(mu || reference)."""
+"""Sequence id to float64 [its trained tokens], nats: estimates of KL(loss.kl_policy || reference)."""
 
 
 def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
     """Return ``prepared`` with advantages according to ``loss``. Rollouts that ``loss.best_k`` excludes are masked.
 
-    Baselines include all rollouts except those masked for a cause of ``_WITHOUT_REWARD``. The KL is that of the
-    *behavior* policy to the reference, over trained tokens. The reward changes by the sum over a rollout
-    (arXiv:1909.08593 section 2, arXiv:2203.02155), a token's advantage by the KL of that token. A rollout has no known
-    KL if it is masked or if its behavior logprobs are not all finite (the loss skips it). It gets its group's mean KL
-    instead, so it moves no baseline.
+    Baselines include all rollouts except those masked for a cause of ``_WITHOUT_REWARD``. The KL is that of
+    ``loss.kl_policy`` to the reference, over trained tokens, which the behavior policy sampled. The reward changes by
+    the sum over a rollout (arXiv:1909.08593 section 2, arXiv:2203.02155), a token's advantage by the KL of that token.
+    A rollout has no known KL if it is masked or if its logprobs are not all finite (the loss skips it). It gets its
+    group's mean KL instead, so it moves no baseline.
 
     Args:
-        prepared: the batch, scored by the reference model (``batch.with_scores``) if the KL needs it.
-        loss: only the keys ``advantage, best_k, length_bonus, kl_coef, kl_estimator, kl_placement`` are read.
+        prepared: the batch, scored by the models that the KL needs (``batch.with_scores``).
+        loss: only the keys ``advantage, best_k, length_bonus, kl_coef, kl_estimator, kl_placement, kl_policy`` are
+            read.
 
     Raises:
         ValueError: a reward is not finite.
@@ -241,19 +242,21 @@ def _with_token_advantages(
 def _token_kl(prepared: PreparedBatch, loss: LossConfig) -> dict[int, np.ndarray]:
     """Return the KL estimates of each sequence's trained tokens, by sequence id.
 
-    Sequences whose behavior logprobs are not all finite are left out.
+    Sequences whose logprobs of ``loss.kl_policy`` are not all finite are left out.
     """
     kl: dict[int, np.ndarray] = {}
     for sequence in prepared.sequences:
-        behavior = sequence.behavior_logprobs[sequence.loss_mask]
+        logprobs = sequence.behavior_logprobs[sequence.loss_mask]
+        if loss.kl_policy == "trained":
+            logprobs = prepared.policy_scores[sequence.sequence_id].logprobs
         reference = sequence.reference_logprobs[sequence.loss_mask]
         if not np.isfinite(reference).all():
             raise TrainingError(
                 f"expected finite log-probabilities from the reference model, got NaN or infinity for sequence "
                 f"{sequence.sequence_id} of the step; check the model of loss.kl_reference (if unset, model.path)"
             )
-        if np.isfinite(behavior).all():
-            log_ratio = torch.from_numpy(behavior.astype(np.float64) - reference)
+        if np.isfinite(logprobs).all():
+            log_ratio = torch.from_numpy(logprobs.astype(np.float64) - reference)
             kl[sequence.sequence_id] = kl_estimate(log_ratio, loss.kl_estimator).numpy()
     return kl
 

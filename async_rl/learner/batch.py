@@ -56,8 +56,8 @@ class PreparedBatch:
         rollout_tokens: number of sampled tokens of each rollout.
         stale_tokens: number of tokens that are masked as stale, in rollouts that are trained on.
         masked: for each masked rollout, its index and the cause.
-        reference_kl: mean over trained tokens of the estimated KL(mu || reference), nats. None unless the KL is part
-            of the reward or the advantage.
+        reference_kl: mean over trained tokens of the estimated KL(loss.kl_policy || reference), nats. None unless the
+            KL is part of the reward or the advantage.
         policy_scores: for each sequence id, what the policy says of it before the batch's first update. Empty if
             nothing needs it (``with_scores``).
     """
@@ -245,11 +245,11 @@ def _sampling_mask(sequence: TokenSequence, mask: np.ndarray) -> SamplingMask | 
 
 
 def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> PreparedBatch:
-    """Return the batch with the log-probabilities of the reference model and of the proximal policy, if ``loss`` needs
-    them.
+    """Return the batch with the log-probabilities of the reference model and of the policy, if ``loss`` needs them.
 
     The sequences of all parts are scored at once, because the proximal policy is the one before the *batch's* first
-    update. If there is only that update, nothing is scored: the proximal policy is the trained one (``PolicyInputs``).
+    update. If there is only that update, nothing is scored for it: the proximal policy is the trained one
+    (``PolicyInputs``). One pass of the policy serves all settings that need one.
     """
     if not prepared.sequences:
         return prepared
@@ -258,12 +258,16 @@ def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> Pr
         prepared = prepared.with_sequences(
             replace(s, reference_logprobs=along_tokens(s, reference[s.sequence_id])) for s in prepared.sequences
         )
-    if loss.needs_proximal and len(prepared.updates) > 1:
-        policy = engine.score_policy(prepared.sequences)
-        prepared = replace(prepared, policy_scores=policy).with_sequences(
-            replace(s, proximal_logprobs=along_tokens(s, policy[s.sequence_id].logprobs)) for s in prepared.sequences
-        )
-    return prepared
+    needs_proximal = loss.needs_proximal and len(prepared.updates) > 1
+    if not needs_proximal and not loss.scores_policy:
+        return prepared
+    prepared = replace(prepared, policy_scores=engine.score_policy(prepared.sequences))
+    if not needs_proximal:
+        return prepared
+    return prepared.with_sequences(
+        replace(s, proximal_logprobs=along_tokens(s, prepared.policy_scores[s.sequence_id].logprobs))
+        for s in prepared.sequences
+    )
 
 
 def along_tokens(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, along_tokens, prepare_batch
+from async_rl.learner.engine import PolicyScores
 from async_rl.learner.step_result import trained_counts
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
@@ -211,6 +212,30 @@ def test_kl_in_the_reward_is_summed_over_a_rollout_before_the_baseline():
     got = advantages(penalised)
     np.testing.assert_allclose([got[0], got[1]], [0.4375, -0.4375], rtol=1e-6)
     assert penalised.reference_kl == pytest.approx((2 * 0.5 - 0.25) / 3)
+
+
+def policy_scored(step: PreparedBatch, *logprobs: list[float]) -> PreparedBatch:
+    """``step`` with the policy's logprobs before the first update, by sequence id."""
+    scores = {
+        i: PolicyScores(np.array(values, np.float32), np.zeros(len(values), np.float32))
+        for i, values in enumerate(logprobs)
+    }
+    return replace(step, policy_scores=scores)
+
+
+def test_the_kl_may_be_that_of_the_trained_policy_in_the_reward_and_in_the_advantage():
+    # log pi = -0.5, -0.75 and -1; ref -1.5, -0.75: d = 1, 0.75 and -0.25, whatever mu is. Sums 1.75 and -0.25, times
+    # 0.1: rewards 0.825 and 0.025, mean 0.425.
+    step = policy_scored(prepare([rollout(1, 2), rollout(0, 1)]), [-0.5, -0.75], [-1.0])
+    keys = {"advantage": "group_mean", "kl_coef": 0.1, "kl_policy": "trained"}
+    penalised = with_advantages(evenly_scored(step, -1.5, -0.75), loss(kl_placement="reward", **keys))
+    got = advantages(penalised)
+    np.testing.assert_allclose([got[0], got[1]], [0.4, -0.4], rtol=1e-6)
+    assert penalised.reference_kl == pytest.approx(0.5)
+    # In the advantages: 0.5 and -0.5, less 0.1 d of each token.
+    tokens = token_advantages(with_advantages(evenly_scored(step, -1.5, -0.75), loss(kl_placement="advantage", **keys)))
+    np.testing.assert_allclose(tokens[0], [0.4, 0.425], rtol=1e-6)
+    np.testing.assert_allclose(tokens[1], [-0.475], rtol=1e-6)
 
 
 def test_a_rollout_that_was_not_scored_counts_with_its_group_s_mean_kl():

@@ -557,6 +557,20 @@ def test_the_policy_is_not_asked_for_a_batch_of_one_update(tmp_path: Path):
     assert run.engine.scored == []
 
 
+def test_one_pass_of_the_policy_serves_everything_that_needs_it(tmp_path: Path):
+    run = make_run(
+        tmp_path,
+        learner={"steps": 1, "updates_per_batch": 2},
+        loss={
+            "preset": "decoupled_ppo", "kl_coef": 0.1, "kl_placement": "reward", "kl_policy": "trained",
+            "rules": [{"level": "step", "statistic": "k2", "above": 9.0}],
+        },
+    )  # fmt: skip
+    run.start()
+    # Before the first update for the KL, the proximal policy and the rule; before the second one for the rule.
+    assert run.engine.scored == [("reference", 0), ("policy", 0), ("policy", 1)]
+
+
 def test_the_policy_is_asked_before_the_first_update_of_a_batch_and_the_reference_with_it(tmp_path: Path):
     run = make_run(
         tmp_path,
