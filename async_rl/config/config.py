@@ -71,11 +71,14 @@ class Config(Section):
                 f"stale, so lower weights.sync_every or raise queue.max_staleness"
             )
         most += 1 - self.weights.sync_every
-        if self.learner.updates_per_batch > most:
+        if self.learner.versions_per_batch > most:
+            key = "learner.updates_per_batch" + (
+                " * learner.epochs_per_batch" if self.learner.epochs_per_batch > 1 else ""
+            )
             raise ValueError(
-                f"learner.updates_per_batch: expected at most queue.max_staleness + 2 - weights.sync_every = {most}, "
-                f"got {self.learner.updates_per_batch}; the last update of a batch would train on data that is too "
-                f"stale, so lower learner.updates_per_batch or raise queue.max_staleness"
+                f"{key}: expected at most queue.max_staleness + 2 - weights.sync_every = {most}, "
+                f"got {self.learner.versions_per_batch}; the last update of a batch would train on data that is too "
+                f"stale, so lower {key.replace(' *', ' or')} or raise queue.max_staleness"
             )
         if self.learner.groups_per_step % self.learner.updates_per_batch:
             raise ValueError(
@@ -100,6 +103,7 @@ class Config(Section):
             ("queue.max_staleness", self.queue.max_staleness, lag),
             ("weights.sync_every", self.weights.sync_every, 1),
             ("learner.updates_per_batch", self.learner.updates_per_batch, 1),
+            ("learner.epochs_per_batch", self.learner.epochs_per_batch, 1),
         ):
             if value != needed:
                 raise ValueError(
@@ -118,9 +122,9 @@ class Config(Section):
             )
         if queue.max_staleness <= self.lowest_bound:
             raise ValueError(
-                f"queue.adaptive: expected queue.max_staleness above weights.sync_every + learner.updates_per_batch - "
-                f"2 = {self.lowest_bound}, got {queue.max_staleness}; the staleness bound could not be lowered, so "
-                f"raise queue.max_staleness or set queue.adaptive = false"
+                f"queue.adaptive: expected queue.max_staleness above weights.sync_every + learner.updates_per_batch "
+                f"(times learner.epochs_per_batch) - 2 = {self.lowest_bound}, got {queue.max_staleness}; the staleness "
+                f"bound could not be lowered, so raise queue.max_staleness or set queue.adaptive = false"
             )
         limits = self.experimental
         if limits.adaptive_min_ess <= (loss.min_ess or 0) or limits.adaptive_max_kl >= (loss.max_kl or float("inf")):
@@ -264,16 +268,16 @@ class Config(Section):
         """The lowest staleness bound under which every batch can be fresh enough.
 
         Just before a version is published, generators are ``sync_every - 1`` versions behind. The last update of a
-        batch adds ``updates_per_batch - 1``.
+        batch adds ``versions_per_batch - 1``.
         """
-        return self.weights.sync_every + self.learner.updates_per_batch - 2
+        return self.weights.sync_every + self.learner.versions_per_batch - 2
 
     @property
     def temperature_steps(self) -> int:
         """The version from which on the temperature is ``sampling.temperature_end``. By default, the run's last
         version.
         """
-        return self.sampling.temperature_steps or self.learner.steps * self.learner.updates_per_batch
+        return self.sampling.temperature_steps or self.learner.steps * self.learner.versions_per_batch
 
     @property
     def max_filtered(self) -> int:

@@ -81,6 +81,12 @@ class LearnerConfig(Section):
         description="Number of optimizer steps on each batch; each trains on another part of the batch and makes a "
         "version.",
     )
+    epochs_per_batch: int = Field(
+        default=1,
+        ge=1,
+        description="Number of passes over each batch, each with learner.updates_per_batch optimizer steps on the same "
+        "parts in the same order.",
+    )
     fixed_lag: int | None = Field(
         default=None,
         ge=0,
@@ -116,6 +122,11 @@ class LearnerConfig(Section):
         ge=1,
         description="CPU threads of each rank; if unset, the cores divided by the processes of the run.",
     )
+
+    @property
+    def versions_per_batch(self) -> int:
+        """Number of optimizer steps on each batch, in all its epochs. Each makes a version."""
+        return self.updates_per_batch * self.epochs_per_batch
 
 
 class OptimizerConfig(Section):

@@ -283,7 +283,7 @@ class LossConfig(Section):
         default="behavior",
         description="Policy to which the trained one is compared: the behavior policy, which sampled, or (decoupled "
         "PPO) a proximal policy, the weights before the first update on a batch. proximal computes it with a forward "
-        "pass if learner.updates_per_batch is above 1, else it is the trained policy; interpolated estimates it from "
+        "pass if a batch has several updates, else it is the trained policy; interpolated estimates it from "
         "the behavior policy, the trained one and the staleness.",
     )
     clip_low: float = Field(

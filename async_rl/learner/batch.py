@@ -244,12 +244,13 @@ def _sampling_mask(sequence: TokenSequence, mask: np.ndarray) -> SamplingMask | 
     return select(sequence.sampling_mask, mask[sequence.loss_mask])
 
 
-def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> PreparedBatch:
+def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig, *, num_epochs: int = 1) -> PreparedBatch:
     """Return the batch with the log-probabilities of the reference model and of the policy, if ``loss`` needs them.
 
     The sequences of all parts are scored at once, because the proximal policy is the one before the *batch's* first
     update. If there is only that update, nothing is scored for it: the proximal policy is the trained one
-    (``PolicyInputs``). One pass of the policy serves all settings that need one.
+    (``PolicyInputs``). One forward pass of the policy serves all settings that need one. ``num_epochs`` is the value of
+    ``learner.epochs_per_batch``.
     """
     if not prepared.sequences:
         return prepared
@@ -258,7 +259,7 @@ def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig) -> Pr
         prepared = prepared.with_sequences(
             replace(s, reference_logprobs=along_tokens(s, reference[s.sequence_id])) for s in prepared.sequences
         )
-    needs_proximal = loss.needs_proximal and len(prepared.updates) > 1
+    needs_proximal = loss.needs_proximal and len(prepared.updates) * num_epochs > 1
     if not needs_proximal and not loss.scores_policy:
         return prepared
     prepared = replace(prepared, policy_scores=engine.score_policy(prepared.sequences))

@@ -214,5 +214,5 @@ class VersionPublisher:
     def _remember(self, version: int, digest: str) -> None:
         state, config = self._state, self._config
         state.add_digest(version, digest)
-        oldest = state.version - config.queue.max_staleness - config.learner.updates_per_batch
+        oldest = state.version - config.queue.max_staleness - config.learner.versions_per_batch
         state.digests = {v: digests for v, digests in state.digests.items() if v >= oldest}

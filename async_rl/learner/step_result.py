@@ -2,7 +2,9 @@
 
 The trainer makes a ``StepResult`` after the updates of a batch. The acknowledgement to the queue, the adaptive
 staleness bound and the metrics are computed from it. ``step_metrics`` gives the step's row of ``metrics.jsonl``. With
-several updates per step, means are weighted by tokens.
+several updates per step, means are weighted by tokens. With several epochs per batch
+(``learner.epochs_per_batch``), metrics are over the optimizer steps of all epochs, but the ledger counts each rollout
+and token once.
 
 ``count_skipped`` and ``check_skipped`` stop the run with a diagnosis when too many optimizer steps in a row were
 skipped. The engine skips a step that exceeds the limits of ``[loss]``, has a gradient that is not finite, or has no
@@ -40,7 +42,8 @@ class StepResult:
     Attributes:
         groups: the groups of the batch, from the queue.
         prepared: the sequences of these groups, with advantages.
-        updates: statistics of the update on each part of the batch. None for a part in which everything was masked.
+        updates: statistics of the update on each part of the batch, epoch after epoch. None for a part in which
+            everything was masked.
         version: the learner's version before the first update.
         staleness: staleness of the trained tokens.
         facts: counts of trained and masked rollouts and tokens, for the queue's ledger.
@@ -58,6 +61,12 @@ class StepResult:
         """Statistics of the updates that the engine ran, skipped optimizer steps included."""
         return [update for update in self.updates if update is not None]
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that were not masked before the updates, summed over the epochs."""
+        once = sum(self.prepared.sequence_tokens[s.sequence_id] for s in self.prepared.sequences)
+        return once * len(self.updates) // max(1, len(self.prepared.updates))
+
 
 def step_result(
     groups: tuple[TakenGroup, ...], prepared: PreparedBatch, updates: Sequence[UpdateStats | None], *, version: int
@@ -66,7 +75,9 @@ def step_result(
 
     ``version`` is the learner's version before the first update.
     """
-    measured = [update for update in updates if update is not None]
+    num_parts = max(1, len(prepared.updates))
+    of_parts = [updates[part::num_parts] for part in range(len(prepared.updates))]
+    stepped = [[update for update in epochs if update is not None and update.stepped] for epochs in of_parts]
     return StepResult(
         groups=groups,
         prepared=prepared,
@@ -75,11 +86,22 @@ def step_result(
         staleness=staleness_summary(prepared, versions=_versions_trained(version, updates)),
         facts=trained_counts(
             prepared,
-            [i for update in measured for i in update.skipped_sequence_ids],
-            stepped=[update is not None and update.stepped for update in updates],
-            out_of_range=sum(update.out_of_range_tokens for update in measured if update.stepped),
+            [i for epochs in of_parts for i in _skipped_in_all(epochs)],
+            stepped=[bool(epochs) for epochs in stepped],
+            # Later epochs may leave out other single tokens, but every token is to be counted once.
+            out_of_range=sum(epochs[0].out_of_range_tokens for epochs in stepped if epochs),
         ),
     )
+
+
+def _skipped_in_all(epochs: Sequence[UpdateStats | None]) -> list[int]:
+    """Return the sequences that the loss left out in every epoch in which the optimizer stepped on their part of the
+    batch. If it never did: in every epoch.
+    """
+    measured = [update for update in epochs if update is not None]
+    counted = [update for update in measured if update.stepped] or measured
+    ids = [set(update.skipped_sequence_ids) for update in counted]
+    return sorted(set.intersection(*ids)) if ids else []
 
 
 def _versions_trained(version: int, updates: Sequence[UpdateStats | None]) -> list[int]:
@@ -99,9 +121,9 @@ def trained_counts(
     Args:
         prepared: the batch.
         skipped_sequence_ids: sequences that the loss left out (``loss.skip_threshold``, ``loss.rules``).
-        stepped: for each update, whether the optimizer stepped. If not, nothing of that part was trained.
-        out_of_range: number of single tokens that ``loss.token_range`` or ``loss.rules`` left out, in updates that
-            stepped.
+        stepped: for each part of the batch, whether the optimizer stepped. If not, nothing of that part was trained.
+        out_of_range: number of single tokens that ``loss.token_range`` or ``loss.rules`` left out, in the first epoch
+            that stepped on their part.
     """
     causes = dict.fromkeys(
         (s.sequence_id for update, did in zip(prepared.updates, stepped, strict=True) if not did for s in update),
@@ -185,8 +207,8 @@ def step_metrics(result: StepResult, queue: QueueStats) -> dict[str, float]:
         "skip/sequences": sum(len(u.skipped_sequence_ids) for u in updates),
         "skip/tokens": sum(u.skipped_tokens for u in updates),
         "skip/out_of_range": sum(u.out_of_range_tokens for u in updates),
-        **_rule_metrics(updates, sum(prepared.sequence_tokens[s.sequence_id] for s in prepared.sequences)),
-        "skip/steps": len(prepared.updates) - sum(u.stepped for u in updates),
+        **_rule_metrics(updates, result.num_tokens),
+        "skip/steps": len(result.updates) - sum(u.stepped for u in updates),
         "staleness/mean": staleness.mean,
         "staleness/max": staleness.max,
         "staleness/in_flight_mean": staleness.in_flight_mean,

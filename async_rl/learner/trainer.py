@@ -193,7 +193,7 @@ class Trainer:
             ParityError: a generator's engine differs from the learner's.
         """
         config, version = self.config, self.state.version
-        last_version = version + config.learner.updates_per_batch - 1
+        last_version = version + config.learner.versions_per_batch - 1
         max_staleness = config.queue.max_staleness
         prepared = prepare_batch(
             batch.groups,
@@ -206,15 +206,16 @@ class Trainer:
         check_staleness(prepared, version=last_version, max_staleness=max_staleness)
         if self._parity is not None:
             prepared = self._parity.check_sampled(batch.groups, prepared, self.state.lineage, version=version)
-        return with_advantages(with_scores(prepared, self.engine, config.loss), config.loss)
+        scored = with_scores(prepared, self.engine, config.loss, num_epochs=config.learner.epochs_per_batch)
+        return with_advantages(scored, config.loss)
 
     def _update(self, prepared: PreparedBatch) -> list[UpdateStats | None]:
-        """Make an optimizer step on each part of the batch. The result is None for a part in which all tokens are
-        masked.
+        """Make an optimizer step on each part of the batch, in every epoch. The result is None for a part in which all
+        tokens are masked.
         """
         scored_version = self.state.version
         stats: list[UpdateStats | None] = []
-        for sequences in prepared.updates:
+        for sequences in prepared.updates * self.config.learner.epochs_per_batch:
             if not sequences:
                 logger.warning(
                     "step %d: every token of an update is masked, so it makes no optimizer step; masked/* in "

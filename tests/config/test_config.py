@@ -185,6 +185,7 @@ GAME: dict[str, Any] = {"name": "mine.py"}
         ({"weights": {"sync_every": 6}}, "weights.sync_every"),
         ({"learner": {"updates_per_batch": 8}}, "learner.updates_per_batch"),
         ({"learner": {"updates_per_batch": 3}}, "learner.updates_per_batch"),
+        ({"learner": {"epochs_per_batch": 8}}, "learner.updates_per_batch * learner.epochs_per_batch"),
         ({"reward": {"cache_length": 64}, "sampling": {"max_new_tokens": 64}}, "reward.cache_length"),
         ({"loss": {"best_k": 9}, "sampling": {"group_size": 8}}, "loss.best_k"),
         ({"sampling": {"group_size": 1}}, "sampling.group_size"),
@@ -221,6 +222,7 @@ def test_derived_values_follow_their_keys():
     assert a_config(sampling={"max_new_tokens": 1}, reward={"soft_overlong": False}).cache_length == 1
     assert a_config(learner={"groups_per_step": 3}).max_filtered == 300
     assert a_config(learner={"steps": 10, "updates_per_batch": 2}).temperature_steps == 20
+    assert a_config(learner={"steps": 10, "updates_per_batch": 2, "epochs_per_batch": 2}).temperature_steps == 40
     assert a_config(sampling={"temperature_end": 0.9, "temperature_steps": 7}).temperature_steps == 7
     assert "boxed" in a_config().system_prompt
     assert a_config(data={"system_prompt": ""}).system_prompt == ""
@@ -334,6 +336,7 @@ def test_a_lag_that_is_held_needs_a_bound_that_is_equal_and_every_version_publis
         learner=held, queue=bound, weights={"sync_every": 2}
     )
     assert "learner.updates_per_batch: expected 1" in refusal(learner={**held, "updates_per_batch": 2}, queue=bound)
+    assert "learner.epochs_per_batch: expected 1" in refusal(learner={**held, "epochs_per_batch": 2}, queue=bound)
     assert a_config(learner=held, queue=bound).learner.fixed_lag == 2
     assert a_config(learner={"fixed_lag": 0}, queue={"max_staleness": 0}).learner.fixed_lag == 0
 
@@ -347,6 +350,7 @@ def test_an_adaptive_bound_needs_room_and_limits_that_speak_before_a_step_is_ski
         queue={**adaptive, "max_staleness": 3}, weights={"sync_every": 3}, learner={"updates_per_batch": 2}
     )
     assert a_config(weights={"sync_every": 3}, learner={"updates_per_batch": 2}).lowest_bound == 3
+    assert a_config(learner={"updates_per_batch": 2, "epochs_per_batch": 2}).lowest_bound == 3
     for loss in ({"min_ess": 0.95}, {"max_kl": 0.02}):
         assert "queue.adaptive: expected experimental.adaptive_min_ess above" in refusal(queue=adaptive, loss=loss)
     assert a_config(

@@ -65,7 +65,7 @@ def policy_schedule(config: Config) -> Schedule:
         kind=optimizer.schedule,
         lr=optimizer.lr,
         warmup_updates=optimizer.warmup_steps,
-        total_updates=learner.steps * learner.updates_per_batch,
+        total_updates=learner.steps * learner.versions_per_batch,
         min_ratio=optimizer.min_lr_ratio,
     )
 

@@ -41,7 +41,8 @@ GENERATOR_TIMEOUT_S = 30.0
 class QueueSettings:
     """The config values that the queue's core needs.
 
-    ``from_config`` makes them from the config, which has the defaults.
+    ``from_config`` makes them from the config, which has the defaults. ``updates_per_batch`` is the number of optimizer
+    steps on a batch in all its epochs (``LearnerConfig.versions_per_batch``).
 
     Raises:
         ConfigError: the groups of a step don't fit into ``max_bytes``, or all groups would be too old to train, or
@@ -89,9 +90,10 @@ class QueueSettings:
             )
         if self.lowest_bound > self.max_staleness:
             raise ConfigError(
-                f"weights.sync_every + learner.updates_per_batch: expected at most queue.max_staleness + 2 = "
-                f"{self.max_staleness + 2}, got {self.sync_every} + {self.updates_per_batch}, with which every group "
-                f"would be too old; lower one of the two, or raise queue.max_staleness"
+                f"weights.sync_every + learner.updates_per_batch (times learner.epochs_per_batch): expected at most "
+                f"queue.max_staleness + 2 = {self.max_staleness + 2}, got {self.sync_every} + "
+                f"{self.updates_per_batch}, with which every group would be too old; lower one of them, or raise "
+                f"queue.max_staleness"
             )
 
     @classmethod
@@ -106,7 +108,7 @@ class QueueSettings:
             groups_per_step=config.learner.groups_per_step,
             max_staleness=config.queue.max_staleness,
             sampling=train_sampling(config),
-            updates_per_batch=config.learner.updates_per_batch,
+            updates_per_batch=config.learner.versions_per_batch,
             sync_every=config.weights.sync_every,
             max_bytes=config.queue.max_bytes,
             filter_range=config.queue.filter_range,
