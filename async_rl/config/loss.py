@@ -46,11 +46,13 @@ class Advantage(NamedTuple):
         description: what it computes, for docs/config.md.
         over_step: whether its baseline is over all rollouts of the step, not over those of one group.
         whitens_tokens: whether the advantages of all trained tokens are normalised at the end.
+        weighs_rollouts: whether its baseline weighs rollouts by pi/mu before the batch's first update.
     """
 
     description: str
     over_step: bool = False
     whitens_tokens: bool = False
+    weighs_rollouts: bool = False
 
 
 class SkipStatistic(NamedTuple):
@@ -96,6 +98,10 @@ ADVANTAGES: Mapping[str, Advantage] = {
     "leave_one_out": Advantage("reward less the mean of the group's other rewards"),
     "global_norm": Advantage("as group_norm, over all rollouts of the step", over_step=True),
     "reinforce_pp": Advantage("as group_mean, then normalised over all trained tokens", whitens_tokens=True),
+    "off_policy_optimal": Advantage(
+        "reward less the mean of the group weighted by length and squared policy / behavior policy of the answer",
+        weighs_rollouts=True,
+    ),
 }
 
 AGGREGATIONS: Mapping[str, str] = {
@@ -448,7 +454,7 @@ class LossConfig(Section):
     @property
     def scores_policy(self) -> bool:
         """Whether advantages need log-probabilities of the policy before the first update on a batch."""
-        return self.kl_policy == "trained"
+        return self.kl_policy == "trained" or ADVANTAGES[self.advantage].weighs_rollouts
 
     @property
     def judges_step(self) -> bool:

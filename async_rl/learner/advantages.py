@@ -52,7 +52,7 @@ def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
     group's mean KL instead, so it moves no baseline.
 
     Args:
-        prepared: the batch, scored by the models that the KL needs (``batch.with_scores``).
+        prepared: the batch, scored by the models that KL and baseline need (``batch.with_scores``).
         loss: only the keys ``advantage, best_k, length_bonus, kl_coef, kl_estimator, kl_placement, kl_policy`` are
             read.
 
@@ -71,9 +71,11 @@ def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
         rewards -= loss.kl_coef * _rollout_kl(prepared, kl, groups)
     advantages = np.zeros_like(rewards)
     estimate = look_up(ADVANTAGE_FUNCTIONS, loss.advantage, "loss.advantage")
-    is_over_step = ADVANTAGES[loss.advantage].over_step
-    for members in [np.concatenate([np.zeros(0, np.int64), *groups])] if is_over_step else groups:
-        advantages[members] = estimate(rewards[members])
+    row = ADVANTAGES[loss.advantage]
+    log_weights = _log_weights(prepared) if row.weighs_rollouts else None
+    for members in [np.concatenate([np.zeros(0, np.int64), *groups])] if row.over_step else groups:
+        weights = () if log_weights is None else (log_weights[members],)
+        advantages[members] = estimate(rewards[members], *weights)
     if loss.best_k is not None:
         prepared = leave_out(prepared, _all_but_best(prepared, advantages, groups, loss.best_k), "best_k")
     prepared = _with_token_advantages(prepared, advantages, loss, kl if loss.kl_placement == "advantage" else {})
@@ -130,17 +132,66 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     return centred * (len(centred) / max(1, len(centred) - 1))
 
 
-ADVANTAGE_FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+def off_policy_optimal(rewards: np.ndarray, log_weights: np.ndarray | None = None) -> np.ndarray:
+    """Return ``r - b``, where b is VCPO's baseline (arXiv:2602.17616): ``sum w^2 n r / sum w^2 n`` over the group.
+
+    It has the lowest variance of the gradient under importance weights w = pi/mu of whole answers, where n is the
+    squared norm of the gradient of log pi(answer). Here n is the number of the answer's trained tokens, as in OPO
+    (arXiv:2505.23585), which is exact if the gradients of tokens are orthogonal and of equal norm: exact norms need one
+    backward pass per answer. On policy this is OPO's mean weighted by length. Only ratios of weights matter, so they
+    are scaled by the largest and nothing is clamped.
+
+    Args:
+        rewards: float [n], reward units, one per rollout.
+        log_weights: float64 [n], ``log(w^2 n)``; -inf leaves a rollout out of the baseline. None: equal weights.
+
+    Returns:
+        float64 [n], reward units. Zeros if no rollout has a weight.
+
+    Raises:
+        ValueError: ``rewards`` is not one-dimensional, or holds NaN or infinity.
+    """
+    centred = group_centred(rewards)
+    if not centred.any() or log_weights is None:
+        return centred
+    highest = log_weights.max()
+    if highest == -np.inf:
+        return np.zeros_like(centred)
+    weights = np.exp(log_weights - highest)
+    return centred - np.dot(weights, centred) / weights.sum()
+
+
+ADVANTAGE_FUNCTIONS: Mapping[str, Callable[..., np.ndarray]] = {
     "group_norm": group_normalised,
     "group_mean": group_centred,
     "leave_one_out": leave_one_out,
     "global_norm": group_normalised,
     "reinforce_pp": group_centred,
+    "off_policy_optimal": off_policy_optimal,
 }
 """``loss.advantage`` -> rewards [n] -> advantages, float64 [n].
 
-The row of the same name in ``config.loss.ADVANTAGES`` says whether n is a group or the whole step.
+The row of the same name in ``config.loss.ADVANTAGES`` says whether n is a group or the whole step, and whether the
+function also takes ``log_weights`` [n].
 """
+
+
+def _log_weights(prepared: PreparedBatch) -> np.ndarray:
+    """Return ``log(w^2 n)`` of each rollout (``off_policy_optimal``), float64 [R].
+
+    It is -inf for a rollout that is masked, has no trained token, or has logprobs that are not finite: the loss leaves
+    all of these out.
+    """
+    log_ratios, tokens = np.zeros(len(prepared.rewards)), np.zeros(len(prepared.rewards))
+    for sequence in prepared.sequences:
+        rollout = prepared.rollout_of[sequence.sequence_id]
+        policy = prepared.policy_scores[sequence.sequence_id].logprobs.astype(np.float64)
+        log_ratios[rollout] += (policy - sequence.behavior_logprobs[sequence.loss_mask]).sum()
+        tokens[rollout] += len(policy)
+    known = np.isfinite(log_ratios) & (tokens > 0)
+    log_weights = np.full(len(tokens), -np.inf)
+    log_weights[known] = 2 * log_ratios[known] + np.log(tokens[known])
+    return log_weights
 
 
 def whitened(values: np.ndarray) -> np.ndarray:

@@ -223,6 +223,38 @@ def policy_scored(step: PreparedBatch, *logprobs: list[float]) -> PreparedBatch:
     return replace(step, policy_scores=scores)
 
 
+def test_the_off_policy_baseline_weighs_answers_by_length_and_squared_ratio():
+    # arXiv:2602.17616 with n = length: w = 1/2, 1, 2, 10 of 8, 2, 4 and 1 tokens: w^2 n = 2, 2, 16 and 100,
+    # b = (2 + 16) / 120 = 0.15.
+    lengths, weights = [8, 2, 4, 1], [0.5, 1.0, 2.0, 10.0]
+    step = prepare([rollout(r, n) for r, n in zip([1, 0, 1, 0], lengths, strict=True)])
+    logprobs = [[-1 + math.log(w) / n] * n for w, n in zip(weights, lengths, strict=True)]
+    got = advantages(with_advantages(policy_scored(step, *logprobs), loss(advantage="off_policy_optimal")))
+    np.testing.assert_allclose([got[i] for i in range(4)], [0.85, -0.15, 0.85, -0.15], rtol=1e-5)
+
+
+def test_at_lag_0_the_off_policy_baseline_is_the_mean_weighted_by_length():
+    # OPO (arXiv:2505.23585): (3 * 1 + 2 * 0 + 1 * 0.5) / 6 = 3.5 / 6. The second answer has two sequences.
+    step = policy_scored(prepare([rollout(1, 3), rollout(0, [1, 1]), rollout(0.5, 1)]), [-1.0] * 3, *[[-1.0]] * 3)
+    got = advantages(with_advantages(step, loss(advantage="off_policy_optimal")))
+    np.testing.assert_allclose([got[i] for i in range(3)], np.array([1, 0, 0.5]) - 3.5 / 6, rtol=1e-6)
+
+
+def test_ratios_of_whole_answers_that_no_float_holds_do_not_spoil_the_baseline():
+    # log w = 900 and -900, whose squares are no floats: the first answer is the baseline.
+    step = policy_scored(prepare([rollout(1), rollout(0)]), [899.0], [-901.0])
+    got = advantages(with_advantages(step, loss(advantage="off_policy_optimal")))
+    assert (got[0], got[1]) == (0.0, -1.0)
+
+
+def test_answers_that_are_not_trained_have_no_weight_in_the_off_policy_baseline():
+    # A NaN of mu, which the loss leaves out, and an answer without a token: b = (1 + 0) / 2.
+    step = prepare([rollout(1), rollout(0), rollout(3, logprob=math.nan), rollout(2, 0)])
+    scored_step = policy_scored(step, [-1.0], [-1.0], [-1.0], [])
+    got = token_advantages(with_advantages(scored_step, loss(advantage="off_policy_optimal")))
+    assert got == [[0.5], [-0.5], [2.5], []]
+
+
 def test_the_kl_may_be_that_of_the_trained_policy_in_the_reward_and_in_the_advantage():
     # log pi = -0.5, -0.75 and -1; ref -1.5, -0.75: d = 1, 0.75 and -0.25, whatever mu is. Sums 1.75 and -0.25, times
     # 0.1: rewards 0.825 and 0.025, mean 0.425.

@@ -557,6 +557,13 @@ def test_the_policy_is_not_asked_for_a_batch_of_one_update(tmp_path: Path):
     assert run.engine.scored == []
 
 
+def test_the_off_policy_baseline_scores_the_policy_once_a_batch_and_sets_no_proximal_policy(tmp_path: Path):
+    run = make_run(tmp_path, learner={"steps": 2}, loss={"advantage": "off_policy_optimal"})
+    run.start()
+    assert run.engine.scored == [("policy", 0), ("policy", 1)]
+    assert not any(len(s.proximal_logprobs) for s in run.engine.trained_on)
+
+
 def test_one_pass_of_the_policy_serves_everything_that_needs_it(tmp_path: Path):
     run = make_run(
         tmp_path,
