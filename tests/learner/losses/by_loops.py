@@ -48,7 +48,7 @@ def loss_by_loops(case: Case, loss: LossConfig) -> Expected:
         for t in left:
             kept[t] = True
             objective, slope = token_objective(case, t, left, loss)
-            if any(is_hit(rule, case, t, tokens, loss) for rule in loss.rules if rule.action == "clip"):
+            if any(is_hit(rule, case, t, tokens, loss) for rule in loss.rules if is_clip(rule)):
                 objective, slope = 0.0, 0.0
             total -= weight * objective
             gradient[t] -= weight * slope
@@ -93,6 +93,10 @@ def is_in_range(case: Case, t: int, loss: LossConfig) -> bool:
 
 def is_mask(rule: Rule) -> bool:
     return rule.action == "mask" and rule.level != "step"
+
+
+def is_clip(rule: Rule) -> bool:
+    return rule.action == "clip" and rule.level != "step"
 
 
 def is_hit(rule: Rule, case: Case, t: int, tokens: list[int], loss: LossConfig) -> bool:
