@@ -18,10 +18,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.losses.objective import policy_objective
 from async_rl.learner.packing import TrainSequence
+from async_rl.learner.step_masks import judge_step
 from tests.examples import examples
 from tests.learner.engine.test_fsdp_engine import Tensors, assert_same_stats
 from tests.learner.rank_scenarios import (
@@ -126,6 +128,27 @@ def test_what_stands_off_the_mask_never_reaches_the_gradient(one: OneRank, loss:
         return replace(sequence, **{name: value.astype(np.float32) for name, value in values.items()})
 
     assert_same_gradient(one.gradient(loss, [poisoned(s) for s in one.sequences]), one.whole(loss))
+
+
+def test_a_step_that_is_judged_as_a_whole_has_one_gradient_however_it_is_cut(one: OneRank):
+    rules = [
+        {"level": "step", "statistic": "k2", "above": 0.05, "when": "outward", "action": "clip"},
+        {"name": "far", "level": "step", "statistic": "k3", "above": 0.1, "action": "mask"},
+    ]
+    loss = {"preset": "dapo", "rules": rules, "entropy_quantile": 0.3}
+    found: list[tuple[Tensors, UpdateStats, dict[str, int]]] = []
+    for max_tokens in (4096, 40):
+        config = loss_config(one.root, loss, max_tokens=max_tokens)
+        one.engine._config, one.engine._objective = config, policy_objective(config)
+        step = judge_step(one.sequences, one.engine.score_policy(one.sequences), config.loss)
+        stats = one.engine.update(step.sequences, version=VERSION)
+        gradient = {n: t.clone() for n, t in one.engine._optimizer_tensors().items() if n.startswith("exp_avg.")}
+        found.append((gradient, stats, step.counts))
+    (whole, stats, counts), (cut, cut_stats, cut_counts) = found
+    assert_same_gradient(cut, whole)
+    assert counts == cut_counts
+    assert all(counts.values())
+    assert stats.tokens_trained == cut_stats.tokens_trained > 0
 
 
 def test_the_losses_differ(one: OneRank):
