@@ -127,5 +127,9 @@ class RunStoppedError(UserError, TrainingError):
     """The queue stopped the run for a cause that the user can correct, such as a reward that fails for every answer."""
 
 
+class OwnCodeError(UserError, TrainingError):
+    """The user's own loss or advantages failed, or returned something other than they must, so training stops."""
+
+
 class ParityError(TrainingError):
     """A generator and the learner compute different log-probabilities for the same tokens and the same weights."""
