@@ -236,6 +236,14 @@ OFF_VALUES: Mapping[str, Any] = {
 }
 """The value that switches a key off in TOML, which has no null."""
 
+LOSS_KEYS = (
+    "surrogate", "ratio_level", "anchor", "clip_low", "clip_high", "dual_clip", "importance_cap", "skip_threshold",
+    "skip_statistic", "skip_unit", "token_range", "kl_coef", "entropy_coef", "aggregation",
+)  # fmt: skip
+"""Keys that the built-in loss reads. With ``loss.function`` they do what that function makes of them, so one that is
+set to another value than the default, and that the function does not read, is refused. (A KL in the reward or the
+advantages is not the loss's.)"""
+
 
 if TYPE_CHECKING:
     PresetName = SurrogateName = AdvantageName = AggregationName = SkipStatisticName = KlEstimatorName = str
