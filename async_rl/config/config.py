@@ -247,6 +247,13 @@ class Config(Section):
         return (*environment, *dict.fromkeys(name for name in others if is_code_name(name)))
 
     @property
+    def recorded_code_names(self) -> tuple[str, ...]:
+        """Names of all code of the user's own, whose digests the run directory has: ``code_names`` and the
+        learner's.
+        """
+        return (*self.code_names, *self.loss.code_names)
+
+    @property
     def own_vocab_size(self) -> int | None:
         """The vocabulary size of a backend that has no model. None if the backend uses the model's vocabulary."""
         return None if has_model(self.generator.backend) else self.experimental.fake.vocab_size

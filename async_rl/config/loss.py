@@ -17,10 +17,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.rules import Rule, check_rules
 from async_rl.config.section import Section
+from async_rl.process.user_code import is_code_name
 
 
 class Surrogate(NamedTuple):
@@ -233,12 +234,14 @@ OFF_VALUES: Mapping[str, Any] = {
     "best_k": 0,
     "kl_placement": "",
     "kl_reference": "",
+    "function": "",
 }
 """The value that switches a key off in TOML, which has no null."""
 
 LOSS_KEYS = (
     "surrogate", "ratio_level", "anchor", "clip_low", "clip_high", "dual_clip", "importance_cap", "skip_threshold",
-    "skip_statistic", "skip_unit", "token_range", "kl_coef", "entropy_coef", "aggregation",
+    "skip_statistic", "skip_unit", "token_range", "kl_coef", "kl_weighted", "entropy_coef", "aggregation",
+    "sapo_positive", "sapo_negative",
 )  # fmt: skip
 """Keys that the built-in loss reads. With ``loss.function`` they do what that function makes of them, so one that is
 set to another value than the default, and that the function does not read, is refused. (A KL in the reward or the
@@ -270,6 +273,12 @@ class LossConfig(Section):
     preset: PresetName = Field(
         default="dapo",
         description="Published algorithm that sets the unset keys of this section; docs/algorithms.md describes each.",
+    )
+
+    function: str | None = Field(
+        default=None,
+        description="Your own loss as module:function or file.py:function, which replaces the built-in one; "
+        'docs/algorithms.md, "A loss of your own", describes it.',
     )
 
     advantage: AdvantageName = Field(
@@ -427,6 +436,13 @@ class LossConfig(Section):
             filled.setdefault("kl_estimator", "k3")
         return filled
 
+    @field_validator("function")
+    @classmethod
+    def _is_code(cls, value: str | None) -> str | None:
+        if value is not None and not is_code_name(value):
+            raise ValueError(f"expected module:function or file.py:function, got {value!r}; correct it")
+        return value
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
         for contradiction in CONTRADICTIONS:
@@ -441,6 +457,11 @@ class LossConfig(Section):
     def all_rules(self) -> tuple[Rule, ...]:
         """The rules that the short keys ``SHORT_RULES`` stand for, and then ``loss.rules``."""
         return (*_short_rules(self), *self.rules)
+
+    @property
+    def code_names(self) -> tuple[str, ...]:
+        """Names of the user's own code that the learner imports."""
+        return () if self.function is None else (self.function,)
 
     @property
     def needs_reference(self) -> bool:
@@ -627,6 +648,16 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         expected="expected a loss.kl_coef with kl_placement = \"reward\" or \"advantage\" with kl_policy = \"trained\"",
         reason="a KL in the loss is always that of the trained policy; set both, or leave kl_policy out",
         example={"kl_policy": "trained"},
+    ),
+    Contradiction(
+        keys=("function", "rules", "entropy_quantile"),
+        holds=lambda c: (
+            c.function is not None
+            and (c.entropy_quantile is not None or any(rule.action != "skip" for rule in c.rules))
+        ),
+        expected="expected no loss.entropy_quantile, and no loss.rules that mask or clip, with loss.function",
+        reason="your function decides which tokens count; only rules with action = \"skip\" apply to it",
+        example={"function": "mine.py:loss", "entropy_quantile": 0.8},
     ),
     Contradiction(
         keys=("kl_reference", "kl_coef"),

@@ -212,7 +212,7 @@ def continuation_lines(run_dir: RunDir, config: Config, earlier: Config | None) 
         line = f"goes on from checkpoint {checkpoint}; the earlier start had made {trained} steps"
     changed = {} if earlier is None else changed_keys(earlier, config)
     lines = [f"changed since the last launch: {show_change(key, *values)}" for key, values in changed.items()]
-    return [line, *lines, *code_changes(run_dir.path, config.code_names)]
+    return [line, *lines, *code_changes(run_dir.path, config.recorded_code_names)]
 
 
 def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, insecure: bool) -> RunCommands:

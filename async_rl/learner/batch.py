@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MASK_CAUSES = (
     "invalid", "unknown_weights", "quarantined", "failed", "filter", "truncated", "best_k", "stale", "skip_threshold",
-    "step_skipped",
+    "loss_function", "step_skipped",
 )  # fmt: skip
 """Why a rollout, or some of its tokens, are left out of the loss. The first cause that applies counts:
 
@@ -37,6 +37,7 @@ MASK_CAUSES = (
 - ``best_k``: it is not among the best ``loss.best_k`` of its group.
 - ``stale``: some of its tokens exceed the staleness bound, and ``queue.on_stale`` is "mask". Only these are left out.
 - ``skip_threshold``: its ratios are beyond ``loss.skip_threshold``, or a rule of ``loss.rules`` masks all its tokens.
+- ``loss_function``: the user's own loss (``loss.function``) masks it, or a behavior logprob of it is not finite.
 - ``step_skipped``: its optimizer step (one of ``learner.updates_per_batch``) was skipped.
 """
 

@@ -156,7 +156,7 @@ def _lead(config: Config, ranks: Ranks, lock: RunLock, *, fresh: bool, insecure:
         context = LearnerContext(
             files={
                 **model_files(config.model.path),
-                DIGESTS_FILE: write_digests(Path(config.run.dir), config.code_names),
+                DIGESTS_FILE: write_digests(Path(config.run.dir), config.recorded_code_names),
             },
             decode=lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True)),
             insecure=insecure,

@@ -69,11 +69,13 @@ class StepResult:
 
 
 def step_result(
-    groups: tuple[TakenGroup, ...], prepared: PreparedBatch, updates: Sequence[UpdateStats | None], *, version: int
-) -> StepResult:
+    groups: tuple[TakenGroup, ...], prepared: PreparedBatch, updates: Sequence[UpdateStats | None], *,
+    version: int, has_own_loss: bool = False,
+) -> StepResult:  # fmt: skip
     """Return the result of a step that made ``updates`` on the batch ``prepared``.
 
-    ``version`` is the learner's version before the first update.
+    ``version`` is the learner's version before the first update. ``has_own_loss`` says whether ``loss.function`` left
+    tokens out, not the built-in loss.
     """
     num_parts = max(1, len(prepared.updates))
     of_parts = [updates[part::num_parts] for part in range(len(prepared.updates))]
@@ -90,6 +92,7 @@ def step_result(
             stepped=[bool(epochs) for epochs in stepped],
             # Later epochs may leave out other single tokens, but every token is to be counted once.
             out_of_range=sum(epochs[0].out_of_range_tokens for epochs in stepped if epochs),
+            has_own_loss=has_own_loss,
         ),
     )
 
@@ -114,8 +117,9 @@ def _versions_trained(version: int, updates: Sequence[UpdateStats | None]) -> li
 
 
 def trained_counts(
-    prepared: PreparedBatch, skipped_sequence_ids: Sequence[int], *, stepped: Sequence[bool], out_of_range: int = 0
-) -> TrainedCounts:
+    prepared: PreparedBatch, skipped_sequence_ids: Sequence[int], *, stepped: Sequence[bool], out_of_range: int = 0,
+    has_own_loss: bool = False,
+) -> TrainedCounts:  # fmt: skip
     """Count every rollout and token of the step as trained or masked. A rollout is masked if all its sequences are.
 
     Args:
@@ -124,12 +128,14 @@ def trained_counts(
         stepped: for each part of the batch, whether the optimizer stepped. If not, nothing of that part was trained.
         out_of_range: number of single tokens that ``loss.token_range`` or ``loss.rules`` left out, in the first epoch
             that stepped on their part.
+        has_own_loss: whether ``loss.function`` is the cause instead of these two keys.
     """
+    of_sequences, of_tokens = ("loss_function",) * 2 if has_own_loss else ("skip_threshold", "token_range")
     causes = dict.fromkeys(
         (s.sequence_id for update, did in zip(prepared.updates, stepped, strict=True) if not did for s in update),
         "step_skipped",
     )
-    causes |= dict.fromkeys(skipped_sequence_ids, "skip_threshold")
+    causes |= dict.fromkeys(skipped_sequence_ids, of_sequences)
     rollouts_masked = Counter(prepared.masked.values())
     tokens_masked: Counter[str] = Counter()
     for rollout, cause in prepared.masked.items():
@@ -139,7 +145,7 @@ def trained_counts(
     for sequence, cause in causes.items():
         tokens_masked[cause] += prepared.sequence_tokens[sequence]
     if out_of_range:
-        tokens_masked["token_range"] += out_of_range
+        tokens_masked[of_tokens] += out_of_range
     outcomes: dict[int, set[str]] = {}
     for sequence, rollout in prepared.rollout_of.items():
         outcomes.setdefault(rollout, set()).add(causes.get(sequence, ""))
@@ -256,8 +262,11 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     weights = np.array([max(u.tokens_trained, 0) for u in updates], dtype=np.float64)
     weights = weights / weights.sum() if weights.sum() else np.full(len(updates), 1 / len(updates))
 
+    def mean_of(values: Sequence[float]) -> float:
+        return float(np.dot(weights, values))
+
     def mean(name: str) -> float:
-        return float(np.dot(weights, [getattr(u, name) for u in updates]))
+        return mean_of([getattr(u, name) for u in updates])
 
     return {
         "loss/policy": mean("loss"),
@@ -271,6 +280,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "ratio/sequence_ess": mean("sequence_ess"),
         "ratio/mean_abs_log": mean("mean_abs_log_ratio"),
         **({"kl/reference": mean("reference_kl")} if updates[0].reference_kl is not None else {}),
+        **{key: mean_of([u.own_metrics[key] for u in updates]) for key in updates[0].own_metrics},
         **_packing_metrics(updates),
         **_lag_metrics(updates),
     }

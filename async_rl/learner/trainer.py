@@ -145,7 +145,8 @@ class Trainer:
             prepared = self._prepare(batch)
             self._check_stop()  # after the first update the step must be finished
             updates = self._update(prepared)
-        result = step_result(batch.groups, prepared, updates, version=version)
+        has_own_loss = self.config.loss.function is not None
+        result = step_result(batch.groups, prepared, updates, version=version, has_own_loss=has_own_loss)
         fault_point("learner.trained")
         bound_metrics = self._update_bound(result)
         acked = self._acknowledge(result)

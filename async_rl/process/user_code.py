@@ -1,12 +1,13 @@
-"""Import the Python code (rewards, environments) that a config names, if this machine's operator allows it.
+"""Import the Python code (rewards, environments, losses) that a config names, if this machine's operator allows it.
 
 A name has the form ``module:attribute`` or ``file.py:attribute``. The name of an environment may also be ``module`` or
 ``file.py``. Modules are searched on ``sys.path`` and, last, in the working directory. Code is never sent to other
 machines: each machine that runs it needs a copy.
 
-A machine imports only code that its operator listed in ``generator.allow_code`` and whose source has the same digest as
-on the learner's machine. The learner sends its digests when a generator connects. The digest covers the named file and
-the local modules that it imports.
+A generator imports only code that its operator listed in ``generator.allow_code`` and whose source has the same digest
+as on the learner's machine. The learner sends its digests when a generator connects. The digest covers the named file
+and the local modules that it imports. The learner imports the loss and the advantages that the config on its own
+machine names, so they need no permission.
 
 A module is local if it is in the same outermost package as the named file or, without a package, in the file's folder
 or below. Imported modules are found by reading ``import`` statements, also those in functions and in imported modules,
@@ -196,7 +197,7 @@ def code_changes(run_dir: Path, names: Collection[str]) -> list[str]:
     now = code_digests(names)
     return [
         f"the source of {name} has changed since this run started, SHA-256 now {now[name][:16]}; copy the new source "
-        f"to the machines of the generators"
+        f"to the machines that run it"
         for name in sorted(now.keys() & before.keys())
         if now[name] != before[name]
     ]
@@ -401,6 +402,15 @@ def _names(node: ast.AST, package: str) -> Iterator[str]:
     base = ".".join([*above, *filter(None, [node.module])])
     yield base
     yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+
+
+def load_named_code(name: str) -> Any:
+    """Import the user code ``name``, which a config on this machine names for its own use, and return it.
+
+    Raises:
+        ConfigError: the code is missing, or its import fails.
+    """
+    return load_code(name, allowed=[_parts(name)[0]], digest=None)
 
 
 def describe_error(error: BaseException) -> tuple[str, str]:

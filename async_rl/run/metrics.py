@@ -102,13 +102,16 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "ratio/kl": "k3 estimate of KL(mu || pi) over trained tokens, in nats; loss.max_kl bounds it.",
         "ratio/mean_abs_log": "Mean |log pi - log mu| over the step's tokens, skipped ones included, in nats.",
         "kl/reference": "KL divergence to the reference model, in nats; only with loss.kl_coef.",
-        "skip/tokens": "Number of tokens in sequences that loss.skip_threshold or loss.rules left out.",
-        "skip/out_of_range": "Number of single tokens that loss.token_range or loss.rules left out.",
+        "skip/tokens": "Number of tokens in sequences that loss.skip_threshold, loss.rules or loss.function left out.",
+        "skip/out_of_range": "Number of single tokens that loss.token_range, loss.rules or loss.function left out.",
         "rule/<name>": "Share of tokens that the entry <name> of loss.rules masked or clipped, or that "
         "loss.entropy_quantile left out of the objective (<name> = entropy_quantile), among tokens that were "
         "not masked before.",
         "skip/token_fraction": "Share of tokens skipped for either reason, among tokens that were not masked before.",
-        "skip/sequences": "Number of sequences that loss.skip_threshold or loss.rules left out.",
+        "skip/sequences": "Number of sequences that loss.skip_threshold, loss.rules or loss.function left out.",
+        "loss_mask/<name>": "Share of the step's tokens that loss.function left out for this cause; only with such a "
+        "loss.",
+        "loss_metric/<name>": "Mean of a figure of loss.function over trained tokens; only with such a loss.",
         "skip/steps": "Number of the step's optimizer steps that were skipped: beyond loss.min_ess, max_kl or a "
         "rule, a gradient that is not finite, or nothing to train on.",
         "mismatch_kl/mean": "k3 estimate of KL(mu || pi) over the step's tokens, skipped ones included, in nats.",

@@ -16,6 +16,7 @@ from async_rl.config.loss import (
     AGGREGATIONS,
     CONTRADICTIONS,
     KL_ESTIMATORS,
+    LOSS_KEYS,
     OFF_VALUES,
     PRESETS,
     SKIP_STATISTICS,
@@ -148,6 +149,20 @@ def test_what_has_to_be_scored_follows_from_the_settings():
     assert {preset for preset, (reference, _) in needs.items() if reference} == {"grpo"}
     assert {preset for preset, (_, proximal) in needs.items() if proximal} == {"decoupled_ppo", "gspo", "icepop"}
     assert not LossConfig(preset="decoupled_ppo", anchor="interpolated").needs_proximal
+
+
+def test_a_loss_of_the_user_s_own_is_named_as_file_or_module_and_function():
+    for name in ("mine.py:loss", "my.package:loss"):
+        assert a_config(function=name).recorded_code_names == (name,)
+        assert a_config(function=name).code_names == ()  # no generator imports it
+    with pytest.raises(
+        ConfigError, match=r"loss\.function: expected module:function or file\.py:function, got 'x\.py'"
+    ):
+        a_config(function="x.py")
+
+
+def test_every_key_of_the_loss_is_one():
+    assert set(LOSS_KEYS) <= LossConfig.model_fields.keys()
 
 
 def test_an_unhashable_preset_is_refused_by_its_field():

@@ -142,6 +142,8 @@ def test_single_tokens_outside_the_token_range_are_masked_and_their_rollout_is_t
     facts = trained_counts(prepared, [1], stepped=[True], out_of_range=2)
     assert (facts.rollouts_trained, facts.tokens_trained) == (1, 1)
     assert facts.tokens_masked == {"skip_threshold": 1, "token_range": 2}
+    own = trained_counts(prepared, [1], stepped=[True], out_of_range=2, has_own_loss=True)
+    assert (own.rollouts_masked, own.tokens_masked) == ({"loss_function": 1}, {"loss_function": 3})
 
 
 def test_what_a_skipped_update_held_was_not_trained():

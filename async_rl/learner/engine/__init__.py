@@ -59,6 +59,7 @@ class UpdateStats:
         sequence_ess: normalised effective sample size of the sequences, whose weights are products of pi/mu.
         padded_cost: what padded rows cost. None if rows are packed.
         rule_tokens: for each rule (``LossConfig.all_rules``) by its label, the number of tokens it masked or clipped.
+        own_metrics: metrics of the user's own loss, by key. Empty with the built-in loss.
     """
 
     stepped: bool
@@ -82,6 +83,7 @@ class UpdateStats:
     sequence_ess: float = 1.0
     padded_cost: PaddedCost | None = None
     rule_tokens: Mapping[str, int] = field(default_factory=dict)
+    own_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Engine(Protocol):

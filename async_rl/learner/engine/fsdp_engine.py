@@ -33,7 +33,7 @@ from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateStats
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, load_reference, to_device
 from async_rl.learner.engine.packing_choice import set_packing
-from async_rl.learner.engine.ranks import Ranks, compute_dtype
+from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours
 from async_rl.learner.losses.objective import (
     Objective,
@@ -95,9 +95,13 @@ class FsdpEngine:
 
         Raises:
             ModelError: the model is missing, can't be trained, or computes wrong values for a micro-batch.
+            ConfigError: the user's own loss fails its trial, or differs between the ranks' machines.
         """
         self._config, self._ranks = config, ranks
-        self._objective = objective or policy_objective(config)
+        with ranks.together("loading the loss"):
+            self._objective = objective or policy_objective(config, device=ranks.device)
+            if objective is None:
+                check_same_code(config, ranks)
         self._schedule = schedule or policy_schedule(config)
         with ranks.together("loading the model"):
             self._dtype = compute_dtype(config, ranks.device)

@@ -30,7 +30,9 @@ from torch import Tensor
 
 from async_rl.config.config import Config
 from async_rl.errors import ConfigError, TrainingError
+from async_rl.net.wire import decode, encode
 from async_rl.process.child import DEVICES_ARE_DEALT
+from async_rl.process.user_code import code_digests
 
 logger = logging.getLogger(__name__)
 
@@ -329,6 +331,24 @@ class Ranks:
         if self._store is not None and not self._broken and dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
+
+
+def check_same_code(config: Config, ranks: Ranks) -> None:
+    """Check that all ranks have the same source of the user's own loss. All ranks call this.
+
+    Raises:
+        ConfigError: they have not. Raised on rank 0.
+    """
+    name = config.loss.function
+    if name is None or ranks.world_size == 1:
+        return
+    digests = [decode(f).fields["digest"] for f in ranks.gather(encode("code", {"digest": code_digests([name])[name]}))]
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise ConfigError(
+                f"loss.function: expected the same source of {name} on all ranks, got SHA-256 {digests[0][:16]} on "
+                f"rank 0 and {digest[:16]} on rank {rank}; copy the file to the machines of all ranks"
+            )
 
 
 def _as_tensor(frame: bytes) -> Tensor:

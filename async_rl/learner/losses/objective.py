@@ -8,8 +8,9 @@ tokens, S = sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,13 +22,15 @@ from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch
 from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, k3_sum_and_tokens, summarise
+from async_rl.learner.losses.own import OwnLoss
+from async_rl.learner.losses.own_trial import load_own_loss
 from async_rl.learner.losses.parts import LOG_RATIO_LIMIT, sum_by
 from async_rl.learner.losses.policy import PolicyInputs, PolicyLoss, policy_loss
 from async_rl.learner.losses.rules import why_skip
 
 SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl", "sequences", "weight", "weight_square")
 """The first entries of ``MicroBatchResult.sums``. A count and a sum for each rule follow (``PolicyLoss.rule_counts``,
-``rule_sums``), and then the rows of ``diagnostic_sums``.
+``rule_sums``), then the numbers of ``OwnLoss.metric_keys``, and then the rows of ``diagnostic_sums``.
 """
 
 
@@ -39,7 +42,7 @@ class MicroBatchResult(NamedTuple):
     """
 
     loss_sum: Tensor  # [], float64, carries grad: this micro-batch's part of the step's loss times its denominator
-    sums: Tensor  # float64 [len(SUM_NAMES) + 2 * rules + COLUMNS * lags]
+    sums: Tensor  # float64 [len(SUM_NAMES) + 2 * rules + own metrics + COLUMNS * lags]
     skipped: Tensor  # bool [S]
     ratio_max: Tensor  # [], float64
 
@@ -62,6 +65,11 @@ class Objective(Protocol):
         """The names of the rules whose counts ``MicroBatchResult.sums`` has, in order."""
         ...
 
+    @property
+    def own_metric_keys(self) -> tuple[str, ...]:
+        """The metrics in ``MicroBatchResult.sums`` that a loss of the user's own counts, in order."""
+        ...
+
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
 
     def why_skip(self, sums: Tensor) -> str:
@@ -80,11 +88,13 @@ class PolicyObjective:
         loss: the section.
         max_lag: statistics are separate for each staleness up to this.
         max_length: the value of ``sampling.max_new_tokens``, the divisor under ``aggregation = "sequence_sum"``.
+        own: the function of ``loss.function``. None: the built-in loss.
     """
 
     loss: LossConfig
     max_lag: int
     max_length: int
+    own: OwnLoss | None = None
 
     @property
     def needs_entropy_grad(self) -> bool:
@@ -98,11 +108,16 @@ class PolicyObjective:
     def rule_labels(self) -> Sequence[str]:
         return [rule.label for rule in self.loss.all_rules]
 
+    @property
+    def own_metric_keys(self) -> tuple[str, ...]:
+        return () if self.own is None else self.own.metric_keys
+
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         """Return the loss and the statistics of one micro-batch, whose log-probabilities are ``scored``.
 
         Raises:
             ValueError: a token is newer than ``version``, or ``policy_loss`` refuses the batch.
+            OwnCodeError: the user's function fails.
         """
         lag_N = version - batch.versions.long()
         if bool((lag_N < 0).any()):
@@ -123,7 +138,11 @@ class PolicyObjective:
             proximal_logprobs=batch.proximal_logprobs,
             verdicts=batch.verdicts,
         )
-        out = policy_loss(inputs, self.loss, max_length=self.max_length)
+        counts = batch.advantages.new_zeros(0, dtype=torch.float64)
+        if self.own is None:
+            out = policy_loss(inputs, self.loss, max_length=self.max_length)
+        else:
+            out, counts = self.own(inputs, self.loss, max_length=self.max_length)
         entropy = scored.entropies.detach().masked_fill(~out.kept, 0.0).sum(dtype=torch.float64)
         fixed = [out.denominator.double(), out.loss_sum.detach(), out.kept.sum().double(), entropy, out.kl_sum]
         fixed += sequence_weights(out, batch.sequence_index, batch.num_sequences)
@@ -131,7 +150,7 @@ class PolicyObjective:
         by_lag = diagnostic_sums(out, skipped_N, lag_N, self.max_lag + 1, after_update_N=batch.after_update)
         kept_N = out.log_ratio.masked_fill(~out.kept, -torch.inf)
         ratio_max = torch.cat([kept_N, kept_N.new_full((1,), -torch.inf)]).max().exp()
-        sums = torch.cat([torch.stack(fixed), out.rule_counts, out.rule_sums, by_lag.view(-1)])
+        sums = torch.cat([torch.stack(fixed), out.rule_counts, out.rule_sums, counts, by_lag.view(-1)])
         return MicroBatchResult(out.loss_sum, sums, out.skipped, ratio_max)
 
     def why_skip(self, sums: Tensor) -> str:
@@ -142,7 +161,7 @@ class PolicyObjective:
         """
         rules = self.loss.all_rules
         rule_sums = sums[len(SUM_NAMES) + len(rules) :][: len(rules)].tolist()
-        step = summarise(_rows(sums, len(rules)).sum(0).numpy())
+        step = summarise(_split(sums, self).rows.sum(0).numpy())
         return why_skip(rules, rule_sums, tokens=float(sums[SUM_NAMES.index("tokens")]), ess=step.ess)
 
 
@@ -159,6 +178,10 @@ class SupervisedObjective:
 
     @property
     def rule_labels(self) -> Sequence[str]:
+        return ()
+
+    @property
+    def own_metric_keys(self) -> tuple[str, ...]:
         return ()
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
@@ -195,9 +218,18 @@ def sequence_ess(sums: Tensor) -> float:
     return total["weight"] ** 2 / (total["sequences"] * total["weight_square"])
 
 
-def policy_objective(config: Config) -> PolicyObjective:
-    """Build the objective of a reinforcement learning run, with diagnostics for every staleness that may occur."""
-    return PolicyObjective(config.loss, config.queue.max_staleness, config.sampling.max_new_tokens)
+def policy_objective(config: Config, *, device: torch.device | None = None) -> PolicyObjective:
+    """Build the objective of a reinforcement learning run, with diagnostics for every staleness that may occur.
+
+    Args:
+        config: the run's config.
+        device: that of the micro-batches, where the user's own loss is tried. None: the CPU.
+
+    Raises:
+        ConfigError: ``loss.function`` can't be imported, or fails its trial.
+    """
+    own = load_own_loss(config, device=device)
+    return PolicyObjective(config.loss, config.queue.max_staleness, config.sampling.max_new_tokens, own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +256,10 @@ def update_stats(
     objective: Objective,
 ) -> UpdateStats:
     """Return a step's statistics, computed from its sums over micro-batches and ranks (host, float64)."""
-    labels = objective.rule_labels
     total = dict(zip(SUM_NAMES, sums.tolist()))
     count = max(1.0, total["tokens"])
-    rows = _rows(sums, len(labels)).numpy()
+    parts = _split(sums, objective)
+    rows = parts.rows.numpy()
     step = summarise(rows.sum(0))
     return UpdateStats(
         stepped=not outcome.reason,
@@ -249,10 +281,35 @@ def update_stats(
         out_of_range_tokens=step.num_out_of_range,
         reference_kl=total["reference_kl"] / count if objective.has_reference_kl else None,
         by_lag=rows,
-        rule_tokens=dict(zip(labels, map(int, sums[len(SUM_NAMES) :].tolist()))),
+        rule_tokens=parts.rule_tokens,
+        own_metrics=_own_metrics(parts.own, num_tokens=max(1, step.tokens), num_kept=count),
     )
 
 
-def _rows(sums: Tensor, num_rules: int) -> Tensor:
-    """Return the part of ``sums`` that holds the rows of ``diagnostic_sums``, float64 [lags, COLUMNS]."""
-    return sums[len(SUM_NAMES) + 2 * num_rules :].view(-1, COLUMNS)
+def _own_metrics(own: Mapping[str, float], *, num_tokens: int, num_kept: float) -> dict[str, float]:
+    """Return the share of tokens under each of the user's masks, and the mean of each of the user's metrics."""
+    return {key: value / (num_tokens if key.startswith("loss_mask/") else num_kept) for key, value in own.items()}
+
+
+class _Sums(NamedTuple):
+    """The parts of ``MicroBatchResult.sums`` after ``SUM_NAMES``.
+
+    Attributes:
+        rule_tokens: for each rule, by its label, the number of tokens it masked or clipped.
+        own: the numbers of the user's own loss, by metric.
+        rows: the rows of ``diagnostic_sums``, float64 [lags, COLUMNS].
+    """
+
+    rule_tokens: dict[str, int]
+    own: dict[str, float]
+    rows: Tensor
+
+
+def _split(sums: Tensor, objective: Objective) -> _Sums:
+    labels, keys = objective.rule_labels, objective.own_metric_keys
+    counts, _, own, rows = sums[len(SUM_NAMES) :].tensor_split(list(accumulate([len(labels), len(labels), len(keys)])))
+    return _Sums(
+        dict(zip(labels, map(int, counts.tolist()), strict=True)),
+        dict(zip(keys, own.tolist(), strict=True)),
+        rows.view(-1, COLUMNS),
+    )

@@ -32,6 +32,7 @@ from async_rl.config.loss import LossConfig
 from async_rl.errors import OwnCodeError
 from async_rl.learner.losses.parts import kl_estimate, log_ratio, sum_by
 from async_rl.learner.losses.policy import PolicyInputs, PolicyLoss
+from async_rl.learner.losses.rules import step_sums
 from async_rl.process.user_code import describe_error
 
 KEY = "loss.function"
@@ -146,16 +147,20 @@ class OwnLoss:
         if loss.is_kl_in_loss:
             distance_N = log_ratio(inputs.logprobs.detach(), inputs.reference_logprobs, kept_N)
             kl_sum = kl_estimate(distance_N, loss.kl_estimator).sum(dtype=torch.float64)
+        log_ratio_N = log_ratio(inputs.logprobs.detach(), inputs.behavior_logprobs, finite_N).double()
+        behavior_N = inputs.behavior_logprobs.masked_fill(~finite_N, 0.0)
         result = PolicyLoss(
             loss_sum=out.loss_sum.double(),
             denominator=out.denominator.detach(),
             skipped=skipped_S | ((before_S > 0) & (after_S == 0)),
             kept=kept_N,
             finite=finite_N,
-            log_ratio=log_ratio(inputs.logprobs.detach(), inputs.behavior_logprobs, finite_N).double(),
+            log_ratio=log_ratio_N,
             capped_low=capped_low_N,
             capped_high=capped_high_N,
             kl_sum=kl_sum,
+            rule_counts=counts.new_zeros(len(loss.all_rules)),
+            rule_sums=step_sums(loss.all_rules, log_ratio_N, behavior_N.double(), kept_N),
         )
         return result, counts
 

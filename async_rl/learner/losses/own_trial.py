@@ -14,9 +14,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from async_rl.config.config import Config
 from async_rl.config.loss import LOSS_KEYS, LossConfig
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, OwnCodeError
 from async_rl.learner.losses.own import KEY, LossInputs, LossOutput, OwnLoss, called
+from async_rl.process.user_code import load_named_code
 
 _LENGTHS = (5, 1, 7, 3, 6)
 _ADVANTAGES = (1.0, -0.8, 0.6, -1.2, 0.3)
@@ -25,6 +27,27 @@ _CUTS = (1, 3)
 
 _TOLERANCE = 1e-4
 """Of float32 sums in another order. A mean over the piece instead of the step is off by far more."""
+
+
+def load_own_loss(config: Config, *, device: torch.device | None = None) -> OwnLoss | None:
+    """Import the function of ``loss.function`` and try it on ``device`` (None: the CPU). None if the key is unset.
+
+    Raises:
+        ConfigError: it can't be imported, fails, or breaks the rules of ``own.py``. The message has the figures.
+    """
+    name = config.loss.function
+    if name is None:
+        return None
+    function = load_named_code(name)
+    if not callable(function):
+        raise ConfigError(f"{KEY}: {name}: expected a function, got {type(function).__name__}; name a function")
+    try:
+        return try_loss(
+            name, cast("Callable[[LossInputs], LossOutput]", function), config.loss,
+            max_length=config.sampling.max_new_tokens, max_lag=config.queue.max_staleness, device=device,
+        )  # fmt: skip
+    except OwnCodeError as error:
+        raise ConfigError(str(error)) from error
 
 
 def try_loss(

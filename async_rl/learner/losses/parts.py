@@ -77,13 +77,14 @@ class SurrogateInputs(NamedTuple):
             the proximal policy (``loss.anchor``). Carries grad.
         logprobs: log pi. Carries grad.
         advantages: the advantages.
-        sequence_mean: replaces values [N] by the mean over their sequence, as ``sequence_log_ratio``.
+        sequence_mean: replaces values [N] by the mean over their sequence, as ``sequence_log_ratio``. Only
+            ``geometric_mean`` needs it.
     """
 
     log_ratio: Tensor
     logprobs: Tensor
     advantages: Tensor
-    sequence_mean: Callable[[Tensor], Tensor]
+    sequence_mean: Callable[[Tensor], Tensor] | None = None
 
 
 class TokenObjective(NamedTuple):
@@ -157,6 +158,8 @@ def geometric_mean(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
     bound counts in the mean. The paper clips log r at -0.4 and 0.4, which the preset says as bounds of r. It has no
     bound at A < 0; ``loss.dual_clip`` is one, for the mean.
     """
+    if inputs.sequence_mean is None:
+        raise ValueError("expected the mean over sequences as SurrogateInputs.sequence_mean, got none; pass it")
     advantages_N = inputs.advantages
     ratio_N = inputs.log_ratio.detach().exp()
     low_N = (advantages_N < 0) & (ratio_N < 1 - loss.clip_low)
