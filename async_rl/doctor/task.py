@@ -1,4 +1,4 @@
-"""The doctor's checks of what a run trains: data sets, model files, tokenizer, chat template, reward, and parity.
+"""The doctor's checks of what a run trains: data sets, model files, tokenizer, chat template, reward, loss, and parity.
 
 Parity means that the generators' engine and the learner compute the same log-probabilities with the same weights.
 ``check_parity`` loads both in one process. The engine samples answers to the first prompts, and the learner scores
@@ -33,6 +33,7 @@ from async_rl.generator.parity import answer_probe
 from async_rl.generator.worker import generator_config, scratch_directory, write_files
 from async_rl.launch.environment_trial import NUM_ROWS, try_environment
 from async_rl.launch.preflight import check_code, check_lengths, check_train_is_set, unknown_text
+from async_rl.launch.user_code_trial import try_loss
 from async_rl.process.user_code import describe_error
 from async_rl.queue.parity import Probe, compare, parity_limit
 from async_rl.records import TEXT_ROLE, Lease, Prompt, Sampling
@@ -189,6 +190,18 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
         reward.close()
     sandbox = [_sandbox_row(resolved)] if resolved.reward.runs_programs else []
     return [*sandbox, *_verdict(resolved.reward.type, graded, is_user_code=resolved.reward.types[0].is_user_code)]
+
+
+def check_own_loss(config: Config) -> list[Finding]:
+    """Check the user's own loss and advantages: they compute a made-up batch. No finding if there are none."""
+    if not config.loss.code_names:
+        return []
+    try:
+        try_loss(config)
+    except UserError as error:
+        return [Finding.of_error("loss", error)]
+    names = " and ".join(config.loss.code_names)
+    return [Finding("loss", "OK", f"{names} gave a made-up batch a finite result that does not depend on its cut")]
 
 
 def _environment_rows(config: Config) -> list[Finding]:

@@ -1,5 +1,5 @@
 """Check that a run can start, before anything is written or started: run directory, disk space, memory, address,
-devices, data, model, lengths, reward, environment.
+devices, data, model, lengths, reward, environment, loss.
 
 ``launch`` and the doctor call these checks. The command line calls them for a ``learner`` or ``queue`` that a user
 started by hand. Fast checks come first. Each error message names the config key that the user must correct.
@@ -29,7 +29,7 @@ from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError
 from async_rl.launch.capacity import check_disk_space, check_memory
 from async_rl.launch.environment_trial import try_environment
-from async_rl.launch.user_code_trial import try_reward
+from async_rl.launch.user_code_trial import try_loss, try_reward
 from async_rl.net.address import advertised_address, check_address, host_towards, refuse_open_bind
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.net.streams import listening_socket
@@ -72,6 +72,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_fake_vocabulary(config)
     check_own_reward(config, rows)
     check_own_environment(config, rows)
+    try_loss(config)
 
 
 def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
@@ -103,6 +104,7 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
         check_model(config.model.path, dtype=config.model.dtype)
     check_disk_space(config)
     check_lengths(config, rows)
+    try_loss(config)
 
 
 def check_queue(config: Config) -> None:
@@ -141,12 +143,12 @@ def check_train_is_set(config: Config) -> None:
 
 
 def check_code(config: Config) -> None:
-    """Check that the user's code that the config names exists, and that generators on this machine may import it.
+    """Check that the user's code that the config names exists, and that generators on this machine may import theirs.
 
     Raises:
         ConfigError: the code does not exist, or ``generator.allow_code`` does not list it.
     """
-    code_digests(config.code_names)
+    code_digests(config.recorded_code_names)
     if config.generator.count:
         check_allowed(config.code_names, config.generator.allow_code)
 

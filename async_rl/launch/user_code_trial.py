@@ -1,7 +1,8 @@
-"""Try the user's reward on rows of the training data before a run starts, so that a mistake in it costs no sampling.
+"""Try the user's reward, loss and advantages before a run starts, so that a mistake in them costs no sampling.
 
-``preflight`` calls ``try_reward``. The user's code runs in a separate process, because it may crash, hang, print or
-keep much memory. That process gets the config and the rows as JSON, and answers with the first error.
+``preflight`` and the doctor call ``try_reward``, with rows of the training data, and ``try_loss``, which makes up a
+batch. The user's code runs in a separate process, because it may crash, hang, print or keep much memory. That process
+gets the config and the rows as JSON, and answers with the first error.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from async_rl.config.config import Config
-from async_rl.config.loading import parse_config
+from async_rl.config.loading import config_from_toml, config_to_toml
 from async_rl.errors import ConfigError, UserError
 from async_rl.process.child import module_command, package_environment
 from async_rl.process.user_code import describe_error
@@ -43,22 +44,43 @@ def try_reward(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ConfigError: a function can't be imported, raises an exception, or returns something other than it must.
     """
-    request = {"config": config.model_dump(mode="json", exclude_none=True), "rows": list(rows[:NUM_ROWS])}
+    num_rows = len(rows[:NUM_ROWS])
+    _try(config, _key(config), _names(config), rows[:NUM_ROWS], f"the reward scored no {num_rows} rows")
+
+
+def try_loss(config: Config) -> None:
+    """Let the user's own loss and advantages compute a made-up batch. Do nothing if there are none.
+
+    Raises:
+        ConfigError: a function can't be imported, raises an exception, or breaks the rules of
+            ``learner.losses.own`` or ``learner.own_advantage``. The message has the figures.
+    """
+    if config.loss.code_names:
+        names = " and ".join(config.loss.code_names)
+        key = "loss.function" if config.loss.function else "loss.advantage_function"
+        _try(config, key, names, None, f"{names} did not compute a small batch")
+
+
+def _try(config: Config, key: str, names: str, rows: Sequence[Mapping[str, Any]] | None, what_is_late: str) -> None:
+    """Try the reward on ``rows``, or the loss and the advantages if there are none, in a separate process.
+
+    Raises:
+        ConfigError: it failed, or ended its process.
+    """
+    request = {"config": config_to_toml(config), "rows": rows}
     try:
         done = subprocess.run(
             module_command("async_rl.launch.user_code_trial"),
             input=msgspec.json.encode(request), capture_output=True, timeout=LIMIT_S, env=package_environment(),
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        logging.getLogger(__name__).warning(
-            "the reward scored no %d rows within %g s; starting without this check", len(request["rows"]), LIMIT_S
-        )
+        logging.getLogger(__name__).warning("%s within %g s; starting without this check", what_is_late, LIMIT_S)
         return
     if done.returncode or not done.stdout:
         last = "\n".join(done.stderr.decode(errors="replace").strip().splitlines()[-_LAST_LINES:])
         raise ConfigError(
-            f"{_key(config)}: the process that tried {_names(config)} ended with exit code {done.returncode}; let the "
-            f"function return a number or raise an exception. Its last output:\n{last}"
+            f"{key}: the process that tried {names} ended with exit code {done.returncode}; let the function return "
+            f"its result or raise an exception. Its last output:\n{last}"
         )
     if error := json.loads(done.stdout)["error"]:
         raise ConfigError(error)
@@ -93,6 +115,17 @@ def _first_error(config: Config, rows: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
+def _error_of_loss(config: Config) -> str:
+    """Return a message about the first of loss and advantages that fails. Return an empty text if none does."""
+    from async_rl.learner.losses.own_trial import load_own_loss  # it imports torch
+
+    try:
+        load_own_loss(config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def _key(config: Config) -> str:
     return "reward.type" if config.reward.types[0].is_user_code else "reward.extra"
 
@@ -110,7 +143,8 @@ def _child() -> None:
     answer = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     request = json.load(sys.stdin)
-    error = _first_error(parse_config(request["config"], "the config"), request["rows"])
+    config, rows = config_from_toml(request["config"], "the config"), request["rows"]
+    error = _error_of_loss(config) if rows is None else _first_error(config, rows)
     json.dump({"error": error}, answer)
     answer.flush()
     # Do not wait for threads that the user's code left running.

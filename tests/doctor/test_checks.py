@@ -274,3 +274,21 @@ def test_the_command_exits_1_for_a_red_row_and_2_for_a_bad_config_and_writes_not
     assert (code, text.splitlines()[-1]) == (0, f"next: async-rl launch {path} --set learner.steps=3")
     code, _ = run_command(capsys, str(path), "--set", "queue.nonsense=1")
     assert code == 2
+
+
+def test_a_loss_of_the_user_s_own(root: Path, tmp_path: Path):
+    assert task.check_own_loss(make_config(root)) == []
+    source = tmp_path / "mine.py"
+    text = (
+        "import torch\n"
+        "from async_rl.learner.losses.own import LossInputs, LossOutput\n"
+        "def right(inputs):\n"
+        "    return LossOutput(-(inputs.advantages * inputs.logprobs).sum(), torch.tensor(len(inputs.lag)))\n"
+        "def wrong(inputs):\n"
+        "    return LossOutput(-(inputs.advantages * inputs.logprobs).mean(), torch.tensor(1))\n"
+    )
+    source.write_text(text)
+    (row,) = task.check_own_loss(make_config(root, loss={"function": f"{source}:right"}))
+    assert (row.check, row.state) == ("loss", "OK")
+    row = red(task.check_own_loss(make_config(root, loss={"function": f"{source}:wrong"})))
+    assert "expected the same loss however a step is cut" in row.found

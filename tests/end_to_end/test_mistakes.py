@@ -7,6 +7,7 @@ message. The commands run in this process, except the trial of a reward, which h
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from async_rl.cli import main as cli
 from async_rl.config.loading import parse_config
 from async_rl.launch import capacity
-from async_rl.launch.user_code_trial import _first_error
+from async_rl.launch.user_code_trial import _error_of_loss, _first_error
 from tests.end_to_end.harness import write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.refusal import refusal
@@ -43,6 +44,7 @@ def check_refused(
     before = sorted(config.parent.rglob("*"))
     said = refusal(capsys, command, str(config), *arguments)
     assert message in said
+    said = re.sub(r"^(checking .* so far\)\n)+", "", said)  # progress: the trial of a loss may take some seconds
     assert said.startswith("async-rl: ")
     assert sorted(config.parent.rglob("*")) == before
 
@@ -216,6 +218,61 @@ def test_launch_tries_the_reward_in_a_process_of_its_own(
     path.write_text(source)
     chosen = ("--set", f"reward.type={path}:score", "--set", f'generator.allow_code=["{path}"]')
     check_refused(capsys, config, message, *chosen)
+
+
+MEAN = """import torch
+from async_rl.learner.losses.own import LossInputs, LossOutput
+
+def loss(inputs: LossInputs) -> LossOutput:
+    return LossOutput(-(inputs.advantages * inputs.logprobs).mean(), torch.tensor(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (MEAN, "my_loss.py:loss: expected the same loss however a step is cut into micro-batches, got "),
+        (
+            "def loss(inputs):\n    return inputs.ratio\n",
+            "'LossInputs' object has no attribute 'ratio' ({path}, line 2,",
+        ),
+        ("def other(inputs):\n    return None\n", "my_loss.py to define 'loss', but it does not"),
+        ("loss = 3\n", "my_loss.py:loss: expected a function, got int"),
+        ("import nothing_there\n", "importing {path} failed: ModuleNotFoundError: No module named 'nothing_there' ("),
+    ],
+)
+def test_a_loss_that_can_not_train_is_named_with_what_is_wrong(
+    source: str, message: str, tmp_path: Path, task: dict[str, str]
+):
+    path = tmp_path / "my_loss.py"
+    path.write_text(source)
+    said = _error_of_loss(parse_config(tiny_config(tmp_path, task, loss={"function": f"{path}:loss"}), "test"))
+    assert message.format(path=path) in said
+
+
+@pytest.mark.parametrize(
+    ("command", "source", "message"),
+    [
+        ("learner", MEAN, "the same loss however a step is cut into micro-batches, got "),
+        ("launch", "import os\ndef loss(inputs):\n    os._exit(3)\n", "my_loss.py:loss ended with exit code 3"),
+    ],
+)
+def test_a_loss_is_tried_in_a_process_of_its_own(
+    command: str, source: str, message: str, config: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = config.parent / "my_loss.py"
+    path.write_text(source)
+    check_refused(capsys, config, message, "--set", f"loss.function={path}:loss", command=command)
+
+
+def test_a_key_that_is_switched_off_is_refused_if_the_loss_does_not_read_it(
+    config: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = config.parent / "my_loss.py"
+    path.write_text(MEAN.replace(".mean()", ".sum()").replace("tensor(1)", "tensor(len(inputs.lag))"))
+    own = ("--set", f"loss.function={path}:loss")
+    message = "my_loss.py:loss does not read loss.skip_threshold, but it is set to None"
+    check_refused(capsys, config, message, *own, "--set", "loss.skip_threshold=0")
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_refused(
