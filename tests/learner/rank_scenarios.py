@@ -33,6 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 PLAIN = {"optimizer": {"lr": 1e-3, "betas": [0.0, 0.999], "max_grad_norm": 1e9, "schedule": "cosine"}}
 
 
+OWN_LOSS = Path(__file__).resolve().parents[2] / "examples" / "own_loss.py"
+
 # What a step's gradient depends on differs: each adds its own sums over tokens, sequences and the step.
 LOSSES: dict[str, dict[str, Any]] = {
     "dapo": {},
@@ -47,6 +49,7 @@ LOSSES: dict[str, dict[str, Any]] = {
         {"level": "token", "statistic": "tv", "above": 0.001, "when": "outward", "action": "clip"},
         {"level": "sequence", "statistic": "abs_log_ratio", "above": 0.1, "when": "negative"}]},
     "decoupled_ppo, interpolated": {"preset": "decoupled_ppo", "anchor": "interpolated", "clip_high": 0.05},
+    "a loss of the user's own": {"function": f"{OWN_LOSS}:dapo", "clip_low": 0.05, "clip_high": 0.05},
 }  # fmt: skip
 GUARDED = {"min_ess": 0.999}
 """Off-policy sequences never reach it, so the step is skipped."""
