@@ -142,7 +142,8 @@ class Config(Section):
                 f"reward.cache_length: expected less than sampling.max_new_tokens = {longest}, got "
                 f"{self.reward.cache_length}; lower it, or leave it out"
             )
-        if self.sampling.group_size == 1 and not ADVANTAGES[self.loss.advantage].over_step:
+        is_own = self.loss.advantage_function is not None
+        if self.sampling.group_size == 1 and not is_own and not ADVANTAGES[self.loss.advantage].over_step:
             raise ValueError(
                 f"sampling.group_size: expected at least 2 with loss.advantage = {self.loss.advantage!r}, got 1; "
                 f"this advantage compares the rollouts of one group, so sample more of them or set loss.advantage = "

@@ -235,6 +235,7 @@ OFF_VALUES: Mapping[str, Any] = {
     "kl_placement": "",
     "kl_reference": "",
     "function": "",
+    "advantage_function": "",
 }
 """The value that switches a key off in TOML, which has no null."""
 
@@ -279,6 +280,10 @@ class LossConfig(Section):
         default=None,
         description="Your own loss as module:function or file.py:function, which replaces the built-in one; "
         'docs/algorithms.md, "A loss of your own", describes it.',
+    )
+    advantage_function: str | None = Field(
+        default=None,
+        description="Your own advantages as module:function or file.py:function, which replace loss.advantage.",
     )
 
     advantage: AdvantageName = Field(
@@ -429,6 +434,8 @@ class LossConfig(Section):
         preset = given.get("preset", "dapo")
         # The validation of the field refuses an unknown preset.
         filled = {**PRESETS.get(preset, {}), **given} if isinstance(preset, str) else given
+        if given.get("advantage_function") is not None and "advantage" not in given:
+            filled.pop("advantage", None)
         surrogate = SURROGATES.get(str(filled.get("surrogate", "clip")))
         if surrogate is not None and not surrogate.has_dual_clip:
             filled.setdefault("dual_clip", None)
@@ -436,7 +443,7 @@ class LossConfig(Section):
             filled.setdefault("kl_estimator", "k3")
         return filled
 
-    @field_validator("function")
+    @field_validator("function", "advantage_function")
     @classmethod
     def _is_code(cls, value: str | None) -> str | None:
         if value is not None and not is_code_name(value):
@@ -460,8 +467,8 @@ class LossConfig(Section):
 
     @property
     def code_names(self) -> tuple[str, ...]:
-        """Names of the user's own code that the learner imports."""
-        return () if self.function is None else (self.function,)
+        """Names of the user's own code that the learner imports: loss and advantages."""
+        return tuple(name for name in (self.function, self.advantage_function) if name is not None)
 
     @property
     def needs_reference(self) -> bool:
@@ -665,6 +672,13 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         expected="expected a loss.kl_coef above 0 with kl_reference",
         reason="the reference would never be loaded; raise kl_coef, or leave kl_reference out",
         example={"kl_reference": "some/model"},
+    ),
+    Contradiction(
+        keys=("advantage_function", "advantage"),
+        holds=lambda c: c.advantage_function is not None and c.advantage != "group_norm",
+        expected="expected no loss.advantage with loss.advantage_function, which replaces it",
+        reason="leave out one of them",
+        example={"advantage_function": "mine.py:advantages", "advantage": "group_mean"},
     ),
 )  # fmt: skip
 """Every invalid combination, in the order in which they are checked."""

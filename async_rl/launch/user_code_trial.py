@@ -118,8 +118,10 @@ def _first_error(config: Config, rows: Sequence[Mapping[str, Any]]) -> str:
 def _error_of_loss(config: Config) -> str:
     """Return a message about the first of loss and advantages that fails. Return an empty text if none does."""
     from async_rl.learner.losses.own_trial import load_own_loss  # it imports torch
+    from async_rl.learner.own_advantage import load_own_advantage
 
     try:
+        load_own_advantage(config)
         load_own_loss(config)
     except UserError as error:
         return str(error)

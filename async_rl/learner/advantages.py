@@ -4,7 +4,7 @@ The trainer calls ``with_advantages`` before the first update of a step. It take
 batch with an advantage for every trained token. The order is fixed:
 
 1. The length bonus and the KL change the *reward*.
-2. The estimator turns rewards into advantages.
+2. The estimator, or the user's own function (``own_advantage.py``), turns rewards into advantages.
 3. ``best_k`` chooses among the rollouts of a group.
 4. The KL changes the *advantage*, token by token.
 5. Some estimators (``whitens_tokens``) normalise the advantages over all trained tokens.
@@ -28,6 +28,8 @@ from async_rl.config.section import look_up
 from async_rl.errors import TrainingError
 from async_rl.learner.batch import PreparedBatch, along_tokens, leave_out
 from async_rl.learner.losses.parts import kl_estimate
+from async_rl.learner.own_advantage import AdvantageInputs, OwnAdvantage, frozen_inputs
+from async_rl.records import NO_VERSION
 
 STD_FLOOR = 1e-4
 """Added to a standard deviation, in its units, so that nearly equal rewards give no huge advantages."""
@@ -42,7 +44,9 @@ TokenKl = Mapping[int, np.ndarray]
 """Sequence id to float64 [its trained tokens], nats: estimates of KL(loss.kl_policy || reference)."""
 
 
-def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
+def with_advantages(
+    prepared: PreparedBatch, loss: LossConfig, *, own: OwnAdvantage | None = None, version: int = 0
+) -> PreparedBatch:
     """Return ``prepared`` with advantages according to ``loss``. Rollouts that ``loss.best_k`` excludes are masked.
 
     Baselines include all rollouts except those masked for a cause of ``_WITHOUT_REWARD``. The KL is that of
@@ -55,9 +59,12 @@ def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
         prepared: the batch, scored by the models that KL and baseline need (``batch.with_scores``).
         loss: only the keys ``advantage, best_k, length_bonus, kl_coef, kl_estimator, kl_placement, kl_policy`` are
             read.
+        own: the function of ``loss.advantage_function``. None: the estimator of ``loss.advantage``.
+        version: the learner's version, for the ages of rollouts that ``own`` gets.
 
     Raises:
         ValueError: a reward is not finite.
+        OwnCodeError: the user's function fails.
         TrainingError: the reference's logprobs are not finite.
     """
     kl = _token_kl(prepared, loss) if loss.is_kl_in_advantages else {}
@@ -69,20 +76,59 @@ def with_advantages(prepared: PreparedBatch, loss: LossConfig) -> PreparedBatch:
             rewards[members] += length_bonuses(prepared.accuracies[members], num_tokens[members], loss.length_bonus)
     if kl and loss.kl_placement == "reward":
         rewards -= loss.kl_coef * _rollout_kl(prepared, kl, groups)
-    advantages = np.zeros_like(rewards)
-    estimate = look_up(ADVANTAGE_FUNCTIONS, loss.advantage, "loss.advantage")
-    row = ADVANTAGES[loss.advantage]
-    log_weights = _log_weights(prepared) if row.weighs_rollouts else None
-    for members in [np.concatenate([np.zeros(0, np.int64), *groups])] if row.over_step else groups:
-        weights = () if log_weights is None else (log_weights[members],)
-        advantages[members] = estimate(rewards[members], *weights)
+    if own is None:
+        advantages = _estimated(prepared, rewards, groups, loss)
+    else:
+        advantages = own(_own_inputs(prepared, rewards, groups, loss, version))
     if loss.best_k is not None:
+        assert isinstance(advantages, np.ndarray)  # the call of the user's function has checked it
         prepared = leave_out(prepared, _all_but_best(prepared, advantages, groups, loss.best_k), "best_k")
     prepared = _with_token_advantages(prepared, advantages, loss, kl if loss.kl_placement == "advantage" else {})
     if not kl:
         return prepared
     values = np.concatenate(list(kl.values()))
     return replace(prepared, reference_kl=float(values.mean()) if len(values) else 0.0)
+
+
+def _estimated(
+    prepared: PreparedBatch, rewards_R: np.ndarray, groups: Sequence[np.ndarray], loss: LossConfig
+) -> np.ndarray:
+    """Return the advantages of ``loss.advantage``, float64 [R]; 0 for rollouts that are in no baseline."""
+    advantages = np.zeros_like(rewards_R)
+    estimate = look_up(ADVANTAGE_FUNCTIONS, loss.advantage, "loss.advantage")
+    row = ADVANTAGES[loss.advantage]
+    log_weights = _log_weights(prepared) if row.weighs_rollouts else None
+    for members in [np.concatenate([np.zeros(0, np.int64), *groups])] if row.over_step else groups:
+        weights = () if log_weights is None else (log_weights[members],)
+        advantages[members] = estimate(rewards_R[members], *weights)
+    return advantages
+
+
+def _own_inputs(
+    prepared: PreparedBatch, rewards_R: np.ndarray, groups: Sequence[np.ndarray], loss: LossConfig, version: int
+) -> AdvantageInputs:
+    """Return what the user's function gets. ``groups`` has the rollouts that count in baselines."""
+    num = len(rewards_R)
+    rollouts = [(item, rollout) for item in prepared.groups for rollout in item.group.rollouts]
+    oldest = np.array([rollout.oldest_version for _, rollout in rollouts], np.int64)
+    trained = np.zeros(num, np.int64)
+    for sequence_id, index in prepared.rollout_of.items():
+        trained[index] += prepared.sequence_tokens[sequence_id]
+    in_baseline = np.zeros(num, np.bool_)
+    in_baseline[np.concatenate([np.zeros(0, np.int64), *groups])] = True
+    return frozen_inputs(
+        rewards=rewards_R,
+        accuracies=prepared.accuracies,
+        group_sizes=prepared.group_sizes,
+        num_sampled=np.array(prepared.rollout_tokens),
+        num_trained=trained,
+        lag=np.where(oldest == NO_VERSION, 0, version - oldest),
+        masked=[prepared.masked.get(index, "") for index in range(num)],
+        in_baseline=in_baseline,
+        generator_ids=[item.group.generator_id for item, _ in rollouts],
+        rows=np.array([item.prompt.row for item, _ in rollouts]),
+        settings=loss,
+    )
 
 
 def group_normalised(rewards: np.ndarray) -> np.ndarray:
@@ -271,13 +317,22 @@ def _baseline_rollouts(prepared: PreparedBatch) -> list[np.ndarray]:
 
 
 def _with_token_advantages(
-    prepared: PreparedBatch, advantages_R: np.ndarray, loss: LossConfig, kl: TokenKl
+    prepared: PreparedBatch, advantages: np.ndarray | Sequence[np.ndarray], loss: LossConfig, kl: TokenKl
 ) -> PreparedBatch:
+    """Give every trained token its advantage. ``advantages`` has one for each rollout, [R], or for each trained token
+    of each rollout, whose sequences are in order.
+    """
     sequences = prepared.sequences
     if not sequences:
         return prepared
     lengths = [prepared.sequence_tokens[s.sequence_id] for s in sequences]
-    tokens = np.repeat(advantages_R[[prepared.rollout_of[s.sequence_id] for s in sequences]], lengths)
+    if isinstance(advantages, np.ndarray):
+        tokens = np.repeat(advantages[[prepared.rollout_of[s.sequence_id] for s in sequences]], lengths)
+    else:
+        # Sequences are in the order of the rollouts, so their tokens are too.
+        tokens = np.concatenate(
+            [advantages[i] for i in dict.fromkeys(prepared.rollout_of[s.sequence_id] for s in sequences)]
+        )
     if kl:
         # The loss skips a sequence that has no KL, so any finite advantages will do.
         values = [kl.get(s.sequence_id, np.zeros(n)) for s, n in zip(sequences, lengths, strict=True)]

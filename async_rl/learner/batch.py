@@ -57,6 +57,7 @@ class PreparedBatch:
         rollout_tokens: number of sampled tokens of each rollout.
         stale_tokens: number of tokens that are masked as stale, in rollouts that are trained on.
         masked: for each masked rollout, its index and the cause.
+        groups: the groups of the step, as the queue sent them.
         reference_kl: mean over trained tokens of the estimated KL(loss.kl_policy || reference), nats. None unless the
             KL is part of the reward or the advantage.
         policy_scores: for each sequence id, what the policy says of it before the batch's first update. Empty if
@@ -73,6 +74,7 @@ class PreparedBatch:
     rollout_tokens: tuple[int, ...]
     stale_tokens: int
     masked: Mapping[int, str]
+    groups: tuple[TakenGroup, ...]
     reference_kl: float | None = None
     policy_scores: Mapping[int, PolicyScores] = field(default_factory=dict)
 
@@ -148,6 +150,7 @@ def prepare_batch(
         rollout_tokens=tuple(builder.rollout_tokens),
         stale_tokens=builder.stale_tokens,
         masked=builder.masked,
+        groups=tuple(taken),
     )
 
 

@@ -32,6 +32,7 @@ from async_rl.learner.batch import PreparedBatch, prepare_batch, with_scores
 from async_rl.learner.checkpoint import TrainerState, checkpoint_name, write_checkpoint
 from async_rl.learner.engine import Engine, PolicyScores, UpdateStats
 from async_rl.learner.evaluations import Evaluations
+from async_rl.learner.own_advantage import load_own_advantage
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import VersionPublisher, WeightsSender
@@ -86,6 +87,7 @@ class Trainer:
         self._stop_signal = stop_signal
         self.config, self.state, self.engine, self.queue = config, state, engine, queue
         self._run_dir, self._parity, self._vocab_size = run_dir, parity, vocab_size
+        self._own_advantage = load_own_advantage(config)
         self._recorder = StepRecorder(
             config, state,
             metrics=metrics, step_log=step_log, weights=weights, parity=parity, run_dir=run_dir, decode=decode,
@@ -192,6 +194,7 @@ class Trainer:
         Raises:
             StaleRolloutError: a token is above the staleness bound.
             ParityError: a generator's engine differs from the learner's.
+            OwnCodeError: the user's function for advantages fails.
         """
         config, version = self.config, self.state.version
         last_version = version + config.learner.versions_per_batch - 1
@@ -208,7 +211,7 @@ class Trainer:
         if self._parity is not None:
             prepared = self._parity.check_sampled(batch.groups, prepared, self.state.lineage, version=version)
         scored = with_scores(prepared, self.engine, config.loss, num_epochs=config.learner.epochs_per_batch)
-        return with_advantages(scored, config.loss)
+        return with_advantages(scored, config.loss, own=self._own_advantage, version=version)
 
     def _update(self, prepared: PreparedBatch) -> list[UpdateStats | None]:
         """Make an optimizer step on each part of the batch, in every epoch. The result is None for a part in which all

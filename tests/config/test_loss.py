@@ -151,14 +151,17 @@ def test_what_has_to_be_scored_follows_from_the_settings():
     assert not LossConfig(preset="decoupled_ppo", anchor="interpolated").needs_proximal
 
 
-def test_a_loss_of_the_user_s_own_is_named_as_file_or_module_and_function():
+@pytest.mark.parametrize("key", ["function", "advantage_function"])
+def test_code_of_the_user_s_own_is_named_as_file_or_module_and_function(key: str):
     for name in ("mine.py:loss", "my.package:loss"):
-        assert a_config(function=name).recorded_code_names == (name,)
-        assert a_config(function=name).code_names == ()  # no generator imports it
-    with pytest.raises(
-        ConfigError, match=r"loss\.function: expected module:function or file\.py:function, got 'x\.py'"
-    ):
-        a_config(function="x.py")
+        assert a_config(**{key: name}).recorded_code_names == (name,)
+        assert a_config(**{key: name}).code_names == ()  # no generator imports it
+    with pytest.raises(ConfigError, match=rf"loss\.{key}: expected module:function or file\.py:function, got 'x\.py'"):
+        a_config(**{key: "x.py"})
+
+
+def test_own_advantages_replace_those_of_the_preset():
+    assert LossConfig(preset="rloo", advantage_function="mine.py:loss").advantage == "group_norm"
 
 
 def test_every_key_of_the_loss_is_one():
