@@ -13,8 +13,10 @@ from pydantic import BaseModel
 from async_rl.config.config import Config
 from async_rl.config.data import DataConfig, EvalConfig, RowField
 from async_rl.config.generator import EnvironmentConfig
-from async_rl.config.loss import CONTRADICTIONS, OFF_VALUES, PRESETS, LossConfig
+from async_rl.config.loss import CONTRADICTIONS, LOSS_KEYS, OFF_VALUES, PRESETS, LossConfig
 from async_rl.config.reward import RewardConfig
+from async_rl.learner.losses.own_trial import load_own_loss
+from async_rl.learner.own_advantage import load_own_advantage, made_up_rollouts
 from async_rl.process.user_code import load_code
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
@@ -110,6 +112,25 @@ def test_every_example_config_is_one(block: str):
     raw = tomllib.loads(block)
     raw["sampling"] = {"max_new_tokens": 4096}
     Config.model_validate({"run": {"dir": "r"}, "model": {"path": "m"}, **raw})
+
+
+def test_the_example_loss_and_advantages_work(tmp_path: Path):
+    for name in ("fresh", "group_mean"):
+        (source,) = (b for b in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if f"def {name}" in b)
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+    loss = {"function": f"{tmp_path}/fresh.py:fresh", "advantage_function": f"{tmp_path}/group_mean.py:group_mean"}
+    config = Config.model_validate({"run": {"dir": "r"}, "model": {"path": "m"}, "loss": loss})
+    own, advantages = load_own_loss(config), load_own_advantage(config)
+    assert own is not None
+    assert own.metric_keys == ("loss_mask/old",)
+    assert advantages is not None
+    found = advantages(made_up_rollouts(config))
+    assert list(found[:2]) == [0.5, -0.5]  # of a group of four right and four wrong answers
+
+
+def test_every_key_that_an_own_loss_replaces_is_listed():
+    text = section("A loss of your own")
+    assert [key for key in LOSS_KEYS if f"`{key}`" not in text] == []
 
 
 def test_the_example_rewards_work(tmp_path: Path):
