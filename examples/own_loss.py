@@ -44,22 +44,25 @@ def dapo(inputs: LossInputs) -> LossOutput:
 
 
 def soft_clip(inputs: LossInputs) -> LossOutput:
-    """A clip without an edge: the ratio r is replaced by `1 + c tanh((r - 1) / c)`, with c = `loss.clip_high`.
+    """A clip without an edge: where the policy has moved as the advantage asked, the ratio r becomes
+    `1 + c tanh((r - 1) / c)`, with c = `loss.clip_high`.
 
     PPO's gradient is whole up to the bound and 0 beyond. Here a token keeps the share `1 - tanh^2` of it: all at r = 1,
-    42 % at r = 1 + c, 7 % at r = 1 + 2 c. So a token just beyond the bound still teaches a little, and none has much
-    weight because its ratio is large: the value stays in [1 - c, 1 + c], for negative advantages too, which need no
-    second bound. It is symmetric, unlike PPO: a ratio far from 1 means an old sample, on either side. From no paper.
+    42 % at r = 1 + c, 7 % at r = 1 + 2 c; and as much below 1 if its advantage is negative. So a token just beyond the
+    bound still teaches a little. Where the policy has moved the other way nothing fades, as in PPO, so that it can turn
+    back; `loss.dual_clip` limits what a token with a negative advantage can cost there. From no paper.
     """
-    width = inputs.settings.clip_high
+    width, dual_clip = inputs.settings.clip_high, inputs.settings.dual_clip
     all_N = torch.ones_like(inputs.lag, dtype=torch.bool)
     ratio_N = log_ratio(inputs.logprobs, inputs.behavior_logprobs, all_N).exp()
-    soft_N = torch.tanh((ratio_N - 1) / width)
-    objective_N = (1 + width * soft_N) * inputs.advantages
+    ahead_N = (ratio_N - 1) * inputs.advantages > 0
+    share_N = torch.tanh((ratio_N - 1) / width)
+    back_N = ratio_N if dual_clip is None else torch.where(inputs.advantages < 0, ratio_N.clamp(max=dual_clip), ratio_N)
+    objective_N = torch.where(ahead_N, 1 + width * share_N, back_N) * inputs.advantages
     return LossOutput(
         loss_sum=-objective_N.sum(dtype=torch.float64),
         denominator=all_N.sum(),
-        capped_low=ratio_N < 1 - width,
-        capped_high=ratio_N > 1 + width,
-        metrics={"gradient_left": (1 - soft_N.detach().square()).sum()},
+        capped_low=ahead_N & (ratio_N < 1 - width),
+        capped_high=ahead_N & (ratio_N > 1 + width),
+        metrics={"gradient_left": torch.where(ahead_N, 1 - share_N.detach().square(), 1.0).sum()},
     )

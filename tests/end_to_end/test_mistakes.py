@@ -271,7 +271,7 @@ def test_a_key_that_is_switched_off_is_refused_if_the_loss_does_not_read_it(
     path = config.parent / "my_loss.py"
     path.write_text(MEAN.replace(".mean()", ".sum()").replace("tensor(1)", "tensor(len(inputs.lag))"))
     own = ("--set", f"loss.function={path}:loss")
-    message = "my_loss.py:loss does not read loss.skip_threshold, but it is set to None"
+    message = "my_loss.py:loss does not read loss.skip_threshold, but it is set to 0"
     check_refused(capsys, config, message, *own, "--set", "loss.skip_threshold=0")
 
 

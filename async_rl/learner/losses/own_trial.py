@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from async_rl.config.config import Config
-from async_rl.config.loss import LOSS_KEYS, LossConfig
+from async_rl.config.loss import LOSS_KEYS, OFF_VALUES, LossConfig
 from async_rl.errors import ConfigError, OwnCodeError
 from async_rl.learner.losses.own import KEY, LossInputs, LossOutput, OwnLoss, called
 from async_rl.process.user_code import load_named_code
@@ -237,8 +237,9 @@ def _check_keys(
         is_other = key == "kl_coef" and not settings.is_kl_in_loss
         is_default = value in (getattr(defaults, key), LossConfig.model_fields[key].default)
         if key not in read and not is_other and not is_default:
+            shown = OFF_VALUES[key] if value is None else value
             raise ConfigError(
-                f"{KEY}: {name} does not read loss.{key}, but it is set to {value!r}; leave the key out (or the preset "
+                f"{KEY}: {name} does not read loss.{key}, but it is set to {shown!r}; leave the key out (or the preset "
                 f'that sets it, loss.preset = "{settings.preset}"), or read inputs.settings.{key} in the function'
             )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
+import own_loss
 import pytest
 import torch
 
@@ -167,3 +168,18 @@ def test_names_that_change_during_a_run_are_refused():
 
     with pytest.raises(OwnCodeError, match=r"expected masks \['old'\], as in the trial at the start, got \[\]"):
         own(loss, ("old",))(of_ratios([1.0], [1.0], lag=[0]), LossConfig(), max_length=8)
+
+
+def test_the_example_of_a_soft_clip_fades_where_the_policy_moved_as_asked_and_only_there():
+    # c = 0.28. r = 1.28 with A = 1 and r = 0.72 with A = -1: values 1 + c tanh 1 and -(1 - c tanh 1), gradient of the
+    # ratio 1 - tanh^2 1 = 0.42, times r A. The other way nothing fades: r = 0.72 with A = 1, and r = 20 with A = -1,
+    # which counts as 10, without a gradient.
+    inputs = of_ratios([1.28, 0.72, 0.72, 20.0, 1.0], [1.0, -1.0, 1.0, -1.0, 2.0])
+    out, counts = own(own_loss.soft_clip, (), ("gradient_left",))(inputs, LossConfig(), max_length=8)
+    tanh = math.tanh(1)
+    assert out.loss_sum.item() == pytest.approx(-(1 + 0.28 * tanh) + (1 - 0.28 * tanh) - 0.72 + 10 - 2)
+    out.loss_sum.backward()
+    assert inputs.logprobs.grad is not None
+    left = 1 - tanh**2
+    assert inputs.logprobs.grad.tolist() == pytest.approx([-1.28 * left, 0.72 * left, -0.72, 0.0, -2.0])
+    assert counts.tolist() == pytest.approx([2 * left + 3])
