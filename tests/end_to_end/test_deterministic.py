@@ -246,6 +246,38 @@ def test_a_run_killed_and_resumed_gives_the_same_bits(tmp_path: Path, task: dict
     assert_same_bits(result_of(tmp_path / "run"), expected)
 
 
+@pytest.mark.slow
+def test_a_run_of_two_epochs_killed_and_resumed_gives_the_bits_of_one_that_was_not(
+    tmp_path: Path, task: dict[str, str]
+):
+    # At a bound of 1 the second epoch is exactly at it, so every batch is sampled with the version before its first.
+    changes: dict[str, Any] = {
+        "learner": {"epochs_per_batch": 2},
+        "queue": {"max_staleness": 1},
+        "loss": {"preset": "m2po", "advantage": "off_policy_optimal", "entropy_quantile": 0.3},
+    }
+    results: list[Trained] = []
+    for name in ("whole", "killed"):
+        raw = deterministic_config(tmp_path / name, task, **changes)
+        (tmp_path / name).mkdir()
+        config = write_config(tmp_path / name / "config.toml", raw)
+        with roles(tmp_path / name / "logs") as start:
+            launch = start("launch", "launch", str(config))
+            if name == "killed":
+                latest = tmp_path / name / "run" / "checkpoints" / "latest"
+                wait_until("a checkpoint", latest.exists, deadline_s=150)
+                launch.kill(signal.SIGKILL)
+                launch.wait()
+                launch = start("again", "launch", str(config))
+            launch.succeed()
+        rows = [row for row in metrics(tmp_path / name / "run") if "version" in row]
+        assert [row["version"] for row in rows] == [2 * step for step in range(1, NUM_STEPS + 1)]
+        assert {row["staleness/max"] for row in rows} == {1}
+        check_ledger(tmp_path / name / "run")
+        results.append(result_of(tmp_path / name / "run"))
+    assert_same_bits(results[1], results[0])
+
+
 def check_pulled_by_deltas(run_dir: Path) -> None:
     """Every version came by the stream, and after the first one as what had changed."""
     last = [row for row in metrics(run_dir) if "version" in row][-1]

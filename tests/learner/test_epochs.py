@@ -17,7 +17,7 @@ from async_rl.learner.engine import UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.staleness import staleness_summary
 from async_rl.learner.step_result import StepResult, step_metrics, step_result
-from async_rl.queue.messages import QueueStats, TakenGroup
+from async_rl.queue.messages import GeneratorStats, QueueStats, TakenGroup
 from async_rl.records import Group, Lease, Prompt
 from async_rl.run.step_log import read_rows
 from tests.examples import examples
@@ -44,10 +44,10 @@ def test_every_epoch_repeats_the_same_updates_in_the_same_order_as_new_versions(
     run = make_run(
         tmp_path, learner={"steps": 2, "updates_per_batch": 2, "epochs_per_batch": 3}, queue={"max_staleness": 5}
     )
-    run.engine = RecordingEngine()
+    run.engine = engine = RecordingEngine()
     state = run.start()
     assert (state.step, state.version, run.engine.versions) == (2, 12, list(range(12)))
-    ids = [[s.sequence_id for s in sequences] for _, sequences in run.engine.calls]
+    ids = [[s.sequence_id for s in sequences] for _, sequences in engine.calls]
     assert ids == [[0, 1], [2, 3]] * 6
     assert run.weights.published == [0, 6, 12]
     # Two groups of two rollouts a step, three tokens each: counted once.
@@ -84,17 +84,15 @@ def test_a_part_is_trained_if_the_optimizer_stepped_on_it_in_any_epoch(tmp_path:
 
 
 def test_a_learner_killed_between_batches_goes_on_as_if_it_had_not_been(tmp_path: Path):
-    keys = {"learner": {"steps": 4, "epochs_per_batch": 2}, "queue": {"max_staleness": 3}}
-    whole = make_run(tmp_path / "whole", **keys)
-    whole.engine = RecordingEngine()
+    keys: dict[str, Any] = {"learner": {"steps": 4, "epochs_per_batch": 2}, "queue": {"max_staleness": 3}}
+    whole, killed = make_run(tmp_path / "whole", **keys), make_run(tmp_path / "killed", **keys)
+    whole.engine, killed.engine = engines = RecordingEngine(), RecordingEngine()
     whole.start()
-    killed = make_run(tmp_path / "killed", **keys)
-    killed.engine = RecordingEngine()
     killed.dies("ack", 3)
-    del killed.engine.calls[:]
+    del engines[1].calls[:]
     killed.start()
     # The checkpoint of step 2 has version 4: the steps after it train the same sequences with the same versions.
-    trained = [[(v, [s.token_ids.tolist() for s in seqs]) for v, seqs in r.engine.calls] for r in (whole, killed)]
+    trained = [[(v, [s.token_ids.tolist() for s in seqs]) for v, seqs in engine.calls] for engine in engines]
     assert trained[1] == trained[0][4:]
     assert [row["version"] for row in rows_of(killed)] == [2, 4, 6, 8]
     assert killed.queue_state.stats().ledger["groups"]["trained"] == 8
@@ -130,7 +128,7 @@ def test_sequences_and_tokens_that_some_epochs_leave_out_are_counted_once():
     assert result_of(prepared, replace(first, stepped=False), second).facts.tokens_masked == {"token_range": 2}
     # Ages 0 and 1 of all five tokens. The rule met 3 of 10.
     assert (result.staleness.mean, result.staleness.max) == (0.5, 1)
-    metrics = step_metrics(result, QueueStats(0, 0, 0, 0, 0, 1, {}, {}))
+    metrics = step_metrics(result, QueueStats(0, 0, 0, 1, GeneratorStats(), {}))
     assert (metrics["rule/far"], metrics["skip/sequences"], metrics["skip/steps"]) == (0.3, 1, 0)
 
 
@@ -162,11 +160,11 @@ def test_no_epoch_ever_trains_a_token_above_the_bound(data: st.DataObject):
             queue={"max_staleness": bound, "on_stale": on_stale},
             weights={"sync_every": sync_every},
         )  # fmt: skip
-        run.engine = RecordingEngine(stepped=skips)
+        run.engine = engine = RecordingEngine(stepped=skips)
         run.start(answer=late)
         assert len(rows_of(run)) == 5
-        assert len(run.engine.calls) <= 5 * updates * epochs
-        for version, sequences in run.engine.calls:
+        assert len(engine.calls) <= 5 * updates * epochs
+        for version, sequences in engine.calls:
             ages = np.concatenate([version - s.versions[s.loss_mask] for s in sequences])
             assert ages.min() >= 0
             assert ages.max() <= bound

@@ -191,9 +191,11 @@ def test_the_loss_of_a_judged_step_does_not_depend_on_the_cut(
     }
     sequences = judge_step(sequences_of(log_ratios, advantages), scores, loss).sequences
 
-    def gradients(cut: dict[str, int]) -> tuple[float, int, dict[int, list[float]]]:
+    def gradients(max_tokens: int, num_ranks: int) -> tuple[float, int, dict[int, list[float]]]:
         total, denominator, found = 0.0, 0, {}
-        for batch in (b for rank in pack(sequences, **cut) for b in rank if len(b.targets)):
+        for batch in (
+            b for rank in pack(sequences, max_tokens=max_tokens, num_ranks=num_ranks) for b in rank if len(b.targets)
+        ):
             logprobs = [t for i in batch.sequence_ids for t in scores[int(i)].logprobs.tolist()]
             inputs = of_ratios([1.0] * len(logprobs), batch.advantages.tolist(), logprobs=logprobs)
             inputs = replace(
@@ -211,15 +213,12 @@ def test_the_loss_of_a_judged_step_does_not_depend_on_the_cut(
                 found[number] = inputs.logprobs.grad[torch.from_numpy(batch.sequence_index == i)].tolist()
         return total, denominator, found
 
-    whole, cut = (
-        gradients({"max_tokens": 1000, "num_ranks": 1}),
-        gradients({"max_tokens": max_tokens, "num_ranks": num_ranks}),
-    )
+    whole, cut = gradients(1000, 1), gradients(max_tokens, num_ranks)
     assert (whole[0], whole[1:]) == (pytest.approx(cut[0]), cut[1:])
 
 
 def test_each_update_is_judged_with_its_own_scores_and_the_first_shares_the_batch_s(tmp_path: Path):
-    keys = {"learner": {"steps": 1, "updates_per_batch": 2}, "queue": {"max_staleness": 2}}
+    keys: dict[str, Any] = {"learner": {"steps": 1, "updates_per_batch": 2}, "queue": {"max_staleness": 2}}
     rule = {**M2, "when": "always", "action": "mask", "above": 10.0}
     run_ = make_run(tmp_path / "rule", loss={"rules": [rule]}, **keys)
     run_.start()
