@@ -147,8 +147,9 @@ def test_no_epoch_ever_trains_a_token_above_the_bound(data: st.DataObject):
     skips = data.draw(st.lists(st.booleans(), max_size=12), label="steps")
 
     def late(lease: Lease, version: int) -> Group:
-        oldest = min(version, lease.min_version)
-        return answered(lease, data.draw(st.integers(oldest, version), label="sampled at"))
+        # Only versions that were sent can sample: the learner knows no others.
+        sent = [sent for sent in run.weights.published if lease.min_version <= sent <= version]
+        return answered(lease, data.draw(st.sampled_from(sent or [version]), label="sampled at"))
 
     with TemporaryDirectory() as directory:
         run = make_run(
