@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,6 +29,7 @@ from async_rl.generator.hf.forward import (
     make_forward,
     register_decode_attention,
 )
+from async_rl.generator.hf.rows import SlotRows
 from async_rl.generator.hf.slots import SlotCache
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import make_model, weights_of, write_tokenizer
@@ -162,7 +163,7 @@ def test_any_other_model_is_called_as_it_is(tmp_path):
     model = built(config)
     model.save_pretrained(tmp_path)
     backend = TransformersBackend.from_files(tmp_path, GeneratorConfig(batch_size=3), load_pretrained=True)
-    assert isinstance(backend._forward, TransformersForward)
+    assert isinstance(cast(SlotRows, backend._rows).forward, TransformersForward)
     for lease_id, prompt in (("a", "1+1"), ("b", "a longer prompt")):
         prompt_ids = backend.encode_prompt([{"role": "user", "content": prompt}])
         backend.submit(make_lease(lease_id, group_size=2, max_new_tokens=12), prompt_ids)

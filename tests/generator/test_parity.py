@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from async_rl.config.generator import GeneratorConfig
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.hf.backend import TransformersBackend
+from async_rl.generator.hf.rows import SlotRows
 from async_rl.generator.parity import answer_probe
 from async_rl.queue.parity import Probe, ProbeSequence, compare
 from tests.generator.leases import make_lease
@@ -135,14 +136,15 @@ def test_a_mask_that_nobody_asked_for_is_told(directory: Path, monkeypatch: pyte
 
 def test_keys_and_values_that_are_wrong_are_told(directory: Path, monkeypatch: pytest.MonkeyPatch):
     backend, model, weights = ready(directory)
-    prefill = backend._forward.prefill
+    forward = cast(SlotRows, backend._rows).forward
+    prefill = forward.prefill
 
     def stale(ids: torch.Tensor) -> Any:
         cache = prefill(ids)
         cache._keys = [keys.flip(2) for keys in cache._keys]
         return cache
 
-    monkeypatch.setattr(backend._forward, "prefill", stale)
+    monkeypatch.setattr(forward, "prefill", stale)
     answer = answer_probe(backend, make_probe(model), weights)
     assert answer.cause.startswith("reuse of keys and values")
 

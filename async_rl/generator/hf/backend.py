@@ -24,9 +24,9 @@ from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled, uniforms
 from async_rl.generator.hf.causal_model import WeightTable, build_model, end_of_sequence_ids
-from async_rl.generator.hf.forward import make_forward
+from async_rl.generator.hf.rows import Rows, SlotRows
 from async_rl.generator.hf.sampler import SamplingPlan, cached_decode, full_forward, make_plan, pack_masks, sample
-from async_rl.generator.hf.slots import Prefix, RunningSequences, SlotCache
+from async_rl.generator.hf.slots import RunningSequences
 from async_rl.generator.parity import ScoringMode
 from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, FinishReason, Lease
@@ -39,8 +39,6 @@ DTypeName = Literal["auto", "float32", "bfloat16"]
 
 _REFILL_SHARE = 8
 """Fill free slots when they are an eighth of all slots, or when nothing runs."""
-_MAX_PREFILL_TOKENS = 8192
-"""The most padded tokens in one prefill pass; limits the memory of its activations."""
 
 _TOKENS_PER_CHARACTER = 4
 """The most tokens that a byte-level tokenizer needs for one character."""
@@ -50,13 +48,13 @@ _TOKENS_PER_CHARACTER = 4
 class _Waiting:
     """A lease with samples that wait for a slot. The first of them has index ``next_index``.
 
-    ``prefix`` holds the keys and values of the prompt without its last token; None until they are computed.
+    ``prefix`` is the state of the cache after the prompt without its last token; None until it is computed.
     """
 
     lease: Lease
     prompt_ids: np.ndarray
     next_index: int = 0
-    prefix: Prefix | None = None
+    prefix: Any | None = None
 
     @property
     def num_samples(self) -> int:
@@ -88,7 +86,6 @@ class TransformersBackend:
         self._model = model
         self._tokenizer: Any = tokenizer
         self._weights = WeightTable(model)
-        self._forward = make_forward(model)
         self._device = model.device
         self._deterministic = deterministic
         self._recompute = config.kv_after_update == "recompute"
@@ -98,8 +95,6 @@ class TransformersBackend:
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
         self._is_eos_V = np.zeros(self._vocab_size, np.bool_)
         self._is_eos_V[[i for i in eos_ids if i < self._vocab_size]] = True
-        self._num_layers: int = text_config.num_hidden_layers
-        self._cache = SlotCache(self._num_layers, config.batch_size, self._device)
         self._running = RunningSequences(config.batch_size)
         # Filling slots costs a prefill and a new sampling plan, which is too much for a single free slot.
         self._refill_from = max(1, config.batch_size // _REFILL_SHARE)
@@ -107,6 +102,7 @@ class TransformersBackend:
         self._sampled_by_finished: dict[str, int] = {}
         self._plan: SamplingPlan | None = None
         self._num_tokens = 0
+        self._rows: Rows = SlotRows(model, config.batch_size)
 
     @classmethod
     def from_files(
@@ -233,10 +229,7 @@ class TransformersBackend:
         """
         if mode != "cached_decode":
             return full_forward(self._model, sequences, temperature, float32_head=mode == "float32_head")
-        cache = SlotCache(self._num_layers, len(sequences), self._device)
-        return cached_decode(
-            self._forward, cache, sequences, temperature, vocab_size=self._vocab_size, device=self._device
-        )
+        return cached_decode(self._rows.fresh(len(sequences)), sequences, temperature, vocab_size=self._vocab_size)
 
     def digests(self) -> Mapping[str, str]:
         return self._weights.digests()
@@ -261,13 +254,13 @@ class TransformersBackend:
         if not chosen:
             return
         if self._deterministic and not self._running.num_rows:
-            self._cache.forget()
+            self._rows.forget()
         self._prefill([w for w, _ in chosen if w.prefix is None and len(w.prompt_ids) > 1])
         for waiting, count in chosen:
             first_row = self._running.add(waiting.lease, waiting.prompt_ids, waiting.next_index, count)
-            self._cache.reserve(self._running.length, self._running.max_length)
-            if waiting.prefix is not None:
-                self._cache.write_prefix(first_row, count, waiting.prefix)
+            self._rows.add(
+                first_row, count, waiting.prefix, length=self._running.length, max_length=self._running.max_length
+            )
             waiting.next_index += count
         while self._waiting and self._waiting[0].num_samples == 0:
             self._waiting.popleft()
@@ -283,14 +276,14 @@ class TransformersBackend:
         return not self._running.sequences or self._running.sequences[0].lease is waiting.lease
 
     def _prefill(self, prompts: Sequence[_Waiting]) -> None:
-        """Compute the keys and values of each prompt without its last token, and store them as its ``prefix``."""
-        prefixes = self._prefixes([w.prompt_ids[:-1] for w in prompts])
+        """Compute the ``prefix`` of each prompt: the state of the cache after all its tokens but the last."""
+        prefixes = self._rows.prefixes([w.prompt_ids[:-1] for w in prompts])
         for waiting, prefix in zip(prompts, prefixes, strict=True):
             waiting.prefix = prefix
 
     @torch.inference_mode()
     def _prefill_running(self) -> None:
-        """Compute the keys and values of all running rows again, after new weights."""
+        """Compute the caches of all running rows again, after new weights."""
         running = self._running
         rows = [row for row in range(running.num_rows) if running.position[row] > 0]
         # The next step feeds the newest token; everything before it is in the cache.
@@ -298,41 +291,12 @@ class TransformersBackend:
             np.concatenate([running.sequences[row].prompt_ids, running.sampled(row)[0]])[: int(running.position[row])]
             for row in rows
         ]
-        for row, prefix in zip(rows, self._prefixes(fed), strict=True):
-            self._cache.write_prefix(row, 1, prefix)
-
-    def _prefixes(self, sequences: Sequence[np.ndarray]) -> list[Prefix]:
-        """Return the keys and values of each token sequence (int32 [P], P > 0), in the order of ``sequences``.
-
-        Sequences of similar length are computed together.
-        """
-        prefixes: dict[int, Prefix] = {}
-        batch: list[int] = []
-        for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
-            if batch and (len(batch) + 1) * len(sequences[index]) > _MAX_PREFILL_TOKENS:
-                prefixes.update(zip(batch, self._prefixes_of_batch([sequences[i] for i in batch]), strict=True))
-                batch = []
-            batch.append(index)
-        if batch:
-            prefixes.update(zip(batch, self._prefixes_of_batch([sequences[i] for i in batch]), strict=True))
-        return [prefixes[index] for index in range(len(sequences))]
-
-    def _prefixes_of_batch(self, sequences: Sequence[np.ndarray]) -> list[Prefix]:
-        ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
-        for row, sequence in enumerate(sequences):
-            ids[row, : len(sequence)] = sequence
-        cache = self._forward.prefill(torch.from_numpy(ids).to(self._device))
-        return [cache.prefix(row, len(sequence)) for row, sequence in enumerate(sequences)]
+        self._rows.recompute(dict(zip(rows, fed, strict=True)))
 
     def _decode(self) -> Tensor:
         """Feed the newest token of every running row to the model. Return the logits [R, V] of the next tokens."""
-        running, cache = self._running, self._cache
-        num_rows, length = running.num_rows, cache.padded(running.length)
-        cache.reserve(length, running.max_length)
-        inputs = torch.from_numpy(np.stack([running.next_ids[:num_rows], running.position[:num_rows]])).to(self._device)
-        ids_R, positions_R = inputs[0], inputs[1]
-        cache.begin_step(positions_R, length)
-        return self._forward.decode(ids_R, positions_R, cache)
+        running, rows = self._running, slice(0, self._running.num_rows)
+        return self._rows.decode(running.next_ids[rows], running.position[rows], max_length=running.max_length)
 
     def _sample(self, logits_RV: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Choose the next token of every running row.
@@ -414,7 +378,7 @@ class TransformersBackend:
     def _leave(self, rows: Sequence[int]) -> None:
         if rows:
             sources, destinations = self._running.remove(rows)
-            self._cache.move(sources, destinations)
+            self._rows.remove(rows, sources, destinations)
             self._plan = None
 
 

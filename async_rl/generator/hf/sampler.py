@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from async_rl.generator.hf.forward import Forward
-from async_rl.generator.hf.slots import PrefillCache, SlotCache
+from async_rl.generator.hf.rows import Rows
 from async_rl.queue.parity import ProbeSequence
 from async_rl.sampling_mask import SamplingMask, pack_ids
 
@@ -159,42 +158,33 @@ def _allowed_logits(logits_FV: Tensor, top_ks_F1: Tensor, top_ps_F1: Tensor) -> 
 
 
 @torch.inference_mode()
-def cached_decode(
-    forward: Forward,
-    cache: SlotCache,
-    sequences: Sequence[ProbeSequence],
-    temperature: float,
-    *,
-    vocab_size: int,
-    device: torch.device,
-) -> np.ndarray:
+def cached_decode(rows: Rows, sequences: Sequence[ProbeSequence], temperature: float, *, vocab_size: int) -> np.ndarray:
     """Return the logprobs of all scored tokens, float32 [N], computed with a cache as in a rollout.
 
-    They are in the order of ``sequences``. ``cache`` is empty and has a slot for each sequence.
+    They are in the order of ``sequences``. ``rows`` are empty, with room for each sequence.
     """
-    # The running rows of a cache are its first ones, so sequences with more scored tokens come first.
+    # The running rows are always the first ones, so sequences with more scored tokens come first.
     order = sorted(range(len(sequences)), key=lambda i: -sequences[i].num_scored)
     ids = [sequences[i].token_ids.astype(np.int64) for i in order]
     starts = [len(sequences[i].token_ids) - sequences[i].num_scored for i in order]
     longest = max(map(len, ids))
-    cache.reserve(longest, longest)
     for row, (tokens, start) in enumerate(zip(ids, starts, strict=True)):
-        if start > 1:
-            prefill = forward.prefill(torch.from_numpy(tokens[None, : start - 1]).to(device))
-            cache.write_prefix(row, 1, prefill.prefix(0, start - 1))
+        (prefix,) = rows.prefixes([tokens[: start - 1]]) if start > 1 else (None,)
+        rows.add(row, 1, prefix, length=longest, max_length=longest)
     found: list[list[float]] = [[] for _ in sequences]
+    num_running = len(sequences)
     for step in range(max(one.num_scored for one in sequences)):
-        rows = [row for row, i in enumerate(order) if sequences[i].num_scored > step]
-        at = np.array([starts[row] + step for row in rows])
-        fed = np.array([ids[row][position - 1] for row, position in zip(rows, at, strict=True)])
-        wanted = np.array([ids[row][position] for row, position in zip(rows, at, strict=True)])
-        positions_R = torch.from_numpy(at - 1).to(device)
-        length = cache.padded(int(at.max()))
-        cache.reserve(length, longest)
-        cache.begin_step(positions_R, length)
-        logits_RV = forward.decode(torch.from_numpy(fed).to(device), positions_R, cache)
-        values = _tempered(logits_RV, torch.from_numpy(wanted).to(device), temperature, vocab_size=vocab_size)
-        for row, value in zip(rows, values.tolist(), strict=True):
+        running = [row for row, i in enumerate(order) if sequences[i].num_scored > step]
+        if len(running) < num_running:
+            rows.remove(range(len(running), num_running), [], [])
+            num_running = len(running)
+        at = np.array([starts[row] + step for row in running])
+        fed = np.array([ids[row][position - 1] for row, position in zip(running, at, strict=True)])
+        wanted = np.array([ids[row][position] for row, position in zip(running, at, strict=True)])
+        logits_RV = rows.decode(fed, at - 1, max_length=longest)
+        wanted_R = torch.from_numpy(wanted).to(logits_RV.device)
+        values = _tempered(logits_RV, wanted_R, temperature, vocab_size=vocab_size)
+        for row, value in zip(running, values.tolist(), strict=True):
             found[order[row]].append(value)
     return np.array([value for values in found for value in values], np.float32)
 
@@ -210,23 +200,23 @@ def full_forward(
     return np.concatenate([_full_forward(model, one, temperature, float32_head=float32_head) for one in sequences])
 
 
-def _full_forward(model: Any, sequences: ProbeSequence, temperature: float, *, float32_head: bool) -> np.ndarray:
-    ids_T = torch.from_numpy(sequences.token_ids.astype(np.int64)).to(model.device)
-    positions_T = torch.arange(len(ids_T), device=model.device)
-    hidden_1Td = model.base_model(
-        input_ids=ids_T[None],
-        attention_mask=(positions_T[None, :] <= positions_T[:, None])[None, None],
-        position_ids=positions_T[None],
-        past_key_values=PrefillCache(),
-        use_cache=True,
-    ).last_hidden_state
-    first = len(ids_T) - sequences.num_scored
-    hidden_Nd, head = hidden_1Td[0, first - 1 : -1], model.get_output_embeddings()
-    if float32_head:
+def _full_forward(model: Any, sequence: ProbeSequence, temperature: float, *, float32_head: bool) -> np.ndarray:
+    ids_T = torch.from_numpy(sequence.token_ids.astype(np.int64)).to(model.device)
+    first = len(ids_T) - sequence.num_scored
+    head = model.get_output_embeddings()
+
+    def of_scored(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        # Here, and not after the model's call, because some models scale or cap the logits after their head.
+        if not float32_head:
+            return output[:, first - 1 : -1]
         bias = None if head.bias is None else head.bias.float()
-        logits_NV = functional.linear(hidden_Nd.float(), head.weight.float(), bias)
-    else:
-        logits_NV = head(hidden_Nd)
+        return functional.linear(inputs[0][:, first - 1 : -1].float(), head.weight.float(), bias)
+
+    hook = head.register_forward_hook(of_scored)
+    try:
+        logits_NV = model(input_ids=ids_T[None], use_cache=False).logits[0]
+    finally:
+        hook.remove()
     return _tempered(logits_NV, ids_T[first:], temperature, vocab_size=logits_NV.shape[1]).cpu().numpy()
 
 

@@ -315,7 +315,7 @@ class SlotCache(Cache):
         all_keys[:, rows, :, :length] = prefix.keys[:, None]
         all_values[:, rows, :, :length] = prefix.values[:, None]
 
-    def move(self, sources: list[int], destinations: list[int]) -> None:
+    def move(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copy the row ``sources[i]`` to the row ``destinations[i]``, for each i.
 
         The two lists have no row in common.

@@ -1,0 +1,132 @@
+"""The running rows of the transformers backend with their caches: the protocol ``Rows``, and rows in slots.
+
+``SlotRows`` decodes all rows in one forward pass, over one cache of keys and values. It serves models that cache only
+plain keys and values of all tokens. Shape letters: R = running rows, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_rl.generator.hf.forward import make_forward, register_decode_attention
+from async_rl.generator.hf.slots import Prefix, SlotCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MAX_PREFILL_TOKENS = 8192
+"""The most padded tokens in one prefill pass; limits the memory of its activations."""
+
+
+class Rows(Protocol):
+    """The caches of the running rows, numbered from 0, and the model's forward pass over them.
+
+    A *prefix* is the state of the cache after some tokens. Each implementation has its own type of it.
+    """
+
+    def prefixes(self, sequences: Sequence[np.ndarray]) -> list[Any]:
+        """Return the prefix of each token sequence (int32 [P], P > 0), in their order."""
+        ...
+
+    def add(self, first_row: int, num_rows: int, prefix: Any | None, *, length: int, max_length: int) -> None:
+        """Begin rows, all with this prefix; None: with an empty cache.
+
+        ``length`` is the number of cached tokens of the longest row after the next step, and ``max_length`` the most
+        that any row can reach.
+        """
+        ...
+
+    def remove(self, rows: Sequence[int], sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Remove ``rows``, and then give the row ``sources[i]`` the number ``destinations[i]``, for each i."""
+        ...
+
+    def decode(self, ids: np.ndarray, positions: np.ndarray, *, max_length: int) -> Tensor:
+        """Feed one token per row (int64 [R]) at its position (int64 [R]). Return the logits [R, V] after it."""
+        ...
+
+    def recompute(self, fed: Mapping[int, np.ndarray]) -> None:
+        """Compute the caches of rows again after new weights. ``fed``: row -> its cached tokens, int32 [P], P > 0."""
+        ...
+
+    def forget(self) -> None:
+        """Free the caches' memory. There are no rows."""
+        ...
+
+    def fresh(self, max_running: int) -> Rows:
+        """Return empty rows of the same kind for the same model."""
+        ...
+
+
+class SlotRows:
+    """All rows in one cache of keys and values, ``SlotCache``, and in one forward pass. It implements ``Rows``.
+
+    Attributes:
+        forward: the forward pass.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_running: int) -> None:
+        """Use ``model``, whose attention becomes ``forward.decode_attention``.
+
+        Raises:
+            ValueError: the model's attention can't be replaced.
+        """
+        name = register_decode_attention()
+        model.set_attn_implementation(name)
+        if model.config._attn_implementation != name:
+            raise ValueError(f"{type(model).__name__} does not accept another attention function")
+        text_config: Any = model.config.get_text_config(decoder=True)
+        self._model = model
+        self.forward = make_forward(model)
+        self._cache = SlotCache(text_config.num_hidden_layers, max_running, model.device)
+
+    def prefixes(self, sequences: Sequence[np.ndarray]) -> list[Prefix]:
+        """Return the keys and values of each token sequence. Sequences of similar length are computed together."""
+        prefixes: dict[int, Prefix] = {}
+        batch: list[int] = []
+        for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
+            if batch and (len(batch) + 1) * len(sequences[index]) > _MAX_PREFILL_TOKENS:
+                prefixes.update(zip(batch, self._prefixes_of_batch([sequences[i] for i in batch]), strict=True))
+                batch = []
+            batch.append(index)
+        if batch:
+            prefixes.update(zip(batch, self._prefixes_of_batch([sequences[i] for i in batch]), strict=True))
+        return [prefixes[index] for index in range(len(sequences))]
+
+    def _prefixes_of_batch(self, sequences: Sequence[np.ndarray]) -> list[Prefix]:
+        ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = sequence
+        cache = self.forward.prefill(torch.from_numpy(ids).to(self._model.device))
+        return [cache.prefix(row, len(sequence)) for row, sequence in enumerate(sequences)]
+
+    def add(self, first_row: int, num_rows: int, prefix: Prefix | None, *, length: int, max_length: int) -> None:
+        self._cache.reserve(length, max_length)
+        if prefix is not None:
+            self._cache.write_prefix(first_row, num_rows, prefix)
+
+    def remove(self, rows: Sequence[int], sources: Sequence[int], destinations: Sequence[int]) -> None:
+        self._cache.move(sources, destinations)
+
+    def decode(self, ids: np.ndarray, positions: np.ndarray, *, max_length: int) -> Tensor:
+        length = self._cache.padded(int(positions.max()) + 1)
+        self._cache.reserve(length, max_length)
+        ids_R, positions_R = torch.from_numpy(np.stack([ids, positions])).to(self._model.device)
+        self._cache.begin_step(positions_R, length)
+        return self.forward.decode(ids_R, positions_R, self._cache)
+
+    def recompute(self, fed: Mapping[int, np.ndarray]) -> None:
+        for row, prefix in zip(fed, self.prefixes(list(fed.values())), strict=True):
+            self._cache.write_prefix(row, 1, prefix)
+
+    def forget(self) -> None:
+        self._cache.forget()
+
+    def fresh(self, max_running: int) -> SlotRows:
+        other = SlotRows(self._model, max_running)
+        other.forward = self.forward
+        return other
