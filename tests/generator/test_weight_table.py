@@ -48,6 +48,22 @@ def test_an_alias_may_come_too_if_it_is_equal():
         known.check(weights(**{"head.weight": torch.zeros(4, 3)}))
 
 
+def test_buffers_that_are_stored_with_a_model_come_with_its_weights_and_others_do_not():
+    # As the correction bias of DeepSeek-V3's router, which the learner publishes.
+    model, _ = table()
+    model.register_buffer("bias", torch.zeros(4))
+    model.register_buffer("angles", torch.zeros(4), persistent=False)
+    known = WeightTable(model)
+    with pytest.raises(WeightsError, match=r"missing \['bias'\]"):
+        known.check(weights())
+    version = weights(bias=torch.arange(4.0))
+    known.check(version)
+    known.replace(version)
+    assert torch.equal(model.bias, torch.arange(4.0))
+    with pytest.raises(WeightsError, match=r"unknown \['angles'\]"):
+        known.check(weights(bias=torch.zeros(4), angles=torch.zeros(4)))
+
+
 def test_adapters_missing_unknown_and_reshaped_tensors_are_refused_by_name():
     _, known = table()
     with pytest.raises(WeightsError, match=r"LoRA adapters, head\.lora_A\.weight"):

@@ -138,10 +138,15 @@ def end_of_sequence_ids(directory: Path, config: PretrainedConfig, tokenizer: An
 
 
 class WeightTable:
-    """The model's parameters by their state-dict names. It checks new weights and puts them into the model."""
+    """The model's parameters and persistent buffers by their state-dict names.
+
+    It checks new weights and puts them into the model.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        stored = model.state_dict(keep_vars=True)
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
+        self._parameters: dict[str, Tensor] = {**dict(model.named_parameters()), **buffers}
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         every_name = model.named_parameters(remove_duplicate=False)
         # A tied weight (an output head that is the embedding) has several names. Use the first.
