@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import MistralConfig
+from transformers import BartConfig, RwkvConfig
 
 from async_rl.config.generator import GeneratorConfig
 from async_rl.errors import ModelError, WeightsError
@@ -382,9 +382,11 @@ def test_a_prompt_of_one_token_needs_no_prefill(make_backend):
         np.testing.assert_allclose(sampled.logprobs, full_logprobs(model, sampled, 1.0), atol=1e-5)
 
 
-def test_sliding_window_models_are_refused():
-    with pytest.raises(ModelError, match="full attention in every layer, got 'mistral'"):
-        refuse_unsupported(MistralConfig(sliding_window=64))
+def test_models_with_an_encoder_or_that_change_their_weights_are_refused():
+    with pytest.raises(ModelError, match="runs decoders, got 'bart', which has an encoder too"):
+        refuse_unsupported(BartConfig())
+    with pytest.raises(ModelError, match=r"'rwkv' with rescale_every = 6 divides its weights.* set rescale_every = 0"):
+        refuse_unsupported(RwkvConfig())
 
 
 def test_what_does_not_fit_the_positions_is_refused(make_backend):

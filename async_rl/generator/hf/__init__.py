@@ -3,6 +3,7 @@
 It gets leases and versions of the weights, and returns finished samples. ``generator.backend`` builds it.
 
 ``backend`` has the engine. ``slots`` has the batch of running sequences, with their keys and values; ``rows`` decodes
-it. ``sampler`` chooses tokens, and computes the log-probabilities of tokens that the learner sends. ``forward`` runs
-the model's forward pass. ``causal_model`` builds the model and replaces its weights.
+it. ``lockstep`` decodes the batches of models with windows or state, and ``self_test`` chooses one of both.
+``sampler`` chooses tokens, and computes the log-probabilities of tokens that the learner sends. ``forward`` runs the
+model's forward pass. ``causal_model`` builds the model and replaces its weights.
 """

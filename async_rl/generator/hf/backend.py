@@ -24,8 +24,9 @@ from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled, uniforms
 from async_rl.generator.hf.causal_model import WeightTable, build_model, end_of_sequence_ids
-from async_rl.generator.hf.rows import Rows, SlotRows
+from async_rl.generator.hf.rows import Rows
 from async_rl.generator.hf.sampler import SamplingPlan, cached_decode, full_forward, make_plan, pack_masks, sample
+from async_rl.generator.hf.self_test import choose_rows
 from async_rl.generator.hf.slots import RunningSequences
 from async_rl.generator.parity import ScoringMode
 from async_rl.queue.parity import ProbeSequence
@@ -102,7 +103,9 @@ class TransformersBackend:
         self._sampled_by_finished: dict[str, int] = {}
         self._plan: SamplingPlan | None = None
         self._num_tokens = 0
-        self._rows: Rows = SlotRows(model, config.batch_size)
+        self._chosen_rows: Rows | None = None
+        if version != NO_VERSION:
+            self._chosen_rows = choose_rows(model, config.batch_size)
 
     @classmethod
     def from_files(
@@ -132,6 +135,13 @@ class TransformersBackend:
         eos_ids = end_of_sequence_ids(directory, model.config, tokenizer)
         version = 0 if load_pretrained else NO_VERSION
         return cls(model, tokenizer, eos_ids, config, deterministic=deterministic, version=version)
+
+    @property
+    def _rows(self) -> Rows:
+        """The running rows' caches. They are chosen when the first weights are there."""
+        if self._chosen_rows is None:
+            raise RuntimeError("expected active weights, got none; this is a bug in async-rl, please report it")
+        return self._chosen_rows
 
     @property
     def max_running(self) -> int:
@@ -204,6 +214,8 @@ class TransformersBackend:
         started_s = time.perf_counter()
         self._weights.check(weights)
         self._weights.replace(weights, copy=self._deterministic)
+        if self._chosen_rows is None:
+            self._chosen_rows = choose_rows(self._model, self.max_running)
         self._version = version
         # Prefill waiting prompts again with the new weights, and running sequences if the config requires it.
         for waiting in self._waiting:

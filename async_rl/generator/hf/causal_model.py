@@ -1,7 +1,6 @@
 """Build a Hugging Face causal LM from its config, and replace its weights by their names.
 
-The backends use this module. The transformers backend takes only models with standard full attention in every layer:
-sliding windows and recurrent states would need other caches.
+The backends use this module.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from async_rl.errors import ModelError, WeightsError
-from async_rl.generator.hf.forward import register_decode_attention
 from async_rl.weights.manifest import digest_bytes
 
 if TYPE_CHECKING:
@@ -37,20 +35,18 @@ def build_model(
 
     config = _read_config(directory)
     refuse_unsupported(config)
-    attention = register_decode_attention()
     model: Any
     try:
         if load_pretrained:
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
             model = model.to(device)
         else:
             with torch.device(device), no_init_weights():
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             model.tie_weights()
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"can't build the model in {directory} with sdpa attention: {error}; correct model.path, or use "
-            f"another model"
+            f"can't build the model in {directory}: {error}; correct model.path, or use another model"
         ) from error
     return model.eval().requires_grad_(False)
 
@@ -95,13 +91,10 @@ def _read_config(directory: Path) -> PretrainedConfig:
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:
-    """Raise ModelError unless every layer of the model caches plain keys and values of all tokens.
+    """Raise ModelError if the model is quantised, not only a decoder, or changes its own weights.
 
-    Raises:
-        ModelError: the model is quantised, not a decoder, or has other layers; the message says which.
+    ``self_test.choose_rows`` refuses models that this backend would sample wrongly, when it has their weights.
     """
-    from transformers.cache_utils import DynamicCache, DynamicLayer
-
     quantization: Any = getattr(config, "quantization_config", None)
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -109,11 +102,15 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
             f"the transformers backend runs full weights, got a model quantised by {method}; use the unquantised "
             f"model that it was made from"
         )
-    kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers}
-    if kinds != {DynamicLayer.__name__} or config.is_encoder_decoder:
+    if getattr(config, "rescale_every", 0):
         raise ModelError(
-            f"the transformers backend runs decoders with standard full attention in every layer, got "
-            f"{config.model_type!r} with layers {sorted(kinds)}; use another model"
+            f"{config.model_type!r} with rescale_every = {config.rescale_every} divides its weights in place "
+            f"when it samples, which new versions of the weights would not be; set rescale_every = 0 in config.json"
+        )
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"the transformers backend runs decoders, got {config.model_type!r}, which has an encoder too; use another "
+            f"model"
         )
 
 

@@ -1,7 +1,8 @@
 """The running rows of the transformers backend with their caches: the protocol ``Rows``, and rows in slots.
 
 ``SlotRows`` decodes all rows in one forward pass, over one cache of keys and values. It serves models that cache only
-plain keys and values of all tokens. Shape letters: R = running rows, V = vocabulary.
+plain keys and values of all tokens. ``lockstep`` has the implementation for all other models, and ``self_test`` chooses
+one. Shape letters: R = running rows, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _MAX_PREFILL_TOKENS = 8192
 """The most padded tokens in one prefill pass; limits the memory of its activations."""
+_WINDOW_WORDS = ("sliding_window", "window_size", "attention_window", "attention_chunk_size", "local_attention")
+"""Config keys with these words are the widths of attention windows."""
 
 
 class Rows(Protocol):
@@ -60,6 +63,24 @@ class Rows(Protocol):
     def fresh(self, max_running: int) -> Rows:
         """Return empty rows of the same kind for the same model."""
         ...
+
+
+def caches_only_keys_and_values(config: Any) -> bool:
+    """Return whether transformers caches plain keys and values of all tokens in every layer of this model."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    text = config.get_text_config(decoder=True)
+    if {type(layer) for layer in DynamicCache(config=text).layers} != {DynamicLayer}:
+        return False
+    # Models without layer types in their config may have windows that the cache does not know.
+    settings = text.to_dict()
+    if settings.get("layer_types") or settings.get("use_sliding_window") is False:
+        return True
+    return not any(
+        isinstance(value, int) and not isinstance(value, bool) and value > 0
+        for key, value in settings.items()
+        if any(key.endswith(word) for word in _WINDOW_WORDS)
+    )
 
 
 class SlotRows:

@@ -1,0 +1,139 @@
+"""How the built-in engine computes a model's rows: it samples each family right, or refuses it by name before the
+first sample. ``tests/families`` does the same for all families of transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPTNeoConfig, MistralConfig, PreTrainedModel, Qwen2Config
+
+from async_rl.config.generator import GeneratorConfig
+from async_rl.errors import ModelError, WeightsError
+from async_rl.generator.hf.backend import TransformersBackend
+from async_rl.generator.hf.lockstep import LockstepRows
+from async_rl.generator.hf.rows import SlotRows, caches_only_keys_and_values
+from async_rl.generator.hf.self_test import choose_rows
+from async_rl.queue.parity import ProbeSequence
+from tests.families.catalogue import build
+from tests.families.sampling import NUM_SLOTS, weights_of, worst_difference, write_family
+
+PROBES = (
+    ProbeSequence(np.array([5, 9, 4, 7, 8, 3, 20], np.int32), 3),
+    ProbeSequence(np.arange(3, 43, dtype=np.int32), 32),
+    ProbeSequence(np.array([12, 13], np.int32), 1),
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def chosen(name: str) -> Any:
+    return choose_rows(build(name), 4)
+
+
+# One family for each kind of state, and each way of computing it.
+@pytest.mark.parametrize(
+    "name",
+    ["Mistral", "Gemma 2", "GPT-OSS", "Llama 4", "Qwen 3 Next", "LFM 2", "Mamba", "Granite 4 hybrid", "Falcon",
+     "Zamba 2", "OpenAI GPT", "DeepSeek-V3"],
+)  # fmt: skip
+def test_a_family_is_sampled_as_a_forward_pass_over_the_text_computes(tmp_path: Path, name: str):
+    write_family(tmp_path, name)
+    assert worst_difference(tmp_path, name) < 1e-5
+
+
+def test_only_what_needs_it_leaves_the_slots(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING, "async_rl")
+    assert isinstance(chosen("GPT-2"), SlotRows)
+    assert not caplog.records
+    assert cast(LockstepRows, chosen("Mistral")).has_cache
+    assert not cast(LockstepRows, chosen("Zamba 2")).has_cache
+    messages = [record.getMessage() for record in caplog.records]
+    assert (
+        "MistralForCausalLM is sampled slowly, in transformers' own caches with a forward pass for each" in messages[0]
+    )
+    assert "Zamba2ForCausalLM is sampled slowly, without a cache with the whole text computed for every" in messages[1]
+
+
+def test_windows_are_found_in_layer_types_and_in_older_keys():
+    assert caches_only_keys_and_values(Qwen2Config(sliding_window=64, use_sliding_window=False))
+    assert not caches_only_keys_and_values(Qwen2Config(sliding_window=64, use_sliding_window=True, max_window_layers=1))
+    assert not caches_only_keys_and_values(MistralConfig(sliding_window=64))
+    assert caches_only_keys_and_values(MistralConfig(sliding_window=None))
+    assert not caches_only_keys_and_values(GPTNeoConfig())  # window_size, which its own masks apply
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused_before_the_first_sample(tmp_path: Path):
+    write_family(tmp_path, "BERT without a causal mask")
+    backend = TransformersBackend.from_files(tmp_path, GeneratorConfig(batch_size=NUM_SLOTS))
+    with pytest.raises(
+        ModelError, match=r'can\'t sample BertLMHeadModel: .*differ by .* nats .*; set generator\.backend = "vllm"'
+    ):
+        backend.activate(1, weights_of(build("BERT without a causal mask")))
+
+
+def test_a_leak_between_rows_is_found_and_avoided(monkeypatch: pytest.MonkeyPatch):
+    model: PreTrainedModel = build("Llama")
+    original = SlotRows.remove
+    # Rows that move keep the keys and values of the sequence before them.
+    monkeypatch.setattr(SlotRows, "remove", lambda self, rows, sources, destinations: original(self, rows, [], []))
+    assert isinstance(choose_rows(model, 4), LockstepRows)
+
+
+def test_first_weights_that_give_nan_are_named_as_the_cause():
+    model = build("Llama")
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    with pytest.raises(WeightsError, match="first version of the weights gives NaN"):
+        choose_rows(model, 4)
+
+
+def test_windows_are_as_before_after_the_test():
+    model = build("Mistral")
+    choose_rows(model, 4)
+    assert model.config.sliding_window == 8
+    assert {
+        layer.self_attn.sliding_window for layer in model.model.layers if hasattr(layer.self_attn, "sliding_window")
+    } <= {8}
+
+
+# Scaled and capped logits, with slots and without.
+@pytest.mark.parametrize("name", ["Granite", "Cohere", "nanochat", "Gemma 2", "Mamba 2", "Falcon-H1"])
+@pytest.mark.parametrize("mode", ["cached_decode", "full_forward", "float32_head"])
+def test_given_tokens_are_scored_as_the_model_computes_them(tmp_path: Path, name: str, mode: Any):
+    write_family(tmp_path, name)
+    backend = TransformersBackend.from_files(tmp_path, GeneratorConfig(batch_size=2), load_pretrained=True)
+    found = backend.score_tokens(PROBES, 0.7, mode)
+    model = build(name)
+    model.set_attn_implementation("eager")  # sdpa leaves out the cap of Gemma 2
+    expected: list[float] = []
+    for probe in PROBES:
+        ids = torch.from_numpy(probe.token_ids.astype(np.int64))
+        with torch.no_grad():
+            logprobs = (model(input_ids=ids[None], use_cache=False).logits[0] / 0.7).log_softmax(-1)
+        start = len(ids) - probe.num_scored
+        expected += [float(logprobs[place - 1, ids[place]]) for place in range(start, len(ids))]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_buffers_that_a_version_holds_reach_the_model(tmp_path: Path):
+    write_family(tmp_path, "DeepSeek-V3")
+    backend = TransformersBackend.from_files(tmp_path, GeneratorConfig(batch_size=2))
+    weights = weights_of(build("DeepSeek-V3"))
+    (name,) = [name for name in weights if name.endswith("e_score_correction_bias")]
+    weights[name] = torch.arange(4.0)
+    backend.activate(1, weights)
+    assert torch.equal(backend._model.state_dict()[name], torch.arange(4.0))
+    with pytest.raises(WeightsError, match=r"missing .*e_score_correction_bias"):
+        backend.activate(2, {key: tensor for key, tensor in weights.items() if key != name})
