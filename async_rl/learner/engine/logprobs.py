@@ -74,11 +74,14 @@ def token_logprobs(
     targets_N: Tensor,
     temperatures_N: Tensor,
     *,
+    cap: float | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     sampling_mask: MaskTensors | None = None,
     entropy_grad: bool = False,
 ) -> TokenLogprobs:
     """Compute ``log softmax(head(hidden) / temperature)[target]``, and the entropy of that distribution.
+
+    With a cap c the head's output z is replaced by c * tanh(z / c), as in Gemma 2 (arXiv:2408.00118, section 2).
 
     Rows are computed in chunks. If there are several, the backward pass computes each chunk's logits again, so that
     only one chunk's logits are in memory at a time. The head's gradient is summed over the chunks in float32 and
@@ -92,6 +95,7 @@ def token_logprobs(
             read, the module is not called.
         targets_N: int64 token ids.
         temperatures_N: float, > 0; logits are divided by it in float32, before the log-softmax.
+        cap: soft cap of the head's output, > 0; None: no cap.
         chunk_bytes: upper bound on one chunk's float32 logits (at least one row).
         sampling_mask: the tokens that could be sampled, with the target among them; the softmax is over these only.
         entropy_grad: whether the entropies carry a gradient, which takes the memory of about one more chunk.
@@ -105,7 +109,7 @@ def token_logprobs(
             f"{list(targets_N.shape)} and {list(temperatures_N.shape)}; this is a bug in async-rl, please report it"
         )
     rows = max(1, chunk_bytes // (4 * head.weight.shape[0]))
-    chunks = _Chunks(targets_N, temperatures_N, sampling_mask, rows, entropy_grad)
+    chunks = _Chunks(targets_N, temperatures_N, sampling_mask, cap, rows, entropy_grad)
     return TokenLogprobs(*_HeadLogprobs.apply(hidden_Nd, head.weight, head.bias, chunks))
 
 
@@ -118,13 +122,22 @@ class _Chunk(NamedTuple):
     targets: Tensor
     temperatures: Tensor
     sampling_mask: MaskTensors | None
+    cap: float | None
 
     def logprobs(self, hidden_Nd: Tensor, weight_Vd: Tensor, bias_V: Tensor | None) -> Tensor:
         """Return log-probabilities, float32 [C, V]; -inf for tokens that could not be sampled."""
-        logits_CV = linear(hidden_Nd[self.place], weight_Vd, bias_V).float().div_(self.temperatures[:, None])
+        logits_CV = linear(hidden_Nd[self.place], weight_Vd, bias_V).float()
+        if self.cap is not None:
+            logits_CV.div_(self.cap).tanh_().mul_(self.cap)
+        logits_CV.div_(self.temperatures[:, None])
         if self.sampling_mask is not None:
             logits_CV.masked_fill_(~self.sampling_mask.mask(logits_CV.shape[1]), -torch.inf)
         return logits_CV.log_softmax(-1)
+
+    def slopes(self, hidden_Nd: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, cap: float) -> Tensor:
+        """Return the derivative of the capped logits by the head's output, 1 - tanh(z / cap)^2, float32 [C, V]."""
+        tanh_CV = linear(hidden_Nd[self.place], weight_Vd, bias_V).float().div_(cap).tanh_()
+        return tanh_CV.square_().neg_().add_(1.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +149,7 @@ class _Chunks:
     targets: Tensor
     temperatures: Tensor
     sampling_mask: MaskTensors | None
+    cap: float | None
     rows: int
     entropy_grad: bool
 
@@ -144,7 +158,7 @@ class _Chunks:
         parts = zip(self.targets.split(self.rows), self.temperatures.float().split(self.rows), strict=True)
         for index, (targets_C, temperatures_C) in enumerate(parts):
             place = slice(index * self.rows, index * self.rows + len(targets_C))
-            yield _Chunk(place, targets_C, temperatures_C, None if masks is None else masks[index])
+            yield _Chunk(place, targets_C, temperatures_C, None if masks is None else masks[index], self.cap)
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -186,6 +200,8 @@ class _HeadLogprobs(torch.autograd.Function):
                 logprobs_CV = chunk.logprobs(hidden_Nd, weight_Vd, bias_V)
             of_entropies_C = entropy_grad_N[chunk.place] if ctx.chunks.entropy_grad else None
             grad_CV = _logits_grad(logprobs_CV, chunk, out_grad_N[chunk.place], of_entropies_C)
+            if chunk.cap is not None:
+                grad_CV.mul_(chunk.slopes(hidden_Nd, weight_Vd, bias_V, chunk.cap))
             if bias_grad_V is not None:
                 bias_grad_V += grad_CV.sum(0)
             grad_CV = grad_CV.to(weight_Vd.dtype)
@@ -211,7 +227,7 @@ def _add_product(sum_Vd: Tensor, grad_CV: Tensor, hidden_Cd: Tensor) -> None:
 
 
 def _logits_grad(logprobs_CV: Tensor, chunk: _Chunk, out_grad_C: Tensor, entropy_grad_C: Tensor | None) -> Tensor:
-    """Return the gradient of the head's output, float32 [C, V], from those of log-probabilities and entropies.
+    """Return the gradient of the (capped) head's output, float32 [C, V], from those of logprobs and entropies.
 
     With z = logits / temperature and p = softmax(z): d log p[target] / dz = onehot(target) - p, and
     d entropy / dz = -p (log p + entropy).

@@ -29,10 +29,12 @@ from async_rl.learner.packing import MicroBatch, Packing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Config keys with which models cap the logits after the head."""
+_LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Config keys with which models cap the logits z after the head at c, as c * tanh(z / c)."""
 _LOGIT_FACTORS: dict[str, int] = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-"""Config keys with which models multiply (1) or divide (-1) the logits after the head."""
+"""Config keys with which models multiply (1) or divide (-1) the logits after the head, before the cap."""
+_LAYERS_NAMES = ("layers", "h", "decoder.layers", "blocks", "block", "transformer.blocks", "encoder.layer")
+"""Where the bodies of causal LMs have their decoder layers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,11 +110,10 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             f"model.path: the weights in {directory} lack {len(missing)} tensors: {', '.join(missing[:5])}; save the "
             f"whole model there with save_pretrained"
         )
-    cap = next((key for key in _LOGIT_CAPS if getattr(model.config, key, None) is not None), None)
-    if cap is not None:
+    if getattr(model.config, "rescale_every", 0):
         raise ModelError(
-            f"model.path: {type(model).__name__} caps its logits ({cap} in config.json), which is not supported; "
-            f"choose another model"
+            f"model.path: {type(model).__name__} with rescale_every = {model.config.rescale_every} divides its weights "
+            f"in place when it scores; set rescale_every = 0 in config.json"
         )
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -155,13 +156,25 @@ def _logit_factor(config: Any) -> float:
     return math.prod(float(getattr(config, key)) ** power for key, power in powers.items())
 
 
+def _logit_cap(config: Any) -> float | None:
+    """Return the cap of the logits, by the model's config. None for most models."""
+    return next((float(cap) for key in _LOGIT_CAPS if (cap := getattr(config, key, None)) is not None), None)
+
+
+def _caps_attention(config: Any) -> bool:
+    """Return whether the model caps its attention scores, which transformers' sdpa attention leaves out."""
+    settings = config.get_text_config().to_dict()
+    return any("attn" in key and "softcap" in key and value is not None for key, value in settings.items())
+
+
 class PolicyModel(nn.Module):
     """A causal LM that computes the log-probabilities of the trained tokens of a micro-batch.
 
     Dropout is disabled, because it would make the ratio pi/mu meaningless.
 
     Attributes:
-        logit_factor: by which the model multiplies the head's output. The self-test checks it.
+        logit_factor: by which the model multiplies the head's output.
+        logit_cap: at which the model then caps the logits; None: it does not. The self-test checks both.
         packing: how the decoder computes a micro-batch. Batches of ``to_device`` must have been made for it.
     """
 
@@ -174,7 +187,9 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.logit_factor = _logit_factor(causal_lm.config)
-        self._padded_attention = causal_lm.config._attn_implementation or "eager"
+        self.logit_cap = _logit_cap(causal_lm.config)
+        native = causal_lm.config._attn_implementation or "eager"
+        self._padded_attention = "eager" if _caps_attention(causal_lm.config) else native
         self.eval()
         self.use(packing)
         if causal_lm.is_gradient_checkpointing:
@@ -199,15 +214,34 @@ class PolicyModel(nn.Module):
         """The layers that FSDP shards one by one.
 
         Raises:
-            ModelError: the model has no list of layers at ``base_model.layers``.
+            ModelError: the model does not have one list of layers.
         """
-        layers = getattr(self.causal_lm.base_model, "layers", None)
-        if not isinstance(layers, nn.ModuleList):
+        return cast(nn.ModuleList, self.causal_lm.base_model.get_submodule(self.layers_name))
+
+    @property
+    def layers_name(self) -> str:
+        """The name of the list of layers in the model's body: ``layers``; ``h`` in GPT-2, ``decoder.layers`` in OPT.
+
+        Raises:
+            ModelError: the model does not have one list of layers.
+        """
+        found = [
+            name
+            for name, module in self.causal_lm.base_model.named_modules()
+            if isinstance(module, nn.ModuleList) and not any(part.isdigit() for part in name.split("."))
+        ]
+        name = next((n for n in found if n in _LAYERS_NAMES), None)
+        if name is None:
             raise ModelError(
-                f"model.path: expected a list of decoder layers at base_model.layers of "
-                f"{type(self.causal_lm).__name__}, got {type(layers).__name__}; choose another model"
+                f"model.path: expected a list of decoder layers in {type(self.causal_lm).__name__}, at one of "
+                f"{', '.join(_LAYERS_NAMES)}, got lists at {found}; choose another model"
             )
-        return layers
+        return name
+
+    def logits(self, head_output: Tensor) -> Tensor:
+        """Return the model's logits for an output of its head, of any shape."""
+        logits = head_output * self.logit_factor
+        return logits if self.logit_cap is None else self.logit_cap * torch.tanh(logits / self.logit_cap)
 
     @property
     def vocab_size(self) -> int:
@@ -232,6 +266,7 @@ class PolicyModel(nn.Module):
             cast(nn.Linear, self.causal_lm.get_output_embeddings()),
             batch.targets,
             batch.temperatures / self.logit_factor,
+            cap=None if self.logit_cap is None else self.logit_cap / self.logit_factor,
             sampling_mask=batch.sampling_mask,
             entropy_grad=entropy_grad,
         )

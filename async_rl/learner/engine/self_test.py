@@ -4,8 +4,8 @@
 every module's output and the gradient at the embeddings with those of each sequence alone. A sequence alone runs with
 transformers' attention code and masks. The values differ for models that can't be packed: those with short
 convolutions, linear attention or other state along the row, or with a window that exists only in the mask. Most of
-these compute the same in padded rows. The logits must be the head's output times a factor. ``fsdp_engine`` calls it on
-rank 0, with unsharded weights.
+these compute the same in padded rows. The logits must be the head's output times a factor, perhaps with a soft cap, and
+no token may depend on later ones. ``fsdp_engine`` calls it on rank 0, with unsharded weights.
 
 ``check_neighbours`` checks with the finished engine, in the dtype and with the kernels of training, that a sequence's
 values do not depend on its neighbours' tokens.
@@ -32,7 +32,7 @@ VALUE_TOLERANCE = 1e-4
 of thousands stays far below it; a leak between sequences is far above it."""
 GRADIENT_TOLERANCE = 1e-3
 _NATIVE_ATTENTION = "eager"
-_WINDOW_KEYS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
+_WINDOW_KEYS = ("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size", "index_topk")
 _NARROW_WINDOW = 4
 _MIXED_LENGTH_ROPES = ("longrope", "dynamic")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -200,23 +200,52 @@ def _run_alone(policy: PolicyModel, token_ids: Tensor, index: int) -> tuple[Outp
 
 @torch.no_grad()
 def _check_head(policy: PolicyModel, token_ids: Tensor) -> None:
-    """Raise ModelError if the model's logits are not its head's output times ``policy.logit_factor``."""
+    """Raise ModelError if the model is not causal, or its logits are not ``policy.logits`` of its head's output."""
     model = cast(Any, policy.causal_lm)
     model.set_attn_implementation(_NATIVE_ATTENTION)
+    head = model.get_output_embeddings()
     try:
-        logits = model(input_ids=token_ids[None], use_cache=False).logits.float()
         hidden = model.base_model(input_ids=token_ids[None], use_cache=False).last_hidden_state
+        shorter = model.base_model(input_ids=token_ids[None, :-1], use_cache=False).last_hidden_state
+        with _scaled_to_cap(policy, head(hidden)):
+            logits = model(input_ids=token_ids[None], use_cache=False).logits.float()
+            expected = policy.logits(head(hidden))
     except Exception as error:  # a model may raise anything for arguments that it does not support
         raise _refused(policy, f"it fails on a sequence alone: {type(error).__name__}: {error}") from error
     finally:
         policy.use(policy.packing)
-    difference = _difference(model.get_output_embeddings()(hidden) * policy.logit_factor, logits)
+    if (difference := _difference(hidden[:, :-1], shorter)) > VALUE_TOLERANCE:
+        raise _refused(
+            policy,
+            f"its tokens depend on later ones: without the last token of a sequence, {_OUTPUT} differs by "
+            f"{difference:.1e} of its largest value (at most {VALUE_TOLERANCE:g})",
+        )
+    difference = _difference(expected, logits)
     if difference > VALUE_TOLERANCE:
+        capped = "" if policy.logit_cap is None else f", capped at {policy.logit_cap:g}"
         raise _refused(
             policy,
             f"its logits differ by {difference:.1e} of the largest from the output of its head times "
-            f"{policy.logit_factor:g} (at most {VALUE_TOLERANCE:g})",
+            f"{policy.logit_factor:g}{capped} (at most {VALUE_TOLERANCE:g})",
         )
+
+
+@contextmanager
+def _scaled_to_cap(policy: PolicyModel, head_output: Tensor) -> Iterator[None]:
+    """Scale the head's output while the ``with`` block runs, so that the largest logit reaches the cap, if any.
+
+    A cap far above all logits would show in none of them.
+    """
+    if policy.logit_cap is None:
+        yield
+        return
+    scale = policy.logit_cap / policy.logit_factor / float(head_output.abs().max().clamp_min(1e-6))
+    head = cast(Any, policy.causal_lm).get_output_embeddings()
+    hook = head.register_forward_hook(lambda module, inputs, output: output * scale)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _loss_weights(index: int, num_tokens: int, width: int) -> Tensor:
@@ -253,7 +282,8 @@ def _recorded(
         return embedded[0]
 
     hooks = [module.register_forward_hook(keep(name)) for name, module in base.named_modules() if name]
-    hooks.append(base.get_input_embeddings().register_forward_hook(embed))
+    embeddings = cast(Any, policy.causal_lm).get_input_embeddings()
+    hooks.append(embeddings.register_forward_hook(embed))
     try:
         hidden_Td = run()
         outputs[_OUTPUT] = hidden_Td.detach()
@@ -357,11 +387,13 @@ def _few_layers(policy: PolicyModel) -> Iterator[None]:
     if sum(p.numel() for p in policy.parameters()) <= _FEW_PARAMETERS or num_layers == len(layers):
         yield
         return
-    base.layers = nn.ModuleList(list(layers)[:num_layers])
+    parent, _, name = policy.layers_name.rpartition(".")
+    owner = base.get_submodule(parent)
+    setattr(owner, name, nn.ModuleList(list(layers)[:num_layers]))
     try:
         yield
     finally:
-        base.layers = layers
+        setattr(owner, name, layers)
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:

@@ -57,6 +57,28 @@ def test_chunks_of_any_size_equal_the_whole_in_value_and_gradient(rows: int):
     assert not out.entropies.requires_grad
 
 
+@pytest.mark.parametrize("rows", [3, 100])
+def test_capped_logits_are_differentiated_through_the_cap(rows: int):
+    hidden, head, targets, temperatures = inputs(7)
+    expected = (0.5 * torch.tanh(head(hidden) / 0.5) / temperatures[:, None]).log_softmax(-1)
+    entropies = -(expected.exp() * expected).sum(-1)
+    weights = torch.randn(7)
+    loss = (expected[range(7), targets] * weights + entropies).sum()
+    want = torch.autograd.grad(loss, (hidden, head.weight))
+
+    out = token_logprobs(hidden, head, targets, temperatures, cap=0.5, chunk_bytes=rows * ROW_BYTES, entropy_grad=True)
+    got = torch.autograd.grad((out.logprobs * weights + out.entropies).sum(), (hidden, head.weight))
+
+    torch.testing.assert_close(out.logprobs, expected[range(7), targets], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_cap_by_hand():
+    # Logits [0, 1] capped at 1 are [0, tanh 1 = 0.76159].
+    out = token_logprobs(torch.tensor([[0.0, 1.0]]), identity(2), torch.tensor([0]), torch.tensor([1.0]), cap=1.0)
+    assert out.logprobs.item() == pytest.approx(-math.log(1 + math.exp(0.7615942)), abs=1e-6)
+
+
 def test_no_more_rows_than_a_chunk_ever_reach_the_head():
     hidden, head, targets, temperatures = inputs(11)
     with LogitsRows(VOCAB) as rows:

@@ -18,6 +18,7 @@ from async_rl.data.chat import check_model
 from async_rl.errors import ModelError
 from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, to_device
 from async_rl.learner.packing import pack
+from tests.families.catalogue import build
 from tests.learner.engine.logits_rows import LogitsRows
 from tests.learner.tiny import random_sequences, tiny_model
 
@@ -45,11 +46,17 @@ def test_missing_weights_are_refused_by_name_instead_of_drawn_at_random(tmp_path
         load_model(ModelConfig(path=str(tmp_path)))
 
 
-def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path):
-    tiny_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="final_logit_softcapping"):
+def test_the_list_of_layers_is_found_by_its_usual_names():
+    for name, where in (("Llama", "layers"), ("GPT-2", "h"), ("OPT", "decoder.layers"), ("MPT", "blocks")):
+        model = PolicyModel(build(name), "padded")
+        assert (model.layers_name, len(model.decoder_layers)) == (where, 2)
+    with pytest.raises(ModelError, match=r"HrmTextForCausalLM, at one of layers, h, .*L_module\.layers"):
+        _ = PolicyModel(build("HRM"), "padded").decoder_layers
+
+
+def test_a_model_that_changes_its_own_weights_is_refused(tmp_path: Path):
+    build("RWKV, rescaled").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="set rescale_every = 0 in config"):
         load_model(ModelConfig(path=str(tmp_path)))
 
 

@@ -89,7 +89,7 @@ def assert_near(ours: Tensors, expected: Tensors) -> None:
     assert all(not bool(ours[name].any()) for name in ours.keys() - expected.keys())
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINED if name != "recurrent gemma"])
+@pytest.mark.parametrize("name", list(TRAINED))
 def test_a_step_in_padded_rows_equals_that_of_each_sequence_alone(tmp_path: Path, name: str):
     model = write_model(tmp_path, name)
     sequences = sequences_with_a_group()
@@ -104,18 +104,17 @@ def test_a_step_in_padded_rows_equals_that_of_each_sequence_alone(tmp_path: Path
     assert_near(gradient_of(recomputed, sequences, tmp_path / "recomputed"), expected)
 
 
-def test_a_cap_on_logits_is_refused_by_name(tmp_path: Path):
-    write_model(tmp_path, "recurrent gemma")
-    with pytest.raises(ModelError, match=r"RecurrentGemmaForCausalLM caps its logits \(logits_soft_cap"):
-        make_engine(tmp_path)
-
-
 SCALED: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("Granite", {"logits_scaling": 8.0}),
     "cohere2": ("Cohere2", {"logit_scale": 0.0625, **WINDOW}),
     "granite 4 hybrid": ("GraniteMoeHybrid", {**STATEFUL["granite 4 hybrid"][1], "logits_scaling": 6.0}),
     "falcon h1": ("FalconH1", {**STATEFUL["falcon h1"][1], "lm_head_multiplier": 0.04}),
-}
+    "nanochat, capped": ("NanoChat", {"final_logit_softcapping": 0.05}),
+    "gemma 2, capped": (
+        "Gemma2", {"head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.05,
+                   "final_logit_softcapping": 0.05, "initializer_range": 0.2, **WINDOW},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SCALED)

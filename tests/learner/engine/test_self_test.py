@@ -19,6 +19,7 @@ from async_rl.learner.engine import self_test as module
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.self_test import check_neighbours, check_packing
 from async_rl.learner.packing import Packing, TrainSequence, pack
+from tests.families.catalogue import build as tiny
 from tests.learner.engine.families import (
     CONVOLUTION,
     EXPERTS,
@@ -79,7 +80,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 REFUSED_PADDED = ("longrope", "dynamic rope", "deepseek v3.2", "glm dsa", "llama 4")
 PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     **RIGHT,
-    **{name: row for name, row in STATEFUL.items() if name != "recurrent gemma"},
+    **STATEFUL,
     **{name: row[:2] for name, row in REFUSED.items() if name not in REFUSED_PADDED},
 }  # fmt: skip
 
@@ -143,8 +144,20 @@ def test_logits_that_are_not_the_output_of_the_head_are_refused():
     policy.logit_factor = 0.999
     with pytest.raises(ModelError, match=r"its logits differ by 1\.0e-03 of the largest"):
         check_packing(policy, max_length=200)
-    with pytest.raises(ModelError, match="its logits differ"):
-        check_packing(build(*STATEFUL["recurrent gemma"], "padded"), max_length=200)
+    # Qwen 2 ignores this key. The logits are below 1, where a cap of 30 would show only in the fourth digit.
+    with pytest.raises(ModelError, match=r"its logits differ by .* of its head times 1, capped at 30"):
+        check_packing(build("Qwen2", {"final_logit_softcapping": 30.0}), max_length=200)
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused():
+    with pytest.raises(ModelError, match="its tokens depend on later ones: without the last token of a sequence"):
+        check_packing(PolicyModel(tiny("BERT without a causal mask"), "padded"), max_length=200)
+
+
+def test_a_cap_on_attention_is_computed_by_attention_that_has_it():
+    policy = PolicyModel(tiny("Gemma 2"), "padded")
+    check_packing(policy, max_length=200)
+    assert policy.causal_lm.config._attn_implementation == "eager"
 
 
 def test_what_only_long_sequences_meet_is_accepted_for_short_ones():
