@@ -125,6 +125,25 @@ def padded(directory: Path) -> None:
     ranks.close()
 
 
+def sharded(directory: Path) -> None:
+    """One step of any model: its statistics, its checkpoint, and what the learner then publishes."""
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+
+    config = padded_config(directory, {})
+    ranks = init_ranks(config)
+    engine = FsdpEngine(config, ranks)
+    if not ranks.is_leader:
+        follow_once(engine)
+    else:
+        engine.self_test()
+        stats = engine.update(sequences_with_a_group(), version=0)
+        save(engine, directory / f"ranks_{ranks.world_size}", 1)
+        published = {name: tensor.detach().clone() for name, tensor in engine.gather()}
+        torch.save((stats.loss, stats.grad_norm, published), directory / f"published_{ranks.world_size}")
+        stop_following(engine)
+    ranks.close()
+
+
 def engine_config(directory: Path, variant: dict[str, Any]) -> Any:
     return tiny_config(directory, "model", **(PLAIN | variant))
 
@@ -334,7 +353,7 @@ def supervised(directory: Path) -> None:
     run_sft(load_config(directory / "sft.toml"))
 
 
-SCENARIOS = (updates, losses, adapted, padded, talking, follower_fails, follower_is_killed, supervised)
+SCENARIOS = (updates, losses, adapted, padded, sharded, talking, follower_fails, follower_is_killed, supervised)
 
 
 def run_scenario(name: str, directory: Path) -> None:
