@@ -46,6 +46,8 @@ class Family(NamedTuple):
     settings: Settings
     model: str = ""
     """The model's class, if it is not ``prefix`` without "Text", and "ForCausalLM"."""
+    attention: str = "eager"
+    """Transformers' attention that defines the right values."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -60,7 +62,8 @@ FAMILIES: dict[str, Family] = {
     "DiffLlama": Family("DiffLlama", {}),
     "Ernie 4.5": Family("Ernie4_5", {"head_dim": 8}),
     "Falcon": Family("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "Falcon, alibi": Family("Falcon", {"alibi": True, "new_decoder_architecture": False}),
+    # Transformers' eager attention adds the biases of the positions twice.
+    "Falcon, alibi": Family("Falcon", {"alibi": True, "new_decoder_architecture": False}, attention="sdpa"),
     "Gemma": Family("Gemma", {"head_dim": 8}),
     "GLM": Family("Glm", {"head_dim": 8}),
     "GLM 4": Family("Glm4", {"head_dim": 8}),
@@ -69,7 +72,7 @@ FAMILIES: dict[str, Family] = {
     "HunYuan dense": Family("HunYuanDenseV1", {"head_dim": 8}),
     "HyperCLOVA X": Family("HyperCLOVAX", {"head_dim": 8}),
     "Jais 2": Family("Jais2", {"head_dim": 8}),
-    "MiniCPM 3": Family("MiniCPM3", {**LATENT}),
+    "MiniCPM 3": Family("MiniCPM3", {**LATENT, "dim_model_base": 32, "scale_emb": 1.0}),
     "Ministral 3": Family("Ministral3", {"head_dim": 8}),
     "nanochat": Family("NanoChat", {"final_logit_softcapping": 2.0}),
     "Nemotron": Family("Nemotron", {}),

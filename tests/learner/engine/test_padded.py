@@ -61,11 +61,13 @@ def gradient_of(engine: FsdpEngine, sequences: list[TrainSequence], directory: P
     return {n.removeprefix("exp_avg."): tensor for n, tensor in tensors.items() if n.startswith("exp_avg.")}
 
 
-def alone(directory: Path, sequences: list[TrainSequence]) -> tuple[dict[int, Tensor], Tensors]:
+def alone(
+    directory: Path, sequences: list[TrainSequence], attention: str = "eager"
+) -> tuple[dict[int, Tensor], Tensors]:
     """Logprobs and gradients of transformers' own model, one sequence at a time."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=attention).eval()
     scores: dict[int, Tensor] = {}
     for sequence in sequences:
         token_ids, mask = torch.from_numpy(sequence.token_ids).long(), torch.from_numpy(sequence.loss_mask[1:])

@@ -1,0 +1,151 @@
+"""Measure every family of the catalogue, and print the page ``docs/families.md`` from the results.
+
+``python -m tests.families.page > docs/families.md``. ``test_families`` compares the page with fresh results, without
+the figures of rounding.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from async_rl.errors import ModelError
+from async_rl.generator.hf.lockstep import LockstepRows
+from async_rl.generator.hf.self_test import choose_rows
+from tests.families.catalogue import FAMILIES, build
+from tests.families.sampling import worst_difference, write_family
+from tests.learner.engine.test_padded import alone, gradient_of, make_engine
+from tests.learner.rank_scenarios import sequences_with_a_group
+from tests.learner.tiny import tiny_model
+
+TOLERANCE = 1e-5
+"""Largest difference that counts as rounding: in nats or relative, and relative to the largest gradient."""
+VLLM = Path(__file__).with_name("vllm.json")
+"""What somebody found with vLLM: family -> result. Families that are missing were not tried."""
+_FIGURE = re.compile(r"\d(\.\d+)?e[-+]\d+|\b0\.\d+\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one side does with a family.
+
+    Attributes:
+        way: ``packed``, ``padded``; ``slots``, ``caches``, ``no cache``; or ``refused``.
+        reason: why the family is refused.
+        differences: largest differences from transformers' model; none if it is refused.
+    """
+
+    way: str
+    reason: str
+    differences: tuple[float, ...]
+
+    @property
+    def is_right(self) -> bool:
+        return self.way == "refused" or all(difference < TOLERANCE for difference in self.differences)
+
+    def cells(self) -> str:
+        if self.way == "refused":
+            return f"refused: {self.reason} | "
+        return f"{self.way} | {', '.join(f'{difference:.0e}' for difference in self.differences)}"
+
+
+@cache
+def learner(name: str) -> Result:
+    """Train one step. The differences are those of log-probabilities and of gradients, each sequence alone."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        tiny_model(root / "model")
+        build(name).save_pretrained(root / "model")
+        sequences = sequences_with_a_group()
+        try:
+            engine = make_engine(root)
+            engine.self_test()
+        except ModelError as error:
+            return Result("refused", _clause(str(error)), ())
+        scores, expected = alone(root / "model", sequences, FAMILIES[name].attention)
+        found = engine.score(sequences, of="policy")
+        logprobs = max(
+            float((abs(found[i] - values.numpy()) / values.abs().clamp_min(1.0).numpy()).max())
+            for i, values in scores.items()
+        )
+        gradients = gradient_of(engine, sequences, root / "ours")
+        largest = max(float(tensor.abs().max()) for tensor in expected.values())
+        worst = max(float((gradients[key] - tensor).abs().max()) for key, tensor in expected.items())
+        return Result(engine._model.packing, "", (logprobs, worst / largest))
+
+
+@cache
+def built_in_engine(name: str) -> Result:
+    """Sample with the built-in engine. The difference is that of log-probabilities, from plain forward passes."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_family(Path(directory), name)
+        try:
+            difference = worst_difference(Path(directory), name)
+        except ModelError as error:
+            return Result("refused", _clause(str(error)), ())
+    rows: Any = choose_rows(build(name), 1)
+    way = "slots" if not isinstance(rows, LockstepRows) else "caches" if rows.has_cache else "no cache"
+    return Result(way, "", (difference,))
+
+
+def _clause(message: str) -> str:
+    """Return the cause at the end of an error that refuses a model, without the remedy."""
+    cause = re.split(r"on padded rows: |without a cache, |model\.path: (?:\w+ForCausalLM )?", message)[-1]
+    return re.split(r"; (?:set|choose|use)\b", cause)[0].replace("|", "/").replace("\n", " ")
+
+
+def page() -> str:
+    """Return the page, in Markdown."""
+    found = json.loads(VLLM.read_text(encoding="utf-8"))
+    rows = [
+        f"| {name} | {learner(name).cells()} | {built_in_engine(name).cells()} | {found.get(name, 'not tried')} |"
+        for name in FAMILIES
+    ]
+    learners = [learner(name).way for name in FAMILIES]
+    engines = [built_in_engine(name).way for name in FAMILIES]
+    counted = (
+        f"Of {len(FAMILIES)} families the learner trains {learners.count('packed')} in packed and "
+        f"{learners.count('padded')} in padded rows, and refuses {learners.count('refused')}.\nThe built-in engine "
+        f"samples {engines.count('slots')} in slots, {engines.count('caches')} in transformers' own caches and "
+        f"{engines.count('no cache')} without a cache, and refuses {engines.count('refused')}."
+    )
+    return _HEAD + counted + "\n\n" + _COLUMNS + "\n".join(rows) + "\n"
+
+
+def without_figures(text: str) -> str:
+    """Return the text without the figures that depend on rounding."""
+    return _FIGURE.sub("#", text)
+
+
+_HEAD = """# Model families
+
+<!-- generated: python -m tests.families.page > docs/families.md -->
+
+Every family here is built tiny from its config class in transformers 5.19, with random float32 weights, on a CPU.
+Real weights and real sizes of most have not been run. A learner and an engine that don't compute the same as
+transformers' model for one sequence alone refuse the family; `tests/families` fails if one of them does neither.
+
+*Learner*: [packed or padded rows](weights.md#what-the-learner-computes), chosen by `learner.packing = "auto"`, whose
+self-test found the values of each sequence alone. *Step*: largest differences of log-probabilities (relative above one
+nat) and of gradients (relative to the largest) of one whole step of the engine, prompts shared by a group among them.
+
+*Built-in engine*: [slots, transformers' own caches or no cache](weights.md#what-the-built-in-engine-computes); the last
+two are slow. *Sampled*: largest difference of a sampled token's log-probability in nats. Prompts of 1 to 21 tokens
+share five slots, answers are longer than the window of 8 tokens, and new weights arrive in the midst.
+
+*vLLM*: what somebody found with vLLM on a CPU. A family that is not listed here meets the same self-tests at start.
+
+"""
+_COLUMNS = """| family | learner | step | built-in engine | sampled | vLLM |
+|---|---|---|---|---|---|
+"""
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    print(page(), end="")

@@ -1,0 +1,45 @@
+"""Every family is computed right or refused by name, by the learner and by the built-in engine. The page that lists
+them says the same.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.families.catalogue import FAMILIES
+from tests.families.page import built_in_engine, learner, page, without_figures
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_learner_computes_a_family_right_or_refuses_it(name: str):
+    result = learner(name)
+    assert result.is_right, result
+    assert bool(result.reason) == (result.way == "refused")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_built_in_engine_samples_a_family_right_or_refuses_it(name: str):
+    result = built_in_engine(name)
+    assert result.is_right, result
+    assert bool(result.reason) == (result.way == "refused")
+
+
+def test_the_page_of_families_says_what_is_measured():
+    fresh = without_figures(page())
+    assert fresh == without_figures(PAGE.read_text(encoding="utf-8")), (
+        "docs/families.md is out of date: python -m tests.families.page > docs/families.md"
+    )
