@@ -31,6 +31,9 @@ NO_VERSION = -1
 TEXT_ROLE = "text"
 """The ``role`` of the only message of a plain-text prompt, which the model continues without a chat template."""
 
+TOOLS_ROLE = "tool schemas"
+"""The ``role`` of a first message that is not part of the chat. Its content is the JSON text of the prompt's tools."""
+
 
 class Prompt(msgspec.Struct, frozen=True):
     """One dataset row, with its position in the order in which the run uses the rows.

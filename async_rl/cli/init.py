@@ -226,7 +226,8 @@ def _fit_first_prompt(values: dict[str, Any], first_row: Mapping[str, Any]) -> N
 
     def size() -> int:
         config = parse_config(values, "the answers")
-        return len(render_prompt(tokenizer, parse_row(first_row, "the first row", rules_of(config)).messages))
+        messages = parse_row(first_row, "the first row", rules_of(config)).messages
+        return len(render_prompt(tokenizer, messages, config.data.template_arguments))
 
     sampling, data = values["sampling"], values["data"]
     try:

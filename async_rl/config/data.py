@@ -5,6 +5,7 @@ The keys of ``[eval]`` are for every set of ``data.eval``. ``[eval.sets.NAME]`` 
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, Literal, get_args
 
@@ -15,8 +16,36 @@ from async_rl.config.section import Section
 PromptFormat = Literal["chat", "text"]
 
 
-RowField = Literal["messages", "prompt", "gt_answer", "test_cases", "fn_name", "extra_info"]
+RowField = Literal["messages", "prompt", "tools", "gt_answer", "test_cases", "fn_name", "extra_info"]
 """The fields of a row that async-rl reads; docs/data.md describes them. ``data.columns`` renames them."""
+
+
+_SET_BY_US = frozenset({
+    "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+})  # fmt: skip
+"""Arguments of transformers' ``apply_chat_template`` that are no variables of a template, or that async-rl sets."""
+
+
+def parse_tools(text: str) -> list[Any]:
+    """Return the tool schemas in ``text``, the JSON text of a list of objects.
+
+    Raises:
+        ValueError: ``text`` is anything else.
+    """
+    try:
+        tools = json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"expected a JSON list of tool schemas, got text that is not JSON ({error}): {text[:40]!r}; correct it"
+        ) from None
+    if not isinstance(tools, list) or not tools or not all(isinstance(one, dict) and one for one in tools):
+        raise ValueError(
+            f"expected a JSON list of tool schemas, each an object such as "
+            f'{{"type": "function", "function": {{"name": ...}}}}, got {text[:60]!r}; correct it'
+        )
+    return tools
 
 
 class DataConfig(Section):
@@ -38,6 +67,16 @@ class DataConfig(Section):
     prompt_format: PromptFormat = Field(
         default="chat",
         description="Whether the prompt column is a user's message of a chat, or text that the model continues as is.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={},
+        description="Further variables for the model's chat template, such as enable_thinking = false. A variable that "
+        "the template does not read is refused.",
+    )
+    tools: str = Field(
+        default="",
+        description="JSON file of tool schemas, a list of objects, that the chat template shows to the model with "
+        "every prompt. A row's own column tools has precedence. The saved config has the schemas instead of the path.",
     )
     on_long_prompt: Literal["drop", "truncate"] = Field(
         default="drop",
@@ -65,6 +104,28 @@ class DataConfig(Section):
     shuffle: bool = Field(
         default=True, description="Whether every epoch has a new random order, which run.seed determines."
     )
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if reserved := sorted(value.keys() & _SET_BY_US):
+            raise ValueError(
+                f"expected names of variables that only the chat template reads, got {', '.join(reserved)}, which "
+                f"async-rl sets itself; leave it out (data.tools sets tools)"
+            )
+        return value
+
+    @field_validator("tools")
+    @classmethod
+    def _are_schemas(cls, value: str) -> str:
+        if value:
+            parse_tools(value)
+        return value
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """The variables that every chat template gets in addition to the messages, tool schemas included."""
+        return self.chat_template_kwargs | ({"tools": parse_tools(self.tools)} if self.tools else {})
 
     @field_validator("eval")
     @classmethod

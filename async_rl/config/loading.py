@@ -71,7 +71,29 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     overrides = list(overrides)
     for override in overrides:
         apply_override(raw, override)
+    read_tools(raw)
     return parse_config(raw, f"{path} with its --set" if overrides else str(path))
+
+
+def read_tools(raw: Mapping[str, Any]) -> None:
+    """Replace the path in ``data.tools`` by the text of its file, so that other machines need no such file.
+
+    Raises:
+        ConfigError: the file can't be read.
+    """
+    data = raw.get("data")
+    if not isinstance(data, dict):
+        return
+    path = data.get("tools")
+    if not isinstance(path, str) or not path or path.lstrip().startswith("["):
+        return
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.tools: expected a JSON file of tool schemas, can't read {path}: {error}; correct the path"
+        ) from None
+    data["tools"] = text.strip() or "[]"
 
 
 def config_from_toml(text: str, source: str) -> Config:

@@ -11,10 +11,12 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from async_rl.data.template import apply_template, check_arguments
 from async_rl.errors import ModelError
 from async_rl.records import TEXT_ROLE
 
@@ -45,6 +47,7 @@ _VOCABULARY_FILES = (
     "sentencepiece.bpe.model",
 )
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PROBE_MESSAGES: tuple[Mapping[str, str], ...] = ({"role": "user", "content": "1 + 1 = ?"},)
 
 
@@ -105,11 +108,14 @@ def _tokenizer_class(directory: Path) -> str:
     return str(config.get("tokenizer_class", "")) if isinstance(config, dict) else ""
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], arguments: Mapping[str, Any] = _NOTHING
+) -> np.ndarray:
     """Return the token ids of a prompt, int32 [P].
 
-    The tokenizer's chat template turns ``messages`` into text and adds the start of the model's answer. A single
-    message with the role ``TEXT_ROLE`` is tokenized as plain text, without the template.
+    The tokenizer's chat template turns ``messages`` into text and adds the start of the model's answer. ``arguments``
+    are further variables of the template. A single message with the role ``TEXT_ROLE`` is tokenized as plain text,
+    without the template.
 
     Raises:
         ModelError: the template refuses the messages (for example because of an unknown role), or returns no tokens.
@@ -117,9 +123,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
     if len(messages) == 1 and messages[0].get("role") == TEXT_ROLE:
         return np.asarray(tokenizer(messages[0]["content"])["input_ids"], dtype=np.int32)
     try:
-        ids = tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tokenize=True, add_generation_prompt=True, return_dict=False
-        )
+        ids = apply_template(tokenizer, messages, arguments, tokenize=True)
     except Exception as error:  # a template raises whatever its author wrote
         roles = [m.get("role") for m in messages]
         raise ModelError(
@@ -135,7 +139,9 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
 
 
 def count_unknown(
-    tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Sequence[Mapping[str, str]]]
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Iterable[Sequence[Mapping[str, str]]],
+    arguments: Mapping[str, Any] = _NOTHING,
 ) -> tuple[int, int]:
     """Return how many tokens of the rendered ``prompts`` are the unknown token, and how many tokens there are.
 
@@ -148,7 +154,7 @@ def count_unknown(
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):
         return 0, 0
-    rendered = [render_prompt(tokenizer, messages) for messages in prompts]
+    rendered = [render_prompt(tokenizer, messages, arguments) for messages in prompts]
     return sum(int((ids == unknown).sum()) for ids in rendered), sum(map(len, rendered))
 
 
@@ -282,20 +288,29 @@ def check_precision(directory: Path, dtype: str = "auto") -> None:
             )
 
 
-def check_model(path: str | Path, messages: Sequence[Mapping[str, str]] = (), *, dtype: str = "auto") -> None:
+def check_model(
+    path: str | Path,
+    messages: Sequence[Mapping[str, str]] = (),
+    *,
+    dtype: str = "auto",
+    arguments: Mapping[str, Any] = _NOTHING,
+) -> None:
     """Check that the model at ``path`` can be used. This is quick, because no weights are loaded.
 
     Args:
         path: a local directory or a hub id.
         messages: the prompt that is rendered as a test, usually the first row's. If empty, a built-in prompt is used.
         dtype: the value of ``model.dtype``.
+        arguments: the variables that the chat template gets, which it must read.
 
     Raises:
         ModelError: the model does not exist, has no readable ``config.json`` or no tokenizer, can't be trained at this
-            precision, or has a chat template that fails.
+            precision, or has a chat template that fails or does not read one of ``arguments``.
     """
     directory = model_directory(path)
     check_precision(directory, dtype)
     messages = messages or _PROBE_MESSAGES
     is_chat = all(message["role"] != TEXT_ROLE for message in messages)
-    render_prompt(load_tokenizer(directory, needs_template=is_chat), messages)
+    tokenizer = load_tokenizer(directory, needs_template=is_chat)
+    check_arguments(tokenizer, arguments, messages)
+    render_prompt(tokenizer, messages, arguments)

@@ -10,9 +10,10 @@ user).
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Literal, get_args
@@ -20,17 +21,17 @@ from typing import Any, Literal, get_args
 import msgpack
 
 from async_rl.config.config import Config
-from async_rl.config.data import PromptFormat, RowField
+from async_rl.config.data import PromptFormat, RowField, parse_tools
 from async_rl.data.files import Source, kind, parse_json
 from async_rl.errors import DataError
-from async_rl.records import TEXT_ROLE
+from async_rl.records import TEXT_ROLE, TOOLS_ROLE
 from async_rl.rewards.code_tests import parse_tests
 
 MAX_NESTING = 6
 """Maximum depth of nested lists and objects in one value of a row. Messages to generators can't hold much more."""
 
 _KEYS: tuple[RowField, ...] = get_args(RowField)
-_JSON_KEYS: tuple[RowField, ...] = ("messages", "test_cases", "extra_info")
+_JSON_KEYS: tuple[RowField, ...] = ("messages", "tools", "test_cases", "extra_info")
 """Keys whose value may be JSON text. CSV can't hold objects, and some datasets write test cases as text."""
 
 
@@ -39,7 +40,8 @@ class Row:
     """One checked row of a dataset.
 
     Attributes:
-        messages: the prompt. Each message has ``role`` and ``content``. Empty if an environment makes the prompt.
+        messages: the prompt. Each message has ``role`` and ``content``. Empty if an environment makes the prompt. A
+            row with tools of its own has them in a first message with the role ``TOOLS_ROLE``.
         reward_data: all other fields of the row, for the reward and the environment. ``gt_answer`` is text.
     """
 
@@ -82,6 +84,8 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
             fields[key] = parse_json(text.encode(errors="replace"), f"{where}: {_column(key, rules)}", "JSON")
     _check_keys(fields, raw, where, rules)
     messages = _messages(fields, where, rules)
+    if messages and "tools" in fields:
+        messages = (_tools(fields.pop("tools"), messages, f"{where}: {_column('tools', rules)}"), *messages)
     reward_data = {key: value for key, value in fields.items() if key not in ("messages", "prompt")}
     if "gt_answer" in rules.needs or isinstance(reward_data.get("gt_answer"), str | int | float):
         reward_data["gt_answer"] = _answer_text(reward_data["gt_answer"], f"{where}: {_column('gt_answer', rules)}")
@@ -144,6 +148,21 @@ def _messages(fields: Mapping[str, Any], where: str, rules: RowRules) -> tuple[M
     if rules.system_prompt and all(message["role"] != "system" for message in messages):
         return ({"role": "system", "content": rules.system_prompt}, *messages)
     return messages
+
+
+def _tools(raw: Any, messages: Sequence[Mapping[str, str]], where: str) -> Mapping[str, str]:
+    """Return a row's tool schemas as a message, which the chat template turns into its argument ``tools``."""
+    if messages[0]["role"] == TEXT_ROLE:
+        raise DataError(
+            f'{where}: expected no tools with data.prompt_format = "text", which uses no chat template; rename the '
+            f"column"
+        )
+    text = json.dumps(raw, ensure_ascii=False)
+    try:
+        parse_tools(text)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}, or rename the column if it has something else") from None
+    return {"role": TOOLS_ROLE, "content": text}
 
 
 def parse_messages(raw: Any, where: str) -> tuple[Mapping[str, str], ...]:

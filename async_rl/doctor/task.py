@@ -128,10 +128,10 @@ def _template_row(config: Config, tokenizer: Any) -> Finding:
     if not row.messages:
         return Finding("template", "skip", "the environment writes the prompts")
     try:
-        ids = render_prompt(tokenizer, row.messages)
-        check_model(config.model.path, row.messages)
+        ids = render_prompt(tokenizer, row.messages, config.data.template_arguments)
+        check_model(config.model.path, row.messages, arguments=config.data.template_arguments)
     except ModelError as error:
-        fix = "set data.system_prompt, or correct chat_template.jinja"
+        fix = "set data.system_prompt or data.chat_template_kwargs, or correct chat_template.jinja"
         return Finding("template", "FAIL", str(error), fix=fix)
     text = str(tokenizer.decode(ids))
     limit = config.sampling.max_prompt_tokens

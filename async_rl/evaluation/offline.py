@@ -23,9 +23,10 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.config.generator import AUTO, BACKENDS, FALLBACK
-from async_rl.config.loading import apply_override, load_config, parse_config
+from async_rl.config.loading import apply_override, load_config, parse_config, read_tools
 from async_rl.data.chat import load_tokenizer, model_directory, quiet_progress_bars
 from async_rl.data.dataset import load_rows_of
+from async_rl.data.template import check_arguments
 from async_rl.errors import ConfigError, DataError, ModelError
 from async_rl.evaluation.table import FIGURES_FILE, Entry, eval_table
 from async_rl.generator.backend import Backend, build_backend
@@ -180,6 +181,7 @@ def _player(
     report(f"loading {model}")
     backend = stack.enter_context(closing(build_backend(config, directory, load_pretrained=True)))
     tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
+    check_arguments(tokenizer, config.data.template_arguments)
 
     def decode(token_ids: np.ndarray) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -319,6 +321,7 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     raw.setdefault("model", {})["path"] = models[0]
     # Offline there are no leases that could expire.
     raw.setdefault("queue", {})["lease_timeout_s"] = _NEVER_S
+    read_tools(raw)
     config = parse_config(raw, "the config with this command line")
     if not config.data.eval:
         raise ConfigError(

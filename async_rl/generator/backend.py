@@ -332,6 +332,7 @@ def _build_transformers(directory: Path, config: Config, *, device: str | None, 
         deterministic=deterministic,
         load_pretrained=load_pretrained,
         needs_template=config.data.prompt_format == "chat",
+        template_arguments=config.data.template_arguments,
     )
 
 

@@ -16,12 +16,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
 from async_rl.config.generator import EnvironmentConfig
+from async_rl.data.template import apply_template
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
 from async_rl.generator.rollouts import Graded
@@ -292,14 +294,14 @@ def extra_info(settings: Mapping[str, Any], lease: Lease, index: int) -> dict[st
 class TokenizerText:
     """Renders and encodes text with a Hugging Face tokenizer, as the protocol ``backend.Text`` requires."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """``arguments`` are the variables of the chat template in addition to the messages."""
         self._tokenizer = tokenizer
+        self._arguments = arguments
         self._special = frozenset(tokenizer.all_special_ids)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        return self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        return str(apply_template(self._tokenizer, messages, self._arguments))
 
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)

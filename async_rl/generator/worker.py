@@ -239,7 +239,7 @@ def build_environment(
         text = backend.text
     else:
         tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
-        text = TokenizerText(tokenizer)
+        text = TokenizerText(tokenizer, config.data.template_arguments)
     digest = digest_of(config.environment.name, code_digests)
     pool = EnvironmentPool(config.environment, allowed=config.generator.allow_code, digest=digest)
     stack.enter_context(closing(pool))

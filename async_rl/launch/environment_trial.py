@@ -113,7 +113,8 @@ def _renderer(config: Config) -> Render:
     """Return the function that renders messages as text, as generators do it."""
     if not has_model(config.generator.backend):
         return lambda messages: "\n".join(message["content"] for message in messages)
-    text = TokenizerText(load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat"))
+    tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
+    text = TokenizerText(tokenizer, config.data.template_arguments)
 
     def render(messages: Sequence[Mapping[str, str]]) -> str:
         is_text = len(messages) == 1 and messages[0]["role"] == TEXT_ROLE

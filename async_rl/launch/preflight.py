@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_engine(config)
     check_code(config)
     rows = check_data(config).rows
-    check_model(config.model.path, rows[0].messages, dtype=config.model.dtype)
+    _check_model(config, rows[0].messages)
     check_disk_space(config)
     check_memory(config)
     check_lengths(config, rows)
@@ -98,13 +98,18 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
             refuse_open_bind(address, insecure=insecure, has_keys=config.queue.keys is not None)
             advertised_address(address, config.queue.advertise)
         rows = check_data(config).rows
-        check_model(config.model.path, rows[0].messages, dtype=config.model.dtype)
+        _check_model(config, rows[0].messages)
     else:
         rows = ()
-        check_model(config.model.path, dtype=config.model.dtype)
+        _check_model(config)
     check_disk_space(config)
     check_lengths(config, rows)
     try_loss(config)
+
+
+def _check_model(config: Config, messages: Sequence[Mapping[str, str]] = ()) -> None:
+    arguments = config.data.template_arguments
+    check_model(config.model.path, messages, dtype=config.model.dtype, arguments=arguments)
 
 
 def check_queue(config: Config) -> None:
@@ -204,7 +209,7 @@ def _check_prompts(config: Config, rows: Sequence[Row]) -> None:
     tokenizer = load_tokenizer(config.model.path, needs_template=is_chat)
     limit, shortest = config.sampling.max_prompt_tokens, None
     for row in rows:
-        size = len(render_prompt(tokenizer, row.messages))
+        size = len(render_prompt(tokenizer, row.messages, config.data.template_arguments))
         if size <= limit:
             return
         shortest = size if shortest is None else min(shortest, size)
@@ -220,7 +225,7 @@ def unknown_text(config: Config, rows: Sequence[Row]) -> str:
     if not prompts or not has_model(config.generator.backend):
         return ""
     tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
-    unknown, total = count_unknown(tokenizer, prompts)
+    unknown, total = count_unknown(tokenizer, prompts, config.data.template_arguments)
     if not unknown:
         return ""
     which = "prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -83,9 +84,11 @@ class TransformersBackend:
         *,
         deterministic: bool = False,
         version: int = NO_VERSION,
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._model = model
         self._tokenizer: Any = tokenizer
+        self._template_arguments = template_arguments
         self._weights = WeightTable(model)
         self._device = model.device
         self._deterministic = deterministic
@@ -118,12 +121,13 @@ class TransformersBackend:
         deterministic: bool = False,
         load_pretrained: bool = False,
         needs_template: bool = True,
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> TransformersBackend:
         """Build a backend for the model and tokenizer in ``directory``.
 
         The backend has no weights until ``activate``. With ``load_pretrained`` it has those in ``directory``, as
         version 0. ``dtype`` auto is bfloat16 on CUDA and float32 on the CPU. Without ``needs_template`` prompts are
-        plain text.
+        plain text. ``template_arguments`` are the variables of the chat template in addition to the messages.
 
         Raises:
             ModelError: a file is missing or unreadable, or this backend can't run the model.
@@ -134,7 +138,15 @@ class TransformersBackend:
         model = build_model(directory, device=device, dtype=getattr(torch, name), load_pretrained=load_pretrained)
         eos_ids = end_of_sequence_ids(directory, model.config, tokenizer)
         version = 0 if load_pretrained else NO_VERSION
-        return cls(model, tokenizer, eos_ids, config, deterministic=deterministic, version=version)
+        return cls(
+            model,
+            tokenizer,
+            eos_ids,
+            config,
+            deterministic=deterministic,
+            version=version,
+            template_arguments=template_arguments,
+        )
 
     @property
     def _rows(self) -> Rows:
@@ -160,7 +172,7 @@ class TransformersBackend:
         return self._version
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
-        return render_prompt(self._tokenizer, messages)
+        return render_prompt(self._tokenizer, messages, self._template_arguments)
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
         """Queue the lease's samples of this prompt; ``step`` starts them. See ``backend.Backend``.

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,9 +95,11 @@ class VllmBackend:
         max_length: int,
         recompute: bool,
         ranks: EngineRanks | None,
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._engine, self._table = engine, table
         self._tokenizer: Any = tokenizer
+        self._template_arguments = template_arguments
         self._eos_ids = eos_ids
         self._max_length = max_length
         self._recompute = recompute
@@ -144,6 +147,7 @@ class VllmBackend:
             max_length=max_length,
             recompute=config.generator.kv_after_update == "recompute",
             ranks=_engine_ranks(engine, config, device),
+            template_arguments=config.data.template_arguments,
         )
 
     @property
@@ -163,7 +167,7 @@ class VllmBackend:
         return self._version
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
-        return render_prompt(self._tokenizer, messages)
+        return render_prompt(self._tokenizer, messages, self._template_arguments)
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
         """Queue the lease's samples of this prompt, and start those for which slots are free. See ``backend.Backend``.

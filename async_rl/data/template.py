@@ -1,0 +1,125 @@
+"""Applies a tokenizer's chat template, with the arguments of ``data.chat_template_kwargs`` and with tool schemas.
+
+Every module that renders a chat calls ``apply_template``: prompts of training and evaluation, environments, supervised
+fine-tuning, the checks before a run. transformers and jinja2 are imported inside the functions that need them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from async_rl.errors import ModelError
+from async_rl.records import TOOLS_ROLE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def apply_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    *,
+    tokenize: bool = False,
+    open_turn: bool = True,
+) -> Any:
+    """Return the chat ``messages`` as text, or with ``tokenize`` as a list of token ids.
+
+    Args:
+        arguments: further variables of the template, as ``DataConfig.template_arguments`` returns them. A first message
+            with the role ``TOOLS_ROLE`` is no message; its content replaces the argument ``tools``.
+        open_turn: whether the text ends with the start of the model's answer.
+
+    Raises:
+        Exception: whatever the template's author wrote.
+    """
+    tools, chat = split_tools(messages)
+    own = {} if tools is None else {"tools": tools}
+    return tokenizer.apply_chat_template(
+        [dict(message) for message in chat],
+        tokenize=tokenize,
+        add_generation_prompt=open_turn,
+        return_dict=False,
+        **{**arguments, **own},
+    )
+
+
+def split_tools(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any] | None, Sequence[Mapping[str, Any]]]:
+    """Return the tool schemas that ``messages`` begin with (None if there are none), and the messages of the chat."""
+    if messages and messages[0].get("role") == TOOLS_ROLE:
+        return json.loads(messages[0]["content"]), messages[1:]
+    return None, messages
+
+
+def check_arguments(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Check that the chat template reads every one of ``arguments``, and the tools of the prompt ``messages``.
+
+    A misspelled argument would have no effect, and nobody would notice.
+
+    Raises:
+        ModelError: it does not read one. The message names the config key, and lists what the template reads.
+    """
+    tools, _ = split_tools(messages)
+    names = {**arguments, **({} if tools is None else {"tools": tools})}
+    if not names:
+        return
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"{_keys(names)}: expected a tokenizer with a chat template, which reads it, got one without; leave the "
+            f"key out, or put a chat_template.jinja next to tokenizer.json"
+        )
+    read = _variables(tokenizer.get_chat_template(tools=names.get("tools")))
+    if unread := sorted(names.keys() - read):
+        known = ", ".join(sorted(read - {"messages", "add_generation_prompt"})) or "none"
+        remedy = "correct or remove the key"
+        if "tools" in unread:
+            remedy = "use a model whose chat template reads tools, or leave them out (a column of tools: rename it)"
+        raise ModelError(
+            f"{_keys(unread)}: the chat template of model.path does not read {', '.join(unread)}, so it would have no "
+            f"effect; expected variables that the template reads ({known}); {remedy}"
+        )
+
+
+def _keys(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return ", ".join("data.tools" if name == "tools" else f"data.chat_template_kwargs.{name}" for name in names)
+
+
+def _variables(template: str) -> set[str]:
+    """Return the names of all variables that a chat template reads and does not set itself.
+
+    Raises:
+        ModelError: ``template`` is not a template.
+    """
+    from jinja2 import Environment, TemplateSyntaxError, ext, meta, nodes, parser
+
+    class Generation(ext.Extension):
+        """The block ``{% generation %}``, which transformers adds to jinja2's language."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: parser.Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        tree = Environment(extensions=[Generation, ext.loopcontrols]).parse(template)
+    except TemplateSyntaxError as error:
+        raise ModelError(
+            f"model.path: can't read the chat template: line {error.lineno}: {error.message}; correct "
+            f"chat_template.jinja of the model"
+        ) from None
+    return meta.find_undeclared_variables(tree) | set(_first_set_later(tree, nodes))
+
+
+def _first_set_later(tree: Any, nodes: Any) -> Iterator[str]:
+    """Yield the variables whose default the template sets itself, as in ``{% if not x is defined %}{% set x = 1 %}``.
+
+    jinja2 does not count them as undeclared.
+    """
+    for test in tree.find_all(nodes.Test):
+        if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name):
+            yield test.node.name
