@@ -182,7 +182,9 @@ class SftConfig(Section):
     """Supervised fine-tuning with ``async-rl sft``, to prepare a model before reinforcement learning."""
 
     data: str = Field(
-        default="", description="JSONL file with rows of prompt and response, or of messages; `async-rl sft` needs it."
+        default="",
+        description="Rows of prompt and response, or of messages, in any form that data.train has; `async-rl sft` "
+        "needs it.",
     )
     out: str = Field(default="", description="Hugging Face model directory to write; `async-rl sft` needs it.")
     steps: int = Field(default=1000, ge=1, description="Number of optimizer steps of `async-rl sft`.")

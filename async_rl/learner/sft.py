@@ -6,13 +6,14 @@ no generator. Checkpoints and ``metrics.jsonl`` are in ``run.dir/sft``. The same
 checkpoint. SIGTERM and SIGINT save the last step first, within ``checkpoint.grace_s`` seconds. The order of the rows
 depends only on the seed and the step, so a resumed run sees the same batches.
 
-A row of the JSONL file is one of
+``sft.data`` is read as ``data.train`` is (``data.files``). A row is one of
 
 - ``{"prompt": text, "response": text}``: plain text, without a template. No special token is added but the
   end-of-sequence token after the response. The loss is on the response and that token.
 - ``{"messages": [{"role": ..., "content": ...}, ...]}``: the chat template is applied turn by turn. The loss is on
   every assistant turn up to its end token. What the template writes in front of a turn (``add_generation_prompt``) is
-  tokenised in one piece with the messages before it, as at sampling time. No system message is added.
+  tokenised in one piece with the messages before it, as at sampling time. No system message is added. ``tools`` are
+  the row's tool schemas, in place of those of ``data.tools``.
 
 Other keys are ignored. Rows longer than ``sft.max_length`` are cut on the right.
 """
@@ -26,12 +27,16 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from async_rl.config.config import Config
+from async_rl.config.data import parse_tools
 from async_rl.data.chat import load_tokenizer
+from async_rl.data.files import Source, kind, parse_json
+from async_rl.data.template import apply_template, check_arguments
 from async_rl.errors import ConfigError, DataError, RunError, StoppedError
 from async_rl.learner.checkpoint import checkpoint_name, read_extra, write_checkpoint
 from async_rl.learner.engine import UpdateStats
@@ -213,7 +218,12 @@ def batch_of(rows: Sequence[TrainSequence], step: int, *, batch_size: int, seed:
 
 def _load_rows(config: Config) -> list[TrainSequence]:
     tokenizer = load_tokenizer(config.model.path, needs_template=False)
-    rows = load_sft_rows(Path(config.sft.data), tokenizer, max_length=config.sft.max_length)
+    rows = load_sft_rows(
+        config.sft.data,
+        tokenizer,
+        max_length=config.sft.max_length,
+        arguments=config.data.template_arguments,
+    )
     longest = max(len(row.token_ids) for row in rows)
     if longest > config.learner.max_tokens:
         raise ConfigError(
@@ -238,7 +248,11 @@ def _settings(config: Config) -> dict[str, Any]:
     sections = config.model_dump(mode="json", include=set(_LEARNED_BY))
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     del flat["sft.out"]
-    return flat | {"run.seed": config.run.seed}
+    return flat | {
+        "run.seed": config.run.seed,
+        "data.chat_template_kwargs": config.data.chat_template_kwargs,
+        "data.tools": config.data.tools,
+    }
 
 
 def _steps_done(config: Config, run_dir: Path) -> int:
@@ -263,15 +277,32 @@ def _forget_metrics_after(path: Path, done: int) -> None:
         path.write_text("".join(line for line in lines[:done] if line.endswith("\n")), encoding="utf-8")
 
 
-def load_sft_rows(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[TrainSequence]:
-    """Read and tokenise the rows of the file. The ``sequence_id`` of each is its row's index.
+def load_sft_rows(
+    source: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> list[TrainSequence]:
+    """Read and tokenise the rows of the dataset ``source``. The ``sequence_id`` of each is its row's index.
+
+    ``arguments`` are the variables of the chat template in addition to the messages.
 
     Raises:
-        DataError: there is no such file, no row, or a bad row. The message names file and line.
+        DataError: the dataset can't be read, or has no row or a bad row. The message names the row's place.
+        ModelError: the chat template does not read one of ``arguments``, or the tools of a row.
     """
+    check_arguments(tokenizer, arguments)
     sequences: list[TrainSequence] = []
-    for where, row in _read_rows(path):
-        token_ids, loss_mask = _encode_row(row, tokenizer, where)
+    reads_tools = "tools" in arguments
+    for where, row in _read_rows(str(source)):
+        own = arguments
+        if "messages" in row and row.get("tools") is not None:
+            own = {**arguments, "tools": _tools_of(row["tools"], where)}
+            if not reads_tools:
+                check_arguments(tokenizer, own)
+                reads_tools = True
+        token_ids, loss_mask = _encode_row(row, tokenizer, where, own)
         token_ids, loss_mask = token_ids[:max_length], loss_mask[:max_length]
         if not loss_mask.any():
             raise DataError(
@@ -280,37 +311,41 @@ def load_sft_rows(path: Path, tokenizer: PreTrainedTokenizerBase, *, max_length:
             )
         sequences.append(_train_sequence(len(sequences), token_ids, loss_mask))
     if not sequences:
-        raise DataError(f"sft.data: expected at least one row in {path}, got none; add rows to it")
+        raise DataError(f"sft.data: expected at least one row in {source}, got none; add rows to it")
     return sequences
 
 
-def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each line that is not blank as a pair (``file:line``, the object in the line)."""
+def _read_rows(source: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each row as a pair (its place, its fields). ``messages`` and ``tools`` may be JSON text, as in CSV."""
     try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"sft.data: can't read {path}: {error}; set it to a JSONL file that exists") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise DataError(
-                f"{where}: expected one JSON object per line, got text that is not JSON: {error}; correct it"
-            ) from None
+        dataset = Source(source)
+    except DataError as error:
+        raise DataError(f"sft.data: {error}") from None
+    for where, row in dataset.records():
+        if isinstance(row, DataError):
+            raise DataError(f"{row}; correct the row")
         if not isinstance(row, dict):
-            raise DataError(
-                f"{where}: expected a JSON object, got {type(row).__name__}; write the row as an object of fields"
-            )
-        yield where, row
+            raise DataError(f"{where}: expected a JSON object, got {kind(row)}; write the row as an object of fields")
+        fields = dict(row)
+        for key in ("messages", "tools"):
+            if isinstance(text := fields.get(key), str) and text.lstrip()[:1] == "[":
+                fields[key] = parse_json(text.encode(errors="replace"), f"{where}: {key}", "JSON")
+        yield where, fields
 
 
-def _encode_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str) -> tuple[list[int], np.ndarray]:
+def _tools_of(raw: Any, where: str) -> list[Any]:
+    try:
+        return parse_tools(json.dumps(raw))
+    except ValueError as error:
+        raise DataError(f"{where}: tools: {error}, or rename the column if it has something else") from None
+
+
+def _encode_row(
+    row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, where: str, arguments: Mapping[str, Any]
+) -> tuple[list[int], np.ndarray]:
     match row:
         case {"messages": list(messages)}:
-            segments = _chat_segments(messages, tokenizer, where)
+            segments = _chat_segments(messages, tokenizer, where, arguments)
         case {"prompt": str(prompt), "response": str(response)}:
             end = tokenizer.eos_token_id
             if not isinstance(end, int):
@@ -331,7 +366,7 @@ def _encode_row(row: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, wher
 
 
 def _chat_segments(
-    messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, where: str
+    messages: Sequence[Any], tokenizer: PreTrainedTokenizerBase, where: str, arguments: Mapping[str, Any]
 ) -> list[tuple[list[int], bool]]:
     """Split a row's text, up to the last assistant turn, into pairs (token ids, whether they are trained on)."""
     for message in messages:
@@ -352,8 +387,8 @@ def _chat_segments(
     segments: list[tuple[list[int], bool]] = []
     done = ""
     for turn in turns:
-        opened = _render(messages[:turn], tokenizer, where, open_turn=True)
-        closed = _render(messages[: turn + 1], tokenizer, where, open_turn=False)
+        opened = _render(messages[:turn], tokenizer, where, arguments, open_turn=True)
+        closed = _render(messages[: turn + 1], tokenizer, where, arguments, open_turn=False)
         if not opened.startswith(done) or not closed.startswith(opened):
             raise DataError(
                 f"{where}: the chat template does not render message {turn} as a continuation of those before it (some "
@@ -377,20 +412,22 @@ def _end_of_turn(answer: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> i
 
 
 def _render(
-    messages: Sequence[Mapping[str, str]], tokenizer: PreTrainedTokenizerBase, where: str, *, open_turn: bool
+    messages: Sequence[Mapping[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    arguments: Mapping[str, Any],
+    *,
+    open_turn: bool,
 ) -> str:
     if not messages:
         raise DataError(f"{where}: expected a message before the first assistant message, got none; add a user message")
     try:
-        text = tokenizer.apply_chat_template(
-            [dict(m) for m in messages], tokenize=False, add_generation_prompt=open_turn
-        )
+        return str(apply_template(tokenizer, messages, arguments, open_turn=open_turn))
     except Exception as error:  # a template may raise anything; without a template transformers raises ValueError
         raise DataError(
             f"{where}: the chat template of model.path can't render the messages: {error}; change the row, or use a "
             f"model whose template accepts it"
         ) from error
-    return str(text)
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import datasets
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from async_rl.data.chat import load_tokenizer, render_prompt
-from async_rl.errors import DataError
+from async_rl.errors import DataError, ModelError
 from async_rl.learner.sft import load_sft_rows
 from tests.learner.tiny import tiny_model
 
@@ -85,7 +89,7 @@ GOOD = {"prompt": "a", "response": "b"}
     ("row", "message"),
     [
         ("{not json", "expected one JSON object per line"),
-        ("[1, 2]", "expected a JSON object, got list"),
+        ("[1, 2]", "expected a JSON object, got a list of 2"),
         ({"prompt": "a", "answer": "b"}, r"got keys \['answer', 'prompt'\]"),
         ({"messages": [{"role": "user"}]}, '"role" and "content" as text'),
         ({"messages": [{"role": "user", "content": "a"}]}, 'with the role "assistant", got the roles'),
@@ -121,3 +125,67 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, tokenizer: PreTrainedTok
         path.write_text(content)
     with pytest.raises(DataError, match=r"sft\.data"):
         load_sft_rows(path, tokenizer, max_length=8)
+
+
+CHAT = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+
+
+def write_in(form: str, directory: Path, rows: list[dict[str, Any]]) -> Path:
+    path = directory / f"rows{form}"
+    match form:
+        case ".parquet":
+            parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        case ".csv":
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(rows[0]))
+                writer.writeheader()
+                for row in rows:
+                    writer.writerow({k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items()})
+        case ".json":
+            path.write_text(json.dumps(rows))
+        case _:
+            datasets.Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("form", [".parquet", ".csv", ".json", "_saved"])
+@pytest.mark.parametrize("row", [{"prompt": "1+1=", "response": "2"}, {"messages": CHAT}])
+def test_every_form_of_a_dataset_gives_the_rows_of_jsonl(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, form: str, row: dict[str, Any]
+):
+    (expected,) = load_sft_rows(rows_file(tmp_path, row), tokenizer, max_length=50)
+    (found,) = load_sft_rows(write_in(form, tmp_path, [row]), tokenizer, max_length=50)
+    assert (found.token_ids.tolist(), found.loss_mask.tolist()) == (
+        expected.token_ids.tolist(),
+        expected.loss_mask.tolist(),
+    )
+
+
+def test_a_bad_row_of_a_table_is_named_by_its_number(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
+    path = write_in(".parquet", tmp_path, [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}])
+    with pytest.raises(DataError, match=r"rows\.parquet: row 2: expected \"prompt\" and \"response\" as text"):
+        load_sft_rows(path, tokenizer, max_length=8)
+
+
+TOOL_TEMPLATE = (
+    "{% for t in tools or [] %}{{ t['name'] }}{% endfor %}{% for m in messages %}{{ m['content'] }}.{% endfor %}"
+    "{% if add_generation_prompt and mark %}{{ mark }}{% endif %}"
+)
+
+
+def test_the_template_gets_its_arguments_and_the_tools_of_the_run_or_of_the_row(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+):
+    kept, tokenizer.chat_template = tokenizer.chat_template, TOOL_TEMPLATE
+    arguments = {"tools": [{"name": "x"}]}
+    path = rows_file(tmp_path, {"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "yy"}]})
+    try:
+        rows = load_sft_rows(path, tokenizer, max_length=50, arguments=arguments)
+        assert [spelled(tokenizer, row.token_ids) for row in rows] == ["x1+1.2.", "yy1+1.2."]
+        with pytest.raises(ModelError, match=r"data\.chat_template_kwargs\.marc: "):
+            load_sft_rows(path, tokenizer, max_length=50, arguments={"marc": "="})
+        tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        with pytest.raises(ModelError, match=r"data\.tools: the chat template of model\.path does not read tools"):
+            load_sft_rows(path, tokenizer, max_length=50)
+    finally:
+        tokenizer.chat_template = kept
