@@ -1,7 +1,8 @@
 """The prompts to sample: the stream of training prompts, and the rows of evaluations.
 
-A prompt's position in the stream counts from 0 over all epochs. The rows of each epoch are shuffled with a seed, so a
-position alone determines its row, also after a restart. ``generator_requests`` draws positions. Positions whose lease
+A prompt's position in the stream counts from 0 over all epochs. A ``mixture.Mixture`` says from which source of rows it
+comes. The rows of each epoch of a source are shuffled with a seed, so a position alone determines its row, also after a
+restart. ``generator_requests`` draws positions. Positions whose lease
 expired, or whose group was dropped or rolled back, are drawn again before new ones.
 
 The learner can request an evaluation of all rows of a dataset. The queue keeps the answers until the learner has
@@ -12,6 +13,7 @@ sampled gets an answer without a group.
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +22,14 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from async_rl.queue.core.mixture import Mixture
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import PayloadRef, PayloadStore
 from async_rl.records import Prompt, Sampling
 
 
 class Row(Protocol):
-    """A row of a dataset: the chat messages of its prompt, and the data that its reward needs."""
+    """A row of a dataset: the messages of its prompt, and the data that its reward needs."""
 
     @property
     def messages(self) -> tuple[Mapping[str, str], ...]: ...
@@ -51,18 +54,32 @@ class StreamCursor(msgspec.Struct):
 class PromptStream:
     """The order in which training prompts are sampled, as positions. The stream has no end if ``epochs`` is None.
 
+    By default all rows are one source. With ``weights``, the rows are those of several sources, one source after the
+    other, with ``sizes`` rows each. Sources take turns by their weights.
+
     Raises:
         ValueError: ``num_rows`` is below 1.
     """
 
-    def __init__(self, num_rows: int, *, seed: int, shuffle: bool = True, epochs: int | None = None) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        epochs: int | None = None,
+        weights: Sequence[int] = (1,),
+        sizes: Sequence[int] = (),
+    ) -> None:
         if num_rows < 1:
             raise ValueError(f"data.train: expected at least one row, got {num_rows}; add rows to it")
         self.num_rows = num_rows
         self._seed, self._shuffle = seed, shuffle
-        self._end = None if epochs is None else epochs * num_rows
+        self._mixture = Mixture(sizes or (num_rows,), weights)
+        self._first_rows = [0, *itertools.accumulate(self._mixture.sizes)]
+        self._end = None if epochs is None else self._mixture.end_of(epochs)
         self.cursor = StreamCursor()
-        self._orders: dict[int, np.ndarray] = {}
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     @property
     def position(self) -> int:
@@ -80,8 +97,13 @@ class PromptStream:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the highest position that was drawn, from 0; 0 if none was drawn."""
-        return max(0, self.cursor.position - 1) // self.num_rows
+        """The epoch, from 0, of the newest prompt drawn from the source whose epoch is the lowest; 0 if none was."""
+        return self._mixture.epoch(self.cursor.position)
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether the rows are those of several sources that take turns."""
+        return len(self._mixture.sizes) > 1
 
     @property
     def exhausted(self) -> bool:
@@ -89,9 +111,10 @@ class PromptStream:
         return not self.cursor.requeued and self._end is not None and self.cursor.position >= self._end
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return the dataset row and the epoch of a position."""
-        epoch, index = divmod(position, self.num_rows)
-        return int(self._order(epoch)[index]), epoch
+        """Return the dataset row of a position, and the epoch of its source."""
+        source, earlier = self._mixture.locate(position)
+        epoch, index = divmod(earlier, self._mixture.sizes[source])
+        return self._first_rows[source] + int(self._order(source, epoch)[index]), epoch
 
     def draw(self) -> int | None:
         """Return the next position to sample; None at the end of the last epoch."""
@@ -106,15 +129,16 @@ class PromptStream:
         """Put a position back, to be drawn again before new positions."""
         heapq.heappush(self.cursor.requeued, position)
 
-    def _order(self, epoch: int) -> np.ndarray:
-        order = self._orders.get(epoch)
+    def _order(self, source: int, epoch: int) -> np.ndarray:
+        order = self._orders.get((source, epoch))
         if order is None:
-            rows = np.arange(self.num_rows)
-            order = np.random.default_rng((self._seed, epoch)).permutation(rows) if self._shuffle else rows
+            rows = np.arange(self._mixture.sizes[source])
+            seed = (self._seed, epoch, source) if source else (self._seed, epoch)
+            order = np.random.default_rng(seed).permutation(rows) if self._shuffle else rows
             # Positions in use span a few epochs at most, unless the data set is smaller than the queue.
-            while len(self._orders) >= 8:
+            while len(self._orders) >= 8 * len(self._mixture.sizes):
                 del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = order
+            self._orders[source, epoch] = order
         return order
 
 
