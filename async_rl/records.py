@@ -41,9 +41,10 @@ class Prompt(msgspec.Struct, frozen=True):
     Attributes:
         position: the prompt's index in that order, over all epochs, from 0. It never repeats within a run.
         row: the row's index in the loaded dataset, from 0. Malformed rows are skipped and do not count.
-        epoch: the index of the pass over the dataset, from 0.
+        epoch: the index of the pass over the dataset, or over the row's source, from 0.
         messages: the chat messages, each with ``role`` and ``content``.
         reward_data: the row's data that the reward needs, such as ``gt_answer``.
+        source: the name of the row's source, a key of the table ``data.train``. Empty if the data has no named sources.
     """
 
     position: int
@@ -51,6 +52,7 @@ class Prompt(msgspec.Struct, frozen=True):
     epoch: int
     messages: tuple[Mapping[str, str], ...]
     reward_data: Mapping[str, Any]
+    source: str = ""
 
 
 class Sampling(msgspec.Struct, frozen=True):

@@ -131,6 +131,7 @@ class _Tally:
 class _Row:
     messages: tuple[Mapping[str, str], ...] = ()
     reward_data: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 class _Simulation:

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config
 from async_rl.data.chat import load_tokenizer, render_prompt
-from async_rl.data.dataset import Row, load_rows_of
+from async_rl.data.dataset import Row, load_rows_of, load_train_rows
 from async_rl.learner.advantages import group_normalised
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import build_reward
@@ -52,7 +52,7 @@ class SyncLoop:
         self._reward = build_reward(config)
         # Its verifier process takes a second to start, at the first formula: now, and not inside what is timed.
         self._reward(RewardInput("<answer>\\boxed{x+1}</answer>", {"gt_answer": "x+2"}, 1, 2, "stop"))
-        self.rows = load_rows_of(config, config.data.train).rows
+        self.rows = load_train_rows(config).rows
         self._prompts = [self.encode(row) for row in self.rows]
         self._random = random.Random(config.run.seed)
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, field_serializer, field_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from async_rl.config.section import Section
 
@@ -19,6 +19,9 @@ PromptFormat = Literal["chat", "text"]
 RowField = Literal["messages", "prompt", "tools", "gt_answer", "test_cases", "fn_name", "extra_info"]
 """The fields of a row that async-rl reads; docs/data.md describes them. ``data.columns`` renames them."""
 
+
+_MAX_WEIGHT = 1000
+"""The order in which sources take turns has one entry for each unit of all weights."""
 
 _SET_BY_US = frozenset({
     "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
@@ -51,10 +54,17 @@ def parse_tools(text: str) -> list[Any]:
 class DataConfig(Section):
     """The rows to train and to evaluate on."""
 
-    train: str = Field(
+    train: str | dict[str, str] = Field(
         default="",
         description="Training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a directory, or "
-        "[split@]owner/name[:config] on the Hugging Face hub; every command but sft needs it.",
+        "[split@]owner/name[:config] on the Hugging Face hub; or several of these, as a table of NAME = SOURCE. Every "
+        "command but sft needs it.",
+    )
+    weights: dict[str, int] = Field(
+        default={},
+        description="Shares of the sources of data.train, a table of NAME = NUMBER with whole numbers from 1 to "
+        f"{_MAX_WEIGHT}: 3 and 1 mean that three prompts of four come from the first. If unset, the rows of all "
+        "sources are shuffled together.",
     )
     eval: dict[str, str] = Field(
         default={}, description="Evaluation sets: a table of NAME = SOURCE. A source has the same form as data.train."
@@ -86,7 +96,8 @@ class DataConfig(Section):
     epochs: int | None = Field(
         default=None,
         ge=1,
-        description="Passes over the training rows after which the run ends; if unset, learner.steps alone decides.",
+        description="Passes over the training rows after which the run ends; if unset, learner.steps alone decides. "
+        "With data.weights, the run ends when every source has been passed over this often, and some more often.",
     )
     system_prompt: str | None = Field(
         default=None,
@@ -127,13 +138,45 @@ class DataConfig(Section):
         """The variables that every chat template gets in addition to the messages, tool schemas included."""
         return self.chat_template_kwargs | ({"tools": parse_tools(self.tools)} if self.tools else {})
 
-    @field_validator("eval")
+    @field_validator("train", mode="before")
     @classmethod
-    def _are_names(cls, value: dict[str, str]) -> dict[str, str]:
-        for name in value:  # of files and metrics
+    def _is_source_or_table(cls, value: Any) -> Any:
+        """Check the whole value, because a message about one of two types would confuse."""
+        is_table = (
+            isinstance(value, dict) and bool(value) and all(isinstance(one, str) and one for one in value.values())
+        )
+        if not isinstance(value, str) and not is_table:
+            raise ValueError(f"expected a file or data set in quotes, or a table of NAME = SOURCE, got {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> Self:
+        if not self.weights:
+            return self
+        if isinstance(self.train, str):
+            raise ValueError(
+                f"data.weights: expected data.train to be a table of NAME = SOURCE, got {self.train!r}; name the "
+                f"sources there, or leave data.weights out"
+            )
+        if self.weights.keys() != self.train.keys():
+            raise ValueError(
+                f"data.weights: expected a number for each source of data.train = {sorted(self.train)}, got numbers "
+                f"for {sorted(self.weights)}; correct the names (to leave a source out, remove it from data.train)"
+            )
+        if wrong := [f"{name} = {weight}" for name, weight in self.weights.items() if not 1 <= weight <= _MAX_WEIGHT]:
+            raise ValueError(
+                f"data.weights: expected whole numbers from 1 to {_MAX_WEIGHT}, got {', '.join(wrong)}; correct them "
+                f"(to leave a source out, remove it from data.train)"
+            )
+        return self
+
+    @field_validator("train", "eval")
+    @classmethod
+    def _are_names(cls, value: str | dict[str, str]) -> str | dict[str, str]:
+        for name in () if isinstance(value, str) else value:  # of files and metrics
             if re.fullmatch(r"\w[\w.+-]*", name) is None:
                 raise ValueError(
-                    f"expected names of letters, digits and _ . + -, got {name!r}; rename the set, because its name "
+                    f"expected names of letters, digits and _ . + -, got {name!r}; rename it, because its name "
                     f"becomes part of file names and metrics"
                 )
         return value

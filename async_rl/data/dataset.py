@@ -14,7 +14,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any, Literal, get_args
 
@@ -43,10 +43,12 @@ class Row:
         messages: the prompt. Each message has ``role`` and ``content``. Empty if an environment makes the prompt. A
             row with tools of its own has them in a first message with the role ``TOOLS_ROLE``.
         reward_data: all other fields of the row, for the reward and the environment. ``gt_answer`` is text.
+        source: the name of the row's source in the table ``data.train``. Empty if there is no table.
     """
 
     messages: tuple[Mapping[str, str], ...]
     reward_data: Mapping[str, Any]
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +261,22 @@ class LoadedRows:
 def load_train_rows(config: Config) -> LoadedRows:
     """Load the run's training rows from ``data.train``. If the environment makes its own tasks, return empty rows.
 
+    If ``data.train`` is a table, the rows of its sources follow each other in the order of the sources' names.
+
     Raises:
         DataError: the data can't be read, or has a row with errors (see ``load_rows``).
     """
     if config.makes_up_rows:
         return empty_rows(config.environment.rows or 0)
-    return load_rows_of(config, config.data.train)
+    if isinstance(config.data.train, str):
+        return load_rows_of(config, config.data.train)
+    loaded = {name: load_rows_of(config, source) for name, source in sorted(config.data.train.items())}
+    return LoadedRows(
+        rows=tuple(replace(row, source=name) for name, one in loaded.items() for row in one.rows),
+        num_skipped=sum(one.num_skipped for one in loaded.values()),
+        digest=hashlib.sha256(repr([(name, one.digest) for name, one in loaded.items()]).encode()).hexdigest(),
+        first_skipped=next((one.first_skipped for one in loaded.values() if one.first_skipped), ""),
+    )
 
 
 def empty_rows(num_rows: int) -> LoadedRows:

@@ -238,7 +238,25 @@ def _sampled_metrics(taken: Sequence[TakenGroup], prepared: PreparedBatch) -> di
         "length/truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         **{f"reward/{name}": float(np.mean([r.reward_parts.get(name, 0.0) for r in rollouts])) for name in parts},
         **turn_metrics(rollouts),
+        **source_metrics(taken),
     }
+
+
+def source_metrics(taken: Sequence[TakenGroup]) -> dict[str, float]:
+    """Return the metrics of each named source of the training rows. Empty if the rows have no named sources."""
+    sources: dict[str, list[TakenGroup]] = {}
+    for item in taken:
+        if item.prompt.source:
+            sources.setdefault(item.prompt.source, []).append(item)
+    metrics: dict[str, float] = {}
+    for name, items in sorted(sources.items()):
+        rollouts = [rollout for item in items for rollout in item.group.rollouts]
+        metrics |= {
+            f"source/{name}/groups": len(items),
+            f"source/{name}/accuracy": float(np.mean([rollout.accuracy for rollout in rollouts])),
+            f"source/{name}/reward": float(np.mean([rollout.reward for rollout in rollouts])),
+        }
+    return metrics
 
 
 def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -147,6 +147,7 @@ def answer_record(prompt: Prompt, rollout: Rollout, decode: Decode) -> dict[str,
     versions = [v for s in rollout.sequences for v in s.versions.tolist() if v != NO_VERSION]
     return {
         "row": prompt.row,
+        **({"source": prompt.source} if prompt.source else {}),
         "messages": [dict(m) for m in prompt.messages],
         "response": "".join(decode(s.token_ids[s.loss_mask]) for s in rollout.sequences),
         "extracted": rollout.extracted,

@@ -77,6 +77,9 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "score/mean": "Mean score of a rollout, which is the sum of the scores of its turns; only with an environment.",
         "turns/mean": "Mean turns per rollout; only with an environment.",
         "turns/max": "Most turns of a rollout; only with an environment.",
+        "source/<source>/groups": "Number of the step's groups from this source; only if data.train is a table.",
+        "source/<source>/accuracy": "Mean accuracy of the step's rollouts from this source, 0 to 1.",
+        "source/<source>/reward": "Mean reward of the step's rollouts from this source.",
     },
     "Staleness": {
         "staleness/mean": "Staleness, in versions, mean over trained tokens.",

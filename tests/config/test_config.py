@@ -376,3 +376,32 @@ def test_other_ports_for_weights_are_refused(value: object):
 def test_transports_that_choose_their_own_ports_take_none(transport: str):
     with pytest.raises(ValueError, match=r"weights\.port: expected no value with weights\.transport"):
         WeightsConfig(port=5556, transport=transport)  # type: ignore[arg-type]
+
+
+TWO = {"a": "a.jsonl", "b": "b.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"train": 3}, "data.train: expected a file or data set in quotes, or a table of NAME = SOURCE, got 3"),
+        ({"train": {}}, "data.train: expected a file or data set in quotes, or a table of NAME = SOURCE, got {}"),
+        ({"train": {"a": ""}}, "data.train: expected a file or data set in quotes, or a table of NAME = SOURCE"),
+        ({"train": {"a b": "f"}}, "data.train: expected names of letters, digits and _ . + -, got 'a b'"),
+        (
+            {"train": "f", "weights": {"f": 1}},
+            "data.weights: expected data.train to be a table of NAME = SOURCE, got 'f'",
+        ),
+        ({"weights": {"f": 1}}, "data.weights: expected data.train to be a table of NAME = SOURCE, got ''"),
+        ({"train": TWO, "weights": {"a": 1}}, "for each source of data.train = ['a', 'b'], got numbers for ['a']"),
+        ({"train": TWO, "weights": {"a": 1, "b": 0}}, "data.weights: expected whole numbers from 1 to 1000, got b = 0"),
+        ({"train": TWO, "weights": {"a": 1, "b": 0.5}}, "data.weights.b: expected a whole number, got 0.5"),
+    ],
+)
+def test_sources_and_weights_that_make_no_sense_are_refused(data: dict[str, Any], message: str):
+    assert message in refusal(data=data)
+
+
+def test_sources_and_weights_survive_the_saved_config():
+    config = a_config(data={"train": TWO, "weights": {"b": 3, "a": 1}})
+    assert parse_config(tomllib.loads(config_to_toml(config)), "copy") == config

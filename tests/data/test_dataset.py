@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.data.dataset import LoadedRows, Row, RowRules, empty_rows, load_rows
+from async_rl.config.loading import parse_config
+from async_rl.data.dataset import LoadedRows, Row, RowRules, empty_rows, load_rows, load_train_rows
 from async_rl.errors import DataError
 from async_rl.net.wire import decode, encode
 
@@ -184,3 +185,19 @@ def test_made_up_rows_are_empty_and_known_by_their_number():
     assert len(empty_rows(3).rows) == 3
     assert empty_rows(3).rows[0].messages == ()
     assert empty_rows(3).digest == empty_rows(3).digest != empty_rows(4).digest
+
+
+def test_sources_follow_each_other_in_the_order_of_their_names(tmp_path: Path):
+    for name, answers in (("two", "34"), ("one", "12")):
+        lines = [json.dumps({"prompt": "q", "gt_answer": answer}) for answer in answers]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    train = {name: f"{tmp_path}/{name}.jsonl" for name in ("two", "one")}
+    raw = {"run": {"dir": "r"}, "model": {"path": "m"}, "data": {"train": train}}
+    loaded = load_train_rows(parse_config(raw, "test"))
+    assert [(row.source, row.reward_data["gt_answer"]) for row in loaded.rows] == [
+        ("one", "1"), ("one", "2"), ("two", "3"), ("two", "4"),
+    ]  # fmt: skip
+    raw["data"]["train"] = dict(reversed(train.items()))
+    assert load_train_rows(parse_config(raw, "test")) == loaded
+    (tmp_path / "one.jsonl").write_text((tmp_path / "one.jsonl").read_text() + "\n")
+    assert load_train_rows(parse_config(raw, "test")).digest != loaded.digest

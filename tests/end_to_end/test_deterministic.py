@@ -28,7 +28,7 @@ from torch import Tensor
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.data.dataset import load_rows
+from async_rl.data.dataset import load_train_rows
 from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.rollouts import graded_rollouts
@@ -115,7 +115,7 @@ def deterministic_config(directory: Path, task: dict[str, str], **changes: dict[
 
 def plain_loop(config: Config) -> Trained:
     """Sample, grade, filter, train, again: synchronous reinforcement learning in one process."""
-    rows = load_rows(config.data.train).rows
+    rows = load_train_rows(config).rows
     stream = PromptStream(len(rows), seed=config.run.seed)
     engine = FsdpEngine(config, init_ranks(config))
     backend = TransformersBackend.from_files(config.model.path, config.generator, deterministic=True)

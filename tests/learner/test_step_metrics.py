@@ -14,8 +14,9 @@ from async_rl.learner.engine import UpdateStats
 from async_rl.learner.losses.diagnostics import diagnostic_sums
 from async_rl.learner.losses.policy import policy_loss
 from async_rl.learner.packing import PaddedCost
-from async_rl.learner.step_result import turn_metrics, update_metrics
-from async_rl.records import Rollout, Turn
+from async_rl.learner.step_result import source_metrics, turn_metrics, update_metrics
+from async_rl.queue.messages import TakenGroup
+from async_rl.records import Group, Prompt, Rollout, Turn
 from async_rl.run.metrics import METRIC_KEYS
 from tests.learner.losses.cases import of_ratios
 from tests.run.metric_keys import declared_key
@@ -106,3 +107,22 @@ def test_without_a_weight_update_there_are_no_metrics_of_one():
     assert not any(
         "after_update" in key or "update_effect" in key for key in update_metrics([an_update([2.0, 1.0], [0, 1])])
     )
+
+
+def test_the_rollouts_of_each_named_source_have_figures_of_their_own():
+    def taken(source: str, *scores: tuple[float, float]) -> TakenGroup:
+        rollouts = tuple(Rollout((), {"correct": reward}, accuracy, "stop") for reward, accuracy in scores)
+        return TakenGroup(Group("l", "train", 0, "g", "l", 1.0, rollouts), Prompt(0, 0, 0, (), {}, source), 0.0, 0)
+
+    found = source_metrics(
+        [taken("math", (2.0, 1.0), (0.0, 0.0)), taken("sums", (1.0, 1.0)), taken("math", (4.0, 1.0))]
+    )
+    # math: rewards 2, 0, 4 and accuracies 1, 0, 1 in two groups.
+    assert found == {
+        "source/math/groups": 2, "source/math/accuracy": pytest.approx(2 / 3), "source/math/reward": 2.0,
+        "source/sums/groups": 1, "source/sums/accuracy": 1.0, "source/sums/reward": 1.0,
+    }  # fmt: skip
+    assert {declared_key(key) for key in found} == {
+        f"source/<source>/{name}" for name in ("groups", "accuracy", "reward")
+    }
+    assert source_metrics([taken("", (1.0, 1.0))]) == {}

@@ -28,6 +28,7 @@ SAMPLING = Sampling(1.0, 1.0, 0, 8, 8, ())
 class PlainRow:
     messages: tuple[Mapping[str, str], ...]
     reward_data: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 def rows(count: int) -> list[PlainRow]:

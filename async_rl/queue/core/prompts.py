@@ -29,12 +29,14 @@ from async_rl.records import Prompt, Sampling
 
 
 class Row(Protocol):
-    """A row of a dataset: the messages of its prompt, and the data that its reward needs."""
+    """A row of a dataset: the messages of its prompt, the data that its reward needs, and the name of its source."""
 
     @property
     def messages(self) -> tuple[Mapping[str, str], ...]: ...
     @property
     def reward_data(self) -> Mapping[str, Any]: ...
+    @property
+    def source(self) -> str: ...
 
 
 # The training prompts.

@@ -230,7 +230,8 @@ class QueueState(PersistedState):
 
     def prompt(self, position: int) -> Prompt:
         row, epoch = self.stream.locate(position)
-        return Prompt(position, row, epoch, self.rows[row].messages, self.rows[row].reward_data)
+        found = self.rows[row]
+        return Prompt(position, row, epoch, found.messages, found.reward_data, found.source)
 
     def lose_lease(
         self,
@@ -402,8 +403,10 @@ class QueueState(PersistedState):
             )
         full = [epoch for epoch, count in self.excluded.items() if count >= self.stream.num_rows]
         if full:
+            first = full[0] * self.stream.num_rows
+            which = f"positions {first} to {first + self.stream.num_rows - 1}" if self.stream.has_sources else ""
             return (
-                f"every prompt of epoch {full[0]} was excluded ({self.prompts_too_long} were longer than "
+                f"every prompt of {which or f'epoch {full[0]}'} was excluded ({self.prompts_too_long} were longer than "
                 f"sampling.max_prompt_tokens = {self.settings.sampling.max_prompt_tokens}, others failed or were too "
                 f"slow queue.max_attempts times); see the generators' logs"
             )
