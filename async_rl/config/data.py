@@ -71,8 +71,8 @@ class DataConfig(Section):
     )
     columns: dict[RowField, Annotated[str, Field(min_length=1)]] = Field(
         default={},
-        description="Columns of the data that have other names: a table FIELD = COLUMN. The fields are "
-        f"{', '.join(get_args(RowField))}.",
+        description="Columns of the data that have other names: a table FIELD = COLUMN. A COLUMN such as "
+        f"reward_model.ground_truth names a value inside an object. The fields are {', '.join(get_args(RowField))}.",
     )
     prompt_format: PromptFormat = Field(
         default="chat",

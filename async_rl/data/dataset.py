@@ -101,7 +101,8 @@ def _canonical(raw: Mapping[str, Any], columns: Mapping[RowField, str], where: s
     """Return the fields of the row ``raw``, with known columns renamed to our keys. Other columns keep their names.
 
     ``columns`` maps a key to the name of its column. If ``columns`` names another column for a key, the column that
-    happens to have the key's own name is left out.
+    happens to have the key's own name is left out. A name with dots that is no column names a value inside an object,
+    whose column stays.
     """
     ours = {columns.get(key, key): key for key in _KEYS}
     displaced = set(_KEYS) - ours.keys()
@@ -113,7 +114,30 @@ def _canonical(raw: Mapping[str, Any], columns: Mapping[RowField, str], where: s
             fields[ours[name]] = value
         elif name not in displaced:
             fields[name] = value
+    for name, key in ours.items():
+        if "." in name and name not in raw:
+            fields[key] = _inner(raw, name)
     return {key: value for key, value in fields.items() if value is not None or key not in _KEYS}
+
+
+def _inner(raw: Mapping[str, Any], path: str) -> Any:
+    """Return the value at ``path`` (names of nested objects, with dots between them). None if there is no such value.
+
+    At each level the longest name wins, so an object may have keys with dots.
+    """
+    if path in raw:
+        return raw[path]
+    parts = path.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        inner = raw.get(".".join(parts[:count]))
+        if isinstance(inner, str) and inner.lstrip().startswith("{"):  # a table may have the object as JSON text
+            try:
+                inner = json.loads(inner)
+            except ValueError:
+                continue
+        if isinstance(inner, dict) and (found := _inner(inner, ".".join(parts[count:]))) is not None:
+            return found
+    return None
 
 
 def _column(key: RowField, rules: RowRules) -> str:
@@ -127,7 +151,8 @@ def _check_keys(fields: Mapping[str, Any], raw: Mapping[str, Any], where: str, r
         return
     needed = " and ".join(f'"{_column(key, rules)}"' for key in ("messages", *rules.needs))
     what = missing[0] if asks else _column("messages", rules)
-    known = {_column(key, rules) for key in _KEYS}
+    columns = {_column(key, rules) for key in _KEYS}
+    known = columns | {column.partition(".")[0] for column in columns}
     hint = "" if known & raw.keys() else "; name its columns in [data.columns]"
     raise DataError(f"{where}: expected a row with {needed}, got no {what} among the keys {sorted(raw)}{hint}")
 

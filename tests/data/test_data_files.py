@@ -211,3 +211,20 @@ def test_a_single_file_has_no_splits_but_train(tmp_path: Path):
 def test_a_file_whose_name_has_an_at_sign_is_that_file(tmp_path: Path):
     write_jsonl(tmp_path / "test@rows.jsonl")
     assert len(load_rows(str(tmp_path / "test@rows.jsonl"), rules=RowRules()).rows) == 2
+
+
+def test_values_inside_structs_of_parquet_are_read_by_dotted_columns(tmp_path: Path):
+    # The form of verl's files: the prompt is a list of messages, the answer is inside a struct.
+    row = {
+        "data_source": "d",
+        "prompt": [{"role": "user", "content": "1+1"}],
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"index": 7, "split": "train"},
+    }
+    parquet.write_table(pa.Table.from_pylist([row, row]), tmp_path / "rows.parquet")
+    rules = RowRules(columns={"gt_answer": "reward_model.ground_truth"})
+    rows = load_rows(f"{tmp_path}/rows.parquet", rules=rules).rows
+    assert [one.messages[0]["content"] for one in rows] == ["1+1", "1+1"]
+    assert rows[0].reward_data == {
+        "data_source": "d", "gt_answer": "2", "reward_model": row["reward_model"], "extra_info": row["extra_info"],
+    }  # fmt: skip

@@ -139,3 +139,32 @@ def test_the_reward_says_what_the_model_is_told():
     assert "</answer>" in config(reward={"type": "think_answer_tags"}).system_prompt
     assert config(reward={"type": "my_rewards:length"}).system_prompt == ""
     assert config(data={"system_prompt": "Hi."}).system_prompt == "Hi."
+
+
+NESTED: dict[RowField, str] = {"gt_answer": "reward_model.ground_truth"}
+
+
+@pytest.mark.parametrize("model", [{"ground_truth": "2", "style": "rule"}, '{"ground_truth": "2"}'])
+def test_a_column_may_name_a_value_inside_an_object_which_stays(model: object):
+    row = parse({"prompt": CHAT, "gt_answer": "not this", "reward_model": model}, columns=NESTED)
+    assert row.reward_data == {"gt_answer": "2", "reward_model": model}
+
+
+def test_a_column_with_the_whole_dotted_name_wins():
+    raw = {"prompt": "q", "reward_model.ground_truth": "1", "reward_model": {"ground_truth": "2"}}
+    assert parse(raw, columns=NESTED).reward_data["gt_answer"] == "1"
+
+
+def test_names_with_dots_may_be_nested_too():
+    raw = {"prompt": "q", "a.b": {"c.d": {"e": 3}}, "a": {"b": 4}}
+    assert parse(raw, columns={"gt_answer": "a.b.c.d.e"}).reward_data["gt_answer"] == "3"
+
+
+@pytest.mark.parametrize(
+    "raw", [{"reward_model": {"style": "rule"}}, {"reward_model": "{a"}, {"reward_model": [1]}, {}]
+)
+def test_a_missing_value_inside_an_object_is_named(raw: dict[str, Any]):
+    with pytest.raises(
+        DataError, match=r'expected a row with "messages" and "reward_model\.ground_truth", got no rewa'
+    ):
+        parse({"prompt": "q", **raw}, columns=NESTED)
