@@ -58,7 +58,8 @@ class Prompt(msgspec.Struct, frozen=True):
 class Sampling(msgspec.Struct, frozen=True):
     """The settings with which a generator samples one rollout. They are those of the config section ``sampling``.
 
-    ``temperature`` 0 means greedy decoding. ``top_p`` 1 and ``top_k`` 0 switch these limits off.
+    ``temperature`` 0 means greedy decoding. ``top_p`` 1, ``top_k`` 0 and ``min_p`` 0 switch these limits off.
+    ``stop_token_ids`` end a rollout in addition to the model's own end tokens.
     """
 
     temperature: float
@@ -67,11 +68,13 @@ class Sampling(msgspec.Struct, frozen=True):
     max_new_tokens: int
     max_prompt_tokens: int
     stop: tuple[str, ...]
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
 
     @property
     def keeps_all(self) -> bool:
-        """Whether any token of the vocabulary can be sampled: top-p and top-k are off, or decoding is greedy."""
-        return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
+        """Whether any token of the vocabulary can be sampled: top-p, top-k and min-p are off, or decoding is greedy."""
+        return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0 and self.min_p == 0)
 
 
 class Lease(msgspec.Struct, frozen=True):
@@ -95,7 +98,7 @@ class Lease(msgspec.Struct, frozen=True):
 
     @property
     def wants_sampling_mask(self) -> bool:
-        """Whether the group needs sampling masks: the lease is for training, and top-p or top-k leaves tokens out."""
+        """Whether the group needs sampling masks: the lease is for training, and its sampling leaves tokens out."""
         return self.kind == "train" and not self.sampling.keeps_all
 
 

@@ -90,6 +90,12 @@ TopP = Annotated[
     float | None,
     typer.Option("--top-p", metavar="P", help="Nucleus sampling, in place of eval.top_p; 1 switches it off."),
 ]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        "--min-p", metavar="P", help="Leave out tokens below P of the likeliest one, in place of eval.min_p; 0: none."
+    ),
+]
 TopK = Annotated[
     int | None,
     typer.Option(

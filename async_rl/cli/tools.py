@@ -27,6 +27,7 @@ from async_rl.cli.options import (
     Limit,
     MaxNewTokens,
     MaxPromptTokens,
+    MinP,
     Models,
     Out,
     Overrides,
@@ -253,6 +254,7 @@ def evaluate(
     temperature: Temperature = None,
     top_p: TopP = None,
     top_k: TopK = None,
+    min_p: MinP = None,
     max_new_tokens: MaxNewTokens = None,
     max_prompt_tokens: MaxPromptTokens = None,
     reward: RewardType = None,
@@ -280,7 +282,8 @@ def evaluate(
     """
     given = {
         "eval.num_samples": samples, "eval.temperature": temperature, "eval.top_p": top_p, "eval.top_k": top_k,
-        "eval.max_new_tokens": max_new_tokens, "eval.max_rows": limit, "sampling.max_prompt_tokens": max_prompt_tokens,
+        "eval.min_p": min_p, "eval.max_new_tokens": max_new_tokens, "eval.max_rows": limit,
+        "sampling.max_prompt_tokens": max_prompt_tokens,
         "reward.type": reward, "data.system_prompt": system_prompt, "generator.batch_size": batch_size,
         "run.seed": seed,
     }  # fmt: skip

@@ -206,6 +206,13 @@ class EvalSetConfig(Section):
     top_k: int = Field(
         default=0, ge=0, description="Evaluations sample only from this many most likely tokens; 0 means all tokens."
     )
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Evaluations sample only from tokens whose probability is at least this share of the most likely "
+        "token's, before top_p and top_k; 0 means all tokens.",
+    )
     max_new_tokens: int | None = Field(
         default=None,
         ge=1,

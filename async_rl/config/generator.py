@@ -39,6 +39,8 @@ class BackendCapabilities:
             compared with the learner's.
         offline: the backend can load the weights in a model's directory, for evaluations without a learner.
         reports_sampling_mask: the backend obeys ``sampling.top_p`` and ``top_k``, and reports which tokens they left.
+        min_p: the same for ``sampling.min_p``; and the backend obeys ``eval.min_p``.
+        stop_token_ids: the backend obeys ``sampling.stop_token_ids``.
         recomputes_kv: the backend obeys ``generator.kv_after_update = "recompute"``.
         splits_model: the backend obeys ``generator.tensor_parallel_size``.
         has_model: the backend samples from the run's model. Without a model its log-probabilities are artificial, so
@@ -54,6 +56,8 @@ class BackendCapabilities:
     scores_tokens: bool = False
     offline: bool = False
     reports_sampling_mask: bool = False
+    min_p: bool = False
+    stop_token_ids: bool = False
     recomputes_kv: bool = False
     splits_model: bool = False
     has_model: bool = True
@@ -69,6 +73,8 @@ BACKENDS: Mapping[str, BackendCapabilities] = MappingProxyType(
         "vllm": BackendCapabilities(
             scores_tokens=True,
             reports_sampling_mask=True,
+            min_p=True,
+            stop_token_ids=True,
             recomputes_kv=True,
             splits_model=True,
             min_temperature=0.01,  # at lower settings vLLM samples at a higher temperature than requested
@@ -78,7 +84,13 @@ BACKENDS: Mapping[str, BackendCapabilities] = MappingProxyType(
             needs_cuda_for_auto=True,
         ),
         "transformers": BackendCapabilities(
-            deterministic=True, scores_tokens=True, offline=True, reports_sampling_mask=True, recomputes_kv=True
+            deterministic=True,
+            scores_tokens=True,
+            offline=True,
+            reports_sampling_mask=True,
+            min_p=True,
+            stop_token_ids=True,
+            recomputes_kv=True,
         ),
         "fake": BackendCapabilities(
             deterministic=True, offline=True, reports_sampling_mask=True, recomputes_kv=True, has_model=False
@@ -124,6 +136,8 @@ def known_capabilities(name: str) -> BackendCapabilities | None:
         scores_tokens=all(one.scores_tokens for one in candidates),
         offline=any(one.offline for one in candidates),  # it picks among those that are
         reports_sampling_mask=all(one.reports_sampling_mask for one in candidates),
+        min_p=all(one.min_p for one in candidates),
+        stop_token_ids=all(one.stop_token_ids for one in candidates),
         recomputes_kv=all(one.recomputes_kv for one in candidates),
         splits_model=any(one.splits_model for one in candidates),  # the generator refuses it if it picks another one
         has_model=all(one.has_model for one in candidates),
@@ -177,6 +191,12 @@ def check_capabilities(config: Config, capabilities: BackendCapabilities) -> Non
          capabilities.recomputes_kv, '"keep"'),
         ("sampling.top_p, sampling.top_k", f"{config.sampling.top_p}, {config.sampling.top_k}", masks,
          capabilities.reports_sampling_mask, "1, 0 (off)"),
+        ("sampling.min_p", config.sampling.min_p, config.sampling.min_p > 0, capabilities.min_p, "0 (off)"),
+        ("eval.min_p", config.eval.min_p, config.eval.min_p > 0, capabilities.min_p, "0 (off)"),
+        *((f"eval.sets.{name}.min_p", own.min_p, own.min_p > 0, capabilities.min_p, "0 (off)")
+          for name, own in config.eval.sets.items()),
+        ("sampling.stop_token_ids", list(config.sampling.stop_token_ids), bool(config.sampling.stop_token_ids),
+         capabilities.stop_token_ids, "[]"),
         ("generator.tensor_parallel_size", generator.tensor_parallel_size, generator.tensor_parallel_size > 1,
          capabilities.splits_model, "1"),
     ):  # fmt: skip
@@ -293,6 +313,13 @@ class SamplingConfig(Section):
     top_k: int = Field(
         default=0, ge=0, description="Sample only from this many most likely tokens; 0 means all tokens."
     )
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Sample only from tokens whose probability is at least this share of the most likely token's, "
+        "before top_p and top_k; 0 means all tokens.",
+    )
     max_new_tokens: int = Field(
         default=3584,
         ge=1,
@@ -308,11 +335,24 @@ class SamplingConfig(Section):
         strict=False,
         description="Strings that end a rollout when the model writes them; they stay in its text.",
     )
+    stop_token_ids: tuple[int, ...] = Field(
+        default=(),
+        strict=False,
+        description="Ids of tokens that end a rollout, or a turn of it, in addition to the model's own end tokens. "
+        "They stay in the rollout and are trained on.",
+    )
     deterministic: bool = Field(
         default=False,
         description="Whether a group's rollouts are the same bit for bit, whichever generator samples them. Each "
         "generator then samples one group at a time, which is slow.",
     )
+
+    @field_validator("stop_token_ids")
+    @classmethod
+    def _are_ids(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(one < 0 for one in value):
+            raise ValueError(f"expected token ids of at least 0, got {list(value)}; correct them")
+        return value
 
 
 class EnvironmentConfig(Section):

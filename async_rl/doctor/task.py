@@ -32,7 +32,13 @@ from async_rl.generator.backend import Backend, Sampled, build_backend
 from async_rl.generator.parity import answer_probe
 from async_rl.generator.worker import generator_config, scratch_directory, write_files
 from async_rl.launch.environment_trial import NUM_ROWS, try_environment
-from async_rl.launch.preflight import check_code, check_lengths, check_train_is_set, unknown_text
+from async_rl.launch.preflight import (
+    check_code,
+    check_lengths,
+    check_stop_tokens,
+    check_train_is_set,
+    unknown_text,
+)
 from async_rl.launch.user_code_trial import try_loss
 from async_rl.process.user_code import describe_error
 from async_rl.queue.parity import Probe, compare, parity_limit
@@ -150,6 +156,7 @@ def check_prompt_lengths(config: Config) -> list[Finding]:
         rows = load_train_rows(config).rows
     except UserError as error:
         return [Finding("lengths", "skip", f"there are no rows: {error}")]
+    check_stop_tokens(config)
     check_lengths(config, rows)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
     return [Finding("lengths", "OK", f"rollouts of up to {longest} tokens fit the learner and the model")]
@@ -359,6 +366,8 @@ def _sample(config: Config, backend: Backend) -> list[Sampled]:
         max_new_tokens=min(_NEW_TOKENS, settings.max_new_tokens),
         max_prompt_tokens=settings.max_prompt_tokens,
         stop=settings.stop,
+        min_p=settings.min_p,
+        stop_token_ids=settings.stop_token_ids,
     )
     for index, messages in enumerate(_prompts(config)):
         prompt = Prompt(index, index, 0, messages, {})

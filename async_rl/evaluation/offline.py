@@ -426,6 +426,7 @@ def describe_settings(config: Config, name: str) -> str:
         "temperature": f"{chosen.temperature:g}" if chosen.temperature else "0 (greedy)",
         **({"top-p": f"{chosen.top_p:g}"} if chosen.top_p < 1 else {}),
         **({"top-k": chosen.top_k} if chosen.top_k else {}),
+        **({"min-p": f"{chosen.min_p:g}"} if chosen.min_p else {}),
         "at most": f"{chosen.max_new_tokens or config.sampling.max_new_tokens} tokens",
     }
     return f"{answers} a row, " + ", ".join(f"{key} {value}" for key, value in how.items())

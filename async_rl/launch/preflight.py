@@ -65,6 +65,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     _check_model(config, rows[0].messages)
     check_disk_space(config)
     check_memory(config)
+    check_stop_tokens(config)
     check_lengths(config, rows)
     if problem := unknown_text(config, rows):
         logger.warning("warning: %s", problem)
@@ -103,6 +104,7 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
         rows = ()
         _check_model(config)
     check_disk_space(config)
+    check_stop_tokens(config)
     check_lengths(config, rows)
     try_loss(config)
 
@@ -175,6 +177,20 @@ def check_data(config: Config) -> LoadedRows:
     except DataError as error:
         raise DataError(f"{key}: {error}") from None
     return train
+
+
+def check_stop_tokens(config: Config) -> None:
+    """Check that the model can sample every token of ``sampling.stop_token_ids``.
+
+    Raises:
+        ConfigError: an id is outside the model's vocabulary.
+    """
+    size = vocabulary_size(config.model.path) if config.sampling.stop_token_ids else None
+    if size is not None and (beyond := [one for one in config.sampling.stop_token_ids if one >= size]):
+        raise ConfigError(
+            f"sampling.stop_token_ids: expected ids below {size}, the vocabulary size of {config.model.path}, got "
+            f"{beyond}; correct the ids"
+        )
 
 
 def check_lengths(config: Config, rows: Sequence[Row]) -> None:

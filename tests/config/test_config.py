@@ -405,3 +405,21 @@ def test_sources_and_weights_that_make_no_sense_are_refused(data: dict[str, Any]
 def test_sources_and_weights_survive_the_saved_config():
     config = a_config(data={"train": TWO, "weights": {"b": 3, "a": 1}})
     assert parse_config(tomllib.loads(config_to_toml(config)), "copy") == config
+
+
+def test_min_p_and_stop_tokens_need_a_backend_that_obeys_them():
+    fake = {"backend": "fake"}
+    assert a_config(sampling={"min_p": 0.1, "stop_token_ids": [3]}, eval={"min_p": 0.5}).sampling.stop_token_ids == (3,)
+    assert "sampling.min_p: expected 0 (off) with generator.backend fake" in refusal(
+        sampling={"min_p": 0.1}, generator=fake
+    )
+    assert "eval.min_p: expected 0 (off) with generator.backend fake" in refusal(eval={"min_p": 0.1}, generator=fake)
+    found = refusal(sampling={"stop_token_ids": [3]}, generator=fake)
+    assert (
+        "sampling.stop_token_ids: expected [] with generator.backend fake, which supports nothing else, got [3]"
+        in found
+    )
+    assert "sampling.min_p: expected less than 1, got 1" in refusal(sampling={"min_p": 1})
+    assert "sampling.stop_token_ids: expected token ids of at least 0, got [-1]" in refusal(
+        sampling={"stop_token_ids": [-1]}
+    )

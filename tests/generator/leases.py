@@ -16,11 +16,13 @@ def make_lease(
     max_new_tokens: int = 8,
     max_prompt_tokens: int = 64,
     stop: tuple[str, ...] = (),
+    min_p: float = 0.0,
+    stop_token_ids: tuple[int, ...] = (),
     seed: int = 7,
     min_version: int = 0,
     lineage: str = "first",
     answer: str = "2",
 ) -> Lease:
     prompt = Prompt(0, 0, 0, ({"role": "user", "content": "1+1"},), {"gt_answer": answer})
-    sampling = Sampling(temperature, top_p, top_k, max_new_tokens, max_prompt_tokens, stop)
+    sampling = Sampling(temperature, top_p, top_k, max_new_tokens, max_prompt_tokens, stop, min_p, stop_token_ids)
     return Lease(lease_id, kind, prompt, group_size, sampling, lineage, min_version, 4, 0, seed)

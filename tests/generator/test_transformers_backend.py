@@ -259,6 +259,47 @@ def test_top_k_and_top_p_score_the_distribution_that_was_sampled(make_backend):
         assert contains(sampled.sampling_mask, sampled.token_ids).all()
 
 
+def test_min_p_scores_the_distribution_that_was_sampled_and_comes_before_top_p(make_backend):
+    backend, model = make_backend(max_running=8), make_model(0)
+    submit(backend, "m", group_size=4, min_p=0.2, max_new_tokens=12, seed=1)
+    submit(backend, "both", group_size=4, min_p=0.2, top_p=0.6, max_new_tokens=12, seed=2)
+    submit(backend, "greedy", group_size=1, min_p=0.2, temperature=0.0, max_new_tokens=12)
+    for (lease_id, _), sampled in run_all(backend).items():
+        if lease_id == "greedy":
+            assert sampled.sampling_mask is None
+            continue
+        ids = torch.tensor(np.concatenate([sampled.prompt_ids, sampled.token_ids])[None].astype(np.int64))
+        with torch.no_grad():
+            probabilities = model(input_ids=ids).logits[0, len(sampled.prompt_ids) - 1 : -1].softmax(-1).numpy()
+        sizes: list[int] = []
+        for row, token, logprob in zip(probabilities, sampled.token_ids, sampled.logprobs, strict=True):
+            kept = np.argsort(-row)[: int((row >= 0.2 * row.max()).sum())]
+            if lease_id == "both":  # of what min-p kept, renormalised
+                kept = kept[: int(np.searchsorted(np.cumsum(row[kept] / row[kept].sum()), 0.6)) + 1]
+            assert token in kept
+            assert logprob == pytest.approx(float(np.log(row[token] / row[kept].sum())), abs=1e-5)
+            sizes.append(len(kept))
+        assert sampled.sampling_mask is not None
+        assert allowed_counts(sampled.sampling_mask) == sizes
+        assert 1 <= max(sizes) < 10
+
+
+def test_a_stop_token_ends_the_answer_and_stays_in_it(make_backend):
+    plain, stopping = make_backend(max_running=8), make_backend(max_running=8)
+    submit(plain, "a", group_size=8, max_new_tokens=40, temperature=2.0)
+    finished = run_all(plain)
+    ends = sorted({int(sampled.token_ids[4]) for sampled in finished.values() if len(sampled.token_ids) > 4})[:2]
+    submit(stopping, "a", group_size=8, max_new_tokens=40, temperature=2.0, stop_token_ids=tuple(ends), stop=("never",))
+    num_ended = 0
+    for key, sampled in run_all(stopping).items():
+        whole = finished[key].token_ids.tolist()
+        first = next((place for place, token in enumerate(whole) if token in ends), None)
+        assert sampled.token_ids.tolist() == (whole if first is None else whole[: first + 1])
+        assert sampled.finish_reason == (finished[key].finish_reason if first is None else "stop")
+        num_ended += first is not None
+    assert num_ended
+
+
 def allowed_counts(kept: SamplingMask) -> list[int]:
     vocabulary = range(len(CHARACTERS) + 3)
     return np.sum([contains(kept, np.full(len(kept), token, np.int32)) for token in vocabulary], axis=0).tolist()

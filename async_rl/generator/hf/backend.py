@@ -333,6 +333,7 @@ class TransformersBackend:
                 running.temperature[rows],
                 running.top_p[rows],
                 running.top_k[rows],
+                min_ps=running.min_p[rows],
                 vocab_size=logits_RV.shape[1],
                 device=self._device,
             )
@@ -370,11 +371,16 @@ class TransformersBackend:
         return finished
 
     def _ends_with_stop(self, row: int) -> bool:
-        """Return whether the row's newest token completed a stop string.
+        """Return whether the row's newest token is one of the lease's stop tokens, or completed a stop string.
 
-        An earlier stop string would have ended the row already.
+        An earlier one would have ended the row already.
         """
-        stop = self._running.sequences[row].lease.sampling.stop
+        sampling = self._running.sequences[row].lease.sampling
+        if sampling.stop_token_ids and self._running.last_tokens(row, 1)[-1] in sampling.stop_token_ids:
+            return True
+        stop = sampling.stop
+        if not stop:
+            return False
         window = _TOKENS_PER_CHARACTER * (max(map(len, stop)) + 1)
         tail = self._decoded(self._running.last_tokens(row, window))
         return any(text in tail for text in stop)

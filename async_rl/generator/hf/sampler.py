@@ -1,11 +1,11 @@
 """Choose tokens from logits, and compute the log-probabilities (logprobs) of sampled and of given tokens.
 
-``sample`` treats each row with its own temperature, top-p and top-k. ``cached_decode`` and ``full_forward`` score the
-tokens of probe sequences. ``cached_decode`` does the same as a rollout: prefill, one decode step per token with a
-cache, the sampler's distribution. ``full_forward`` runs one forward pass over the whole text.
+``sample`` treats each row with its own temperature, top-p, top-k and min-p. ``cached_decode`` and ``full_forward``
+score the tokens of probe sequences. ``cached_decode`` does the same as a rollout: prefill, one decode step per token
+with a cache, the sampler's distribution. ``full_forward`` runs one forward pass over the whole text.
 
 Called by the transformers backend under inference mode. Shape letters: R = rows or sequences, V = vocabulary, F = rows
-with top-p or top-k, N = scored tokens, T = tokens of a sequence.
+with top-p, top-k or min-p, N = scored tokens, T = tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class SamplingPlan:
     Attributes:
         temperatures: float32 [R, 1], 1 for greedy rows; None if all are 1.
         greedy: bool [R], True for rows that take the most likely token; None if there are none.
-        filtered: the rows with top-k or top-p, as row numbers (int64 [F]), top_k (int64 [F, 1], V for off) and top_p
-            (float64 [F, 1]); None if there are none.
+        filtered: the rows with top-k, top-p or min-p, as row numbers (int64 [F]), top_k (int64 [F, 1], V for off),
+            top_p (float64 [F, 1]) and min_p (float64 [F, 1]); None if there are none.
         samples: whether any row is not greedy.
     """
 
     temperatures: Tensor | None
     greedy: Tensor | None
-    filtered: tuple[Tensor, Tensor, Tensor] | None
+    filtered: tuple[Tensor, Tensor, Tensor, Tensor] | None
     samples: bool
 
 
@@ -51,17 +51,21 @@ def make_plan(
     top_ps: npt.NDArray[np.float64],
     top_ks: npt.NDArray[np.int64],
     *,
+    min_ps: npt.NDArray[np.float64] | None = None,
     vocab_size: int,
     device: torch.device,
 ) -> SamplingPlan:
     """Return the tensors that ``sample`` needs for R rows with these settings. Each array has the shape [R].
 
-    A ``top_ks`` of 0 means no top-k, a ``top_ps`` of 1 no top-p, and a temperature of 0 greedy decoding.
+    A ``top_ks`` of 0 means no top-k, a ``top_ps`` of 1 no top-p, a ``min_ps`` of 0 (or None) no min-p, and a
+    temperature of 0 greedy decoding.
     """
+    if min_ps is None:
+        min_ps = np.zeros(len(temperatures))
     greedy = temperatures == 0
     scales = np.where(greedy, 1.0, temperatures)
     # Greedy rows stay unfiltered: their logprobs are of the whole distribution at temperature 1.
-    rows = np.flatnonzero(~greedy & ((top_ps < 1) | (top_ks > 0)))
+    rows = np.flatnonzero(~greedy & ((top_ps < 1) | (top_ks > 0) | (min_ps > 0)))
     filtered = None
     if len(rows):
         sizes = np.where(top_ks[rows] > 0, np.minimum(top_ks[rows], vocab_size), vocab_size)
@@ -69,6 +73,7 @@ def make_plan(
             torch.as_tensor(rows, device=device),
             torch.as_tensor(sizes, device=device)[:, None],
             torch.as_tensor(top_ps[rows], device=device)[:, None],
+            torch.as_tensor(min_ps[rows], device=device)[:, None],
         )
     return SamplingPlan(
         temperatures=(
@@ -89,9 +94,9 @@ def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[T
         uniforms_R: float64 [R] in [0, 1 - 2**-52], on the logits' device.
 
     Returns:
-        Tokens int64 [R]; logprobs float32 [R], in nats, of the sampled distribution (after temperature, top-k and
-        top-p, renormalised; NaN if a row's logits are not a distribution); and bool [F, V], the tokens that top-k and
-        top-p kept in the plan's filtered rows, or None without such rows.
+        Tokens int64 [R]; logprobs float32 [R], in nats, of the sampled distribution (after temperature, min-p,
+        top-k and top-p, renormalised; NaN if a row's logits are not a distribution); and bool [F, V], the tokens that
+        these kept in the plan's filtered rows, or None without such rows.
     """
     logits_RV, allowed_FV = _processed(logits_RV, plan)
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
@@ -104,25 +109,25 @@ def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[T
 def logprobs_of(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:
     """Return the log-probabilities, float32 [R, V], of the distribution that ``sample`` draws from.
 
-    Also return bool [F, V], the tokens that top-k and top-p kept in the filtered rows; None without such rows.
+    Also return bool [F, V], the tokens that min-p, top-k and top-p kept in the filtered rows; None without such rows.
     """
     logits_RV, allowed_FV = _processed(logits_RV, plan)
     return torch.log_softmax(logits_RV, dim=-1), allowed_FV
 
 
 def _processed(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:
-    """Apply temperature, top-k and top-p to the logits. Return the new ones, float32 [R, V].
+    """Apply temperature, min-p, top-k and top-p to the logits. Return the new ones, float32 [R, V].
 
-    Also return bool [F, V], the tokens that top-k and top-p kept in the filtered rows; None without such rows.
+    Also return bool [F, V], the tokens that min-p, top-k and top-p kept in the filtered rows; None without such rows.
     """
     allowed_FV = None
     logits_RV = logits_RV.float()
     if plan.temperatures is not None:
         logits_RV = logits_RV / plan.temperatures
     if plan.filtered is not None:
-        rows_F, top_ks_F1, top_ps_F1 = plan.filtered
+        rows_F, top_ks_F1, top_ps_F1, min_ps_F1 = plan.filtered
         logits_RV = logits_RV.clone()
-        allowed_logits_FV = _allowed_logits(logits_RV[rows_F], top_ks_F1, top_ps_F1)
+        allowed_logits_FV = _allowed_logits(logits_RV[rows_F], top_ks_F1, top_ps_F1, min_ps_F1)
         allowed_FV = allowed_logits_FV > -torch.inf
         logits_RV[rows_F] = allowed_logits_FV
     return logits_RV, allowed_FV
@@ -143,14 +148,17 @@ def _inverse_cdf(logprobs_RV: Tensor, uniforms_R: Tensor) -> Tensor:
     return tokens_R1.clamp_max_(logprobs_RV.shape[1] - 1)
 
 
-def _allowed_logits(logits_FV: Tensor, top_ks_F1: Tensor, top_ps_F1: Tensor) -> Tensor:
-    """Set the logits of all tokens to -inf that top-k or top-p excludes.
+def _allowed_logits(logits_FV: Tensor, top_ks_F1: Tensor, top_ps_F1: Tensor, min_ps_F1: Tensor) -> Tensor:
+    """Set the logits of all tokens to -inf that min-p, top-k or top-p excludes.
 
-    Top-k keeps the most likely tokens. Of these, top-p keeps the smallest set that reaches its probability.
+    Min-p keeps the tokens whose probability is at least that share of the largest (Nguyen et al., arXiv:2407.01082,
+    section 3). Of these, top-k keeps the most likely ones, and top-p the smallest set that reaches its probability,
+    after renormalisation. vLLM has the same order.
     """
     ordered_FV, order_FV = logits_FV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(logits_FV.shape[1], device=logits_FV.device)
-    ordered_FV = ordered_FV.masked_fill(ranks_V >= top_ks_F1, -torch.inf)
+    shares_FV = (ordered_FV.double() - ordered_FV[:, :1].double()).exp()
+    ordered_FV = ordered_FV.masked_fill((ranks_V >= top_ks_F1) | (shares_FV < min_ps_F1), -torch.inf)
     probabilities_FV = ordered_FV.double().softmax(-1)
     before_FV = probabilities_FV.cumsum(-1) - probabilities_FV
     ordered_FV = ordered_FV.masked_fill((before_FV >= top_ps_F1) & (ranks_V > 0), -torch.inf)

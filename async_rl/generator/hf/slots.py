@@ -50,8 +50,8 @@ class RunningSequences:
         next_ids, position: int64 [max_running], the token to feed next, and its position.
         num_sampled, max_sampled: int64 [max_running], how many tokens are sampled, and the most that may be.
         key: uint64 [max_running], the key of the sequence's random numbers (``backend.rollout_keys``).
-        temperature, top_p, top_k: float64, float64 and int64 [max_running], the sampling settings.
-        has_stop: bool [max_running], whether the lease has stop strings.
+        temperature, top_p, min_p, top_k: float64 (top_k: int64) [max_running], the sampling settings.
+        has_stop: bool [max_running], whether the lease has stop strings or stop token ids.
     """
 
     def __init__(self, max_running: int) -> None:
@@ -64,6 +64,7 @@ class RunningSequences:
         self.key = np.zeros(max_running, np.uint64)
         self.temperature = np.zeros(max_running, np.float64)
         self.top_p = np.zeros(max_running, np.float64)
+        self.min_p = np.zeros(max_running, np.float64)
         self.top_k = np.zeros(max_running, np.int64)
         self.has_stop = np.zeros(max_running, np.bool_)
         self._tokens = np.zeros((max_running, 64), np.int32)
@@ -106,8 +107,9 @@ class RunningSequences:
         self.key[rows] = rollout_keys(lease.seed, np.arange(first_index, first_index + count))
         self.temperature[rows] = lease.sampling.temperature
         self.top_p[rows] = lease.sampling.top_p
+        self.min_p[rows] = lease.sampling.min_p
         self.top_k[rows] = lease.sampling.top_k
-        self.has_stop[rows] = bool(lease.sampling.stop)
+        self.has_stop[rows] = bool(lease.sampling.stop or lease.sampling.stop_token_ids)
         return first_row
 
     def record(self, tokens_R: np.ndarray, logprobs_R: np.ndarray, version: int) -> None:
@@ -156,7 +158,7 @@ class RunningSequences:
         movers = [row for row in range(remaining, self.num_rows) if row not in leaving]
         for column in (
             self.next_ids, self.position, self.num_sampled, self.max_sampled, self.key, self.temperature, self.top_p,
-            self.top_k, self.has_stop, self._tokens, self._logprobs, self._versions,
+            self.min_p, self.top_k, self.has_stop, self._tokens, self._logprobs, self._versions,
         ):  # fmt: skip
             column[gaps] = column[movers]
         for source, destination in zip(movers, gaps, strict=True):

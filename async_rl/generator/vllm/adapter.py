@@ -3,7 +3,8 @@
 Called by ``vllm.backend``. The names are those of vLLM 0.32.
 
 Behavior log-probabilities and sampling masks are of the distribution that was sampled (``logprobs_mode =
-"processed_logprobs"``): tokens that vLLM's top-k and top-p exclude have -inf there, so the finite ones are the mask.
+"processed_logprobs"``): tokens that vLLM's top-k, top-p and min-p exclude have -inf there, so the finite ones are the
+mask.
 """
 
 from __future__ import annotations
@@ -154,16 +155,17 @@ def num_listed(sampling: Sampling, vocab_size: int) -> int:
     The result is 0 if the lease's sampling keeps all tokens.
 
     Raises:
-        ModelError: there are too many, because top-p without top-k may keep most of a large vocabulary.
+        ModelError: there are too many, because top-p or min-p without top-k may keep most of a large vocabulary.
     """
     if sampling.keeps_all:
         return 0
     wanted = vocab_size if sampling.top_k == 0 else min(vocab_size, sampling.top_k + _SPARE)
     if wanted > _MAX_LISTED:
         raise ModelError(
-            f"sampling.top_p = {sampling.top_p}, sampling.top_k = {sampling.top_k}: the vllm backend can say which "
-            f"tokens they kept for at most {_MAX_LISTED} tokens, of a vocabulary of {vocab_size}; set sampling.top_k "
-            f'to at most {_MAX_LISTED - _SPARE}, or generator.backend = "transformers"'
+            f"sampling.top_p = {sampling.top_p}, top_k = {sampling.top_k}, min_p = {sampling.min_p}: the "
+            f"vllm backend can say which tokens they kept for at most {_MAX_LISTED} tokens, of a vocabulary of "
+            f"{vocab_size}; set sampling.top_k to at most {_MAX_LISTED - _SPARE}, or generator.backend = "
+            f'"transformers"'
         )
     return wanted
 
@@ -187,10 +189,11 @@ def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: 
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
+        min_p=sampling.min_p,
         seed=seed,
         max_tokens=sampling.max_new_tokens,
         stop=list(sampling.stop) or None,
-        stop_token_ids=sorted(eos_ids),
+        stop_token_ids=sorted({*eos_ids, *sampling.stop_token_ids}),
         include_stop_str_in_output=True,
         # The engine needs text only for stop strings. The answer is decoded once, from all tokens.
         detokenize=bool(sampling.stop),

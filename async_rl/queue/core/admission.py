@@ -76,10 +76,11 @@ class QueueSettings:
 
     def __post_init__(self) -> None:
         if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
+            key = "top_p" if self.sampling.top_p < 1 else "min_p"
             raise ConfigError(
-                f"sampling.top_p: {self.sampling.top_p} alone may keep the whole vocabulary, whose size is unknown, "
-                f"because the config.json of model.path has no vocab_size; set sampling.top_k, which limits the "
-                f"number of tokens"
+                f"sampling.{key}: {getattr(self.sampling, key)} alone may keep the whole vocabulary, whose size is "
+                f"unknown, because the config.json of model.path has no vocab_size; set sampling.top_k, which limits "
+                f"the number of tokens"
             )
         needed = self.groups_per_step * self.worst_case_bytes
         if needed > self.max_bytes:
@@ -295,11 +296,16 @@ def lease_seed(run_seed: int, kind: LeaseKind, dataset: str, position: int) -> i
 
 def train_sampling(config: Config) -> Sampling:
     s = config.sampling
-    return Sampling(s.temperature, s.top_p, s.top_k, s.max_new_tokens, s.max_prompt_tokens, s.stop)
+    return Sampling(
+        s.temperature, s.top_p, s.top_k, s.max_new_tokens, s.max_prompt_tokens, s.stop, s.min_p, s.stop_token_ids
+    )
 
 
 def eval_sampling(config: Config, name: str) -> Sampling:
     """Return the sampling settings of the evaluation set ``name`` of ``data.eval``."""
     s, chosen = config.sampling, config.eval.of(name)
     longest = chosen.max_new_tokens or s.max_new_tokens
-    return Sampling(chosen.temperature, chosen.top_p, chosen.top_k, longest, s.max_prompt_tokens, s.stop)
+    return Sampling(
+        chosen.temperature, chosen.top_p, chosen.top_k, longest, s.max_prompt_tokens, s.stop, chosen.min_p,
+        s.stop_token_ids,
+    )  # fmt: skip

@@ -246,12 +246,12 @@ def why_unfit(
     sampling = lease.sampling
     if group.temperature != sampling.temperature:
         return f"expected samples at temperature {sampling.temperature}, got {group.temperature}"
-    # Log-probabilities after top-p or top-k are meaningless without the set of tokens that was left.
+    # Log-probabilities after top-p, top-k or min-p are meaningless without the set of tokens that was left.
     if group.num_tokens and group.has_sampling_mask != lease.wants_sampling_mask:
         wanted = "" if lease.wants_sampling_mask else "no "
         return (
-            f"expected {wanted}sampling masks under top_p = {sampling.top_p} and top_k = "
-            f"{sampling.top_k}{'' if lease.kind == 'train' else ', in an evaluation'}, got "
+            f"expected {wanted}sampling masks under top_p = {sampling.top_p}, top_k = {sampling.top_k} and min_p = "
+            f"{sampling.min_p}{'' if lease.kind == 'train' else ', in an evaluation'}, got "
             f"{'some' if group.has_sampling_mask else 'none'}"
         )
     if group.num_tokens and not 0 <= group.oldest_version <= group.newest_version <= newest_version:

@@ -582,7 +582,7 @@ def _error(error: Exception) -> Reply:
 
 
 def _vocabulary_size(config: Config) -> int | None:
-    """Return the size of the model's vocabulary if sampling masks depend on it (top-p without top-k), else None."""
-    if config.sampling.top_p == 1 or config.sampling.top_k:
+    """Return the size of the model's vocabulary if sampling masks depend on it (top-p or min-p without top-k)."""
+    if config.sampling.top_k or (config.sampling.top_p == 1 and config.sampling.min_p == 0):
         return None
     return config.own_vocab_size or vocabulary_size(config.model.path)
