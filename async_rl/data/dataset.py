@@ -9,6 +9,7 @@ user).
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import logging
@@ -84,6 +85,8 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
     for key in _JSON_KEYS:
         if isinstance(text := fields.get(key), str) and text.lstrip()[:1] in ("{", "["):
             fields[key] = parse_json(text.encode(errors="replace"), f"{where}: {_column(key, rules)}", "JSON")
+    if "test_cases" in rules.needs and "test_cases" not in fields and {"test", "entry_point"} <= fields.keys():
+        fields["test_cases"] = _check_form(fields)
     _check_keys(fields, raw, where, rules)
     messages = _messages(fields, where, rules)
     if messages and "tools" in fields:
@@ -226,16 +229,33 @@ def _answer_text(answer: Any, where: str) -> str:
     raise DataError(f"{where}: expected a number, or text that is not blank, got {kind(answer)}")
 
 
+def _check_form(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the tests of a row in HumanEval's form, ``test`` and ``entry_point``, which are taken out of ``fields``.
+
+    If the prompt is Python (a function without its body), it is the setup, with its imports and helpers.
+    """
+    prompt = fields.get("prompt")
+    try:
+        is_code = isinstance(prompt, str) and any(isinstance(node, ast.FunctionDef) for node in ast.parse(prompt).body)
+    except (SyntaxError, ValueError, RecursionError):
+        is_code = False
+    cases = {"check": fields.pop("test"), "fn_name": fields.pop("entry_point")}
+    return cases | ({"setup": prompt} if is_code else {})
+
+
 def _test_cases(fields: Mapping[str, Any], where: str, column: str) -> dict[str, Any]:
     """Check the tests in ``fields``, the fields of a row. Return the fields ``test_cases`` and ``fn_name`` for the row.
 
-    The returned ``test_cases`` has only ``inputs`` and ``outputs``. ``fn_name`` is left out if the program is a script.
+    The returned ``test_cases`` has only ``inputs`` and ``outputs``, or ``check`` and ``setup``. ``fn_name`` is left out
+    if the program is a script.
     """
     try:
         function = parse_tests(fields).function
     except ValueError as error:
         raise DataError(f"{where}: {str(error).replace('test_cases', column, 1)}") from None
-    cases = {key: fields["test_cases"][key] for key in ("inputs", "outputs")}
+    cases = {
+        key: fields["test_cases"][key] for key in ("inputs", "outputs", "check", "setup") if key in fields["test_cases"]
+    }
     return {"test_cases": cases} | ({} if function is None else {"fn_name": function})
 
 

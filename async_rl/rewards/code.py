@@ -17,6 +17,7 @@ from typing import Literal, Protocol, get_args
 
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import RewardError
+from async_rl.rewards.code_check import CheckTests, judge_check
 from async_rl.rewards.code_tests import CodeTest, CodeTests, outputs_agree, parse_tests, values_agree
 from async_rl.rewards.extraction import Extraction
 from async_rl.rewards.records import RewardInput, RewardOutput
@@ -180,6 +181,8 @@ class LocalJudge:
         if left_s <= 0:
             return "timed_out", "the tests before this one used up reward.code.total_time_limit_s"
         limits = self._limits(left_s)
+        if tests.check is not None and tests.function is not None:
+            return self._judge_check(source, tests.function, tests.check, left_s)
         if tests.function is None:
             prelude = self._code.prelude == "always"
             program = Program(source, stdin=test.given.encode(errors="surrogateescape"), prelude=prelude)
@@ -189,6 +192,15 @@ class LocalJudge:
             )
         ran = self._runner.run(program, limits)
         return self._verdict(ran, tests, test), ran.stderr_tail
+
+    def _judge_check(self, source: str, function: str, check: CheckTests, left_s: float) -> tuple[Verdict, str]:
+        deadline_s = self._clock() + left_s
+
+        def run(program: Program) -> Ran | None:
+            left_s = deadline_s - self._clock()
+            return self._runner.run(program, self._limits(left_s)) if left_s > 0 else None
+
+        return judge_check(source, function, check, run, prelude=self._code.prelude != "never")
 
     def _limits(self, left_s: float) -> Limits:
         code = self._code

@@ -89,6 +89,8 @@ class RemoteJudge:
             "outputs": [test.expected if tests.function is None else json.dumps(test.expected) for test in tests.tests],
             "tolerance": tests.tolerance,
         }
+        if tests.check is not None:
+            in_outs = {"check": tests.check.tests, "setup": tests.check.setup}
         if tests.function is not None:
             in_outs["fn_name"] = tests.function
         request = {"in_outs": in_outs, "generation": source, "timeout": self._timeout_s, "debug": False}

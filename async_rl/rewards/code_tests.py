@@ -1,5 +1,6 @@
 """Reads the tests of a row for programs, and decides whether a program's output is right. No program is run here.
 
+There are three forms: scripts, calls, and ``{"check": text}`` with ``def check(candidate)`` (module ``code_check``).
 Tests are read when data is loaded and when a program is scored. A row's ``test_cases`` is ``{"inputs": [...],
 "outputs": [...]}``, or JSON text of such an object. For tests that call a function, ``fn_name`` is a key of
 ``test_cases`` or of the row.
@@ -12,6 +13,7 @@ pass many tests in that step, so it is used only if ``compare`` is ``cascade``.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -19,6 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
+
+from async_rl.rewards.code_check import CheckTests
 
 Compare = Literal["tokens", "cascade"]
 
@@ -48,12 +52,14 @@ class CodeTests:
     """The tests of one row, at least one.
 
     ``function`` is the name of the function to call. It is None if the program is a script. A number that is not an
-    integer may differ from the expected number by at most ``tolerance * max(1, abs(expected))``.
+    integer may differ from the expected number by at most ``tolerance * max(1, abs(expected))``. With ``check``, the
+    one test is that function, and ``tests`` has a placeholder for it.
     """
 
     tests: tuple[CodeTest, ...]
     function: str | None
     tolerance: float = TOLERANCE
+    check: CheckTests | None = None
 
 
 def parse_tests(reward_data: Mapping[str, Any]) -> CodeTests:
@@ -76,6 +82,8 @@ def parse_tests(reward_data: Mapping[str, Any]) -> CodeTests:
             ) from None
     if not isinstance(cases, dict):
         raise ValueError(f'test_cases: expected {{"inputs": [...], "outputs": [...]}}, got {_short(cases)}')
+    if "check" in cases:
+        return _check_tests(cases, cases.get("fn_name", reward_data.get("fn_name")))
     inputs, outputs = cases.get("inputs"), cases.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs or len(inputs) != len(outputs):
         raise ValueError(
@@ -92,6 +100,21 @@ def parse_tests(reward_data: Mapping[str, Any]) -> CodeTests:
     if not isinstance(function, str) or not function.isidentifier():
         raise ValueError(f"fn_name: expected the name of a function, got {_short(function)}")
     return CodeTests(tuple(_call_test(*pair, i) for i, pair in enumerate(zip(inputs, outputs))), function, tolerance)
+
+
+def _check_tests(cases: Mapping[str, Any], function: Any) -> CodeTests:
+    check, setup = cases["check"], cases.get("setup", "")
+    if not isinstance(function, str) or not function.isidentifier():
+        raise ValueError(f"fn_name: expected the name of the function that check gets, got {_short(function)}")
+    trees: list[ast.Module] = []
+    for key, text in (("check", check), ("setup", setup)):
+        try:
+            trees.append(ast.parse(text))
+        except (SyntaxError, ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"test_cases.{key}: expected Python text, got {_short(text)} ({error})") from None
+    if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in trees[0].body):
+        raise ValueError(f"test_cases.check: expected Python text with def check(candidate), got {_short(check)}")
+    return CodeTests((CodeTest("", None),), function, check=CheckTests(check, setup))
 
 
 def _script_test(given: Any, expected: Any, index: int) -> CodeTest:

@@ -165,7 +165,7 @@ def answer_record(prompt: Prompt, rollout: Rollout, decode: Decode) -> dict[str,
 def _expected(prompt: Prompt) -> dict[str, Any]:
     data = prompt.reward_data
     answer = {"expected": data["gt_answer"]} if "gt_answer" in data else {}
-    return answer | ({"num_tests": len(data["test_cases"]["outputs"])} if "test_cases" in data else {})
+    return answer | ({"num_tests": len(data["test_cases"].get("outputs", "1"))} if "test_cases" in data else {})
 
 
 def _turn_fields(rollout: Rollout, decode: Decode) -> dict[str, Any]:
