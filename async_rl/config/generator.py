@@ -98,6 +98,18 @@ BACKENDS: Mapping[str, BackendCapabilities] = MappingProxyType(
     }
 )
 
+ENGINE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "generator.memory_fraction": ("vllm",),
+        "generator.double_buffer": ("vllm",),
+        "experimental.vllm.kv_cache_bytes": ("vllm",),
+        "experimental.vllm.enforce_eager": ("vllm",),
+    }
+)
+"""Keys that only some backends read, with the names of those. ``check_capabilities`` refuses further keys by what a
+backend can do. All other keys of ``generator`` and ``sampling`` are read by every backend, by the loop around it or by
+the queue."""
+
 AUTO = "auto"
 AUTO_CANDIDATES = ("vllm", "transformers")
 """``generator.backend = "auto"`` picks the first of these that runs on the generator's machine."""
@@ -217,6 +229,24 @@ def check_capabilities(config: Config, capabilities: BackendCapabilities) -> Non
                 f"{key}: expected at least {capabilities.min_temperature} with generator.backend {backend}, got "
                 f"{temperature}; raise it (evaluations may also set 0, for greedy decoding)"
             )
+
+
+def unread_keys(config: Config, name: str) -> list[str]:
+    """Return those of ``ENGINE_KEYS`` that do not have their default, and that the backend ``name`` does not read.
+
+    Empty for a user's own backend, which gets the whole config.
+    """
+    if name not in BACKENDS:
+        return []
+    found: list[str] = []
+    for key, readers in ENGINE_KEYS.items():
+        *path, last = key.split(".")
+        section: Any = config
+        for part in path:
+            section = getattr(section, part)
+        if name not in readers and getattr(section, last) != type(section).model_fields[last].default:
+            found.append(key)
+    return found
 
 
 class GeneratorConfig(Section):

@@ -17,7 +17,7 @@ from pathlib import Path
 from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS
 from async_rl.doctor.check import Finding
-from async_rl.errors import AddressError, QueueError, UserError, WeightsError
+from async_rl.errors import AddressError, ConfigError, QueueError, UserError, WeightsError
 from async_rl.launch.capacity import (
     available_memory,
     check_memory,
@@ -31,6 +31,7 @@ from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.preflight import (
     check_bindable,
     check_devices,
+    check_engine_keys,
     check_keys,
     check_weights_ports,
     others_address,
@@ -76,7 +77,12 @@ def check_versions(config: Config) -> list[Finding]:
         else:
             rows.append(Finding(name, "OK", version))
     engines = (name for name, capabilities in BACKENDS.items() if capabilities.package)
-    return [*rows, *(_engine_row(config, name, found.get(BACKENDS[name].package)) for name in engines)]
+    rows += (_engine_row(config, name, found.get(BACKENDS[name].package)) for name in engines)
+    try:
+        check_engine_keys(config)
+    except ConfigError as error:
+        rows.append(Finding("engine keys", "FAIL", str(error), fix="leave the keys out, or set generator.backend"))
+    return rows
 
 
 def _engine_row(config: Config, name: str, version: str | None) -> Finding:

@@ -17,6 +17,7 @@ token's index. So they are the same on every generator, in every batch and in ev
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -35,12 +36,15 @@ from async_rl.config.generator import (
     BackendCapabilities,
     check_capabilities,
     has_model,
+    unread_keys,
 )
 from async_rl.errors import ConfigError, ModelError
 from async_rl.process.user_code import digest_of, is_code_name, load_code
 from async_rl.records import FinishReason, Lease
 from async_rl.sampling_mask import SamplingMask
 from async_rl.weights.engine_ranks import EngineRanks
+
+logger = logging.getLogger(__name__)
 
 UInt64Array = npt.NDArray[np.uint64]
 Float64Array = npt.NDArray[np.float64]
@@ -247,6 +251,8 @@ def build_backend(
             check_capabilities(config, capabilities)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+    if keys := unread_keys(config, name):
+        logger.warning("generator.backend: %s does not read %s, so these have no effect here", name, ", ".join(keys))
     device = cuda_device(config) if capabilities.has_model else None
     return factory(directory, config, device=device, load_pretrained=load_pretrained)
 

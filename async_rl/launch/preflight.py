@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from async_rl.config.config import Config
-from async_rl.config.generator import has_model, known_capabilities, missing_package
+from async_rl.config.generator import ENGINE_KEYS, has_model, known_capabilities, missing_package, unread_keys
 from async_rl.config.queue import QueueConfig
 from async_rl.data.chat import (
     check_model,
@@ -60,6 +60,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_wandb(config)
     check_devices(config, "learner", "generator")
     check_engine(config)
+    check_engine_keys(config)
     check_code(config)
     rows = check_data(config).rows
     _check_model(config, rows[0].messages)
@@ -90,6 +91,7 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
         return
     check_writable(run_dir.path, "run.dir")
     check_wandb(config)
+    check_engine_keys(config)
     check_devices(config, "learner")
     check_weights_ports(config)
     check_keys(config, is_server=False)
@@ -403,6 +405,24 @@ def check_engine(config: Config) -> None:
     needs = known_capabilities(name)
     if needs is not None and needs.package and config.generator.count and find_spec(needs.package) is None:
         raise ModelError(missing_package(name, "there is no such package"))
+
+
+def check_engine_keys(config: Config) -> None:
+    """Refuse keys of another inference engine than ``generator.backend``, which would have no effect.
+
+    Nothing is refused with ``auto``, which may choose vLLM on one machine and transformers on another. A generator logs
+    what its engine does not read.
+
+    Raises:
+        ConfigError: such a key is set.
+    """
+    backend = config.generator.backend
+    if keys := unread_keys(config, backend):
+        readers = " or ".join(dict.fromkeys(name for key in keys for name in ENGINE_KEYS[key]))
+        raise ConfigError(
+            f"{', '.join(keys)}: expected no value with generator.backend {backend}, which does not read it (only "
+            f"{readers} does); leave it out, or set another backend"
+        )
 
 
 def check_fake_vocabulary(config: Config) -> None:

@@ -1,0 +1,91 @@
+"""Every key of [generator] and [sampling] is read by all backends, or refused by name with those that ignore it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_rl.config.config import Config
+from async_rl.config.generator import BACKENDS, ENGINE_KEYS, GeneratorConfig, SamplingConfig, unread_keys
+from async_rl.config.loading import parse_config
+from async_rl.config.run import VllmConfig
+from async_rl.errors import ConfigError
+from async_rl.launch.preflight import check_engine_keys
+
+REFUSED_BY_CAPABILITY: dict[str, Any] = {
+    "generator.tensor_parallel_size": 2,
+    "generator.kv_after_update": "recompute",
+    "sampling.deterministic": True,
+    "sampling.top_p": 0.5,
+    "sampling.top_k": 3,
+    "sampling.min_p": 0.5,
+    "sampling.stop_token_ids": [3],
+}
+"""Keys that ``check_capabilities`` refuses, each with a value that asks for something."""
+
+READ_BY_ALL = {
+    # by launch and the loop around a backend
+    "generator.backend", "generator.count", "generator.devices", "generator.batch_size",
+    "generator.max_concurrent_groups", "generator.num_threads", "generator.allow_code",
+    # by the queue, which puts them into leases; the fake backend has no model, so it writes no stop string
+    "sampling.group_size", "sampling.temperature", "sampling.temperature_end", "sampling.temperature_steps",
+    "sampling.max_new_tokens", "sampling.max_prompt_tokens", "sampling.stop",
+}  # fmt: skip
+
+CHANGED = {
+    "generator.memory_fraction": 0.5,
+    "generator.double_buffer": False,
+    "experimental.vllm.kv_cache_bytes": 1 << 30,
+    "experimental.vllm.enforce_eager": True,
+}
+
+
+def config_with(key: str, value: Any, backend: str) -> Config:
+    raw: dict[str, Any] = {"run": {"dir": "r"}, "model": {"path": "m"}, "generator": {"backend": backend}}
+    *path, last = key.split(".")
+    section = raw
+    for part in path:
+        section = section.setdefault(part, {})
+    section[last] = value
+    return parse_config(raw, "test")
+
+
+def test_every_key_says_who_reads_it():
+    sections = {"generator": GeneratorConfig, "sampling": SamplingConfig, "experimental.vllm": VllmConfig}
+    keys = {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields}
+    assert keys == {*ENGINE_KEYS, *REFUSED_BY_CAPABILITY, *READ_BY_ALL}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("key", ENGINE_KEYS)
+def test_a_key_of_another_engine_is_refused_by_name(key: str, backend: str):
+    config = config_with(key, CHANGED[key], backend)
+    if backend in ENGINE_KEYS[key]:
+        check_engine_keys(config)
+        return
+    with pytest.raises(
+        ConfigError, match=rf"{key}: expected no value with generator\.backend {backend}, .* \(only vllm"
+    ):
+        check_engine_keys(config)
+
+
+@pytest.mark.parametrize("key", REFUSED_BY_CAPABILITY)
+def test_a_key_beyond_what_a_backend_can_do_is_refused_or_carried_out(key: str):
+    name = {"generator.kv_after_update": "recomputes_kv", "generator.tensor_parallel_size": "splits_model",
+            "sampling.top_p": "reports_sampling_mask", "sampling.top_k": "reports_sampling_mask"}  # fmt: skip
+    attribute = name.get(key, key.rpartition(".")[2])
+    for backend, able in BACKENDS.items():
+        if getattr(able, attribute):
+            assert config_with(key, REFUSED_BY_CAPABILITY[key], backend)
+        else:
+            with pytest.raises(ConfigError, match=key):
+                config_with(key, REFUSED_BY_CAPABILITY[key], backend)
+
+
+def test_auto_and_a_backend_of_the_user_refuse_nothing():
+    for backend in ("auto", "my.py:Backend"):
+        check_engine_keys(config_with("generator.memory_fraction", 0.5, backend))
+    assert unread_keys(config_with("generator.memory_fraction", 0.5, "auto"), "transformers") == [
+        "generator.memory_fraction"
+    ]
