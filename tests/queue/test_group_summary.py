@@ -123,7 +123,7 @@ def why_unfit_by_rollouts(group: Group, lease: Lease) -> str:
     if group.temperature != lease.sampling.temperature:
         return f"expected samples at temperature {lease.sampling.temperature}, got {group.temperature}"
     if group.num_sampled and of_kept:
-        return "expected no sampling masks under top_p = 1.0 and top_k = 0, got some"
+        return "expected no sampling masks under top_p = 1.0, top_k = 0 and min_p = 0.0, got some"
     versions = sampled_versions(group)
     if versions and not 0 <= min(versions) <= max(versions) <= NEWEST:
         expected = f"versions 0..{NEWEST}, which the learner has trained"
@@ -249,7 +249,7 @@ def chosen_from(sets: list[list[int]]) -> Group:
 def test_renormalised_logprobs_without_what_was_kept_are_unfit(top_p: float, top_k: int):
     lease = replace(LEASE, sampling=replace(LEASE.sampling, top_p=top_p, top_k=top_k))
     refusal = why_unfit(read_summary(encode_group(fit_group())), lease, newest_version=2)
-    assert refusal == f"expected sampling masks under top_p = {top_p} and top_k = {top_k}, got none"
+    assert refusal == f"expected sampling masks under top_p = {top_p}, top_k = {top_k} and min_p = 0.0, got none"
     kept = read_summary(encode_group(chosen_from([[1], [2, 9], [0, 3]])))
     assert why_unfit(kept, lease, newest_version=2) == ""
     assert why_unfit(kept, LEASE, newest_version=2).startswith("expected no sampling masks under top_p = 1.0")
@@ -260,7 +260,9 @@ def test_an_evaluation_carries_no_sampling_masks_whatever_its_sampling():
     plain, kept = (structs.replace(group, kind="eval") for group in (fit_group(), chosen_from([[1], [2, 9], [0, 3]])))
     assert why_unfit(read_summary(encode_group(plain)), lease, newest_version=2) == ""
     refusal = why_unfit(read_summary(encode_group(kept)), lease, newest_version=2)
-    assert refusal == "expected no sampling masks under top_p = 0.9 and top_k = 0, in an evaluation, got some"
+    assert (
+        refusal == "expected no sampling masks under top_p = 0.9, top_k = 0 and min_p = 0.0, in an evaluation, got some"
+    )
 
 
 def test_a_sampled_token_that_was_not_kept_is_unfit():
