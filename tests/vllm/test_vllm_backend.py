@@ -138,16 +138,19 @@ def test_a_stop_string_ends_the_answer_and_stays_in_the_text(backend):
         assert len(sampled.logprobs) == len(sampled.versions) == len(sampled.token_ids)
 
 
-@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 2), (0.5, 0), (0.8, 5)])
-def test_sampling_masks_are_exactly_what_top_k_and_top_p_left(backend, top_p, top_k):
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "min_p"), [(1.0, 2, 0.0), (0.5, 0, 0.0), (0.8, 5, 0.0), (1.0, 0, 0.3), (0.7, 4, 0.1)]
+)
+def test_sampling_masks_are_exactly_what_min_p_top_k_and_top_p_left(backend, top_p, top_k, min_p):
     model = make_model(0)
-    submit(backend, "a", group_size=4, top_p=top_p, top_k=top_k, temperature=0.9, max_new_tokens=12, seed=1)
+    limits = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    submit(backend, "a", group_size=4, **limits, temperature=0.9, max_new_tokens=12, seed=1)
     for sampled in run_all(backend).values():
         probabilities = np.exp(full_logprobs(model, sampled, 0.9).astype(np.float64))
         assert sampled.sampling_mask is not None
         assert contains(sampled.sampling_mask, sampled.token_ids).all()
         for i, (row, token, logprob) in enumerate(zip(probabilities, sampled.token_ids, sampled.logprobs, strict=True)):
-            order = np.argsort(-row)[: top_k or VOCABULARY]
+            order = np.argsort(-row)[: int((row >= min_p * row.max()).sum())][: top_k or VOCABULARY]
             share = np.cumsum(row[order]) / row[order].sum()
             expected = set(order[: int(np.searchsorted(share, top_p)) + 1].tolist())
             got = {
@@ -157,6 +160,18 @@ def test_sampling_masks_are_exactly_what_top_k_and_top_p_left(backend, top_p, to
             }
             assert got == expected
             assert logprob == pytest.approx(float(np.log(row[token] / row[list(expected)].sum())), abs=TOLERANCE)
+
+
+def test_a_stop_token_ends_the_answer_and_stays_in_it(backend):
+    submit(backend, "plain", group_size=4, temperature=2.0, max_new_tokens=30, seed=5)
+    plain = run_all(backend)
+    end = int(plain["plain", 0].token_ids[2])
+    submit(backend, "stop", group_size=4, temperature=2.0, max_new_tokens=30, seed=5, stop_token_ids=(end,))
+    for (_, index), sampled in run_all(backend).items():
+        whole = plain["plain", index].token_ids.tolist()
+        expected = whole[: whole.index(end) + 1] if end in whole else whole
+        assert sampled.token_ids.tolist() == expected
+        assert sampled.finish_reason == ("stop" if end in whole else plain["plain", index].finish_reason)
 
 
 def test_cancel_frees_the_slots_and_returns_nothing_of_the_lease(backend):
