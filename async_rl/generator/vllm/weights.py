@@ -8,8 +8,9 @@ that it shares with the generator. In the pause vLLM's own update loads them. Th
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,20 @@ from vllm.distributed.weight_transfer.base import (  # pyright: ignore[reportMis
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # pyright: ignore[reportMissingImports]
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import (  # pyright: ignore[reportMissingImports]
+    _layerwise_process,  # pyright: ignore[reportPrivateUsage]
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import materialize_layer  # pyright: ignore[reportMissingImports]
 
+from async_rl.generator.vllm.checkpoint_names import CheckpointNames
 from async_rl.generator.vllm.plugin import DOUBLE_BUFFER
 from async_rl.generator.vllm.shared_staging import map_memory, tensors_in
 from async_rl.weights.engine_ranks import RankThread
@@ -87,6 +97,24 @@ class Source(WeightTransferUpdateInfo):
     rows: list[Any] = field(default_factory=list)
 
 
+def _has_lost_tensors(layer: torch.nn.Module) -> bool:
+    """Return whether the model has written tensors of this layer itself, without the loaders that keep them for vLLM.
+
+    They are lost then: during an update the layer has no memory yet.
+
+    Raises:
+        ValueError: this is so for only some of the layer's tensors.
+    """
+    info = get_layerwise_info(layer)
+    if not info.can_load():
+        return False
+    kept = {name for name, _ in info.loaded_weights}
+    lost = [name for name, tensor in layer.named_parameters(recurse=False) if tensor.is_meta and name not in kept]
+    if lost and kept:
+        raise ValueError(f"vLLM can't update the parameters {lost} of {type(layer).__name__}; use another backend")
+    return bool(lost)
+
+
 class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
     """Loads versions into the model of one worker. vLLM calls it through ``WeightTransferEngine``."""
 
@@ -106,6 +134,11 @@ class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
         every_name = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         tied = [name.rpartition(".")[0] for name in every_name if name not in self._parameters]
         self._tied_layers = [self.model.get_submodule(name) for name in tied]
+        methods = [getattr(layer, "quant_method", None) for layer in self.model.modules()]
+        self._expert_methods: list[Any] = [one for one in methods if isinstance(one, UnquantizedFusedMoEMethod)]
+        self._layers_with_weights = [layer for layer in self.model.modules() if layer not in self._tied_layers]
+        self._direct_layers: list[Any] = []
+        self._names = CheckpointNames(Path(self.model_config.model))
 
     def _memory_for_a_version(self) -> torch.Tensor:
         """Return memory for a whole version, uint8 [N]. The workers' parts of the model add up to one version."""
@@ -129,7 +162,12 @@ class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
         return self.device.type == "cuda"
 
     def start_weight_update(self) -> None:
+        if not self._is_on_gpu:
+            # The CPU's kernel packs its experts only when it is built, so vLLM would load the next version unpacked.
+            for method in self._expert_methods:
+                method.moe_kernel = None
         initialize_layerwise_reload(self.model)
+        self._give_memory_to(self._direct_layers)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
@@ -138,12 +176,32 @@ class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
             torch.cuda.synchronize(self.device)
 
     def receive_weights(self, update_info: Source) -> None:
-        loaded = self.model.load_weights(iter(self._tensors(update_info).items()))
+        tensors = self._tensors(update_info)
+        self._load(tensors)
+        if direct := [layer for layer in self._layers_with_weights if _has_lost_tensors(layer)]:
+            # This is the first version. Which layers they are is known only now, so it is loaded once more.
+            self._direct_layers = direct
+            self.finish_weight_update()
+            self.start_weight_update()
+            self._load(tensors)
+
+    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        weights = self._names.convert(tensors)
+        if self.vllm_config.parallel_config.tensor_parallel_size > 1:
+            # The loader of gpt-oss writes zeros into a bias on all workers but one, and the memory is everybody's.
+            weights = ((name, tensor.clone() if name.endswith("bias") else tensor) for name, tensor in weights)
+        loaded = self.model.load_weights(weights)
         if loaded is not None and (missing := sorted(self._parameters - set(loaded))):
             raise ValueError(
                 f"expected every parameter of the model in a version, missing {missing[:5]}; learner and generator "
                 f"must run one model config"
             )
+
+    @staticmethod
+    def _give_memory_to(layers: Sequence[Any]) -> None:
+        """Have these layers receive tensors without vLLM's reload, which expects them to call a loader."""
+        for layer in layers:
+            materialize_layer(layer, get_layerwise_info(layer))
 
     def _tensors(self, source: Source) -> Mapping[str, torch.Tensor]:
         if source.received:
@@ -157,6 +215,8 @@ class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
         return self._mapped[source.path][1]
 
     def finish_weight_update(self) -> None:
+        for layer in self._direct_layers:
+            _layerwise_process(layer, get_layerwise_info(layer))
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self._tied_layers:
             # A tied output head loads nothing, so the reload passes it by; on the CPU it computes with a packed copy.
