@@ -97,6 +97,7 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
 
     return {
         "model": str(directory),
+        "runner": "generate",  # a config without "architectures" would become a model for embeddings
         "tokenizer": str(tokenizer_directory(directory)),
         "skip_tokenizer_init": not config.sampling.stop,
         "load_format": "dummy",  # weights come from the learner, never from a file

@@ -84,19 +84,36 @@ class VllmEngine:
         load = Load()
 
         async def make() -> Any:
-            return AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**arguments), stat_loggers=[lambda _config, _index=0: _stat_logger(load)]
-            )
+            engine = AsyncEngineArgs(**arguments)
+            if engine.enable_chunked_prefill is False and engine.create_model_config().has_inner_state:
+                # vLLM can cache the states of a recurrent model's prompts only if it may read them in parts.
+                engine.enable_prefix_caching = False
+            return AsyncLLM.from_engine_args(engine, stat_loggers=[lambda _config, _index=0: _stat_logger(load)])
 
         try:
-            return cls(loop, loop.run_until_complete(make()), load)
+            engine = cls(loop, loop.run_until_complete(make()), load)
         except Exception as error:  # whatever vLLM objects to: the config, the model, the device, its memory
             loop.close()
-            raise ModelError(
-                f"vLLM can't run this model here: {type(error).__name__}: {error}; the reason is in the lines above. "
-                f"Another model, generator.memory_fraction, experimental.vllm.kv_cache_bytes or generator.backend = "
-                f'"transformers" may help'
-            ) from error
+            raise _cannot_run("this model", error) from error
+        try:
+            engine._try_out()
+        except EngineError as error:
+            model = f"{engine._llm.model_config.architecture} in {engine.dtype}"
+            engine.close()
+            raise _cannot_run(model, error.__cause__ or error) from error
+        return engine
+
+    def _try_out(self) -> None:
+        """Sample two tokens. Some kernels refuse a model only when it runs, and this should not be found in a rollout.
+
+        Raises:
+            EngineError: the engine has died.
+        """
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+
+        self.add("try-out", [0, 0], SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False), cache_salt="-")
+        while not any(piece.finish_reason for piece in self.poll(1.0)):
+            pass
 
     @property
     def vocab_size(self) -> int:
@@ -242,6 +259,14 @@ class VllmEngine:
             self._run(asyncio.wait_for(asyncio.sleep(0), 1.0))
         self._loop.close()
         self._llm = None  # otherwise it would shut down again, and fail, at the interpreter's end
+
+
+def _cannot_run(model: str, error: BaseException) -> ModelError:
+    return ModelError(
+        f"vLLM can't run {model} here: {type(error).__name__}: {error}; the reason is in the lines above. Another "
+        f"model, model.dtype, generator.memory_fraction, experimental.vllm.kv_cache_bytes or "
+        f'generator.backend = "transformers" may help'
+    )
 
 
 def _stat_logger(load: Load) -> Any:

@@ -193,8 +193,8 @@ class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
         loaded = self.model.load_weights(weights)
         if loaded is not None and (missing := sorted(self._parameters - set(loaded))):
             raise ValueError(
-                f"expected every parameter of the model in a version, missing {missing[:5]}; learner and generator "
-                f"must run one model config"
+                f"expected every parameter of vLLM's model in a version, missing {missing[:5]}; learner and generator "
+                f"must run one model config, whose tied weights vLLM ties, too"
             )
 
     @staticmethod
