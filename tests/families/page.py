@@ -139,7 +139,8 @@ nat) and of gradients (relative to the largest) of one whole step of the engine,
 two are slow. *Sampled*: largest difference of a sampled token's log-probability in nats. Prompts of 1 to 21 tokens
 share five slots, answers are longer than the window of 8 tokens, and new weights arrive in the midst.
 
-*vLLM*: what [vLLM's CPU build](vllm.md#families-tried-on-vllms-cpu-build) does with it. A family that is not listed here meets the same self-tests at start.
+*vLLM*: what [vLLM's CPU build](vllm.md#families-tried-on-vllms-cpu-build) does with it. A family that is not listed
+here meets the same self-tests at start.
 
 """
 _COLUMNS = """| family | learner | step | built-in engine | sampled | vLLM |
