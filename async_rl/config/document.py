@@ -140,6 +140,10 @@ def _code(text: str) -> str:
     return f"`{value}`{bracket}{size}"
 
 
+def _entry_keys() -> set[str]:
+    return {key.name for table in _entries() for key in table.keys}
+
+
 def explain(config: Config, name: str | None, *, width: int) -> list[str]:
     """Return lines of text that show each key of ``config``: its value, its meaning, its possible values and its
     default.
@@ -155,12 +159,16 @@ def explain(config: Config, name: str | None, *, width: int) -> list[str]:
     lines: list[str] = []
     for key in _keys_of(name):
         facts = f"Values: {key.values}. Default: {key.shown_default}."
-        lines += [_assignment(config, key.name), *_wrapped(key.description, width), *_wrapped(facts, width), ""]
+        # A key of [[loss.rules]] has a value in each entry, and these stand above.
+        head = f"{key.name} (in each entry)" if key.name in _entry_keys() else _assignment(config, key.name)
+        lines += [head, *_wrapped(key.description, width), *_wrapped(facts, width), ""]
     return lines[:-1]
 
 
 def explain_json(config: Config, name: str | None) -> dict[str, dict[str, str]]:
     """Return what ``explain`` shows as plain data, by the name of the key. ``value`` is TOML, or ``unset``.
+
+    Keys of the entries of a list, such as ``loss.rules``, are left out: they have no single value.
 
     Raises:
         ConfigError: there is no such section or key.
@@ -173,6 +181,7 @@ def explain_json(config: Config, name: str | None) -> dict[str, dict[str, str]]:
             "default": key.shown_default,
         }
         for key in _keys_of(name)
+        if key.name not in _entry_keys()
     }
 
 
@@ -194,7 +203,7 @@ def _commented(text: str) -> Sequence[str]:
 
 def _keys_of(name: str | None) -> list[Key]:
     """Return the keys that the section, table or key ``name`` contains; all keys if it is None."""
-    keys = [key for table in tables() for key in table.keys]
+    keys = [key for table in (*tables(), *_entries()) for key in table.keys]
     chosen = [key for key in keys if name is None or key.name == name or key.name.startswith(f"{name}.")]
     if not chosen:
         known = [key.name for key in keys]
@@ -231,8 +240,8 @@ def _in_toml(name: str, value: Any) -> str:
     if isinstance(value, dict) and not value:
         return "{}"
     value = list(value) if isinstance(value, tuple) else value
-    if isinstance(value, list):
-        value = [one.model_dump(exclude_defaults=True) if isinstance(one, BaseModel) else one for one in value]
+    if isinstance(value, list) and any(isinstance(one, BaseModel) for one in value):
+        return f"[{', '.join(_in_toml('', one.model_dump(exclude_defaults=True)) for one in value)}]"
     text = tomli_w.dumps({"v": value}, multiline_strings=False)
     if isinstance(value, dict):
         pairs = (line for line in text.splitlines()[1:] if line)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.document import Key, explain, markdown, tables
+from async_rl.config.document import Key, explain, explain_json, markdown, tables
 from async_rl.config.loading import load_config, parse_config
+from async_rl.config.rules import Rule
 from async_rl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,16 @@ def test_a_section_is_explained_key_by_key_and_nothing_means_all():
     assert lines[0] == "queue.address (unset)"
     assert max(map(len, lines)) <= 80
     shown = {line.split()[0] for line in explain(config, None, width=80) if line and not line.startswith(" ")}
-    assert shown == {key.name for key in KEYS}
+    assert shown == {key.name for key in KEYS} | {f"loss.rules.{key}" for key in Rule.model_fields}
+
+
+def test_rules_are_shown_with_their_keys_and_what_an_entry_may_have():
+    rules = '[{ level = "token", statistic = "tv", above = 0.1 }]'
+    config = load_config(ROOT / "configs" / "quickstart.toml", [f"loss.rules={rules}"])
+    lines = explain(config, "loss.rules", width=80)
+    assert lines[0] == f"loss.rules = {rules}"
+    assert "loss.rules.when (in each entry)" in lines
+    assert explain_json(config, "loss.rules")["loss.rules"]["value"] == rules
 
 
 def test_an_unknown_key_is_refused_with_what_was_meant():
