@@ -141,22 +141,23 @@ class WeightTable:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        stored = model.state_dict(keep_vars=True)
-        buffers = {name: buffer for name, buffer in model.named_buffers() if name in stored}
-        self._parameters: dict[str, Tensor] = {**dict(model.named_parameters()), **buffers}
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        every_name = model.named_parameters(remove_duplicate=False)
+        every_name = dict(model.named_parameters(remove_duplicate=False))
         # A tied weight (an output head that is the embedding) has several names. Use the first.
-        self._aliases = {name: names[id(p)] for name, p in every_name if name not in self._parameters}
+        self._aliases = {name: names[id(p)] for name, p in every_name.items() if name not in self._parameters}
+        stored = model.state_dict()
+        self._buffers: dict[str, Tensor] = {name: b for name, b in model.named_buffers() if name in stored}
+        self._tensors = self._parameters | self._buffers
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Check that ``weights`` has the names, shapes and ties of the model's parameters.
+        """Check that ``weights`` has the names, shapes and ties of the model's parameters and persistent buffers.
 
         Raises:
             WeightsError: a tensor is missing, unknown, of another shape, or differs from the one to which it is tied.
         """
-        missing = sorted(self._parameters.keys() - weights.keys())
-        unknown = sorted(weights.keys() - self._parameters.keys() - self._aliases.keys())
+        missing = sorted(self._tensors.keys() - weights.keys())
+        unknown = sorted(weights.keys() - self._tensors.keys() - self._aliases.keys())
         if adapters := [name for name in unknown if ".lora_" in name]:
             raise WeightsError(
                 f"expected merged weights from the learner, got {len(adapters)} tensors of LoRA adapters, "
@@ -164,14 +165,14 @@ class WeightTable:
             )
         if missing or unknown:
             raise WeightsError(
-                f"expected the {len(self._parameters)} parameters of the generator's model, got {len(weights)} tensors "
-                f"from the learner: missing {missing[:5]}, unknown {unknown[:5]}; learner and generator must run one "
+                f"expected the {len(self._tensors)} tensors of the generator's model, got {len(weights)} from the "
+                f"learner: missing {missing[:5]}, unknown {unknown[:5]}; learner and generator must run one "
                 f"model config with one version of transformers"
             )
-        for name, parameter in self._parameters.items():
-            if weights[name].shape != parameter.shape:
+        for name, tensor in self._tensors.items():
+            if weights[name].shape != tensor.shape:
                 raise WeightsError(
-                    f"{name}: expected shape {list(parameter.shape)}, got {list(weights[name].shape)} from the "
+                    f"{name}: expected shape {list(tensor.shape)}, got {list(weights[name].shape)} from the "
                     f"learner; learner and generator must run one model config with one version of transformers"
                 )
         for alias, name in self._aliases.items():
@@ -182,13 +183,14 @@ class WeightTable:
                 )
 
     def digests(self) -> dict[str, str]:
-        """Return the digest of each parameter's present bytes, by the parameter's name."""
-        return {name: digest_bytes(_bytes_of(parameter)) for name, parameter in self._parameters.items()}
+        """Return the digest of each tensor's present bytes, by the tensor's name."""
+        return {name: digest_bytes(_bytes_of(tensor)) for name, tensor in self._tensors.items()}
 
     def replace(self, weights: Mapping[str, Tensor], *, copy: bool = False) -> None:
-        """Give the model ``weights`` as its parameters.
+        """Give the model ``weights`` as its parameters and buffers.
 
-        On the CPU, tensors of the model's dtype are shared with the caller, unless ``copy``. All others are copied.
+        Parameters keep the model's dtype, and buffers get that of ``weights``, because the learner computes in it. On
+        the CPU, tensors that need no other dtype are shared with the caller, unless ``copy``. All others are copied.
         """
         for name, parameter in self._parameters.items():
             tensor = weights[name]
@@ -196,6 +198,8 @@ class WeightTable:
                 parameter.data = tensor.detach().to(device="cpu", dtype=parameter.dtype)
             else:
                 parameter.data.copy_(tensor, non_blocking=True)
+        for name, buffer in self._buffers.items():
+            buffer.data = weights[name].detach().to(buffer.device, copy=copy)
         for device in {p.device for p in self._parameters.values() if p.device.type == "cuda"}:
             # The caller may reuse the tensors after this call, so wait for the copies.
             torch.cuda.synchronize(device)
