@@ -25,6 +25,11 @@ _GENERATORS_OWN = ("generator.", "experimental.fake.", "experimental.vllm.", *MA
 """Keys, or prefixes of keys, that a generator may set for its machine alone."""
 
 
+_ROUTER_KEYS = (
+    "aux_loss_coef", "output_router_logits", "router_aux_loss_coef", "router_bias_update_rate", "router_z_loss",
+    "router_z_loss_coef", "update_router_bias",
+)  # fmt: skip
+"""Names under which a user may ask for a loss of the routers or for updates of their bias, in any section."""
 _EXPECTED: Mapping[str, str] = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -123,6 +128,12 @@ def parse_config(raw: Mapping[str, Any], source: str) -> Config:
 
 def _explain(detail: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in detail["loc"] if part != "[key]")  # pydantic's mark of a table's key
+    if detail["type"] == "extra_forbidden" and detail["loc"][-1] in _ROUTER_KEYS:
+        return (
+            f"{key}: losses of routers and updates of their bias are not supported, because they change the policy for "
+            f"another reason than the reward: routers are trained by [loss] alone, and their bias stays as it is; "
+            f"remove the key"
+        )
     if detail["type"] == "extra_forbidden":
         return f"{key}: unknown key{_suggestion(detail['loc'])}"
     if detail["type"] == "missing":

@@ -70,6 +70,11 @@ def test_a_wrong_value_is_refused_with_what_was_expected(section: str, key: str,
     assert f"  {section}.{key}: expected {expected}" in str(refused.value).splitlines()
 
 
+@pytest.mark.parametrize("key", ["router_z_loss", "update_router_bias", "router_aux_loss_coef"])
+def test_losses_and_bias_updates_of_routers_are_refused_with_the_reason(key: str):
+    assert f"model.{key}: losses of routers and updates of their bias are not supported" in refusal(model={key: 0.1})
+
+
 def test_a_column_of_an_unknown_field_is_refused_with_the_fields_there_are():
     found = refusal(data={"columns": {"promt": "question", "gt_answer": ""}})
     assert "data.columns.promt: expected 'messages', 'prompt', " in found
