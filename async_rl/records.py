@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask
 
 FinishReason = Literal["stop", "length", "error"]
@@ -82,7 +83,8 @@ class Lease(msgspec.Struct, frozen=True):
 
     ``min_version`` is the oldest weights version that may sample the group. ``max_staleness`` is the limit of
     staleness, in versions, that was in force when the lease was given. ``seed`` and a rollout's index in the group
-    determine all random numbers of that rollout, on any generator.
+    determine all random numbers of that rollout, on any generator. ``wants_routes`` asks for the rollouts' routes
+    (``async_rl.routes``).
     """
 
     lease_id: str
@@ -95,6 +97,7 @@ class Lease(msgspec.Struct, frozen=True):
     max_staleness: int
     attempt: int
     seed: int
+    wants_routes: bool = False
 
     @property
     def wants_sampling_mask(self) -> bool:
@@ -114,6 +117,8 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
             False.
         sampling_mask: for each sampled token, the set of token ids that top-p and top-k left; the behavior
             log-probability is normalised over this set. None if top-p and top-k left every token.
+        routes: uint8 or uint16 [P, L, K], the experts that computed the first P tokens (``async_rl.routes``). None
+            unless the lease wants routes.
     """
 
     token_ids: Int32Array
@@ -121,6 +126,7 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
     behavior_logprobs: Float32Array
     versions: Int32Array
     sampling_mask: SamplingMask | None = None
+    routes: RouteArray | None = None
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.loss_mask) == len(self.behavior_logprobs) == len(self.versions):
@@ -135,6 +141,11 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
             raise ValueError(
                 f"a token sequence: expected a sampling mask for {num_sampled} sampled tokens, got one for "
                 f"{len(self.sampling_mask)}; this is a bug in async-rl, please report it"
+            )
+        if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) > len(self.token_ids)):
+            raise ValueError(
+                f"a token sequence: expected routes [P, layers, top-k] of at most its {len(self.token_ids)} tokens, "
+                f"got {list(self.routes.shape)}; this is a bug in async-rl, please report it"
             )
 
 

@@ -27,12 +27,15 @@ from async_rl.records import (
     TokenSequence,
     Turn,
 )
+from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask, split, why_malformed
 
 _T = TypeVar("_T")
+_ROUTE_DTYPES = tuple(np.dtype(name) for name in ("|u1", "<u2"))
 _COLUMN_DTYPES = tuple(np.dtype(name) for name in ("<i4", "|b1", "<f4", "<i4"))
 Count = Annotated[int, msgspec.Meta(ge=0)]
 """The type of a record's field that is an integer of at least 0."""
+_Axis = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
@@ -84,6 +87,20 @@ class TurnFields(msgspec.Struct, frozen=True, gc=False):
     scores: list[float]
 
 
+class RouteFields(msgspec.Struct, frozen=True, gc=False):
+    """The shape of a group's routes in its message. S = token sequences.
+
+    Attributes:
+        counts: [S], the number of tokens of each sequence that have routes: its first ones.
+        num_layers: the number of layers with experts.
+        top_k: the number of experts for each token.
+    """
+
+    counts: list[Count]
+    num_layers: _Axis
+    top_k: _Axis
+
+
 class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A group's message without its arrays. The group has R rollouts, S token sequences and T tokens.
 
@@ -96,6 +113,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         finish_reason: [R], as in ``Rollout``.
         extracted: [R], as in ``Rollout``.
         turns: the turns of all rollouts. None if the group was sampled without an environment.
+        routes: the shape of the routes. None if the group has none.
     """
 
     lease_id: str
@@ -113,6 +131,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     finish_reason: list[FinishReason]
     extracted: list[str | None]
     turns: TurnFields | None = None
+    routes: RouteFields | None = None
 
 
 def encode_group(group: Group) -> bytes:
@@ -125,6 +144,7 @@ def encode_group(group: Group) -> bytes:
     sequences = [s for r in rollouts for s in r.sequences]
     names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
     turns = [turn for r in rollouts for turn in r.turns]
+    routes = _all_or_none("routes", [s.routes for s in sequences])
     fields = GroupFields(
         lease_id=group.lease_id,
         kind=group.kind,
@@ -148,6 +168,7 @@ def encode_group(group: Group) -> bytes:
         )
         if turns
         else None,
+        routes=RouteFields([len(r) for r in routes], *routes[0].shape[1:]) if routes else None,
     )
     arrays = [
         _column("<i4", [s.token_ids for s in sequences]),
@@ -155,15 +176,22 @@ def encode_group(group: Group) -> bytes:
         _column("<f4", [s.behavior_logprobs for s in sequences]),
         _column("<i4", [s.versions for s in sequences]),
     ]
-    masks = [s.sampling_mask for s in sequences if s.sampling_mask is not None]
-    if masks:
-        if len(masks) != len(sequences):
-            raise ValueError(
-                f"expected sampling masks for all {len(sequences)} sequences of a group or for none, got {len(masks)}; "
-                f"this is a bug in the generator's backend"
-            )
+    if masks := _all_or_none("sampling masks", [s.sampling_mask for s in sequences]):
         arrays += [_column("<i4", [mask.sizes for mask in masks]), _column("<i4", [mask.words for mask in masks])]
+    if routes:
+        arrays.append(_column(routes[0].dtype.str, routes))
     return encode("group", fields, arrays)
+
+
+def _all_or_none(what: str, of_sequences: Sequence[_T | None]) -> list[_T]:
+    """Return what all sequences have; an empty list if none has it."""
+    found = [one for one in of_sequences if one is not None]
+    if len(found) not in (0, len(of_sequences)):
+        raise ValueError(
+            f"expected {what} for all {len(of_sequences)} sequences of a group or for none, got {len(found)}; this is "
+            f"a bug in the generator's backend"
+        )
+    return found
 
 
 def _column(dtype: str, arrays: Iterable[np.ndarray]) -> Pieces:
@@ -185,6 +213,8 @@ class FlatGroup:
         behavior_logprobs: float32 [T], log-probabilities in nats.
         versions: int32 [T], the weights version of each token.
         sampling_mask: the token sets of all sampled tokens. None if top-p and top-k left every token.
+        routes: uint8 or uint16 [P, L, K], the routes of all sequences, one after the other; ``fields.routes`` counts
+            them. None if the group has none.
     """
 
     fields: GroupFields
@@ -193,6 +223,7 @@ class FlatGroup:
     behavior_logprobs: Float32Array
     versions: Int32Array
     sampling_mask: SamplingMask | None
+    routes: RouteArray | None
 
     @property
     def num_rollouts(self) -> int:
@@ -210,9 +241,10 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
     token_ids, loss_mask, logprobs, versions = flat.token_ids, flat.loss_mask, flat.behavior_logprobs, flat.versions
     sequences: list[TokenSequence] = []
     start = 0
-    for length, mask in zip(fields.lengths, _masks_by_sequence(flat), strict=True):
+    parts_by_sequence = zip(fields.lengths, _masks_by_sequence(flat), _routes_by_sequence(flat), strict=True)
+    for length, mask, routes in parts_by_sequence:
         at = slice(start, start + length)
-        sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], mask))
+        sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], mask, routes))
         start = at.stop
     turns = _turns_by_rollout(flat)
     rollouts: list[Rollout] = []
@@ -250,6 +282,13 @@ def _masks_by_sequence(flat: FlatGroup) -> Sequence[SamplingMask | None]:
     return split(flat.sampling_mask, np.diff(ends, prepend=0).tolist())
 
 
+def _routes_by_sequence(flat: FlatGroup) -> Sequence[RouteArray | None]:
+    if flat.routes is None or flat.fields.routes is None:
+        return [None] * len(flat.fields.lengths)
+    ends = np.cumsum(flat.fields.routes.counts, dtype=np.int64).tolist()
+    return [flat.routes[start:end] for start, end in zip([0, *ends], ends)]
+
+
 def _turns_by_rollout(flat: FlatGroup) -> Iterator[tuple[Turn, ...]]:
     columns = flat.fields.turns
     if columns is None:
@@ -265,8 +304,11 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
         WireError: as for ``decode_group``.
     """
     fields, arrays = _READER.read(frame, limits)
-    if len(arrays) not in (4, 6):
-        raise WireError(f"expected a 'group' message with 4 or 6 arrays, got {len(arrays)}; {SAME_VERSION}")
+    num_others = len(arrays) - (fields.routes is not None)
+    if num_others not in (4, 6):
+        raise WireError(
+            f"expected a 'group' message with 4 or 6 arrays besides its routes, got {num_others}; {SAME_VERSION}"
+        )
     token_ids, loss_mask, logprobs, versions = arrays[:4]
     num_tokens = token_ids.size
     for array, dtype in zip(arrays, _COLUMN_DTYPES):
@@ -290,8 +332,9 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     _check_length("extracted", fields.extracted, num_rollouts)
     if fields.turns is not None:
         _check_turns(fields.turns, num_rollouts)
-    mask = None if len(arrays) == 4 else _sampling_mask(arrays)
-    return FlatGroup(fields, token_ids, loss_mask, logprobs, versions, mask)
+    mask = None if num_others == 4 else _sampling_mask(arrays[:6])
+    routes = None if fields.routes is None else _routes(fields.routes, fields.lengths, arrays[-1])
+    return FlatGroup(fields, token_ids, loss_mask, logprobs, versions, mask, routes)
 
 
 def _check_turns(turns: TurnFields, num_rollouts: int) -> None:
@@ -312,6 +355,19 @@ def _sampling_mask(arrays: Sequence[np.ndarray]) -> SamplingMask:
     if fault := why_malformed(sizes, words, int(np.count_nonzero(arrays[1]))):
         raise WireError(fault)
     return SamplingMask(sizes, words)
+
+
+def _routes(shape: RouteFields, lengths: list[int], flat: np.ndarray) -> RouteArray:
+    _check_length("routes.counts", shape.counts, len(lengths))
+    if any(count > length for count, length in zip(shape.counts, lengths, strict=True)):
+        raise WireError(f"expected routes of no more tokens than a sequence has in a 'group' message; {SAME_VERSION}")
+    size = sum(shape.counts) * shape.num_layers * shape.top_k
+    if flat.dtype not in _ROUTE_DTYPES or flat.shape != (size,):
+        raise WireError(
+            f"expected routes of dtype uint8 or uint16 and shape [{size}] in a 'group' message, got {flat.dtype} "
+            f"{list(flat.shape)}; {SAME_VERSION}"
+        )
+    return flat.reshape(sum(shape.counts), shape.num_layers, shape.top_k)
 
 
 def _check_sum(name: str, counts: list[int], total: int) -> None:

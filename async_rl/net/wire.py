@@ -35,7 +35,7 @@ SAME_VERSION = "install the same version of async-rl on every machine"
 """The end of error messages about a message that has another form than expected. It says what the user should do."""
 _MAGIC = b"ARL1"
 _PREFIX = struct.Struct("<4sI")
-_DTYPES = {name: np.dtype(name) for name in ("|u1", "|b1", "<i4", "<i8", "<f4", "<f8")}
+_DTYPES = {name: np.dtype(name) for name in ("|u1", "|b1", "<u2", "<i4", "<i8", "<f4", "<f8")}
 _CONTAINERS = frozenset((dict, list))
 _PLAIN = _CONTAINERS | {str, int, float, bool, bytes, type(None)}
 _KEYS = frozenset((str, int, bool))
@@ -156,8 +156,8 @@ def encode(
     Numbers of numpy are written as plain numbers.
 
     Raises:
-        WireError: an array's dtype is not one of uint8, bool, int32, int64, float32, float64; or the fields are not
-            plain data.
+        WireError: an array's dtype is not one of uint8, bool, uint16, int32, int64, float32, float64; or the fields
+            are not plain data.
     """
     table: list[list[Any]] = []
     bodies: list[Piece] = []

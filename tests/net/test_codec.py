@@ -224,13 +224,83 @@ def test_sampling_masks_that_do_not_fit_their_tokens_are_refused(column: int, ar
 
 def test_half_of_the_sampling_masks_columns_are_refused():
     sent = decode(encode_group(with_kept(group([[5]]))))
-    with pytest.raises(WireError, match="4 or 6 arrays, got 5"):
+    with pytest.raises(WireError, match="4 or 6 arrays besides its routes, got 5"):
         decode_group(encode("group", sent.fields, sent.arrays[:5]))
 
 
 def test_sampling_masks_for_another_number_of_tokens_make_no_sequence():
     with pytest.raises(ValueError, match="expected a sampling mask for 4 sampled tokens, got one for 3"):
         structs.replace(sequence(5), sampling_mask=with_kept(group([[4]])).rollouts[0].sequences[0].sampling_mask)
+
+
+def with_routes(sent: Group, dtype: type[np.generic] = np.uint8) -> Group:
+    """All tokens but the last of each sequence have routes through 3 layers, 2 experts in each."""
+
+    def routed(sequence: TokenSequence) -> TokenSequence:
+        shape = (max(0, len(sequence.token_ids) - 1), 3, 2)
+        return structs.replace(sequence, routes=(np.arange(np.prod(shape)) % 251).astype(dtype).reshape(shape))
+
+    return structs.replace(
+        sent,
+        rollouts=tuple(structs.replace(r, sequences=tuple(map(routed, r.sequences))) for r in sent.rollouts),
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@given(lengths=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
+def test_routes_survive_the_wire_with_their_sequences(dtype: type[np.generic], lengths: list[list[int]]):
+    for sent in (with_routes(group(lengths), dtype), with_routes(with_kept(group(lengths)), dtype)):
+        received = decode_group(encode_group(sent))
+        for before, after in zip(sent.rollouts, received.rollouts, strict=True):
+            for a, b in zip(before.sequences, after.sequences, strict=True):
+                assert a.routes is not None
+                assert b.routes is not None
+                assert (b.routes.dtype, b.routes.tolist()) == (a.routes.dtype, a.routes.tolist())
+
+
+def test_routes_cost_a_byte_for_each_expert():
+    # Four of five tokens, 3 layers, 2 experts.
+    assert decode(encode_group(with_routes(group([[5]])))).arrays[4].nbytes == 24
+
+
+def test_routes_of_some_sequences_only_are_refused():
+    sent = group([[5, 5]])
+    some = (with_routes(sent).rollouts[0].sequences[0], sent.rollouts[0].sequences[1])
+    with pytest.raises(ValueError, match="expected routes for all 2 sequences of a group or for none, got 1"):
+        encode_group(structs.replace(sent, rollouts=(structs.replace(sent.rollouts[0], sequences=some),)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "array", "message"),
+    [
+        ({}, np.zeros(24, np.int32), r"dtype uint8 or uint16 and shape \[24\] in a 'group' message, got int32 \[24\]"),
+        ({}, np.zeros(23, np.uint8), r"shape \[24\] in a 'group' message, got uint8 \[23\]"),
+        ({}, np.zeros((4, 6), np.uint8), r"got uint8 \[4, 6\]"),
+        ({"counts": [6]}, np.zeros(36, np.uint8), "routes of no more tokens than a sequence has"),
+        ({"counts": [4, 0]}, np.zeros(24, np.uint8), "'routes.counts' of a 'group' message: expected 1 values"),
+        ({"counts": [-1]}, np.zeros(24, np.uint8), "Expected `int` >= 0"),
+        ({"counts": [0], "num_layers": 1 << 62}, np.zeros(0, np.uint8), "Expected `int` <= 65536"),
+        ({"counts": [0], "top_k": 0}, np.zeros(0, np.uint8), "Expected `int` >= 1"),
+    ],
+)
+def test_routes_that_do_not_fit_are_refused(shape: dict[str, object], array: np.ndarray, message: str):
+    sent = decode(encode_group(with_routes(group([[5]]))))
+    fields = {**sent.fields, "routes": {**sent.fields["routes"], **shape}}
+    with pytest.raises(WireError, match=message):
+        decode_group(encode("group", fields, [*sent.arrays[:4], array]))
+
+
+def test_routes_that_are_announced_or_sent_alone_are_refused():
+    sent = decode(encode_group(with_routes(group([[5]]))))
+    with pytest.raises(WireError, match="4 or 6 arrays besides its routes, got 3"):
+        decode_group(encode("group", sent.fields, sent.arrays[:4]))
+    with pytest.raises(WireError, match="4 or 6 arrays besides its routes, got 5"):
+        decode_group(encode("group", {**sent.fields, "routes": None}, sent.arrays))
+
+
+def test_routes_of_more_tokens_than_there_are_make_no_sequence():
+    with pytest.raises(ValueError, match=r"expected routes \[P, layers, top-k\] of at most its 5 tokens"):
+        structs.replace(sequence(5), routes=np.zeros((6, 3, 2), np.uint8))
 
 
 def test_turns_survive_the_wire_with_their_rollouts():

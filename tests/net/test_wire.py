@@ -26,7 +26,7 @@ def test_fields_come_back_as_they_went(type_: str, fields: dict):
     assert (message.type, message.fields, message.arrays) == (type_, fields, ())
 
 
-@pytest.mark.parametrize("dtype", ["u1", "?", "i4", "i8", "f4", "f8"])
+@pytest.mark.parametrize("dtype", ["u1", "?", "u2", "i4", "i8", "f4", "f8"])
 def test_arrays_come_back_equal_aligned_and_read_only(dtype: str):
     sent = [np.arange(7).astype(dtype), np.zeros((2, 3), dtype), np.zeros(0, dtype)]
     frame = encode("t", {}, sent)

@@ -1,0 +1,134 @@
+"""Routes: the experts that the routers of a mixture-of-experts model chose. Numpy only.
+
+With ``model.routing_replay`` generators record the routes of every token that they compute, ``records.TokenSequence``
+carries them, and the learner computes the token with the same experts (R3, arXiv:2510.11370).
+
+Routes are an array [P, L, K] for the first P tokens of a sequence: for each of the L layers with experts (dense layers
+are left out) the K experts of the token, in the order in which the router chose them. They are uint8 if the model has
+at most 256 experts, else uint16. The last token of an answer is never fed to the engine, so it has none.
+
+``FAMILIES`` lists the models whose routers are understood, by ``model_type``. ``routing_shape`` reads L, K and the
+number of experts from a model's ``config.json``, so that the queue can check routes without loading the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from async_rl.errors import ModelError
+
+RouteArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+Gates = Literal["softmax", "chosen_softmax", "sigmoid"]
+"""How a router computes the weights of the chosen experts from its logits.
+
+- ``softmax``: the softmax over all experts, at the chosen ones; divided by its sum if the router has
+  ``norm_topk_prob``, or no such setting.
+- ``chosen_softmax``: the softmax over the logits of the chosen ones.
+- ``sigmoid``: the sigmoid of each logit; divided by the sum under ``norm_topk_prob``; times ``routed_scaling_factor``.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The routers of one ``model_type`` of transformers.
+
+    Attributes:
+        router: the name of their class. A router returns its logits [T, E], the weights [T, K] and the experts [T, K].
+        gates: how it computes the weights.
+        logits: the place of the logits in what it returns, 0 or 2. The experts have the other of these places.
+    """
+
+    router: str
+    gates: Gates
+    logits: Literal[0, 2] = 0
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "qwen2_moe": Family("Qwen2MoeTopKRouter", "softmax"),
+        "qwen3_moe": Family("Qwen3MoeTopKRouter", "softmax"),
+        "mixtral": Family("MixtralTopKRouter", "softmax"),
+        "olmoe": Family("OlmoeTopKRouter", "softmax"),
+        "gpt_oss": Family("GptOssTopKRouter", "chosen_softmax"),
+        "granitemoe": Family("GraniteMoeTopKRouter", "chosen_softmax", logits=2),
+        "deepseek_v3": Family("DeepseekV3TopkRouter", "sigmoid"),
+        "glm4_moe": Family("Glm4MoeTopkRouter", "sigmoid"),
+    }
+)
+"""The models whose routes can be recorded and replayed, by ``model_type``."""
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingShape:
+    """The number of layers with experts, of experts in each, and of experts for each token."""
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
+
+def family_of(model_type: str) -> Family:
+    """Return the family of a ``model_type``.
+
+    Raises:
+        ModelError: its routers are not understood, or it has none.
+    """
+    if model_type not in FAMILIES:
+        raise ModelError(
+            f"model.routing_replay: expected a model with experts whose routers are understood "
+            f"({', '.join(FAMILIES)}), got {model_type!r}; leave the key out, or choose another model"
+        )
+    return FAMILIES[model_type]
+
+
+def routing_shape(model_config: Mapping[str, Any]) -> RoutingShape:
+    """Return the shape of the routes of the model whose ``config.json`` has the content ``model_config``.
+
+    Raises:
+        ModelError: the model has no experts, its routers are not understood, or a number is missing.
+    """
+    family_of(str(model_config.get("model_type")))
+    num_experts = next((model_config[key] for key in _NUM_EXPERTS if model_config.get(key)), None)
+    top_k, num_layers = model_config.get("num_experts_per_tok"), model_config.get("num_hidden_layers")
+    if not all(isinstance(number, int) and number > 0 for number in (num_experts, top_k, num_layers)):
+        raise ModelError(
+            f"model.routing_replay: expected config.json of model.path to have num_hidden_layers, num_experts_per_tok "
+            f"and one of {', '.join(_NUM_EXPERTS)}, each above 0, got {num_layers}, {top_k} and {num_experts}; leave "
+            f"the key out, or correct the file"
+        )
+    assert num_layers is not None
+    first, step = model_config.get("first_k_dense_replace") or 0, model_config.get("decoder_sparse_step") or 1
+    dense = model_config.get("mlp_only_layers") or ()
+    sparse = [i for i in range(num_layers) if i >= first and (i + 1) % step == 0 and i not in dense]
+    return RoutingShape(len(sparse), int(num_experts or 0), int(top_k or 0))
+
+
+def routers_of(model: Any, model_type: str) -> list[Any]:
+    """Return the router modules of ``model``, a model of transformers, in the order of its layers.
+
+    Raises:
+        ModelError: see ``family_of``; or the model has none, because its modules are others than expected.
+    """
+    name = family_of(model_type).router
+    found = [module for module in model.modules() if type(module).__name__ == name]
+    if not found:
+        raise ModelError(
+            f"model.routing_replay: expected routers of the class {name} in {type(model).__name__}, got none; leave "
+            f"the key out, or install the version of transformers that async-rl requires"
+        )
+    return found
