@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from async_rl.errors import ModelError
 
-RouteArray = npt.NDArray[np.uint8] | npt.NDArray[np.uint16]
+RouteArray = npt.NDArray[np.unsignedinteger[Any]]
 Gates = Literal["softmax", "chosen_softmax", "sigmoid"]
 """How a router computes the weights of the chosen experts from its logits.
 

@@ -41,6 +41,7 @@ class BackendCapabilities:
         reports_sampling_mask: the backend obeys ``sampling.top_p`` and ``top_k``, and reports which tokens they left.
         min_p: the same for ``sampling.min_p``; and the backend obeys ``eval.min_p``.
         stop_token_ids: the backend obeys ``sampling.stop_token_ids``.
+        reports_routes: the backend reports the experts that computed each token, for leases that want routes.
         recomputes_kv: the backend obeys ``generator.kv_after_update = "recompute"``.
         splits_model: the backend obeys ``generator.tensor_parallel_size``.
         has_model: the backend samples from the run's model. Without a model its log-probabilities are artificial, so
@@ -58,6 +59,7 @@ class BackendCapabilities:
     reports_sampling_mask: bool = False
     min_p: bool = False
     stop_token_ids: bool = False
+    reports_routes: bool = False
     recomputes_kv: bool = False
     splits_model: bool = False
     has_model: bool = True
@@ -90,6 +92,7 @@ BACKENDS: Mapping[str, BackendCapabilities] = MappingProxyType(
             reports_sampling_mask=True,
             min_p=True,
             stop_token_ids=True,
+            reports_routes=True,
             recomputes_kv=True,
         ),
         "fake": BackendCapabilities(
@@ -150,6 +153,7 @@ def known_capabilities(name: str) -> BackendCapabilities | None:
         reports_sampling_mask=all(one.reports_sampling_mask for one in candidates),
         min_p=all(one.min_p for one in candidates),
         stop_token_ids=all(one.stop_token_ids for one in candidates),
+        reports_routes=all(one.reports_routes for one in candidates),
         recomputes_kv=all(one.recomputes_kv for one in candidates),
         splits_model=any(one.splits_model for one in candidates),  # the generator refuses it if it picks another one
         has_model=all(one.has_model for one in candidates),

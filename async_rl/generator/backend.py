@@ -41,6 +41,7 @@ from async_rl.config.generator import (
 from async_rl.errors import ConfigError, ModelError
 from async_rl.process.user_code import digest_of, is_code_name, load_code
 from async_rl.records import FinishReason, Lease
+from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask
 from async_rl.weights.engine_ranks import EngineRanks
 
@@ -67,6 +68,9 @@ class Sampled:
         finish_reason: ``stop`` (end of sequence or stop string) or ``length``.
         text: the sampled tokens decoded, without special tokens.
         sampling_mask: N sets of tokens, those that top-p and top-k kept; None unless ``lease.wants_sampling_mask``.
+        routes: uint8 or uint16 [P + N - 1, layers with experts, experts for each token], the experts that computed each
+            token of the prompt and of the answer, but for the last one (``async_rl.routes``); None unless
+            ``lease.wants_routes``. If a token was computed again, after new weights, its first routes count.
     """
 
     lease_id: str
@@ -78,6 +82,7 @@ class Sampled:
     finish_reason: FinishReason
     text: str
     sampling_mask: SamplingMask | None = None
+    routes: RouteArray | None = None
 
 
 class Text(Protocol):

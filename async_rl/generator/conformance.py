@@ -21,6 +21,7 @@ from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.parity import ScoringBackend
 from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, Lease, LeaseKind, Prompt, Sampling
+from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import contains
 
 _SEEDS = 20
@@ -41,6 +42,7 @@ class Subject:
         messages: a prompt that the backend can encode.
         is_deterministic: whether ``make`` builds the backend as for ``sampling.deterministic = true``.
         max_new_tokens: large enough that new weights can arrive in the middle of an answer.
+        routing: the shape of the routes of the backend's model; None if it has no experts.
         tolerance: the largest difference in nats between a token's logprob when sampled and when scored.
         limit_s: the longest time that an answer may take.
     """
@@ -50,6 +52,7 @@ class Subject:
     messages: Sequence[Mapping[str, str]] = ({"role": "user", "content": "1+1"},)
     is_deterministic: bool = False
     max_new_tokens: int = 48
+    routing: RoutingShape | None = None
     tolerance: float = 1e-3
     limit_s: float = 120.0
 
@@ -149,6 +152,7 @@ class _Trial:
             f"sampling_mask: {lease.wants_sampling_mask}",
             sample.sampling_mask,
         )
+        self.expect((sample.routes is not None) == lease.wants_routes, f"routes: {lease.wants_routes}", sample.routes)
 
     def activate(self) -> int:
         """Activate the weights of the next version. Return the version's number."""
@@ -237,6 +241,22 @@ def obeys_top_k_and_reports_what_it_left(trial: _Trial) -> bool | None:
         sizes = sample.sampling_mask.sizes  # of ids where above 0, of words of bits where below
         trial.expect(bool(((sizes <= 3) & (sizes != 0)).all()), "at most 3 sampling masks under top_k = 3", sizes)
     trial.sample(trial.lease(kind="eval", top_k=3))
+    return None
+
+
+def reports_the_routes_of_every_token(trial: _Trial) -> bool | None:
+    shape = trial.subject.routing
+    if not trial.capabilities.reports_routes or shape is None:
+        return False
+    for sample in trial.sample(structs.replace(trial.lease(), wants_routes=True)):
+        assert sample.routes is not None  # checked for every sample
+        expected = (len(sample.prompt_ids) + len(sample.token_ids) - 1, shape.num_layers, shape.top_k)
+        trial.expect(sample.routes.shape == expected, f"routes of the shape {expected}", sample.routes.shape)
+        trial.expect(sample.routes.dtype == shape.dtype, f"routes as {shape.dtype}", sample.routes.dtype)
+        ranked = np.sort(sample.routes, axis=-1)
+        differ = bool((ranked[..., 1:] != ranked[..., :-1]).all()) and int(ranked.max()) < shape.num_experts
+        trial.expect(differ, f"different experts below {shape.num_experts} for each token and layer", sample.routes)
+    trial.sample(trial.lease())
     return None
 
 
@@ -348,6 +368,7 @@ CHECKS: tuple[Callable[[_Trial], bool | None], ...] = (
     stops_at_max_new_tokens,
     stops_at_stop_strings,
     obeys_top_k_and_reports_what_it_left,
+    reports_the_routes_of_every_token,
     runs_more_than_fit_at_once,
     forgets_what_is_cancelled,
     stamps_versions_across_a_weight_update,

@@ -28,6 +28,7 @@ from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
 from async_rl.generator.rollouts import Graded
 from async_rl.records import NO_VERSION, TEXT_ROLE, FinishReason, Lease, Rollout, Sampling, TokenSequence, Turn
+from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask, join
 
 logger = logging.getLogger(__name__)
@@ -383,6 +384,7 @@ class _OpenSequence:
         self._logprobs: list[np.ndarray] = []
         self._versions: list[np.ndarray] = []
         self._sampling_masks: list[SamplingMask] = []
+        self._routes: list[RouteArray] = []
         self.has_samples = False
 
     def add_given(self, ids: np.ndarray) -> None:
@@ -393,6 +395,9 @@ class _OpenSequence:
         self.has_samples = True
         if sampled.sampling_mask is not None:
             self._sampling_masks.append(sampled.sampling_mask)
+        if sampled.routes is not None:
+            # A later turn computes the earlier ones again. Their tokens were sampled with the first routes.
+            self._routes.append(sampled.routes[sum(map(len, self._routes)) :])
 
     def _add(self, ids: np.ndarray, mask: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
         self._ids.append(ids)
@@ -410,4 +415,5 @@ class _OpenSequence:
             behavior_logprobs=np.concatenate(self._logprobs).astype(np.float32),
             versions=np.concatenate(self._versions).astype(np.int32),
             sampling_mask=join(self._sampling_masks) if self._sampling_masks else None,
+            routes=np.concatenate(self._routes) if self._routes else None,
         )

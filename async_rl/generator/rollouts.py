@@ -280,7 +280,7 @@ def whole_sequence(sample: Sampled) -> TokenSequence:
     loss_mask[:num_prompt], loss_mask[num_prompt:] = False, True
     logprobs[:num_prompt], logprobs[num_prompt:] = 0.0, sample.logprobs
     versions[:num_prompt], versions[num_prompt:] = NO_VERSION, sample.versions
-    return TokenSequence(token_ids, loss_mask, logprobs, versions, sample.sampling_mask)
+    return TokenSequence(token_ids, loss_mask, logprobs, versions, sample.sampling_mask, sample.routes)
 
 
 def graded_rollouts(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) -> list[Rollout]:

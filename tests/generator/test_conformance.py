@@ -14,11 +14,14 @@ from async_rl.config.loading import parse_config
 from async_rl.generator.backend import build_backend
 from async_rl.generator.conformance import CHECKS, ConformanceError, Subject, check_backend
 from async_rl.generator.fake import FakeBackend
+from async_rl.routes import RoutingShape
 from tests.generator.tiny_model import make_model, weights_of, write_model
+from tests.learner.moe import loaded, moe_model
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "uniform_backend.py"
 NAMES = {check.__name__ for check in CHECKS}
-NEEDS_A_MODEL = {"stops_at_stop_strings", "scores_what_it_sampled", "digests_tell_weights_apart"}
+NEEDS_EXPERTS = {"reports_the_routes_of_every_token"}
+NEEDS_A_MODEL = {"stops_at_stop_strings", "scores_what_it_sampled", "digests_tell_weights_apart"} | NEEDS_EXPERTS
 
 
 def config(backend: str, *, deterministic: bool = False, **generator: Any) -> Config:
@@ -47,7 +50,17 @@ def test_the_transformers_backend_conforms(tmp_path: Path, deterministic: bool):
     made = config("transformers", deterministic=deterministic, num_threads=1)
     subject = Subject(lambda: build_backend(made, tmp_path), tiny_weights(), is_deterministic=deterministic)
     skipped = set() if deterministic else {"repeats_itself_if_deterministic"}
-    assert set(check_backend(subject)) == NAMES - skipped
+    assert set(check_backend(subject)) == NAMES - NEEDS_EXPERTS - skipped
+
+
+def test_the_transformers_backend_conforms_with_experts(tmp_path: Path):
+    directory = moe_model(tmp_path / "0")
+    weights = [dict(loaded(moe_model(tmp_path / str(seed), seed=seed)).named_parameters()) for seed in range(2)]
+    made = config("transformers", num_threads=1)
+    subject = Subject(
+        lambda: build_backend(made, directory), lambda version: weights[version % 2], routing=RoutingShape(3, 8, 2)
+    )
+    assert set(check_backend(subject)) == NAMES - {"repeats_itself_if_deterministic"}
 
 
 def test_the_example_of_an_own_backend_conforms(tmp_path: Path):

@@ -95,7 +95,7 @@ def decoded(forward: Forward, model: PreTrainedModel, num_steps: int = 5) -> tup
         cache.begin_step(positions, length)
         logits.append(forward.decode(torch.randint(3, VOCABULARY, (4,), generator=generator), positions, cache))
         positions = positions + 1
-    return logits, torch.cat([torch.stack(p).flatten() for p in prefixes])
+    return logits, torch.cat([torch.stack([p.keys, p.values]).flatten() for p in prefixes])
 
 
 @pytest.mark.parametrize("name", RELATIVES)

@@ -55,3 +55,8 @@ def moe_model(directory: Path, model_type: str = "qwen3_moe", *, seed: int = 0, 
             tensor.copy_(1 + torch.arange(len(tensor)) * 2.0**-12)
     model.save_pretrained(directory)
     return directory
+
+
+def loaded(directory: Path) -> Any:
+    """The model in ``directory``, float32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

@@ -25,6 +25,7 @@ from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled, uniforms
 from async_rl.generator.hf.causal_model import WeightTable, build_model, end_of_sequence_ids
+from async_rl.generator.hf.routing import RouteRecorder
 from async_rl.generator.hf.rows import Rows
 from async_rl.generator.hf.sampler import SamplingPlan, cached_decode, full_forward, make_plan, pack_masks, sample
 from async_rl.generator.hf.self_test import choose_rows
@@ -32,6 +33,7 @@ from async_rl.generator.hf.slots import RunningSequences
 from async_rl.generator.parity import ScoringMode
 from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, FinishReason, Lease
+from async_rl.routes import RouteArray
 from async_rl.sampling_mask import join
 
 if TYPE_CHECKING:
@@ -50,13 +52,15 @@ _TOKENS_PER_CHARACTER = 4
 class _Waiting:
     """A lease with samples that wait for a slot. The first of them has index ``next_index``.
 
-    ``prefix`` is the state of the cache after the prompt without its last token; None until it is computed.
+    ``prefix`` is the state of the cache after the prompt without its last token, and ``routes`` are the routes of these
+    tokens, if the lease wants them; None until they are computed.
     """
 
     lease: Lease
     prompt_ids: np.ndarray
     next_index: int = 0
     prefix: Any | None = None
+    routes: RouteArray | None = None
 
     @property
     def num_samples(self) -> int:
@@ -105,6 +109,7 @@ class TransformersBackend:
         self._waiting: deque[_Waiting] = deque()
         self._sampled_by_finished: dict[str, int] = {}
         self._plan: SamplingPlan | None = None
+        self._recorder: RouteRecorder | None = None
         self._num_tokens = 0
         self._chosen_rows: Rows | None = None
         if version != NO_VERSION:
@@ -178,7 +183,8 @@ class TransformersBackend:
         """Queue the lease's samples of this prompt; ``step`` starts them. See ``backend.Backend``.
 
         Raises:
-            ModelError: prompt and answer may need more positions than the model has.
+            ModelError: prompt and answer may need more positions than the model has, or the lease wants routes and the
+                model's routers are not understood.
         """
         if self._version == NO_VERSION:
             raise RuntimeError("submit() was called before the first activate(); activate a version first")
@@ -190,6 +196,8 @@ class TransformersBackend:
                 f"sampling.max_new_tokens (eval.max_new_tokens for evaluations), or sampling.max_prompt_tokens, above "
                 f"which prompts are left out"
             )
+        if lease.wants_routes and self._recorder is None:
+            self._recorder = RouteRecorder(self._model)
         self._sampled_by_finished[lease.lease_id] = 0
         self._waiting.append(_Waiting(lease, prompt_ids))
 
@@ -281,7 +289,7 @@ class TransformersBackend:
             self._rows.forget()
         self._prefill([w for w, _ in chosen if w.prefix is None and len(w.prompt_ids) > 1])
         for waiting, count in chosen:
-            first_row = self._running.add(waiting.lease, waiting.prompt_ids, waiting.next_index, count)
+            first_row = self._running.add(waiting.lease, waiting.prompt_ids, waiting.next_index, count, waiting.routes)
             self._rows.add(
                 first_row, count, waiting.prefix, length=self._running.length, max_length=self._running.max_length
             )
@@ -300,14 +308,23 @@ class TransformersBackend:
         return not self._running.sequences or self._running.sequences[0].lease is waiting.lease
 
     def _prefill(self, prompts: Sequence[_Waiting]) -> None:
-        """Compute the ``prefix`` of each prompt: the state of the cache after all its tokens but the last."""
-        prefixes = self._rows.prefixes([w.prompt_ids[:-1] for w in prompts])
-        for waiting, prefix in zip(prompts, prefixes, strict=True):
+        """Compute the ``prefix`` and ``routes`` of each prompt: those of all its tokens but the last."""
+        sequences = [waiting.prompt_ids[:-1] for waiting in prompts]
+        if self._recorder is None or not any(waiting.lease.wants_routes for waiting in prompts):
+            for waiting, prefix in zip(prompts, self._rows.prefixes(sequences), strict=True):
+                waiting.prefix = prefix
+            return
+        recorded = self._rows.record_prefixes(sequences, self._recorder)
+        for waiting, (prefix, routes) in zip(prompts, recorded, strict=True):
             waiting.prefix = prefix
+            waiting.routes = routes if waiting.lease.wants_routes else None
 
     @torch.inference_mode()
     def _prefill_running(self) -> None:
-        """Compute the caches of all running rows again, after new weights."""
+        """Compute the caches of all running rows again, after new weights.
+
+        Their routes stay those with which the sampled tokens were computed.
+        """
         running = self._running
         rows = [row for row in range(running.num_rows) if running.position[row] > 0]
         # The next step feeds the newest token; everything before it is in the cache.
@@ -320,7 +337,12 @@ class TransformersBackend:
     def _decode(self) -> Tensor:
         """Feed the newest token of every running row to the model. Return the logits [R, V] of the next tokens."""
         running, rows = self._running, slice(0, self._running.num_rows)
-        return self._rows.decode(running.next_ids[rows], running.position[rows], max_length=running.max_length)
+        ids, positions = running.next_ids[rows], running.position[rows]
+        if self._recorder is None or all(sequence.routes is None for sequence in running.sequences):
+            return self._rows.decode(ids, positions, max_length=running.max_length)
+        logits_RV, routes_RLK = self._rows.record_decode(ids, positions, self._recorder, max_length=running.max_length)
+        running.record_routes(routes_RLK)
+        return logits_RV
 
     def _sample(self, logits_RV: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Choose the next token of every running row.
@@ -400,6 +422,7 @@ class TransformersBackend:
             sampling_mask=join(sequence.sampling_mask)
             if sequence.sampling_mask and sequence.lease.wants_sampling_mask
             else None,
+            routes=None if sequence.routes is None else np.concatenate(sequence.routes),
         )
 
     def _decoded(self, token_ids: np.ndarray) -> str:

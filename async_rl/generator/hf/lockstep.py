@@ -8,7 +8,8 @@ groups. State can't be edited, so after new weights it is computed again from th
 Some models have no cache, or compute other values with it than without. For these the rows keep only their tokens, and
 every step computes the whole text again. That is right for every causal model, and the slowest way.
 
-Shape letters: R = running rows, B = rows of a cohort, P = tokens so far, V = vocabulary.
+Shape letters: R = running rows, B = rows of a cohort, P = tokens so far, V = vocabulary, N = tokens of
+all passes, L = layers with experts, K = experts for each token.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from async_rl.generator.hf.routing import RouteRecorder
+from async_rl.routes import RouteArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,6 +74,18 @@ class LockstepRows:
     def prefixes(self, sequences: Sequence[np.ndarray]) -> list[Any]:
         return [self._computed(ids[None]) for ids in sequences]
 
+    def record_prefixes(self, sequences: Sequence[np.ndarray], recorder: RouteRecorder) -> list[tuple[Any, RouteArray]]:
+        if self.has_cache:
+            return [recorder.record(lambda ids=ids: self._computed(ids[None])) for ids in sequences]
+        # The prefixes are only tokens, so these passes have no other purpose.
+        return [
+            (
+                self._computed(ids[None]),
+                recorder.record(lambda ids=ids: self._call(self._model.base_model, ids[None], use_cache=False))[1],
+            )
+            for ids in sequences
+        ]
+
     def add(self, first_row: int, num_rows: int, prefix: Any | None, *, length: int, max_length: int) -> None:
         cache = None
         if prefix is not None:
@@ -94,8 +110,21 @@ class LockstepRows:
                 ids[cohort.rows][:, None], cohort.cache, int(positions[cohort.rows[0]])
             )
             logits.append(logits_BV)
-        place_of_row = np.argsort([row for cohort in self._cohorts for row in cohort.rows])
-        return torch.cat(logits)[torch.from_numpy(place_of_row).to(self._model.device)]
+        return torch.cat(logits)[torch.from_numpy(self._place_of_row()).to(self._model.device)]
+
+    def record_decode(
+        self, ids: np.ndarray, positions: np.ndarray, recorder: RouteRecorder, *, max_length: int
+    ) -> tuple[Tensor, RouteArray]:
+        logits_RV, routes_NLK = recorder.record(lambda: self.decode(ids, positions, max_length=max_length))
+        num_computed = [
+            1 if self.has_cache else int(positions[row]) + 1 for cohort in self._cohorts for row in cohort.rows
+        ]
+        # Without a cache a pass computes each row's whole text. The token that was fed is its last one.
+        return logits_RV, routes_NLK[np.cumsum(num_computed) - 1][self._place_of_row()]
+
+    def _place_of_row(self) -> np.ndarray:
+        """Return the place of each row in the order of the cohorts, int64 [R]."""
+        return np.argsort([row for cohort in self._cohorts for row in cohort.rows])
 
     def recompute(self, fed: Mapping[int, np.ndarray]) -> None:
         for cohort in self._cohorts:

@@ -2,24 +2,28 @@
 
 ``SlotRows`` decodes all rows in one forward pass, over one cache of keys and values. It serves models that cache only
 plain keys and values of all tokens. ``lockstep`` has the implementation for all other models, and ``self_test`` chooses
-one. Shape letters: R = running rows, V = vocabulary.
+one. Shape letters: R = running rows, V = vocabulary, P = tokens of a prefix, B = prompts of a pass, T = tokens of the
+longest of them, N = tokens of a pass, L = layers with experts, K = experts for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from async_rl.generator.hf.forward import make_forward, register_decode_attention
+from async_rl.generator.hf.routing import RouteRecorder
 from async_rl.generator.hf.slots import Prefix, SlotCache
+from async_rl.routes import RouteArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Result = TypeVar("Result")
 _MAX_PREFILL_TOKENS = 8192
 """The most padded tokens in one prefill pass; limits the memory of its activations."""
 _WINDOW_WORDS = ("sliding_window", "window_size", "attention_window", "attention_chunk_size", "local_attention")
@@ -36,6 +40,10 @@ class Rows(Protocol):
         """Return the prefix of each token sequence (int32 [P], P > 0), in their order."""
         ...
 
+    def record_prefixes(self, sequences: Sequence[np.ndarray], recorder: RouteRecorder) -> list[tuple[Any, RouteArray]]:
+        """Return what ``prefixes`` returns, each with the routes [P, L, K] of its tokens."""
+        ...
+
     def add(self, first_row: int, num_rows: int, prefix: Any | None, *, length: int, max_length: int) -> None:
         """Begin rows, all with this prefix; None: with an empty cache.
 
@@ -50,6 +58,12 @@ class Rows(Protocol):
 
     def decode(self, ids: np.ndarray, positions: np.ndarray, *, max_length: int) -> Tensor:
         """Feed one token per row (int64 [R]) at its position (int64 [R]). Return the logits [R, V] after it."""
+        ...
+
+    def record_decode(
+        self, ids: np.ndarray, positions: np.ndarray, recorder: RouteRecorder, *, max_length: int
+    ) -> tuple[Tensor, RouteArray]:
+        """Do as ``decode``. Return the logits, and the routes [R, L, K] of the tokens that were fed."""
         ...
 
     def recompute(self, fed: Mapping[int, np.ndarray]) -> None:
@@ -83,6 +97,27 @@ def caches_only_keys_and_values(config: Any) -> bool:
     )
 
 
+def _in_batches(
+    compute: Callable[[Sequence[np.ndarray]], list[Result]], sequences: Sequence[np.ndarray]
+) -> list[Result]:
+    """Return the result of ``compute`` for each sequence. It gets those of similar length together."""
+    results: dict[int, Result] = {}
+    for batch in _batches(sequences):
+        results.update(zip(batch, compute([sequences[i] for i in batch]), strict=True))
+    return [results[index] for index in range(len(sequences))]
+
+
+def _batches(sequences: Sequence[np.ndarray]) -> Iterator[list[int]]:
+    batch: list[int] = []
+    for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
+        if batch and (len(batch) + 1) * len(sequences[index]) > _MAX_PREFILL_TOKENS:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
 class SlotRows:
     """All rows in one cache of keys and values, ``SlotCache``, and in one forward pass. It implements ``Rows``.
 
@@ -107,16 +142,18 @@ class SlotRows:
 
     def prefixes(self, sequences: Sequence[np.ndarray]) -> list[Prefix]:
         """Return the keys and values of each token sequence. Sequences of similar length are computed together."""
-        prefixes: dict[int, Prefix] = {}
-        batch: list[int] = []
-        for index in sorted(range(len(sequences)), key=lambda i: len(sequences[i])):
-            if batch and (len(batch) + 1) * len(sequences[index]) > _MAX_PREFILL_TOKENS:
-                prefixes.update(zip(batch, self._prefixes_of_batch([sequences[i] for i in batch]), strict=True))
-                batch = []
-            batch.append(index)
-        if batch:
-            prefixes.update(zip(batch, self._prefixes_of_batch([sequences[i] for i in batch]), strict=True))
-        return [prefixes[index] for index in range(len(sequences))]
+        return _in_batches(self._prefixes_of_batch, sequences)
+
+    def record_prefixes(
+        self, sequences: Sequence[np.ndarray], recorder: RouteRecorder
+    ) -> list[tuple[Prefix, RouteArray]]:
+        def recorded(batch: Sequence[np.ndarray]) -> list[tuple[Prefix, RouteArray]]:
+            prefixes, routes_NLK = recorder.record(lambda: self._prefixes_of_batch(batch))
+            routes_BTLK = routes_NLK.reshape(len(batch), -1, *routes_NLK.shape[1:])
+            # Copies, because a view would keep the routes of the padding.
+            return [(prefix, r[: len(ids)].copy()) for prefix, r, ids in zip(prefixes, routes_BTLK, batch, strict=True)]
+
+        return _in_batches(recorded, sequences)
 
     def _prefixes_of_batch(self, sequences: Sequence[np.ndarray]) -> list[Prefix]:
         ids = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
@@ -139,6 +176,11 @@ class SlotRows:
         ids_R, positions_R = torch.from_numpy(np.stack([ids, positions])).to(self._model.device)
         self._cache.begin_step(positions_R, length)
         return self.forward.decode(ids_R, positions_R, self._cache)
+
+    def record_decode(
+        self, ids: np.ndarray, positions: np.ndarray, recorder: RouteRecorder, *, max_length: int
+    ) -> tuple[Tensor, RouteArray]:
+        return recorder.record(lambda: self.decode(ids, positions, max_length=max_length))
 
     def recompute(self, fed: Mapping[int, np.ndarray]) -> None:
         for row, prefix in zip(fed, self.prefixes(list(fed.values())), strict=True):

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from async_rl.errors import ModelError
 from async_rl.generator.backend import rollout_keys
 from async_rl.records import Lease
+from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask, split
 
 _GRANULE = 16
@@ -34,13 +35,15 @@ class RunningSequence:
     """One running sequence: the sample with number ``index`` of the lease.
 
     ``sampling_mask`` holds, for each sampled token, the set of tokens that top-p and top-k kept. It is None if the
-    lease's sampling keeps all tokens.
+    lease's sampling keeps all tokens. ``routes`` holds the routes of the tokens fed so far, in parts [N, L, K] (here L
+    = layers with experts, K = experts for each token). It is None if the lease wants none.
     """
 
     lease: Lease
     index: int
     prompt_ids: np.ndarray
     sampling_mask: list[SamplingMask] | None
+    routes: list[RouteArray] | None
 
 
 class RunningSequences:
@@ -87,17 +90,27 @@ class RunningSequences:
         rows = slice(0, self.num_rows)
         return int((self.position[rows] + self.max_sampled[rows] - self.num_sampled[rows]).max()) + 1
 
-    def add(self, lease: Lease, prompt_ids: np.ndarray, first_index: int, count: int) -> int:
+    def add(
+        self, lease: Lease, prompt_ids: np.ndarray, first_index: int, count: int, routes: RouteArray | None = None
+    ) -> int:
         """Add ``count`` samples of the lease with indices from ``first_index`` on.
 
-        Return the number of their first row.
+        ``routes`` are those of the prompt without its last token; None if the lease wants none, or the prompt has one
+        token. Return the number of the first row.
         """
         first_row = self.num_rows
         rows = slice(first_row, first_row + count)
         self.num_rows += count
-        keeps_all = lease.sampling.keeps_all
+        first_routes = [] if routes is None else [routes]
         self.sequences.extend(
-            RunningSequence(lease, first_index + i, prompt_ids, None if keeps_all else []) for i in range(count)
+            RunningSequence(
+                lease,
+                first_index + i,
+                prompt_ids,
+                sampling_mask=None if lease.sampling.keeps_all else [],
+                routes=list(first_routes) if lease.wants_routes else None,
+            )
+            for i in range(count)
         )
         # The first decode step feeds the prompt's last token, so the prefix in the cache is one token shorter.
         self.next_ids[rows] = prompt_ids[-1]
@@ -136,6 +149,12 @@ class RunningSequences:
         sets = [sequence.sampling_mask for sequence in self.sequences if sequence.sampling_mask is not None]
         for of_row, newest in zip(sets, split(kept, [1] * len(sets)), strict=True):
             of_row.append(newest)
+
+    def record_routes(self, routes_RLK: RouteArray) -> None:
+        """Append the routes of the tokens that were fed last, one for each row."""
+        for row, sequence in enumerate(self.sequences):
+            if sequence.routes is not None:
+                sequence.routes.append(routes_RLK[row : row + 1])
 
     def sampled(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return copies of the row's token ids (int32 [N]), logprobs (float32 [N]) and versions (int32 [N])."""
