@@ -18,6 +18,7 @@ from async_rl.queue.core.leases import QUARANTINE_OF
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, Verdict
 from async_rl.records import Group, Lease, TokenSequence, Turn
+from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import SamplingMask
 from tests.queue.builders import LINEAGE, SAMPLING, ack, announce, group, leases, make_state, rows, take
 from tests.queue.direct import RefusedError, Run
@@ -280,3 +281,20 @@ def test_a_sampling_mask_with_a_token_beyond_the_vocabulary_is_refused():
     entry = state.generators.get("g0")
     assert entry is not None
     assert entry.refused == {"token ids": 1}
+
+
+def test_routes_are_asked_for_in_training_only_and_checked():
+    state = make_state(routing=RoutingShape(3, 8, 2))
+    for expert, verdict in ((7, "queued"), (8, "refused")):
+        (lease,) = leases(state, 1)
+        assert lease.wants_routes
+        honest = group(lease)
+        rollouts = []
+        for rollout in honest.rollouts:
+            (sequence,) = rollout.sequences
+            routes = np.full((len(sequence.token_ids) - 1, 3, 2), expert, np.uint8)
+            rollouts.append(replace(rollout, sequences=(replace(sequence, routes=routes),)))
+        assert give(state, replace(honest, rollouts=tuple(rollouts)))[0] == verdict
+    entry = state.generators.get("g0")
+    assert entry is not None
+    assert entry.refused == {"routes": 1}

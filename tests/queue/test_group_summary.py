@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from msgspec.structs import replace
 
 from async_rl.errors import WireError
 from async_rl.net.codec import decode_group, encode_group
-from async_rl.queue.core.groups import read_summary, why_unfit
+from async_rl.queue.core.groups import read_summary, refusal_cause, why_unfit
 from async_rl.records import NO_VERSION, Group, Lease, Prompt, Rollout, Sampling, TokenSequence
+from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import SamplingMask, contains, pack_ids
 from tests.examples import examples
 
@@ -268,3 +270,43 @@ def test_an_evaluation_carries_no_sampling_masks_whatever_its_sampling():
 def test_a_sampled_token_that_was_not_kept_is_unfit():
     facts = read_summary(encode_group(chosen_from([[1], [9], [0, 3]])))
     assert facts.unfit == "a sampled token is not among those that top-p and top-k kept"
+
+
+ROUTING = RoutingShape(num_layers=3, num_experts=8, top_k=2)
+ROUTED_LEASE = replace(LEASE, wants_routes=True)
+
+
+def routed_by(routes: np.ndarray) -> Group:
+    """Both rollouts of the fit group, of four tokens each, with these routes."""
+    group = fit_group()
+    rollouts = tuple(
+        structs.replace(r, sequences=(structs.replace(r.sequences[0], routes=routes),)) for r in group.rollouts
+    )
+    return structs.replace(group, rollouts=rollouts)
+
+
+def routes(num_tokens: int, *, layers: int = 3, expert: int = 7, dtype: type[np.generic] = np.uint8) -> np.ndarray:
+    return np.full((num_tokens, layers, 2), expert, dtype)
+
+
+SHAPES = "expected (layers, experts for each token, bytes of an expert)"
+
+
+@pytest.mark.parametrize(
+    ("sent", "lease", "refusal"),
+    [
+        (routes(3), ROUTED_LEASE, ""),
+        (routes(4), ROUTED_LEASE, ""),
+        (routes(2), ROUTED_LEASE, "expected those of the first 3 tokens of sequence 0, got 2"),
+        (routes(3, expert=8), ROUTED_LEASE, "expected experts 0..7, got 8"),
+        (routes(3, layers=2), ROUTED_LEASE, f"{SHAPES} (3, 2, 1), got (2, 2, 1)"),
+        (routes(3, dtype=np.uint16), ROUTED_LEASE, f"{SHAPES} (3, 2, 1), got (3, 2, 2)"),
+        (routes(3), LEASE, f"{SHAPES} None, got (3, 2, 1)"),
+        (None, ROUTED_LEASE, f"{SHAPES} (3, 2, 1), got None"),
+    ],
+)
+def test_routes_are_those_of_the_runs_model_or_the_group_is_unfit(sent: Any, lease: Lease, refusal: str):
+    group = fit_group() if sent is None else routed_by(sent)
+    found = why_unfit(read_summary(encode_group(group)), lease, newest_version=2, routing=ROUTING)
+    assert found == (f"routes: {refusal}" if refusal else "")
+    assert refusal_cause(found) == ("routes" if refusal else "other")

@@ -10,6 +10,7 @@ from async_rl.errors import ConfigError
 from async_rl.queue.core import persistence
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.state import QueueState
+from async_rl.routes import RoutingShape
 from tests.queue.builders import SAMPLING, ack, group, leases, make_config, make_state, put, settings, take
 
 pytestmark = pytest.mark.usefixtures("fixed_admission")
@@ -83,6 +84,14 @@ def test_a_lease_reserves_what_its_sampling_masks_may_take(
     found = settings(sampling=replace(SAMPLING, top_p=top_p, top_k=top_k), vocab_size=vocab_size).worst_case_bytes
     # For each of 2 * 8 sampled tokens a size and the words, 4 bytes each.
     assert found == PLAIN_BYTES + (0 if words is None else 2 * 8 * 4 * (1 + words))
+
+
+def test_a_lease_reserves_what_its_routes_take():
+    # 3 layers, 2 of 8 experts: 6 bytes for each token of prompt and answer, of 2 rollouts.
+    tokens = 2 * (SAMPLING.max_prompt_tokens + SAMPLING.max_new_tokens)
+    assert settings(routing=RoutingShape(3, 8, 2)).worst_case_bytes == PLAIN_BYTES + 6 * tokens
+    with pytest.raises(ConfigError, match=r"model\.routing_replay = false: routes take 1200 bytes a token$"):
+        settings(routing=RoutingShape(60, 512, 10), max_bytes=PLAIN_BYTES)
 
 
 def test_top_p_alone_is_refused_where_nothing_bounds_what_it_keeps():

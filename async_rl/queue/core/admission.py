@@ -25,6 +25,7 @@ from async_rl.config.queue import OnStale
 from async_rl.errors import ConfigError, QueueError
 from async_rl.queue.messages import Announcement, StepAck
 from async_rl.records import LeaseKind, Sampling
+from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import words_at_most
 
 BYTES_PER_TOKEN = 13
@@ -73,6 +74,8 @@ class QueueSettings:
     max_abs_reward: float
     max_refused_share: float
     adaptive: bool
+    routing: RoutingShape | None = None
+    """The shape of the routes that training leases want. None: they want none."""
 
     def __post_init__(self) -> None:
         if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
@@ -87,7 +90,14 @@ class QueueSettings:
             raise ConfigError(
                 f"queue.max_bytes: expected at least {needed}, which one step of {self.groups_per_step} groups may "
                 f"need, got {self.max_bytes}; raise it, or lower learner.groups_per_step, sampling.group_size or "
-                f"sampling.max_new_tokens" + ("" if self.sampling.keeps_all else ", or lower (or set) sampling.top_k")
+                f"sampling.max_new_tokens"
+                + ("" if self.sampling.keeps_all else ", or lower (or set) sampling.top_k")
+                + (
+                    ""
+                    if self.routing is None
+                    else f", or set model.routing_replay = false: routes take "
+                    f"{self.routing.bytes_per_token} bytes a token"
+                )
             )
         if self.lowest_bound > self.max_staleness:
             raise ConfigError(
@@ -98,11 +108,14 @@ class QueueSettings:
             )
 
     @classmethod
-    def from_config(cls, config: Config, *, vocab_size: int | None) -> QueueSettings:
+    def from_config(
+        cls, config: Config, *, vocab_size: int | None, routing: RoutingShape | None = None
+    ) -> QueueSettings:
         """Build the settings from the config.
 
         Args:
             vocab_size: limit on the number of tokens that top-p may leave. None if unknown.
+            routing: the shape of the routes under ``model.routing_replay``, else None.
         """
         return cls(
             group_size=config.sampling.group_size,
@@ -129,6 +142,7 @@ class QueueSettings:
             max_abs_reward=config.reward.max_abs,
             max_refused_share=config.queue.max_refused_share,
             adaptive=config.queue.adaptive,
+            routing=routing,
         )
 
     @property
@@ -141,7 +155,8 @@ class QueueSettings:
         sampling = self.sampling
         tokens = self.max_turns * (sampling.max_prompt_tokens + sampling.max_new_tokens)
         kept = 0 if sampling.keeps_all else sampling.max_new_tokens * _BYTES_PER_WORD * (1 + self._most_mask_words)
-        return self.group_size * (tokens * BYTES_PER_TOKEN + kept + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
+        token_bytes = BYTES_PER_TOKEN + (0 if self.routing is None else self.routing.bytes_per_token)
+        return self.group_size * (tokens * token_bytes + kept + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
 
     @property
     def _most_mask_words(self) -> int:

@@ -171,7 +171,7 @@ def receive(
     # sample with it before the announcement, and without one if the learner dies in between.
     unfit = why_unfit(
         group, active.lease, newest_version=learner.version, digests=learner.digests,
-        vocab_size=state.vocab_size, max_abs_reward=state.settings.max_abs_reward,
+        vocab_size=state.vocab_size, max_abs_reward=state.settings.max_abs_reward, routing=state.settings.routing,
     )  # fmt: skip
     if not unfit and group.generator_id != generator_id:
         unfit = f"expected a group of generator {generator_id!r}, which sent it, got one of {group.generator_id!r}"
@@ -432,6 +432,7 @@ def build_lease(
         max_staleness=settings.max_staleness,
         attempt=attempt,
         seed=lease_seed(settings.seed, kind, "" if evaluation is None else evaluation.key[0], position),
+        wants_routes=evaluation is None and settings.routing is not None,
     )
 
 

@@ -23,12 +23,13 @@ from async_rl.net.wire import DEFAULT_LIMITS, Limits
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import Payload, PayloadRef
 from async_rl.records import NO_VERSION, Lease, LeaseKind
+from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import contains, largest_id
 
 _MAX_LOGPROB = 1e-3
 """Largest log-probability that is accepted. It is above 0 because of rounding."""
 _MAX_TOKEN_ID = 2**31 - 1
-_CAUSES = frozenset({"token ids", "lengths", "first token", "logprobs", "rewards", "weights", "malformed"})
+_CAUSES = frozenset({"token ids", "lengths", "first token", "logprobs", "rewards", "weights", "routes", "malformed"})
 
 # The summary.
 
@@ -45,6 +46,9 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
         every_rollout_failed: whether the finish reason of all rollouts is an error.
         unfit: the reason why no lease could accept the group; empty if there is none.
         has_sampling_mask: whether the group has the sets of tokens that top-p and top-k left.
+        route_shape: the layers, the experts for each token and the bytes of an expert in the routes. None if the group
+            has no routes.
+        largest_expert: the largest expert in the routes; -1 if there is none.
         largest_token_id: the largest token id. A negative id counts as 2^31 or more.
         longest_sequence: the number of tokens of the longest sequence.
         most_sampled: the largest number of sampled tokens in one rollout.
@@ -68,6 +72,8 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     unfit: str
     temperature: float
     has_sampling_mask: bool
+    route_shape: tuple[int, int, int] | None = None
+    largest_expert: int = -1
     largest_token_id: int = 0
     longest_sequence: int = 0
     most_sampled: int = 0
@@ -106,6 +112,8 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
         unfit=unfit,
         temperature=fields.temperature,
         has_sampling_mask=group.sampling_mask is not None,
+        route_shape=None if group.routes is None else (*group.routes.shape[1:], group.routes.itemsize),
+        largest_expert=-1 if group.routes is None else int(group.routes.max(initial=0)),
         largest_token_id=_largest_token_id(group),
         longest_sequence=max(fields.lengths, default=0),
         most_sampled=_most_sampled(group) if group.num_rollouts else 0,
@@ -171,11 +179,15 @@ def _sequence_fault(group: FlatGroup, sampled: bytes) -> str:
     ``sampled`` is the loss mask as bytes.
     """
     start = 0
-    for index, length in enumerate(group.fields.lengths):
+    routed = group.fields.lengths if group.fields.routes is None else group.fields.routes.counts
+    for index, (length, num_routed) in enumerate(zip(group.fields.lengths, routed, strict=True)):
         if not length:
             return f"lengths: expected at least one token in every sequence, got none in sequence {index}"
         if sampled[start]:
             return f"first token: sequence {index} has its first token under the mask, but no token precedes it"
+        last = sampled.rfind(1, start, start + length) - start
+        if num_routed < last:
+            return f"routes: expected those of the first {last} tokens of sequence {index}, got {num_routed}"
         start += length
     return ""
 
@@ -222,6 +234,7 @@ def _rollout_lengths(group: FlatGroup) -> list[int]:
 def why_unfit(
     group: GroupSummary, lease: Lease, *, newest_version: int, vocab_size: int | None = None,
     max_abs_reward: float = math.inf, digests: Mapping[int, str] = MappingProxyType({}),
+    routing: RoutingShape | None = None,
 ) -> str:  # fmt: skip
     """Return the reason why a returned group does not fit its lease; empty if the group fits.
 
@@ -233,6 +246,7 @@ def why_unfit(
         vocab_size: token ids must be below it. None for no limit.
         max_abs_reward: limit on the absolute value of each reward part.
         digests: the digests of published versions. The generator's digests must equal them.
+        routing: the shape of the routes that the lease may want.
     """
     if (group.kind, group.position, group.lineage) != (lease.kind, lease.prompt.position, lease.lineage):
         return (
@@ -265,7 +279,24 @@ def why_unfit(
                 f"weights: expected digest {digests[version]!r} of version {version}, as published, got "
                 f"{group.weights_digest.get(version)!r}"
             )
-    return _why_beyond(group, lease, vocab_size, max_abs_reward)
+    return _why_misrouted(group, routing if lease.wants_routes else None) or _why_beyond(
+        group, lease, vocab_size, max_abs_reward
+    )
+
+
+def _why_misrouted(group: GroupSummary, routing: RoutingShape | None) -> str:
+    """Return why the group's routes are not those of a model of the shape ``routing``; empty if they are.
+
+    Without ``routing`` there must be none.
+    """
+    wanted = None if routing is None else (routing.num_layers, routing.top_k, routing.dtype.itemsize)
+    if group.num_tokens and group.route_shape != wanted:
+        return (
+            f"routes: expected (layers, experts for each token, bytes of an expert) {wanted}, got {group.route_shape}"
+        )
+    if routing is not None and group.largest_expert >= routing.num_experts:
+        return f"routes: expected experts 0..{routing.num_experts - 1}, got {group.largest_expert}"
+    return ""
 
 
 def _why_beyond(group: GroupSummary, lease: Lease, vocab_size: int | None, max_abs_reward: float) -> str:
