@@ -118,6 +118,23 @@ def routing_shape(model_config: Mapping[str, Any]) -> RoutingShape:
     return RoutingShape(len(sparse), int(num_experts or 0), int(top_k or 0))
 
 
+def why_misfit(routes: RouteArray | None, shape: RoutingShape | None, num_computed: int) -> str:
+    """Return why routes can't be replayed by a model of ``shape`` for ``num_computed`` tokens; empty if they can.
+
+    Without ``shape`` nothing is replayed, and nothing checked.
+    """
+    if shape is None:
+        return ""
+    if routes is None or routes.shape[1:] != (shape.num_layers, shape.top_k) or len(routes) < num_computed:
+        got = "none" if routes is None else list(routes.shape)
+        return (
+            f"expected routes of {num_computed} tokens, {shape.num_layers} layers and {shape.top_k} experts, got {got}"
+        )
+    if (largest := int(routes.max(initial=0))) >= shape.num_experts:
+        return f"expected experts below {shape.num_experts} in its routes, got {largest}"
+    return ""
+
+
 def routers_of(model: Any, model_type: str) -> list[Any]:
     """Return the router modules of ``model``, a model of transformers, in the order of its layers.
 

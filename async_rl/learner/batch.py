@@ -18,6 +18,7 @@ from async_rl.learner.engine import Engine, PolicyScores
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Rollout, TokenSequence
+from async_rl.routes import RoutingShape, why_misfit
 from async_rl.sampling_mask import SamplingMask, contains, largest_id, select
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ def prepare_batch(
     known_weights: Callable[[Group], bool],
     oldest_version: int | None = None,
     vocab_size: int | None = None,
+    routing: RoutingShape | None = None,
 ) -> PreparedBatch:
     """Turn the groups of a step into sequences, in order, in ``num_updates`` equal parts. Advantages are still 0.
 
@@ -122,6 +124,7 @@ def prepare_batch(
         known_weights: returns whether this run published the weights with which a group was sampled.
         oldest_version: tokens sampled with an earlier version are left out of the loss. None: all tokens stay.
         vocab_size: token ids must be below it. None: no limit.
+        routing: the shape of the routes to replay. None: the model's routers choose, and routes are left out.
     """
     builder = _Builder(oldest_version)
     per_update = max(1, len(taken) // num_updates)
@@ -131,12 +134,12 @@ def prepare_batch(
         for item in taken[start : start + per_update]:
             trusted = known_weights(item.group)
             for rollout in item.group.rollouts:
-                if fault := _fault(rollout, item.group.temperature, vocab_size):
+                if fault := _fault(rollout, item.group.temperature, vocab_size, routing):
                     logger.warning("a group of generator %s can't be trained: %s", item.group.generator_id, fault)
                     cause = "invalid"
                 else:
                     cause = _mask_cause(rollout, item, trusted=trusted, mask_truncated=mask_truncated)
-                sequences += _sequences(builder, item, rollout, cause)
+                sequences += _sequences(builder, item, rollout, cause, has_routes=routing is not None)
         updates.append(tuple(sequences))
     rollouts = [rollout for item in taken for rollout in item.group.rollouts]
     return PreparedBatch(
@@ -159,7 +162,7 @@ def _numbers(builder: _Builder, values: Sequence[float]) -> np.ndarray:
     return np.array([0.0 if builder.masked.get(i) == "invalid" else v for i, v in enumerate(values)], dtype=np.float64)
 
 
-def _fault(rollout: Rollout, temperature: float, vocab_size: int | None) -> str:
+def _fault(rollout: Rollout, temperature: float, vocab_size: int | None, routing: RoutingShape | None) -> str:
     """Return why a rollout can't be trained on, empty if it can. Bad logprobs don't count: the loss leaves them out."""
     if not all(map(math.isfinite, (rollout.reward, rollout.accuracy, temperature))):
         return "its reward, accuracy or temperature is not finite"
@@ -173,6 +176,9 @@ def _fault(rollout: Rollout, temperature: float, vocab_size: int | None) -> str:
             return f"expected token ids from 0 on and below {vocab_size}, got {int(ids.min())} to {largest}"
         if kept is not None and not contains(kept, ids[mask]).all():
             return "a sampled token is not among those that top-p and top-k kept"
+        last = int(np.flatnonzero(mask).max(initial=0))
+        if misfit := why_misfit(sequence.routes, routing, last):
+            return misfit
     return ""
 
 
@@ -205,7 +211,9 @@ def _mask_cause(rollout: Rollout, item: TakenGroup, *, trusted: bool, mask_trunc
     return None
 
 
-def _sequences(builder: _Builder, item: TakenGroup, rollout: Rollout, cause: str | None) -> list[TrainSequence]:
+def _sequences(
+    builder: _Builder, item: TakenGroup, rollout: Rollout, cause: str | None, *, has_routes: bool
+) -> list[TrainSequence]:
     index, sampled = len(builder.rollout_tokens), rollout.num_sampled
     builder.rollout_tokens.append(sampled)
     masks = [_young_enough(sequence, builder.oldest_version) for sequence in rollout.sequences]
@@ -231,6 +239,7 @@ def _sequences(builder: _Builder, item: TakenGroup, rollout: Rollout, cause: str
                 advantages=np.zeros(len(sequence.token_ids), dtype=np.float32),
                 temperature=item.group.temperature,
                 sampling_mask=_sampling_mask(sequence, mask),
+                routes=sequence.routes if has_routes else None,
             )
         )
         builder.next_id += 1

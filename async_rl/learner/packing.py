@@ -15,9 +15,11 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
 import numpy as np
+import xxhash
 
 from async_rl.errors import WireError
 from async_rl.net.wire import SAME_VERSION
+from async_rl.routes import RouteArray
 from async_rl.sampling_mask import NOTHING_LEFT_OUT, SamplingMask, join
 
 Packing = Literal["packed", "padded"]
@@ -54,6 +56,8 @@ class TrainSequence:
         proximal_logprobs: float32 [T], nats, of the policy that the step began with. [0] if the loss needs none.
         sampling_mask: for each token under the loss mask, the tokens that top-p and top-k left. None if they left all.
         verdicts: uint8 [T], a ``losses.rules.Verdict`` on each token. [0] if nothing judges tokens by the whole step.
+        routes: [P, L, K], the experts to compute the first P tokens with (``async_rl.routes``): at least those before
+            the last token under the loss mask. None if the model's routers choose.
     """
 
     sequence_id: int
@@ -67,6 +71,7 @@ class TrainSequence:
     proximal_logprobs: np.ndarray = field(default_factory=_no_logprobs)
     sampling_mask: SamplingMask | None = None
     verdicts: np.ndarray = field(default_factory=_no_verdicts)
+    routes: RouteArray | None = None
 
     @property
     def after_update(self) -> np.ndarray:
@@ -94,6 +99,8 @@ class MicroBatch:
         targets: int64 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N];
             after_update: bool [N], as ``TrainSequence.after_update``.
         reference_logprobs, proximal_logprobs: float32 [N]; [0] if the loss needs none. verdicts: uint8 [N], or [0].
+        routes: uint16 [T * L * K], the experts of the row's tokens; [0] if the model's routers choose. Sequences share
+            a prompt only if its routes are the same.
         mask_sizes: int32 [N], mask_words: int32 [W], as in ``SamplingMask``; both [0] if nothing was left out.
         sequence_index: int64 [N], the index in S of each trained token's sequence.
         sequence_ids: int64 [S]; -1 is the dummy sequence of a rank that has nothing to do.
@@ -110,6 +117,7 @@ class MicroBatch:
     reference_logprobs: np.ndarray
     proximal_logprobs: np.ndarray
     verdicts: np.ndarray
+    routes: np.ndarray
     mask_sizes: np.ndarray
     mask_words: np.ndarray
     temperatures: np.ndarray
@@ -150,10 +158,13 @@ def pack(
             raise ValueError(
                 f"expected {name} of all {len(sequences)} sequences or of none, got {len(given)}: {given}; {_BUG}"
             )
+    num_routed = sum(s.routes is not None for s in sequences)
+    if num_routed not in (0, len(sequences)):
+        raise ValueError(f"expected routes of all {len(sequences)} sequences or of none, got {num_routed}; {_BUG}")
     spans = [_span(sequence) for sequence in sequences]
     if packing == "packed":
-        bins = _packed_bins(sequences, spans, max_tokens, num_ranks)
-        bins.sort(key=lambda members: -_row_tokens(sequences, spans, members))
+        bins = _packed_bins(spans, max_tokens, num_ranks)
+        bins.sort(key=lambda members: -_row_tokens(spans, members))
     else:
         bins = _padded_bins(spans, max_tokens, num_ranks)
         bins.sort(key=lambda members: -_padded_tokens(spans, members))
@@ -269,6 +280,10 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
             f"{where}: expected sampling masks for {num_trained} trained tokens, got {len(sequence.sampling_mask)}; "
             f"{_BUG}"
         )
+    if sequence.routes is not None and len(sequence.routes) < _span(sequence).length:
+        raise ValueError(
+            f"{where}: expected routes of {_span(sequence).length} tokens, got {len(sequence.routes)}; {_BUG}"
+        )
     if length == 0:
         raise ValueError(f"{where}: expected at least one token, got none; {_BUG}")
     if length > max_tokens:
@@ -281,42 +296,41 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
 
 
 class _Span(NamedTuple):
-    """Which tokens of a sequence are computed: the first ``length``. Other sequences may share the first
-    ``prompt`` tokens.
+    """Which tokens of a sequence are computed: the first ``length``. Sequences with the same ``key`` share the first
+    ``prompt`` tokens, which they compute with the same experts.
     """
 
     prompt: int
     length: int
+    key: bytes
 
 
 def _span(sequence: TrainSequence) -> _Span:
     trained = np.flatnonzero(sequence.loss_mask)
     # The token before it predicts the last trained token, and nothing needs the tokens after.
-    return _Span(int(trained[0]), int(trained[-1])) if len(trained) else _Span(0, 1)
+    prompt, length = (int(trained[0]), int(trained[-1])) if len(trained) else (0, 1)
+    key = sequence.token_ids[:prompt].tobytes()
+    if sequence.routes is not None:
+        key += xxhash.xxh3_128_digest(sequence.routes[:prompt].tobytes())
+    return _Span(prompt, length, key)
 
 
-def _prompt(sequence: TrainSequence, span: _Span) -> bytes:
-    return sequence.token_ids[: span.prompt].tobytes()
-
-
-def _row_tokens(sequences: Sequence[TrainSequence], spans: Sequence[_Span], members: Iterable[int]) -> int:
+def _row_tokens(spans: Sequence[_Span], members: Iterable[int]) -> int:
     """Return the number of row tokens (T) of a micro-batch that holds the sequences with indices ``members``."""
     chosen = list(members)
-    prompts = {_prompt(sequences[i], spans[i]): spans[i].prompt for i in chosen}
+    prompts = {spans[i].key: spans[i].prompt for i in chosen}
     return sum(prompts.values()) + sum(spans[i].length - spans[i].prompt for i in chosen)
 
 
-def _packed_bins(
-    sequences: Sequence[TrainSequence], spans: Sequence[_Span], max_tokens: int, num_ranks: int
-) -> list[list[int]]:
+def _packed_bins(spans: Sequence[_Span], max_tokens: int, num_ranks: int) -> list[list[int]]:
     """Return, for every packed micro-batch, the indices of its sequences. Their number is a multiple of ``num_ranks``.
 
     Sequences with the same prompt stay together, in parts of at most a quarter of an even load, so that sharing a
     prompt costs little balance. The largest part comes first, and each part goes to the emptiest micro-batch (LPT). Any
     two micro-batches then differ by at most the largest part.
     """
-    num_rounds = max(1, -(-_row_tokens(sequences, spans, range(len(sequences))) // (max_tokens * num_ranks)))
-    while (bins := _balanced_bins(sequences, spans, num_rounds * num_ranks, max_tokens)) is None:
+    num_rounds = max(1, -(-_row_tokens(spans, range(len(spans))) // (max_tokens * num_ranks)))
+    while (bins := _balanced_bins(spans, num_rounds * num_ranks, max_tokens)) is None:
         num_rounds += 1
     return bins
 
@@ -355,14 +369,12 @@ def _padded_tokens(spans: Sequence[_Span], members: Sequence[int]) -> int:
     return len(members) * max((spans[i].length for i in members), default=0)
 
 
-def _balanced_bins(
-    sequences: Sequence[TrainSequence], spans: Sequence[_Span], num_bins: int, capacity: int
-) -> list[list[int]] | None:
+def _balanced_bins(spans: Sequence[_Span], num_bins: int, capacity: int) -> list[list[int]] | None:
     """Return, for every micro-batch, the indices of its sequences. None if a part does not fit into the emptiest
     one.
     """
-    even_load = _row_tokens(sequences, spans, range(len(sequences))) / num_bins
-    parts = _parts(sequences, spans, limit=even_load / _PARTS_PER_BIN)
+    even_load = _row_tokens(spans, range(len(spans))) / num_bins
+    parts = _parts(spans, limit=even_load / _PARTS_PER_BIN)
     parts.sort(key=lambda part: -part.num_tokens)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     heap = [(0, index) for index in range(num_bins)]
@@ -383,38 +395,40 @@ class _Part:
     num_tokens: int
 
 
-def _parts(sequences: Sequence[TrainSequence], spans: Sequence[_Span], limit: float) -> list[_Part]:
-    """Divide ``sequences`` into parts with the same prompt, in order. A part has at most ``limit`` tokens or one
+def _parts(spans: Sequence[_Span], limit: float) -> list[_Part]:
+    """Divide the sequences into parts with the same prompt, in order. A part has at most ``limit`` tokens or one
     sequence.
     """
     parts: list[_Part] = []
     open_parts: dict[bytes, _Part] = {}
-    for index, (sequence, span) in enumerate(zip(sequences, spans, strict=True)):
-        prompt = _prompt(sequence, span)
-        part = open_parts.get(prompt)
+    for index, span in enumerate(spans):
+        part = open_parts.get(span.key)
         own = span.length - span.prompt
         if part is not None and part.num_tokens + own <= limit:
             part.members.append(index)
             part.num_tokens += own
         else:
-            open_parts[prompt] = _Part([index], span.length)
-            parts.append(open_parts[prompt])
+            open_parts[span.key] = _Part([index], span.length)
+            parts.append(open_parts[span.key])
     return parts
 
 
 def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
     prompt_starts: dict[bytes, int] = {}
     tokens, positions, places, predict, trained_at = [], [], [], [], []
+    routes = [np.zeros(0, np.uint16)]
     size = 0
     for sequence in sequences:
         span = _span(sequence)
-        start = prompt_starts.setdefault(_prompt(sequence, span), size)
+        start = prompt_starts.setdefault(span.key, size)
         shared = span.prompt if start < size else 0
         place = np.arange(size - shared, size - shared + span.length)
         place[:shared] = np.arange(start, start + shared)
         tokens.append(sequence.token_ids[shared : span.length])
         positions.append(np.arange(shared, span.length))
         places.append(place)
+        if sequence.routes is not None:
+            routes.append(sequence.routes[shared : span.length].reshape(-1))
         trained_at.append(np.flatnonzero(sequence.loss_mask))
         predict.append(place[trained_at[-1] - 1])
         size += span.length - shared
@@ -441,6 +455,7 @@ def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
         reference_logprobs=optional([s.reference_logprobs for s in sequences]),
         proximal_logprobs=optional([s.proximal_logprobs for s in sequences]),
         verdicts=optional([s.verdicts for s in sequences], np.uint8),
+        routes=np.concatenate(routes),
         mask_sizes=mask.sizes,
         mask_words=mask.words,
         temperatures=np.repeat(temperatures, num_trained),

@@ -144,6 +144,41 @@ def sharded(directory: Path) -> None:
     ranks.close()
 
 
+def routed(sequences: list[TrainSequence]) -> list[TrainSequence]:
+    """``sequences`` with random routes through 3 layers, 2 of 8 experts in each."""
+    generator = np.random.default_rng(0)
+
+    def routes(num_tokens: int) -> np.ndarray:
+        ranked = generator.random((num_tokens, 3, 8)).argsort(axis=-1)
+        return ranked[..., :2].astype(np.uint8)
+
+    return [replace(s, routes=routes(len(s.token_ids) - 1)) for s in sequences]
+
+
+def routed_config(directory: Path, **sections: Any) -> Config:
+    """A step that reports its gradient (PLAIN), with routing replay."""
+    plain = PLAIN | {"generator": {"backend": "transformers"}, "model": {"routing_replay": True}}
+    merged = {name: plain.get(name, {}) | sections.get(name, {}) for name in plain.keys() | sections.keys()}
+    return tiny_config(directory, "model", **merged)
+
+
+def replayed(directory: Path) -> None:
+    """One step with routing replay, in more micro-batches than ranks, saved."""
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+
+    config = routed_config(directory, learner={"max_tokens": 20}, model={"gradient_checkpointing": True})
+    ranks = init_ranks(config)
+    engine = FsdpEngine(config, ranks)
+    if not ranks.is_leader:
+        follow_once(engine)
+    else:
+        stats = engine.update(routed(random_sequences(5, 12, spread=4)), version=0)
+        (directory / "routing.txt").write_text(str(stats.routing), encoding="utf-8")
+        save(engine, directory / "two", 1)
+        stop_following(engine)
+    ranks.close()
+
+
 def engine_config(directory: Path, variant: dict[str, Any]) -> Any:
     return tiny_config(directory, "model", **(PLAIN | variant))
 

@@ -14,6 +14,7 @@ from async_rl.learner.staleness import check_staleness, staleness_summary
 from async_rl.learner.step_result import trained_counts
 from async_rl.queue.messages import TakenGroup, TrainedCounts
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
+from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import SamplingMask, pack_ids
 
 
@@ -34,12 +35,18 @@ def taken(*rollouts: Rollout, arrival: int = 3, masked: bool = False, digest: st
     return TakenGroup(group, Prompt(0, 0, 0, (), {}), 0.0, arrival, masked)
 
 
-def prepare(*groups: TakenGroup, num_updates: int = 1, oldest_version: int | None = None):
+def prepare(
+    *groups: TakenGroup,
+    num_updates: int = 1,
+    oldest_version: int | None = None,
+    routing: RoutingShape | None = None,
+):
     return prepare_batch(
         groups,
         mask_truncated=True,
         num_updates=num_updates,
         oldest_version=oldest_version,
+        routing=routing,
         known_weights=lambda group: group.weights_digest[0] == "good",
     )
 
@@ -172,6 +179,27 @@ def test_sampling_masks_go_to_the_learner_and_leave_with_stale_tokens():
     assert (whole.sampling_mask.sizes.tolist(), whole.sampling_mask.words.tolist()) == ([1, 2, 3], [2, 2, 3, 2, 3, 4])
     assert (cut.sampling_mask.sizes.tolist(), cut.sampling_mask.words.tolist()) == ([2, 3], [2, 3, 2, 3, 4])
     assert plain.sampling_mask is None
+
+
+@pytest.mark.parametrize(
+    ("routes", "is_fit"),
+    [
+        (np.full((4, 2, 2), 7, np.uint8), True),
+        (np.full((3, 2, 2), 7, np.uint8), False),  # of five tokens, four are computed
+        (np.full((4, 1, 2), 7, np.uint8), False),
+        (np.full((4, 2, 2), 8, np.uint8), False),
+        (None, False),
+    ],
+)
+def test_routes_go_to_the_learner_that_replays_them_and_must_be_its_models(routes: np.ndarray | None, is_fit: bool):
+    young = rollout(1.0, [0, 2, 2])
+    sent = structs.replace(young, sequences=(structs.replace(young.sequences[0], routes=routes),))
+    replayed = prepare(taken(sent), routing=RoutingShape(num_layers=2, num_experts=8, top_k=2))
+    assert replayed.masked == ({} if is_fit else {0: "invalid"})
+    if is_fit:
+        assert replayed.sequences[0].routes is routes
+    (free,) = prepare(taken(sent)).sequences
+    assert free.routes is None
 
 
 FAULTS: dict[str, dict[str, Any]] = {

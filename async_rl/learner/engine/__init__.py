@@ -60,6 +60,8 @@ class UpdateStats:
         padded_cost: what padded rows cost. None if rows are packed.
         rule_tokens: for each rule (``LossConfig.all_rules``) by its label, the number of tokens it masked or clipped.
         own_metrics: metrics of the user's own loss, by key. Empty with the built-in loss.
+        routing: at how many tokens and layers the replayed experts differ from those that the model's routers choose,
+            and the number of tokens and layers. None without routing replay.
     """
 
     stepped: bool
@@ -84,6 +86,7 @@ class UpdateStats:
     padded_cost: PaddedCost | None = None
     rule_tokens: Mapping[str, int] = field(default_factory=dict)
     own_metrics: Mapping[str, float] = field(default_factory=dict)
+    routing: tuple[int, int] | None = None
 
 
 class Engine(Protocol):

@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +26,7 @@ from async_rl.data.chat import check_precision, model_directory
 from async_rl.errors import ModelError
 from async_rl.learner.engine.attention import PackedLayout, packed_layout, use_packed_attention
 from async_rl.learner.engine.logprobs import MaskTensors, TokenLogprobs, token_logprobs
+from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.packing import MicroBatch, Packing
 
 if TYPE_CHECKING:
@@ -42,7 +45,7 @@ class DeviceBatch:
     """A ``MicroBatch`` as tensors on the model's device. Fields with the same name have the same meaning there.
 
     ``layout`` has the places of the sequences, for attention. ``num_sequences`` is S. ``sampling_mask`` is None if all
-    tokens could be sampled.
+    tokens could be sampled. ``routes`` is int32, and None if the model's routers choose.
     """
 
     token_ids: Tensor
@@ -56,6 +59,7 @@ class DeviceBatch:
     proximal_logprobs: Tensor
     verdicts: Tensor
     sampling_mask: MaskTensors | None
+    routes: Tensor | None
     temperatures: Tensor
     versions: Tensor
     after_update: Tensor
@@ -71,10 +75,13 @@ def to_device(batch: MicroBatch, device: torch.device, packing: Packing = "packe
     def moved(name: str) -> Tensor:
         return torch.from_numpy(getattr(batch, name)).to(device, non_blocking=True)
 
-    same_names = {f.name for f in fields(DeviceBatch)} & {f.name for f in fields(MicroBatch)}
+    same_names = {f.name for f in fields(DeviceBatch)} & {f.name for f in fields(MicroBatch)} - {"routes"}
+    # torch has few operations on uint16.
+    routes = torch.from_numpy(batch.routes.astype(np.int32)).to(device, non_blocking=True)
     return DeviceBatch(
         layout=packed_layout(batch.cu_seqlens, batch.token_index, device, one_bucket=packing == "padded"),
         sampling_mask=MaskTensors(moved("mask_sizes"), moved("mask_words")) if len(batch.mask_sizes) else None,
+        routes=routes if len(routes) else None,
         num_sequences=len(batch.sequence_ids),
         **{name: moved(name) for name in same_names},
     )
@@ -176,6 +183,7 @@ class PolicyModel(nn.Module):
         logit_factor: by which the model multiplies the head's output.
         logit_cap: at which the model then caps the logits; None: it does not. The self-test checks both.
         packing: how the decoder computes a micro-batch. Batches of ``to_device`` must have been made for it.
+        replay: replays the routes of a micro-batch. None: the routers choose, and batches have no routes.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, packing: Packing = "packed") -> None:
@@ -188,6 +196,7 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.logit_factor = _logit_factor(causal_lm.config)
         self.logit_cap = _logit_cap(causal_lm.config)
+        self.replay: RoutingReplay | None = None
         native = causal_lm.config._attn_implementation or "eager"
         self._padded_attention = "eager" if _caps_attention(causal_lm.config) else native
         self.eval()
@@ -278,6 +287,21 @@ class PolicyModel(nn.Module):
         copies have the same value. The padding is on the right. No real token sees it, because the decoder is causal,
         so no mask is needed.
         """
+        with nullcontext() if self.replay is None else self._routed(self.replay, batch):
+            return self.decoded(batch)
+
+    def _routed(self, replay: RoutingReplay, batch: DeviceBatch) -> AbstractContextManager[None]:
+        """Compute the decoder with the batch's routes, laid out as the decoder's tokens, while the result is active."""
+        if batch.routes is None:
+            return replay.forward(None)
+        routes_TLK = batch.routes.view(-1, replay.num_layers, replay.top_k)
+        if self.packing == "packed":
+            return replay.forward(routes_TLK)
+        (rows,) = batch.layout.buckets
+        return replay.forward(routes_TLK.index_select(0, rows.gather), counted=batch.layout.restore)
+
+    def decoded(self, batch: DeviceBatch) -> Tensor:
+        """Return what ``hidden_states`` returns, but do not look at the batch's routes."""
         if self.packing == "packed":
             return self.causal_lm.base_model(
                 input_ids=batch.token_ids[None],

@@ -7,6 +7,8 @@ convolutions, linear attention or other state along the row, or with a window th
 these compute the same in padded rows. The logits must be the head's output times a factor, perhaps with a soft cap, and
 no token may depend on later ones. ``fsdp_engine`` calls it on rank 0, with unsharded weights.
 
+``check_replay`` checks that routers which replay their own choice of experts compute the same, bit for bit.
+
 ``check_neighbours`` checks with the finished engine, in the dtype and with the kernels of training, that a sequence's
 values do not depend on its neighbours' tokens.
 """
@@ -80,6 +82,38 @@ def check_packing(policy: PolicyModel, *, max_length: int) -> None:
             policy,
             f"the gradient at its embeddings differs by {difference:.1e} of its largest value from that of each "
             f"sequence alone (at most {GRADIENT_TOLERANCE:g})",
+        )
+
+
+@torch.no_grad()
+def check_replay(policy: PolicyModel) -> None:
+    """Check that replaying the routes which the model chooses changes nothing, bit for bit.
+
+    Args:
+        policy: on the host, unsharded, with its ``replay``.
+
+    Raises:
+        ModelError: the decoder's output changes.
+    """
+    replay = policy.replay
+    assert replay is not None, "a check of routing replay without routing replay"
+    sequences = _sequences(min(policy.vocab_size, policy.causal_lm.config.get_text_config().vocab_size))
+    ((micro_batch,),) = pack(sequences, max_tokens=1 << 20, num_ranks=1, packing=policy.packing)
+    batch = to_device(micro_batch, torch.device("cpu"), policy.packing)
+    with _few_layers(policy):
+        with replay.recording() as chosen:
+            expected = policy.hidden_states(batch)
+        # Of padding too, or an expert would compute another number of tokens, and round otherwise.
+        routes_NLK = torch.zeros(len(next(iter(chosen.values()))), replay.num_layers, replay.top_k, dtype=torch.int64)
+        for layer, own_NK in chosen.items():
+            routes_NLK[:, layer] = own_NK
+        with replay.forward(routes_NLK):
+            value = policy.decoded(batch)
+    if not torch.equal(value, expected):
+        raise ModelError(
+            f"model.routing_replay: with its own choice of experts replayed, the decoder's output of "
+            f"{type(policy.causal_lm).__name__} changes by {_difference(value, expected):.1e} of its largest value; "
+            f"leave the key out, and report it with the installed version of transformers"
         )
 
 
