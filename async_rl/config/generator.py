@@ -213,6 +213,7 @@ def check_capabilities(config: Config, capabilities: BackendCapabilities) -> Non
           for name, own in config.eval.sets.items()),
         ("sampling.stop_token_ids", list(config.sampling.stop_token_ids), bool(config.sampling.stop_token_ids),
          capabilities.stop_token_ids, "[]"),
+        ("model.routing_replay", "true", config.model.routing_replay, capabilities.reports_routes, "false"),
         ("generator.tensor_parallel_size", generator.tensor_parallel_size, generator.tensor_parallel_size > 1,
          capabilities.splits_model, "1"),
     ):  # fmt: skip

@@ -28,6 +28,11 @@ class ModelConfig(Section):
         description="Whether the learner recomputes activations in the backward pass, which saves memory and costs "
         "time.",
     )
+    routing_replay: bool = Field(
+        default=False,
+        description="Whether the learner computes each token with the experts that the generator's engine chose for "
+        "it. Only for models with experts.",
+    )
 
 
 class LoraConfig(Section):

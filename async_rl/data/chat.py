@@ -19,6 +19,7 @@ import numpy as np
 from async_rl.data.template import apply_template, check_arguments
 from async_rl.errors import ModelError
 from async_rl.records import TEXT_ROLE
+from async_rl.routes import RoutingShape, routing_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -225,6 +226,22 @@ def stated_vocabulary_size(config_json: bytes) -> int | None:
     config: Any = json.loads(config_json)
     found = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     return found if isinstance(found, int) else None
+
+
+def model_routing(path: str | Path) -> RoutingShape:
+    """Return the shape of the routes of the model at ``path``.
+
+    Raises:
+        ModelError: there is no model at ``path`` (see ``model_directory``), ``config.json`` can't be read, or the model
+            has no routes that can be replayed (``routes.routing_shape``).
+    """
+    config_path = model_directory(path) / "config.json"
+    try:
+        return routing_shape(json.loads(config_path.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.path: can't read {config_path}: {error}; expected a JSON file, as save_pretrained writes it"
+        ) from error
 
 
 def context_length(path: str | Path) -> int | None:

@@ -22,6 +22,7 @@ from async_rl.data.chat import (
     context_length,
     count_unknown,
     load_tokenizer,
+    model_routing,
     render_prompt,
     vocabulary_size,
 )
@@ -64,6 +65,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_code(config)
     rows = check_data(config).rows
     _check_model(config, rows[0].messages)
+    check_routing(config)
     check_disk_space(config)
     check_memory(config)
     check_stop_tokens(config)
@@ -105,6 +107,7 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
     else:
         rows = ()
         _check_model(config)
+    check_routing(config)
     check_disk_space(config)
     check_stop_tokens(config)
     check_lengths(config, rows)
@@ -423,6 +426,16 @@ def check_engine_keys(config: Config) -> None:
             f"{', '.join(keys)}: expected no value with generator.backend {backend}, which does not read it (only "
             f"{readers} does); leave it out, or set another backend"
         )
+
+
+def check_routing(config: Config) -> None:
+    """Check that the model has routes that can be replayed, if ``model.routing_replay`` is set.
+
+    Raises:
+        ModelError: it has none, or its routers are not understood.
+    """
+    if config.model.routing_replay:
+        model_routing(config.model.path)
 
 
 def check_fake_vocabulary(config: Config) -> None:

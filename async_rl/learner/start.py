@@ -21,7 +21,7 @@ import torch
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.config.loading import config_from_toml, config_to_toml, show_change
-from async_rl.data.chat import load_tokenizer, model_files, vocabulary_size
+from async_rl.data.chat import load_tokenizer, model_files, model_routing, vocabulary_size
 from async_rl.errors import QueueError, StoppedError
 from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, read_extra
 from async_rl.learner.engine import Engine
@@ -222,6 +222,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             parity=_parity_gate(config, engine, queue, context.device),
             stop_signal=context.stop_signal,
             vocab_size=vocabulary_size(config.model.path),
+            routing=model_routing(config.model.path) if config.model.routing_replay else None,
         ).run()
         # Release the other ranks now: the export of a large model may outlast their timeout.
         engine.close()

@@ -300,6 +300,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         **({"kl/reference": mean("reference_kl")} if updates[0].reference_kl is not None else {}),
         **{key: mean_of([u.own_metrics[key] for u in updates]) for key in updates[0].own_metrics},
         **_packing_metrics(updates),
+        **_routing_metrics(updates),
         **_lag_metrics(updates),
     }
 
@@ -319,6 +320,14 @@ def _packing_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "packing/padding": float(np.mean([cost.padding for cost in costs])),
         "packing/repeated": float(np.mean([cost.repeated for cost in costs])),
     }
+
+
+def _routing_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Return how often the replayed experts differ from the learner's own choice. Empty without routing replay."""
+    counts = [u.routing for u in updates if u.routing is not None]
+    if not counts:
+        return {}
+    return {"routing/different": sum(different for different, _ in counts) / max(1, sum(total for _, total in counts))}
 
 
 def _lag_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

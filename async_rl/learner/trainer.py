@@ -44,6 +44,7 @@ from async_rl.output import logged
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Acked, Batch, StepAck
+from async_rl.routes import RoutingShape
 from async_rl.run.eval_records import Decode
 
 logger = logging.getLogger(__name__)
@@ -78,16 +79,17 @@ class Trainer:
         parity: ParityGate | None = None,
         stop_signal: Callable[[], int] = lambda: 0,
         vocab_size: int | None = None,
+        routing: RoutingShape | None = None,
     ) -> None:
         """``parity`` compares the generators' engines with the learner's; if unset, they are not compared.
 
         ``stop_signal`` returns the signal that asks this learner to stop, 0 if there is none. ``vocab_size`` limits
-        token ids. None: no limit.
+        token ids. None: no limit. ``routing`` is the shape of the routes to replay. None: the model's routers choose.
         """
         self._stop_signal = stop_signal
         self.config, self.state, self.engine, self.queue = config, state, engine, queue
         self._run_dir, self._parity, self._vocab_size = run_dir, parity, vocab_size
-        self._own_advantage = load_own_advantage(config)
+        self._own_advantage, self._routing = load_own_advantage(config), routing
         self._recorder = StepRecorder(
             config, state,
             metrics=metrics, step_log=step_log, weights=weights, parity=parity, run_dir=run_dir, decode=decode,
@@ -206,6 +208,7 @@ class Trainer:
             known_weights=self._publisher.knows_weights,
             oldest_version=last_version - max_staleness if config.queue.on_stale == "mask" else None,
             vocab_size=self._vocab_size,
+            routing=self._routing,
         )
         check_staleness(prepared, version=last_version, max_staleness=max_staleness)
         if self._parity is not None:

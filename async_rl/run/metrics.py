@@ -66,6 +66,8 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "(learner.packing).",
         "packing/repeated": "Share of prompt tokens that were computed again for another answer of the same "
         "micro-batch, among the tokens that the learner computed; only if rows are padded.",
+        "routing/different": "Share of the tokens and layers at which the replayed experts differ from those that the "
+        "learner's routers would choose; only with model.routing_replay.",
     },
     "The step's rollouts": {
         "reward/mean": "Mean reward of the step's rollouts.",

@@ -58,7 +58,7 @@ learned, so the learner records each change with its step (``config_changes.py``
 
 SHARED: tuple[str, ...] = (
     "queue", "data", "sampling", "eval", "environment", "reward.max_abs", "run.seed", "learner.groups_per_step",
-    "learner.updates_per_batch", "learner.epochs_per_batch", "weights.sync_every",
+    "learner.updates_per_batch", "learner.epochs_per_batch", "weights.sync_every", "model.routing_replay",
 )  # fmt: skip
 """Keys and sections that the queue server and its learner must have in common, except those in ``FREE``."""
 

@@ -31,7 +31,7 @@ MAY_BE_ABSENT = {
     "score/mean", "turns/mean", "turns/max", "staleness/bound", "staleness/decision", "kl/reference", "masked/<cause>",
     "mismatch_kl/after_update_lag_N", "mismatch_kl/no_update_lag_N", "mismatch_kl/update_effect",
     "mismatch_kl/after_update_tokens", "parity/mean", "parity/<name>", "parity/sampled_<name>", "packing/padding",
-    "packing/repeated", "rule/<name>", "loss_mask/<name>", "loss_metric/<name>",
+    "packing/repeated", "rule/<name>", "loss_mask/<name>", "loss_metric/<name>", "routing/different",
     "source/<source>/groups", "source/<source>/accuracy", "source/<source>/reward",
     # They need two reports of the same generators; a run of three steps may be over before.
     "time/pause_s", "time/generate_s", "idle/generators", "overlap/efficiency", "throughput/generated_tokens_per_s",

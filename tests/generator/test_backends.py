@@ -71,6 +71,7 @@ def test_an_own_backend_must_be_the_learners(tmp_path: Path):
         ("sampling", {"top_k": 3}, r"sampling\.top_p, sampling\.top_k: expected 1, 0 \(off\) with"),
         ("generator", {"kv_after_update": "recompute"}, r'generator\.kv_after_update: expected "keep"'),
         ("generator", {"tensor_parallel_size": 2}, r"generator\.tensor_parallel_size: expected 1 with"),
+        ("model", {"routing_replay": True, "path": "model"}, r"model\.routing_replay: expected false with"),
     ],
 )
 def test_an_own_backend_is_not_asked_for_what_it_does_not_declare(tmp_path: Path, section, values, message):
@@ -84,6 +85,14 @@ def test_a_model_is_split_by_vllm_only(tmp_path: Path):
     # Which backend auto chooses depends on the generator's machine.
     with pytest.raises(ConfigError, match=r"generator\.tensor_parallel_size: expected 1 with .* auto"):
         build_backend(config("auto", generator={"tensor_parallel_size": 2}), tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["vllm", "fake", "auto"])
+def test_routes_are_reported_by_the_built_in_engine_only(backend: str):
+    model = {"routing_replay": True, "path": "model"}
+    with pytest.raises(ConfigError, match=rf"model\.routing_replay: expected false with generator.backend {backend}"):
+        config(backend, model=model)
+    assert config("transformers", model=model).model.routing_replay
 
 
 def test_what_is_no_backend_is_refused_with_what_one_has(tmp_path: Path):

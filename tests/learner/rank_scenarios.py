@@ -388,7 +388,9 @@ def supervised(directory: Path) -> None:
     run_sft(load_config(directory / "sft.toml"))
 
 
-SCENARIOS = (updates, losses, adapted, padded, sharded, talking, follower_fails, follower_is_killed, supervised)
+SCENARIOS = (
+    updates, losses, adapted, padded, sharded, replayed, talking, follower_fails, follower_is_killed, supervised,
+)  # fmt: skip
 
 
 def run_scenario(name: str, directory: Path) -> None:

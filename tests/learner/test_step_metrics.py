@@ -68,6 +68,14 @@ def test_what_padding_costs_is_reported_if_rows_are_padded():
     assert None not in map(declared_key, metrics)
 
 
+def test_replayed_experts_that_differ_are_a_share_over_all_updates():
+    assert "routing/different" not in update_metrics([PLAIN])
+    # 1 of 10 and 5 of 30 tokens and layers: 6 of 40.
+    metrics = update_metrics([replace(PLAIN, routing=counts) for counts in ((1, 10), (5, 30))])
+    assert metrics["routing/different"] == 0.15
+    assert None not in map(declared_key, metrics)
+
+
 def test_all_numbers_are_plain_floats_or_ints():
     metrics = update_metrics([an_update([2.0, 1.0], [0, 1])])
     assert all(isinstance(value, float | int) and not isinstance(value, np.ndarray) for value in metrics.values())

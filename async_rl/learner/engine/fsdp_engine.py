@@ -34,7 +34,8 @@ from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, load_reference, to_device
 from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
-from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours
+from async_rl.learner.engine.routing import RoutingReplay
+from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_replay
 from async_rl.learner.losses.objective import (
     Objective,
     StepOutcome,
@@ -109,6 +110,10 @@ class FsdpEngine:
             self._model = PolicyModel(load_model(config.model), "padded")
             max_length = _max_length(config, is_supervised=objective is not None)
             set_packing(self._model, config.learner.packing, ranks, max_length=max_length)
+            if config.model.routing_replay and objective is None:
+                self._model.replay = RoutingReplay(self._model.causal_lm)
+                if ranks.is_leader:
+                    check_replay(self._model)
             self._names = self._model.tensor_names()
             self._adapters: Adapters | None = None
             if config.lora.is_set:
@@ -346,6 +351,8 @@ class FsdpEngine:
             context = cast(Adapters, self._adapters).off()
         with context:
             batches = (to_device(micro_batch, self._ranks.device, model.packing) for micro_batch in micro_batches)
+            if of == "reference":  # it routes as it would sample
+                batches = (replace(batch, routes=None) for batch in batches)
             scored = [tuple(values.cpu() for values in model(batch)) for batch in batches]
         if self._is_sharded:
             _end_forward(model)
@@ -353,15 +360,27 @@ class FsdpEngine:
         return [decode(frame).arrays for frame in self._ranks.gather(encode("scores", {}, arrays))]
 
     def _update(self, micro_batches: Sequence[MicroBatch], version: int) -> UpdateStats:
+        if self._model.replay is not None:
+            self._model.replay.reset_counts()
         sums, ratio_max, skipped = self._accumulate(micro_batches, version)
         sums = self._ranks.all_reduce_sum(sums.cpu())
+        routing = self._replayed()
         lr = self._schedule.lr_at(self._num_updates) * self._ess_scale(sums)
         outcome = self._step(float(sums[0]), lr, self._objective.why_skip(sums))
         frames = self._ranks.gather(encode("skipped", {"ratio_max": float(ratio_max)}, [skipped]))
         reports = [decode(frame) for frame in frames]
         skipped_ids = sorted(int(i) for report in reports for i in report.arrays[0])
         ratio_max = max((r.fields["ratio_max"] for r in reports), default=0.0)
-        return update_stats(sums, ratio_max, skipped_ids, outcome, objective=self._objective)
+        stats = update_stats(sums, ratio_max, skipped_ids, outcome, objective=self._objective)
+        return replace(stats, routing=routing)
+
+    def _replayed(self) -> tuple[int, int] | None:
+        """Return the counts of ``UpdateStats.routing``, over all ranks."""
+        if (replay := self._model.replay) is None:
+            return None
+        counts = torch.tensor([int(replay.num_different), replay.num_counted])
+        num_different, num_counted = self._ranks.all_reduce_sum(counts).tolist()
+        return num_different, num_counted
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], version: int) -> tuple[Tensor, Tensor, np.ndarray]:
         """Accumulate the gradients of the loss *sum* of this rank's micro-batches.

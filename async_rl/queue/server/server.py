@@ -30,7 +30,7 @@ import zmq
 from msgspec.structs import asdict
 
 from async_rl.config.config import Config
-from async_rl.data.chat import vocabulary_size
+from async_rl.data.chat import model_routing, vocabulary_size
 from async_rl.errors import (
     AsyncRLError,
     ConfigError,
@@ -121,7 +121,8 @@ class QueueServer:
             raise ConfigError(
                 f"data.train: expected at least one row, got none in {config.data.train!r}; add rows to it"
             )
-        settings = QueueSettings.from_config(config, vocab_size=_vocabulary_size(config))
+        routing = model_routing(config.model.path) if config.model.routing_replay else None
+        settings = QueueSettings.from_config(config, vocab_size=_vocabulary_size(config), routing=routing)
         run_dir = Path(config.run.dir)
         # Bind first: a server that can't bind its address must not create a journal.
         self._endpoint = Endpoint(
