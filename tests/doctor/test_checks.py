@@ -278,7 +278,7 @@ def test_the_command_exits_1_for_a_red_row_and_2_for_a_bad_config_and_writes_not
 
 def test_a_loss_of_the_user_s_own(root: Path, tmp_path: Path):
     assert task.check_own_loss(make_config(root)) == []
-    source = tmp_path / "mine.py"
+    source = tmp_path / "own_loss_of_doctor.py"
     text = (
         "import torch\n"
         "from async_rl.learner.losses.own import LossInputs, LossOutput\n"

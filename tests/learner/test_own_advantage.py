@@ -111,7 +111,7 @@ def test_a_function_that_writes_to_its_inputs_is_named_with_the_line():
 
 
 def test_the_trial_refuses_what_a_run_would_refuse(tmp_path: Path):
-    source = tmp_path / "mine.py"
+    source = tmp_path / "own_advantages.py"
     source.write_text("def short(inputs):\n    return inputs.rewards[1:]\ndef wrong(inputs):\n    return inputs.ages\n")
     with pytest.raises(ConfigError, match=r"short: the advantages: expected numbers of shape \[24\], got shape \[23\]"):
         load_own_advantage(a_config(tmp_path, f"{source}:short"))

@@ -17,6 +17,7 @@ from async_rl.errors import ConfigError, OwnCodeError
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import Ranks, check_same_code, init_ranks
+from async_rl.learner.losses.diagnostics import summarise
 from async_rl.learner.losses.own_trial import try_loss
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
 from async_rl.learner.step_result import update_metrics
@@ -39,6 +40,11 @@ def an_engine(root: Path, **loss: Any) -> FsdpEngine:
     return FsdpEngine(config, init_ranks(config))
 
 
+def sum_of(by_lag: np.ndarray) -> int:
+    """The number of tokens of a step, of all lags."""
+    return summarise(by_lag.sum(0)).tokens
+
+
 def two_steps(root: Path, **loss: Any) -> tuple[list[UpdateStats], dict[str, torch.Tensor]]:
     """Statistics of two steps of several micro-batches, and the weights after them."""
     engine = an_engine(root, **loss)
@@ -56,7 +62,9 @@ def test_steps_with_the_example_are_those_of_dapo_bit_for_bit(root: Path, settin
     for one, other in zip(expected, got, strict=True):
         assert set(other.own_metrics) == {"loss_mask/far"}
         np.testing.assert_array_equal(one.by_lag, other.by_lag)
-        rest = [replace(s, own_metrics={}, by_lag=np.zeros(0), padded_cost=None) for s in (one, other)]
+        # What the built-in loss counts under its rule, the example counts under its own mask.
+        assert one.rule_tokens["skip_threshold"] == round(other.own_metrics["loss_mask/far"] * sum_of(one.by_lag))
+        rest = [replace(s, own_metrics={}, rule_tokens={}, by_lag=np.zeros(0), padded_cost=None) for s in (one, other)]
         assert repr(rest[0]) == repr(rest[1])
     assert all(torch.equal(tensor, own_weights[name]) for name, tensor in weights.items())
 
@@ -72,6 +80,8 @@ def test_loss_gradient_and_masks_of_the_example_are_those_of_dapo_bit_for_bit(ca
     expected.loss_sum.backward()
     got.loss_sum.backward()
     for name, value in expected._asdict().items():
+        if name == "rule_counts":  # the example counts under its own mask
+            continue
         other = getattr(got, name)
         assert torch.equal(value.detach(), other.detach().to(value.dtype)), name
     assert inputs.logprobs.grad is not None
@@ -85,7 +95,7 @@ def as_float32(inputs: PolicyInputs) -> PolicyInputs:
 
 
 def test_masks_and_metrics_become_metrics_of_the_step(root: Path, tmp_path: Path):
-    source = tmp_path / "mine.py"
+    source = tmp_path / "own_masks.py"
     source.write_text(
         "import torch\n"
         "from async_rl.learner.losses.own import LossInputs, LossOutput\n"
