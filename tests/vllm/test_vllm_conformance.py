@@ -18,4 +18,8 @@ def test_the_vllm_backend_conforms(tmp_path: Path):
         lambda: VllmBackend.from_files(directory, made, device="cpu"), weights_of, max_new_tokens=300, limit_s=300.0
     )
     names = {check.__name__ for check in CHECKS}
-    assert set(check_backend(subject)) == names - {"repeats_itself_if_deterministic"}
+    # It is not deterministic, and returns no routes of experts.
+    assert set(check_backend(subject)) == names - {
+        "repeats_itself_if_deterministic",
+        "reports_the_routes_of_every_token",
+    }
