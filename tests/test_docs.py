@@ -13,7 +13,9 @@ from pydantic import BaseModel
 from async_rl.config.config import Config
 from async_rl.config.data import DataConfig, EvalConfig, RowField
 from async_rl.config.generator import EnvironmentConfig
-from async_rl.config.loss import CONTRADICTIONS, LOSS_KEYS, OFF_VALUES, PRESETS, LossConfig
+from async_rl.config.loss import LOSS_KEYS, LossConfig
+from async_rl.config.loss_contradictions import CONTRADICTIONS
+from async_rl.config.loss_names import OFF_VALUES, PRESETS
 from async_rl.config.reward import RewardConfig
 from async_rl.learner.losses.own_trial import load_own_loss
 from async_rl.learner.own_advantage import load_own_advantage, made_up_rollouts

@@ -21,7 +21,8 @@ from async_rl.config.generator import (
     known_capabilities,
 )
 from async_rl.config.learner import LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig
-from async_rl.config.loss import ADVANTAGES, LossConfig
+from async_rl.config.loss import LossConfig
+from async_rl.config.loss_names import ADVANTAGES
 from async_rl.config.queue import QueueConfig, WeightsConfig
 from async_rl.config.reward import RewardConfig
 from async_rl.config.run import CheckpointConfig, ExperimentalConfig, LogConfig, RunConfig

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from async_rl.config.config import Config
-from async_rl.config.loss import OFF_VALUES
+from async_rl.config.loss_names import OFF_VALUES
 from async_rl.config.rules import Rule
 from async_rl.errors import ConfigError
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from async_rl.config.config import Config
 from async_rl.config.generator import GeneratorConfig
-from async_rl.config.loss import OFF_VALUES
+from async_rl.config.loss_names import OFF_VALUES
 from async_rl.config.reward import CodeRewardConfig, RewardConfig
 from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import ConfigError

@@ -1,11 +1,4 @@
-"""The section ``loss``: its keys, its presets, and the names that its keys may take.
-
-A preset sets the keys that the user did not set: ``preset = "grpo"`` with ``clip_high = 0.28`` is GRPO with DAPO's
-upper clip. ``CONTRADICTIONS`` lists the combinations of keys that are refused.
-
-The tables here say what config checks must know of each name. The functions of the same names are in the learner
-(``losses/parts.py`` and ``advantages.py``), and a test compares both sides. To add a name, add an entry here and a
-function there.
+"""The section ``loss``: its keys. ``loss_names`` has their names and presets, ``loss_contradictions`` what is refused.
 
 In formulas, pi is the policy that is trained, mu the behavior policy that sampled, prox the proximal policy of the
 decoupled loss, and ref the frozen reference model.
@@ -14,230 +7,32 @@ decoupled loss, and ref the frozen reference model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from async_rl.config.loss_contradictions import check_contradictions
+from async_rl.config.loss_names import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    OFF_VALUES,
+    PRESETS,
+    SKIP_STATISTICS,
+    SURROGATES,
+    AdvantageName,
+    AggregationName,
+    KlEstimatorName,
+    KlPlacement,
+    PresetName,
+    SkipStatisticName,
+    SurrogateName,
+    choices,
+)
 from async_rl.config.rules import Rule, check_rules
 from async_rl.config.section import Section
 from async_rl.process.user_code import is_code_name
-
-
-class Surrogate(NamedTuple):
-    """A policy objective for each token, which ``loss.surrogate`` names.
-
-    Attributes:
-        description: what it computes, for docs/config.md.
-        has_ratio: whether it compares pi with the anchor, so that it corrects for staleness itself.
-        has_clip: whether it uses ``clip_low`` or ``clip_high``.
-        has_dual_clip: whether it uses ``dual_clip``.
-    """
-
-    description: str
-    has_ratio: bool = True
-    has_clip: bool = True
-    has_dual_clip: bool = False
-
-
-class Advantage(NamedTuple):
-    """An estimator of advantages from rewards, which ``loss.advantage`` names.
-
-    Attributes:
-        description: what it computes, for docs/config.md.
-        over_step: whether its baseline is over all rollouts of the step, not over those of one group.
-        whitens_tokens: whether the advantages of all trained tokens are normalised at the end.
-        weighs_rollouts: whether its baseline weighs rollouts by pi/mu before the batch's first update.
-    """
-
-    description: str
-    over_step: bool = False
-    whitens_tokens: bool = False
-    weighs_rollouts: bool = False
-
-
-class SkipStatistic(NamedTuple):
-    """A statistic over the ratios of a sequence's tokens, which ``loss.skip_statistic`` names.
-
-    Attributes:
-        description: what it computes, for docs/config.md.
-        of: the statistic of a token, in ``rules.STATISTICS``. The geometric mean of ratios is that of ``k1``.
-        reduce: how the tokens' statistics become that of the sequence.
-        is_ratio: True for an average or maximum of ratios, which is 1 if pi equals mu. False for a divergence, which
-            is 0 if pi equals mu.
-    """
-
-    description: str
-    of: str
-    reduce: Literal["mean", "max"] = "mean"
-    is_ratio: bool = True
-
-
-class KlEstimator(NamedTuple):
-    """An estimate of a KL divergence from samples, which ``loss.kl_estimator`` names.
-
-    Attributes:
-        description: what it computes, for docs/config.md.
-        is_loss: whether it can be a term of the loss, because its gradient pulls pi to the reference.
-    """
-
-    description: str
-    is_loss: bool = True
-
-
-SURROGATES: Mapping[str, Surrogate] = {
-    "clip": Surrogate("PPO's clipped ratio", has_dual_clip=True),
-    "cispo": Surrogate("clipped ratio as a detached weight"),
-    "plain": Surrogate("REINFORCE, without a ratio", has_ratio=False, has_clip=False),
-    "sapo": Surrogate("a sigmoid of the ratio instead of a clip", has_clip=False),
-    "gmpo": Surrogate("the sequence's geometric mean of ratios that are clipped by token", has_dual_clip=True),
-}
-
-ADVANTAGES: Mapping[str, Advantage] = {
-    "group_norm": Advantage("reward less the group's mean, divided by its standard deviation"),
-    "group_mean": Advantage("reward less the group's mean"),
-    "leave_one_out": Advantage("reward less the mean of the group's other rewards"),
-    "global_norm": Advantage("as group_norm, over all rollouts of the step", over_step=True),
-    "reinforce_pp": Advantage("as group_mean, then normalised over all trained tokens", whitens_tokens=True),
-    "off_policy_optimal": Advantage(
-        "reward less the mean of the group weighted by length and squared policy / behavior policy of the answer",
-        weighs_rollouts=True,
-    ),
-}
-
-AGGREGATIONS: Mapping[str, str] = {
-    "token": "mean over all tokens of the step",
-    "sequence": "mean over sequences of their token means",
-    "sequence_sum": "mean over sequences of their token sums, divided by sampling.max_new_tokens",
-}
-
-SKIP_STATISTICS: Mapping[str, SkipStatistic] = {
-    "mean": SkipStatistic("mean of the ratios r", of="ratio"),
-    "max": SkipStatistic("largest ratio", of="ratio", reduce="max"),
-    "geometric": SkipStatistic("geometric mean of the ratios", of="k1"),
-    "k3": SkipStatistic("mean of r - 1 - log r, in nats", of="k3", is_ratio=False),
-}
-
-KL_ESTIMATORS: Mapping[str, KlEstimator] = {
-    "k1": KlEstimator("log ratio", is_loss=False),
-    "k2": KlEstimator("half the squared log ratio"),
-    "k3": KlEstimator("never negative, unbiased"),
-}
-
-_DPPO: Mapping[str, Any] = {"surrogate": "plain", "importance_cap": 10.0, "dual_clip": None}
-_DPPO_RULE: Mapping[str, Any] = {"name": "dppo", "level": "token", "when": "outward", "action": "clip"}
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # arXiv:2503.14476: clip-higher, token-level loss, no KL. Answers without an end leave the loss.
-    "dapo": {"clip_high": 0.28, "mask_truncated": True},
-    # arXiv:2402.03300 eq. 3: mean over answers of token means, k3 to the reference in the loss, beta = 0.04.
-    "grpo": {"aggregation": "sequence", "kl_coef": 0.04, "kl_placement": "loss", "kl_estimator": "k3"},
-    # arXiv:2503.20783: neither the group's deviation nor the answer's length divides.
-    "dr_grpo": {"advantage": "group_mean", "aggregation": "sequence_sum"},
-    # Williams 1992 with the group's mean as baseline; truncated importance weights where the data is stale.
-    "reinforce": {
-        "surrogate": "plain",
-        "advantage": "group_mean",
-        "aggregation": "sequence",
-        "importance_cap": 2.0,
-        "dual_clip": None,
-    },
-    # arXiv:2402.14740: the log-probability of the whole answer, so a sum over its tokens.
-    "rloo": {
-        "surrogate": "plain",
-        "advantage": "leave_one_out",
-        "aggregation": "sequence_sum",
-        "importance_cap": 2.0,
-        "dual_clip": None,
-    },
-    # arXiv:2501.03262, the variant with a baseline: k2 in the loss once kl_coef is set.
-    "reinforce_pp": {
-        "advantage": "reinforce_pp",
-        "aggregation": "sequence",
-        "kl_placement": "loss",
-        "kl_estimator": "k2",
-    },
-    # arXiv:2507.18071: a ratio per sequence, so clip ranges of its own (section 5.1). They are narrower than the noise
-    # of bfloat16 between engine and learner, so the ratio is to recomputed logprobs; prox/mu corrects for staleness.
-    "gspo": {
-        "ratio_level": "sequence",
-        "aggregation": "sequence",
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "anchor": "proximal",
-        "importance_cap": 5.0,
-    },
-    # arXiv:2506.13585 eq. 4: no lower bound, no value for the upper; ours is ScaleRL's 5 (arXiv:2510.13786).
-    "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "dual_clip": None},
-    # arXiv:1707.06347 with dual clip (arXiv:1912.09729, c = 3).
-    "ppo_clip": {"dual_clip": 3.0},
-    # arXiv:2110.00641 and AReaL (arXiv:2505.24298): clipped around recomputed logprobs, times a capped prox/mu.
-    "decoupled_ppo": {"anchor": "proximal", "importance_cap": 5.0},
-    "agpo": {"aggregation": "sequence", "length_bonus": 0.1},
-    # arXiv:2511.20347: temperatures 1 and 1.05, the mean over answers of token means.
-    "sapo": {"surrogate": "sapo", "aggregation": "sequence", "dual_clip": None},
-    # arXiv:2507.20673: clipped at e^-0.4 and e^0.4; the mean over answers.
-    "gmpo": {
-        "surrogate": "gmpo",
-        "aggregation": "sequence",
-        "clip_low": 1 - math.exp(-0.4),
-        "clip_high": math.exp(0.4) - 1,
-    },
-    # arXiv:2602.04879: no clip on the ratio; a token stops where the probability itself has moved.
-    "dppo_tv": {**_DPPO, "rules": [{**_DPPO_RULE, "statistic": "tv", "above": 0.15}]},
-    "dppo_kl": {**_DPPO, "rules": [{**_DPPO_RULE, "statistic": "binary_kl", "above": 0.05}]},
-    # DeepSeek-V3.2 (arXiv:2512.02556): DAPO, and wrong answers that pi makes unlikely teach nothing. Its limit is not
-    # published; ours.
-    "opsm": {
-        "clip_high": 0.28,
-        "mask_truncated": True,
-        "rules": [
-            {"name": "opsm", "level": "sequence", "statistic": "k1", "above": 0.1, "when": "negative", "action": "clip"}
-        ],
-    },
-    # arXiv:2510.18855: prox/mu is a weight within its range, and 0 outside.
-    "icepop": {
-        "anchor": "proximal",
-        "importance_cap": 5.0,
-        "rules": [
-            {
-                "name": "icepop",
-                "level": "token",
-                "statistic": "ratio",
-                "below": 0.5,
-                "above": 5.0,
-                "action": "clip",
-                "policy": "anchor",
-            }
-        ],
-    },
-    # arXiv:2510.01161: no fixed clip. Of the tokens that move further away, those with the largest log ratios get no
-    # gradient, until the mean square is at most 0.04. Single ratios are still bounded, at 10 for either sign of A.
-    "m2po": {
-        "clip_low": 1.0,
-        "clip_high": 9.0,
-        "rules": [
-            {"name": "m2", "level": "step", "statistic": "k2", "above": 0.02, "when": "outward", "action": "clip"}
-        ],
-    },
-}
-"""The keys that each preset sets. Other keys keep the fields' defaults, those of plain PPO clipping by token."""
-
-OFF_VALUES: Mapping[str, Any] = {
-    "skip_threshold": 0,
-    "token_range": [],
-    "dual_clip": 0,
-    "importance_cap": 0,
-    "min_ess": 0,
-    "max_kl": 0,
-    "entropy_quantile": 0,
-    "best_k": 0,
-    "kl_placement": "",
-    "kl_reference": "",
-    "function": "",
-    "advantage_function": "",
-}
-"""The value that switches a key off in TOML, which has no null."""
 
 LOSS_KEYS = (
     "surrogate", "ratio_level", "anchor", "clip_low", "clip_high", "dual_clip", "importance_cap", "skip_threshold",
@@ -247,25 +42,6 @@ LOSS_KEYS = (
 """Keys that the built-in loss reads. With ``loss.function`` they do what that function makes of them, so one that is
 set to another value than the default, and that the function does not read, is refused. (A KL in the reward or the
 advantages is not the loss's.)"""
-
-
-if TYPE_CHECKING:
-    PresetName = SurrogateName = AdvantageName = AggregationName = SkipStatisticName = KlEstimatorName = str
-else:
-    # Type checkers know no Literal of computed names; pydantic refuses others and lists these.
-    PresetName = Literal[tuple(PRESETS)]
-    SurrogateName = Literal[tuple(SURROGATES)]
-    AdvantageName = Literal[tuple(ADVANTAGES)]
-    AggregationName = Literal[tuple(AGGREGATIONS)]
-    SkipStatisticName = Literal[tuple(SKIP_STATISTICS)]
-    KlEstimatorName = Literal[tuple(KL_ESTIMATORS)]
-
-KlPlacement = Literal["reward", "loss", "advantage"]
-
-
-def _choices(table: Mapping[str, Any]) -> str:
-    described = {name: row if isinstance(row, str) else row.description for name, row in table.items()}
-    return "; ".join(f"{name}: {text}" for name, text in described.items())
 
 
 class LossConfig(Section):
@@ -287,7 +63,7 @@ class LossConfig(Section):
     )
 
     advantage: AdvantageName = Field(
-        default="group_norm", description=f"How rewards become advantages. {_choices(ADVANTAGES)}."
+        default="group_norm", description=f"How rewards become advantages. {choices(ADVANTAGES)}."
     )
     best_k: int | None = Field(
         default=None,
@@ -301,7 +77,7 @@ class LossConfig(Section):
     )
 
     surrogate: SurrogateName = Field(
-        default="clip", description=f"What a token adds to the objective. {_choices(SURROGATES)}."
+        default="clip", description=f"What a token adds to the objective. {choices(SURROGATES)}."
     )
     ratio_level: Literal["token", "sequence"] = Field(
         default="token",
@@ -343,7 +119,7 @@ class LossConfig(Section):
     )
     skip_statistic: SkipStatisticName = Field(
         default="mean",
-        description=f"Statistic of a sequence's ratios r = policy / behavior policy. {_choices(SKIP_STATISTICS)}.",
+        description=f"Statistic of a sequence's ratios r = policy / behavior policy. {choices(SKIP_STATISTICS)}.",
     )
     skip_unit: Literal["sequence", "micro_batch"] = Field(
         default="sequence",
@@ -392,7 +168,7 @@ class LossConfig(Section):
         default="k1",
         description="Estimate of the KL to the reference model for each token; if unset, k3 with kl_placement = loss, "
         "else k1. "
-        f"{_choices(KL_ESTIMATORS)}.",
+        f"{choices(KL_ESTIMATORS)}.",
     )
     kl_placement: KlPlacement | None = Field(
         default=None,
@@ -417,7 +193,7 @@ class LossConfig(Section):
     )
 
     aggregation: AggregationName = Field(
-        default="token", description=f"How the losses of tokens become the step's loss. {_choices(AGGREGATIONS)}."
+        default="token", description=f"How the losses of tokens become the step's loss. {choices(AGGREGATIONS)}."
     )
     mask_truncated: bool = Field(
         default=False,
@@ -452,11 +228,7 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        for contradiction in CONTRADICTIONS:
-            if contradiction.holds(self):
-                raise ValueError(
-                    f"{contradiction.expected}, got {_shown(self, contradiction.keys)}; {contradiction.reason}"
-                )
+        check_contradictions(self)
         check_rules(self.rules, has_anchor=self.anchor != "behavior")
         return self
 
@@ -524,174 +296,5 @@ def _short_rules(loss: LossConfig) -> Iterator[Rule]:
         yield Rule(name="max_kl", level="step", statistic="k3", above=loss.max_kl, action="skip")
 
 
-def _surrogates_with(flag: str) -> str:
-    """Return the names of the surrogates for which ``flag`` is true, for an error message."""
-    return " or ".join(name for name, surrogate in SURROGATES.items() if getattr(surrogate, flag))
-
-
-class Contradiction(NamedTuple):
-    """A combination of settings of ``[loss]`` that is refused.
-
-    Attributes:
-        keys: the keys whose values the error message shows.
-        holds: returns whether a config has this combination.
-        expected: the part of the error message that says what was expected.
-        reason: the part of the error message that says why, and what to do.
-        example: settings that have this combination, for tests.
-    """
-
-    keys: tuple[str, ...]
-    holds: Callable[[LossConfig], bool]
-    expected: str
-    reason: str
-    example: Mapping[str, Any]
-
-
-CONTRADICTIONS: tuple[Contradiction, ...] = (
-    Contradiction(
-        keys=("importance_cap", "anchor", "surrogate"),
-        holds=lambda c: c.importance_cap is not None and c.anchor == "behavior" and SURROGATES[c.surrogate].has_ratio,
-        expected="expected no loss.importance_cap with a surrogate that contains the ratio policy / behavior policy",
-        reason="staleness would be corrected twice: set importance_cap = 0, anchor = \"proximal\" (decoupled loss), or "
-        "surrogate = \"plain\" (truncated importance weights)",
-        example={"preset": "dapo", "importance_cap": 2.0},
-    ),
-    Contradiction(
-        keys=("anchor", "surrogate"),
-        holds=lambda c: c.anchor != "behavior" and not SURROGATES[c.surrogate].has_ratio,
-        expected=f"expected loss.surrogate {_surrogates_with('has_ratio')} with an anchor other than behavior",
-        reason="surrogate = \"plain\" compares nothing with an anchor; set anchor = \"behavior\"",
-        example={"preset": "reinforce", "anchor": "proximal"},
-    ),
-    Contradiction(
-        keys=("dual_clip", "surrogate"),
-        holds=lambda c: c.dual_clip is not None and not SURROGATES[c.surrogate].has_dual_clip,
-        expected=f"expected loss.dual_clip only with loss.surrogate {_surrogates_with('has_dual_clip')}",
-        reason="other surrogates do not use it; set dual_clip = 0",
-        example={"preset": "cispo", "dual_clip": 3.0},
-    ),
-    Contradiction(
-        keys=("skip_threshold", "skip_statistic", "clip_high"),
-        holds=lambda c: (
-            c.skip_threshold is not None
-            and SKIP_STATISTICS[c.skip_statistic].is_ratio
-            and SURROGATES[c.surrogate].has_clip
-            and c.skip_threshold <= 1 + c.clip_high
-        ),
-        expected="expected loss.skip_threshold above 1 + loss.clip_high",
-        reason="sequences would be left out before the clip acts on them; raise skip_threshold or lower clip_high",
-        example={"clip_high": 0.28, "skip_threshold": 1.2},
-    ),
-    Contradiction(
-        keys=("skip_threshold", "skip_statistic"),
-        holds=lambda c: (
-            c.skip_threshold is not None and SKIP_STATISTICS[c.skip_statistic].is_ratio and c.skip_threshold <= 1
-        ),
-        expected="expected loss.skip_threshold above 1 with this loss.skip_statistic",
-        reason="on-policy data has ratios of 1 and would be skipped; raise skip_threshold, or set 0 to skip nothing",
-        example={"preset": "reinforce", "skip_threshold": 0.5},
-    ),
-    Contradiction(
-        keys=("skip_unit", "skip_threshold"),
-        holds=lambda c: c.skip_unit == "micro_batch" and c.skip_threshold is None,
-        expected="expected a loss.skip_threshold with skip_unit = \"micro_batch\"",
-        reason="without a threshold nothing is skipped; set skip_threshold, or leave skip_unit out",
-        example={"skip_unit": "micro_batch", "skip_threshold": 0},
-    ),
-    Contradiction(
-        keys=("token_range",),
-        holds=lambda c: c.token_range is not None and not 0 <= c.token_range[0] < 1 < c.token_range[1],
-        expected="expected loss.token_range [low, high] with 0 <= low < 1 < high",
-        reason="on-policy data has ratios of 1, which must be inside the range; widen it, or set [] to keep all tokens",
-        example={"token_range": [1.5, 2.0]},
-    ),
-    Contradiction(
-        keys=("token_range", "ratio_level"),
-        holds=lambda c: c.token_range is not None and c.ratio_level == "sequence",
-        expected="expected no loss.token_range with ratio_level = \"sequence\"",
-        reason="all tokens of a sequence share one ratio, so single tokens can't be left out; set token_range = [], "
-        "and skip_threshold with skip_statistic = \"geometric\" to leave out whole sequences",
-        example={"preset": "gspo", "token_range": [0.5, 2.0]},
-    ),
-    Contradiction(
-        keys=("entropy_quantile", "ratio_level"),
-        holds=lambda c: c.entropy_quantile is not None and c.ratio_level == "sequence",
-        expected="expected no loss.entropy_quantile with ratio_level = \"sequence\"",
-        reason="the one ratio of a sequence has all its tokens in it; set entropy_quantile = 0, or ratio_level = "
-        "\"token\"",
-        example={"preset": "gspo", "entropy_quantile": 0.8},
-    ),
-    Contradiction(
-        keys=("kl_coef", "kl_placement"),
-        holds=lambda c: c.kl_coef != 0 and c.kl_placement is None,
-        expected="expected a loss.kl_placement with kl_coef",
-        reason="set kl_placement to reward, loss or advantage, or kl_coef = 0",
-        example={"kl_coef": 0.1},
-    ),
-    Contradiction(
-        keys=("kl_estimator", "kl_placement"),
-        holds=lambda c: c.is_kl_in_loss and not KL_ESTIMATORS[c.kl_estimator].is_loss,
-        expected="expected loss.kl_estimator k2 or k3 with kl_placement = \"loss\"",
-        reason="the gradient of k1 is 0 on average, whatever the reference; set k2 or k3, or kl_placement = \"reward\"",
-        example={"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k1"},
-    ),
-    Contradiction(
-        keys=("kl_weighted", "kl_coef", "kl_placement"),
-        holds=lambda c: c.kl_weighted and not c.is_kl_in_loss,
-        expected="expected a KL in the loss with loss.kl_weighted",
-        reason="set kl_coef and kl_placement = \"loss\", or kl_weighted = false",
-        example={"kl_weighted": True},
-    ),
-    Contradiction(
-        keys=("surrogate", "ratio_level"),
-        holds=lambda c: c.surrogate == "gmpo" and c.ratio_level == "sequence",
-        expected="expected loss.ratio_level = \"token\" with surrogate = \"gmpo\"",
-        reason="it clips the tokens' ratios before it takes their mean",
-        example={"preset": "gmpo", "ratio_level": "sequence"},
-    ),
-    Contradiction(
-        keys=("kl_policy", "kl_coef", "kl_placement"),
-        holds=lambda c: c.kl_policy == "trained" and not c.is_kl_in_advantages,
-        expected="expected a loss.kl_coef with kl_placement = \"reward\" or \"advantage\" with kl_policy = \"trained\"",
-        reason="a KL in the loss is always that of the trained policy; set both, or leave kl_policy out",
-        example={"kl_policy": "trained"},
-    ),
-    Contradiction(
-        keys=("function", "rules", "entropy_quantile"),
-        holds=lambda c: (
-            c.function is not None
-            and (c.entropy_quantile is not None or any(rule.action != "skip" for rule in c.rules))
-        ),
-        expected="expected no loss.entropy_quantile, and no loss.rules that mask or clip, with loss.function",
-        reason="your function decides which tokens count; only rules with action = \"skip\" apply to it",
-        example={"function": "mine.py:loss", "entropy_quantile": 0.8},
-    ),
-    Contradiction(
-        keys=("kl_reference", "kl_coef"),
-        holds=lambda c: c.kl_reference is not None and c.kl_coef == 0,
-        expected="expected a loss.kl_coef above 0 with kl_reference",
-        reason="the reference would never be loaded; raise kl_coef, or leave kl_reference out",
-        example={"kl_reference": "some/model"},
-    ),
-    Contradiction(
-        keys=("advantage_function", "advantage"),
-        holds=lambda c: c.advantage_function is not None and c.advantage != "group_norm",
-        expected="expected no loss.advantage with loss.advantage_function, which replaces it",
-        reason="leave out one of them",
-        example={"advantage_function": "mine.py:advantages", "advantage": "group_mean"},
-    ),
-)  # fmt: skip
-"""Every invalid combination, in the order in which they are checked."""
-
-
 def _is_off(key: str, value: Any) -> bool:
     return key in OFF_VALUES and not isinstance(value, bool) and (value == OFF_VALUES[key] or value == ())
-
-
-def _shown(config: LossConfig, keys: tuple[str, ...]) -> str:
-    return ", ".join(f"{key} = {_in_toml(key, getattr(config, key))}" for key in keys)
-
-
-def _in_toml(key: str, value: Any) -> str:
-    value = OFF_VALUES[key] if value is None else value
-    return f'"{value}"' if isinstance(value, str) else str(list(value) if isinstance(value, tuple) else value)

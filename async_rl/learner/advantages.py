@@ -23,7 +23,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from async_rl.config.loss import ADVANTAGES, LossConfig
+from async_rl.config.loss import LossConfig
+from async_rl.config.loss_names import ADVANTAGES
 from async_rl.config.section import look_up
 from async_rl.errors import TrainingError
 from async_rl.learner.batch import PreparedBatch, along_tokens, leave_out
@@ -217,8 +218,8 @@ ADVANTAGE_FUNCTIONS: Mapping[str, Callable[..., np.ndarray]] = {
 }
 """``loss.advantage`` -> rewards [n] -> advantages, float64 [n].
 
-The row of the same name in ``config.loss.ADVANTAGES`` says whether n is a group or the whole step, and whether the
-function also takes ``log_weights`` [n].
+The row of the same name in ``config.loss_names.ADVANTAGES`` says whether n is a group or the whole step, and whether
+the function also takes ``log_weights`` [n].
 """
 
 

@@ -11,18 +11,16 @@ from pydantic import ValidationError
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml, parse_config
-from async_rl.config.loss import (
+from async_rl.config.loss import LOSS_KEYS, LossConfig
+from async_rl.config.loss_contradictions import CONTRADICTIONS, Contradiction
+from async_rl.config.loss_names import (
     ADVANTAGES,
     AGGREGATIONS,
-    CONTRADICTIONS,
     KL_ESTIMATORS,
-    LOSS_KEYS,
     OFF_VALUES,
     PRESETS,
     SKIP_STATISTICS,
     SURROGATES,
-    Contradiction,
-    LossConfig,
 )
 from async_rl.errors import ConfigError
 

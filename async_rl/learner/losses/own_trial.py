@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from async_rl.config.config import Config
-from async_rl.config.loss import LOSS_KEYS, OFF_VALUES, LossConfig
+from async_rl.config.loss import LOSS_KEYS, LossConfig
+from async_rl.config.loss_names import OFF_VALUES
 from async_rl.errors import ConfigError, OwnCodeError
 from async_rl.learner.losses.own import KEY, LossInputs, LossOutput, OwnLoss, called
 from async_rl.process.user_code import load_named_code

@@ -1,8 +1,9 @@
 """The parts of a policy loss, as pure functions: ratios, surrogates, corrections, KL estimates, aggregations.
 
 ``policy.py`` combines the parts. Parts that ``[loss]`` names are in tables. To add a part, add a function and an entry
-in its table here, and an entry of the same name in ``config/loss.py``. Ratios compare pi (learner) with mu (behavior)
-or with the proximal policy. They are stored as logarithms in nats. Shape letters: N = trained tokens, S = sequences.
+in its table here, and an entry of the same name in ``config/loss_names.py``. Ratios compare pi (learner) with mu
+(behavior) or with the proximal policy. They are stored as logarithms in nats. Shape letters: N = trained tokens,
+S = sequences.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ SURROGATE_FUNCTIONS: Mapping[str, Callable[[SurrogateInputs, LossConfig], TokenO
     "sapo": soft_gate,
     "gmpo": geometric_mean,
 }
-"""``loss.surrogate`` -> its function. The row of the same name in ``config.loss.SURROGATES`` lists its inputs."""
+"""``loss.surrogate`` -> its function. The row of the same name in ``config.loss_names.SURROGATES`` lists its inputs."""
 
 
 def importance_weights(log_ratio_N: Tensor, cap: float) -> Tensor:

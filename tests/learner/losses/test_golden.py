@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.config.loss import ADVANTAGES, PRESETS, LossConfig
+from async_rl.config.loss import LossConfig
+from async_rl.config.loss_names import ADVANTAGES, PRESETS
 from async_rl.learner.advantages import ADVANTAGE_FUNCTIONS, whitened
 from async_rl.learner.losses.policy import policy_loss
 from tests.learner.losses.by_loops import loss_by_loops

@@ -10,14 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.config.loss import (
-    ADVANTAGES,
-    AGGREGATIONS,
-    KL_ESTIMATORS,
-    SKIP_STATISTICS,
-    SURROGATES,
-    LossConfig,
-)
+from async_rl.config.loss import LossConfig
+from async_rl.config.loss_names import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, SKIP_STATISTICS, SURROGATES
 from async_rl.config.rules import STATISTICS
 from async_rl.config.section import look_up
 from async_rl.errors import ConfigError
