@@ -106,17 +106,28 @@ def clipped(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
     With ``loss.dual_clip = c`` and A < 0 the value is at least ``c A`` (arXiv:1912.09729). Otherwise it would be
     unbounded as r grows. A clipped token has gradient 0. A token exactly on a bound keeps its gradient.
     """
-    advantages_N = inputs.advantages
     ratio_N = inputs.log_ratio.exp()
-    low_N = (advantages_N < 0) & (ratio_N < 1 - loss.clip_low)
-    high_N = (advantages_N > 0) & (ratio_N > 1 + loss.clip_high)
+    low_N, high_N = _clipped_sides(ratio_N, inputs.advantages, loss)
     # Not min(), because for equal arguments min() splits the gradient between them.
     effective_N = ratio_N.masked_fill(low_N, 1 - loss.clip_low).masked_fill(high_N, 1 + loss.clip_high)
+    return _dual_clipped(effective_N, inputs.advantages, low_N, high_N, loss)
+
+
+def _clipped_sides(ratio_N: Tensor, advantages_N: Tensor, loss: LossConfig) -> tuple[Tensor, Tensor]:
+    """Return where PPO clips the ratio at its lower and at its upper bound, bool [N] each."""
+    low_N = (advantages_N < 0) & (ratio_N < 1 - loss.clip_low)
+    return low_N, (advantages_N > 0) & (ratio_N > 1 + loss.clip_high)
+
+
+def _dual_clipped(
+    ratio_N: Tensor, advantages_N: Tensor, low_N: Tensor, high_N: Tensor, loss: LossConfig
+) -> TokenObjective:
+    """Return the ratio times the advantage, with ``loss.dual_clip`` as bound of the ratio at A < 0."""
     if loss.dual_clip is not None:
         dual_N = (advantages_N < 0) & (ratio_N > loss.dual_clip)
-        effective_N = effective_N.masked_fill(dual_N, loss.dual_clip)
+        ratio_N = ratio_N.masked_fill(dual_N, loss.dual_clip)
         high_N = high_N | dual_N
-    return TokenObjective(effective_N * advantages_N, low_N, high_N)
+    return TokenObjective(ratio_N * advantages_N, low_N, high_N)
 
 
 def clipped_weight(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
@@ -161,19 +172,11 @@ def geometric_mean(inputs: SurrogateInputs, loss: LossConfig) -> TokenObjective:
     """
     if inputs.sequence_mean is None:
         raise ValueError("expected the mean over sequences as SurrogateInputs.sequence_mean, got none; pass it")
-    advantages_N = inputs.advantages
-    ratio_N = inputs.log_ratio.detach().exp()
-    low_N = (advantages_N < 0) & (ratio_N < 1 - loss.clip_low)
-    high_N = (advantages_N > 0) & (ratio_N > 1 + loss.clip_high)
+    low_N, high_N = _clipped_sides(inputs.log_ratio.detach().exp(), inputs.advantages, loss)
     clipped_N = inputs.log_ratio.masked_fill(high_N, math.log1p(loss.clip_high))
     if loss.clip_low < 1:
         clipped_N = clipped_N.masked_fill(low_N, math.log1p(-loss.clip_low))
-    mean_N = inputs.sequence_mean(clipped_N).exp()
-    if loss.dual_clip is not None:
-        dual_N = (advantages_N < 0) & (mean_N > loss.dual_clip)
-        mean_N = mean_N.masked_fill(dual_N, loss.dual_clip)
-        high_N = high_N | dual_N
-    return TokenObjective(mean_N * advantages_N, low_N, high_N)
+    return _dual_clipped(inputs.sequence_mean(clipped_N).exp(), inputs.advantages, low_N, high_N, loss)
 
 
 SURROGATE_FUNCTIONS: Mapping[str, Callable[[SurrogateInputs, LossConfig], TokenObjective]] = {
