@@ -1,5 +1,6 @@
 """Settings of every test, and the fixture that keeps tests of other subjects apart from the admission rule."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,17 @@ def passed(pytestconfig: pytest.Config) -> Passed:
     plugin = pytestconfig.pluginmanager.get_plugin("passed")
     assert isinstance(plugin, Passed)
     return plugin
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Let torch compute with one thread, so that the order of sums, and so every bit, is the same on all machines."""
+    import torch  # here, because many tests need no torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

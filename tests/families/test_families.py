@@ -7,21 +7,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.families.catalogue import FAMILIES
 from tests.families.page import built_in_engine, learner, page, without_figures
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -34,6 +34,8 @@ from async_rl.generator.hf.slots import SlotCache
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import make_model, weights_of, write_tokenizer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 VOCABULARY = 40
 SIZES: dict[str, Any] = {
@@ -55,14 +57,6 @@ RELATIVES: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
     "gelu": LlamaConfig(**SIZES, num_key_value_heads=2, hidden_act="gelu_pytorch_tanh"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def built(config: PretrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:

@@ -23,19 +23,13 @@ from async_rl.queue.parity import ProbeSequence
 from tests.families.catalogue import build
 from tests.families.sampling import NUM_SLOTS, weights_of, worst_difference, write_family
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROBES = (
     ProbeSequence(np.array([5, 9, 4, 7, 8, 3, 20], np.int32), 3),
     ProbeSequence(np.arange(3, 43, dtype=np.int32), 32),
     ProbeSequence(np.array([12, 13], np.int32), 1),
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def chosen(name: str) -> Any:

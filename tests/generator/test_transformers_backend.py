@@ -20,16 +20,10 @@ from async_rl.sampling_mask import SamplingMask, contains
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import CHARACTERS, make_model, weights_of, write_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EOS = 1
 PROMPTS = ["1+1", "what is 23+4", "7", "a longer prompt than the others are"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

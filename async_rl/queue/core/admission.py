@@ -87,17 +87,15 @@ class QueueSettings:
             )
         needed = self.groups_per_step * self.worst_case_bytes
         if needed > self.max_bytes:
+            remedies = ["raise it", "lower learner.groups_per_step, sampling.group_size or sampling.max_new_tokens"]
+            if not self.sampling.keeps_all:
+                remedies.append("lower (or set) sampling.top_k")
+            if self.routing is not None:
+                token_bytes = self.routing.bytes_per_token
+                remedies.append(f"set model.routing_replay = false: routes take {token_bytes} bytes a token")
             raise ConfigError(
                 f"queue.max_bytes: expected at least {needed}, which one step of {self.groups_per_step} groups may "
-                f"need, got {self.max_bytes}; raise it, or lower learner.groups_per_step, sampling.group_size or "
-                f"sampling.max_new_tokens"
-                + ("" if self.sampling.keeps_all else ", or lower (or set) sampling.top_k")
-                + (
-                    ""
-                    if self.routing is None
-                    else f", or set model.routing_replay = false: routes take "
-                    f"{self.routing.bytes_per_token} bytes a token"
-                )
+                f"need, got {self.max_bytes}; {', or '.join(remedies)}"
             )
         if self.lowest_bound > self.max_staleness:
             raise ConfigError(
