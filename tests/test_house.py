@@ -14,7 +14,7 @@ PACKAGE = ROOT / "async_rl"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "output", "terminal", "__init__"),
-    ("sampling_mask", "routes", "records"),
+    ("attention_limits", "sampling_mask", "routes", "records"),
     ("config", "net", "process", "sandbox"),
     ("run", "rewards", "environments", "data"),
     ("queue",),
@@ -30,8 +30,8 @@ SEPARATE = {("generator", "learner"), ("learner", "generator")}
 
 HEAVY = ("torch", "transformers")
 LIGHT = (
-    "errors", "sampling_mask", "routes", "records", "config", "net", "process", "sandbox", "run", "rewards",
-    "environments", "data", "queue", "launch", "cli", "comparison",
+    "errors", "attention_limits", "sampling_mask", "routes", "records", "config", "net", "process", "sandbox", "run",
+    "rewards", "environments", "data", "queue", "launch", "cli", "comparison",
     "doctor.check", "doctor.machine", "evaluation.table",
     "generator.worker", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.offline", "generator.environment_rollouts",

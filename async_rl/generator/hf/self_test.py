@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from async_rl.attention_limits import caps_attention, narrow_windows
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.hf.lockstep import LockstepRows
 from async_rl.generator.hf.rows import Rows, SlotRows, caches_only_keys_and_values
@@ -36,8 +36,6 @@ _REFERENCE_ATTENTION = "eager"
 _EXACT_LIMIT = 1e-4
 """Largest mean difference in float32, nats. Rounding stays far below it. In half precision the limit is that of the
 run's parity check."""
-_WINDOW_KEYS = ("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size", "index_topk")
-_NARROW_WINDOW = 4
 _TEXT_TOKENS = (14, 9, 11, 15)
 _PROMPT_TOKENS = (1, 3, 7, 7)
 """Tokens of each text, and how many of them are its prompt. The texts 2 and 3 have one prompt."""
@@ -52,7 +50,7 @@ def choose_rows(model: PreTrainedModel, max_running: int) -> Rows:
     """
     ways = _ways(model)
     reasons: list[str] = []
-    with _narrow_windows(model):
+    with narrow_windows(model):
         texts, expected = _expected(model)
         for name, make in ways.items():
             if not (reason := _why_wrong(model, make, texts, expected)):
@@ -83,7 +81,7 @@ def _ways(model: PreTrainedModel) -> dict[str, Callable[[int], Rows]]:
     The keys are names for messages, the fastest first.
     """
     native = model.config._attn_implementation or _REFERENCE_ATTENTION
-    if _caps_attention(model):
+    if caps_attention(model.config):
         native = _REFERENCE_ATTENTION  # transformers' sdpa leaves the cap out
     without = {"without a cache": lambda _: LockstepRows(model, _REFERENCE_ATTENTION, has_cache=False)}
     if _clamps_steps(model):
@@ -104,11 +102,6 @@ def _clamps_steps(model: Any) -> bool:
     """
     limits = (getattr(module, "time_step_limit", None) for module in model.modules())
     return any(limit is not None and tuple(limit) != (0.0, math.inf) for limit in limits)
-
-
-def _caps_attention(model: Any) -> bool:
-    settings = model.config.get_text_config(decoder=True).to_dict()
-    return any("attn" in key and "softcap" in key and value is not None for key, value in settings.items())
 
 
 def _why_wrong(model: Any, make: Callable[[int], Rows], texts: list[np.ndarray], expected: list[Tensor]) -> str:
@@ -203,23 +196,3 @@ def _decoded(rows: Rows, texts: list[np.ndarray]) -> list[Tensor]:
             running[ended[0]] = running[last]
             running.pop()
     return [torch.stack(values) for values in found]
-
-
-@contextmanager
-def _narrow_windows(model: Any) -> Iterator[None]:
-    """Narrow attention windows while the ``with`` block runs."""
-    text = model.config.get_text_config(decoder=True)
-    changed: list[tuple[Any, str, int]] = []
-    for key in _WINDOW_KEYS:
-        width = getattr(text, key, None)
-        if type(width) is not int or width <= _NARROW_WINDOW:
-            continue
-        for owner in (text, *model.modules()):
-            if type(getattr(owner, key, None)) is int and getattr(owner, key) == width:
-                changed.append((owner, key, width))
-                setattr(owner, key, _NARROW_WINDOW)
-    try:
-        yield
-    finally:
-        for owner, key, width in changed:
-            setattr(owner, key, width)

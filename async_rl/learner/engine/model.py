@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from async_rl.attention_limits import caps_attention
 from async_rl.config.config import Config
 from async_rl.config.learner import ModelConfig, OptimizerConfig
 from async_rl.data.chat import check_precision, model_directory
@@ -168,12 +169,6 @@ def _logit_cap(config: Any) -> float | None:
     return next((float(cap) for key in _LOGIT_CAPS if (cap := getattr(config, key, None)) is not None), None)
 
 
-def _caps_attention(config: Any) -> bool:
-    """Return whether the model caps its attention scores, which transformers' sdpa attention leaves out."""
-    settings = config.get_text_config().to_dict()
-    return any("attn" in key and "softcap" in key and value is not None for key, value in settings.items())
-
-
 class PolicyModel(nn.Module):
     """A causal LM that computes the log-probabilities of the trained tokens of a micro-batch.
 
@@ -198,7 +193,7 @@ class PolicyModel(nn.Module):
         self.logit_cap = _logit_cap(causal_lm.config)
         self.replay: RoutingReplay | None = None
         native = causal_lm.config._attn_implementation or "eager"
-        self._padded_attention = "eager" if _caps_attention(causal_lm.config) else native
+        self._padded_attention = "eager" if caps_attention(causal_lm.config) else native
         self.eval()
         self.use(packing)
         if causal_lm.is_gradient_checkpointing:

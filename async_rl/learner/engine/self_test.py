@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from async_rl.attention_limits import NARROW_WINDOW, narrow_windows
 from async_rl.errors import ModelError
 from async_rl.learner.engine import Engine
 from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
@@ -34,8 +35,6 @@ VALUE_TOLERANCE = 1e-4
 of thousands stays far below it; a leak between sequences is far above it."""
 GRADIENT_TOLERANCE = 1e-3
 _NATIVE_ATTENTION = "eager"
-_WINDOW_KEYS = ("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size", "index_topk")
-_NARROW_WINDOW = 4
 _MIXED_LENGTH_ROPES = ("longrope", "dynamic")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PROMPT_TOKENS, _ANSWER_TOKENS = 5, (9, 4)
@@ -68,7 +67,7 @@ def check_packing(policy: PolicyModel, *, max_length: int) -> None:
     with ExitStack() as changed:
         changed.enter_context(_frozen(model))
         changed.enter_context(_few_layers(policy))
-        changed.enter_context(_narrow_windows(model, max_length))
+        changed.enter_context(narrow_windows(model, below=max_length))
         together, gradient = _run_together(policy, batch)
         _check_head(policy, _laid_out(batch)[0])
         alone = [_run_alone(policy, ids, index) for index, ids in enumerate(_laid_out(batch))]
@@ -157,12 +156,12 @@ def _sequences(vocab_size: int, *, neighbours_seed: int = 1, copies: int = 1) ->
     def tokens(generator: np.random.Generator, count: int) -> np.ndarray:
         return generator.integers(vocab_size, size=count, dtype=np.int32)
 
-    texts = [(tokens(own, _NARROW_WINDOW * 2), 1)]
+    texts = [(tokens(own, NARROW_WINDOW * 2), 1)]
     for _ in range(copies):
         prompt = tokens(others, _PROMPT_TOKENS)
         texts.append((tokens(others, _LONE_TOKENS), 1))
         texts += [(np.concatenate([prompt, tokens(others, count)]), _PROMPT_TOKENS) for count in _ANSWER_TOKENS]
-    texts.append((tokens(others, _NARROW_WINDOW * 2 - 1), 1))
+    texts.append((tokens(others, NARROW_WINDOW * 2 - 1), 1))
     return [_sequence(index, ids, start) for index, (ids, start) in enumerate(texts)]
 
 
@@ -435,26 +434,3 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     settings = tuple(repr(getattr(module, name, None)) for module in layer.modules() for name in names)
     return modules, settings, tuple(parameter.shape for parameter in layer.parameters())
-
-
-@contextmanager
-def _narrow_windows(model: nn.Module, max_length: int) -> Iterator[None]:
-    """Narrow attention windows while the ``with`` block runs, so that the short test sequences are longer than the
-    windows.
-
-    Only windows that are shorter than the run's longest sequence are changed.
-    """
-    text = cast(Any, model).config.get_text_config()
-    windows = {key: getattr(text, key, None) for key in _WINDOW_KEYS}
-    windows = {key: width for key, width in windows.items() if isinstance(width, int) and 0 < width < max_length}
-    changed: list[tuple[Any, str, Any]] = []
-    for key, width in windows.items():
-        for owner in (text, *model.modules()):
-            if getattr(owner, key, None) == width and type(width) is int:
-                changed.append((owner, key, width))
-                setattr(owner, key, _NARROW_WINDOW)
-    try:
-        yield
-    finally:
-        for owner, key, width in changed:
-            setattr(owner, key, width)
