@@ -1,0 +1,145 @@
+"""Floating-point operations of an optimizer step, and what the device could do in the same time.
+
+``StepFlops`` reads a model's costs once; ``of`` then counts a micro-batch on the host. Only what the step must compute
+is counted: a shared prompt once, no padding, logits only where a token is predicted, and no activation twice, so that
+gradient checkpointing lowers the utilisation (MFU, arXiv:2204.02311, appendix B) instead of hiding its cost. A product
+of matrices [a, b] and [b, c] is 2abc operations. Norms, rotations, softmaxes and the optimizer are left out, as usual.
+
+Called by ``fsdp_engine.py`` and by ``benchmarks/learner.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from async_rl.learner.packing import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("H100", "PCIe"), 756e12),
+    (("H100", "NVL"), 835e12),
+    (("H100",), 989e12),
+    (("H200", "NVL"), 836e12),
+    (("H200",), 989e12),
+    (("GH200",), 989e12),
+    (("H20",), 148e12),
+    (("B200",), 2250e12),
+    (("A100",), 312e12),
+    (("A10",), 125e12),
+    (("A6000",), 155e12),
+    (("L40S",), 362e12),
+    (("L40",), 181e12),
+    (("L4",), 121e12),
+    (("4090",), 165e12),
+    (("3090",), 71e12),
+)
+"""Words of a device's name, and its dense bfloat16 operations per second with sums in float32, by the maker's data
+sheets. The first row whose words are all in the name counts.
+"""
+
+
+def peak_flops_per_s(device_name: str, dtype: torch.dtype) -> float | None:
+    """Return the operations per second of a device, as torch names it, in ``dtype``. None if they are not known.
+
+    Only bfloat16 and float16 are known: in float32 the peak depends on settings of the matrix kernels.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return None
+    words = set(re.split(r"[^A-Za-z0-9]+", device_name))
+    return next((peak for needed, peak in _PEAKS if words.issuperset(needed)), None)
+
+
+def device_peak(device: torch.device, dtype: torch.dtype) -> float | None:
+    """Return what ``peak_flops_per_s`` says of ``device``. None on the CPU."""
+    return peak_flops_per_s(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """The costs of a model's forward and backward pass, in floating-point operations.
+
+    Attributes:
+        per_token: for each token of a row, of all matrix products except attention and head. A trained matrix costs 6
+            for each of its numbers: 2 forward, 2 for the gradient of its input and 2 for its own. A frozen one costs 4.
+        per_prediction: for each predicted token, of the head.
+        per_pair: for each layer of attention by its window (None: no window), for each pair of a token and a token
+            that it attends to, itself included: 6 for each number of a query and of a value, over all heads.
+    """
+
+    per_token: float
+    per_prediction: float
+    per_pair: tuple[tuple[int | None, float], ...]
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel) -> StepFlops:
+        """Read the costs of ``model``, whose parameters may be sharded and may have adapters.
+
+        Of experts only those count that compute a token. Attention counts in layers of full and of sliding attention;
+        other kinds (linear, chunked) have no pairs.
+        """
+        head = cast(nn.Linear, model.get_output_embeddings())
+        embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+        settings = model.config.get_text_config()
+        per_token = 0.0
+        for name, parameter in model.base_model.named_parameters():
+            if parameter.ndim < 2 or parameter in embeddings or parameter is head.weight:
+                continue
+            share = _expert_share(settings) if ".experts." in f".{name}." else 1.0
+            per_token += share * _cost(parameter) * parameter.numel()
+        return cls(
+            per_token=per_token,
+            per_prediction=_cost(head.weight) * head.weight.numel(),
+            per_pair=tuple(_attention_costs(settings)),
+        )
+
+    def of(self, micro_batch: MicroBatch) -> float:
+        """Return the operations of one micro-batch."""
+        num_attended = micro_batch.position_ids + 1
+        total = self.per_token * len(num_attended) + self.per_prediction * len(micro_batch.targets)
+        for window, cost in self.per_pair:
+            pairs = num_attended if window is None else np.minimum(num_attended, window)
+            total += cost * int(pairs.sum())
+        return total
+
+
+def _cost(parameter: Tensor) -> int:
+    return 6 if parameter.requires_grad else 4
+
+
+def _expert_share(settings: Any) -> float:
+    """Return the share of the routed experts that compute a token."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next((int(n) for key in names if (n := getattr(settings, key, None))), 1)
+    return min(1.0, int(getattr(settings, "num_experts_per_tok", None) or num_experts) / num_experts)
+
+
+def _attention_costs(settings: Any) -> list[tuple[int | None, float]]:
+    """Return, for each window that layers have, the cost of a pair over all these layers."""
+    num_heads = getattr(settings, "num_attention_heads", None)
+    if not isinstance(num_heads, int):
+        return []
+    head_dim = int(getattr(settings, "head_dim", None) or settings.hidden_size // num_heads)
+    query_dim = int(getattr(settings, "qk_nope_head_dim", None) or 0) + int(
+        getattr(settings, "qk_rope_head_dim", None) or 0
+    )
+    value_dim = int(getattr(settings, "v_head_dim", None) or head_dim)
+    of_layer = 6.0 * num_heads * ((query_dim or head_dim) + value_dim)
+    types = cast(Sequence[str], getattr(settings, "layer_types", None) or ())
+    types = types or ["full_attention"] * int(settings.num_hidden_layers)
+    window = getattr(settings, "sliding_window", None)
+    costs: dict[int | None, float] = {}
+    for kind in types:
+        if kind in ("full_attention", "attention", "hybrid"):
+            costs[None] = costs.get(None, 0.0) + of_layer
+        elif kind == "sliding_attention" and window is not None:
+            costs[int(window)] = costs.get(int(window), 0.0) + of_layer
+    return list(costs.items())
