@@ -24,8 +24,8 @@ from async_rl.sampling_mask import SamplingMask, contains, largest_id, select
 logger = logging.getLogger(__name__)
 
 MASK_CAUSES = (
-    "invalid", "unknown_weights", "quarantined", "failed", "filter", "truncated", "best_k", "stale", "skip_threshold",
-    "loss_function", "step_skipped",
+    "invalid", "unknown_weights", "quarantined", "failed", "filter", "truncated", "too_long", "best_k", "stale",
+    "skip_threshold", "loss_function", "step_skipped",
 )  # fmt: skip
 """Why a rollout, or some of its tokens, are left out of the loss. The first cause that applies counts:
 
@@ -35,6 +35,7 @@ MASK_CAUSES = (
 - ``failed``: its inference engine failed.
 - ``filter``: its group's accuracy is outside ``queue.filter_range``, and ``queue.refill`` is false.
 - ``truncated``: it was cut at ``sampling.max_new_tokens``, and ``loss.mask_truncated`` is set.
+- ``too_long``: one of its sequences has more than ``learner.max_tokens`` tokens, so no micro-batch can hold it.
 - ``best_k``: it is not among the best ``loss.best_k`` of its group.
 - ``stale``: some of its tokens exceed the staleness bound, and ``queue.on_stale`` is "mask". Only these are left out.
 - ``skip_threshold``: its ratios are beyond ``loss.skip_threshold``, or a rule of ``loss.rules`` masks all its tokens.
@@ -111,6 +112,7 @@ def prepare_batch(
     known_weights: Callable[[Group], bool],
     oldest_version: int | None = None,
     vocab_size: int | None = None,
+    max_tokens: int | None = None,
     routing: RoutingShape | None = None,
 ) -> PreparedBatch:
     """Turn the groups of a step into sequences, in order, in ``num_updates`` equal parts. Advantages are still 0.
@@ -124,6 +126,7 @@ def prepare_batch(
         known_weights: returns whether this run published the weights with which a group was sampled.
         oldest_version: tokens sampled with an earlier version are left out of the loss. None: all tokens stay.
         vocab_size: token ids must be below it. None: no limit.
+        max_tokens: the value of ``learner.max_tokens``; rollouts with a longer sequence are masked. None: no limit.
         routing: the shape of the routes to replay. None: the model's routers choose, and routes are left out.
     """
     builder = _Builder(oldest_version)
@@ -138,10 +141,13 @@ def prepare_batch(
                     logger.warning("a group of generator %s can't be trained: %s", item.group.generator_id, fault)
                     cause = "invalid"
                 else:
-                    cause = _mask_cause(rollout, item, trusted=trusted, mask_truncated=mask_truncated)
+                    cause = _mask_cause(
+                        rollout, item, trusted=trusted, mask_truncated=mask_truncated, max_tokens=max_tokens
+                    )
                 sequences += _sequences(builder, item, rollout, cause, has_routes=routing is not None)
         updates.append(tuple(sequences))
     rollouts = [rollout for item in taken for rollout in item.group.rollouts]
+    _warn_of_too_long([rollouts[index] for index, cause in builder.masked.items() if cause == "too_long"], max_tokens)
     return PreparedBatch(
         updates=tuple(updates),
         rollout_of=builder.rollout_of,
@@ -199,7 +205,21 @@ def leave_out(prepared: PreparedBatch, rollouts: Collection[int], cause: str) ->
     )
 
 
-def _mask_cause(rollout: Rollout, item: TakenGroup, *, trusted: bool, mask_truncated: bool) -> str | None:
+def _warn_of_too_long(rollouts: Sequence[Rollout], max_tokens: int | None) -> None:
+    if rollouts:
+        longest = max(len(sequence.token_ids) for rollout in rollouts for sequence in rollout.sequences)
+        logger.warning(
+            "%d answers of this step are left out of the loss (masked/too_long in metrics.jsonl): expected at most "
+            "learner.max_tokens = %s tokens, got up to %d; raise it, or lower sampling.max_new_tokens",
+            len(rollouts),
+            max_tokens,
+            longest,
+        )
+
+
+def _mask_cause(
+    rollout: Rollout, item: TakenGroup, *, trusted: bool, mask_truncated: bool, max_tokens: int | None
+) -> str | None:
     if not trusted:
         return "unknown_weights"
     if rollout.finish_reason == "error":
@@ -208,6 +228,8 @@ def _mask_cause(rollout: Rollout, item: TakenGroup, *, trusted: bool, mask_trunc
         return "filter"
     if mask_truncated and rollout.finish_reason == "length":
         return "truncated"
+    if max_tokens is not None and any(len(sequence.token_ids) > max_tokens for sequence in rollout.sequences):
+        return "too_long"
     return None
 
 

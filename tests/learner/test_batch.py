@@ -39,6 +39,7 @@ def prepare(
     *groups: TakenGroup,
     num_updates: int = 1,
     oldest_version: int | None = None,
+    max_tokens: int | None = None,
     routing: RoutingShape | None = None,
 ):
     return prepare_batch(
@@ -46,6 +47,7 @@ def prepare(
         mask_truncated=True,
         num_updates=num_updates,
         oldest_version=oldest_version,
+        max_tokens=max_tokens,
         routing=routing,
         known_weights=lambda group: group.weights_digest[0] == "good",
     )
@@ -67,6 +69,28 @@ def test_a_stale_rollout_still_counts_in_its_group_s_baseline():
     assert prepared.masked == {1: "stale"}
     trained = with_advantages(prepared, LossConfig()).updates[0][0]
     np.testing.assert_allclose(trained.advantages, [0, 0, 0.70701], atol=1e-5)
+
+
+def test_an_answer_longer_than_a_micro_batch_is_masked_and_the_rest_of_its_group_is_trained(
+    caplog: pytest.LogCaptureFixture,
+):
+    # 2 prompt tokens: 4 tokens, then 5, then one answer of two sequences of which the second has 6.
+    turns = Rollout((*rollout(0, [0]).sequences, *rollout(0, [0] * 4).sequences), {"correct": 0.0}, 0.0, "stop")
+    prepared = prepare(taken(rollout(1, [0, 0]), rollout(0, [0, 0, 0]), turns), max_tokens=4)
+    assert prepared.masked == {1: "too_long", 2: "too_long"}
+    assert "expected at most learner.max_tokens = 4 tokens, got up to 6" in caplog.text
+    assert trained_counts(prepared, [], stepped=[True]) == TrainedCounts(
+        stepped=True,
+        rollouts_trained=1,
+        rollouts_masked={"too_long": 2},
+        tokens_trained=2,
+        tokens_masked={"too_long": 8},
+    )
+    # Their rewards count: 1, 0, 0 have the mean 1/3 and the unbiased std 0.57735; 0.66667 / 0.57745 = 1.15450.
+    (trained,) = with_advantages(prepared, LossConfig()).updates[0]
+    np.testing.assert_allclose(trained.advantages, [0, 0, 1.15450, 1.15450], atol=1e-5)
+    assert prepare(taken(rollout(1, [0, 0])), max_tokens=4).masked == {}
+    assert prepare(taken(rollout(0, [0] * 5, "length")), max_tokens=4).masked == {0: "truncated"}
 
 
 def test_a_prepared_sequence_has_its_group_s_temperature_and_no_advantage_yet():

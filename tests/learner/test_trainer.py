@@ -468,6 +468,25 @@ def test_rollouts_of_unknown_weights_that_the_queue_let_pass_are_masked(tmp_path
     assert run.queue_state.stats().ledger["rollouts"]["masked"] == {"unknown_weights": 2}
 
 
+def test_an_answer_longer_than_a_micro_batch_does_not_end_the_run(tmp_path: Path):
+    # Two prompt tokens and 3 sampled ones are 5 tokens, as many as a micro-batch holds. One answer has 6.
+    def one_too_long(lease: Lease, version: int) -> Group:
+        honest = answered(lease, version)
+        if lease.kind == "eval" or lease.prompt.position:
+            return honest
+        (first, _), (_, longer) = honest.rollouts, group(lease, version, tokens=4).rollouts
+        return structs.replace(honest, rollouts=(first, longer))
+
+    run = make_run(tmp_path, learner={"max_tokens": 5})
+    run.start(answer=one_too_long)
+    first, *others = (row for row in read_rows(run.path / "metrics.jsonl") if "version" in row)
+    assert (first["masked/too_long"], first["tokens/trained"]) == (1, 9)
+    assert [row.get("masked/too_long", 0) for row in others] == [0] * 4
+    ledger = run.queue_state.stats().ledger
+    assert ledger["rollouts"]["masked"] == {"too_long": 1}
+    assert ledger["groups"]["trained"] == 10
+
+
 def test_a_run_whose_only_generator_invents_logprobs_trains_nothing_and_says_why(tmp_path: Path):
     # The engine gives every token -2, the generator says -0.5: 1.5 nats apart.
     run = make_run(tmp_path)
