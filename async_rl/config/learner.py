@@ -8,6 +8,9 @@ from pydantic import Field, field_validator
 
 from async_rl.config.section import Section
 
+Reshard = Literal["full", "after_backward", "none"]
+"""When ranks free gathered parameters, a value of ``learner.reshard``."""
+
 
 class ModelConfig(Section):
     """The model that is trained and sampled."""
@@ -117,10 +120,11 @@ class LearnerConfig(Section):
         strict=False,
         description="CUDA devices of the ranks, one for each; if unset, the first devices of the machine.",
     )
-    reshard: Literal["full", "none"] = Field(
+    reshard: Reshard = Field(
         default="full",
-        description="Whether ranks free gathered parameters after use (full, as in ZeRO-3) or keep them (none), which "
-        "is faster and takes memory.",
+        description="When ranks free gathered parameters: after each use (full, as in ZeRO-3), after the backward pass "
+        "of each micro-batch (after_backward), or after the step's last one (none, as in ZeRO-2). Later is faster and "
+        "takes memory: none that of the whole model on each rank, and both that of its gradients.",
     )
     num_threads: int | None = Field(
         default=None,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.config.config import Config
 from async_rl.errors import TrainingError
@@ -26,7 +27,8 @@ from tests.learner.tiny import random_sequences, tiny_config, with_behavior
 VARIANTS: dict[str, dict[str, Any]] = {
     "small": {"learner": {"max_tokens": 32}},
     "large": {"learner": {"max_tokens": 4096}},
-    "gathered": {"learner": {"max_tokens": 64, "reshard": "none"}},
+    "kept for a micro-batch": {"learner": {"max_tokens": 32, "reshard": "after_backward"}},
+    "kept for a step": {"learner": {"max_tokens": 32, "reshard": "none"}},
     "recomputed": {"learner": {"max_tokens": 64}, "model": {"gradient_checkpointing": True}},
 }
 # The first moment is then the gradient itself, and nothing is clipped away.
@@ -196,8 +198,21 @@ def plain_stats(stats: UpdateStats) -> dict[str, Any]:
     return asdict(replace(stats, by_lag=np.zeros(0))) | {"by_lag": by_lag.tolist()}
 
 
+class CountedGathers(TorchDispatchMode):
+    """Counts the gathers of FSDP groups while it is active."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "allgather_base" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
 def updates(directory: Path) -> None:
-    """For every variant two steps, the second on one sequence alone, saved; then a load of one rank's checkpoint."""
+    """For every variant two steps, the second on one sequence alone, saved; then a load of one rank's checkpoint.
+
+    ``gathers.json`` has the first step's number of micro-batches of a rank, and of gathers of parameters.
+    """
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
 
     ranks = init_ranks(engine_config(directory, {}))
@@ -207,9 +222,11 @@ def updates(directory: Path) -> None:
             follow_once(engine)
             continue
         engine.tick()
-        stats = [engine.update(batch_for(0), version=0)]
+        with CountedGathers() as gathers:
+            stats = [engine.update(batch_for(0), version=0)]
         target = directory / "two" / name
         save(engine, target / "first", 1)
+        (target / "gathers.json").write_text(json.dumps([len(engine._pack(batch_for(0))[0]), gathers.count]))
         stats.append(engine.update(batch_for(1)[:1], version=0))
         save(engine, target / "second", 2)
         (target / "stats.json").write_text(json.dumps([plain_stats(s) for s in stats]))

@@ -10,7 +10,6 @@ small step (4 layers, 128 wide, 100 tokens: 21 ms without, 31 to 39 ms with). Al
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,9 +18,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -36,6 +33,7 @@ from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_replay
+from async_rl.learner.engine.sharding import begin_micro_batch, end_forward, shard
 from async_rl.learner.losses.objective import (
     Objective,
     StepOutcome,
@@ -132,7 +130,7 @@ class FsdpEngine:
                     f"got {self._reference.vocab_size}; choose one with the same tokenizer"
                 )
             for model in self._models if self._is_sharded else ():
-                _shard(model, ranks, self._dtype, reshard=config.learner.reshard == "full")
+                shard(model, ranks, self._dtype, reshard=config.learner.reshard)
             self._parameters = [p for p in self._model.parameters() if p.requires_grad]
             self._optimizer = build_optimizer(self._parameters, config.optimizer, self._schedule.lr_at(0))
             self._num_updates = 0
@@ -355,7 +353,7 @@ class FsdpEngine:
                 batches = (replace(batch, routes=None) for batch in batches)
             scored = [tuple(values.cpu() for values in model(batch)) for batch in batches]
         if self._is_sharded:
-            _end_forward(model)
+            end_forward(model)
         arrays = [torch.cat(values).numpy() for values in zip(*scored, strict=True)]
         return [decode(frame).arrays for frame in self._ranks.gather(encode("scores", {}, arrays))]
 
@@ -389,9 +387,9 @@ class FsdpEngine:
         """
         results = []
         for index, micro_batch in enumerate(micro_batches):
-            if self._is_sharded and self._config.learner.reshard == "none":
-                # Parameters stay unsharded between micro-batches, and so may gradients: one reduction per step.
-                cast(FSDPModule, self._model).set_requires_gradient_sync(index == len(micro_batches) - 1)
+            if self._is_sharded:
+                is_last = index == len(micro_batches) - 1
+                begin_micro_batch(self._model, reshard=self._config.learner.reshard, is_last=is_last)
             batch = to_device(micro_batch, self._ranks.device, self._model.packing)
             result = self._objective(
                 batch, self._model(batch, entropy_grad=self._objective.needs_entropy_grad), version=version
@@ -474,41 +472,6 @@ class FsdpEngine:
         )
         for state in self._optimizer.state.values():
             state["step"].fill_(self._num_updates)
-
-
-def _shard(model: PolicyModel, ranks: Ranks, dtype: torch.dtype, *, reshard: bool) -> None:
-    """Shard ``model`` over the ranks: each decoder layer by itself; embedding, norm and head as one group.
-
-    One group for these keeps a tied head tied. Layers that share weights (Zamba 2) are in that group too, because FSDP
-    takes a parameter into one group only. Layers move to the device one by one, so the device never has to hold the
-    whole model.
-    """
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    num_owners = Counter(parameter for layer in model.decoder_layers for parameter in set(layer.parameters()))
-    for layer in model.decoder_layers:
-        if any(num_owners[parameter] > 1 for parameter in layer.parameters()):
-            continue
-        fully_shard(cast(nn.Module, layer), mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
-    # The backward pass needs the root group first, so it stays unsharded. Its only float inputs are temperatures, which
-    # must not be cast: 1.001 is 1 in bfloat16.
-    uncast = replace(precision, cast_forward_inputs=False)
-    fully_shard(model, mesh=mesh, mp_policy=uncast, reshard_after_forward=False)
-
-
-def _end_forward(model: PolicyModel) -> None:
-    """Clean up after forward passes without a backward pass: reshard the parameters, and clear FSDP's record of the
-    order.
-
-    FSDP records the order of forward passes, and the next backward pass prefetches in that order. Without a backward
-    pass the record would grow without limit.
-    """
-    if hasattr(FSDPModule, "reset_iter_state"):
-        cast(FSDPModule, model).reset_iter_state()
-        return
-    for module in model.modules():  # this torch can't reset the record
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _micro_batches(message: Message) -> list[MicroBatch]:

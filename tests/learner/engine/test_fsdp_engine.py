@@ -135,6 +135,17 @@ def test_two_ranks_take_the_steps_of_one(directory: Path, two_ranks: Path, varia
         assert_same_stats(left, right)
 
 
+def test_resharding_says_how_often_parameters_are_gathered(two_ranks: Path):
+    def counts(variant: str) -> list[int]:
+        return json.loads((two_ranks / variant / "gathers.json").read_text())
+
+    # Two layers and the rest are three groups. In the backward pass only layers are gathered again.
+    num_micro_batches, num_gathers = counts("small")
+    assert (num_micro_batches >= 3, num_gathers) == (True, num_micro_batches * (3 + 2))
+    assert counts("kept for a micro-batch") == [num_micro_batches, num_micro_batches * 3]
+    assert counts("kept for a step") == [num_micro_batches, 3]
+
+
 def test_every_rank_digests_its_own_shards(two_ranks: Path, tmp_path: Path):
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(two_ranks / next(iter(VARIANTS)) / "first", checkpoint)

@@ -1,0 +1,76 @@
+"""How FSDP2 shards a model over the ranks, and when parameters are gathered. Called by ``fsdp_engine.py``.
+
+Groups are gathered one by one: each decoder layer, and the embedding, norm and head together, which is the root group.
+With L layers, a step of M micro-batches gathers this many groups (``learner.reshard``):
+
+==================  ===========================================================  ==============
+``full``            a layer for its forward and its backward pass, as in ZeRO-3  ``M (2 L + 1)``
+``after_backward``  a layer for each micro-batch                                 ``M (L + 1)``
+``none``            a layer for each step                                        ``L + 1``
+==================  ===========================================================  ==============
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from async_rl.config.learner import Reshard
+from async_rl.learner.engine.model import PolicyModel
+from async_rl.learner.engine.ranks import Ranks
+
+
+def shard(model: PolicyModel, ranks: Ranks, dtype: torch.dtype, *, reshard: Reshard) -> None:
+    """Shard ``model`` over the ranks: each decoder layer by itself; embedding, norm and head as one group.
+
+    One group for these keeps a tied head tied. Layers that share weights (Zamba 2) are in that group too, because FSDP
+    takes a parameter into one group only. Layers move to the device one by one, so the device never has to hold the
+    whole model.
+    """
+    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    num_owners = Counter(parameter for layer in model.decoder_layers for parameter in set(layer.parameters()))
+    for layer in model.decoder_layers:
+        if any(num_owners[parameter] > 1 for parameter in layer.parameters()):
+            continue
+        fully_shard(cast(nn.Module, layer), mesh=mesh, mp_policy=precision, reshard_after_forward=reshard == "full")
+    # The backward pass needs the root group first, so it stays unsharded. Its only float inputs are temperatures, which
+    # must not be cast: 1.001 is 1 in bfloat16.
+    uncast = replace(precision, cast_forward_inputs=False)
+    fully_shard(model, mesh=mesh, mp_policy=uncast, reshard_after_forward=False)
+
+
+def begin_micro_batch(model: PolicyModel, *, reshard: Reshard, is_last: bool) -> None:
+    """Prepare the sharded ``model`` for a micro-batch of a step that accumulates gradients.
+
+    Unless parameters are resharded after each use, gradients may stay unsharded too until the step's last micro-batch:
+    one reduction a step. With ``none`` the parameters stay gathered until then; the optimizer changes the shards, so
+    they are gathered again for the next step.
+    """
+    if reshard == "full":
+        return
+    module = cast(FSDPModule, model)
+    module.set_requires_gradient_sync(is_last)
+    if reshard == "none":
+        module.set_reshard_after_backward(is_last)
+
+
+def end_forward(model: PolicyModel) -> None:
+    """Clean up after forward passes without a backward pass: reshard the parameters, and clear FSDP's record of the
+    order.
+
+    FSDP records the order of forward passes, and the next backward pass prefetches in that order. Without a backward
+    pass the record would grow without limit.
+    """
+    if hasattr(FSDPModule, "reset_iter_state"):
+        cast(FSDPModule, model).reset_iter_state()
+        return
+    for module in model.modules():  # this torch can't reset the record
+        if isinstance(module, FSDPModule):
+            module.reshard()
