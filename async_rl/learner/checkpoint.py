@@ -18,39 +18,28 @@ learner's checkpoints: temporary names contain the lineage, the queue confirms t
 commit removes no newer checkpoint. ``remove_leftovers``, which the newer learner calls, removes the older learner's
 temporary files, so the older learner's last renames fail.
 
-The engine's files are model, optimizer and random state. torch.distributed.checkpoint writes them, one shard per rank,
-and can read them on any number of ranks. torch's ``.metadata`` is a pickle: load only checkpoints that you trust.
-
-The trainer and ``sft.py`` write checkpoints on rank 0; the engine adds its files on all ranks. A learner that starts
-reads all files. ``export.py`` reads only the model, without a process group.
+The trainer and ``sft.py`` write checkpoints on rank 0; the engine adds its files on all ranks
+(``stored_tensors.py``). A learner that starts reads all files. ``export.py`` reads only the model, without a process
+group.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 import uuid
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
 import msgpack
-import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from async_rl.config.config import Config
 from async_rl.errors import RunError
 from async_rl.learner.engine import Engine
-from async_rl.learner.engine.ranks import Ranks
-from async_rl.learner.file_digests import write_manifest, write_part
+from async_rl.learner.file_digests import write_manifest
 from async_rl.learner.staleness import BoundState
 from async_rl.process.fault_points import fault_point
 
@@ -61,8 +50,8 @@ _EXTRA = "extra.msgpack"
 _LATEST = "latest"
 _PARTIAL = ".partial-"
 _BUG = "this is a bug in async-rl, please report it"
-_USE_ANOTHER = "use another checkpoint; a learner resumes from the one that checkpoints/latest names"
-_CHECK_DISK = "check the disk and its free space; the same command resumes from the last checkpoint"
+USE_ANOTHER = "use another checkpoint; a learner resumes from the one that checkpoints/latest names"
+CHECK_DISK = "check the disk and its free space; the same command resumes from the last checkpoint"
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -185,7 +174,7 @@ def write_checkpoint(
     except Exception as error:
         confirm()  # raises if the cause is a newer learner, which removes the partial files
         if isinstance(error, OSError):
-            raise RunError(f"can't write the checkpoint {target}: {error}; {_CHECK_DISK}") from error
+            raise RunError(f"can't write the checkpoint {target}: {error}; {CHECK_DISK}") from error
         raise
     _prune(root, step, keep_last)
     return target
@@ -304,9 +293,9 @@ def read_extra(directory: Path) -> dict[str, Any]:
     try:
         extra = msgpack.unpackb(path.read_bytes(), strict_map_key=False)
     except (OSError, ValueError, msgpack.UnpackException) as error:
-        raise RunError(f"can't read {path}: {type(error).__name__}: {error}; {_USE_ANOTHER}") from error
+        raise RunError(f"can't read {path}: {type(error).__name__}: {error}; {USE_ANOTHER}") from error
     if not isinstance(extra, dict):
-        raise RunError(f"{path}: expected a map, got {type(extra).__name__}; {_USE_ANOTHER}")
+        raise RunError(f"{path}: expected a map, got {type(extra).__name__}; {USE_ANOTHER}")
     return extra
 
 
@@ -364,149 +353,3 @@ def _flush_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-MODEL = "model."
-OPTIMIZER = "optimizer."
-"""Prefixes of the names of stored tensors. In optimizer names, ``exp_avg.`` or ``exp_avg_sq.`` follows."""
-_STATE = "engine.json"
-
-
-@contextmanager
-def _storage_errors(action: str, directory: Path, remedy: str) -> Iterator[None]:
-    """Raise RunError for an error of torch's checkpoint reader or writer, or of the file system.
-
-    torch's ``CheckpointException`` is a BaseException, which our handlers of errors would miss.
-    """
-    try:
-        yield
-    except (OSError, ValueError, CheckpointException) as error:
-        found = error if not isinstance(error, CheckpointException) else next(iter(error.failures.values()))[0]
-        # torch reports a file that is too short, after the file system's own error.
-        chain = [found]
-        while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
-            chain.append(before)
-        cause = next((e for e in chain if isinstance(e, OSError)), found)
-        text = f"can't {action} the checkpoint {directory}: {type(cause).__name__}: {cause}; {remedy}"
-        raise RunError(text) from error
-
-
-def save_training_state(
-    directory: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, num_updates: int, ranks: Ranks
-) -> None:
-    """Write this rank's part of model and optimizer into the checkpoint ``directory``. Return when every rank has
-    written.
-
-    Raises:
-        RunError: a rank can't write its files.
-    """
-    _write_random_state(directory, ranks)
-    # The files of this rank are __RANK_N.distcp.
-    with _storage_errors("write", directory, _CHECK_DISK), _quiet():
-        dcp.save(
-            _tensors(model, optimizer),
-            storage_writer=dcp.FileSystemWriter(directory),
-            process_group=ranks.host_group,
-            no_dist=not ranks.has_group,
-        )
-    write_part(directory, ranks.rank, directory.glob(f"__{ranks.rank}_*"))
-    if ranks.is_leader:
-        (directory / _STATE).write_text(json.dumps({"num_updates": num_updates, "world_size": ranks.world_size}))
-    if ranks.has_group:
-        ranks.barrier()
-
-
-def load_training_state(
-    directory: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, ranks: Ranks
-) -> int:
-    """Fill the tensors in place from the checkpoint ``directory``. Return the number of updates done.
-
-    A rank for which no random state is stored keeps its current random state.
-
-    Raises:
-        RunError: a file is missing, or the stored tensors belong to another model.
-    """
-    state = _tensors(model, optimizer)
-    with _storage_errors("read", directory, _USE_ANOTHER):
-        found = json.loads((directory / _STATE).read_text())
-        _check_fits(directory, state)
-        with _quiet():
-            dcp.load(
-                state,
-                storage_reader=dcp.FileSystemReader(directory),
-                process_group=ranks.host_group,
-                no_dist=not ranks.has_group,
-            )
-    _read_random_state(directory, ranks)
-    return int(found["num_updates"])
-
-
-def load_tensors(directory: Path, prefix: str = MODEL) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint whose names begin with ``prefix``, unsharded, on the host, in one process.
-
-    Raises:
-        RunError: ``directory`` is not a checkpoint, or is damaged.
-    """
-    stored = {n: m for n, m in _stored(directory).items() if n.startswith(prefix)}
-    state: dict[str, Any] = {n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in stored.items()}
-    with _storage_errors("read", directory, _USE_ANOTHER), _quiet():
-        dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-
-
-def _tensors(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Any]:
-    prefixed = {MODEL + name: tensor for name, tensor in model.items()}
-    return prefixed | {OPTIMIZER + name: tensor for name, tensor in optimizer.items()}
-
-
-def _stored(directory: Path) -> dict[str, TensorStorageMetadata]:
-    try:
-        metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    except OSError as error:
-        raise RunError(f"expected a checkpoint in {directory}, but can't read it: {error}; {_USE_ANOTHER}") from error
-    return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-def _check_fits(directory: Path, state: Mapping[str, Tensor]) -> None:
-    stored = {name: tuple(entry.size) for name, entry in _stored(directory).items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    differing = next((name for name in sorted(stored | wanted) if stored.get(name) != wanted.get(name)), None)
-    if differing is not None:
-        raise RunError(
-            f"the checkpoint {directory} is another model's: {differing} has shape {stored.get(differing)} there and "
-            f"{wanted.get(differing)} in model.path (None: it is missing); resume with the model that the run "
-            f"began with"
-        )
-
-
-def _random_state_path(directory: Path, ranks: Ranks, device_type: str) -> Path:
-    return directory / f"random-state-{device_type}-{ranks.rank:05d}.bin"
-
-
-def _write_random_state(directory: Path, ranks: Ranks) -> None:
-    states = {"cpu": torch.get_rng_state()}
-    if ranks.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(ranks.device)
-    for device_type, state in states.items():
-        _random_state_path(directory, ranks, device_type).write_bytes(state.numpy().tobytes())
-
-
-def _read_random_state(directory: Path, ranks: Ranks) -> None:
-    for device_type in ("cpu", ranks.device.type):
-        path = _random_state_path(directory, ranks, device_type)
-        if not path.is_file():
-            continue
-        state = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-        if device_type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, ranks.device)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress FutureWarnings, and torch's warning about saving without a process group, which is intended here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(single process|torch.distributed is).*")
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        yield

@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 
 from async_rl.data.chat import quiet_progress_bars
 from async_rl.errors import ModelError, RunError
-from async_rl.learner.checkpoint import MODEL_FILES, load_tensors, resolve_checkpoint
+from async_rl.learner.checkpoint import MODEL_FILES, resolve_checkpoint
 from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
 from async_rl.learner.file_digests import find_damage
+from async_rl.learner.stored_tensors import load_tensors
 from async_rl.output import Report, ignore
 
 if TYPE_CHECKING:

@@ -18,9 +18,7 @@ import torch
 from async_rl.errors import LineageError, RunError
 from async_rl.learner import file_digests
 from async_rl.learner.checkpoint import (
-    load_training_state,
     read_extra,
-    save_training_state,
     write_checkpoint,
     write_extra,
     write_model_files,
@@ -30,6 +28,7 @@ from async_rl.learner.engine.ranks import Place, Ranks
 from async_rl.learner.export import export_checkpoint
 from async_rl.learner.file_digests import find_damage
 from async_rl.learner.resume import find_resume_point, take_over
+from async_rl.learner.stored_tensors import load_training_state, save_training_state
 from tests.damage import damage
 from tests.forked import Forked, preload
 

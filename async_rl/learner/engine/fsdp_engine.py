@@ -25,7 +25,7 @@ from torch.nn.utils import get_total_norm
 from async_rl.config.config import Config
 from async_rl.data.chat import model_files
 from async_rl.errors import ModelError, TrainingError
-from async_rl.learner.checkpoint import load_training_state, save_training_state, write_extra, write_model_files
+from async_rl.learner.checkpoint import write_extra, write_model_files
 from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateStats
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, load_reference, to_device
@@ -50,6 +50,7 @@ from async_rl.learner.packing import (
     padded_cost,
     to_arrays,
 )
+from async_rl.learner.stored_tensors import load_training_state, save_training_state
 from async_rl.net.wire import SAME_VERSION, Message, decode, encode
 from async_rl.sampling_mask import largest_id
 
