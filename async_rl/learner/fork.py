@@ -28,11 +28,11 @@ from async_rl.learner.checkpoint import (
     checkpoint_name,
     checkpoint_step,
     checkpoints_of,
-    commit_latest,
     read_extra,
     resolve_checkpoint,
     write_extra,
 )
+from async_rl.learner.checkpoint_writer import commit_latest
 from async_rl.learner.file_digests import renew_entry
 from async_rl.queue.core.persistence import snapshot_for_other_data
 from async_rl.run.directory import RunDir, write_atomically

@@ -38,7 +38,8 @@ from async_rl.data.chat import load_tokenizer
 from async_rl.data.files import Source, kind, parse_json
 from async_rl.data.template import apply_template, check_arguments
 from async_rl.errors import ConfigError, DataError, RunError, StoppedError
-from async_rl.learner.checkpoint import checkpoint_name, read_extra, write_checkpoint
+from async_rl.learner.checkpoint import checkpoint_name, read_extra
+from async_rl.learner.checkpoint_writer import write_checkpoint
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import Schedule

@@ -29,7 +29,8 @@ from async_rl.config.loading import config_to_toml
 from async_rl.errors import RunStoppedError, StoppedError
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, prepare_batch, with_scores
-from async_rl.learner.checkpoint import TrainerState, checkpoint_name, write_checkpoint
+from async_rl.learner.checkpoint import TrainerState, checkpoint_name
+from async_rl.learner.checkpoint_writer import write_checkpoint
 from async_rl.learner.engine import Engine, PolicyScores, UpdateStats
 from async_rl.learner.evaluations import Evaluations
 from async_rl.learner.own_advantage import load_own_advantage

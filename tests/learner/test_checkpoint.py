@@ -12,19 +12,13 @@ from typing import Any, cast
 import pytest
 
 from async_rl.errors import LineageError, RunError
-from async_rl.learner import checkpoint
-from async_rl.learner.checkpoint import (
-    latest_checkpoint,
-    read_extra,
-    remove_leftovers,
-    resolve_checkpoint,
-    write_checkpoint,
-    write_extra,
-)
+from async_rl.learner import checkpoint_writer
+from async_rl.learner.checkpoint import latest_checkpoint, read_extra, resolve_checkpoint, write_extra
+from async_rl.learner.checkpoint_writer import remove_leftovers, write_checkpoint
 from async_rl.learner.engine import Engine
 from tests.forked import Forked, preload
 
-preload("async_rl.learner.checkpoint")
+preload("async_rl.learner.checkpoint_writer")
 
 
 class FileEngine:
@@ -84,7 +78,7 @@ def write_and_die(run_dir: Path, moment: str) -> None:
     else:
         # The commit's steps in order: flush, rename, flush, replace latest, prune.
         setattr(*{"renaming": (os, "rename", die), "replacing": (os, "replace", die),
-                  "pruning": (checkpoint, "_prune", die)}[moment])  # fmt: skip
+                  "pruning": (checkpoint_writer, "_prune", die)}[moment])  # fmt: skip
     write(run_dir, 2)
 
 

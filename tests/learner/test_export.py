@@ -10,7 +10,7 @@ import torch
 
 from async_rl.errors import RunError
 from async_rl.learner import export
-from async_rl.learner.checkpoint import write_checkpoint
+from async_rl.learner.checkpoint_writer import write_checkpoint
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.export import export_checkpoint

@@ -17,12 +17,8 @@ import torch
 
 from async_rl.errors import LineageError, RunError
 from async_rl.learner import file_digests
-from async_rl.learner.checkpoint import (
-    read_extra,
-    write_checkpoint,
-    write_extra,
-    write_model_files,
-)
+from async_rl.learner.checkpoint import read_extra, write_extra, write_model_files
+from async_rl.learner.checkpoint_writer import write_checkpoint
 from async_rl.learner.engine import Engine
 from async_rl.learner.engine.ranks import Place, Ranks
 from async_rl.learner.export import export_checkpoint
@@ -32,7 +28,7 @@ from async_rl.learner.stored_tensors import load_training_state, save_training_s
 from tests.damage import damage
 from tests.forked import Forked, preload
 
-preload("async_rl.learner.checkpoint")
+preload("async_rl.learner.checkpoint_writer")
 
 RANKS = Ranks(Place(0, 0, 1), torch.device("cpu"), None)
 NUM_PLACES = 200
