@@ -3,8 +3,8 @@
 torch.distributed.checkpoint writes them, one shard per rank, and can read them on any number of ranks. torch's
 ``.metadata`` is a pickle: load only checkpoints that you trust.
 
-``FsdpEngine`` calls ``save_training_state`` and ``load_training_state`` on all ranks. ``export.py`` calls
-``load_tensors`` in one process.
+``FsdpEngine`` calls ``write_training_state``, in a thread or not, and ``load_training_state``, on all ranks.
+``export.py`` calls ``load_tensors`` in one process.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from async_rl.errors import RunError
 from async_rl.learner.checkpoint import CHECK_DISK, USE_ANOTHER
@@ -52,29 +54,90 @@ def _storage_errors(action: str, directory: Path, remedy: str) -> Iterator[None]
         raise RunError(text) from error
 
 
-def save_training_state(
-    directory: Path, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, num_updates: int, ranks: Ranks
-) -> None:
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What one rank saves.
+
+    Attributes:
+        tensors: this rank's part of model and optimizer, by stored name.
+        random: the state of the random generators, by device type.
+        num_updates: number of optimizer steps done.
+    """
+
+    tensors: dict[str, Any]
+    random: dict[str, Tensor]
+    num_updates: int
+
+    @classmethod
+    def of(
+        cls, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], *, num_updates: int, ranks: Ranks
+    ) -> Self:
+        """Return the state of now. The tensors are not copied."""
+        random = {"cpu": torch.get_rng_state()}
+        if ranks.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(ranks.device)
+        return cls(_tensors(model, optimizer), random, num_updates)
+
+
+class HostCopy:
+    """Host memory for a copy of one rank's state.
+
+    The memory is kept from save to save: a copy into new memory takes several times as long. On a GPU it is pinned.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take(self, state: TrainingState) -> TrainingState:
+        """Return a copy of ``state``, which the next optimizer step does not change. It is valid until the next call.
+
+        Of a sharded tensor, this rank's part is copied.
+        """
+        copied: dict[str, Any] = {}
+        for name, tensor in state.tensors.items():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if name not in self._tensors:
+                self._tensors[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+            copied[name] = self._tensors[name].copy_(local, non_blocking=True)
+            if isinstance(tensor, DTensor):
+                # from_local would move it to the device of the mesh. The writer asks the mesh only which part this is.
+                copied[name] = cast(Any, DTensor)(copied[name], cast(Any, tensor)._spec, requires_grad=False)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return replace(state, tensors=copied)
+
+
+def write_training_state(directory: Path, state: TrainingState, ranks: Ranks) -> None:
     """Write this rank's part of model and optimizer into the checkpoint ``directory``. Return when every rank has
     written.
+
+    A thread may call it: its collectives have a process group of their own.
 
     Raises:
         RunError: a rank can't write its files.
     """
-    _write_random_state(directory, ranks)
     # The files of this rank are __RANK_N.distcp.
-    with _storage_errors("write", directory, CHECK_DISK), _quiet():
+    _silence_torch()
+    with _storage_errors("write", directory, CHECK_DISK):
         dcp.save(
-            _tensors(model, optimizer),
+            state.tensors,
             storage_writer=dcp.FileSystemWriter(directory),
-            process_group=ranks.host_group,
+            process_group=ranks.save_group,
             no_dist=not ranks.has_group,
         )
-    write_part(directory, ranks.rank, directory.glob(f"__{ranks.rank}_*"))
-    if ranks.is_leader:
-        (directory / _STATE).write_text(json.dumps({"num_updates": num_updates, "world_size": ranks.world_size}))
-    if ranks.has_group:
-        ranks.barrier()
+    error = ""
+    try:
+        for device_type, random in state.random.items():
+            _random_state_path(directory, ranks, device_type).write_bytes(random.numpy().tobytes())
+        if ranks.is_leader:
+            written = {"num_updates": state.num_updates, "world_size": ranks.world_size}
+            (directory / _STATE).write_text(json.dumps(written))
+        write_part(directory, ranks.rank, directory.glob(f"__{ranks.rank}_*"))
+    except OSError as found:
+        error = f"can't write the checkpoint {directory}: {type(found).__name__}: {found}; {CHECK_DISK}"
+    if error := next(filter(None, ranks.exchange_saved(error)), ""):
+        raise RunError(error)
 
 
 def load_training_state(
@@ -91,13 +154,13 @@ def load_training_state(
     with _storage_errors("read", directory, USE_ANOTHER):
         found = json.loads((directory / _STATE).read_text())
         _check_fits(directory, state)
-        with _quiet():
-            dcp.load(
-                state,
-                storage_reader=dcp.FileSystemReader(directory),
-                process_group=ranks.host_group,
-                no_dist=not ranks.has_group,
-            )
+        _silence_torch()
+        dcp.load(
+            state,
+            storage_reader=dcp.FileSystemReader(directory),
+            process_group=ranks.host_group,
+            no_dist=not ranks.has_group,
+        )
     _read_random_state(directory, ranks)
     return int(found["num_updates"])
 
@@ -110,7 +173,8 @@ def load_tensors(directory: Path, prefix: str = MODEL) -> dict[str, Tensor]:
     """
     stored = {n: m for n, m in _stored(directory).items() if n.startswith(prefix)}
     state: dict[str, Any] = {n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in stored.items()}
-    with _storage_errors("read", directory, USE_ANOTHER), _quiet():
+    _silence_torch()
+    with _storage_errors("read", directory, USE_ANOTHER):
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
@@ -144,14 +208,6 @@ def _random_state_path(directory: Path, ranks: Ranks, device_type: str) -> Path:
     return directory / f"random-state-{device_type}-{ranks.rank:05d}.bin"
 
 
-def _write_random_state(directory: Path, ranks: Ranks) -> None:
-    states = {"cpu": torch.get_rng_state()}
-    if ranks.device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(ranks.device)
-    for device_type, state in states.items():
-        _random_state_path(directory, ranks, device_type).write_bytes(state.numpy().tobytes())
-
-
 def _read_random_state(directory: Path, ranks: Ranks) -> None:
     for device_type in ("cpu", ranks.device.type):
         path = _random_state_path(directory, ranks, device_type)
@@ -164,10 +220,10 @@ def _read_random_state(directory: Path, ranks: Ranks) -> None:
             torch.cuda.set_rng_state(state, ranks.device)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress FutureWarnings, and torch's warning about saving without a process group, which is intended here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(single process|torch.distributed is).*")
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        yield
+def _silence_torch() -> None:
+    """Suppress FutureWarnings of torch, and its warning about saving without a process group, which is intended here.
+
+    The filters stay, because restoring them, as ``catch_warnings`` does, is not safe in a thread.
+    """
+    warnings.filterwarnings("ignore", message=".*(single process|torch.distributed is).*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

@@ -225,9 +225,11 @@ def updates(directory: Path) -> None:
         with CountedGathers() as gathers:
             stats = [engine.update(batch_for(0), version=0)]
         target = directory / "two" / name
-        save(engine, target / "first", 1)
+        (target / "first").mkdir(parents=True)
         (target / "gathers.json").write_text(json.dumps([len(engine._pack(batch_for(0))[0]), gathers.count]))
-        stats.append(engine.update(batch_for(1)[:1], version=0))
+        saving = engine.begin_save(target / "first", {"step": 1})
+        stats.append(engine.update(batch_for(1)[:1], version=0))  # meanwhile
+        saving.result()
         save(engine, target / "second", 2)
         (target / "stats.json").write_text(json.dumps([plain_stats(s) for s in stats]))
         if name == "large":

@@ -24,9 +24,10 @@ from async_rl.learner.engine.ranks import Place, Ranks
 from async_rl.learner.export import export_checkpoint
 from async_rl.learner.file_digests import find_damage
 from async_rl.learner.resume import find_resume_point, take_over
-from async_rl.learner.stored_tensors import load_training_state, save_training_state
+from async_rl.learner.stored_tensors import TrainingState, load_training_state, write_training_state
 from tests.damage import damage
 from tests.forked import Forked, preload
+from tests.learner.saves_at_once import SavesAtOnce
 
 preload("async_rl.learner.checkpoint_writer")
 
@@ -35,7 +36,7 @@ NUM_PLACES = 200
 SEED = 15
 
 
-class TensorEngine:
+class TensorEngine(SavesAtOnce):
     """Its model is a tensor filled with the step."""
 
     def __init__(self, step: int) -> None:
@@ -43,7 +44,8 @@ class TensorEngine:
         self.moments = {"w.exp_avg": torch.full((64, 8), float(-step))}
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        save_training_state(directory, self.tensors, self.moments, num_updates=7, ranks=RANKS)
+        state = TrainingState.of(self.tensors, self.moments, num_updates=7, ranks=RANKS)
+        write_training_state(directory, state, RANKS)
         write_extra(directory, extra)
         write_model_files(directory, {"config.json": b"{}"})
 

@@ -9,6 +9,7 @@ follow the commands of rank 0 (``ranks.py``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -121,6 +122,14 @@ class Engine(Protocol):
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
         """Write model, optimizer, schedule, random state and ``extra`` (plain data) into ``directory``."""
+        ...
+
+    def begin_save(self, directory: Path, extra: Mapping[str, Any]) -> Future[None]:
+        """Copy what ``save`` writes to host memory, and write it in the background.
+
+        Return when it is copied, so that the engine may go on. The result is there when every rank has written its
+        files, or failed with the errors of ``save``. Until then, call neither ``save`` nor ``begin_save`` again.
+        """
         ...
 
     def load(self, directory: Path) -> None:

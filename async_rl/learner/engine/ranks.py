@@ -191,6 +191,10 @@ class Ranks:
         self.host_group: dist.ProcessGroup | None = None
         if store is not None and device.type == "cuda":
             self.host_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        # Checkpoints are written by a thread, whose collectives must not mix with those of the steps.
+        self.save_group: dist.ProcessGroup | None = None
+        if store is not None:
+            self.save_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
 
     @property
     def is_leader(self) -> bool:
@@ -263,6 +267,14 @@ class Ranks:
     def barrier(self) -> None:
         """Return when every rank has called this."""
         self.all_reduce_sum(torch.zeros(1))
+
+    def exchange_saved(self, error: str) -> list[str]:
+        """Return what every rank passes here, in the thread that writes its part of a checkpoint: its error, if any."""
+        if self.world_size == 1:
+            return [error]
+        errors = [""] * self.world_size
+        dist.all_gather_object(errors, error, group=self.save_group)
+        return errors
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
