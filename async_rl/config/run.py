@@ -40,6 +40,12 @@ class CheckpointConfig(Section):
         description="Number of newest checkpoints that stay on disk. If the newest is damaged, the run resumes from "
         "the one before it; with 1 there is none.",
     )
+    asynchronous: bool = Field(
+        default=True,
+        description="Whether `async-rl launch` and `async-rl learner` write checkpoints while they train. A step then "
+        "waits only until each rank has copied its part of model and optimizer to host memory, which is kept for the "
+        "next copy. If false, training waits until all is written, and nothing is copied.",
+    )
     grace_s: float = Field(
         default=25.0,
         gt=0,

@@ -36,7 +36,7 @@ MODEL_FILES = "hf"
 _EXTRA = "extra.msgpack"
 LATEST = "latest"
 PARTIAL = ".partial-"
-_BUG = "this is a bug in async-rl, please report it"
+BUG = "this is a bug in async-rl, please report it"
 USE_ANOTHER = "use another checkpoint; a learner resumes from the one that checkpoints/latest names"
 CHECK_DISK = "check the disk and its free space; the same command resumes from the last checkpoint"
 STEP = re.compile(r"step-(\d{6,})")
@@ -142,7 +142,7 @@ def checkpoint_step(path: Path) -> int:
     """Return the step in the name of a checkpoint."""
     match = STEP.fullmatch(path.name)
     if match is None:
-        raise ValueError(f"expected a checkpoint name like {checkpoint_name(0)}, got {path.name!r}; {_BUG}")
+        raise ValueError(f"expected a checkpoint name like {checkpoint_name(0)}, got {path.name!r}; {BUG}")
     return int(match[1])
 
 

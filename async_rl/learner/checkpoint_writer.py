@@ -9,19 +9,26 @@ learner's checkpoints: temporary names contain the lineage, the queue confirms t
 commit removes no newer checkpoint. ``remove_leftovers``, which the newer learner calls, removes the older learner's
 temporary files, so the older learner's last renames fail.
 
-The trainer and ``sft.py`` call this on rank 0.
+The trainer has a ``CheckpointWriter``, which writes in the background. ``sft.py`` calls ``write_checkpoint``, which
+returns when the checkpoint is committed. Both do so on rank 0.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from async_rl.config.run import CheckpointConfig
 from async_rl.errors import RunError
 from async_rl.learner.checkpoint import (
+    BUG,
     CHECK_DISK,
     LATEST,
     PARTIAL,
@@ -36,56 +43,174 @@ from async_rl.learner.file_digests import write_manifest
 from async_rl.process.fault_points import fault_point
 
 
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A checkpoint that is complete.
+
+    Attributes:
+        step: its step.
+        path: its directory.
+        write_s: seconds from the beginning of the save until all files were written and flushed.
+    """
+
+    step: int
+    path: Path
+    write_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A checkpoint that is being written. ``files`` has the time, by ``time.monotonic``, when all were written."""
+
+    step: int
+    target: Path
+    partial: Path
+    began_at: float
+    files: Future[float]
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of one learner start, at most one at a time, on rank 0.
+
+    ``begin`` returns when the state is copied. A thread then writes, digests and flushes the files. It uses neither the
+    queue nor ``latest``: ``poll``, called between two steps, commits the checkpoint when its files are written.
+    """
+
+    def __init__(
+        self, engine: Engine, run_dir: Path, config: CheckpointConfig, *, lineage: str, confirm: Callable[[], None]
+    ) -> None:
+        """Prepare, and write nothing.
+
+        Args:
+            engine: saves its state.
+            run_dir: the run directory.
+            config: how many checkpoints stay, and whether they are written in the background.
+            lineage: a name that no other learner start has.
+            confirm: raises LineageError if a newer learner has taken over.
+        """
+        self._engine, self._run_dir, self._config = engine, run_dir, config
+        self._lineage, self._confirm = lineage, confirm
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-files")
+        self._begun: _Begun | None = None
+
+    def begin(self, step: int, extra: Mapping[str, Any]) -> None:
+        """Begin the checkpoint of ``step``: the engine's state of now, and ``extra``.
+
+        ``extra`` is plain data (numbers, text, bytes, lists, maps) that does not change; ``read_extra`` returns it.
+        Unless ``checkpoint.asynchronous`` is set, return only when all files are written.
+
+        Raises:
+            LineageError: a newer learner has taken over.
+            RunError: ``latest`` already names ``step`` or a later step, or the files can't be written.
+            TypeError: ``extra`` is not plain data.
+        """
+        if self._begun is not None:
+            raise RuntimeError(f"expected no save under way, got that of step {self._begun.step}; {BUG}")
+        self._confirm()
+        newest = latest_checkpoint(self._run_dir)
+        if newest is not None and checkpoint_step(newest) >= step:
+            raise RunError(
+                f"expected a checkpoint beyond {newest}, got one of step {step}: checkpoints/latest was edited while "
+                f"the learner ran; start the learner again"
+            )
+        began_at, root = time.monotonic(), self._run_dir / "checkpoints"
+        target = root / checkpoint_name(step)
+        partial = root / f"{PARTIAL}{self._lineage}-{target.name}"
+        with self._errors_of(target):
+            partial.mkdir(parents=True)
+            if self._config.asynchronous:
+                files = self._thread.submit(_complete, partial, self._engine.begin_save(partial, extra).result)
+            else:
+                files = Future[float]()
+                files.set_result(_complete(partial, lambda: self._engine.save(partial, extra)))
+        self._begun = _Begun(step, target, partial, began_at, files)
+
+    @property
+    def step(self) -> int | None:
+        """The step of the checkpoint that is being written. None if there is none."""
+        return None if self._begun is None else self._begun.step
+
+    def is_written(self, timeout_s: float) -> bool:
+        """Wait at most ``timeout_s`` for the files. Return whether none are being written any more."""
+        return self._begun is None or not wait([self._begun.files], timeout_s).not_done
+
+    def poll(self) -> Committed | None:
+        """Commit the checkpoint if its files are written. Return it, or None if there is nothing to commit yet.
+
+        Afterwards old checkpoints are removed, as the config says.
+
+        Raises:
+            LineageError: a newer learner has taken over. Its ``latest`` and its checkpoints are unchanged.
+            RunError: the files could not be written.
+            TypeError: ``extra`` is not plain data.
+        """
+        begun = self._begun
+        if begun is None or not begun.files.done():
+            return None
+        self._begun = None
+        root = self._run_dir / "checkpoints"
+        with self._errors_of(begun.target):
+            written_at = begun.files.result()
+            fault_point("learner.checkpoint_saved")
+            self._confirm()
+            # This fails if the target exists, so another learner's checkpoint is never replaced.
+            os.rename(begun.partial, begun.target)
+            _flush_directory(root)
+            fault_point("learner.checkpoint_written")
+            commit_latest(self._run_dir, begun.target.name, self._lineage, self._confirm)
+        _prune(self._run_dir, begun.step, self._config.keep_last)
+        return Committed(begun.step, begun.target, written_at - begun.began_at)
+
+    def finish(self) -> Committed | None:
+        """Wait until the files are written, and commit them as ``poll`` does."""
+        if self._begun is not None:
+            wait([self._begun.files])
+        return self.poll()
+
+    def close(self) -> None:
+        """Wait until nothing is being written. A checkpoint that is not committed stays uncommitted."""
+        self._thread.shutdown()
+
+    @contextmanager
+    def _errors_of(self, target: Path) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._confirm()  # raises if the cause is a newer learner, which removes the partial files
+            if isinstance(error, OSError):
+                raise RunError(f"can't write the checkpoint {target}: {error}; {CHECK_DISK}") from error
+            raise
+
+
+def _complete(partial: Path, save: Callable[[], None]) -> float:
+    """Write all files of a checkpoint: ``save`` returns when the engine's are written. Return when all were."""
+    save()
+    fault_point("learner.checkpoint_writing")
+    write_manifest(partial)
+    _flush(partial)
+    return time.monotonic()
+
+
 def write_checkpoint(
     engine: Engine, run_dir: Path, step: int, extra: Mapping[str, Any], *, keep_last: int, lineage: str,
     confirm: Callable[[], None],
 ) -> Path:  # fmt: skip
     """Save the engine and ``extra`` as the checkpoint of ``step``, and commit it. Returns its directory.
 
-    Afterwards only the newest ``keep_last`` checkpoints (at least 1) up to ``step`` are left. ``extra`` is plain data
-    (numbers, text, bytes, lists, maps); ``read_extra`` returns it.
-
-    Args:
-        lineage: a name that no other learner start has.
-        confirm: raises LineageError if a newer learner has taken over.
-
-    Raises:
-        LineageError: a newer learner has taken over. Its ``latest`` and its checkpoints are unchanged.
-        RunError: ``latest`` already names ``step`` or a later step, or the files can't be written.
-        TypeError: ``extra`` is not plain data.
+    Afterwards only the newest ``keep_last`` checkpoints (at least 1) up to ``step`` are left. For the other arguments,
+    and what it raises, see ``CheckpointWriter``.
     """
-    confirm()
-    root = run_dir / "checkpoints"
-    newest = latest_checkpoint(run_dir)
-    if newest is not None and checkpoint_step(newest) >= step:
-        raise RunError(
-            f"expected a checkpoint beyond {newest}, got one of step {step}: checkpoints/latest was edited while the "
-            f"learner ran; start the learner again"
-        )
-    target = root / checkpoint_name(step)
-    partial = root / f"{PARTIAL}{lineage}-{target.name}"
-    partial.mkdir(parents=True)
-    try:
-        engine.save(partial, extra)
-        write_manifest(partial)
-        _flush(partial)
-        fault_point("learner.checkpoint_saved")
-        confirm()
-        os.rename(partial, target)  # fails if the target exists, so another learner's checkpoint is never replaced
-        _flush_directory(root)
-        fault_point("learner.checkpoint_written")
-        commit_latest(run_dir, target.name, lineage, confirm)
-    except Exception as error:
-        confirm()  # raises if the cause is a newer learner, which removes the partial files
-        if isinstance(error, OSError):
-            raise RunError(f"can't write the checkpoint {target}: {error}; {CHECK_DISK}") from error
-        raise
-    _prune(run_dir, step, keep_last)
-    return target
+    config = CheckpointConfig(keep_last=keep_last, asynchronous=False)
+    writer = CheckpointWriter(engine, run_dir, config, lineage=lineage, confirm=confirm)
+    writer.begin(step, extra)
+    committed = writer.poll()
+    assert committed is not None
+    return committed.path
 
 
 def commit_latest(run_dir: Path, name: str, lineage: str, confirm: Callable[[], None]) -> None:
-    """Make ``latest`` name the checkpoint ``name``, atomically and durably. For the arguments see ``write_checkpoint``.
+    """Make ``latest`` name the checkpoint ``name``, atomically and durably. For the arguments see
+    ``CheckpointWriter``.
 
     Raises:
         LineageError: a newer learner has taken over.
@@ -126,8 +251,10 @@ def _prune(run_dir: Path, newest_step: int, keep_last: int) -> None:
 
 def _remove(path: Path) -> None:
     if path.is_dir():
-        # Rename first: if the process dies during the removal, no incomplete checkpoint has a checkpoint's name.
-        doomed = path if path.name.startswith(PARTIAL) else path.with_name(f"{PARTIAL}removed-{path.name}")
+        # Rename first: if the process dies during the removal, no incomplete checkpoint has a checkpoint's name. An
+        # older learner that still writes into it finds no directory.
+        prefix = f"{PARTIAL}removed-"
+        doomed = path if path.name.startswith(prefix) else path.with_name(f"{prefix}{path.name}")
         if doomed != path:
             if doomed.exists():
                 shutil.rmtree(doomed)

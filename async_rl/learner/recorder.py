@@ -193,7 +193,8 @@ class StepClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the duration of the ``with`` block to the step's part ``name`` (``wait``, ``train``, ``publish``)."""
+        """Add the duration of the ``with`` block to the step's part ``name`` (``wait``, ``train``, ``publish``,
+        ``checkpoint``)."""
         start = time.monotonic()
         try:
             yield
@@ -213,7 +214,7 @@ class StepClock:
         """
         now = time.monotonic()
         wall = max(now - self._lap_start, 1e-9)
-        parts = {name: self._parts.get(name, 0.0) for name in ("wait", "train", "publish")}
+        parts = {name: self._parts.get(name, 0.0) for name in ("wait", "train", "publish", "checkpoint")}
         busy = max(wall - parts["wait"], 0.0)
         metrics = {
             "time_s": self.elapsed_s,
@@ -221,6 +222,7 @@ class StepClock:
             "time/wait_s": parts["wait"],
             "time/train_s": parts["train"],
             "time/publish_s": parts["publish"],
+            "time/checkpoint_s": parts["checkpoint"],
             "idle/learner": min(parts["wait"] / wall, 1.0),
             "throughput/trained_tokens_per_s": trained_tokens / wall,
             **self._generator_metrics(alive_generators, generators, wall, busy),

@@ -6,7 +6,12 @@
                                         optimizer step; then version + 1
     acknowledge          _acknowledge   send the queue the counts of the step and the new version; then trained.jsonl
     publish              _publish       the new weights go to the generators
-    record, checkpoint   StepRecorder, _checkpoint
+    record               StepRecorder
+    checkpoint           _checkpoint copies the state, which is then written in the background; _commit, at the end of a
+                         later step or while the learner waits
+
+At most one checkpoint is being written. The next one waits for it before its step is acknowledged, because the queue
+keeps what a checkpoint needs until a newer one is committed. A stop and the end of the run wait for it, too.
 
 A signal that asks the learner to stop is noticed while it waits, before it trains a batch, and after a step. Then it
 saves the last trained step and ends. Groups that it has taken but not trained are queued in the checkpoint.
@@ -26,11 +31,11 @@ from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
-from async_rl.errors import RunStoppedError, StoppedError
+from async_rl.errors import LineageError, RunStoppedError, StoppedError
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, prepare_batch, with_scores
 from async_rl.learner.checkpoint import TrainerState, checkpoint_name
-from async_rl.learner.checkpoint_writer import write_checkpoint
+from async_rl.learner.checkpoint_writer import CheckpointWriter
 from async_rl.learner.engine import Engine, PolicyScores, UpdateStats
 from async_rl.learner.evaluations import Evaluations
 from async_rl.learner.own_advantage import load_own_advantage
@@ -102,6 +107,10 @@ class Trainer:
             config, state, queue, record=self._recorder.record_evaluation, run_dir=run_dir, decode=decode
         )
         self._bound_limits = BoundLimits.from_config(config) if config.queue.adaptive else None
+        self._writer = CheckpointWriter(
+            engine, run_dir, config.checkpoint, lineage=state.lineage, confirm=self._confirm
+        )
+        self._saved_metrics: dict[str, float] = {}
         self._last_checkpoint = state.step if state.is_resumed else -1
 
     def run(self) -> None:
@@ -112,6 +121,7 @@ class Trainer:
             TrainingError: too many optimizer steps in a row were skipped.
             LineageError: a newer learner took over.
             StoppedError: a signal asked to stop. The last trained step is saved.
+            RunError: a checkpoint could not be written.
         """
         try:
             self._begin()
@@ -124,14 +134,24 @@ class Trainer:
             self._finish()
         except _Asked as asked:
             raise StoppedError(f"stopped by {signal.Signals(asked.signum).name}: {self._save_for_stop()}") from None
+        except LineageError:
+            raise
+        except Exception:
+            self._commit_despite_error()
+            raise
+        finally:
+            self._writer.close()
 
     def _check_stop(self) -> None:
         if signum := self._stop_signal():
             raise _Asked(signum)
 
     def _tick(self) -> None:
-        """Keep the other ranks alive during a wait. Raise if a signal asks the learner to stop."""
+        """Keep the other ranks alive during a wait, and commit a checkpoint whose files are written. Raise if a signal
+        asks the learner to stop.
+        """
         self.engine.tick()
+        self._commit()
         self._check_stop()
 
     def _save_for_stop(self) -> str:
@@ -140,7 +160,8 @@ class Trainer:
         if self._last_checkpoint != step:
             if not step:
                 return "no step is trained yet, so the same command starts over"
-            self._checkpoint(self.queue.snapshot(self.state.lineage))
+            self._checkpoint()
+        self._commit(wait=True)
         return f"saved at step {step}; the same command resumes from {checkpoint_name(step)}"
 
     def _train(self, batch: Batch) -> None:
@@ -161,11 +182,13 @@ class Trainer:
             with suppress(_Asked):  # the step must be recorded first; a restart publishes its version
                 self._check_stop()
                 self._publish(is_last=self._is_last_step)
-        self._recorder.record_step(result, acked, bound_metrics)
+        self._recorder.record_step(result, acked, {**bound_metrics, **self._saved_metrics})
+        self._saved_metrics = {}
         self._evaluations.collect()
         if not self._is_last_step:
             self._evaluations.request_due()
         check_skipped(self.state.skipped_in_a_row, updates[-1], self.config.experimental.max_skipped_steps)
+        self._commit()
         if acked.snapshot is not None:
             self._checkpoint(acked.snapshot)
 
@@ -272,13 +295,16 @@ class Trainer:
         """Send the queue what was trained and the new version. Ask for the queue's snapshot if a checkpoint is due."""
         done, steps = self.state.step + 1, self.config.learner.steps
         every = self.config.checkpoint.every
+        needs_snapshot = done == steps or bool(every and done % every == 0)
+        if needs_snapshot:
+            self._commit(wait=True)
         bound_state = self.state.bound_state
         ack = StepAck(
             lineage=self.state.lineage,
             step=self.state.step,
             version=self.state.version,
             trained=result.facts,
-            snapshot=done == steps or bool(every and done % every == 0),
+            snapshot=needs_snapshot,
             lease_bound=None if bound_state is None else bound_state.bound,
         )
         # The queue prepares the next batch while this step is published and recorded.
@@ -294,17 +320,39 @@ class Trainer:
         with self._clock.part("publish"):
             self._publisher.publish(tick=self._tick, is_last=is_last)
 
-    def _checkpoint(self, snapshot: bytes) -> None:
-        self.state.elapsed_s = self._clock.elapsed_s
-        extra = {"trainer": self.state.to_plain(), "queue": snapshot, "config": config_to_toml(self.config)}
-        keep_last = self.config.checkpoint.keep_last
-        with logged(logger, f"writing the checkpoint of step {self.state.step}"):
-            write_checkpoint(
-                self.engine, self._run_dir, self.state.step, extra,
-                keep_last=keep_last, lineage=self.state.lineage, confirm=self._confirm,
-            )  # fmt: skip
-        self.queue.checkpoint_committed(self.state.lineage, self.state.step)
-        self._last_checkpoint = self.state.step
+    def _checkpoint(self, snapshot: bytes | None = None) -> None:
+        """Begin the checkpoint of this step. ``snapshot`` is the queue's after this step; None: request it."""
+        if snapshot is None:
+            self._commit(wait=True)
+            snapshot = self.queue.snapshot(self.state.lineage)
+        with self._clock.part("checkpoint"):
+            self.state.elapsed_s = self._clock.elapsed_s
+            extra = {"trainer": self.state.to_plain(), "queue": snapshot, "config": config_to_toml(self.config)}
+            with logged(logger, f"saving the checkpoint of step {self.state.step}"):
+                self._writer.begin(self.state.step, extra)
+            self._last_checkpoint = self.state.step
+        if not self.config.checkpoint.asynchronous:
+            self._commit()
+
+    def _commit(self, *, wait: bool = False) -> None:
+        """Commit the checkpoint that is being written, if its files are written. With ``wait``, wait for them."""
+        with self._clock.part("checkpoint"):
+            log = WaitLog()
+            while wait and not self._writer.is_written(TAKE_WAIT_S):
+                log.still_waiting(f"the files of the checkpoint of step {self._writer.step}")
+                self.engine.tick()
+            committed = self._writer.poll()
+        if committed is not None:
+            self.queue.checkpoint_committed(self.state.lineage, committed.step)
+            self._saved_metrics = {"time/checkpoint_write_s": committed.write_s}
+            logger.info("the checkpoint of step %d is complete, after %.1f s", committed.step, committed.write_s)
+
+    def _commit_despite_error(self) -> None:
+        """Commit the checkpoint that is being written, because the run ends with an error that does not concern it."""
+        try:
+            self._commit(wait=True)
+        except Exception as error:
+            logger.warning("the checkpoint of step %d is not complete: %s", self._last_checkpoint, error)
 
     def _confirm(self) -> None:
         """Raise LineageError if a newer learner has taken over the run."""
@@ -329,7 +377,8 @@ class Trainer:
         if self._publisher.is_due(is_last=True):
             self._publish(is_last=True)
         if self._last_checkpoint != self.state.step:
-            self._checkpoint(self.queue.snapshot(self.state.lineage))
+            self._checkpoint()
+        self._commit(wait=True)
         self._evaluations.request_last()
         self._evaluations.await_all("the evaluation after training", tick=self._tick)
         self.state.elapsed_s = self._clock.elapsed_s

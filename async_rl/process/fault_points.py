@@ -21,6 +21,7 @@ FAULT_POINTS = (
     "learner.taken",  # the batch has arrived, it is not trained
     "learner.trained",  # the optimizer has stepped, the queue does not know
     "learner.acknowledged",  # the queue has recorded the step (and the snapshot), the checkpoint is not begun
+    "learner.checkpoint_writing",  # in the background: the engine's files are written, those of rank 0 not all
     "learner.checkpoint_saved",  # the checkpoint's files are written under their temporary name
     "learner.checkpoint_written",  # the checkpoint's files are written, `latest` names the one before
     "learner.publishing",  # the version is staged, not announced

@@ -158,6 +158,10 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "time/wait_s": "Seconds in which the learner waited for groups.",
         "time/train_s": "Seconds in which the learner trained.",
         "time/publish_s": "Seconds in which the learner staged weights for publishing.",
+        "time/checkpoint_s": "Seconds in which training stood still for checkpoints: copying the state, waiting for "
+        "the files of the one before, committing. What follows a step's row counts in the next row.",
+        "time/checkpoint_write_s": "Seconds from the beginning of a checkpoint until its files were written, in the "
+        "row of the step in which it was committed.",
         "time/generate_s": "Busy sequence-seconds of all generators divided by the sequences that fit, per step.",
         "time/gather_s": "Seconds in which the learner gathered the newest version and copied it to the host; a part "
         "of time/publish_s.",

@@ -17,11 +17,12 @@ from async_rl.learner.checkpoint import latest_checkpoint, read_extra, resolve_c
 from async_rl.learner.checkpoint_writer import remove_leftovers, write_checkpoint
 from async_rl.learner.engine import Engine
 from tests.forked import Forked, preload
+from tests.learner.saves_at_once import SavesAtOnce
 
 preload("async_rl.learner.checkpoint_writer")
 
 
-class FileEngine:
+class FileEngine(SavesAtOnce):
     """Writes one file as its weights."""
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:

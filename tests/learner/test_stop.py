@@ -45,6 +45,7 @@ def saved_step(run: Run) -> str:
     return "none" if checkpoint is None else checkpoint.name
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("every", [0, 2])
 @pytest.mark.parametrize(
     ("wanted", "at_step", "saved"),
@@ -61,9 +62,9 @@ def saved_step(run: Run) -> str:
     ],
 )
 def test_a_stopped_learner_loses_no_trained_step_and_trains_nothing_twice(
-    tmp_path: Path, wanted: str, at_step: int, saved: str, every: int
+    tmp_path: Path, wanted: str, at_step: int, saved: str, every: int, asynchronous: bool
 ):
-    run = make_run(tmp_path, checkpoint={"every": every})
+    run = make_run(tmp_path, checkpoint={"every": every, "asynchronous": asynchronous})
     why = stopped(run, wanted, at_step)
     assert saved_step(run) == saved
     assert ("starts over" if saved == "none" else f"resumes from {saved}") in why

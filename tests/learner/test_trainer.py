@@ -34,6 +34,7 @@ from async_rl.records import Group, Lease
 from async_rl.run.directory import RunDir
 from async_rl.run.step_log import read_rows
 from tests.learner.direct_queue import NUM_EVAL_ROWS, DirectQueue
+from tests.learner.saves_at_once import SavesAtOnce
 from tests.queue.builders import group, make_config, rows
 
 
@@ -42,7 +43,7 @@ class Killed(BaseException):
 
 
 @dataclass
-class ScriptedEngine:
+class ScriptedEngine(SavesAtOnce):
     """Steps, or skips, as it is told; then it steps. Its checkpoint is the extra data alone."""
 
     stepped: list[bool] = field(default_factory=list)
@@ -201,7 +202,9 @@ def retune(run: Run, /, **sections: Mapping[str, Any]) -> None:
 
 def make_run(directory: Path, *, num_rows: int = 100, **sections: Mapping[str, Any]) -> Run:
     data = {"train": "none.jsonl", "shuffle": False, "eval": {"test": "none.jsonl"}, **sections.pop("data", {})}
-    defaults: dict[str, Mapping[str, Any]] = {"checkpoint": {"every": 2}, "eval": {"every": 2}, "learner": {"steps": 5}}
+    # Whether a checkpoint in the background is complete when the learner dies would be a matter of chance.
+    checkpoint = {"every": 2, "asynchronous": False}
+    defaults: dict[str, Mapping[str, Any]] = {"checkpoint": checkpoint, "eval": {"every": 2}, "learner": {"steps": 5}}
     merged = {name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {*defaults, *sections}}
     config = make_config(str(directory / "run"), data=data, **merged)
     (directory / "run").mkdir(parents=True)
