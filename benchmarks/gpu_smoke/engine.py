@@ -189,10 +189,7 @@ def check_deterministic(machine: Machine) -> str:
 
 
 def check_no_sync(machine: Machine) -> str:
-    """Let torch refuse every wait of the host for the device while micro-batches run forward and backward.
-
-    Without sampling masks: cutting these into chunks waits.
-    """
+    """Let torch refuse every wait of the host for the device while micro-batches run forward and backward."""
     model = write_model(machine.directory / "model", SMALL, VOCAB)
     config = config_of(machine, model, "bfloat16", {})
     policy = PolicyModel(load_model(config.model)).to(machine.device, torch.bfloat16)

@@ -412,6 +412,7 @@ class FsdpEngine:
             if self._is_sharded:
                 is_last = index == len(micro_batches) - 1
                 begin_micro_batch(self._model, reshard=self._config.learner.reshard, is_last=is_last)
+            _check_versions(micro_batch, version)
             batch = to_device(micro_batch, self._ranks.device, self._model.packing)
             result = self._objective(
                 batch, self._model(batch, entropy_grad=self._objective.needs_entropy_grad), version=version
@@ -512,6 +513,12 @@ class FsdpEngine:
         )
         for state in self._optimizer.state.values():
             state["step"].fill_(self._num_updates)
+
+
+def _check_versions(micro_batch: MicroBatch, version: int) -> None:
+    """Raise ValueError if a token is newer than ``version``. A check on the device would make the host wait for it."""
+    if (newest := int(micro_batch.versions.max(initial=version))) > version:
+        raise ValueError(f"expected tokens of versions up to the learner's {version}, got {newest}; {_BUG}")
 
 
 def _micro_batches(message: Message) -> list[MicroBatch]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from async_rl.sampling_mask import words_at_most
+from async_rl.learner.engine.mask_tensors import MaskTensors
 
 CHUNK_BYTES = 256 << 20
 """Default size of one chunk's float32 logits, in bytes. Peak memory is about three times that, and in the backward pass
@@ -33,39 +33,6 @@ class TokenLogprobs(NamedTuple):
 
     logprobs: Tensor
     entropies: Tensor
-
-
-class MaskTensors(NamedTuple):
-    """A ``SamplingMask`` on the device: for each predicted token, the tokens that top-p and top-k left. int32 [N]
-    and [W].
-    """
-
-    sizes: Tensor
-    words: Tensor
-
-    def split(self, rows: int) -> list[MaskTensors]:
-        """Split the masks into parts of ``rows`` predicted tokens, as ``Tensor.split`` does."""
-        sizes = self.sizes.split(rows)
-        num_words = [int(s.abs().sum()) for s in sizes]
-        return [MaskTensors(s, w) for s, w in zip(sizes, self.words.split(num_words), strict=True)]
-
-    def mask(self, vocab_size: int) -> Tensor:
-        """Return bool [N, V]: for each predicted token, whether each token of the vocabulary could be sampled."""
-        num_words_N, row_N = self.sizes.abs().long(), torch.arange(len(self.sizes), device=self.sizes.device)
-        row_W = row_N.repeat_interleave(num_words_N)
-        is_id_W = self.sizes[row_W] > 0
-        mask_NV = (self.sizes == 0)[:, None].repeat(1, vocab_size)
-        mask_NV[row_W[is_id_W], self.words[is_id_W].long()] = True
-        of_bits_N = self.sizes < 0
-        if bool(of_bits_N.any()):
-            # Put every word of bits into its row and column. Rows without words, and the rest of short rows, stay 0.
-            column_W = torch.arange(len(row_W), device=row_W.device) - (num_words_N.cumsum(0) - num_words_N)[row_W]
-            words_NX = self.words.new_zeros(len(row_N), words_at_most(vocab_size))
-            words_NX[row_W[~is_id_W], column_W[~is_id_W]] = self.words[~is_id_W]
-            bytes_BY = words_NX[of_bits_N].view(torch.uint8)
-            bits_BY8 = (bytes_BY[..., None] >> torch.arange(8, dtype=torch.uint8, device=bytes_BY.device)) & 1
-            mask_NV[of_bits_N] = bits_BY8.flatten(1)[:, :vocab_size].bool()
-        return mask_NV
 
 
 def token_logprobs(

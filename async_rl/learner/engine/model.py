@@ -26,7 +26,8 @@ from async_rl.config.learner import ModelConfig, OptimizerConfig
 from async_rl.data.chat import check_precision, model_directory
 from async_rl.errors import ModelError
 from async_rl.learner.engine.attention import PackedLayout, packed_layout, use_packed_attention
-from async_rl.learner.engine.logprobs import MaskTensors, TokenLogprobs, token_logprobs
+from async_rl.learner.engine.logprobs import TokenLogprobs, token_logprobs
+from async_rl.learner.engine.mask_tensors import MaskTensors
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.packing import MicroBatch, Packing
 
@@ -81,7 +82,7 @@ def to_device(batch: MicroBatch, device: torch.device, packing: Packing = "packe
     routes = torch.from_numpy(batch.routes.astype(np.int32)).to(device, non_blocking=True)
     return DeviceBatch(
         layout=packed_layout(batch.cu_seqlens, batch.token_index, device, one_bucket=packing == "padded"),
-        sampling_mask=MaskTensors(moved("mask_sizes"), moved("mask_words")) if len(batch.mask_sizes) else None,
+        sampling_mask=MaskTensors(batch.mask_sizes, moved("mask_words")) if len(batch.mask_sizes) else None,
         routes=routes if len(routes) else None,
         num_sequences=len(batch.sequence_ids),
         **{name: moved(name) for name in same_names},

@@ -115,17 +115,13 @@ class PolicyObjective:
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         """Return the loss and the statistics of one micro-batch, whose log-probabilities are ``scored``.
 
+        No token may be newer than ``version``; the engine has checked that on the host.
+
         Raises:
-            ValueError: a token is newer than ``version``, or ``policy_loss`` refuses the batch.
+            ValueError: ``policy_loss`` refuses the batch.
             OwnCodeError: the user's function fails.
         """
         lag_N = version - batch.versions.long()
-        if bool((lag_N < 0).any()):
-            newest = int(batch.versions.max())
-            raise ValueError(
-                f"expected tokens of versions up to the learner's {version}, got {newest}; this is a bug in async-rl, "
-                f"please report it"
-            )
         inputs = PolicyInputs(
             logprobs=scored.logprobs,
             entropies=scored.entropies,

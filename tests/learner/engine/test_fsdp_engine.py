@@ -146,6 +146,13 @@ def test_resharding_says_how_often_parameters_are_gathered(two_ranks: Path):
     assert counts("kept for a step") == [num_micro_batches, 3]
 
 
+def test_tokens_from_the_future_are_refused(directory: Path):
+    (sequence,) = random_sequences(1, 12)
+    newer = replace(sequence, versions=np.where(sequence.loss_mask, 4, -1).astype(np.int32))
+    with pytest.raises(ValueError, match="versions up to the learner's 3, got 4"):
+        make_engine(directory).update([newer], version=3)
+
+
 def test_every_rank_digests_its_own_shards(two_ranks: Path, tmp_path: Path):
     checkpoint = tmp_path / "checkpoint"
     shutil.copytree(two_ranks / next(iter(VARIANTS)) / "first", checkpoint)

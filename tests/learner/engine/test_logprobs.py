@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from async_rl.learner.engine.logprobs import MaskTensors, token_logprobs
+from async_rl.learner.engine.logprobs import token_logprobs
+from async_rl.learner.engine.mask_tensors import MaskTensors
 from async_rl.sampling_mask import pack_ids
 from tests.learner.engine.logits_rows import LogitsRows
 
@@ -199,7 +200,7 @@ def test_no_tokens_with_entropy_gradient_reach_hidden_states_and_head():
 def mask_of(sets: list[list[int]], vocab_size: int) -> MaskTensors:
     counts, ids = np.array([len(s) for s in sets]), np.concatenate(sets).astype(np.int32)
     packed = pack_ids(counts, ids, vocab_size=vocab_size)
-    return MaskTensors(torch.from_numpy(packed.sizes), torch.from_numpy(packed.words))
+    return MaskTensors(packed.sizes, torch.from_numpy(packed.words))
 
 
 def test_renormalised_logprob_and_entropy_by_hand():

@@ -76,11 +76,6 @@ def test_kl_to_the_reference_is_a_mean_over_trained_tokens():
     assert update_stats(result.sums, 1.0, [], STEPPED, objective=without).reference_kl is None
 
 
-def test_tokens_from_the_future_are_refused():
-    with pytest.raises(ValueError, match="versions up to the learner's 3, got 4"):
-        sums_of([1.0], LossConfig(), versions=[4])
-
-
 def test_supervised_sums_have_no_rows_of_lags():
     batch, scored = a_batch([1.0, 1.0])
     result = SupervisedObjective()(batch, scored, version=0)
