@@ -5,9 +5,9 @@ They say where a run is stored, when it is saved, what it logs, and which settin
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from async_rl.config.section import Section
 
@@ -40,6 +40,12 @@ class CheckpointConfig(Section):
         description="Number of newest checkpoints that stay on disk. If the newest is damaged, the run resumes from "
         "the one before it; with 1 there is none.",
     )
+    keep_every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between two checkpoints that stay on disk for ever, in addition to the newest: those of its "
+        "multiples. A multiple of checkpoint.every; 0 keeps only the newest. `async-rl sft` does not use it.",
+    )
     asynchronous: bool = Field(
         default=True,
         description="Whether `async-rl launch` and `async-rl learner` write checkpoints while they train. A step then "
@@ -52,6 +58,15 @@ class CheckpointConfig(Section):
         description="Seconds in which `async-rl learner` and `async-rl sft` save a checkpoint and end after SIGTERM or "
         "SIGINT. After that they end without one. Slurm, Kubernetes and torchrun kill a process after 30 s by default.",
     )
+
+    @model_validator(mode="after")
+    def _keeps_what_is_written(self) -> Self:
+        if self.keep_every and (not self.every or self.keep_every % self.every):
+            raise ValueError(
+                f"keep_every: expected a multiple of checkpoint.every = {self.every}, because other steps have no "
+                f"checkpoint, got {self.keep_every}; change one of them"
+            )
+        return self
 
 
 class LogConfig(Section):

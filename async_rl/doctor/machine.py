@@ -168,17 +168,20 @@ def check_disk(config: Config) -> list[Finding]:
 def _space_row(config: Config, run_dir: Path) -> Finding:
     kind, free = _file_system(run_dir), free_bytes(run_dir)
     checkpoint = checkpoint_bytes(config)
-    needed = (config.checkpoint.keep_last + 1) * checkpoint
+    every = config.checkpoint.keep_every
+    num_kept = config.checkpoint.keep_last + (config.learner.steps // every if every else 0)
+    needed = (num_kept + 1) * checkpoint
     found = f"{run_dir} on {kind}, {size_text(free)} free"
     if checkpoint:
         found += f", checkpoints of {size_text(checkpoint)}"
-    fix = "free disk space, choose another run.dir, or lower checkpoint.keep_last"
+    fix = "free disk space, choose another run.dir, or keep fewer checkpoints (checkpoint.keep_last, keep_every)"
     if free < checkpoint:
         return Finding("run.dir", "FAIL", f"{found}: no room for one checkpoint", fix=fix)
     if free < needed:
-        return Finding(
-            "run.dir", "WARN", f"{found}: no room for checkpoint.keep_last = {config.checkpoint.keep_last}", fix=fix
-        )
+        kept = f"checkpoint.keep_last = {config.checkpoint.keep_last}"
+        if every:
+            kept += f" and keep_every = {every}, {num_kept} checkpoints"
+        return Finding("run.dir", "WARN", f"{found}: no room for {kept}", fix=fix)
     return Finding("run.dir", "OK", found)
 
 

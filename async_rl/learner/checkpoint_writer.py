@@ -158,7 +158,7 @@ class CheckpointWriter:
             _flush_directory(root)
             fault_point("learner.checkpoint_written")
             commit_latest(self._run_dir, begun.target.name, self._lineage, self._confirm)
-        _prune(self._run_dir, begun.step, self._config.keep_last)
+        _prune(self._run_dir, begun.step, self._config)
         return Committed(begun.step, begun.target, written_at - begun.began_at)
 
     def finish(self) -> Committed | None:
@@ -243,10 +243,11 @@ def remove_leftovers(run_dir: Path) -> None:
             _remove(path)
 
 
-def _prune(run_dir: Path, newest_step: int, keep_last: int) -> None:
+def _prune(run_dir: Path, newest_step: int, config: CheckpointConfig) -> None:
     committed = [path for path in checkpoints_of(run_dir) if checkpoint_step(path) <= newest_step]
-    for path in sorted(committed, key=checkpoint_step)[:-keep_last]:
-        _remove(path)
+    for path in sorted(committed, key=checkpoint_step)[: -config.keep_last]:
+        if not config.keep_every or checkpoint_step(path) % config.keep_every:
+            _remove(path)
 
 
 def _remove(path: Path) -> None:

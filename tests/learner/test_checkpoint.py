@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from pydantic import ValidationError
 
+from async_rl.config.run import CheckpointConfig
 from async_rl.errors import LineageError, RunError
 from async_rl.learner import checkpoint_writer
 from async_rl.learner.checkpoint import latest_checkpoint, read_extra, resolve_checkpoint, write_extra
-from async_rl.learner.checkpoint_writer import remove_leftovers, write_checkpoint
+from async_rl.learner.checkpoint_writer import CheckpointWriter, remove_leftovers, write_checkpoint
 from async_rl.learner.engine import Engine
 from tests.forked import Forked, preload
 from tests.learner.saves_at_once import SavesAtOnce
@@ -122,6 +124,21 @@ def test_only_the_newest_are_kept(tmp_path: Path):
     for step in (1, 2, 3, 10):
         write(tmp_path, step, keep_last=2)
     assert names(tmp_path) == ["latest", "step-000003", "step-000010"]
+
+
+def test_the_multiples_of_keep_every_stay_for_ever(tmp_path: Path):
+    config = CheckpointConfig(every=2, keep_last=1, keep_every=4, asynchronous=False)
+    writer = CheckpointWriter(cast(Engine, FileEngine()), tmp_path, config, lineage="l1", confirm=lambda: None)
+    for step in (2, 4, 6, 8, 9, 10):  # 9 is of a stop
+        writer.begin(step, {})
+        writer.finish()
+    assert names(tmp_path) == ["latest", "step-000004", "step-000008", "step-000010"]
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_keep_every_is_refused_where_its_multiples_have_no_checkpoint(every: int):
+    with pytest.raises(ValidationError, match=f"expected a multiple of checkpoint.every = {every}"):
+        CheckpointConfig(every=every, keep_every=4)
 
 
 def test_a_step_that_is_committed_already_is_refused(tmp_path: Path):
