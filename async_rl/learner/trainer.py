@@ -23,6 +23,7 @@ replace any of them. ``start.py`` builds the real ones.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +39,7 @@ from async_rl.learner.checkpoint import TrainerState, checkpoint_name
 from async_rl.learner.checkpoint_writer import CheckpointWriter
 from async_rl.learner.engine import Engine, PolicyScores, UpdateStats
 from async_rl.learner.evaluations import Evaluations
+from async_rl.learner.nonfinite import record_nonfinite
 from async_rl.learner.own_advantage import load_own_advantage
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parity import ParityGate
@@ -94,7 +96,7 @@ class Trainer:
         """
         self._stop_signal = stop_signal
         self.config, self.state, self.engine, self.queue = config, state, engine, queue
-        self._run_dir, self._parity, self._vocab_size = run_dir, parity, vocab_size
+        self._run_dir, self._parity, self._vocab_size, self._decode = run_dir, parity, vocab_size, decode
         self._own_advantage, self._routing = load_own_advantage(config), routing
         self._recorder = StepRecorder(
             config, state,
@@ -263,6 +265,8 @@ class Trainer:
                 self.state.version += 1
             else:
                 logger.warning("step %d: the optimizer step is skipped: %s", self.state.step, update.reason)
+                if not math.isfinite(update.grad_norm):
+                    self._record_nonfinite(sequences, update, prepared)
         self.state.skipped_in_a_row = count_skipped(self.state.skipped_in_a_row, stats)
         return stats
 
@@ -277,6 +281,16 @@ class Trainer:
         judged = judge_step(sequences, scores or self.engine.score_policy(sequences), self.config.loss)
         update = self.engine.update(judged.sequences, version=version)
         return replace(update, rule_tokens={**update.rule_tokens, **judged.counts})
+
+    def _record_nonfinite(
+        self, sequences: Sequence[TrainSequence], update: UpdateStats, prepared: PreparedBatch
+    ) -> None:
+        path = record_nonfinite(
+            self._run_dir, sequences, update, prepared,
+            step=self.state.step + 1, version=self.state.version, decode=self._decode, confirm=self._confirm,
+        )  # fmt: skip
+        if path is not None:
+            logger.warning("what it trained on is in %s, a line for each sequence", path)
 
     def _update_bound(self, result: StepResult) -> dict[str, float]:
         """Update the adaptive staleness bound, which the ack sends. Returns its metrics, none if it is fixed."""

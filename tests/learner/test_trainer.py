@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -50,15 +51,17 @@ class ScriptedEngine(SavesAtOnce):
     versions: list[int] = field(default_factory=list)
     scored: list[tuple[str, int]] = field(default_factory=list)
     trained_on: list[TrainSequence] = field(default_factory=list)
+    grad_norm: float = 1.0
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
         self.versions.append(version)
         self.trained_on += sequences
         stepped = self.stepped.pop(0) if self.stepped else True
         tokens = sum(int(s.loss_mask.sum()) for s in sequences)
+        grad_norm = 1.0 if stepped else self.grad_norm
         return UpdateStats(
-            stepped=stepped, reason="" if stepped else "the gradient norm is nan", loss=0.0, grad_norm=1.0, lr=1.0,
-            tokens_trained=tokens, ratio_mean=1.0, ratio_max=1.0, clip_fraction=0.0, ess=1.0, entropy=0.0,
+            stepped=stepped, reason="" if stepped else "the gradient norm is nan", loss=0.0, grad_norm=grad_norm,
+            lr=1.0, tokens_trained=tokens, ratio_mean=1.0, ratio_max=1.0, clip_fraction=0.0, ess=1.0, entropy=0.0,
             mean_abs_log_ratio=0.0,
         )  # fmt: skip
 
@@ -271,6 +274,30 @@ def test_data_that_ended_goes_on_with_more_epochs(tmp_path: Path):
     run.queue_state.stream = PromptStream(4, seed=0, shuffle=False, epochs=2)
     assert run.start().exhausted
     assert run.steps == [1, 2, 3, 4]
+
+
+def test_a_step_whose_gradient_is_not_finite_leaves_what_it_trained_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    # Five steps of two groups of two answers; all gradients but the first are NaN. Three files are enough.
+    run = make_run(tmp_path, experimental={"max_skipped_steps": 9})
+    run.engine.stepped = [True, False, False, False, False]
+    run.engine.grad_norm = math.nan
+    run.start()
+    files = sorted((run.path / "nonfinite").iterdir())
+    assert [file.name for file in files] == ["step-000002.jsonl", "step-000003.jsonl", "step-000004.jsonl"]
+    assert str(files[0]) in caplog.text
+    head, *lines = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert (head["step"], head["version"], head["reason"]) == (2, 1, "the gradient norm is nan")
+    assert math.isnan(head["grad_norm"])
+    assert head["num_sequences"] == len(lines) == 4
+    assert [line["position"] for line in lines] == [2, 2, 3, 3]
+    trained = run.engine.trained_on[4:8]
+    for line, sequence in zip(lines, trained, strict=True):
+        assert line["token_ids"] == sequence.token_ids.tolist()
+        assert line["advantages"] == sequence.advantages.tolist()
+        assert line["behavior_logprobs"] == sequence.behavior_logprobs.tolist()
+    assert [line["accuracy"] for line in lines] == [1.0, 0.0, 1.0, 0.0]
 
 
 def test_an_evaluation_set_that_is_gone_at_a_restart_is_not_awaited(tmp_path: Path):
