@@ -19,6 +19,8 @@ from async_rl.errors import ConfigError
 FAULT_POINTS = (
     "queue.journaled",  # the turn's changes are committed, its replies are not sent
     "learner.taken",  # the batch has arrived, it is not trained
+    "learner.forward",  # a micro-batch's loss is computed (rank 0; "learner.forward-rank-1" on rank 1, and so on)
+    "learner.backward",  # a micro-batch's gradients are accumulated, the optimizer has not stepped (likewise)
     "learner.trained",  # the optimizer has stepped, the queue does not know
     "learner.acknowledged",  # the queue has recorded the step (and the snapshot), the checkpoint is not begun
     "learner.checkpoint_writing",  # in the background: the engine's files are written, those of rank 0 not all

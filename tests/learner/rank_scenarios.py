@@ -407,8 +407,15 @@ def supervised(directory: Path) -> None:
     run_sft(load_config(directory / "sft.toml"))
 
 
+def resumed(directory: Path) -> None:
+    from tests.learner.resumed_run import start
+
+    start(directory)
+
+
 SCENARIOS = (
-    updates, losses, adapted, padded, sharded, replayed, talking, follower_fails, follower_is_killed, supervised,
+    resumed, updates, losses, adapted, padded, sharded, replayed, talking, follower_fails, follower_is_killed,
+    supervised,
 )  # fmt: skip
 
 

@@ -210,7 +210,7 @@ def make_run(directory: Path, *, num_rows: int = 100, **sections: Mapping[str, A
     defaults: dict[str, Mapping[str, Any]] = {"checkpoint": checkpoint, "eval": {"every": 2}, "learner": {"steps": 5}}
     merged = {name: {**defaults.get(name, {}), **sections.get(name, {})} for name in {*defaults, *sections}}
     config = make_config(str(directory / "run"), data=data, **merged)
-    (directory / "run").mkdir(parents=True)
+    (directory / "run").mkdir(parents=True, exist_ok=True)
     stream = PromptStream(num_rows, seed=0, shuffle=False, epochs=config.data.epochs)
     return Run(config, QueueState(QueueSettings.from_config(config, vocab_size=None), rows(num_rows), stream))
 

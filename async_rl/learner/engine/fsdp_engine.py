@@ -53,6 +53,7 @@ from async_rl.learner.packing import (
 )
 from async_rl.learner.stored_tensors import HostCopy, TrainingState, load_training_state, write_training_state
 from async_rl.net.wire import SAME_VERSION, Message, decode, encode
+from async_rl.process.fault_points import fault_point
 from async_rl.sampling_mask import largest_id
 
 _BUG = "this is a bug in async-rl, please report it"
@@ -417,12 +418,17 @@ class FsdpEngine:
             result = self._objective(
                 batch, self._model(batch, entropy_grad=self._objective.needs_entropy_grad), version=version
             )
+            self._fault_point("learner.forward")
             result.loss_sum.backward()
+            self._fault_point("learner.backward")
             results.append(result._replace(loss_sum=result.loss_sum.detach()))
         flags = torch.cat([r.skipped for r in results]).cpu().numpy()
         ids = np.concatenate([mb.sequence_ids for mb in micro_batches])
         sums = torch.stack([r.sums for r in results]).sum(0)
         return sums, torch.stack([r.ratio_max for r in results]).max(), ids[flags]
+
+    def _fault_point(self, name: str) -> None:
+        fault_point(name if self._ranks.is_leader else f"{name}-rank-{self._ranks.rank}")
 
     def _ess_scale(self, sums: Tensor) -> float:
         """Return the factor of the learning rate by ``optimizer.ess_reference`` (VCPO, arXiv:2602.17616)."""

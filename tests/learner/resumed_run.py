@@ -1,0 +1,103 @@
+"""A run with a real engine on any number of ranks, and the real trainer and queue, killed at fault points.
+
+Its groups depend on the prompt alone, so at a staleness bound of 0 every history trains the same batches.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+
+from async_rl.learner.checkpoint import latest_checkpoint
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.stored_tensors import MODEL, OPTIMIZER, load_tensors
+from async_rl.process import fault_points
+from async_rl.records import Group, Lease, Rollout, TokenSequence
+from tests.learner.test_trainer import Run, make_run
+from tests.queue.builders import group
+
+STEPS_BEFORE_DEATH = 5
+"""There is a checkpoint every 2 steps, committed 2 steps later at the latest: each start comes 2 to 6 steps further."""
+
+
+def answered(lease: Lease, version: int) -> Group:
+    """Two rollouts of 4 to 12 tokens, drawn by the prompt's position, one of them right."""
+    generator = np.random.default_rng(lease.prompt.position)
+    rollouts = tuple(_rollout(generator, version, accuracy) for accuracy in (1.0, 0.0))
+    return structs.replace(group(lease, version), rollouts=rollouts)
+
+
+def _rollout(generator: np.random.Generator, version: int, accuracy: float) -> Rollout:
+    size = int(generator.integers(6, 15))
+    mask = np.arange(size) >= 2
+    sequence = TokenSequence(
+        token_ids=generator.integers(4, 40, size).astype(np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, generator.uniform(-4.0, -3.5, size), 0.0).astype(np.float32),
+        versions=np.where(mask, version, -1).astype(np.int32),
+    )
+    return Rollout((sequence,), {"correct": accuracy}, accuracy, "stop")
+
+
+def build_run(directory: Path) -> Run:
+    """The run in ``directory``, of as many steps as its file ``steps`` says."""
+    return make_run(
+        directory,
+        model={"path": str(directory / "model")},
+        sampling={"group_size": 2, "max_new_tokens": 16, "max_prompt_tokens": 8, "deterministic": True},
+        data={"eval": {}},
+        eval={"every": 0},
+        learner={"steps": int((directory / "steps").read_text()), "max_tokens": 40},
+        queue={"max_staleness": 0},
+        optimizer={"lr": 1e-3},
+        checkpoint={"every": 2, "asynchronous": True},
+        generator={"backend": "fake"},
+    )
+
+
+def die_at(point: str, gates: Path) -> None:
+    """Let the process that reaches ``point`` first, once the file ``gates / point`` is there, be killed."""
+    fault_points._directory = str(gates)
+    fault_points.signal.raise_signal = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start(directory: Path) -> None:
+    """One start on this rank. The file ``directory / "point"`` names the fault point at which it ends, if any."""
+    point = (directory / "point").read_text()
+    gates = directory / "gates"
+    die_at(point, gates)
+    run = build_run(directory)
+    ranks = init_ranks(run.config)
+    engine = FsdpEngine(run.config, ranks)
+    if not ranks.is_leader:
+        engine.follow()
+        return
+    run.engine = engine  # pyright: ignore[reportAttributeAccessIssue]
+    first_step: list[int] = []
+
+    def arm(request: str, step: int) -> None:
+        if request != "take":
+            return
+        first_step.append(step)
+        if point and step == first_step[0] + STEPS_BEFORE_DEATH:
+            (gates / point).touch()
+
+    try:
+        run.start(arm, answered)
+    except BaseException as error:
+        engine.close(f"{type(error).__name__}: {error}")
+        raise
+    engine.close()
+
+
+def tensors_of(directory: Path) -> dict[str, Any]:
+    """Model and optimizer of the run's last checkpoint."""
+    latest = latest_checkpoint(directory / "run")
+    assert latest is not None
+    return {p + n: tensor for p in (MODEL, OPTIMIZER) for n, tensor in load_tensors(latest, p).items()}

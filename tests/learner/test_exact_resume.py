@@ -1,0 +1,68 @@
+"""At a bound of 0 a run that is killed again and again ends with the bits of one that is not, on 1 and on 2 ranks."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.process.fault_points import FAULT_POINTS
+from async_rl.run.step_log import read_rows
+from tests.forked import preload
+from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
+from tests.learner.resumed_run import tensors_of
+from tests.learner.tiny import tiny_model
+
+preload("tests.learner.resumed_run")
+
+FAKED = ("learner.publishing",)
+"""There are no generators, so nothing is published."""
+ALL = tuple(point for point in FAULT_POINTS if point.startswith("learner.") and point not in FAKED)
+OF_RANK_1 = ("learner.forward-rank-1", "learner.backward-rank-1")
+OF_ONE = ("learner.taken", "learner.backward", "learner.acknowledged", "learner.checkpoint_writing")
+OF_TWO = ("learner.forward-rank-1", "learner.backward", "learner.trained", "learner.checkpoint_saved")
+
+
+def begin(directory: Path, num_steps: int) -> Path:
+    (directory / "gates").mkdir(parents=True)
+    (directory / "steps").write_text(str(num_steps))
+    tiny_model(directory / "model")
+    return directory
+
+
+def kill_at(directory: Path, point: str, world_size: int) -> None:
+    (directory / "point").write_text(point)
+    ended = finish_ranks(start_ranks("resumed", directory, world_size=world_size))
+    killed = int(point.rpartition("-rank-")[2]) if "-rank-" in point else 0
+    assert ended[killed][0] == -signal.SIGKILL, "\n\n".join(output for _, output in ended)
+    assert all(code for code, _ in ended)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "points"),
+    [
+        pytest.param(1, OF_ONE, marks=pytest.mark.slow, id="one rank"),
+        pytest.param(2, OF_TWO, marks=pytest.mark.slow, id="two ranks"),
+        pytest.param(1, ALL, marks=pytest.mark.long, id="one rank, all"),
+        pytest.param(2, (*ALL, *OF_RANK_1), marks=pytest.mark.long, id="two ranks, all"),
+    ],
+)
+def test_a_run_killed_at_every_fault_point_ends_with_the_bits_of_an_undisturbed_one(
+    tmp_path: Path, world_size: int, points: tuple[str, ...]
+):
+    num_steps = 6 * len(points) + 6
+    whole, killed = begin(tmp_path / "whole", num_steps), begin(tmp_path / "killed", num_steps)
+    (whole / "point").write_text("")
+    run_ranks("resumed", whole, world_size=world_size)
+    for point in points:
+        kill_at(killed, point, world_size)
+    (killed / "point").write_text("")
+    run_ranks("resumed", killed, world_size=world_size)
+    rows = read_rows(killed / "run" / "trained.jsonl")
+    assert len({row["lineage"] for row in rows}) == len(points) + 1  # each start has left steps
+    assert [position for row in rows for position, _ in row["groups"]] == list(range(2 * num_steps))
+    expected, got = tensors_of(whole), tensors_of(killed)
+    assert got.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(got[name], tensor)] == []
