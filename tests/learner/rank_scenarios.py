@@ -407,6 +407,33 @@ def supervised(directory: Path) -> None:
     run_sft(load_config(directory / "sft.toml"))
 
 
+RESHARDED: dict[str, dict[str, Any]] = {"all weights": {}, "adapters": {"lora": LORA}}
+SOURCES = {1: (2,), 2: (1, 4), 3: (2,), 4: ()}
+"""Number of ranks -> the numbers of ranks whose checkpoints it loads."""
+
+
+def resharded(directory: Path) -> None:
+    """Load the checkpoints that are there and save them again; then a step and a checkpoint of this number's own."""
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+
+    ranks = init_ranks(tiny_config(directory, "model"))
+    number = ranks.world_size
+    for name, sections in RESHARDED.items():
+        engine = FsdpEngine(tiny_config(directory, "model", **sections), ranks)
+        if not ranks.is_leader:
+            follow_once(engine)
+            continue
+        for source in SOURCES[number]:
+            if (path := directory / name / f"of-{source}").exists():
+                engine.load(path)
+                save(engine, directory / name / f"of-{source}-by-{number}", 1)
+        if not (path := directory / name / f"of-{number}").exists():
+            engine.update(batch_for(0), version=0)
+            save(engine, path, 1)
+        stop_following(engine)
+    ranks.close()
+
+
 def resumed(directory: Path) -> None:
     from tests.learner.resumed_run import start
 
@@ -414,8 +441,8 @@ def resumed(directory: Path) -> None:
 
 
 SCENARIOS = (
-    resumed, updates, losses, adapted, padded, sharded, replayed, talking, follower_fails, follower_is_killed,
-    supervised,
+    updates, losses, adapted, padded, sharded, replayed, resharded, resumed, talking, follower_fails,
+    follower_is_killed, supervised,
 )  # fmt: skip
 
 
