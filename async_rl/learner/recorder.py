@@ -20,12 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch.profiler import record_function
+
 from async_rl.config.config import Config
 from async_rl.learner.checkpoint import TrainerState
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import WeightsSender
 from async_rl.learner.staleness import DropBias
-from async_rl.learner.step_result import StepResult, step_metrics
+from async_rl.learner.step_result import StepResult, speed_metrics, step_metrics
 from async_rl.queue.messages import Acked, GeneratorStats, TakenGroup
 from async_rl.run.eval_records import Decode, answer_record, write_json_lines
 
@@ -92,6 +94,7 @@ class StepRecorder:
         row |= self.clock.lap(
             stats.generators, alive_generators=stats.alive_generators, trained_tokens=result.facts.tokens_trained
         )
+        row |= speed_metrics(result.measured, row["time/train_s"])
         row |= self._bias.step(stats.ledger)
         if self._parity is not None:
             row |= self._parity.observe(state.lineage, state.version, stats.alive_generators)
@@ -193,11 +196,14 @@ class StepClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Add the duration of the ``with`` block to the step's part ``name`` (``wait``, ``train``, ``publish``,
-        ``checkpoint``)."""
+        """Add the duration of the ``with`` block to the step's part ``name``. In a trace the block is a range.
+
+        The parts are ``wait``, ``train``, ``prepare`` (a part of ``train``), ``publish`` and ``checkpoint``.
+        """
         start = time.monotonic()
         try:
-            yield
+            with record_function(name):
+                yield
         finally:
             self._parts[name] = self._parts.get(name, 0.0) + time.monotonic() - start
 
@@ -214,12 +220,13 @@ class StepClock:
         """
         now = time.monotonic()
         wall = max(now - self._lap_start, 1e-9)
-        parts = {name: self._parts.get(name, 0.0) for name in ("wait", "train", "publish", "checkpoint")}
+        parts = {name: self._parts.get(name, 0.0) for name in ("wait", "prepare", "train", "publish", "checkpoint")}
         busy = max(wall - parts["wait"], 0.0)
         metrics = {
             "time_s": self.elapsed_s,
             "time/step_s": wall,
             "time/wait_s": parts["wait"],
+            "time/prepare_s": parts["prepare"],
             "time/train_s": parts["train"],
             "time/publish_s": parts["publish"],
             "time/checkpoint_s": parts["checkpoint"],

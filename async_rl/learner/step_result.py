@@ -301,6 +301,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         **{key: mean_of([u.own_metrics[key] for u in updates]) for key in updates[0].own_metrics},
         **_packing_metrics(updates),
         **_routing_metrics(updates),
+        **_cost_metrics(updates),
         **_lag_metrics(updates),
     }
 
@@ -328,6 +329,32 @@ def _routing_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     if not counts:
         return {}
     return {"routing/different": sum(different for different, _ in counts) / max(1, sum(total for _, total in counts))}
+
+
+def _cost_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    """Return the seconds of each phase of the step's optimizer steps, and the peak memory. Empty if the engine does
+    not measure them.
+    """
+    costs = [u.cost for u in updates if u.cost is not None]
+    if not costs:
+        return {}
+    phases = dict.fromkeys(name for cost in costs for name in cost.phase_s)
+    return {
+        **{f"time/{name}_s": sum(cost.phase_s.get(name, 0.0) for cost in costs) for name in phases},
+        "memory/peak_bytes": max(cost.peak_memory_bytes for cost in costs),
+    }
+
+
+def speed_metrics(updates: Sequence[UpdateStats], train_s: float) -> dict[str, float]:
+    """Return the floating-point operations per second of a step that trained for ``train_s`` seconds, and their share
+    of the devices' peak if that is known. Empty if the engine does not count them.
+    """
+    costs = [u.cost for u in updates if u.cost is not None]
+    if not costs or train_s <= 0:
+        return {}
+    flops_per_s = sum(cost.flops for cost in costs) / train_s
+    peak = costs[0].peak_flops_per_s
+    return {"throughput/flops_per_s": flops_per_s, **({} if peak is None else {"throughput/mfu": flops_per_s / peak})}
 
 
 def _lag_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

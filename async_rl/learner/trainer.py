@@ -170,7 +170,8 @@ class Trainer:
         """Make one step on the batch: advantages, training, acknowledgement, publication, records and checkpoint."""
         version = self.state.version
         with self._clock.part("train"):
-            prepared = self._prepare(batch)
+            with self._clock.part("prepare"):
+                prepared = self._prepare(batch)
             self._check_stop()  # after the first update the step must be finished
             updates = self._update(prepared)
         has_own_loss = self.config.loss.function is not None

@@ -156,7 +156,15 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
     "Time": {
         "time/step_s": "Seconds that the step took.",
         "time/wait_s": "Seconds in which the learner waited for groups.",
-        "time/train_s": "Seconds in which the learner trained.",
+        "time/train_s": "Seconds in which the learner trained; the next six are parts of it.",
+        "time/prepare_s": "Seconds in which the learner prepared the batch: masks, advantages, and the scores that "
+        "the loss needs.",
+        "time/pack_s": "Seconds in which rank 0 packed the sequences into micro-batches.",
+        "time/scatter_s": "Seconds in which rank 0 sent the other ranks their micro-batches.",
+        "time/forward_s": "Seconds of rank 0's forward passes, with head and loss. On a GPU this and the next two are "
+        "times of the device. With several ranks they include the collectives of FSDP, which overlap with computation.",
+        "time/backward_s": "Seconds of rank 0's backward passes.",
+        "time/optimizer_s": "Seconds of the statistics' sum over ranks, the gradient's norm and the optimizer step.",
         "time/publish_s": "Seconds in which the learner staged weights for publishing.",
         "time/checkpoint_s": "Seconds in which training stood still for checkpoints: copying the state, waiting for "
         "the files of the one before, committing. What follows a step's row counts in the next row.",
@@ -173,8 +181,17 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "overlap/efficiency": "Busy seconds per step of the busier side (time/generate_s, or the learner's) divided "
         "by time/step_s; 1 is perfect overlap.",
         "throughput/trained_tokens_per_s": "Trained tokens per second.",
+        "throughput/flops_per_s": "Floating-point operations per second of time/train_s, over all ranks: those of the "
+        "optimizer steps that are necessary, attention included; shared prompts count once, padding and recomputed "
+        "activations not at all.",
+        "throughput/mfu": "throughput/flops_per_s divided by the dense half-precision peak of the ranks' devices; only "
+        "if that is known.",
         "throughput/transfer_bytes_per_s": "Size of that version divided by time/transfer_s.",
         "throughput/generated_tokens_per_s": "Sampled tokens per second, over all generators.",
+    },
+    "Memory": {
+        "memory/peak_bytes": "Highest peak memory of a learner rank, in bytes: on a GPU that of torch's tensors on the "
+        "device during the step; on a CPU the resident memory of the process since it began.",
     },
     "Weights": {
         "weights/members": "Number of generators that receive weights.",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
+from async_rl.learner.engine.flops import device_peak
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.logprobs import token_logprobs
 from async_rl.learner.engine.model import PolicyModel, load_model, to_device
@@ -47,8 +48,6 @@ DETERMINISTIC = {"sampling": {"deterministic": True}, "generator": {"backend": "
 GRADIENT_TOLERANCE, LOGPROB_TOLERANCE = 0.02, 0.02
 """Of the whole gradient relative to float32, and of a mean log-probability in nats; the parameters are bfloat16."""
 HEAD_TOLERANCE = 0.004
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
-"""Dense bfloat16, by the maker's data sheets."""
 
 
 def write_model(directory: Path, shape: Mapping[str, Any], vocab_size: int) -> Path:
@@ -239,7 +238,7 @@ def check_head(machine: Machine) -> str:
 def check_throughput(machine: Machine) -> str:
     """Time optimizer steps of the shape of Qwen2.5-0.5B: tokens per second and model FLOPs utilisation.
 
-    Counted are 6 FLOPs per parameter and token, as usual; those of attention are left out.
+    ``StepFlops`` counts the operations, attention included.
     """
     shape, vocab, count = (QWEN_05B, 151936, 64) if machine.has_cuda else (SMALL, VOCAB, 1)
     model = write_model(machine.directory / "model", shape, vocab)
@@ -249,12 +248,11 @@ def check_throughput(machine: Machine) -> str:
     num_tokens = sum(len(s.token_ids) for s in sequences)
     engine.update(sequences, version=0)
     start = time.perf_counter()
-    for version in (1, 2):
-        engine.update(sequences, version=version)
-    rate = 2 * num_tokens / (time.perf_counter() - start)
-    flops = 6 * sum(tensor.numel() for _, tensor in engine.gather()) * rate
-    name = torch.cuda.get_device_name(machine.device) if machine.has_cuda else "CPU"
-    peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    costs = [engine.update(sequences, version=version).cost for version in (1, 2)]
+    seconds = time.perf_counter() - start
+    rate = 2 * num_tokens / seconds
+    flops = sum(cost.flops for cost in costs if cost is not None) / seconds
+    peak = device_peak(machine.device, torch.bfloat16)
     used = f"{flops / 1e12:.2f} TFLOP/s" if peak is None else f"{flops / peak:.0%} MFU"
     what = "the shape of Qwen2.5-0.5B, 1,024 tokens a sequence" if machine.has_cuda else "a tiny model"
-    return f"{what}: {rate:,.0f} tokens/s, {used} without attention"
+    return f"{what}: {rate:,.0f} tokens/s, {used}"

@@ -118,10 +118,10 @@ def test_without_two_readings_of_the_same_slots_the_generator_figures_are_left_o
 
 def test_parts_of_a_step_are_timed_apart_and_start_anew_each_lap():
     clock = StepClock(elapsed_s=0.0)
-    with clock.part("train"):
+    with clock.part("train"), clock.part("prepare"):
         pass
     row = clock.lap(GeneratorStats(), alive_generators=ALIVE, trained_tokens=0)
-    assert 0 < row["time/train_s"] <= row["time/step_s"]
+    assert 0 < row["time/prepare_s"] <= row["time/train_s"] <= row["time/step_s"]
     assert row["time/wait_s"] == 0
     assert clock.lap(GeneratorStats(), alive_generators=ALIVE, trained_tokens=0)["time/train_s"] == 0
 

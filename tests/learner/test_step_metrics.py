@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from async_rl.config.loss import LossConfig
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.engine import UpdateCost, UpdateStats
 from async_rl.learner.losses.diagnostics import diagnostic_sums
 from async_rl.learner.losses.policy import policy_loss
 from async_rl.learner.packing import PaddedCost
-from async_rl.learner.step_result import source_metrics, turn_metrics, update_metrics
+from async_rl.learner.step_result import source_metrics, speed_metrics, turn_metrics, update_metrics
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Prompt, Rollout, Turn
 from async_rl.run.metrics import METRIC_KEYS
@@ -74,6 +74,25 @@ def test_replayed_experts_that_differ_are_a_share_over_all_updates():
     metrics = update_metrics([replace(PLAIN, routing=counts) for counts in ((1, 10), (5, 30))])
     assert metrics["routing/different"] == 0.15
     assert None not in map(declared_key, metrics)
+
+
+def test_phases_are_summed_over_the_updates_and_the_largest_peak_counts():
+    costs = [
+        UpdateCost({"forward": 1.0, "backward": 2.0}, flops=4e12, peak_flops_per_s=1e13, peak_memory_bytes=7),
+        UpdateCost({"forward": 0.5, "backward": 1.5}, flops=2e12, peak_flops_per_s=1e13, peak_memory_bytes=9),
+    ]
+    updates = [replace(PLAIN, cost=cost) for cost in costs]
+    metrics = update_metrics(updates)
+    assert (metrics["time/forward_s"], metrics["time/backward_s"], metrics["memory/peak_bytes"]) == (1.5, 3.5, 9)
+    # 6e12 operations in 2 s are 3e12 per second, and 0.3 of the peak.
+    assert speed_metrics(updates, 2.0) == {"throughput/flops_per_s": 3e12, "throughput/mfu": pytest.approx(0.3)}
+
+
+def test_an_unknown_peak_gives_no_utilisation_and_an_engine_without_costs_no_speed():
+    cost = UpdateCost({}, flops=4e12, peak_flops_per_s=None, peak_memory_bytes=7)
+    assert speed_metrics([replace(PLAIN, cost=cost)], 2.0) == {"throughput/flops_per_s": 2e12}
+    assert speed_metrics([PLAIN], 2.0) == {}
+    assert "memory/peak_bytes" not in update_metrics([PLAIN])
 
 
 def test_all_numbers_are_plain_floats_or_ints():

@@ -33,6 +33,24 @@ class PolicyScores(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateCost:
+    """What one optimizer step cost.
+
+    Attributes:
+        phase_s: seconds of each phase on rank 0 (``phases.Phase``). On CUDA those of the device, except for ``pack``
+            and ``scatter``.
+        flops: floating-point operations that the step must compute, over all ranks (``flops.StepFlops``).
+        peak_flops_per_s: what the devices of all ranks can compute in a second. None if it is not known.
+        peak_memory_bytes: highest peak memory of a rank (``phases.peak_memory_bytes``).
+    """
+
+    phase_s: Mapping[str, float]
+    flops: float
+    peak_flops_per_s: float | None
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateStats:
     """Statistics of one optimizer step, over all micro-batches and ranks.
 
@@ -63,6 +81,7 @@ class UpdateStats:
         own_metrics: metrics of the user's own loss, by key. Empty with the built-in loss.
         routing: at how many tokens and layers the replayed experts differ from those that the model's routers choose,
             and the number of tokens and layers. None without routing replay.
+        cost: time, memory and operations of the step. None if the engine does not measure them.
     """
 
     stepped: bool
@@ -88,6 +107,7 @@ class UpdateStats:
     rule_tokens: Mapping[str, int] = field(default_factory=dict)
     own_metrics: Mapping[str, float] = field(default_factory=dict)
     routing: tuple[int, int] | None = None
+    cost: UpdateCost | None = field(default=None, compare=False)
 
 
 class Engine(Protocol):

@@ -27,10 +27,12 @@ from async_rl.config.config import Config
 from async_rl.data.chat import model_files
 from async_rl.errors import ModelError, TrainingError
 from async_rl.learner.checkpoint import write_extra, write_model_files
-from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateStats
+from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateCost, UpdateStats
+from async_rl.learner.engine.flops import StepFlops, device_peak
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, load_reference, to_device
 from async_rl.learner.engine.packing_choice import set_packing
+from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_replay
@@ -137,6 +139,7 @@ class FsdpEngine:
             self._parameters = [p for p in self._model.parameters() if p.requires_grad]
             self._optimizer = build_optimizer(self._parameters, config.optimizer, self._schedule.lr_at(0))
             self._num_updates = 0
+            self._clock, self._flops = PhaseClock(ranks.device), StepFlops.of_model(self._model.causal_lm)
             self._files = model_files(config.model.path) if ranks.is_leader else {}
             self._gathering = False
             self._is_closed = False
@@ -167,11 +170,17 @@ class FsdpEngine:
             ValueError: a sequence can't be packed (``packing.pack``), or is newer than ``version``.
             TrainingError: another rank failed.
         """
-        parts = self._pack(sequences)
+        with self._clock.phase("pack"):
+            parts = self._pack(sequences)
         with self._command("update"):
-            self._scatter("update", {"version": version}, parts)
-            stats = self._update(parts[0], version)
-        return replace(stats, padded_cost=padded_cost(parts) if self._model.packing == "padded" else None)
+            with self._clock.phase("scatter"):
+                self._scatter("update", {"version": version}, parts)
+            stats, peak_bytes = self._update(parts[0], version)
+        return replace(
+            stats,
+            padded_cost=padded_cost(parts) if self._model.packing == "padded" else None,
+            cost=self._cost(parts, peak_bytes),
+        )
 
     def score(self, sequences: Sequence[TrainSequence], *, of: ScoredBy) -> dict[int, np.ndarray]:
         """Return the log-probabilities of trained tokens, as ``Engine.score`` says.
@@ -312,6 +321,7 @@ class FsdpEngine:
         match message.type:
             case "update":
                 self._update(_micro_batches(message), int(message.fields["version"]))
+                self._clock.read()  # only rank 0's phases are reported
             case "score":
                 self._score(_micro_batches(message), message.fields["of"])
             case "gather":
@@ -380,20 +390,32 @@ class FsdpEngine:
         arrays = [torch.cat(values).numpy() for values in zip(*scored, strict=True)]
         return [decode(frame).arrays for frame in self._ranks.gather(encode("scores", {}, arrays))]
 
-    def _update(self, micro_batches: Sequence[MicroBatch], version: int) -> UpdateStats:
+    def _cost(self, parts: Sequence[Sequence[MicroBatch]], peak_bytes: int) -> UpdateCost:
+        peak = device_peak(self._ranks.device, self._dtype)
+        return UpdateCost(
+            phase_s=self._clock.read(),
+            flops=sum(self._flops.of(micro_batch) for part in parts for micro_batch in part),
+            peak_flops_per_s=None if peak is None else peak * self._ranks.world_size,
+            peak_memory_bytes=peak_bytes,
+        )
+
+    def _update(self, micro_batches: Sequence[MicroBatch], version: int) -> tuple[UpdateStats, int]:
+        """Return the step's statistics and the highest peak memory of a rank in bytes. Both are of use on rank 0."""
         if self._model.replay is not None:
             self._model.replay.reset_counts()
         sums, ratio_max, skipped = self._accumulate(micro_batches, version)
-        sums = self._ranks.all_reduce_sum(sums.cpu())
-        routing = self._replayed()
-        lr = self._schedule.lr_at(self._num_updates) * self._ess_scale(sums)
-        outcome = self._step(float(sums[0]), lr, self._objective.why_skip(sums))
-        frames = self._ranks.gather(encode("skipped", {"ratio_max": float(ratio_max)}, [skipped]))
+        with self._clock.phase("optimizer"):
+            sums = self._ranks.all_reduce_sum(sums.cpu())
+            routing = self._replayed()
+            lr = self._schedule.lr_at(self._num_updates) * self._ess_scale(sums)
+            outcome = self._step(float(sums[0]), lr, self._objective.why_skip(sums))
+        fields = {"ratio_max": float(ratio_max), "peak_bytes": peak_memory_bytes(self._ranks.device)}
+        frames = self._ranks.gather(encode("skipped", fields, [skipped]))
         reports = [decode(frame) for frame in frames]
         skipped_ids = sorted(int(i) for report in reports for i in report.arrays[0])
         ratio_max = max((r.fields["ratio_max"] for r in reports), default=0.0)
         stats = update_stats(sums, ratio_max, skipped_ids, outcome, objective=self._objective)
-        return replace(stats, routing=routing)
+        return replace(stats, routing=routing), max((r.fields["peak_bytes"] for r in reports), default=0)
 
     def _replayed(self) -> tuple[int, int] | None:
         """Return the counts of ``UpdateStats.routing``, over all ranks."""
@@ -414,12 +436,14 @@ class FsdpEngine:
                 is_last = index == len(micro_batches) - 1
                 begin_micro_batch(self._model, reshard=self._config.learner.reshard, is_last=is_last)
             _check_versions(micro_batch, version)
-            batch = to_device(micro_batch, self._ranks.device, self._model.packing)
-            result = self._objective(
-                batch, self._model(batch, entropy_grad=self._objective.needs_entropy_grad), version=version
-            )
+            with self._clock.phase("forward"):
+                batch = to_device(micro_batch, self._ranks.device, self._model.packing)
+                result = self._objective(
+                    batch, self._model(batch, entropy_grad=self._objective.needs_entropy_grad), version=version
+                )
             self._fault_point("learner.forward")
-            result.loss_sum.backward()
+            with self._clock.phase("backward"):
+                result.loss_sum.backward()
             self._fault_point("learner.backward")
             results.append(result._replace(loss_sum=result.loss_sum.detach()))
         flags = torch.cat([r.skipped for r in results]).cpu().numpy()

@@ -1,0 +1,39 @@
+"""The times of a step's phases: by a clock that the test turns, and of a real step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_rl.learner.engine import phases
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.phases import PhaseClock
+from async_rl.learner.engine.ranks import init_ranks
+from tests.learner.tiny import random_sequences, tiny_config, tiny_model
+
+
+def test_the_durations_of_a_phase_add_up_until_they_are_read(monkeypatch: pytest.MonkeyPatch):
+    # forward from 1 to 3 and from 7 to 8, backward from 3 to 7.
+    ticks = iter([1.0, 3.0, 3.0, 7.0, 7.0, 8.0])
+    monkeypatch.setattr(phases.time, "perf_counter", lambda: next(ticks))
+    clock = PhaseClock(torch.device("cpu"))
+    for name in ("forward", "backward", "forward"):
+        with clock.phase(name):
+            pass
+    assert clock.read() == {"forward": 3.0, "backward": 4.0}
+    assert clock.read() == {}
+
+
+def test_a_step_reports_its_phases_operations_and_memory(tmp_path: Path):
+    config = tiny_config(tmp_path, tiny_model(tmp_path / "model"), learner={"max_tokens": 64})
+    engine = FsdpEngine(config, init_ranks(config))
+    one, two = (engine.update(random_sequences(n, 24), version=0).cost for n in (3, 6))
+    assert one is not None
+    assert two is not None
+    assert one.phase_s.keys() == two.phase_s.keys() == {"pack", "scatter", "forward", "backward", "optimizer"}
+    assert min(one.phase_s.values()) > 0
+    assert two.flops == pytest.approx(2 * one.flops)
+    assert one.peak_flops_per_s is None
+    assert one.peak_memory_bytes > 1e6
