@@ -30,10 +30,12 @@ from async_rl.cli.options import (
     Insecure,
     Keys,
     Overrides,
+    Profile,
     Quiet,
     Replaces,
     Takeover,
     Wait,
+    with_profile,
 )
 from async_rl.cli.tools import tools
 from async_rl.errors import ConfigError, UserError
@@ -83,6 +85,7 @@ def launch(
     source: From = None,
     insecure: Insecure = False,
     takeover: Takeover = False,
+    profile: Profile = None,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
     quiet: Quiet = False,
     no_next: Annotated[bool, typer.Option("--no-next", help="Name no commands to try next at the end.")] = False,
@@ -101,7 +104,7 @@ def launch(
     from async_rl.config.loading import load_config
     from async_rl.launch import launch as launcher
 
-    chosen = overrides or []
+    chosen = with_profile(overrides, profile)
     resolved = load_config(config, chosen)
     if dry_run:
         launcher.dry_run(
@@ -124,6 +127,7 @@ def learner(
     source: From = None,
     insecure: Insecure = False,
     takeover: Takeover = False,
+    profile: Profile = None,
 ) -> None:
     """Train the model of CONFIG on the rollouts that generators send (one process, or every rank of torchrun).
 
@@ -141,7 +145,7 @@ def learner(
         from async_rl.process.child import set_torch_defaults
 
         set_torch_defaults(is_learner=True)
-        resolved = load_config(config, overrides or [])
+        resolved = load_config(config, with_profile(overrides, profile))
         if not is_launched and _is_first_rank():
             from async_rl.launch.preflight import check_learner
 

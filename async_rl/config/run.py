@@ -5,9 +5,10 @@ They say where a run is stored, when it is saved, what it logs, and which settin
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.section import Section
 
@@ -86,6 +87,27 @@ class LogConfig(Section):
         description='Number of groups in one file of sampled rollouts, chosen at random from those of its step; "all"'
         " writes every group.",
     )
+    profile: str = Field(
+        default="",
+        description="Steps of which rank 0 of the learner writes a trace into profile/ in the run directory, such as 3 "
+        "or 3-5; if empty, none.",
+    )
+
+    @field_validator("profile")
+    @classmethod
+    def _is_a_range(cls, value: str) -> str:
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", value)
+        if value and (found is None or not 1 <= int(found[1]) <= int(found[2] or found[1])):
+            raise ValueError(f"expected a step such as 3, or steps such as 3-5, got {value!r}; steps count from 1")
+        return value
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps that ``profile`` names."""
+        if not self.profile:
+            return range(0)
+        first, _, last = self.profile.partition("-")
+        return range(int(first), int(last or first) + 1)
 
 
 class FakeConfig(Section):

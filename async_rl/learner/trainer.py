@@ -43,6 +43,7 @@ from async_rl.learner.nonfinite import record_nonfinite
 from async_rl.learner.own_advantage import load_own_advantage
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parity import ParityGate
+from async_rl.learner.profiling import StepProfiler
 from async_rl.learner.publishing import VersionPublisher, WeightsSender
 from async_rl.learner.recorder import RowWriter, StepRecorder, WaitLog
 from async_rl.learner.staleness import BoundLimits, BoundState, check_staleness, reading_of, update_bound
@@ -104,6 +105,7 @@ class Trainer:
             confirm=self._confirm,
         )  # fmt: skip
         self._clock = self._recorder.clock
+        self._profiler = StepProfiler(config.log.profiled_steps, run_dir / "profile")
         self._publisher = VersionPublisher(config, state, engine, queue, weights, parity)
         self._evaluations = Evaluations(
             config, state, queue, record=self._recorder.record_evaluation, run_dir=run_dir, decode=decode
@@ -128,10 +130,12 @@ class Trainer:
         try:
             self._begin()
             while self.state.step < self.config.learner.steps and not self.state.exhausted:
-                batch = self._take()
+                with self._profiler.step(self.state.step + 1):
+                    batch = self._take()
+                    if batch is not None:
+                        self._train(batch)
                 if batch is None:
                     break
-                self._train(batch)
                 self._check_stop()
             self._finish()
         except _Asked as asked:

@@ -442,6 +442,13 @@ def test_a_dry_run_prints_every_command_and_writes_nothing(tmp_path: Path, capsy
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("command", ["launch", "learner"])
+def test_steps_to_profile_are_an_option(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = write_config(tmp_path, data=write_data(tmp_path))
+    found = refusal(capsys, command, str(config), "--profile", "5-3")
+    assert "log.profile: expected a step such as 3, or steps such as 3-5, got '5-3'" in found
+
+
 def test_a_dry_run_that_launch_would_refuse_exits_2_after_the_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -155,6 +155,17 @@ def test_rollouts_are_logged_by_number_or_all(groups: Any):
     assert a_config(log={"rollouts_groups": groups}).log.rollouts_groups == groups
 
 
+@pytest.mark.parametrize(("text", "steps"), [("", []), ("3", [3]), ("3-5", [3, 4, 5])])
+def test_one_step_or_several_are_profiled(text: str, steps: list[int]):
+    assert list(a_config(log={"profile": text}).log.profiled_steps) == steps
+
+
+@pytest.mark.parametrize("text", ["0", "5-3", "3-", "three"])
+def test_other_steps_to_profile_are_refused(text: str):
+    found = refusal(log={"profile": text})
+    assert f"log.profile: expected a step such as 3, or steps such as 3-5, got {text!r}" in found
+
+
 @pytest.mark.parametrize("groups", [0, "some", 1.5])
 def test_other_numbers_of_logged_rollouts_are_refused(groups: Any):
     assert "log.rollouts_groups" in refusal(log={"rollouts_groups": groups})

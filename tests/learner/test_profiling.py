@@ -1,0 +1,47 @@
+"""Traces of chosen steps: which files a run writes, and which ranges a step of the engine has in them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.profiling import StepProfiler
+from tests.learner.test_trainer import make_run
+from tests.learner.tiny import random_sequences, tiny_config, tiny_model
+
+
+def ranges(path: Path) -> set[str]:
+    """Names of the ranges in a trace that the program itself marked."""
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    return {event["name"] for event in events if event.get("cat") == "user_annotation"}
+
+
+def test_a_run_writes_traces_of_the_steps_that_its_config_names(tmp_path: Path):
+    run = make_run(tmp_path, log={"profile": "2-3"})
+    run.start()
+    found = sorted((run.path / "profile").iterdir())
+    assert [path.name for path in found] == ["step-000002.json.gz", "step-000003.json.gz"]
+    for path in found:
+        assert ranges(path) == {"wait", "train", "prepare", "publish"}
+
+
+def test_the_phases_of_a_step_are_ranges(tmp_path: Path):
+    config = tiny_config(tmp_path, tiny_model(tmp_path / "model"))
+    engine = FsdpEngine(config, init_ranks(config))
+    profiler = StepProfiler(range(1, 2), tmp_path / "profile")
+    for number in (1, 2):
+        with profiler.step(number):
+            engine.update(random_sequences(2, 16), version=0)
+    (path,) = (tmp_path / "profile").iterdir()
+    assert {"pack", "scatter", "forward", "backward", "optimizer"} <= ranges(path)
+
+
+def test_a_step_that_fails_leaves_no_trace(tmp_path: Path):
+    with pytest.raises(ZeroDivisionError), StepProfiler(range(1, 2), tmp_path / "profile").step(1):
+        _ = 1 / 0
+    assert not (tmp_path / "profile").exists()
