@@ -13,6 +13,7 @@ import pytest
 from async_rl.run.metrics import METRIC_KEYS
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.learner.test_profiling import ranges
 from tests.run.metric_keys import declared_key
 
 SOURCE = textwrap.dedent(
@@ -77,7 +78,7 @@ def test_a_run_with_rewards_of_the_user_s_own_over_a_table(tmp_path: Path):
     }
     path = write_config(tmp_path / "config.toml", config)
     with roles(tmp_path / "logs") as start:
-        start("launch", "launch", str(path)).succeed()
+        start("launch", "launch", str(path), "--profile", "2").succeed()
     run_dir = tmp_path / "run"
     assert steps(run_dir) == [1, 2, 3]
     for row in metrics(run_dir):
@@ -87,6 +88,9 @@ def test_a_run_with_rewards_of_the_user_s_own_over_a_table(tmp_path: Path):
     emitted = {key: declared_key(key) for row in metrics(run_dir) for key in row}
     assert [key for key, declared in emitted.items() if declared is None] == []
     assert METRIC_KEYS.keys() - emitted.values() <= MAY_BE_ABSENT
+    (trace,) = (run_dir / "profile").iterdir()
+    assert trace.name == "step-000002.json.gz"
+    assert ranges(trace) >= {"wait", "prepare", "train", "pack", "forward", "backward", "optimizer", "publish"}
     digests = json.loads((run_dir / "code_digests.json").read_text())
     assert set(digests.values()) == {hashlib.sha256(SOURCE.encode()).hexdigest()}
 
