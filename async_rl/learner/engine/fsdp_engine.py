@@ -29,8 +29,9 @@ from async_rl.errors import ModelError, TrainingError
 from async_rl.learner.checkpoint import write_extra, write_model_files
 from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateCost, UpdateStats
 from async_rl.learner.engine.flops import StepFlops, device_peak
+from async_rl.learner.engine.loading import Weights, load_policy, load_reference, read_tested
 from async_rl.learner.engine.lora import Adapters
-from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, load_reference, to_device
+from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, to_device
 from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
@@ -110,32 +111,28 @@ class FsdpEngine:
         with ranks.together("loading the model"):
             self._dtype = compute_dtype(config, ranks.device)
             torch.manual_seed(config.run.seed + ranks.rank)
-            self._model = PolicyModel(load_model(config.model), "padded")
-            max_length = _max_length(config, is_supervised=objective is not None)
-            set_packing(self._model, config.learner.packing, ranks, max_length=max_length)
-            if config.model.routing_replay and objective is None:
-                self._model.replay = RoutingReplay(self._model.causal_lm)
-                if ranks.is_leader:
-                    check_replay(self._model)
+            self._is_sharded = ranks.has_group
+            self._model, weights = load_policy(config.model, "padded", is_sharded=self._is_sharded)
+            self._test_model(weights, is_supervised=objective is not None)
             self._names = self._model.tensor_names()
             self._adapters: Adapters | None = None
             if config.lora.is_set:
                 self._adapters = Adapters(self._model, config, dtype=self._dtype, is_leader=ranks.is_leader)
-            self._is_sharded = ranks.has_group
             # A given objective does not use [loss], so it needs no reference.
             self._has_reference = objective is None and config.loss.needs_reference
             # The policy with its adapters disabled is the model that the run began with: no second model is needed.
             is_of_its_own = self._adapters is None or bool(config.loss.kl_reference)
-            self._reference = None
+            self._reference, reference_weights = None, None
             if self._has_reference and is_of_its_own:
-                self._reference = load_reference(config, self._dtype, self._model.packing)
+                self._reference, reference_weights = load_reference(
+                    config, self._dtype, self._model.packing, is_sharded=self._is_sharded
+                )
             if self._reference is not None and self._reference.vocab_size != self._model.vocab_size:
                 raise ModelError(
                     f"loss.kl_reference: expected a model of the policy's vocabulary, {self._model.vocab_size} tokens, "
                     f"got {self._reference.vocab_size}; choose one with the same tokenizer"
                 )
-            for model in self._models if self._is_sharded else ():
-                shard(model, ranks, self._dtype, reshard=config.learner.reshard)
+            self._shard(weights, reference_weights)
             self._parameters = [p for p in self._model.parameters() if p.requires_grad]
             self._optimizer = build_optimizer(self._parameters, config.optimizer, self._schedule.lr_at(0))
             self._num_updates = 0
@@ -146,6 +143,25 @@ class FsdpEngine:
             self._saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-tensors")
             self._saving: Future[None] | None = None
             self._host_copy = HostCopy()
+
+    def _test_model(self, weights: Weights | None, *, is_supervised: bool) -> None:
+        """Test the model on rank 0, choose how it computes micro-batches, and prepare it to replay routes."""
+        config, ranks = self._config, self._ranks
+        tested = read_tested(config.model, self._model, weights) if ranks.is_leader else None
+        max_length = _max_length(config, is_supervised=is_supervised)
+        set_packing(self._model, config.learner.packing, ranks, tested=tested, max_length=max_length)
+        if config.model.routing_replay and not is_supervised:
+            self._model.replay = RoutingReplay(self._model.causal_lm)
+            if tested is not None:
+                tested.replay = tested.replay or RoutingReplay(tested.causal_lm)
+                check_replay(tested)
+
+    def _shard(self, *weights: Weights | None) -> None:
+        """Shard the models, and fill those that have no weights yet with theirs."""
+        for model, of_model in zip(self._models if self._is_sharded else (), weights, strict=False):
+            shard(model, self._ranks, self._dtype, reshard=self._config.learner.reshard)
+            if of_model is not None:
+                of_model.fill(model, self._ranks.device)
 
     def self_test(self) -> None:
         """Check that the sequences of a micro-batch do not change each other's values. Rank 0 calls it, others follow.

@@ -75,7 +75,8 @@ class Adapters:
         self._base = BaseWeights.of(config.model.path) if is_leader else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.run.seed)
-            inject_adapter_in_model(self._peft_config, cast(Any, model), _ADAPTER)
+            with _weights_on_host(model):
+                inject_adapter_in_model(self._peft_config, cast(Any, model), _ADAPTER)
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 # Frozen parameters need no more precision. Not model.to(dtype), because buffers must keep their dtype.
@@ -115,7 +116,7 @@ class Adapters:
         for name in names:
             place = _place(name, state)
             if place is None:
-                own_name = _weight_name(name, state)
+                own_name = weight_name(name, state)
                 tensor = _whole(state[own_name])
                 yield name, tensor.to(dtype) if own_name in parameters else tensor
                 continue
@@ -259,6 +260,23 @@ def _peft_config(lora: LoraConfig, model_path: str) -> Any:
     )
 
 
+@contextmanager
+def _weights_on_host(model: nn.Module) -> Iterator[None]:
+    """Replace matrices on the meta device by ones on the host that take no memory while the ``with`` block runs.
+
+    peft creates adapters where the weights of their layer are, and ours must have values.
+    """
+    on_meta = {m: m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.is_meta}
+    for module, weight in on_meta.items():
+        module.weight = nn.Parameter(torch.zeros((), dtype=weight.dtype).expand(weight.shape))
+    try:
+        yield
+    finally:
+        for module, weight in on_meta.items():
+            weight.requires_grad_(module.weight.requires_grad)
+            module.weight = weight
+
+
 def _check_targets(model: PreTrainedModel, layers: nn.ModuleList, lora: LoraConfig) -> None:
     inside = {id(module) for module in layers.modules()}
     for target in lora.targets:
@@ -281,7 +299,7 @@ def _check_targets(model: PreTrainedModel, layers: nn.ModuleList, lora: LoraConf
                 )
 
 
-def _weight_name(name: str, state: Mapping[str, Tensor]) -> str:
+def weight_name(name: str, state: Mapping[str, Tensor]) -> str:
     """Return the name of tensor ``name`` in the adapted model, where peft moves the tensors of adapted layers one
     level down.
     """
@@ -295,7 +313,7 @@ def _place(name: str, state: Mapping[str, Tensor]) -> _Adapted | None:
     module, _, _ = name.rpartition(".")
     a, b = (f"{module}.lora_{letter}.{_ADAPTER}.weight" for letter in "AB")
     is_weight = name.endswith(".weight") and a in state
-    return _Adapted(_weight_name(name, state), a, b) if is_weight else None
+    return _Adapted(weight_name(name, state), a, b) if is_weight else None
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from async_rl.attention_limits import caps_attention
-from async_rl.config.config import Config
 from async_rl.config.learner import ModelConfig, OptimizerConfig
 from async_rl.data.chat import check_precision, model_directory
 from async_rl.errors import ModelError
@@ -89,6 +89,17 @@ def to_device(batch: MicroBatch, device: torch.device, packing: Packing = "packe
     )
 
 
+def check_directory(config: ModelConfig) -> Path:
+    """Return the directory of the model of ``model.path``, which is downloaded first if it is on the hub.
+
+    Raises:
+        ModelError: the model is missing or quantised.
+    """
+    directory = model_directory(config.path, weights=True)
+    check_precision(directory, config.dtype)
+    return directory
+
+
 def load_model(config: ModelConfig) -> PreTrainedModel:
     """Load the causal LM of ``model.path`` on the host, with float32 parameters and transformers' attention.
 
@@ -100,8 +111,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
     if not sys.stderr.isatty():
         disable_progress_bar()  # it fills log files with control characters
-    directory = model_directory(config.path, weights=True)
-    check_precision(directory, config.dtype)
+    directory = check_directory(config)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, trust_remote_code=config.trust_remote_code, output_loading_info=True
@@ -119,6 +129,15 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
             f"model.path: the weights in {directory} lack {len(missing)} tensors: {', '.join(missing[:5])}; save the "
             f"whole model there with save_pretrained"
         )
+    return check_trainable(model, config)
+
+
+def check_trainable(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Check that the causal LM ``model`` can be trained, and return it with the settings of ``config``.
+
+    Raises:
+        ModelError: the model has an unsupported head, or changes its weights when it scores.
+    """
     if getattr(model.config, "rescale_every", 0):
         raise ModelError(
             f"model.path: {type(model).__name__} with rescale_every = {model.config.rescale_every} divides its weights "
@@ -132,30 +151,6 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         )
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
-
-
-def load_reference(config: Config, dtype: torch.dtype, packing: Packing = "packed") -> PolicyModel:
-    """Load the frozen reference model of the KL: ``loss.kl_reference``, or if unset the model that the run began with.
-
-    It computes the policy's micro-batches, so it uses the policy's ``packing``. Its parameters have the ``dtype`` that
-    it computes in, because they are not updated and need no more precision.
-
-    Raises:
-        ModelError: the model can't be used; see ``load_model`` and ``PolicyModel.use``.
-    """
-    path = config.loss.kl_reference or config.model.path
-    settings = config.model.model_copy(update={"path": path, "gradient_checkpointing": False})
-    try:
-        model = PolicyModel(load_model(settings), packing)
-    except ModelError as error:
-        raise ModelError(
-            f"can't use the reference model {path} (loss.kl_reference, or model.path if that is unset): {error}"
-        ) from error
-    model.requires_grad_(False)
-    for parameter in model.parameters():
-        # Not model.to(dtype): buffers keep their dtype, as in the policy.
-        parameter.data = parameter.data.to(dtype)
     return model
 
 

@@ -20,21 +20,28 @@ logger = logging.getLogger(__name__)
 
 
 def set_packing(
-    policy: PolicyModel, setting: Literal["auto", "packed", "padded"], ranks: Ranks, *, max_length: int
+    policy: PolicyModel,
+    setting: Literal["auto", "packed", "padded"],
+    ranks: Ranks,
+    *,
+    tested: PolicyModel | None,
+    max_length: int,
 ) -> None:
     """Make ``policy`` compute rows as ``setting`` says. Rank 0 tests the model and chooses for all ranks.
 
     Args:
-        policy: on the host, unsharded.
+        policy: unsharded.
         setting: ``learner.packing``.
         ranks: the connection to the other ranks, which all call this.
+        tested: on rank 0, the same model on the host with its weights; it may have the first layers only.
         max_length: tokens of the longest sequence that will be trained on.
 
     Raises:
         ModelError: the model computes wrong values with this setting.
     """
     if ranks.is_leader:
-        packing = choose_packing(policy, setting, max_length=max_length)
+        assert tested is not None
+        packing = choose_packing(tested, setting, max_length=max_length)
         ranks.broadcast(encode("packing", {"packing": packing}))
     else:
         packing = cast(Packing, decode(ranks.receive()).fields["packing"])

@@ -41,7 +41,7 @@ _PROMPT_TOKENS, _ANSWER_TOKENS = 5, (9, 4)
 _LONE_TOKENS = 11
 NEIGHBOURS_TOKENS = 64
 """Size of a micro-batch, in tokens, that is enough for sequence 0 to have neighbours, packed or padded."""
-_FEW_PARAMETERS = 500_000_000
+_FEW_PARAMETERS = 50_000_000
 """A model with more parameters is tested with its first layers only, up to the first layer of the last kind."""
 
 Outputs = dict[str, Tensor]
@@ -413,20 +413,25 @@ def _few_layers(policy: PolicyModel) -> Iterator[None]:
     """Shorten a large model to its first layers while the ``with`` block runs. Every kind of layer is still among
     them.
     """
-    layers, base = policy.decoder_layers, cast(Any, policy.causal_lm.base_model)
-    kinds = [_kind(layer) for layer in layers]
-    first_of_kind = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
-    num_layers = 1 + max(first_of_kind.values())
-    if sum(p.numel() for p in policy.parameters()) <= _FEW_PARAMETERS or num_layers == len(layers):
-        yield
-        return
-    parent, _, name = policy.layers_name.rpartition(".")
-    owner = base.get_submodule(parent)
-    setattr(owner, name, nn.ModuleList(list(layers)[:num_layers]))
+    layers = policy.decoder_layers
+    keep_tested_layers(policy)
     try:
         yield
     finally:
-        setattr(owner, name, layers)
+        _set_layers(policy, layers)
+
+
+def keep_tested_layers(policy: PolicyModel) -> None:
+    """Shorten a large model to its first layers, up to the first layer of the last kind."""
+    layers = list(policy.decoder_layers)
+    first_of_kind = {_kind(layer): index for index, layer in reversed(list(enumerate(layers)))}
+    if sum(p.numel() for p in policy.parameters()) > _FEW_PARAMETERS:
+        _set_layers(policy, nn.ModuleList(layers[: 1 + max(first_of_kind.values())]))
+
+
+def _set_layers(policy: PolicyModel, layers: nn.ModuleList) -> None:
+    parent, _, name = policy.layers_name.rpartition(".")
+    setattr(cast(nn.Module, policy.causal_lm.base_model).get_submodule(parent), name, layers)
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:

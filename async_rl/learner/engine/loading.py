@@ -1,0 +1,274 @@
+"""Load a model so that no rank ever holds the whole of it. Called by ``fsdp_engine.py`` for a model that is sharded.
+
+``open_model`` builds the model on the meta device, where a tensor has a shape but no memory, and finds the place of
+each tensor in the model's safetensors files. Once the model is sharded, ``Weights.fill`` allocates this rank's shards
+and reads only their rows. The self-test, on rank 0, reads the layers that it needs (``read_first_layers``).
+
+transformers can also read other files, and merge, split or permute tensors while it loads them: then ``open_model``
+loads the whole model with transformers on every rank, as ``model.load_model`` does, and the log says why.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from async_rl.config.config import Config
+from async_rl.config.learner import ModelConfig
+from async_rl.data.chat import model_directory
+from async_rl.errors import ModelError
+from async_rl.learner.engine.lora import weight_name
+from async_rl.learner.engine.model import PolicyModel, check_directory, check_trainable, load_model
+from async_rl.learner.engine.self_test import keep_tested_layers
+from async_rl.learner.packing import Packing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTER = "adapter_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is: the file, its name there, and its shape."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The tensors of a model on the meta device, in safetensors files: name in the model -> place."""
+
+    places: Mapping[str, _Place]
+
+    @torch.no_grad()
+    def fill(self, policy: PolicyModel, device: torch.device) -> None:
+        """Allocate the parameters of ``policy`` that are on the meta device on ``device``, and read this rank's part.
+
+        Parameters and buffers keep their dtype. Of a sharded parameter only the rows of this rank's shard are read.
+        Adapters may have been added to the model, and layers removed.
+        """
+        _allocate(policy, device)
+        state = policy.causal_lm.state_dict()
+        names: defaultdict[Path, dict[str, str]] = defaultdict(dict)
+        for name, place in self.places.items():
+            if (own_name := weight_name(name, state)) in state:
+                names[place.file][place.name] = own_name
+        for file, of_file in names.items():
+            with safe_open(file, framework="pt") as tensors:
+                for name, own_name in of_file.items():
+                    _read(tensors, name, state[own_name])
+
+
+def _read(tensors: Any, name: str, target: Tensor) -> None:
+    """Copy the tensor ``name`` of an open file into ``target``, or its rows into a shard."""
+    if not isinstance(target, DTensor):
+        target.copy_(tensors.get_tensor(name))
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    if shape[0]:
+        target.to_local().copy_(tensors.get_slice(name)[offset[0] : offset[0] + shape[0]])
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Replace parameters on the meta device by uninitialised ones on ``device``. Shared ones stay shared."""
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if not parameter.is_meta:
+                continue
+            if parameter not in allocated:
+                empty = torch.empty_like(parameter, device=device)
+                allocated[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, allocated[parameter])
+    model._apply(lambda tensor: tensor)  # FSDP looks at its parameters again
+
+
+def open_model(config: ModelConfig) -> tuple[PreTrainedModel, Weights | None]:
+    """Return the causal LM of ``model.path`` on the meta device, and its weights; buffers that no file has are on the
+    host. If that is impossible, return the model with its weights on the host, and None.
+
+    Raises:
+        ModelError: as ``load_model``.
+    """
+    directory = check_directory(config)
+    try:
+        model = _on_meta(directory, config)
+        places = _places(model, directory)
+    except Exception as error:  # unreadable files, unknown models, and what code of the model's own may raise
+        places = f"{type(error).__name__}: {error}"
+        model = None
+    if model is None or isinstance(places, str):
+        logger.info("the whole model is loaded on every rank before it is sharded, because %s", places)
+        return load_model(config), None
+    return check_trainable(model, config), Weights(places)
+
+
+def load_policy(config: ModelConfig, packing: Packing, *, is_sharded: bool) -> tuple[PolicyModel, Weights | None]:
+    """Return the model of ``model.path``, and the weights to fill it with once it is sharded, if it has none yet.
+
+    Args:
+        config: the section ``model``.
+        packing: how the model computes a micro-batch.
+        is_sharded: whether the caller will shard it. If not, it is loaded with its weights.
+
+    Raises:
+        ModelError: the model can't be used; see ``load_model`` and ``PolicyModel.use``.
+    """
+    causal_lm, weights = open_model(config) if is_sharded else (load_model(config), None)
+    return PolicyModel(causal_lm, packing), weights
+
+
+def load_reference(
+    config: Config, dtype: torch.dtype, packing: Packing, *, is_sharded: bool
+) -> tuple[PolicyModel, Weights | None]:
+    """Load the frozen reference model of the KL: ``loss.kl_reference``, or if unset the model that the run began with.
+
+    It computes the policy's micro-batches, so it uses the policy's ``packing``. Its parameters have the ``dtype`` that
+    it computes in, because they are not updated and need no more precision. The result is that of ``load_policy``.
+
+    Raises:
+        ModelError: the model can't be used.
+    """
+    path = config.loss.kl_reference or config.model.path
+    settings = config.model.model_copy(update={"path": path, "gradient_checkpointing": False})
+    try:
+        model, weights = load_policy(settings, packing, is_sharded=is_sharded)
+    except ModelError as error:
+        raise ModelError(
+            f"can't use the reference model {path} (loss.kl_reference, or model.path if that is unset): {error}"
+        ) from error
+    model.requires_grad_(False)
+    for parameter in model.parameters():
+        # Not model.to(dtype): buffers keep their dtype, as in the policy.
+        parameter.data = parameter.data.to(dtype)
+    return model, weights
+
+
+def read_tested(config: ModelConfig, policy: PolicyModel, weights: Weights | None) -> PolicyModel:
+    """Return the model for the self-test, on the host with its weights: ``policy``, or if it has none yet another
+    model of the layers only that are tested.
+    """
+    return policy if weights is None else read_first_layers(config, weights, policy.packing)
+
+
+def read_first_layers(config: ModelConfig, weights: Weights, packing: Packing) -> PolicyModel:
+    """Return the model on the host, unsharded, with the layers only that the self-test needs."""
+    directory = model_directory(config.path, weights=True)
+    policy = PolicyModel(_on_meta(directory, config), packing)
+    keep_tested_layers(policy)
+    weights.fill(policy, torch.device("cpu"))
+    return policy
+
+
+def _on_meta(directory: Path, config: ModelConfig) -> PreTrainedModel:
+    """Build the model of ``directory`` with parameters on the meta device and buffers on the host, float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    settings: Any = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+    with no_init_weights(), _parameters_on_meta():
+        model: Any = AutoModelForCausalLM.from_config(
+            settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
+        )
+    model.tie_weights()
+    return model.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move every parameter to the meta device when a module gets it, while the ``with`` block runs."""
+    register = nn.Module.register_parameter
+
+    def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def _places(model: PreTrainedModel, directory: Path) -> dict[str, _Place] | str:
+    """Return the place of each tensor of ``model``, or why they can't be read one by one."""
+    if (directory / _ADAPTER).is_file():
+        return f"it has adapters ({_ADAPTER})"
+    found = _stored(directory)
+    if isinstance(found, str):
+        return found
+    places = _renamed(model, found)
+    if isinstance(places, str):
+        return places
+    state = model.state_dict()
+    kept = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
+    if stored_twice := sorted(tied & places.keys()):
+        return f"{stored_twice[0]} is stored, but shares its values with another tensor"
+    wanted = {name: tensor for name, tensor in state.items() if name not in tied}
+    for name, tensor in wanted.items():
+        if name not in places:
+            return f"no tensor in its files is {name}"
+        if places[name].shape != tensor.shape:
+            return f"{name} has shape {list(tensor.shape)}, but {list(places[name].shape)} in {places[name].file.name}"
+    return {name: places[name] for name in wanted}
+
+
+def _stored(directory: Path) -> dict[str, _Place] | str:
+    """Return all tensors in the safetensors files of ``directory``, by their names there, or why there are none."""
+    if (directory / _ONE_FILE).is_file():
+        files = [_ONE_FILE]
+    elif (directory / _INDEX).is_file():
+        files = sorted(set(json.loads((directory / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        return f"it has neither {_ONE_FILE} nor {_INDEX}"
+    found: dict[str, _Place] = {}
+    for file in files:
+        try:
+            with safe_open(directory / file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                    found[name] = _Place(directory / file, name, tuple(tensors.get_slice(name).get_shape()))
+        except (OSError, SafetensorError) as error:
+            return f"{file} can't be read: {error}"
+    return found
+
+
+def _renamed(model: PreTrainedModel, found: Mapping[str, _Place]) -> dict[str, _Place] | str:
+    """Return the places by the tensors' names in ``model``, which transformers may rename, or which it converts."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    renamed: dict[str, _Place] = {}
+    for name, place in found.items():
+        own_name, converter = rename_source_key(name, renamings, converters, prefix, state)
+        if own_name not in state and name in state:  # as transformers does
+            own_name, converter = rename_source_key(name, [], [], prefix, state)
+        if converter is not None:
+            return f"transformers converts {name}"
+        if own_name in renamed:
+            return f"{name} and {renamed[own_name].name} are both {own_name}"
+        renamed[own_name] = place
+    return renamed
