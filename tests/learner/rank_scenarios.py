@@ -276,6 +276,23 @@ def losses(directory: Path) -> None:
     ranks.close()
 
 
+def loading(directory: Path) -> None:
+    """Build an engine, and stop before it has an optimizer. Writes by how much the anonymous memory has grown."""
+    from async_rl.learner.engine import fsdp_engine
+    from benchmarks.loading import PeakAnon
+
+    config = tiny_config(directory, "model")
+    ranks = init_ranks(config)
+    peak = PeakAnon()
+
+    def write(*arguments: object) -> None:
+        (directory / f"growth_{ranks.rank}.json").write_text(json.dumps(peak.growth()))
+
+    fsdp_engine.build_optimizer = write
+    fsdp_engine.FsdpEngine(config, ranks)
+    ranks.close()
+
+
 ADAPTED: dict[str, dict[str, Any]] = {
     "plain": {},
     "gathered": {"learner": {"max_tokens": 64, "reshard": "none"}},
@@ -441,7 +458,7 @@ def resumed(directory: Path) -> None:
 
 
 SCENARIOS = (
-    updates, losses, adapted, padded, sharded, replayed, resharded, resumed, talking, follower_fails,
+    updates, loading, losses, adapted, padded, sharded, replayed, resharded, resumed, talking, follower_fails,
     follower_is_killed, supervised,
 )  # fmt: skip
 
