@@ -11,6 +11,9 @@ from async_rl.config.section import Section
 Reshard = Literal["full", "after_backward", "none"]
 """When ranks free gathered parameters, a value of ``learner.reshard``."""
 
+Recomputation = Literal["none", "selective", "full"]
+"""Which activations are computed again, a value of ``model.gradient_checkpointing``."""
+
 
 class ModelConfig(Section):
     """The model that is trained and sampled."""
@@ -26,16 +29,27 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(
         default=False, description="Whether Python code that comes with the model or its tokenizer may be executed."
     )
-    gradient_checkpointing: bool = Field(
-        default=False,
-        description="Whether the learner recomputes activations in the backward pass, which saves memory and costs "
-        "time.",
+    gradient_checkpointing: Recomputation = Field(
+        default="none",
+        description="Which activations the learner computes again in the backward pass, which saves memory and costs "
+        "time: those of whole layers (full), those that are neither matrix products nor attention (selective, about "
+        "half the memory at little time), or none.",
     )
     routing_replay: bool = Field(
         default=False,
         description="Whether the learner computes each token with the experts that the generator's engine chose for "
         "it. Only for models with experts.",
     )
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _was_a_switch(cls, value: object) -> object:
+        if isinstance(value, bool):
+            new = "full" if value else "none"
+            raise ValueError(
+                f'expected "none", "selective" or "full", got {str(value).lower()}, which is now "{new}"; write that'
+            )
+        return value
 
 
 class LoraConfig(Section):

@@ -39,7 +39,8 @@ PLAIN_OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": [0.0, 0.999], "max_grad_
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "small micro-batches": {"learner": {"max_tokens": 256}},
-    "recomputed activations": {"model": {"gradient_checkpointing": True}},
+    "recomputed activations": {"model": {"gradient_checkpointing": "full"}},
+    "activations recomputed in part": {"model": {"gradient_checkpointing": "selective"}},
     "LoRA": {"lora": {"rank": 8}},
     "KL in the loss": {"loss": {"kl_coef": 0.1, "kl_placement": "loss"}},
     "sampling masks": {},

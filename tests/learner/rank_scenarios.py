@@ -29,7 +29,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "large": {"learner": {"max_tokens": 4096}},
     "kept for a micro-batch": {"learner": {"max_tokens": 32, "reshard": "after_backward"}},
     "kept for a step": {"learner": {"max_tokens": 32, "reshard": "none"}},
-    "recomputed": {"learner": {"max_tokens": 64}, "model": {"gradient_checkpointing": True}},
+    "recomputed": {"learner": {"max_tokens": 64}, "model": {"gradient_checkpointing": "full"}},
+    "recomputed in part": {"learner": {"max_tokens": 64}, "model": {"gradient_checkpointing": "selective"}},
 }
 # The first moment is then the gradient itself, and nothing is clipped away.
 PLAIN = {"optimizer": {"lr": 1e-3, "betas": [0.0, 0.999], "max_grad_norm": 1e9, "schedule": "cosine"}}
@@ -168,7 +169,7 @@ def replayed(directory: Path) -> None:
     """One step with routing replay, in more micro-batches than ranks, saved."""
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
 
-    config = routed_config(directory, learner={"max_tokens": 20}, model={"gradient_checkpointing": True})
+    config = routed_config(directory, learner={"max_tokens": 20}, model={"gradient_checkpointing": "full"})
     ranks = init_ranks(config)
     engine = FsdpEngine(config, ranks)
     if not ranks.is_leader:
@@ -296,7 +297,7 @@ def loading(directory: Path) -> None:
 ADAPTED: dict[str, dict[str, Any]] = {
     "plain": {},
     "gathered": {"learner": {"max_tokens": 64, "reshard": "none"}},
-    "recomputed": {"learner": {"max_tokens": 64}, "model": {"gradient_checkpointing": True}},
+    "recomputed": {"learner": {"max_tokens": 64}, "model": {"gradient_checkpointing": "full"}},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
 }
 LORA = {"rank": 4, "alpha": 8.0}

@@ -148,7 +148,7 @@ def load_reference(
         ModelError: the model can't be used.
     """
     path = config.loss.kl_reference or config.model.path
-    settings = config.model.model_copy(update={"path": path, "gradient_checkpointing": False})
+    settings = config.model.model_copy(update={"path": path, "gradient_checkpointing": "none"})
     try:
         model, weights = load_policy(settings, packing, is_sharded=is_sharded)
     except ModelError as error:
@@ -172,7 +172,7 @@ def read_tested(config: ModelConfig, policy: PolicyModel, weights: Weights | Non
 def read_first_layers(config: ModelConfig, weights: Weights, packing: Packing) -> PolicyModel:
     """Return the model on the host, unsharded, with the layers only that the self-test needs."""
     directory = model_directory(config.path, weights=True)
-    policy = PolicyModel(_on_meta(directory, config), packing)
+    policy = PolicyModel(check_trainable(_on_meta(directory, config), config), packing)
     keep_tested_layers(policy)
     weights.fill(policy, torch.device("cpu"))
     return policy

@@ -28,6 +28,7 @@ from async_rl.errors import ModelError
 from async_rl.learner.engine.attention import PackedLayout, packed_layout, use_packed_attention
 from async_rl.learner.engine.logprobs import TokenLogprobs, token_logprobs
 from async_rl.learner.engine.mask_tensors import MaskTensors
+from async_rl.learner.engine.recomputation import recompute
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.packing import MicroBatch, Packing
 
@@ -149,8 +150,7 @@ def check_trainable(model: PreTrainedModel, config: ModelConfig) -> PreTrainedMo
             f"model.path: expected a head that is one nn.Linear, got {type(head).__name__} in "
             f"{type(model).__name__}; choose another model"
         )
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute(model, config.gradient_checkpointing)
     return model
 
 

@@ -102,7 +102,7 @@ def test_a_step_in_padded_rows_equals_that_of_each_sequence_alone(tmp_path: Path
     for sequence_id, logprobs in scores.items():
         np.testing.assert_allclose(found[sequence_id], logprobs, rtol=1e-5)
     assert_near(gradient_of(engine, sequences, tmp_path / "ours"), expected)
-    recomputed = make_engine(tmp_path, model={"gradient_checkpointing": True}, learner={"max_tokens": 4096})
+    recomputed = make_engine(tmp_path, model={"gradient_checkpointing": "full"}, learner={"max_tokens": 4096})
     assert_near(gradient_of(recomputed, sequences, tmp_path / "recomputed"), expected)
 
 
@@ -134,7 +134,8 @@ def test_logits_that_a_model_scales_after_its_head_are_scaled(tmp_path: Path, na
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "recomputed": {"model": {"gradient_checkpointing": True}},
+    "recomputed": {"model": {"gradient_checkpointing": "full"}},
+    "recomputed in part": {"model": {"gradient_checkpointing": "selective"}},
     "adapters": {"lora": {"rank": 4}, "loss": {"preset": "grpo", "kl_coef": 0.1}},
     "reference": {"loss": {"kl_coef": 0.1, "kl_placement": "loss"}},
 }

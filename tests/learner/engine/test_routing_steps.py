@@ -46,7 +46,8 @@ def test_a_step_is_the_same_recomputed_padded_and_in_small_micro_batches(tmp_pat
     assert stats.routing[0] > stats.routing[1] / 2
     assert lora or expected["exp_avg.model.layers.0.mlp.gate.weight"].abs().max() > 0
     for name, sections in (
-        ("recomputed", {"model": {"gradient_checkpointing": True}}),
+        ("recomputed", {"model": {"gradient_checkpointing": "full"}}),
+        ("recomputed in part", {"model": {"gradient_checkpointing": "selective"}}),
         ("small", {"learner": {"max_tokens": 20}}),
         ("padded", {"learner": {"packing": "padded"}}),
     ):
