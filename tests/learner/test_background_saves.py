@@ -39,8 +39,13 @@ class SlowEngine(ScriptedEngine):
                 self.writing.pop().set_exception(self.error)
 
 
-def slow_run(directory: Path, **sections: Mapping[str, Any]) -> tuple[Run, SlowEngine]:
-    run = make_run(directory, checkpoint={"every": 2, "asynchronous": True}, eval={"every": 0}, **sections)
+def slow_run(directory: Path, *, max_skipped_steps: int = 10) -> tuple[Run, SlowEngine]:
+    run = make_run(
+        directory,
+        checkpoint={"every": 2, "asynchronous": True},
+        eval={"every": 0},
+        experimental={"max_skipped_steps": max_skipped_steps},
+    )
     run.engine = engine = SlowEngine()
     return run, engine
 
@@ -107,7 +112,7 @@ def test_an_error_in_the_background_ends_the_run_as_one_in_the_foreground_does(t
 
 
 def test_a_run_that_ends_with_another_error_still_completes_its_checkpoint(tmp_path: Path):
-    run, engine = slow_run(tmp_path, experimental={"max_skipped_steps": 1})
+    run, engine = slow_run(tmp_path, max_skipped_steps=1)
     engine.stepped = [True, True, False, False]
     with pytest.raises(TrainingError, match="skipped"):
         run.start()
