@@ -21,7 +21,8 @@ from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoint import MODEL_FILES, resolve_checkpoint
 from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
 from async_rl.learner.file_digests import find_damage
-from async_rl.learner.stored_tensors import load_tensors
+from async_rl.learner.sharded_export import BATCH_BYTES, MAX_SHARD_BYTES, plan_export, write_shards
+from async_rl.learner.stored_tensors import load_tensors, read_batches, stored_names
 from async_rl.output import Report, ignore
 
 if TYPE_CHECKING:
@@ -100,9 +101,7 @@ def _write_adapter(checkpoint_dir: Path, target: Path, report: Report) -> None:
 
 
 def _write(checkpoint_dir: Path, target: Path, report: Report) -> None:
-    """Write the checkpoint's model with ``save_pretrained``, which knows how names on disk differ from names in
-    memory.
-    """
+    """Write the checkpoint's model, its config and its tokenizer."""
     report("loading transformers")
     from transformers import AutoConfig
 
@@ -116,9 +115,10 @@ def _write(checkpoint_dir: Path, target: Path, report: Report) -> None:
         ) from error
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     report(f"reading the weights of {checkpoint_dir}")
-    model = (_merged if has_adapters(checkpoint_dir) else _whole)(checkpoint_dir, config, dtype)
-    report("writing the model")
-    model.save_pretrained(target)
+    if has_adapters(checkpoint_dir):
+        _save(_merged(checkpoint_dir, config, dtype), target, report)
+    else:
+        _write_all_weights(checkpoint_dir, config, dtype, target, report)
     for path in sorted(files.iterdir()):
         if not (target / path.name).exists():
             shutil.copy2(path, target / path.name)
@@ -133,15 +133,30 @@ def _merged(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) 
     return model
 
 
-def _whole(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model with the weights of a checkpoint that holds all weights."""
+def _write_all_weights(
+    checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype, target: Path, report: Report
+) -> None:
+    """Write the weights of a checkpoint that holds all weights: shard by shard, or, where files have tensors that are
+    made from several of the model's, with ``save_pretrained``.
+
+    Raises:
+        ModelError: the checkpoint's weights don't fit its config.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    names = stored_names(checkpoint_dir)
+    plan = plan_export(model, names, dtype)
+    if plan is not None:
+        write_shards(plan, checkpoint_dir, target, report)
+        return
     buffers = {name for name, _ in model.named_buffers()}
     state = {
-        name: tensor if name in buffers else tensor.to(dtype) for name, tensor in load_tensors(checkpoint_dir).items()
+        name: tensor if name in buffers else tensor.to(dtype)
+        for batch in read_batches(checkpoint_dir, names, max_bytes=BATCH_BYTES)
+        for name, tensor in batch.items()
     }
     wrong = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
@@ -151,4 +166,9 @@ def _whole(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -
             f"the weights in {checkpoint_dir} don't fit its config: missing {absent[:3]}, unknown "
             f"{list(wrong.unexpected_keys)[:3]}; export with the versions of async-rl and transformers that wrote it"
         )
-    return model
+    _save(model, target, report)
+
+
+def _save(model: PreTrainedModel, target: Path, report: Report) -> None:
+    report("writing the model")
+    model.save_pretrained(target, max_shard_size=MAX_SHARD_BYTES)

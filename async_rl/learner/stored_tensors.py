@@ -10,8 +10,9 @@ torch.distributed.checkpoint writes them, one shard per rank, and can read them 
 from __future__ import annotations
 
 import json
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,12 +172,48 @@ def load_tensors(directory: Path, prefix: str = MODEL) -> dict[str, Tensor]:
     Raises:
         RunError: ``directory`` is not a checkpoint, or is damaged.
     """
-    stored = {n: m for n, m in _stored(directory).items() if n.startswith(prefix)}
-    state: dict[str, Any] = {n: torch.empty(m.size, dtype=m.properties.dtype) for n, m in stored.items()}
+    batches = read_batches(directory, stored_names(directory, prefix), prefix=prefix, max_bytes=sys.maxsize)
+    return next(batches, {})
+
+
+def read_batches(
+    directory: Path, names: Sequence[str], *, prefix: str = MODEL, max_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of a checkpoint with these ``names``, in this order, unsharded, on the host, in one process.
+
+    A batch has at most ``max_bytes``, or one tensor. The caller may change it. Only its tensors are read.
+
+    Raises:
+        RunError: ``directory`` is not a checkpoint, or is damaged.
+    """
+    stored = _stored(directory)
+    batch: dict[str, Tensor] = {}
+    for name in names:
+        entry = stored[prefix + name]
+        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        if batch and sum(t.nbytes for t in batch.values()) + tensor.nbytes > max_bytes:
+            yield _filled(directory, prefix, batch)
+            batch = {}
+        batch[name] = tensor
+    if batch:
+        yield _filled(directory, prefix, batch)
+
+
+def _filled(directory: Path, prefix: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     _silence_torch()
+    state: dict[str, Any] = {prefix + name: tensor for name, tensor in batch.items()}
     with _storage_errors("read", directory, USE_ANOTHER):
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    return batch
+
+
+def stored_names(directory: Path, prefix: str = MODEL) -> list[str]:
+    """Return the names of a checkpoint's tensors that begin with ``prefix``, without it, in order.
+
+    Raises:
+        RunError: ``directory`` is not a checkpoint, or is damaged.
+    """
+    return [name.removeprefix(prefix) for name in _stored(directory) if name.startswith(prefix)]
 
 
 def _tensors(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Any]:
