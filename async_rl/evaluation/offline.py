@@ -251,12 +251,10 @@ def _model_directory(model: str, stack: ExitStack, report: Report) -> Path:
             f"async-rl eval: expected a model, a checkpoint or a run directory at {model}, got none; correct the path"
         )
     if path.is_dir() and not (path / "config.json").exists():
-        from async_rl.learner.checkpoint import resolve_checkpoint
         from async_rl.learner.export import export_checkpoint
 
-        checkpoint = resolve_checkpoint(path)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-rl-eval-")))
-        export_checkpoint(checkpoint, scratch / "model", report)
+        export_checkpoint(path, scratch / "model", report)
         return scratch / "model"
     report("")  # a download has progress bars of its own
     return model_directory(model, weights=True)

@@ -17,9 +17,11 @@ group.
 
 from __future__ import annotations
 
+import fcntl
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, cast
@@ -28,6 +30,7 @@ import msgpack
 
 from async_rl.config.config import Config
 from async_rl.errors import RunError
+from async_rl.learner.file_digests import MANIFEST
 from async_rl.learner.staleness import BoundState
 
 MODEL_FILES = "hf"
@@ -179,6 +182,53 @@ def resolve_checkpoint(path: Path) -> Path:
     raise RunError(
         f"expected a checkpoint, or a run directory with checkpoints/latest, got {path}; choose another path"
     )
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[Path]:
+    """Resolve ``path`` as ``resolve_checkpoint`` does, and keep a run from removing this checkpoint in the ``with``
+    block.
+
+    A run that goes on removes it with a later checkpoint. On a file system without locks the run may remove it.
+
+    Raises:
+        RunError: there is no checkpoint.
+    """
+    while True:
+        checkpoint = resolve_checkpoint(path)
+        try:
+            file = (checkpoint / MANIFEST).open("rb")
+        except OSError:
+            if not checkpoint.is_dir():  # it was removed since
+                continue
+            yield checkpoint  # it is damaged, as its reader will find
+            return
+        with file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_SH)
+            if not checkpoint.is_dir():
+                continue
+            yield checkpoint
+            return
+
+
+@contextmanager
+def removing(checkpoint: Path) -> Iterator[bool]:
+    """Yield whether ``checkpoint`` may be removed in the ``with`` block: False if a process is ``reading`` it."""
+    try:
+        file = (checkpoint / MANIFEST).open("rb")
+    except OSError:
+        yield True
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # this file system has no locks
+            pass
+        yield True
 
 
 def write_extra(directory: Path, extra: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ from async_rl.learner.checkpoint import (
     checkpoint_step,
     checkpoints_of,
     latest_checkpoint,
+    removing,
 )
 from async_rl.learner.engine import Engine
 from async_rl.learner.file_digests import write_manifest
@@ -246,8 +247,11 @@ def remove_leftovers(run_dir: Path) -> None:
 def _prune(run_dir: Path, newest_step: int, config: CheckpointConfig) -> None:
     committed = [path for path in checkpoints_of(run_dir) if checkpoint_step(path) <= newest_step]
     for path in sorted(committed, key=checkpoint_step)[: -config.keep_last]:
-        if not config.keep_every or checkpoint_step(path) % config.keep_every:
-            _remove(path)
+        if config.keep_every and checkpoint_step(path) % config.keep_every == 0:
+            continue
+        with removing(path) as is_free:
+            if is_free:
+                _remove(path)
 
 
 def _remove(path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from async_rl.data.chat import quiet_progress_bars
 from async_rl.errors import ModelError, RunError
-from async_rl.learner.checkpoint import MODEL_FILES, resolve_checkpoint
+from async_rl.learner.checkpoint import MODEL_FILES, reading
 from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
 from async_rl.learner.file_digests import find_damage
 from async_rl.learner.sharded_export import BATCH_BYTES, MAX_SHARD_BYTES, plan_export, write_shards
@@ -66,8 +66,14 @@ def export_adapter(checkpoint_dir: Path, out_dir: Path, report: Report = ignore)
     _export(checkpoint_dir, out_dir, _write_adapter, report)
 
 
-def _export(checkpoint_dir: Path, out_dir: Path, write: Callable[[Path, Path, Report], None], report: Report) -> None:
-    checkpoint_dir = resolve_checkpoint(Path(checkpoint_dir))
+def _export(path: Path, out_dir: Path, write: Callable[[Path, Path, Report], None], report: Report) -> None:
+    with reading(Path(path)) as checkpoint_dir:
+        _export_one(checkpoint_dir, out_dir, write, report)
+
+
+def _export_one(
+    checkpoint_dir: Path, out_dir: Path, write: Callable[[Path, Path, Report], None], report: Report
+) -> None:
     report(f"checking the files of {checkpoint_dir}")
     if damage := find_damage(checkpoint_dir):
         raise RunError(f"the checkpoint {checkpoint_dir.name} is damaged: {damage}; export another checkpoint")

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import LineageError, RunError
-from async_rl.learner import checkpoint_writer
-from async_rl.learner.checkpoint import latest_checkpoint, read_extra, resolve_checkpoint, write_extra
+from async_rl.learner import checkpoint, checkpoint_writer
+from async_rl.learner.checkpoint import latest_checkpoint, read_extra, reading, resolve_checkpoint, write_extra
 from async_rl.learner.checkpoint_writer import CheckpointWriter, remove_leftovers, write_checkpoint
 from async_rl.learner.engine import Engine
 from tests.forked import Forked, preload
@@ -133,6 +133,38 @@ def test_the_multiples_of_keep_every_stay_for_ever(tmp_path: Path):
         writer.begin(step, {})
         writer.finish()
     assert names(tmp_path) == ["latest", "step-000004", "step-000008", "step-000010"]
+
+
+def test_a_checkpoint_that_is_being_read_stays_until_the_next_commit_after_that(tmp_path: Path):
+    write(tmp_path, 1, keep_last=1)
+    with reading(tmp_path) as oldest:
+        assert oldest.name == "step-000001"
+        write(tmp_path, 2, keep_last=1)
+        with reading(tmp_path) as newest:  # two readers, two checkpoints
+            assert newest.name == "step-000002"
+            write(tmp_path, 3, keep_last=1)
+        assert names(tmp_path) == ["latest", "step-000001", "step-000002", "step-000003"]
+        write(tmp_path, 4, keep_last=1)
+        assert names(tmp_path) == ["latest", "step-000001", "step-000004"]
+    write(tmp_path, 5, keep_last=1)
+    assert names(tmp_path) == ["latest", "step-000005"]
+
+
+def test_a_reader_of_a_run_whose_checkpoint_is_removed_meanwhile_gets_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write(tmp_path, 1, keep_last=1)
+    real = checkpoint.resolve_checkpoint
+
+    def slow(path: Path) -> Path:
+        found = real(path)
+        if found.name == "step-000001":
+            write(tmp_path, 2, keep_last=1)  # it removes step 1 after the reader has found it
+        return found
+
+    monkeypatch.setattr(checkpoint, "resolve_checkpoint", slow)
+    with reading(tmp_path) as found:
+        assert found.name == "step-000002"
 
 
 @pytest.mark.parametrize("every", [0, 3])
