@@ -228,7 +228,7 @@ def check_room_in_memory(config: Config) -> list[Finding]:
         return [Finding("memory", "OK", f"{available} available; learner and generators need that of the GPUs instead")]
     check_memory(config)
     needed = learner_bytes(config) + config.generator.count * generator_bytes(config)
-    found = f"{available} available; weights, gradients and optimizer take at least {size_text(needed)}"
+    found = f"{available} available; learner and generators take at least {size_text(needed)}"
     return [Finding("memory", "OK", found if needed else f"{available} available; the model's size is not known yet")]
 
 

@@ -105,19 +105,21 @@ def check_memory(config: Config) -> None:
         raise RunError(
             f"model.path: expected memory for at least {size_text(needed)} ({size_text(learner)} for the learner, "
             f"{size_text(generator)} for each of generator.count = {config.generator.count} generators), got "
-            f"{size_text(available)} available; end other processes, lower generator.count, set lora.rank, or take a "
-            f"smaller model or a machine with more memory"
+            f"{size_text(available)} available; end other processes, lower generator.count, set lora.rank or "
+            f"checkpoint.asynchronous = false, or take a smaller model or a machine with more memory"
         )
 
 
 def learner_bytes(config: Config) -> int:
     """Return how much memory the learner needs at least on the CPU, on all its ranks together.
 
-    That is the weights, gradients and AdamW's moments, and one version of the weights for the generators. With low-rank
-    adapters only the weights and the version are counted.
+    That is the weights, gradients and AdamW's moments, one version of the weights for the generators, and the copy of
+    weights and moments that is written as a checkpoint (``checkpoint.asynchronous``). With low-rank adapters only the
+    weights and the version are counted.
     """
     number, size = num_parameters(config), _dtype_bytes(config)
-    return number * size + number * (_TRAINING_BYTES if config.lora.rank is None else size)
+    copied = checkpoint_bytes(config) if config.checkpoint.asynchronous else 0
+    return number * size + number * (_TRAINING_BYTES if config.lora.rank is None else size) + copied
 
 
 def generator_bytes(config: Config) -> int:

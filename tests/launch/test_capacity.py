@@ -28,11 +28,12 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_in_float32_needs_20_bytes_a_parameter_at_the_learner_and_8_at_each_generator(model: Path):
+def test_a_run_in_float32_needs_32_bytes_a_parameter_at_the_learner_and_8_at_each_generator(model: Path):
     config = config_of(model, generator={"backend": "transformers"})
     assert num_parameters(config) == 1000
-    # Parameters and two moments; with the gradient and the version that is sent.
-    assert (checkpoint_bytes(config), learner_bytes(config)) == (12_000, 16_000 + 4_000)
+    # Parameters and two moments; with the gradient, the version that is sent and the copy for a checkpoint.
+    assert (checkpoint_bytes(config), learner_bytes(config)) == (12_000, 16_000 + 4_000 + 12_000)
+    assert learner_bytes(config_of(model, checkpoint={"asynchronous": False})) == 16_000 + 4_000
     assert generator_bytes(config) == 2 * 4_000
 
 
@@ -54,7 +55,7 @@ def test_a_model_on_a_hub_counts_nothing(tmp_path: Path):
 
 
 def test_memory_is_enough_to_the_byte(model: Path, monkeypatch: pytest.MonkeyPatch):
-    config = config_of(model, generator={"backend": "transformers", "count": 2})
+    config = config_of(model, generator={"backend": "transformers", "count": 2}, checkpoint={"asynchronous": False})
     monkeypatch.setattr(capacity, "has_gpu", lambda: False)
     monkeypatch.setattr(capacity.psutil, "swap_memory", lambda: type("Swap", (), {"free": 6_000}))
     monkeypatch.setattr(capacity, "available_memory", lambda: 30_000)

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.config.config import Config
-from async_rl.errors import TrainingError
+from async_rl.errors import RunError, TrainingError
+from async_rl.learner import stored_tensors
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.ranks import Ranks, init_ranks
+from async_rl.learner.file_digests import write_part
 from async_rl.learner.losses.diagnostics import COUNTS, SUMS
 from async_rl.learner.packing import TrainSequence
 from tests.learner.tiny import random_sequences, tiny_config, with_behavior
@@ -209,6 +211,16 @@ class CountedGathers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+BROKEN = "broken"
+"""Name of a checkpoint that the ranks other than 0 can't write."""
+
+
+def failing_write_part(directory: Path, rank: int, paths: Iterable[Path]) -> None:
+    if directory.name == BROKEN:
+        raise OSError(28, "No space left on device")
+    write_part(directory, rank, paths)
+
+
 def updates(directory: Path) -> None:
     """For every variant two steps, the second on one sequence alone, saved; then a load of one rank's checkpoint.
 
@@ -220,6 +232,7 @@ def updates(directory: Path) -> None:
     for name, variant in VARIANTS.items():
         engine = FsdpEngine(engine_config(directory, variant), ranks)
         if not ranks.is_leader:
+            stored_tensors.write_part = failing_write_part
             follow_once(engine)
             continue
         engine.tick()
@@ -233,6 +246,12 @@ def updates(directory: Path) -> None:
         saving.result()
         save(engine, target / "second", 2)
         (target / "stats.json").write_text(json.dumps([plain_stats(s) for s in stats]))
+        if name == "small":
+            (target / BROKEN).mkdir()
+            try:
+                engine.begin_save(target / BROKEN, {}).result()
+            except RunError as error:
+                (directory / "two" / "write_error.txt").write_text(str(error))
         if name == "large":
             engine.load(directory / "one" / "first")
             engine.update(batch_for(1)[:1], version=0)

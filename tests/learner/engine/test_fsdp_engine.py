@@ -167,6 +167,11 @@ def test_every_rank_digests_its_own_shards(two_ranks: Path, tmp_path: Path):
     assert "__1_0.distcp: expected" in find_damage(checkpoint)
 
 
+def test_an_error_of_another_rank_in_the_background_reaches_rank_0(two_ranks: Path):
+    text = (two_ranks / "write_error.txt").read_text()
+    assert text.startswith(f"can't write the checkpoint {two_ranks / 'small' / 'broken'}: OSError: [Errno 28] No space")
+
+
 def test_an_error_of_rank_0_between_two_commands_reaches_the_others(two_ranks: Path):
     assert (two_ranks / "cause.txt").read_text() == "rank 0: StaleRolloutError: group 5f3a is too old"
 
