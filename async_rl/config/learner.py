@@ -14,6 +14,9 @@ Reshard = Literal["full", "after_backward", "none"]
 Recomputation = Literal["none", "selective", "full"]
 """Which activations are computed again, a value of ``model.gradient_checkpointing``."""
 
+Offload = Literal["none", "reference", "all"]
+"""What the learner keeps in the host's memory, a value of ``learner.offload``."""
+
 
 class ModelConfig(Section):
     """The model that is trained and sampled."""
@@ -139,6 +142,12 @@ class LearnerConfig(Section):
         description="When ranks free gathered parameters: after each use (full, as in ZeRO-3), after the backward pass "
         "of each micro-batch (after_backward), or after the step's last one (none, as in ZeRO-2). Later is faster and "
         "takes memory: none that of the whole model on each rank, and both that of its gradients.",
+    )
+    offload: Offload = Field(
+        default="none",
+        description="What ranks keep in the host's memory and move to the device layer by layer: the reference model "
+        "of the KL (reference), or also the policy's parameters, gradients and optimizer, whose step then runs on the "
+        "CPU (all). It saves memory of the device and costs time.",
     )
     num_threads: int | None = Field(
         default=None,

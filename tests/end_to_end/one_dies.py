@@ -122,8 +122,9 @@ def check(outcome: Outcome, survivors: set[str]) -> None:
     assert set(outcome.seen) == survivors
     assert min(outcome.seen.values()) >= outcome.version
     assert outcome.last_row["weights/members"] == len(survivors)
-    # The collective that lost a member failed, and those in it got that version by the stream.
-    assert outcome.last_row["weights/failures"] > 0
+    # The collective that lost a member failed, and those in it got that version by the stream. A victim that was behind
+    # got its own version by a stream, on a busy machine: then no collective fails, and the sender drops it.
+    assert outcome.last_row["weights/failures"] + outcome.last_row["weights/dropped_members"] > 0
     print(
         f"slowest step {max(outcome.delays_s):.2f} s, slowest publication {max(outcome.publish_s):.3f} s, of "
         f"{DEADLINE_S:.0f} s allowed; {len(outcome.delays_s)} steps from the death to the version at the others"

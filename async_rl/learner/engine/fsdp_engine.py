@@ -37,7 +37,7 @@ from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_replay
-from async_rl.learner.engine.sharding import begin_micro_batch, end_forward, shard
+from async_rl.learner.engine.sharding import begin_micro_batch, check_offload, end_forward, shard
 from async_rl.learner.losses.objective import (
     Objective,
     StepOutcome,
@@ -100,7 +100,8 @@ class FsdpEngine:
 
         Raises:
             ModelError: the model is missing, can't be trained, or computes wrong values for a micro-batch.
-            ConfigError: the user's own loss fails its trial, or differs between the ranks' machines.
+            ConfigError: the user's own loss fails its trial, or differs between the ranks' machines; or
+                ``learner.offload`` means nothing here.
         """
         self._config, self._ranks = config, ranks
         with ranks.together("loading the loss"):
@@ -158,10 +159,13 @@ class FsdpEngine:
 
     def _shard(self, *weights: Weights | None) -> None:
         """Shard the models, and fill those that have no weights yet with theirs."""
+        learner, device = self._config.learner, self._ranks.device
+        check_offload(learner.offload, device, has_reference=self._reference is not None)
         for model, of_model in zip(self._models if self._is_sharded else (), weights, strict=False):
-            shard(model, self._ranks, self._dtype, reshard=self._config.learner.reshard)
+            is_offloaded = learner.offload == "all" or (learner.offload == "reference" and model is self._reference)
+            shard(model, self._ranks, self._dtype, reshard=learner.reshard, is_offloaded=is_offloaded)
             if of_model is not None:
-                of_model.fill(model, self._ranks.device)
+                of_model.fill(model, torch.device("cpu") if is_offloaded else device)
 
     def self_test(self) -> None:
         """Check that the sequences of a micro-batch do not change each other's values. Rank 0 calls it, others follow.
@@ -511,12 +515,12 @@ class FsdpEngine:
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
         if self._adapters is not None:
-            yield from self._adapters.merged(self._names, self._dtype)
+            yield from self._adapters.merged(self._names, self._dtype, self._ranks.device)
             return
         parameters = {name for name, _ in self._model.causal_lm.named_parameters()}
         for name, tensor in self._tensors().items():
             # Buffers keep their dtype, because the model computes in it.
-            wire = tensor.to(self._dtype) if name in parameters else tensor
+            wire = tensor.to(self._ranks.device, self._dtype) if name in parameters else tensor
             yield name, wire.full_tensor() if isinstance(wire, DTensor) else wire
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:

@@ -105,9 +105,9 @@ class Adapters:
                 layer.set_scale(_ADAPTER, 1.0)
 
     @torch.no_grad()
-    def merged(self, names: Iterable[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the base model with these ``names``, unsharded, with the adapters merged. Parameters get
-        ``dtype``.
+    def merged(self, names: Iterable[str], dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the base model with these ``names``, unsharded on ``device``, with the adapters merged.
+        Parameters get ``dtype``.
 
         The iterator runs collectives, so all ranks must read it to the end.
         """
@@ -117,10 +117,10 @@ class Adapters:
             place = _place(name, state)
             if place is None:
                 own_name = weight_name(name, state)
-                tensor = _whole(state[own_name])
+                tensor = _whole(state[own_name], device)
                 yield name, tensor.to(dtype) if own_name in parameters else tensor
                 continue
-            parts = [_whole(state[part]) for part in (place.weight, place.a, place.b)]
+            parts = [_whole(state[part], device) for part in (place.weight, place.a, place.b)]
             yield name, merge(*parts, scale=self._scale).to(dtype)
 
     def save_config(self, directory: Path) -> None:
@@ -316,6 +316,6 @@ def _place(name: str, state: Mapping[str, Tensor]) -> _Adapted | None:
     return _Adapted(weight_name(name, state), a, b) if is_weight else None
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    detached = tensor.detach()
+def _whole(tensor: Tensor, device: torch.device) -> Tensor:
+    detached = tensor.detach().to(device)
     return detached.full_tensor() if isinstance(detached, DTensor) else detached

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from async_rl.config.loss import LossConfig
-from async_rl.errors import ModelError, RunError
+from async_rl.errors import ConfigError, ModelError, RunError
 from async_rl.learner.batch import along_tokens
-from async_rl.learner.engine import ScoredBy, UpdateStats
+from async_rl.learner.engine import ScoredBy, UpdateStats, fsdp_engine
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.engine.sharding import check_offload
 from async_rl.learner.file_digests import find_damage, write_manifest
 from async_rl.learner.losses.objective import policy_objective
 from async_rl.learner.packing import TrainSequence
@@ -442,3 +443,34 @@ def test_bfloat16_compute_keeps_float32_master_weights(directory: Path, tmp_path
         assert stats.stepped
     finally:
         ranks.close()
+
+
+def test_offloading_on_a_cpu_or_without_a_reference_is_refused(directory: Path):
+    with pytest.raises(ConfigError, match=r'learner.offload: expected "none" for a learner on the CPU, got "all"'):
+        make_engine(directory, {"learner": {"offload": "all"}})
+    with pytest.raises(ConfigError, match=r'learner.offload = "reference": expected a reference model of its own'):
+        check_offload("reference", torch.device("cuda"), has_reference=False)
+    check_offload("reference", torch.device("cuda"), has_reference=True)
+
+
+def test_an_offloaded_engine_takes_the_same_steps(
+    directory: Path, reference: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # FSDP's code for offloaded shards, without a device to move them to.
+    monkeypatch.setattr(fsdp_engine, "check_offload", lambda *_, **__: None)
+    found: dict[str, tuple[UpdateStats, Tensors, Tensors]] = {}
+    for offload in ("none", "reference", "all"):
+        sections: Any = {"model": {"dtype": "bfloat16"}, "loss": reference, "learner": {"offload": offload}}
+        config = tiny_config(directory, "model", **(PLAIN | sections))
+        ranks = init_ranks(config)
+        try:
+            engine = FsdpEngine(config, ranks)
+            engine.update(with_reference(engine, batch_for(0)), version=0)
+            stats, ours = gradient_of(engine, with_reference(engine, batch_for(1)), tmp_path / offload)
+            found[offload] = stats, ours, weights_of(engine)
+        finally:
+            ranks.close()
+    for offload in ("reference", "all"):
+        assert found[offload][0].grad_norm == found["none"][0].grad_norm
+        for left, right in zip(found[offload][1:], found["none"][1:], strict=True):
+            assert all(torch.equal(left[name], tensor) for name, tensor in right.items())
