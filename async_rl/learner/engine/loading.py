@@ -4,8 +4,9 @@
 each tensor in the model's safetensors files. Once the model is sharded, ``Weights.fill`` allocates this rank's shards
 and reads only their rows. The self-test, on rank 0, reads the layers that it needs (``read_first_layers``).
 
-transformers can also read other files, and merge, split or permute tensors while it loads them: then ``open_model``
-loads the whole model with transformers on every rank, as ``model.load_model`` does, and the log says why.
+Matrices of experts, which transformers stacks into one parameter while it loads them, are read one by one. transformers
+can also read other files, and split, permute or transpose tensors: then ``open_model`` loads the whole model with
+transformers on every rank, as ``model.load_model`` does, and the log says why.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,10 +54,31 @@ class _Place:
 
 
 @dataclass(frozen=True, slots=True)
+class _Stack:
+    """Matrices of experts that are one parameter [E, O, I] in the model: one or several for each expert, whose rows
+    follow each other (gate and up). ``of_kind`` has the matrices of one kind, by expert.
+    """
+
+    of_kind: tuple[tuple[_Place, ...], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        first = [places[0].shape for places in self.of_kind]
+        return (len(self.of_kind[0]), sum(shape[0] for shape in first), *first[0][1:])
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether the experts have matrices of the same kinds and shapes."""
+        return len({len(places) for places in self.of_kind}) == 1 and all(
+            len({place.shape for place in places}) == 1 for places in self.of_kind
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """The tensors of a model on the meta device, in safetensors files: name in the model -> place."""
 
-    places: Mapping[str, _Place]
+    places: Mapping[str, _Place | _Stack]
 
     @torch.no_grad()
     def fill(self, policy: PolicyModel, device: torch.device) -> None:
@@ -67,24 +89,43 @@ class Weights:
         """
         _allocate(policy, device)
         state = policy.causal_lm.state_dict()
-        names: defaultdict[Path, dict[str, str]] = defaultdict(dict)
-        for name, place in self.places.items():
-            if (own_name := weight_name(name, state)) in state:
-                names[place.file][place.name] = own_name
-        for file, of_file in names.items():
-            with safe_open(file, framework="pt") as tensors:
-                for name, own_name in of_file.items():
-                    _read(tensors, name, state[own_name])
+        with ExitStack() as opened:
+            files = _OpenFiles(opened)
+            for name, place in self.places.items():
+                if (own_name := weight_name(name, state)) in state:
+                    _read(files, place, state[own_name])
 
 
-def _read(tensors: Any, name: str, target: Tensor) -> None:
-    """Copy the tensor ``name`` of an open file into ``target``, or its rows into a shard."""
-    if not isinstance(target, DTensor):
-        target.copy_(tensors.get_tensor(name))
+class _OpenFiles(dict[Path, Any]):
+    """Safetensors files by path, opened when they are needed first. ``opened`` closes them."""
+
+    def __init__(self, opened: ExitStack) -> None:
+        super().__init__()
+        self._opened = opened
+
+    def __missing__(self, file: Path) -> Any:
+        self[file] = self._opened.enter_context(safe_open(file, framework="pt"))
+        return self[file]
+
+
+def _read(files: _OpenFiles, place: _Place | _Stack, target: Tensor) -> None:
+    """Copy the tensor at ``place`` into ``target``, or its rows into a shard."""
+    first, local = 0, target
+    if isinstance(target, DTensor):
+        _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+        first, local = offset[0], target.to_local()
+    if not local.numel():
         return
-    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    if shape[0]:
-        target.to_local().copy_(tensors.get_slice(name)[offset[0] : offset[0] + shape[0]])
+    if isinstance(place, _Place):
+        tensors = files[place.file]
+        is_part = local.shape != target.shape
+        rows = tensors.get_slice(place.name)[first : first + len(local)] if is_part else tensors.get_tensor(place.name)
+        local.copy_(rows)
+        return
+    for index, expert_OI in enumerate(local):
+        matrices = [of_expert[first + index] for of_expert in place.of_kind]
+        for rows, matrix in zip(expert_OI.split([m.shape[0] for m in matrices]), matrices, strict=True):
+            rows.copy_(files[matrix.file].get_tensor(matrix.name))
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
@@ -189,6 +230,8 @@ def _on_meta(directory: Path, config: ModelConfig) -> PreTrainedModel:
             settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
         )
     model.tie_weights()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())  # as transformers sets it when it loads a tensor
     return model.eval()
 
 
@@ -209,7 +252,7 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register
 
 
-def _places(model: PreTrainedModel, directory: Path) -> dict[str, _Place] | str:
+def _places(model: PreTrainedModel, directory: Path) -> dict[str, _Place | _Stack] | str:
     """Return the place of each tensor of ``model``, or why they can't be read one by one."""
     if (directory / _ADAPTER).is_file():
         return f"it has adapters ({_ADAPTER})"
@@ -229,7 +272,7 @@ def _places(model: PreTrainedModel, directory: Path) -> dict[str, _Place] | str:
         if name not in places:
             return f"no tensor in its files is {name}"
         if places[name].shape != tensor.shape:
-            return f"{name} has shape {list(tensor.shape)}, but {list(places[name].shape)} in {places[name].file.name}"
+            return f"{name} has shape {list(tensor.shape)}, but {list(places[name].shape)} in its files"
     return {name: places[name] for name in wanted}
 
 
@@ -252,23 +295,46 @@ def _stored(directory: Path) -> dict[str, _Place] | str:
     return found
 
 
-def _renamed(model: PreTrainedModel, found: Mapping[str, _Place]) -> dict[str, _Place] | str:
-    """Return the places by the tensors' names in ``model``, which transformers may rename, or which it converts."""
+def _renamed(model: PreTrainedModel, found: Mapping[str, _Place]) -> dict[str, _Place | _Stack] | str:
+    """Return the places by the tensors' names in ``model``, or why transformers needs the whole of a tensor."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     state, prefix = model.state_dict(), model.base_model_prefix
-    renamed: dict[str, _Place] = {}
-    for name, place in found.items():
-        own_name, converter = rename_source_key(name, renamings, converters, prefix, state)
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    renamed: dict[str, _Place | _Stack] = {}
+    experts: defaultdict[str, defaultdict[str, list[_Place]]] = defaultdict(lambda: defaultdict(list))
+    for name, place in sorted(found.items(), key=lambda item: dot_natural_key(item[0])):
+        own_name, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if own_name not in state and name in state:  # as transformers does
-            own_name, converter = rename_source_key(name, [], [], prefix, state)
-        if converter is not None:
+            own_name, pattern = rename_source_key(name, [], [], prefix, state)
+        if pattern is not None and not _only_stacks(of_pattern[pattern]):
             return f"transformers converts {name}"
-        if own_name in renamed:
-            return f"{name} and {renamed[own_name].name} are both {own_name}"
-        renamed[own_name] = place
+        if own_name in renamed or (pattern is None and own_name in experts):
+            return f"{name} is {own_name}, and so is another tensor"
+        if pattern is None:
+            renamed[own_name] = place
+        else:
+            experts[own_name][pattern].append(place)
+    for own_name, kinds in experts.items():
+        patterns = of_pattern[next(iter(kinds))].source_patterns
+        stack = _Stack(tuple(tuple(kinds[pattern]) for pattern in patterns if pattern in kinds))
+        if not stack.is_regular:
+            return f"the experts of {own_name} differ in shape or number"
+        renamed[own_name] = stack
     return renamed
+
+
+def _only_stacks(converter: Any) -> bool:
+    """Whether transformers only stacks the experts' matrices of one or several kinds, whose rows follow each other."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    stack, *others = converter.operations
+    if type(stack) is not MergeModulelist or stack.dim != 0 or len(converter.target_patterns) != 1:
+        return False
+    if not others:
+        return len(converter.source_patterns) == 1
+    return len(others) == 1 and type(others[0]) is Concatenate and others[0].dim == 1

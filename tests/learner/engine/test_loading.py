@@ -20,8 +20,12 @@ from tests.families.catalogue import build
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_model
 
-# Tied and untied heads, buffers that no file has, transposed matrices, renamed tensors, several kinds of layers.
-FAMILIES = ("Llama", "Qwen 3", "Gemma 3", "GPT-2", "OPT, projected", "BLOOM", "Mamba 2", "Qwen 3.5", "Falcon-H1")
+# Tied and untied heads, buffers that no file has, transposed matrices, renamed tensors, layers of several kinds;
+# experts that are stacked, and a bias of theirs that gets no gradient.
+FAMILIES = (
+    "Llama", "Qwen 3", "Gemma 3", "GPT-2", "OPT, projected", "BLOOM", "Mamba 2", "Qwen 3.5", "Falcon-H1",
+    "Qwen 3 MoE", "Mixtral", "AFMoE",
+)  # fmt: skip
 
 
 def of(directory: Path) -> ModelConfig:
@@ -44,11 +48,12 @@ def test_tensors_read_one_by_one_are_those_that_transformers_loads(tmp_path: Pat
     assert ours.keys() == tensors(expected).keys()
     for name, tensor in tensors(expected).items():
         assert torch.equal(ours[name], tensor), name
+        assert ours[name].requires_grad == tensor.requires_grad, name
     assert len(list(policy.parameters())) == len(list(expected.parameters()))
 
 
 def test_a_model_that_transformers_converts_is_loaded_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    build("Mixtral").save_pretrained(tmp_path)
+    build("OLMo hybrid").save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, "async_rl"):
         model, weights = open_model(of(tmp_path))
     assert (weights, model.lm_head.weight.device.type) == (None, "cpu")

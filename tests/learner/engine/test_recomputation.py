@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,11 @@ def test_selective_keeps_the_outputs_of_products_and_full_the_inputs_of_layers(t
     numbers: dict[Recomputation, float] = {}
     gradients: dict[Recomputation, list[torch.Tensor]] = {}
     for num_layers in (2, 6):
-        shape = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": num_layers}
+        shape: dict[str, Any] = {
+            "hidden_size": HIDDEN,
+            "intermediate_size": INTERMEDIATE,
+            "num_hidden_layers": num_layers,
+        }
         tiny_model(tmp_path / f"{num_layers}", **shape)
     for how in ("none", "selective", "full"):
         settings = {"gradient_checkpointing": how}
