@@ -30,7 +30,7 @@ def check(machine: Machine) -> str:
     for head_dim, (num_heads, num_kv_heads), window, is_shared in product(HEAD_DIMS, HEADS, WINDOWS, (False, True)):
         layout = packed_layout(np.cumsum([0, *LENGTHS]), SHARED if is_shared else None, machine.device)
         torch.manual_seed(count)
-        num_tokens = layout.restore.shape[0]
+        num_tokens = layout.num_tokens
         query, key, value = (
             torch.randn(1, heads, num_tokens, head_dim, device=machine.device, requires_grad=True)
             for heads in (num_heads, num_kv_heads, num_kv_heads)

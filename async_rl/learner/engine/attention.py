@@ -21,8 +21,8 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,25 +63,78 @@ class Bucket:
     max_length: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class _Padding(NamedTuple):
+    """The indices of the padded computation: ``PackedLayout.buckets`` and ``PackedLayout.restore``."""
+
+    buckets: tuple[Bucket, ...]
+    restore: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class PackedLayout:
     """The places of the sequences in a packed row.
 
+    The indices of the padded computation and those of flash attention are made, and copied to the device, when they are
+    first read: a model needs one kind only, and its attention decides which.
+
     Attributes:
-        cu_seqlens: int32 [S + 1], where each sequence begins in E, and the end. On the model's device.
+        num_tokens: T.
         max_length: tokens of the longest sequence.
-        buckets: groups of similar length, for the padded computation. Each sequence is in one of them.
-        restore: int64 [T], each row token's index into the buckets' outputs placed end to end.
-        expand: int64 [E], each sequence token's index into T. None if T and E are the same.
-        first: int64 [T], each row token's first index into E. None if T and E are the same.
     """
 
-    cu_seqlens: Tensor
+    num_tokens: int
     max_length: int
-    buckets: tuple[Bucket, ...]
-    restore: Tensor
-    expand: Tensor | None
-    first: Tensor | None
+    _bounds: np.ndarray
+    _index: np.ndarray
+    _first: np.ndarray
+    _device: torch.device | str
+    _one_bucket: bool
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [S + 1], where each sequence begins in E, and the end."""
+        return self._moved(self._bounds.astype(np.int32))
+
+    @cached_property
+    def expand(self) -> Tensor | None:
+        """int64 [E], each sequence token's index into T. None if T and E are the same."""
+        return None if self.num_tokens == len(self._index) else self._moved(self._index)
+
+    @cached_property
+    def first(self) -> Tensor | None:
+        """int64 [T], each row token's first index into E. None if T and E are the same."""
+        return None if self.num_tokens == len(self._index) else self._moved(self._first)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Groups of similar length, for the padded computation. Each sequence is in one of them."""
+        return self._padding.buckets
+
+    @property
+    def restore(self) -> Tensor:
+        """int64 [T], each row token's index into the buckets' outputs placed end to end."""
+        return self._padding.restore
+
+    @cached_property
+    def _padding(self) -> _Padding:
+        bounds, lengths = self._bounds, np.diff(self._bounds)
+        buckets: list[Bucket] = []
+        restore = np.empty(bounds[-1], dtype=np.int64)
+        offset = 0
+        by_length = np.argsort(-lengths, kind="stable")
+        for members in [by_length] if self._one_bucket else _similar_lengths(lengths, by_length):
+            longest = int(lengths[members[0]])
+            column = np.arange(longest)
+            places = bounds[members][:, None] + np.minimum(column, lengths[members][:, None] - 1)
+            valid = column < lengths[members][:, None]
+            restore[places[valid]] = offset + np.flatnonzero(valid)
+            buckets.append(Bucket(self._moved(self._index[places.reshape(-1)]), len(members), longest))
+            offset += places.size
+        return _Padding(tuple(buckets), self._moved(restore[self._first]))
+
+    def _moved(self, array: np.ndarray) -> Tensor:
+        # Not blocking: the host goes on while the device computes the micro-batch before.
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
 
 
 def packed_layout(
@@ -91,7 +144,7 @@ def packed_layout(
     *,
     one_bucket: bool = False,
 ) -> PackedLayout:
-    """Compute the layout of one micro-batch on the host.
+    """Return the layout of one micro-batch.
 
     Args:
         cu_seqlens: integers [S + 1] that rise from 0 to E: where each sequence begins.
@@ -116,31 +169,7 @@ def packed_layout(
         raise ValueError(
             f"expected token_index [{bounds[-1]}] with every token of the row, got {index.tolist()}; {_BUG}"
         )
-
-    def moved(array: np.ndarray) -> Tensor:
-        # Not blocking: the host goes on while the device computes the micro-batch before.
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
-    buckets: list[Bucket] = []
-    restore = np.empty(bounds[-1], dtype=np.int64)
-    offset = 0
-    by_length = np.argsort(-lengths, kind="stable")
-    for members in [by_length] if one_bucket else _similar_lengths(lengths, by_length):
-        longest = int(lengths[members[0]])
-        column = np.arange(longest)
-        places = bounds[members][:, None] + np.minimum(column, lengths[members][:, None] - 1)
-        valid = column < lengths[members][:, None]
-        restore[places[valid]] = offset + np.flatnonzero(valid)
-        buckets.append(Bucket(moved(index[places.reshape(-1)]), len(members), longest))
-        offset += places.size
-    return PackedLayout(
-        cu_seqlens=moved(bounds.astype(np.int32)),
-        max_length=int(lengths.max()),
-        buckets=tuple(buckets),
-        restore=moved(restore[first]),
-        expand=None if num_tokens == len(index) else moved(index),
-        first=None if num_tokens == len(index) else moved(first),
-    )
+    return PackedLayout(num_tokens, int(lengths.max()), bounds, index, first, device, one_bucket)
 
 
 def _similar_lengths(lengths: np.ndarray, order: np.ndarray) -> list[np.ndarray]:
@@ -206,7 +235,7 @@ def packed_attention_forward(
     """
     if packed_layout is None:
         raise ValueError(f"{type(module).__name__}: expected packed_layout=... in the model's call, got none; {_BUG}")
-    num_tokens = packed_layout.restore.shape[0]
+    num_tokens = packed_layout.num_tokens
     if query.shape[0] != 1 or query.shape[2] != num_tokens or key.shape[2] != num_tokens:
         raise ValueError(
             f"expected one packed row of {num_tokens} tokens, got query {list(query.shape)} and key {list(key.shape)}; "

@@ -292,6 +292,23 @@ def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int]):
         assert (bucket.max_length - held).max() <= max(16, bucket.max_length // 4)
 
 
+def test_a_layout_has_only_the_indices_that_its_attention_reads(monkeypatch: pytest.MonkeyPatch):
+    query = torch.randn(1, 2, 6, 8)
+
+    def made_by_attention() -> set[str]:
+        layout = packed_layout(bounds([3, 5]), np.array([0, 1, 2, 0, 1, 3, 4, 5]))
+        before = set(vars(layout))
+        packed_attention_forward(nn.Identity(), query, query, query, None, packed_layout=layout)
+        return set(vars(layout)) - before
+
+    assert made_by_attention() == {"_padding"}
+    # As on a GPU in bfloat16, with a kernel that returns its queries.
+    monkeypatch.setattr(attention, "why_padded", lambda *_: "")
+    monkeypatch.setattr(attention, "_varlen_attention", lambda: lambda query, *_, **__: query)
+    monkeypatch.setattr(attention, "_report", lambda *_: None)
+    assert made_by_attention() == {"cu_seqlens", "expand", "first"}
+
+
 @pytest.mark.parametrize("bad", [[0], [1, 3], [0, 3, 3], [0, 4, 2]])
 def test_bounds_that_do_not_rise_from_zero_are_refused(bad: list[int]):
     with pytest.raises(ValueError, match="rise from 0"):
