@@ -1,31 +1,46 @@
 """Turns hidden states into log-probabilities of the trained tokens. All logits ``[N, V]`` are never in memory at once.
 
 ``PolicyModel`` selects the hidden states that predict a trained token and calls this. Shape letters: N = predicted
-tokens, C = tokens of one chunk, d = hidden size, V = vocabulary, P = part of the vocabulary, W = words of sampling
-masks.
+tokens, C = tokens of one chunk, d = hidden size, V = vocabulary, P = part of the vocabulary.
+
+The head needs three matrix products: the logits, and the gradients of hidden states and weight. The gradients need the
+*slopes*, the derivatives of the loss by log-probabilities and entropies, which are known only after the last chunk. If
+the loss is a sum over tokens, they can be predicted from the chunk's own values (``SlopeFunction``). Then the gradients
+are computed in the forward pass, while the chunk's probabilities are in memory. The backward pass compares the true
+slopes with the predicted ones, computes again the chunks where they differ, and adds the difference. So the gradient is
+right whatever was predicted. The last chunk needs no prediction: its probabilities are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
 from async_rl.learner.engine.mask_tensors import MaskTensors
 
-CHUNK_BYTES = 256 << 20
-"""Default size of one chunk's float32 logits, in bytes. Peak memory is about three times that, and in the backward pass
-the head's gradient in float32.
+CHUNK_BYTES = {"cpu": 80 << 20, "cuda": 256 << 20}
+"""Size of one chunk's float32 logits in bytes, by the device's type. Two such buffers are in memory (three if the
+logits are capped), in half precision half a one more, and while gradients are computed that of the head in float32.
+Smaller chunks make the matrix products slower: on a CPU 20 % with a quarter of this size, at a vocabulary of 152k.
 """
+_ROWS_MULTIPLE = 16
+"""Chunks have a multiple of this number of rows, where they can: matrix products are faster then."""
 _GRADIENT_PARTS = 8
 """The product that a chunk adds to the gradient of a head in half precision is computed in this many parts: the whole
 product would take as much memory as the head.
 """
+_IMPOSSIBLE = -1e30
+"""The logit of tokens that could not be sampled: its ``exp`` is 0, and 0 times it is 0, not NaN."""
+_SLOPE_LIMIT = 16.0
+"""Larger predicted slopes, and those that are not finite, are not used: if they turned out wrong, taking them off again
+would leave rounding errors that other tokens' gradients feel.
+"""
+_SLOPE_TOLERANCE = 1e-6
+"""Relative difference between predicted and true slopes that is rounding."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -35,6 +50,19 @@ class TokenLogprobs(NamedTuple):
     entropies: Tensor
 
 
+class Slopes(NamedTuple):
+    """Derivatives of a loss by log-probabilities and by entropies, float32 [C] each. ``entropies`` is None if the loss
+    does not depend on them.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor | None = None
+
+
+SlopeFunction = Callable[[slice, TokenLogprobs], Slopes]
+"""Predicts the slopes of some of the N tokens (their place in N) from their values [C], which carry no gradient."""
+
+
 def token_logprobs(
     hidden_Nd: Tensor,
     head: nn.Linear,
@@ -42,19 +70,22 @@ def token_logprobs(
     temperatures_N: Tensor,
     *,
     cap: float | None = None,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int | None = None,
     sampling_mask: MaskTensors | None = None,
     entropy_grad: bool = False,
+    predict: SlopeFunction | None = None,
 ) -> TokenLogprobs:
     """Compute ``log softmax(head(hidden) / temperature)[target]``, and the entropy of that distribution.
 
     With a cap c the head's output z is replaced by c * tanh(z / c), as in Gemma 2 (arXiv:2408.00118, section 2).
 
-    Rows are computed in chunks. If there are several, the backward pass computes each chunk's logits again, so that
-    only one chunk's logits are in memory at a time. The head's gradient is summed over the chunks in float32 and
+    Rows are computed in chunks, which share their buffers. The head's gradient is summed over the chunks in float32 and
     rounded to the head's dtype once: a sum in bfloat16 would lose more with every chunk (relative error 0.012 for 74
     chunks, as against 0.002). With N = 0 the result is empty but still depends on ``hidden`` and the head's weight, so
     that a rank without work joins every collective of the backward pass.
+
+    If there are several chunks and a prediction, the backward pass reads once from the device which chunks were
+    predicted wrongly. Otherwise the host waits for nothing.
 
     Args:
         hidden_Nd: hidden states at the positions that predict the targets; carries grad.
@@ -63,9 +94,10 @@ def token_logprobs(
         targets_N: int64 token ids.
         temperatures_N: float, > 0; logits are divided by it in float32, before the log-softmax.
         cap: soft cap of the head's output, > 0; None: no cap.
-        chunk_bytes: upper bound on one chunk's float32 logits (at least one row).
+        chunk_bytes: upper bound on one chunk's float32 logits (at least one row). None: ``CHUNK_BYTES``.
         sampling_mask: the tokens that could be sampled, with the target among them; the softmax is over these only.
-        entropy_grad: whether the entropies carry a gradient, which takes the memory of about one more chunk.
+        entropy_grad: whether the entropies carry a gradient.
+        predict: predicts the slopes of the loss. None: all chunks but the last are computed again in the backward pass.
 
     Raises:
         ValueError: the numbers of rows of the hidden states, targets and temperatures differ.
@@ -75,57 +107,163 @@ def token_logprobs(
             f"expected hidden [N, d], targets [N] and temperatures [N], got {list(hidden_Nd.shape)}, "
             f"{list(targets_N.shape)} and {list(temperatures_N.shape)}; this is a bug in async-rl, please report it"
         )
+    if chunk_bytes is None:
+        chunk_bytes = CHUNK_BYTES.get(hidden_Nd.device.type, CHUNK_BYTES["cuda"])
     rows = max(1, chunk_bytes // (4 * head.weight.shape[0]))
-    chunks = _Chunks(targets_N, temperatures_N, sampling_mask, cap, rows, entropy_grad)
-    return TokenLogprobs(*_HeadLogprobs.apply(hidden_Nd, head.weight, head.bias, chunks))
+    rows = rows // _ROWS_MULTIPLE * _ROWS_MULTIPLE or rows
+    chunks = _chunks(targets_N, temperatures_N.float(), sampling_mask, rows)
+    settings = _Settings(chunks, cap, entropy_grad, predict if torch.is_grad_enabled() else None)
+    return TokenLogprobs(*_HeadLogprobs.apply(hidden_Nd, head.weight, head.bias, settings))
 
 
 class _Chunk(NamedTuple):
-    """A chunk's place in N, and what its log-probabilities depend on besides hidden states and head: targets and
-    temperatures [C], and masks.
+    """A chunk's place in N, and what its log-probabilities depend on besides the head's output: targets and inverse
+    temperatures [C, 1], and masks.
     """
 
     place: slice
     targets: Tensor
-    temperatures: Tensor
+    inverse: Tensor
     sampling_mask: MaskTensors | None
+
+
+class _Settings(NamedTuple):
+    """What ``_HeadLogprobs`` needs besides the tensors that have a gradient, as in ``token_logprobs``."""
+
+    chunks: Sequence[_Chunk]
     cap: float | None
-
-    def logprobs(self, hidden_Nd: Tensor, weight_Vd: Tensor, bias_V: Tensor | None) -> Tensor:
-        """Return log-probabilities, float32 [C, V]; -inf for tokens that could not be sampled."""
-        logits_CV = linear(hidden_Nd[self.place], weight_Vd, bias_V).float()
-        if self.cap is not None:
-            logits_CV.div_(self.cap).tanh_().mul_(self.cap)
-        logits_CV.div_(self.temperatures[:, None])
-        if self.sampling_mask is not None:
-            logits_CV.masked_fill_(~self.sampling_mask.mask(logits_CV.shape[1]), -torch.inf)
-        return logits_CV.log_softmax(-1)
-
-    def slopes(self, hidden_Nd: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, cap: float) -> Tensor:
-        """Return the derivative of the capped logits by the head's output, 1 - tanh(z / cap)^2, float32 [C, V]."""
-        tanh_CV = linear(hidden_Nd[self.place], weight_Vd, bias_V).float().div_(cap).tanh_()
-        return tanh_CV.square_().neg_().add_(1.0)
+    entropy_grad: bool
+    predict: SlopeFunction | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunks:
-    """What ``_HeadLogprobs`` needs besides the tensors that have a gradient. The fields are those of
-    ``token_logprobs``; ``rows`` is C.
+class _Head(NamedTuple):
+    """The tensors that have a gradient: hidden states [N, d], weight [V, d], bias [V] or None."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def _chunks(targets_N: Tensor, temperatures_N: Tensor, mask: MaskTensors | None, rows: int) -> list[_Chunk]:
+    if not len(targets_N):
+        return []
+    parts = zip(targets_N[:, None].split(rows), temperatures_N.reciprocal()[:, None].split(rows), strict=True)
+    masks = None if mask is None else mask.split(rows)
+    return [
+        _Chunk(slice(i * rows, i * rows + len(targets)), targets, inverse, None if masks is None else masks[i])
+        for i, (targets, inverse) in enumerate(parts)
+    ]
+
+
+class _Rows(NamedTuple):
+    """Numbers of the rows of a chunk, float32 [C, 1]. ``log_sum`` is of the exponentials, less the largest logit."""
+
+    log_sum: Tensor
+    logprobs: Tensor
+    entropies: Tensor
+
+
+class _Pass:
+    """The buffers that all chunks share, with what the last computed chunk left there, and the sums of gradients.
+
+    After ``compute``, ``_probs`` has the chunk's probabilities and ``_products`` these times the logits, less the
+    row's largest. ``add`` can be called once after each ``compute``, because it overwrites the probabilities.
     """
 
-    targets: Tensor
-    temperatures: Tensor
-    sampling_mask: MaskTensors | None
-    cap: float | None
-    rows: int
-    entropy_grad: bool
+    def __init__(self, head: _Head, settings: _Settings) -> None:
+        self._cap = settings.cap
+        rows = len(settings.chunks[0].targets) if settings.chunks else 0
 
-    def __iter__(self) -> Iterator[_Chunk]:
-        masks = None if self.sampling_mask is None else self.sampling_mask.split(self.rows)
-        parts = zip(self.targets.split(self.rows), self.temperatures.float().split(self.rows), strict=True)
-        for index, (targets_C, temperatures_C) in enumerate(parts):
-            place = slice(index * self.rows, index * self.rows + len(targets_C))
-            yield _Chunk(place, targets_C, temperatures_C, None if masks is None else masks[index], self.cap)
+        def buffer(dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(rows, len(head.weight), dtype=dtype, device=head.weight.device)
+
+        self._probs, self._products = buffer(), buffer()
+        self._half = None if head.weight.dtype == torch.float32 else buffer(head.weight.dtype)
+        self._cap_slopes = None if settings.cap is None else buffer()
+        self._rows: _Rows | None = None
+        self.hidden_grad: Tensor | None = None
+        self.weight_grad: Tensor | None = None
+        self.bias_grad: Tensor | None = None
+
+    def start_gradients(self, head: _Head, needs_grad: Sequence[bool]) -> None:
+        """Set the gradients of those tensors of ``head`` that need one to 0."""
+        needs_hidden, needs_weight, needs_bias = needs_grad[:3]
+        if needs_hidden:
+            self.hidden_grad = torch.zeros_like(head.hidden)
+        if needs_weight:
+            self.weight_grad = torch.zeros_like(head.weight, dtype=torch.float32)
+        if needs_bias and head.bias is not None:
+            self.bias_grad = torch.zeros_like(head.bias, dtype=torch.float32)
+
+    def compute(self, head: _Head, chunk: _Chunk) -> TokenLogprobs:
+        """Compute the chunk's probabilities. Return its log-probabilities and entropies, [C]."""
+        logits_CV, probs_CV = (buffer[: len(chunk.targets)] for buffer in (self._products, self._probs))
+        self._compute_logits(head, chunk, logits_CV)
+        if self._cap is not None and self._cap_slopes is not None:
+            # The derivative of cap * tanh(z / cap) is 1 - tanh(z / cap)^2.
+            logits_CV.div_(self._cap).tanh_()
+            torch.square(logits_CV, out=self._cap_slopes[: len(chunk.targets)]).neg_().add_(1.0)
+            logits_CV.mul_(self._cap)
+        if chunk.sampling_mask is not None:
+            logits_CV.masked_fill_(~chunk.sampling_mask.mask(logits_CV.shape[1]), _IMPOSSIBLE)
+        shift_C1 = logits_CV.amax(-1, keepdim=True).mul_(chunk.inverse).neg_()
+        torch.addcmul(shift_C1, logits_CV, chunk.inverse, out=logits_CV)
+        torch.softmax(logits_CV, -1, out=probs_CV)
+        # The largest logit is 0 now, so the largest probability is 1 over the sum of exp.
+        log_sum_C1 = probs_CV.amax(-1, keepdim=True).log_().neg_()
+        logprobs_C1 = logits_CV.gather(-1, chunk.targets) - log_sum_C1
+        entropies_C1 = log_sum_C1 - logits_CV.mul_(probs_CV).sum(-1, keepdim=True)
+        self._rows = _Rows(log_sum_C1, logprobs_C1, entropies_C1)
+        return TokenLogprobs(logprobs_C1[:, 0], entropies_C1[:, 0])
+
+    def _compute_logits(self, head: _Head, chunk: _Chunk, logits_CV: Tensor) -> None:
+        out_CV = logits_CV if self._half is None else self._half[: len(chunk.targets)]
+        hidden_Cd = head.hidden[chunk.place]
+        if head.bias is None:
+            torch.mm(hidden_Cd, head.weight.T, out=out_CV)
+        else:
+            torch.addmm(head.bias, hidden_Cd, head.weight.T, out=out_CV)
+        if self._half is not None:
+            logits_CV.copy_(out_CV)
+        if head.bias is not None:
+            logits_CV.clamp_(min=_IMPOSSIBLE)  # a bias of -inf makes a token impossible
+
+    def add(self, head: _Head, chunk: _Chunk, slopes: Slopes) -> None:
+        """Add what the chunk that was computed last adds to the gradients under ``slopes``."""
+        grad_CV, scale_C1 = self._logits_grad(chunk, slopes)
+        hidden_Cd = head.hidden[chunk.place]
+        if self.bias_grad is not None:
+            self.bias_grad.addmv_(grad_CV.T, scale_C1[:, 0])
+        if self._half is not None:
+            grad_CV = self._half[: len(grad_CV)].copy_(grad_CV)
+        if self.hidden_grad is not None:
+            self.hidden_grad[chunk.place] += torch.mm(grad_CV, head.weight).mul_(scale_C1)
+        if self.weight_grad is not None:
+            # Rows are scaled here, where they are d numbers long and not V.
+            _add_product(self.weight_grad, grad_CV, (hidden_Cd * scale_C1).to(hidden_Cd.dtype))
+
+    def _logits_grad(self, chunk: _Chunk, slopes: Slopes) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the head's output, float32 [C, V], but for a factor of each row, float32 [C, 1].
+
+        With s = logits / temperature, p = softmax(s) and the entropy H: d log p[target] / ds = onehot(target) - p, and
+        dH / ds = -p (log p + H). At the target the first is -expm1(log p), exact where p is nearly 1.
+        """
+        assert self._rows is not None
+        log_sum_C1, logprobs_C1, entropies_C1 = self._rows
+        grad_CV, slope_C1 = self._probs[: len(chunk.targets)], slopes.logprobs[:, None]
+        at_target_C1 = logprobs_C1.expm1()
+        if slopes.entropies is None:
+            scale_C1 = -slope_C1 * chunk.inverse
+        else:
+            of_entropies_C1 = slopes.entropies[:, None]
+            grad_CV.mul_(slope_C1 + of_entropies_C1 * (entropies_C1 - log_sum_C1))
+            grad_CV.addcmul_(self._products[: len(grad_CV)], of_entropies_C1)
+            at_target_C1 = at_target_C1 * slope_C1 + of_entropies_C1 * logprobs_C1.exp() * (logprobs_C1 + entropies_C1)
+            scale_C1 = -chunk.inverse
+        grad_CV.scatter_(-1, chunk.targets, at_target_C1)
+        if self._cap_slopes is not None:
+            grad_CV.mul_(self._cap_slopes[: len(grad_CV)])
+        return grad_CV, scale_C1
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -133,55 +271,86 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_Nd: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, chunks: _Chunks
+        ctx: Any, hidden_Nd: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, settings: _Settings
     ) -> tuple[Tensor, Tensor]:
-        out_N, entropies_N = (torch.empty(len(hidden_Nd), device=hidden_Nd.device) for _ in range(2))
-        logprobs_CV = None
+        head, chunks, predict = _Head(hidden_Nd, weight_Vd, bias_V), settings.chunks, settings.predict
+        run = _Pass(head, settings)
+        if predict is not None and len(chunks) > 1:
+            run.start_gradients(head, ctx.needs_input_grad)
+        logprobs_N, entropies_N = (torch.empty(len(hidden_Nd), device=hidden_Nd.device) for _ in range(2))
+        predicted: list[Slopes] = []
         for chunk in chunks:
-            logprobs_CV = chunk.logprobs(hidden_Nd, weight_Vd, bias_V)
-            out_N[chunk.place] = logprobs_CV.gather(-1, chunk.targets[:, None])[:, 0]
-            # entr is 0 at probability 0, where p * log p would be NaN.
-            entropies_N[chunk.place] = torch.special.entr(logprobs_CV.exp()).sum(-1)
+            scored = run.compute(head, chunk)
+            logprobs_N[chunk.place], entropies_N[chunk.place] = scored
+            if predict is not None and chunk is not chunks[-1]:
+                predicted.append(_usable(predict(chunk.place, scored), settings.entropy_grad))
+                run.add(head, chunk, predicted[-1])
         ctx.save_for_backward(hidden_Nd, weight_Vd, bias_V)
-        ctx.chunks = chunks
-        # A single chunk is kept, several are computed again.
-        ctx.logprobs_CV = logprobs_CV if len(hidden_Nd) <= chunks.rows else None
-        if not chunks.entropy_grad:
+        ctx.settings, ctx.run, ctx.predicted = settings, run, predicted
+        if not settings.entropy_grad:
             ctx.mark_non_differentiable(entropies_N)
-        return out_N, entropies_N
+        return logprobs_N, entropies_N
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (the decorator hides the parameters' names)
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        out_grad_N, entropy_grad_N = grad_outputs
-        hidden_Nd, weight_Vd, bias_V = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        hidden_grad_Nd = torch.empty_like(hidden_Nd) if needs_hidden else None
-        weight_grad_Vd = torch.zeros_like(weight_Vd, dtype=torch.float32) if needs_weight else None
-        bias_grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias else None
-        for chunk in ctx.chunks:
-            logprobs_CV = ctx.logprobs_CV
-            if logprobs_CV is None:
-                logprobs_CV = chunk.logprobs(hidden_Nd, weight_Vd, bias_V)
-            of_entropies_C = entropy_grad_N[chunk.place] if ctx.chunks.entropy_grad else None
-            grad_CV = _logits_grad(logprobs_CV, chunk, out_grad_N[chunk.place], of_entropies_C)
-            if chunk.cap is not None:
-                grad_CV.mul_(chunk.slopes(hidden_Nd, weight_Vd, bias_V, chunk.cap))
-            if bias_grad_V is not None:
-                bias_grad_V += grad_CV.sum(0)
-            grad_CV = grad_CV.to(weight_Vd.dtype)
-            if hidden_grad_Nd is not None:
-                torch.mm(grad_CV, weight_Vd, out=hidden_grad_Nd[chunk.place])
-            if weight_grad_Vd is not None:
-                _add_product(weight_grad_Vd, grad_CV, hidden_Nd[chunk.place])
+        head, settings = _Head(*ctx.saved_tensors), ctx.settings
+        slopes = Slopes(grad_outputs[0], grad_outputs[1] if settings.entropy_grad else None)
+        # The pass of the forward pass serves once: a second backward pass computes everything again.
+        run, predicted, todo = ctx.run, ctx.predicted, list(settings.chunks)
+        ctx.run, ctx.predicted, is_kept = None, [], run is not None
+        run = run or _Pass(head, settings)
+        if not predicted:
+            run.start_gradients(head, ctx.needs_input_grad)
+        if todo and is_kept:
+            last = todo.pop()
+            run.add(head, last, _at(slopes, last.place))
+        if predicted:
+            slopes, todo = _difference(slopes, predicted, todo)
+        for chunk in todo:
+            run.compute(head, chunk)
+            run.add(head, chunk, _at(slopes, chunk.place))
+        hidden_grad, weight_grad, bias_grad = run.hidden_grad, run.weight_grad, run.bias_grad
+        del run  # frees the buffers before the gradient is copied
         return (
-            hidden_grad_Nd,
-            None if weight_grad_Vd is None else weight_grad_Vd.to(weight_Vd.dtype),
-            None if bias_grad_V is None else bias_grad_V.to(bias_V.dtype),
+            hidden_grad,
+            None if weight_grad is None else weight_grad.to(head.weight.dtype),
+            None if bias_grad is None else bias_grad.to(head.weight.dtype),
             None,
         )
+
+
+def _usable(slopes: Slopes, entropy_grad: bool) -> Slopes:
+    """Return predicted slopes, with 0 for those that are too large or not finite."""
+    logprobs_C, entropies_C = slopes
+    logprobs_C = torch.where(logprobs_C.abs() <= _SLOPE_LIMIT, logprobs_C, 0.0)
+    if not entropy_grad:
+        return Slopes(logprobs_C)
+    if entropies_C is None:
+        return Slopes(logprobs_C, torch.zeros_like(logprobs_C))
+    return Slopes(logprobs_C, torch.where(entropies_C.abs() <= _SLOPE_LIMIT, entropies_C, 0.0))
+
+
+def _at(slopes: Slopes, place: slice) -> Slopes:
+    return Slopes(slopes.logprobs[place], None if slopes.entropies is None else slopes.entropies[place])
+
+
+def _difference(slopes: Slopes, predicted: Sequence[Slopes], chunks: Sequence[_Chunk]) -> tuple[Slopes, list[_Chunk]]:
+    """Return by how much the true slopes differ from the predicted ones, and the chunks in which some do.
+
+    A chunk is computed again as a whole, because the products of other rows would round differently, and what is taken
+    off must be what was added. Reading which chunks differ waits for the device.
+    """
+    pairs = [(slopes.logprobs, torch.cat([p.logprobs for p in predicted]))]
+    if slopes.entropies is not None:
+        pairs.append((slopes.entropies, torch.cat([p.entropies for p in predicted if p.entropies is not None])))
+    differences = [true_N[: len(predicted_M)] - predicted_M for true_N, predicted_M in pairs]
+    # Not >, which is False for NaN.
+    agrees = [d.abs() <= _SLOPE_TOLERANCE * p.abs() for d, (_, p) in zip(differences, pairs, strict=True)]
+    differs_M = (~torch.stack(agrees).all(0)).cpu().numpy()
+    return Slopes(*differences), [chunk for chunk in chunks if differs_M[chunk.place].any()]
 
 
 def _add_product(sum_Vd: Tensor, grad_CV: Tensor, hidden_Cd: Tensor) -> None:
@@ -191,21 +360,3 @@ def _add_product(sum_Vd: Tensor, grad_CV: Tensor, hidden_Cd: Tensor) -> None:
         return
     for sum_Pd, grad_CP in zip(sum_Vd.chunk(_GRADIENT_PARTS), grad_CV.chunk(_GRADIENT_PARTS, dim=1), strict=True):
         sum_Pd += grad_CP.T @ hidden_Cd
-
-
-def _logits_grad(logprobs_CV: Tensor, chunk: _Chunk, out_grad_C: Tensor, entropy_grad_C: Tensor | None) -> Tensor:
-    """Return the gradient of the (capped) head's output, float32 [C, V], from those of logprobs and entropies.
-
-    With z = logits / temperature and p = softmax(z): d log p[target] / dz = onehot(target) - p, and
-    d entropy / dz = -p (log p + entropy).
-    """
-    probs_CV = logprobs_CV.exp()
-    scale_CV: Tensor = -out_grad_C[:, None]
-    if entropy_grad_C is not None:
-        # A token that could not be sampled has log p = -inf and p = 0: it has no part in the entropy.
-        safe_CV = logprobs_CV.masked_fill(logprobs_CV == -torch.inf, 0.0)
-        entropies_C1 = -(probs_CV * safe_CV).sum(-1, keepdim=True)
-        scale_CV = scale_CV - safe_CV.add_(entropies_C1).mul_(entropy_grad_C[:, None])
-    grad_CV = probs_CV.mul_(scale_CV)
-    grad_CV[torch.arange(len(grad_CV), device=grad_CV.device), chunk.targets] += out_grad_C
-    return grad_CV.div_(chunk.temperatures[:, None])

@@ -18,6 +18,8 @@ class LogitsRows(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default and out.shape[-1] == self._vocab_size:
+        aten = torch.ops.aten
+        products = (aten.mm.default, aten.mm.out, aten.addmm.default, aten.addmm.out)
+        if func in products and out.shape[-1] == self._vocab_size:
             self.seen.append(len(out))
         return out
