@@ -272,6 +272,11 @@ class LossConfig(Section):
         return self.entropy_quantile is not None or any(rule.masks_step for rule in self.rules)
 
     @property
+    def separates_by_token(self) -> bool:
+        """Whether a token's derivative depends on its own log-probability only, if no rule masks or clips it."""
+        return self.ratio_level == "token" and not SURROGATES[self.surrogate].over_sequence
+
+    @property
     def needs_proximal(self) -> bool:
         """Whether the loss compares with the policy before the first update on a batch."""
         return self.anchor == "proximal"

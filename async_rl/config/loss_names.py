@@ -23,12 +23,14 @@ class Surrogate(NamedTuple):
         has_ratio: whether it compares pi with the anchor, so that it corrects for staleness itself.
         has_clip: whether it uses ``clip_low`` or ``clip_high``.
         has_dual_clip: whether it uses ``dual_clip``.
+        over_sequence: whether a token's objective depends on other tokens of its sequence, at any ``ratio_level``.
     """
 
     description: str
     has_ratio: bool = True
     has_clip: bool = True
     has_dual_clip: bool = False
+    over_sequence: bool = False
 
 
 class Advantage(NamedTuple):
@@ -81,7 +83,9 @@ SURROGATES: Mapping[str, Surrogate] = {
     "cispo": Surrogate("clipped ratio as a detached weight"),
     "plain": Surrogate("REINFORCE, without a ratio", has_ratio=False, has_clip=False),
     "sapo": Surrogate("a sigmoid of the ratio instead of a clip", has_clip=False),
-    "gmpo": Surrogate("the sequence's geometric mean of ratios that are clipped by token", has_dual_clip=True),
+    "gmpo": Surrogate(
+        "the sequence's geometric mean of ratios that are clipped by token", has_dual_clip=True, over_sequence=True
+    ),
 }
 
 ADVANTAGES: Mapping[str, Advantage] = {

@@ -458,9 +458,12 @@ class FsdpEngine:
             _check_versions(micro_batch, version)
             with self._clock.phase("forward"):
                 batch = to_device(micro_batch, self._ranks.device, self._model.packing)
-                result = self._objective(
-                    batch, self._model(batch, entropy_grad=self._objective.needs_entropy_grad), version=version
+                scored = self._model(
+                    batch,
+                    entropy_grad=self._objective.needs_entropy_grad,
+                    predict=self._objective.predict_slopes(batch, version=version),
                 )
+                result = self._objective(batch, scored, version=version)
             self._fault_point("learner.forward")
             with self._clock.phase("backward"):
                 result.loss_sum.backward()

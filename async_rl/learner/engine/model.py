@@ -26,7 +26,7 @@ from async_rl.config.learner import ModelConfig, OptimizerConfig
 from async_rl.data.chat import check_precision, model_directory
 from async_rl.errors import ModelError
 from async_rl.learner.engine.attention import PackedLayout, packed_layout, use_packed_attention
-from async_rl.learner.engine.logprobs import TokenLogprobs, token_logprobs
+from async_rl.learner.engine.logprobs import SlopeFunction, TokenLogprobs, token_logprobs
 from async_rl.learner.engine.mask_tensors import MaskTensors
 from async_rl.learner.engine.recomputation import recompute
 from async_rl.learner.engine.routing import RoutingReplay
@@ -256,10 +256,13 @@ class PolicyModel(nn.Module):
         tied = {name for name, _ in self.causal_lm.named_parameters(remove_duplicate=False)} - kept
         return [name for name in self.causal_lm.state_dict() if name not in tied]
 
-    def forward(self, batch: DeviceBatch, *, entropy_grad: bool = False) -> TokenLogprobs:
+    def forward(
+        self, batch: DeviceBatch, *, entropy_grad: bool = False, predict: SlopeFunction | None = None
+    ) -> TokenLogprobs:
         """Return log-probabilities (with grad) and entropies under the sampling distribution, float32 [N], nats.
 
-        Hidden states are computed for the whole row, but logits only at ``predict_index``.
+        Hidden states are computed for the whole row, but logits only at ``predict_index``. ``predict`` predicts the
+        slopes of the loss (``token_logprobs``).
         """
         return token_logprobs(
             self.hidden_states(batch).index_select(0, batch.predict_index),
@@ -269,6 +272,7 @@ class PolicyModel(nn.Module):
             cap=None if self.logit_cap is None else self.logit_cap / self.logit_factor,
             sampling_mask=batch.sampling_mask,
             entropy_grad=entropy_grad,
+            predict=predict,
         )
 
     def hidden_states(self, batch: DeviceBatch) -> Tensor:

@@ -19,14 +19,14 @@ from torch import Tensor
 from async_rl.config.config import Config
 from async_rl.config.loss import LossConfig
 from async_rl.learner.engine import UpdateStats
-from async_rl.learner.engine.logprobs import TokenLogprobs
+from async_rl.learner.engine.logprobs import SlopeFunction, Slopes, TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch
 from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, k3_sum_and_tokens, summarise
 from async_rl.learner.losses.own import OwnLoss
 from async_rl.learner.losses.own_trial import load_own_loss
-from async_rl.learner.losses.parts import LOG_RATIO_LIMIT, sum_by
+from async_rl.learner.losses.parts import LOG_RATIO_LIMIT, aggregate, sum_by
 from async_rl.learner.losses.policy import PolicyInputs, PolicyLoss, policy_loss
-from async_rl.learner.losses.rules import why_skip
+from async_rl.learner.losses.rules import Verdict, why_skip
 
 SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl", "sequences", "weight", "weight_square")
 """The first entries of ``MicroBatchResult.sums``. A count and a sum for each rule follow (``PolicyLoss.rule_counts``,
@@ -71,6 +71,13 @@ class Objective(Protocol):
         ...
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
+
+    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> SlopeFunction | None:
+        """Return a function that predicts the derivatives of ``loss_sum`` from the values of some tokens alone.
+
+        A wrong prediction costs time, but changes no gradient. None: the loss does not separate by token.
+        """
+        ...
 
     def why_skip(self, sums: Tensor) -> str:
         """Return why the optimizer step must be skipped. Empty if it need not be skipped.
@@ -121,19 +128,7 @@ class PolicyObjective:
             ValueError: ``policy_loss`` refuses the batch.
             OwnCodeError: the user's function fails.
         """
-        lag_N = version - batch.versions.long()
-        inputs = PolicyInputs(
-            logprobs=scored.logprobs,
-            entropies=scored.entropies,
-            behavior_logprobs=batch.behavior_logprobs,
-            advantages=batch.advantages,
-            sequence_index=batch.sequence_index,
-            num_sequences=batch.num_sequences,
-            lag=lag_N,
-            reference_logprobs=batch.reference_logprobs,
-            proximal_logprobs=batch.proximal_logprobs,
-            verdicts=batch.verdicts,
-        )
+        inputs = _inputs(batch, scored, version)
         counts = batch.advantages.new_zeros(0, dtype=torch.float64)
         if self.own is None:
             out = policy_loss(inputs, self.loss, max_length=self.max_length)
@@ -143,11 +138,39 @@ class PolicyObjective:
         fixed = [out.denominator.double(), out.loss_sum.detach(), out.kept.sum().double(), entropy, out.kl_sum]
         fixed += sequence_weights(out, batch.sequence_index, batch.num_sequences)
         skipped_N = out.skipped[batch.sequence_index]
-        by_lag = diagnostic_sums(out, skipped_N, lag_N, self.max_lag + 1, after_update_N=batch.after_update)
+        by_lag = diagnostic_sums(out, skipped_N, inputs.lag, self.max_lag + 1, after_update_N=batch.after_update)
         kept_N = out.log_ratio.masked_fill(~out.kept, -torch.inf)
         ratio_max = torch.cat([kept_N, kept_N.new_full((1,), -torch.inf)]).max().exp()
         sums = torch.cat([torch.stack(fixed), out.rule_counts, out.rule_sums, counts, by_lag.view(-1)])
         return MicroBatchResult(out.loss_sum, sums, out.skipped, ratio_max)
+
+    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> SlopeFunction | None:
+        """Return ``policy_loss``'s derivatives as if the given tokens were all that their sequences have, as
+        ``Objective.predict_slopes`` says.
+
+        Only the weights of the aggregation are those of whole sequences of which every token is kept. So the prediction
+        is right unless a rule judges the whole sequence otherwise than its part, or masks some of its tokens under
+        ``aggregation = "sequence"``.
+        """
+        if self.own is not None or not self.loss.separates_by_token:
+            return None
+        may_keep_N = torch.ones_like(batch.advantages, dtype=torch.bool)
+        if len(batch.verdicts):
+            may_keep_N = batch.verdicts != Verdict.MASK
+        index_N, num_sequences, max_length = batch.sequence_index, batch.num_sequences, self.max_length
+        weight_N = aggregate(may_keep_N, index_N, num_sequences, self.loss.aggregation, max_length=max_length).weight
+        unweighted = self.loss.model_copy(update={"aggregation": "token"})
+
+        @torch.enable_grad()
+        def predict(place: slice, scored: TokenLogprobs) -> Slopes:
+            leaves = TokenLogprobs(*(values.detach().requires_grad_() for values in scored))
+            out = policy_loss(_inputs(batch, leaves, version, place), unweighted, max_length=max_length)
+            by_logprobs, by_entropies = torch.autograd.grad(out.loss_sum, leaves, allow_unused=True)
+            weight = weight_N[place] if isinstance(weight_N, Tensor) else weight_N
+            entropies = None if by_entropies is None else (by_entropies * weight).float()  # the loss may not use them
+            return Slopes((by_logprobs * weight).float(), entropies)
+
+        return predict
 
     def why_skip(self, sums: Tensor) -> str:
         """Return why the optimizer step must be skipped, as ``Objective.why_skip`` says.
@@ -188,8 +211,27 @@ class SupervisedObjective:
         nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
         return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
 
+    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> SlopeFunction:
+        return lambda _, scored: Slopes(torch.full_like(scored.logprobs, -1.0))
+
     def why_skip(self, sums: Tensor) -> str:
         return ""
+
+
+def _inputs(batch: DeviceBatch, scored: TokenLogprobs, version: int, place: slice = slice(None)) -> PolicyInputs:
+    """Return the tokens at ``place`` in N, whose values are ``scored``. Fields without values stay without."""
+    return PolicyInputs(
+        logprobs=scored.logprobs,
+        entropies=scored.entropies,
+        behavior_logprobs=batch.behavior_logprobs[place],
+        advantages=batch.advantages[place],
+        sequence_index=batch.sequence_index[place],
+        num_sequences=batch.num_sequences,
+        lag=version - batch.versions[place].long(),
+        reference_logprobs=batch.reference_logprobs[place],
+        proximal_logprobs=batch.proximal_logprobs[place],
+        verdicts=batch.verdicts[place],
+    )
 
 
 def sequence_weights(out: PolicyLoss, sequence_index_N: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from async_rl.config.learner import ModelConfig
 from async_rl.config.loss import LossConfig
+from async_rl.learner.engine.logprobs import CHUNK_BYTES
 from async_rl.learner.engine.model import PolicyModel, load_model, to_device
 from async_rl.learner.losses.objective import PolicyObjective
 from async_rl.learner.packing import TrainSequence, pack
@@ -35,13 +37,19 @@ def test_the_search_finds_waits():
     assert len(waits.seen) == 3
 
 
-def test_a_micro_batch_with_sampling_masks_has_no_wait(tmp_path: Path):
+@pytest.mark.parametrize("chunk_rows", [4, 1000])
+def test_a_micro_batch_with_sampling_masks_has_no_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_rows: int
+):
+    # With several chunks there is one: a copy of which slopes were predicted wrongly, which is no wait on a CPU.
     tiny_model(tmp_path)
     policy = PolicyModel(load_model(ModelConfig(path=str(tmp_path))))
+    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * policy.vocab_size * chunk_rows)
     sequences = [with_masks(s, policy.vocab_size) for s in random_sequences(3, 12)]
     ((micro_batch,),) = pack(sequences, max_tokens=1000, num_ranks=1)
     objective = PolicyObjective(LossConfig(), 0, 8)
     with Waits() as waits:
         batch = to_device(micro_batch, torch.device("cpu"))
-        objective(batch, policy(batch), version=0).loss_sum.backward()
+        scored = policy(batch, predict=objective.predict_slopes(batch, version=0))
+        objective(batch, scored, version=0).loss_sum.backward()
     assert waits.seen == []

@@ -1,0 +1,197 @@
+"""Gradients of the head in one pass: equal to plain autograd, whatever the slopes were predicted to be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from async_rl.config.loss import LossConfig
+from async_rl.learner.engine.logprobs import SlopeFunction, Slopes, TokenLogprobs, token_logprobs
+from async_rl.learner.engine.mask_tensors import MaskTensors
+from async_rl.learner.engine.model import DeviceBatch, to_device
+from async_rl.learner.losses.objective import Objective, PolicyObjective, SupervisedObjective
+from async_rl.learner.packing import TrainSequence, pack
+from async_rl.sampling_mask import pack_ids
+from tests.learner.engine.logits_rows import LogitsRows
+from tests.learner.losses.cases import SETTINGS
+
+HIDDEN, VOCAB, ROWS = 8, 40, 4
+LENGTHS = (9, 2, 7, 5)
+
+
+def sequences(*, bad: Callable[[int], float] | None = None) -> list[TrainSequence]:
+    """Sequences of ``LENGTHS`` trained tokens each; ``bad`` gives some their first behavior logprob."""
+    random = np.random.default_rng(0)
+
+    def one(index: int, length: int) -> TrainSequence:
+        size = length + 1
+        behavior = random.uniform(-5, -2.5, size).astype(np.float32)
+        if bad is not None and index % 2:
+            behavior[1] = bad(index)
+        return TrainSequence(
+            sequence_id=index,
+            token_ids=random.integers(0, VOCAB, size).astype(np.int32),
+            loss_mask=np.arange(size) > 0,
+            behavior_logprobs=behavior,
+            versions=np.array([-1, *random.integers(0, 3, length)], dtype=np.int32),
+            advantages=np.full(size, (-1) ** index * random.uniform(0.5, 2.0), dtype=np.float32),
+            temperature=0.8 + index / 8,
+            reference_logprobs=random.uniform(-5, -2.5, size).astype(np.float32),
+            proximal_logprobs=random.uniform(-5, -2.5, size).astype(np.float32),
+        )
+
+    return [one(index, length) for index, length in enumerate(LENGTHS)]
+
+
+def batch_of(of: list[TrainSequence]) -> DeviceBatch:
+    return to_device(pack(of, max_tokens=100, num_ranks=1)[0][0], torch.device("cpu"))
+
+
+def inputs(num_tokens: int) -> tuple[Tensor, nn.Linear]:
+    torch.manual_seed(1)
+    return torch.randn(num_tokens, HIDDEN, requires_grad=True), nn.Linear(HIDDEN, VOCAB)
+
+
+def plain(hidden: Tensor, head: nn.Linear, batch: DeviceBatch, *, cap: float | None, mask: Tensor | None) -> Any:
+    logits = head(hidden)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    logits = logits / batch.temperatures[:, None]
+    logprobs = (logits if mask is None else logits.masked_fill(~mask, -1e9)).log_softmax(-1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    return TokenLogprobs(logprobs[range(len(hidden)), batch.targets], entropies)
+
+
+def assert_as_plain_autograd(
+    objective: Objective, batch: DeviceBatch, *, predict: SlopeFunction | None, cap: float | None = None,
+    masks: MaskTensors | None = None,
+) -> list[int]:  # fmt: skip
+    """Compare the gradients of ``objective``. Return the rows of each chunk that the backward pass computed again."""
+    hidden, head = inputs(len(batch.targets))
+    of = (hidden, head.weight, head.bias)
+    mask = None if masks is None else masks.mask(VOCAB)
+    want = torch.autograd.grad(
+        objective(batch, plain(hidden, head, batch, cap=cap, mask=mask), version=3).loss_sum, of, allow_unused=True
+    )
+    scored = token_logprobs(
+        hidden, head, batch.targets, batch.temperatures, cap=cap, chunk_bytes=4 * VOCAB * ROWS, sampling_mask=masks,
+        entropy_grad=objective.needs_entropy_grad, predict=predict,
+    )  # fmt: skip
+    loss = objective(batch, scored, version=3).loss_sum
+    with LogitsRows(VOCAB) as rows:
+        got = torch.autograd.grad(loss, of)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    return rows.seen
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_loss_has_the_gradient_of_plain_autograd(name: str):
+    objective = PolicyObjective(LossConfig(**SETTINGS[name]), 3, 8)
+    for bad in (None, lambda _: math.nan, lambda _: -30.0):
+        batch = batch_of(sequences(bad=bad))
+        assert_as_plain_autograd(objective, batch, predict=objective.predict_slopes(batch, version=3))
+
+
+@pytest.mark.parametrize("loss", [{}, {"aggregation": "sequence"}, {"entropy_coef": 0.1}, {"surrogate": "cispo"}])
+def test_a_loss_that_separates_by_token_computes_no_logits_again(loss: dict[str, Any]):
+    objective, batch = PolicyObjective(LossConfig(**loss), 3, 8), batch_of(sequences())
+    assert assert_as_plain_autograd(objective, batch, predict=objective.predict_slopes(batch, version=3)) == []
+    # Without a prediction, each of the six chunks of 23 tokens again, but for the last.
+    assert assert_as_plain_autograd(objective, batch, predict=None) == [4, 4, 4, 4, 4]
+
+
+def test_the_supervised_loss_computes_no_logits_again():
+    objective, batch = SupervisedObjective(), batch_of(sequences())
+    assert assert_as_plain_autograd(objective, batch, predict=objective.predict_slopes(batch, version=3)) == []
+
+
+def test_only_the_chunks_of_a_skipped_sequence_are_computed_again():
+    # Sorted from long to short, tokens 0 to 8 are the first sequence's, 9 to 15 the third's, in chunks 2 and 3 of four
+    # rows. Its last token is far too likely: the mean ratio is above 20, but in chunk 2 nothing shows it.
+    of = sequences()
+    of[2].behavior_logprobs[-1] = -12.0
+    objective, batch = PolicyObjective(LossConfig(), 3, 8), batch_of(of)
+    result = objective(batch, plain(*inputs(23), batch, cap=None, mask=None), version=3)
+    assert result.skipped.tolist() == [False, True, False, False]
+    assert assert_as_plain_autograd(objective, batch, predict=objective.predict_slopes(batch, version=3)) == [4]
+
+
+@pytest.mark.parametrize("wrong", [0.0, -3.0, 15.0, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+def test_a_wrong_prediction_changes_no_gradient(wrong: float, entropy_coef: float):
+    objective, batch = PolicyObjective(LossConfig(entropy_coef=entropy_coef), 3, 8), batch_of(sequences())
+    right = objective.predict_slopes(batch, version=3)
+    assert right is not None
+
+    def predict(place: slice, scored: TokenLogprobs) -> Slopes:
+        slopes = right(place, scored)
+        if place.start == 8:  # one row of the third chunk
+            slopes.logprobs[slopes.logprobs.abs().argmax()] = wrong
+        return slopes
+
+    assert assert_as_plain_autograd(objective, batch, predict=predict) == [4]
+
+
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
+@pytest.mark.parametrize("skip_threshold", [20.0, 1.5])
+def test_masks_and_cap_have_the_gradient_of_plain_autograd_in_one_pass(entropy_coef: float, skip_threshold: float):
+    loss = LossConfig(entropy_coef=entropy_coef, skip_threshold=skip_threshold)
+    objective, batch = PolicyObjective(loss, 3, 8), batch_of(sequences())
+    counts = np.array([(1, 3, 30, VOCAB)[i % 4] for i in range(len(batch.targets))])
+    ids = [np.sort((t + np.arange(n)) % VOCAB) for t, n in zip(batch.targets.numpy(), counts, strict=True)]
+    packed = pack_ids(counts, np.concatenate(ids), vocab_size=VOCAB)
+    masks = MaskTensors(packed.sizes, torch.from_numpy(packed.words))
+    predict = objective.predict_slopes(batch, version=3)
+    assert_as_plain_autograd(objective, batch, predict=predict, cap=0.7, masks=masks)
+
+
+def test_a_second_backward_pass_gives_the_same_gradient():
+    objective, batch = PolicyObjective(LossConfig(), 3, 8), batch_of(sequences())
+    hidden, head = inputs(len(batch.targets))
+    scored = token_logprobs(
+        hidden, head, batch.targets, batch.temperatures, chunk_bytes=4 * VOCAB * ROWS,
+        predict=objective.predict_slopes(batch, version=3),
+    )  # fmt: skip
+    loss = objective(batch, scored, version=3).loss_sum
+    first, second = (torch.autograd.grad(loss, (hidden, head.weight), retain_graph=True) for _ in range(2))
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+
+
+def test_rejected_tokens_leave_nothing_in_a_bfloat16_heads_gradient():
+    # Each chunk is computed again as it was, so what a wrong prediction added is taken off to the last bit of float32.
+    torch.manual_seed(0)
+    hidden, head = torch.randn(12, HIDDEN).bfloat16().requires_grad_(), nn.Linear(HIDDEN, VOCAB).bfloat16()
+    out = token_logprobs(
+        hidden, head, torch.arange(12), torch.ones(12), chunk_bytes=4 * VOCAB * ROWS,
+        predict=lambda _, scored: Slopes(torch.full_like(scored.logprobs, 50.0)),
+    )  # fmt: skip
+    (out.logprobs * 0.0).sum().backward()
+    assert hidden.grad is not None
+    assert head.weight.grad is not None
+    assert hidden.grad.abs().max() == 0
+    assert head.weight.grad.abs().max() < 1e-4
+
+
+def test_scores_compute_no_gradient():
+    def fail(*_: Any) -> Slopes:
+        raise AssertionError("scores need no slopes")
+
+    hidden, head = inputs(9)
+    with torch.no_grad():
+        token_logprobs(hidden, head, torch.arange(9), torch.ones(9), chunk_bytes=4 * VOCAB * ROWS, predict=fail)
+
+
+def test_predictions_use_the_weights_of_whole_sequences():
+    # A sequence of 9 tokens under aggregation "sequence": each has weight 1/9, also in a chunk that has four of them.
+    of = [replace(s, behavior_logprobs=np.full_like(s.behavior_logprobs, -1.0)) for s in sequences()]
+    batch = batch_of(of)
+    predict = PolicyObjective(LossConfig(aggregation="sequence"), 3, 8).predict_slopes(batch, version=3)
+    assert predict is not None
+    slopes = predict(slice(0, 4), TokenLogprobs(torch.full((4,), -1.0), torch.zeros(4)))
+    torch.testing.assert_close(slopes.logprobs, -batch.advantages[:4] / 9)
