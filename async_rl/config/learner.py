@@ -29,6 +29,12 @@ class ModelConfig(Section):
         default="auto",
         description="Precision in which learner and generators compute; auto is bfloat16 on CUDA and float32 on a CPU.",
     )
+    head_dtype: Literal["auto", "float32"] = Field(
+        default="auto",
+        description="Precision in which the learner computes the language-model head and its gradients; auto is "
+        "model.dtype's. bfloat16 rounds logits to two or three digits, which adds to the difference between learner "
+        "and generators. float32 takes time and a copy of the head.",
+    )
     trust_remote_code: bool = Field(
         default=False, description="Whether Python code that comes with the model or its tokenizer may be executed."
     )

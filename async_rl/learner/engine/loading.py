@@ -31,7 +31,7 @@ from async_rl.config.learner import ModelConfig
 from async_rl.data.chat import model_directory
 from async_rl.errors import ModelError
 from async_rl.learner.engine.lora import weight_name
-from async_rl.learner.engine.model import PolicyModel, check_directory, check_trainable, load_model
+from async_rl.learner.engine.model import PolicyModel, check_directory, check_trainable, head_dtype, load_model
 from async_rl.learner.engine.self_test import keep_tested_layers
 from async_rl.learner.packing import Packing
 
@@ -174,7 +174,7 @@ def load_policy(config: ModelConfig, packing: Packing, *, is_sharded: bool) -> t
         ModelError: the model can't be used; see ``load_model`` and ``PolicyModel.use``.
     """
     causal_lm, weights = open_model(config) if is_sharded else (load_model(config), None)
-    return PolicyModel(causal_lm, packing), weights
+    return PolicyModel(causal_lm, packing, head_dtype=head_dtype(config)), weights
 
 
 def load_reference(
@@ -213,7 +213,8 @@ def read_tested(config: ModelConfig, policy: PolicyModel, weights: Weights | Non
 def read_first_layers(config: ModelConfig, weights: Weights, packing: Packing) -> PolicyModel:
     """Return the model on the host, unsharded, with the layers only that the self-test needs."""
     directory = model_directory(config.path, weights=True)
-    policy = PolicyModel(check_trainable(_on_meta(directory, config), config), packing)
+    causal_lm = check_trainable(_on_meta(directory, config), config)
+    policy = PolicyModel(causal_lm, packing, head_dtype=head_dtype(config))
     keep_tested_layers(policy)
     weights.fill(policy, torch.device("cpu"))
     return policy

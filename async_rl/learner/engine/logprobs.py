@@ -74,6 +74,7 @@ def token_logprobs(
     sampling_mask: MaskTensors | None = None,
     entropy_grad: bool = False,
     predict: SlopeFunction | None = None,
+    dtype: torch.dtype | None = None,
 ) -> TokenLogprobs:
     """Compute ``log softmax(head(hidden) / temperature)[target]``, and the entropy of that distribution.
 
@@ -98,6 +99,8 @@ def token_logprobs(
         sampling_mask: the tokens that could be sampled, with the target among them; the softmax is over these only.
         entropy_grad: whether the entropies carry a gradient.
         predict: predicts the slopes of the loss. None: all chunks but the last are computed again in the backward pass.
+        dtype: in which the head and its gradients are computed. None: the weight's. Another one takes a copy of the
+            weight.
 
     Raises:
         ValueError: the numbers of rows of the hidden states, targets and temperatures differ.
@@ -113,7 +116,8 @@ def token_logprobs(
     rows = rows // _ROWS_MULTIPLE * _ROWS_MULTIPLE or rows
     chunks = _chunks(targets_N, temperatures_N.float(), sampling_mask, rows)
     settings = _Settings(chunks, cap, entropy_grad, predict if torch.is_grad_enabled() else None)
-    return TokenLogprobs(*_HeadLogprobs.apply(hidden_Nd, head.weight, head.bias, settings))
+    tensors = (None if t is None else t.to(dtype or t.dtype) for t in (hidden_Nd, head.weight, head.bias))
+    return TokenLogprobs(*_HeadLogprobs.apply(*tensors, settings))
 
 
 class _Chunk(NamedTuple):

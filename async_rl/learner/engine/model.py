@@ -154,6 +154,11 @@ def check_trainable(model: PreTrainedModel, config: ModelConfig) -> PreTrainedMo
     return model
 
 
+def head_dtype(config: ModelConfig) -> torch.dtype | None:
+    """Return the dtype in which the head is computed by ``model.head_dtype``; None: that of its weight."""
+    return torch.float32 if config.head_dtype == "float32" else None
+
+
 def _logit_factor(config: Any) -> float:
     """Return the factor of the logits after the head, by the model's config. 1 for most models."""
     powers = {key: power for key, power in _LOGIT_FACTORS.items() if getattr(config, key, None) is not None}
@@ -174,10 +179,13 @@ class PolicyModel(nn.Module):
         logit_factor: by which the model multiplies the head's output.
         logit_cap: at which the model then caps the logits; None: it does not. The self-test checks both.
         packing: how the decoder computes a micro-batch. Batches of ``to_device`` must have been made for it.
+        head_dtype: in which the head is computed, whatever dtype its weight has; None: that of the weight.
         replay: replays the routes of a micro-batch. None: the routers choose, and batches have no routes.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, packing: Packing = "packed") -> None:
+    def __init__(
+        self, causal_lm: PreTrainedModel, packing: Packing = "packed", *, head_dtype: torch.dtype | None = None
+    ) -> None:
         """Wrap ``causal_lm``, whose attention is still that of transformers.
 
         Raises:
@@ -187,6 +195,7 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.logit_factor = _logit_factor(causal_lm.config)
         self.logit_cap = _logit_cap(causal_lm.config)
+        self.head_dtype = head_dtype
         self.replay: RoutingReplay | None = None
         native = causal_lm.config._attn_implementation or "eager"
         self._padded_attention = "eager" if caps_attention(causal_lm.config) else native
@@ -273,6 +282,7 @@ class PolicyModel(nn.Module):
             sampling_mask=batch.sampling_mask,
             entropy_grad=entropy_grad,
             predict=predict,
+            dtype=self.head_dtype,
         )
 
     def hidden_states(self, batch: DeviceBatch) -> Tensor:

@@ -146,6 +146,22 @@ def test_bfloat16_logits_are_normalised_in_float32():
     torch.testing.assert_close(out.logprobs, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_a_bfloat16_model_may_have_a_float32_head():
+    # The products of the same bfloat16 numbers, not rounded to three digits: exact but for float32.
+    hidden, head, targets, temperatures = inputs(5)
+    head, hidden = head.bfloat16(), hidden.detach().bfloat16().requires_grad_()
+    of = (hidden, head.weight)
+    out = token_logprobs(hidden, head, targets, temperatures, dtype=torch.float32, chunk_bytes=2 * ROW_BYTES)
+    exact = ((hidden.double() @ head.weight.double().T) / temperatures[:, None]).log_softmax(-1)[range(5), targets]
+    torch.testing.assert_close(out.logprobs, exact.float(), rtol=1e-6, atol=1e-6)
+    rounded = token_logprobs(hidden, head, targets, temperatures).logprobs
+    assert (rounded - exact).abs().max() > 1e-4
+    got, want = (torch.autograd.grad(logprobs.sum(), of) for logprobs in (out.logprobs, exact))
+    # Of bfloat16 tensors, so they are rounded at the end.
+    assert {g.dtype for g in got} == {torch.bfloat16}
+    torch.testing.assert_close(got, want, rtol=2**-8, atol=1e-6)
+
+
 def test_impossible_token_does_not_make_the_entropy_nan():
     hidden, head = torch.zeros(1, 3), identity(3, bias=[0.0, 0.0, -math.inf])
     out = token_logprobs(hidden, head, torch.tensor([0]), torch.tensor([1.0]))

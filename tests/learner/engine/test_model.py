@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from torch import nn
 from async_rl.config.learner import ModelConfig, OptimizerConfig
 from async_rl.data.chat import check_model
 from async_rl.errors import ModelError
-from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, load_model, to_device
+from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, head_dtype, load_model, to_device
 from async_rl.learner.packing import pack
 from tests.families.catalogue import build
 from tests.learner.engine.logits_rows import LogitsRows
@@ -147,6 +147,20 @@ def test_the_head_runs_only_where_there_is_a_loss(tmp_path: Path):
         policy(batch)
     # Two sequences of 12 tokens, the last 8 of each trained on.
     assert rows.seen == [16]
+
+
+def test_a_float32_head_does_not_round_the_logits_of_a_bfloat16_model(tmp_path: Path):
+    tiny_model(tmp_path)
+    config = ModelConfig(path=str(tmp_path), head_dtype="float32")
+    policy = PolicyModel(load_model(config), head_dtype=head_dtype(config)).bfloat16()
+    ((micro_batch,),) = pack(random_sequences(2, 12), max_tokens=1000, num_ranks=1)
+    batch = to_device(micro_batch, CPU)
+    hidden = policy.hidden_states(batch)[batch.predict_index].double()
+    weight = cast(nn.Linear, policy.causal_lm.get_output_embeddings()).weight.double()
+    exact = (hidden @ weight.T).log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
+    torch.testing.assert_close(policy(batch).logprobs, exact.float(), rtol=1e-6, atol=1e-6)
+    policy.head_dtype = None
+    assert (policy(batch).logprobs - exact).abs().max() > 1e-5
 
 
 def schedule(kind: str, *, warmup: int = 0) -> Schedule:
