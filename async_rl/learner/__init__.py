@@ -5,8 +5,9 @@ weights to the generators. It writes metrics, checkpoints and evaluations to the
 ``async-rl learner`` calls ``start.run_learner``.
 
 Start with ``trainer.py``, which reads like the algorithm. ``batch.py`` turns groups into sequences. ``advantages.py``
-and ``losses/`` hold the formulas; ``step_masks.py`` judges the tokens of a whole step. ``packing.py`` and ``engine/``
-do the work on the device. ``publishing.py`` sends the new weights. ``step_result.py`` and ``staleness.py`` summarise a
+and ``losses/`` hold the formulas; ``step_masks.py`` judges the tokens of a whole step. ``packing.py``
+divides a step into micro-batches for all ranks, with ``balance.py`` and ``beginnings.py``; ``engine/`` does the work on
+the device. ``publishing.py`` sends the new weights. ``step_result.py`` and ``staleness.py`` summarise a
 step. ``recorder.py`` and ``checkpoint.py`` write it to files. ``parity.py`` compares the generators' log-probabilities
 with the learner's. ``export.py`` turns a checkpoint into a Hugging Face directory. ``sft.py`` trains on given answers
 before reinforcement learning.

@@ -1,7 +1,8 @@
 """Packs sequences into micro-batches: rows without padding, balanced over ranks, never above the token limit.
 
-The engine calls ``pack`` on rank 0 and sends each rank its part. A row holds only what the model must compute: a prompt
-that a group's rollouts share occurs once, and tokens after the last one that predicts something are left out. Some
+The engine calls ``pack`` on rank 0 and sends each rank its part. A row holds only what the model must compute: what
+sequences have in common at their beginning occurs once (``beginnings.py``), and tokens after the last one that predicts
+something are left out. ``balance.py`` decides who computes what. Some
 models can't compute such a row (``engine/self_test.py``). They compute the micro-batch's sequences as the rows of one
 padded batch, and ``pack`` keeps that batch within the limit. Numpy only. Shape letters: T = tokens of a row, E = tokens
 of its sequences placed end to end, S = its sequences, N = its predicted tokens (those under the loss mask).
@@ -9,15 +10,16 @@ of its sequences placed end to end, S = its sequences, N = its predicted tokens 
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
-import xxhash
 
 from async_rl.errors import WireError
+from async_rl.learner.balance import Sizes, Work, dealt, packed_bins, padded_bins
+from async_rl.learner.beginnings import Computed, beginnings, computed, num_shared, sorted_by_key
 from async_rl.net.wire import SAME_VERSION
 from async_rl.routes import RouteArray
 from async_rl.sampling_mask import NOTHING_LEFT_OUT, SamplingMask, join
@@ -25,8 +27,9 @@ from async_rl.sampling_mask import NOTHING_LEFT_OUT, SamplingMask, join
 Packing = Literal["packed", "padded"]
 """How a model computes a micro-batch: as one row without padding, or with each sequence as a row that is padded."""
 
-# Sequences that share a prompt are split into parts, each at most an even load divided by this number.
-_PARTS_PER_BIN = 4
+_ROW_TOKENS_ONLY = Work()
+# The arrays of so many sequences are computed together: more would leave the processor's cache.
+_SEQUENCES_AT_ONCE = 32
 _DUMMY_ID = -1
 _BUG = "this is a bug in async-rl, please report it"
 _OPTIONAL = ("reference_logprobs", "proximal_logprobs", "verdicts")
@@ -81,10 +84,7 @@ class TrainSequence:
         tokens.
         Every turn of an environment is an answer with its own prefill.
         """
-        is_sampled = self.versions >= 0
-        begins = is_sampled & ~np.concatenate([[False], is_sampled[:-1]])
-        first_of_run = np.flatnonzero(begins)[np.maximum(np.cumsum(begins) - 1, 0)] if begins.any() else 0
-        return is_sampled & (self.versions > self.versions[first_of_run])
+        return _after_update([self.versions])[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,17 +92,17 @@ class MicroBatch:
     """Sequences packed into one row for one rank.
 
     Attributes:
-        token_ids: int64 [T]; position_ids: int64 [T], from 0 in each sequence.
-        token_index: int64 [E], the index into T of each sequence token; indices of a shared prompt occur repeatedly.
+        token_ids: int32 [T]; position_ids: int32 [T], from 0 in each sequence.
+        token_index: int32 [E], the index into T of each sequence token; indices of a shared beginning occur repeatedly.
         cu_seqlens: int32 [S + 1], the place in E where each sequence starts.
-        predict_index: int64 [N], the place in T of the hidden state that predicts each trained token.
-        targets: int64 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N];
+        predict_index: int32 [N], the place in T of the hidden state that predicts each trained token.
+        targets: int32 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N];
             after_update: bool [N], as ``TrainSequence.after_update``.
         reference_logprobs, proximal_logprobs: float32 [N]; [0] if the loss needs none. verdicts: uint8 [N], or [0].
         routes: uint16 [T * L * K], the experts of the row's tokens; [0] if the model's routers choose. Sequences share
             a prompt only if its routes are the same.
         mask_sizes: int32 [N], mask_words: int32 [W], as in ``SamplingMask``; both [0] if nothing was left out.
-        sequence_index: int64 [N], the index in S of each trained token's sequence.
+        sequence_index: int32 [N], the index in S of each trained token's sequence.
         sequence_ids: int64 [S]; -1 is the dummy sequence of a rank that has nothing to do.
     """
 
@@ -128,27 +128,32 @@ class MicroBatch:
 
 
 def pack(
-    sequences: Sequence[TrainSequence], *, max_tokens: int, num_ranks: int, packing: Packing = "packed"
+    sequences: Sequence[TrainSequence],
+    *,
+    max_tokens: int,
+    num_ranks: int,
+    packing: Packing = "packed",
+    work: Work = _ROW_TOKENS_ONLY,
 ) -> list[list[MicroBatch]]:
     """Divide ``sequences`` into micro-batches, equally many for every rank. Return the micro-batches of each rank.
 
-    There are as few micro-batches per rank as fit. Those of similar size get the same index on all ranks, since ranks
-    wait for each other at every layer. Within a micro-batch sequences are sorted from long to short, so that padded
-    attention (``engine/attention.py``) finds similar lengths side by side. The result is deterministic: ties keep the
-    order. ``_packed_bins`` and ``_padded_bins`` decide which sequences share a micro-batch.
+    There are about as few micro-batches per rank as fit. Those of similar work get the same index on all ranks, since
+    ranks wait for each other at every layer (``balance.py``). Within a micro-batch sequences are sorted from long to
+    short. The result is deterministic: ties keep the order.
 
     A rank without any sequence in a round gets a dummy: one token, no predictions, id -1.
 
     Args:
-        sequences: what to train on.
+        sequences: those of one optimizer step. Their order is kept only among equals.
         max_tokens: largest size of a micro-batch: tokens of its row or, if ``padded``, number of its sequences times
             the tokens of the longest.
         num_ranks: number of ranks.
-        packing: how the model computes a micro-batch.
+        packing: whether the model computes a micro-batch as one row or as padded rows.
+        work: what the model computes besides its layers' products with row tokens.
 
     Raises:
         ValueError: a sequence is longer than ``max_tokens``, is empty, or trains on its first token (which nothing
-            predicts); or its arrays differ in length.
+            predicts); its arrays differ in length; or only some sequences have optional values or routes.
     """
     for sequence in sequences:
         _check(sequence, max_tokens)
@@ -162,20 +167,19 @@ def pack(
     if num_routed not in (0, len(sequences)):
         raise ValueError(f"expected routes of all {len(sequences)} sequences or of none, got {num_routed}; {_BUG}")
     spans = [_span(sequence) for sequence in sequences]
-    if packing == "packed":
-        bins = _packed_bins(spans, max_tokens, num_ranks)
-        bins.sort(key=lambda members: -_row_tokens(spans, members))
-    else:
-        bins = _padded_bins(spans, max_tokens, num_ranks)
-        bins.sort(key=lambda members: -_padded_tokens(spans, members))
-    ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
-    for round_index in range(len(bins) // num_ranks):
-        chosen = bins[round_index * num_ranks : (round_index + 1) * num_ranks]
-        # The order of ranks alternates, so that no rank gets the larger micro-batch of every round.
-        for rank, members in zip(ranks, chosen if round_index % 2 == 0 else reversed(chosen), strict=True):
-            longest_first = sorted(members, key=lambda i: (-spans[i].length, i))
-            rank.append(_micro_batch([sequences[i] for i in longest_first]) if members else dummy_micro_batch())
-    return ranks
+    order = sorted_by_key([span.computed for span in spans])
+    neighbours = pairwise(order)
+    sizes = Sizes(
+        lengths=[span.length for span in spans],
+        beside=[work.beside(span.length, span.num_trained) for span in spans],
+        order=order,
+        shared=[0] * bool(order) + [num_shared(spans[one].computed, spans[two].computed) for one, two in neighbours],
+    )
+    divide = packed_bins if packing == "packed" else padded_bins
+    ranks = dealt(divide(sizes, max_tokens=max_tokens, num_ranks=num_ranks), num_ranks)
+    return [
+        [batch for chunk in _chunks(members) for batch in _micro_batches(sequences, spans, chunk)] for members in ranks
+    ]
 
 
 class PaddedCost(NamedTuple):
@@ -236,7 +240,7 @@ def dummy_micro_batch() -> MicroBatch:
         advantages=np.zeros(1, dtype=np.float32),
         temperature=1.0,
     )
-    return _micro_batch([nothing])
+    return _micro_batches([nothing], [_span(nothing)], [[0]])[0]
 
 
 def to_arrays(batch: MicroBatch) -> list[np.ndarray]:
@@ -273,17 +277,6 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
             raise ValueError(
                 f"{where}: expected {name} [{length}] or [0], got [{len(getattr(sequence, name))}]; {_BUG}"
             )
-    if sequence.sampling_mask is not None and len(sequence.sampling_mask) != (
-        num_trained := np.count_nonzero(sequence.loss_mask)
-    ):
-        raise ValueError(
-            f"{where}: expected sampling masks for {num_trained} trained tokens, got {len(sequence.sampling_mask)}; "
-            f"{_BUG}"
-        )
-    if sequence.routes is not None and len(sequence.routes) < _span(sequence).length:
-        raise ValueError(
-            f"{where}: expected routes of {_span(sequence).length} tokens, got {len(sequence.routes)}; {_BUG}"
-        )
     if length == 0:
         raise ValueError(f"{where}: expected at least one token, got none; {_BUG}")
     if length > max_tokens:
@@ -296,177 +289,215 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
 
 
 class _Span(NamedTuple):
-    """Which tokens of a sequence are computed: the first ``length``. Sequences with the same ``key`` share the first
-    ``prompt`` tokens, which they compute with the same experts.
+    """Which tokens of a sequence are computed and trained.
+
+    Attributes:
+        begin, end: the range from its first trained token to the one after its last; empty if there is none.
+        num_trained: number of trained tokens in this range.
+        computed: the tokens that are computed: the one before it predicts the last trained token, and nothing needs the
+            tokens after.
     """
 
-    prompt: int
-    length: int
-    key: bytes
+    begin: int
+    end: int
+    num_trained: int
+    computed: Computed
+
+    @property
+    def length(self) -> int:
+        return len(self.computed.token_ids)
 
 
 def _span(sequence: TrainSequence) -> _Span:
-    trained = np.flatnonzero(sequence.loss_mask)
-    # The token before it predicts the last trained token, and nothing needs the tokens after.
-    prompt, length = (int(trained[0]), int(trained[-1])) if len(trained) else (0, 1)
-    key = sequence.token_ids[:prompt].tobytes()
-    if sequence.routes is not None:
-        key += xxhash.xxh3_128_digest(sequence.routes[:prompt].tobytes())
-    return _Span(prompt, length, key)
+    """Return the span of a checked sequence.
 
-
-def _row_tokens(spans: Sequence[_Span], members: Iterable[int]) -> int:
-    """Return the number of row tokens (T) of a micro-batch that holds the sequences with indices ``members``."""
-    chosen = list(members)
-    prompts = {spans[i].key: spans[i].prompt for i in chosen}
-    return sum(prompts.values()) + sum(spans[i].length - spans[i].prompt for i in chosen)
-
-
-def _packed_bins(spans: Sequence[_Span], max_tokens: int, num_ranks: int) -> list[list[int]]:
-    """Return, for every packed micro-batch, the indices of its sequences. Their number is a multiple of ``num_ranks``.
-
-    Sequences with the same prompt stay together, in parts of at most a quarter of an even load, so that sharing a
-    prompt costs little balance. The largest part comes first, and each part goes to the emptiest micro-batch (LPT). Any
-    two micro-batches then differ by at most the largest part.
+    Raises:
+        ValueError: it has another number of sampling masks than trained tokens, or too few routes.
     """
-    num_rounds = max(1, -(-_row_tokens(spans, range(len(spans))) // (max_tokens * num_ranks)))
-    while (bins := _balanced_bins(spans, num_rounds * num_ranks, max_tokens)) is None:
-        num_rounds += 1
-    return bins
+    mask, where = sequence.loss_mask, f"sequence {sequence.sequence_id}"
+    num_trained = int(np.count_nonzero(mask))
+    begin = int(mask.argmax()) if num_trained else 1
+    end = len(mask) - int(mask[::-1].argmax()) if num_trained else 1
+    if sequence.sampling_mask is not None and len(sequence.sampling_mask) != num_trained:
+        raise ValueError(
+            f"{where}: expected sampling masks for {num_trained} trained tokens, got {len(sequence.sampling_mask)}; "
+            f"{_BUG}"
+        )
+    length = max(1, end - 1)
+    if sequence.routes is not None and len(sequence.routes) < length:
+        raise ValueError(f"{where}: expected routes of {length} tokens, got {len(sequence.routes)}; {_BUG}")
+    return _Span(begin, end, num_trained, computed(sequence.token_ids[:length], sequence.routes, prompt=begin))
 
 
-def _padded_bins(spans: Sequence[_Span], max_tokens: int, num_ranks: int) -> list[list[int]]:
-    """Return, for every padded micro-batch, the indices of its sequences. Their number is a multiple of ``num_ranks``.
+def _chunks(members: Sequence[list[int]]) -> Iterator[list[list[int]]]:
+    """Cut the micro-batches of a rank into chunks of so many sequences that numpy's calls cost little for each."""
+    chunk: list[list[int]] = []
+    num_sequences = 0
+    for each in members:
+        chunk.append(each)
+        num_sequences += len(each)
+        if num_sequences >= _SEQUENCES_AT_ONCE:
+            yield chunk
+            chunk, num_sequences = [], 0
+    if chunk:
+        yield chunk
 
-    The sequences are sorted from long to short and cut, so that a micro-batch has similar lengths and little padding.
-    The largest micro-batch is as small as that number of cuts allows. Micro-batches at the end may be empty.
+
+class _Rows(NamedTuple):
+    """The rows of several micro-batches, one after another. Arrays are as in ``MicroBatch``.
+
+    Attributes:
+        places: int64 [S + 1], where the tokens of each sequence begin in ``token_index``, and the end.
+        row_places: int64 [S + 1], where each sequence's own tokens begin in ``token_ids``, and the end.
     """
-    order = sorted(range(len(spans)), key=lambda i: (-spans[i].length, i))
-    num_bins = num_ranks * max(1, -(-len(_cut(order, spans, max_tokens)) // num_ranks))
-    low, high = spans[order[0]].length if order else 0, max_tokens
-    while low < high:  # more room never needs more micro-batches
-        middle = (low + high) // 2
-        if len(_cut(order, spans, middle)) <= num_bins:
-            high = middle
-        else:
-            low = middle + 1
-    bins = _cut(order, spans, high)
-    return bins + [[] for _ in range(num_bins - len(bins))]
+
+    token_ids: np.ndarray
+    position_ids: np.ndarray
+    token_index: np.ndarray
+    routes: np.ndarray
+    places: np.ndarray
+    row_places: np.ndarray
 
 
-def _cut(order: Sequence[int], spans: Sequence[_Span], capacity: int) -> list[list[int]]:
-    """Cut ``order``, sequences from long to short, into as few padded batches of ``capacity`` tokens as possible."""
-    bins: list[list[int]] = []
-    for index in order:
-        if not bins or (len(bins[-1]) + 1) * spans[bins[-1][0]].length > capacity:
-            bins.append([])
-        bins[-1].append(index)
-    return bins
+def _micro_batches(
+    sequences: Sequence[TrainSequence], spans: Sequence[_Span], members: Sequence[Sequence[int]]
+) -> list[MicroBatch]:
+    """Return the micro-batches of the sequences with indices ``members``; a dummy where there are none.
 
-
-def _padded_tokens(spans: Sequence[_Span], members: Sequence[int]) -> int:
-    """Return the number of tokens, padding included, of the padded batch of the sequences ``members``."""
-    return len(members) * max((spans[i].length for i in members), default=0)
-
-
-def _balanced_bins(spans: Sequence[_Span], num_bins: int, capacity: int) -> list[list[int]] | None:
-    """Return, for every micro-batch, the indices of its sequences. None if a part does not fit into the emptiest
-    one.
+    Arrays are computed for all of them together, and each micro-batch gets its parts.
     """
-    even_load = _row_tokens(spans, range(len(spans))) / num_bins
-    parts = _parts(spans, limit=even_load / _PARTS_PER_BIN)
-    parts.sort(key=lambda part: -part.num_tokens)
-    bins: list[list[int]] = [[] for _ in range(num_bins)]
-    heap = [(0, index) for index in range(num_bins)]
-    for part in parts:
-        load, index = heap[0]
-        if load + part.num_tokens > capacity:
-            return None
-        bins[index] += part.members
-        heapq.heapreplace(heap, (load + part.num_tokens, index))
-    return bins
+    in_order = [sorted(each, key=lambda i: (-spans[i].length, i)) for each in members]
+    bounds = _bounds([len(each) for each in in_order])
+    chosen = [sequences[i] for each in in_order for i in each]
+    if not chosen:
+        return [dummy_micro_batch() for _ in members]
+    of_chosen = [spans[i] for each in in_order for i in each]
+    rows = _rows([span.computed for span in of_chosen], bounds)
+    columns, trained_places = _trained(chosen, of_chosen, rows, bounds)
+    firsts = bounds.tolist()
+    at, row_at = rows.places[bounds].tolist(), rows.row_places[bounds].tolist()
+    trained_at = trained_places[bounds].tolist()
+    routes_per_token = len(rows.routes) // len(rows.token_ids)
+    ids = np.array([sequence.sequence_id for sequence in chosen], dtype=np.int64)
+    found: list[MicroBatch] = []
+    for number, (first, last) in enumerate(pairwise(firsts)):
+        if first == last:
+            found.append(dummy_micro_batch())
+            continue
+        row = slice(row_at[number], row_at[number + 1])
+        trained = slice(trained_at[number], trained_at[number + 1])
+        counts = trained_places[first : last + 1]
+        mask = _sampling_mask([s.sampling_mask for s in chosen[first:last]], counts[1:] - counts[:-1])
+        found.append(
+            MicroBatch(
+                token_ids=rows.token_ids[row],
+                position_ids=rows.position_ids[row],
+                token_index=rows.token_index[at[number] : at[number + 1]],
+                cu_seqlens=(rows.places[first : last + 1] - at[number]).astype(np.int32),
+                routes=rows.routes[row.start * routes_per_token : row.stop * routes_per_token],
+                mask_sizes=mask.sizes,
+                mask_words=mask.words,
+                sequence_ids=ids[first:last],
+                **{name: column[trained] for name, column in columns.items()},
+            )
+        )
+    return found
 
 
-@dataclass(slots=True)
-class _Part:
-    """Indices of sequences with the same prompt that stay together, and the number of row tokens that they take."""
-
-    members: list[int]
-    num_tokens: int
-
-
-def _parts(spans: Sequence[_Span], limit: float) -> list[_Part]:
-    """Divide the sequences into parts with the same prompt, in order. A part has at most ``limit`` tokens or one
-    sequence.
-    """
-    parts: list[_Part] = []
-    open_parts: dict[bytes, _Part] = {}
-    for index, span in enumerate(spans):
-        part = open_parts.get(span.key)
-        own = span.length - span.prompt
-        if part is not None and part.num_tokens + own <= limit:
-            part.members.append(index)
-            part.num_tokens += own
-        else:
-            open_parts[span.key] = _Part([index], span.length)
-            parts.append(open_parts[span.key])
-    return parts
-
-
-def _micro_batch(sequences: Sequence[TrainSequence]) -> MicroBatch:
-    prompt_starts: dict[bytes, int] = {}
-    tokens, positions, places, predict, trained_at = [], [], [], [], []
-    routes = [np.zeros(0, np.uint16)]
-    size = 0
-    for sequence in sequences:
-        span = _span(sequence)
-        start = prompt_starts.setdefault(span.key, size)
-        shared = span.prompt if start < size else 0
-        place = np.arange(size - shared, size - shared + span.length)
-        place[:shared] = np.arange(start, start + shared)
-        tokens.append(sequence.token_ids[shared : span.length])
-        positions.append(np.arange(shared, span.length))
-        places.append(place)
-        if sequence.routes is not None:
-            routes.append(sequence.routes[shared : span.length].reshape(-1))
-        trained_at.append(np.flatnonzero(sequence.loss_mask))
-        predict.append(place[trained_at[-1] - 1])
-        size += span.length - shared
-
-    def trained(parts: Iterable[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-        return np.concatenate([part[at] for part, at in zip(parts, trained_at, strict=True)]).astype(dtype)
-
-    def optional(parts: Sequence[np.ndarray], dtype: type[np.generic] = np.float32) -> np.ndarray:
-        # ``_check`` has ensured that all sequences have these values, or none has.
-        return trained(parts, dtype) if len(parts[0]) else np.zeros(0, dtype)
-
-    num_trained = [len(at) for at in trained_at]
-    mask = _sampling_mask([s.sampling_mask for s in sequences], num_trained)
-    temperatures = np.array([s.temperature for s in sequences], dtype=np.float32)
-    return MicroBatch(
-        token_ids=np.concatenate(tokens).astype(np.int64),
-        position_ids=np.concatenate(positions).astype(np.int64),
-        token_index=np.concatenate(places).astype(np.int64),
-        cu_seqlens=np.concatenate([[0], np.cumsum([len(place) for place in places])]).astype(np.int32),
-        predict_index=np.concatenate(predict).astype(np.int64),
-        targets=trained((s.token_ids for s in sequences), np.int64),
-        behavior_logprobs=trained((s.behavior_logprobs for s in sequences), np.float32),
-        advantages=trained((s.advantages for s in sequences), np.float32),
-        reference_logprobs=optional([s.reference_logprobs for s in sequences]),
-        proximal_logprobs=optional([s.proximal_logprobs for s in sequences]),
-        verdicts=optional([s.verdicts for s in sequences], np.uint8),
-        routes=np.concatenate(routes),
-        mask_sizes=mask.sizes,
-        mask_words=mask.words,
-        temperatures=np.repeat(temperatures, num_trained),
-        versions=trained((s.versions for s in sequences), np.int32),
-        after_update=trained((s.after_update for s in sequences), np.bool_),
-        sequence_index=np.repeat(np.arange(len(sequences), dtype=np.int64), num_trained),
-        sequence_ids=np.array([s.sequence_id for s in sequences], dtype=np.int64),
+def _rows(sequences: Sequence[Computed], bounds: np.ndarray) -> _Rows:
+    """Return the rows of micro-batches. ``bounds`` says which sequences each has, as ``cu_seqlens`` does for tokens."""
+    shared_with = [b for first, last in pairwise(bounds.tolist()) for b in beginnings(sequences[first:last])]
+    lengths = np.array([len(sequence.token_ids) for sequence in sequences])
+    shared = np.array([beginning.num_tokens for beginning in shared_with])
+    own = lengths - shared
+    places, row_places = _bounds(lengths), _bounds(own)
+    num_before = np.repeat(row_places[bounds[:-1]], np.diff(bounds))  # tokens of earlier rows, for each sequence
+    token_index = _counting(places[:-1] - (row_places[:-1] - num_before - shared), lengths)
+    starts = places.tolist()
+    firsts = np.repeat(bounds[:-1], np.diff(bounds)).tolist()
+    for start, first, (of, num_tokens) in zip(starts, firsts, shared_with, strict=False):
+        if num_tokens:
+            other = starts[first + of]
+            token_index[start : start + num_tokens] = token_index[other : other + num_tokens]
+    parts = list(zip(sequences, shared.tolist(), strict=True))
+    routes = [sequence.routes[first:].reshape(-1) for sequence, first in parts if sequence.routes is not None]
+    return _Rows(
+        token_ids=np.concatenate([sequence.token_ids[first:] for sequence, first in parts]).astype(
+            np.int32, copy=False
+        ),
+        position_ids=_counting(row_places[:-1] - shared, own),
+        token_index=token_index,
+        routes=np.concatenate([np.zeros(0, np.uint16), *routes]),
+        places=places,
+        row_places=row_places,
     )
 
 
-def _sampling_mask(of_sequences: Sequence[SamplingMask | None], num_trained: Sequence[int]) -> SamplingMask:
+def _trained(
+    sequences: Sequence[TrainSequence], spans: Sequence[_Span], rows: _Rows, bounds: np.ndarray
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return the fields of ``MicroBatch`` that have a value for each trained token, and where those of each sequence
+    begin, int64 [S + 1].
+    """
+    num_trained = np.array([span.num_trained for span in spans])
+    ranges = [slice(span.begin, span.end) for span in spans]
+    is_trained: np.ndarray | None = None  # of the tokens in ``ranges``; None: all are
+    if sum(span.end - span.begin for span in spans) != num_trained.sum():
+        is_trained = np.concatenate([s.loss_mask[place] for s, place in zip(sequences, ranges, strict=True)])
+
+    def trained(parts: Iterable[np.ndarray], dtype: type[np.generic] = np.float32) -> np.ndarray:
+        values = np.concatenate([part[place] for part, place in zip(parts, ranges, strict=True)])
+        return (values if is_trained is None else values[is_trained]).astype(dtype, copy=False)
+
+    def optional(parts: Sequence[np.ndarray], dtype: type[np.generic] = np.float32) -> np.ndarray:
+        # ``pack`` has ensured that all sequences have these values, or none has.
+        return trained(parts, dtype) if len(parts[0]) else np.zeros(0, dtype)
+
+    starts = zip(rows.places.tolist(), spans, strict=False)
+    predicting = np.concatenate([rows.token_index[at + s.begin - 1 : at + s.end - 1] for at, s in starts])
+    temperatures = np.array([s.temperature for s in sequences], dtype=np.float32)
+    index_in_batch = np.arange(len(spans)) - np.repeat(bounds[:-1], np.diff(bounds))
+    columns = {
+        "predict_index": predicting if is_trained is None else predicting[is_trained],
+        "targets": trained((s.token_ids for s in sequences), np.int32),
+        "behavior_logprobs": trained(s.behavior_logprobs for s in sequences),
+        "advantages": trained(s.advantages for s in sequences),
+        "reference_logprobs": optional([s.reference_logprobs for s in sequences]),
+        "proximal_logprobs": optional([s.proximal_logprobs for s in sequences]),
+        "verdicts": optional([s.verdicts for s in sequences], np.uint8),
+        "temperatures": np.repeat(temperatures, num_trained),
+        "versions": trained((s.versions for s in sequences), np.int32),
+        "after_update": trained(_after_update([s.versions for s in sequences]), np.bool_),
+        "sequence_index": np.repeat(index_in_batch.astype(np.int32), num_trained),
+    }
+    return columns, _bounds(num_trained)
+
+
+def _bounds(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return int64 [n + 1]: where each of n things of these sizes begins if they follow each other, and the end."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+
+
+def _counting(offsets: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return int32 [sum of sizes]: 0, 1, 2 and so on, less an offset for each run of these sizes."""
+    return np.arange(sizes.sum(), dtype=np.int32) - np.repeat(offsets.astype(np.int32), sizes)
+
+
+def _after_update(versions: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return ``TrainSequence.after_update`` of sequences with these ``versions``."""
+    together = np.concatenate(versions)
+    bounds = _bounds([len(each) for each in versions])
+    is_sampled = together >= 0
+    begins = np.zeros(len(together), dtype=np.bool_)
+    begins[1:] = is_sampled[1:] != is_sampled[:-1]
+    begins[bounds[:-1]] = True  # also where a sequence begins
+    runs = np.flatnonzero(begins)
+    first_versions = np.repeat(together[runs], np.diff(runs, append=len(together)))
+    after = is_sampled & (together > first_versions)
+    return [after[start:end] for start, end in pairwise(bounds.tolist())]
+
+
+def _sampling_mask(of_sequences: Sequence[SamplingMask | None], num_trained: np.ndarray) -> SamplingMask:
     if all(mask is None for mask in of_sequences):
         return NOTHING_LEFT_OUT
     whole = (SamplingMask(np.zeros(n, np.int32), NOTHING_LEFT_OUT.words) for n in num_trained)

@@ -189,9 +189,35 @@ def test_prompt_of_a_group_lies_in_the_row_once():
     assert batch.targets.tolist() == [7, 8, 9, 4, 3]
 
 
-def test_prompts_that_only_begin_alike_are_not_shared():
+def test_turns_that_begin_with_each_other_share_what_they_have_in_common():
+    # The second turn saw 5, 6, then the answer 7 without its thoughts, 8, and an observation 9. The first turn's 5, 6
+    # and 7 lie there already, so only its 1 is added: 1 is trained, and predicted from the shared 7.
+    first, second = sharing(0, [5, 6], [7, 1, 2]), sharing(1, [5, 6, 7, 8, 9], [3, 4])
+    [[batch]] = pack([first, second], max_tokens=12, num_ranks=1)
+    assert batch.sequence_ids.tolist() == [1, 0]
+    assert batch.token_ids.tolist() == [5, 6, 7, 8, 9, 3, 1]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 3]
+    assert batch.token_index.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 6]
+    assert batch.targets.tolist() == [3, 4, 7, 1, 2]
+    assert batch.predict_index.tolist() == [4, 5, 1, 2, 6]
+
+
+def test_tokens_that_one_sequence_trains_and_another_does_not_are_shared():
     [[batch]] = pack([sharing(0, [5, 6], [7, 8]), sharing(1, [5], [6, 7])], max_tokens=8, num_ranks=1)
-    assert num_tokens(batch) == 3 + 2
+    assert batch.token_ids.tolist() == [5, 6, 7]
+    assert batch.token_index.tolist() == [0, 1, 2, 0, 1]
+    assert batch.targets.tolist() == [7, 8, 6, 7]
+    assert batch.predict_index.tolist() == [1, 2, 0, 1]
+
+
+def test_trained_tokens_between_untrained_ones_keep_their_places():
+    # Trained at 2 and 5 of 7 tokens: predicted from 1 and 4, and the last two tokens are not computed.
+    mask = np.array([False, False, True, False, False, True, False])
+    [[batch]] = pack([replace(sequence(3, 7), loss_mask=mask)], max_tokens=7, num_ranks=1)
+    assert batch.token_ids.tolist() == [300, 301, 302, 303, 304]
+    assert batch.predict_index.tolist() == [1, 4]
+    assert batch.targets.tolist() == [302, 305]
+    assert batch.behavior_logprobs.tolist() == [-2 / 8, -5 / 8]
 
 
 def test_group_is_cut_where_ranks_would_be_uneven():
@@ -406,8 +432,8 @@ def test_micro_batch_with_an_array_missing_is_refused():
 
 def test_micro_batch_with_a_wrong_dtype_is_refused():
     arrays = to_arrays(dummy_micro_batch())
-    arrays[0] = arrays[0].astype(np.int32)
-    with pytest.raises(WireError, match=r"token_ids as int64 \[n\], got int32"):
+    arrays[0] = arrays[0].astype(np.int64)
+    with pytest.raises(WireError, match=r"token_ids as int32 \[n\], got int64"):
         from_arrays(arrays)
 
 

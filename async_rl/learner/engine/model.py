@@ -39,6 +39,7 @@ _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_
 """Config keys with which models cap the logits z after the head at c, as c * tanh(z / c)."""
 _LOGIT_FACTORS: dict[str, int] = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Config keys with which models multiply (1) or divide (-1) the logits after the head, before the cap."""
+_INT64_ON_DEVICE = ("token_ids", "position_ids", "predict_index", "targets", "sequence_index")
 _LAYERS_NAMES = ("layers", "h", "decoder.layers", "blocks", "block", "transformer.blocks", "encoder.layer")
 """Where the bodies of causal LMs have their decoder layers."""
 
@@ -71,12 +72,13 @@ class DeviceBatch:
 
 
 def to_device(batch: MicroBatch, device: torch.device, packing: Packing = "packed") -> DeviceBatch:
-    """Return ``batch`` as tensors on ``device``, for a model that uses ``packing``. On the CPU they share the memory of
-    ``batch``.
+    """Return ``batch`` as tensors on ``device``, for a model that uses ``packing``. Ids, positions and indices become
+    int64.
     """
 
     def moved(name: str) -> Tensor:
-        return torch.from_numpy(getattr(batch, name)).to(device, non_blocking=True)
+        tensor = torch.from_numpy(getattr(batch, name)).to(device, non_blocking=True)
+        return tensor.long() if name in _INT64_ON_DEVICE else tensor
 
     same_names = {f.name for f in fields(DeviceBatch)} & {f.name for f in fields(MicroBatch)} - {"routes"}
     # torch has few operations on uint16.

@@ -218,7 +218,7 @@ def run_micro_batch(model: PreTrainedModel, batch: MicroBatch) -> int:
     logprobs, _ = token_logprobs(
         hidden[torch.from_numpy(batch.predict_index)],
         model.lm_head,
-        torch.from_numpy(batch.targets),
+        torch.from_numpy(batch.targets).long(),
         torch.from_numpy(batch.temperatures),
         chunk_bytes=16 * 4 * VOCAB,
     )
@@ -273,6 +273,26 @@ def test_step_gradient_does_not_depend_on_sharing_prompts(max_tokens: int, num_r
     assert max_tokens < 100 or sum(len(batch.token_ids) for batch in batches) == 54
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient / num_tokens, want[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("max_tokens", [20, 100])
+def test_step_gradient_does_not_depend_on_sharing_turns(max_tokens: int):
+    # Each turn begins with the earlier one, whose last tokens are trained, and a part of its answer.
+    model = tiny()
+    use_packed_attention(model)
+    turns = trained([8, 13, 20, 18])
+    for turn, earlier, num_shared in zip(turns[1:], turns, (7, 11, 16), strict=False):
+        turn.token_ids[:num_shared] = earlier.token_ids[:num_shared]
+    assert all(turn.loss_mask[:7].any() for turn in turns[1:])
+    num_tokens = sum(run_micro_batch(model, pack([s], max_tokens=20, num_ranks=1)[0][0]) for s in turns)
+    want = {name: g / num_tokens for name, g in gradients(model).items()}
+
+    batches = pack(turns, max_tokens=max_tokens, num_ranks=1)[0]
+    assert sum(run_micro_batch(model, batch) for batch in batches) == num_tokens
+    # 55 computed tokens, of which 7, 11 and 16 lie in the row already.
+    assert max_tokens < 100 or [len(batch.token_ids) for batch in batches] == [55 - 7 - 11 - 16]
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient / num_tokens, want[name], rtol=1e-5, atol=1e-7)
 
 
 def test_row_with_a_token_that_no_sequence_holds_is_refused():
