@@ -38,6 +38,7 @@ from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_replay
 from async_rl.learner.engine.sharding import begin_micro_batch, check_offload, end_forward, shard
+from async_rl.learner.engine.work import work_of
 from async_rl.learner.losses.objective import (
     Objective,
     StepOutcome,
@@ -116,6 +117,7 @@ class FsdpEngine:
             self._model, weights = load_policy(config.model, "padded", is_sharded=self._is_sharded)
             self._test_model(weights, is_supervised=objective is not None)
             self._names = self._model.tensor_names()
+            self._work = work_of(self._model.causal_lm)
             self._adapters: Adapters | None = None
             if config.lora.is_set:
                 self._adapters = Adapters(self._model, config, dtype=self._dtype, is_leader=ranks.is_leader)
@@ -380,13 +382,19 @@ class FsdpEngine:
                     f"sequence {sequence.sequence_id}: expected token ids below the model's vocabulary size "
                     f"{vocab_size} in its sampling mask, got {unknown}; check that its generator runs the same model"
                 )
-        max_tokens, num_ranks = self._config.learner.max_tokens, self._ranks.world_size
-        return pack(sequences, max_tokens=max_tokens, num_ranks=num_ranks, packing=self._model.packing)
+        return pack(
+            sequences,
+            max_tokens=self._config.learner.max_tokens,
+            num_ranks=self._ranks.world_size,
+            packing=self._model.packing,
+            work=self._work,
+        )
 
     def _scatter(self, command: str, fields: Mapping[str, Any], parts: Sequence[Sequence[MicroBatch]]) -> None:
         """Send every other rank the command and the micro-batches of that rank."""
         if self._ranks.world_size > 1:
-            self._ranks.scatter([encode(command, fields, [a for mb in part for a in to_arrays(mb)]) for part in parts])
+            of_others = [encode(command, fields, [a for mb in part for a in to_arrays(mb)]) for part in parts[1:]]
+            self._ranks.scatter([b"", *of_others])
 
     @torch.no_grad()
     def _score(self, micro_batches: Sequence[MicroBatch], of: ScoredBy) -> list[tuple[np.ndarray, ...]]:
