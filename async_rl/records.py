@@ -194,7 +194,7 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def num_sampled(self) -> int:
-        return int(sum(int(s.loss_mask.sum()) for s in self.sequences))
+        return sum(int(np.count_nonzero(s.loss_mask)) for s in self.sequences)
 
     @property
     def oldest_version(self) -> int:

@@ -129,7 +129,7 @@ class LearnerConfig(Section):
         default=16384,
         ge=1,
         description="Maximum number of tokens in one micro-batch of one rank, with the padding of padded rows; it "
-        "determines the memory that training uses.",
+        "determines the memory that training uses. Answers with a longer sequence are left out of the loss.",
     )
     packing: Literal["auto", "packed", "padded"] = Field(
         default="auto",

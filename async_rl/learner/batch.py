@@ -182,7 +182,7 @@ def _fault(rollout: Rollout, temperature: float, vocab_size: int | None, routing
             return f"expected token ids from 0 on and below {vocab_size}, got {int(ids.min())} to {largest}"
         if kept is not None and not contains(kept, ids[mask]).all():
             return "a sampled token is not among those that top-p and top-k kept"
-        last = int(np.flatnonzero(mask).max(initial=0))
+        last = len(mask) - 1 - int(mask[::-1].argmax()) if mask.any() else 0
         if misfit := why_misfit(sequence.routes, routing, last):
             return misfit
     return ""
