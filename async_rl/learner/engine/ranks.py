@@ -111,7 +111,7 @@ def init_ranks(config: Config) -> Ranks:
             f"rank {place.rank} of {place.world_size} could not join the other ranks: {error}; check that all ranks "
             f"were started with the same MASTER_ADDR and MASTER_PORT"
         ) from error
-    return Ranks(place, device, dist.PrefixStore("async_rl_failure", store))
+    return Ranks(place, device, dist.PrefixStore("async_rl_failure", store), timeout=timeout)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -180,10 +180,13 @@ def device_index(devices: Sequence[int] | None, place: Place, num_visible: int) 
 class Ranks:
     """This process's connection to the other ranks of the learner.
 
-    ``store`` is the rendezvous store. It is None if there is no process group.
+    ``store`` is the rendezvous store. It is None if there is no process group. ``timeout`` is for the collectives of
+    checkpoints.
     """
 
-    def __init__(self, place: Place, device: torch.device, store: dist.Store | None) -> None:
+    def __init__(
+        self, place: Place, device: torch.device, store: dist.Store | None, *, timeout: timedelta | None = None
+    ) -> None:
         self.rank, self.world_size, self.device = place.rank, place.world_size, device
         self._store = store
         self._broken = False
@@ -194,7 +197,7 @@ class Ranks:
         # Checkpoints are written by a thread, whose collectives must not mix with those of the steps.
         self.save_group: dist.ProcessGroup | None = None
         if store is not None:
-            self.save_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+            self.save_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
 
     @property
     def is_leader(self) -> bool:
