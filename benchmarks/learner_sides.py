@@ -36,6 +36,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import PolicyModel, build_optimizer, load_model, to_device
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.packing import TrainSequence, pack
+from async_rl.process.child import reuse_freed_memory
 from benchmarks.learner_data import Task, num_trained, sequences_of
 
 LOGITS_BYTES = 4 << 30
@@ -46,6 +47,7 @@ Step = Callable[[], float | None]
 
 
 def product(task: Task) -> Step:
+    reuse_freed_memory()  # as the command does
     config = task.config()
     engine = FsdpEngine(config, init_ranks(config))
     sequences = sequences_of(task)
