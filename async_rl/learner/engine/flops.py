@@ -1,9 +1,10 @@
 """Floating-point operations of an optimizer step, and what the device could do in the same time.
 
-``StepFlops`` reads a model's costs once; ``of`` then counts a micro-batch on the host. Only what the step must compute
-is counted: a shared prompt once, no padding, logits only where a token is predicted, and no activation twice, so that
-gradient checkpointing lowers the utilisation (MFU, arXiv:2204.02311, appendix B) instead of hiding its cost. A product
-of matrices [a, b] and [b, c] is 2abc operations. Norms, rotations, softmaxes and the optimizer are left out, as usual.
+``StepFlops`` reads a model's costs once. ``of`` then counts a micro-batch on the host, and ``work`` balances the ranks.
+Only what the step must compute is counted: a shared prompt once, no padding, logits only where a token is predicted,
+and no activation twice, so that gradient checkpointing lowers the utilisation (MFU, arXiv:2204.02311, appendix B)
+instead of hiding its cost. A product of matrices [a, b] and [b, c] is 2abc operations. Norms, rotations, softmaxes and
+the optimizer are left out, as usual.
 
 Called by ``fsdp_engine.py`` and by ``benchmarks/learner.py``.
 """
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from async_rl.learner.balance import Work
 from async_rl.learner.packing import MicroBatch
 
 if TYPE_CHECKING:
@@ -79,6 +81,18 @@ class StepFlops:
     per_prediction: float
     per_pair: tuple[tuple[int | None, float], ...]
 
+    @property
+    def work(self) -> Work:
+        """What attention and head compute, relative to a row token's products in the layers. Ranks are balanced by it.
+
+        Layers whose attention has a window count as work that grows with the tokens alone.
+        """
+        unit = max(self.per_token, 1.0)
+        return Work(
+            prediction=self.per_prediction / unit,
+            pair=sum(cost for window, cost in self.per_pair if window is None) / unit,
+        )
+
     @classmethod
     def of_model(cls, model: PreTrainedModel) -> StepFlops:
         """Read the costs of ``model``, whose parameters may be sharded and may have adapters.
@@ -127,7 +141,8 @@ def _attention_costs(settings: Any) -> list[tuple[int | None, float]]:
     num_heads = getattr(settings, "num_attention_heads", None)
     if not isinstance(num_heads, int):
         return []
-    head_dim = int(getattr(settings, "head_dim", None) or settings.hidden_size // num_heads)
+    # Not settings.head_dim, which raises where it varies between layers (Gemma 4).
+    head_dim = int(settings.to_dict().get("head_dim") or settings.hidden_size // num_heads)
     query_dim = int(getattr(settings, "qk_nope_head_dim", None) or 0) + int(
         getattr(settings, "qk_rope_head_dim", None) or 0
     )

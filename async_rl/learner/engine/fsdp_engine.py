@@ -38,7 +38,6 @@ from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_replay
 from async_rl.learner.engine.sharding import begin_micro_batch, check_offload, end_forward, shard
-from async_rl.learner.engine.work import work_of
 from async_rl.learner.losses.objective import (
     Objective,
     StepOutcome,
@@ -117,7 +116,6 @@ class FsdpEngine:
             self._model, weights = load_policy(config.model, "padded", is_sharded=self._is_sharded)
             self._test_model(weights, is_supervised=objective is not None)
             self._names = self._model.tensor_names()
-            self._work = work_of(self._model.causal_lm)
             self._adapters: Adapters | None = None
             if config.lora.is_set:
                 self._adapters = Adapters(self._model, config, dtype=self._dtype, is_leader=ranks.is_leader)
@@ -387,7 +385,7 @@ class FsdpEngine:
             max_tokens=self._config.learner.max_tokens,
             num_ranks=self._ranks.world_size,
             packing=self._model.packing,
-            work=self._work,
+            work=self._flops.work,
         )
 
     def _scatter(self, command: str, fields: Mapping[str, Any], parts: Sequence[Sequence[MicroBatch]]) -> None:
