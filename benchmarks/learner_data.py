@@ -95,7 +95,7 @@ class Task:
             "model": {
                 "path": str(self.model),
                 "dtype": self.dtype,
-                "gradient_checkpointing": self.gradient_checkpointing,
+                "gradient_checkpointing": "full" if self.gradient_checkpointing else "none",
             },
             "sampling": {"max_prompt_tokens": self.length // 2, "max_new_tokens": self.length - self.length // 2},
             "learner": {"max_tokens": self.max_tokens},
