@@ -27,7 +27,8 @@ def test_a_run_writes_traces_of_the_steps_that_its_config_names(tmp_path: Path):
     found = sorted((run.path / "profile").iterdir())
     assert [path.name for path in found] == ["step-000002.json.gz", "step-000003.json.gz"]
     for path in found:
-        assert ranges(path) == {"wait", "train", "prepare", "publish"}
+        # A checkpoint is under way at some of these steps.
+        assert ranges(path) - {"checkpoint"} == {"wait", "train", "prepare", "publish"}
 
 
 def test_the_phases_of_a_step_are_ranges(tmp_path: Path):

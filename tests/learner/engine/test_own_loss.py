@@ -64,7 +64,8 @@ def test_steps_with_the_example_are_those_of_dapo_bit_for_bit(root: Path, settin
         np.testing.assert_array_equal(one.by_lag, other.by_lag)
         # What the built-in loss counts under its rule, the example counts under its own mask.
         assert one.rule_tokens["skip_threshold"] == round(other.own_metrics["loss_mask/far"] * sum_of(one.by_lag))
-        rest = [replace(s, own_metrics={}, rule_tokens={}, by_lag=np.zeros(0), padded_cost=None) for s in (one, other)]
+        plain = {"own_metrics": {}, "rule_tokens": {}, "by_lag": np.zeros(0), "padded_cost": None, "cost": None}
+        rest = [replace(s, **plain) for s in (one, other)]
         assert repr(rest[0]) == repr(rest[1])
     assert all(torch.equal(tensor, own_weights[name]) for name, tensor in weights.items())
 
