@@ -146,8 +146,8 @@ class LearnerConfig(Section):
     reshard: Reshard = Field(
         default="full",
         description="When ranks free gathered parameters: after each use (full, as in ZeRO-3), after the backward pass "
-        "of each micro-batch (after_backward), or after the step's last one (none, as in ZeRO-2). Later is faster and "
-        "takes memory: none that of the whole model on each rank, and both that of its gradients.",
+        "of each micro-batch (after_backward), or after the last one of the step (none). Later is faster and takes "
+        "memory: with after_backward and none, each rank holds the whole model's parameters and gradients.",
     )
     offload: Offload = Field(
         default="none",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 
-class SavesAtOnce:
+class SavesAtOnce(ABC):
     """``begin_save`` of an engine that has ``save``."""
 
-    def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def save(self, directory: Path, extra: Mapping[str, Any]) -> None: ...
 
     def begin_save(self, directory: Path, extra: Mapping[str, Any]) -> Future[None]:
         done = Future[None]()
