@@ -23,6 +23,7 @@ from async_rl.config.generator import (
 from async_rl.config.learner import LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig
 from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import ADVANTAGES
+from async_rl.config.parallel import ParallelConfig
 from async_rl.config.queue import QueueConfig, WeightsConfig
 from async_rl.config.reward import RewardConfig
 from async_rl.config.run import CheckpointConfig, ExperimentalConfig, LogConfig, RunConfig
@@ -44,6 +45,7 @@ class Config(Section):
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()
+    parallel: ParallelConfig = ParallelConfig()
     generator: GeneratorConfig = GeneratorConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

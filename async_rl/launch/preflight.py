@@ -16,6 +16,7 @@ from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.config.generator import ENGINE_KEYS, has_model, known_capabilities, missing_package, unread_keys
+from async_rl.config.parallel import Layout
 from async_rl.config.queue import QueueConfig
 from async_rl.data.chat import (
     check_model,
@@ -55,6 +56,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
         UserError: a check failed. The later checks are not made.
     """
     check_writable(Path(config.run.dir), "run.dir")
+    Layout.of(config.parallel, config.learner.nproc)
     check_bindable(config.queue, insecure=insecure)
     check_weights_ports(config)
     check_keys(config, is_server=True)

@@ -477,8 +477,14 @@ def resumed(directory: Path) -> None:
     start(directory)
 
 
+def laid_out(directory: Path) -> None:
+    from tests.learner.layouts import run_cases
+
+    run_cases(directory)
+
+
 SCENARIOS = (
-    updates, loading, losses, adapted, padded, sharded, replayed, resharded, resumed, talking, follower_fails,
+    updates, loading, losses, adapted, padded, sharded, replayed, resharded, resumed, laid_out, talking, follower_fails,
     follower_is_killed, supervised,
 )  # fmt: skip
 

@@ -31,6 +31,7 @@ from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateCost, UpdateSt
 from async_rl.learner.engine.flops import StepFlops, device_peak
 from async_rl.learner.engine.loading import Weights, load_policy, load_reference, read_tested
 from async_rl.learner.engine.lora import Adapters
+from async_rl.learner.engine.mesh import Mesh
 from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, to_device
 from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
@@ -113,6 +114,7 @@ class FsdpEngine:
             self._dtype = compute_dtype(config, ranks.device)
             torch.manual_seed(config.run.seed + ranks.rank)
             self._is_sharded = ranks.has_group
+            self._mesh = Mesh.build(ranks.layout, ranks.device.type) if ranks.has_group else None
             self._model, weights = load_policy(config.model, "padded", is_sharded=self._is_sharded)
             self._test_model(weights, is_supervised=objective is not None)
             self._names = self._model.tensor_names()
@@ -161,9 +163,11 @@ class FsdpEngine:
         """Shard the models, and fill those that have no weights yet with theirs."""
         learner, device = self._config.learner, self._ranks.device
         check_offload(learner.offload, device, has_reference=self._reference is not None)
-        for model, of_model in zip(self._models if self._is_sharded else (), weights, strict=False):
+        if self._mesh is None:
+            return
+        for model, of_model in zip(self._models, weights, strict=False):
             is_offloaded = learner.offload == "all" or (learner.offload == "reference" and model is self._reference)
-            shard(model, self._ranks, self._dtype, reshard=learner.reshard, is_offloaded=is_offloaded)
+            shard(model, self._mesh, self._dtype, reshard=learner.reshard, is_offloaded=is_offloaded)
             if of_model is not None:
                 of_model.fill(model, torch.device("cpu") if is_offloaded else device)
 
@@ -179,7 +183,7 @@ class FsdpEngine:
             check_neighbours(
                 self,
                 self._model.causal_lm.config,
-                num_ranks=self._ranks.world_size,
+                num_ranks=self._ranks.layout.num_data_ranks,
                 packing=self._model.packing,
             )
 
@@ -382,22 +386,23 @@ class FsdpEngine:
                 )
         return pack(
             sequences,
-            max_tokens=self._config.learner.max_tokens,
-            num_ranks=self._ranks.world_size,
+            max_tokens=self._config.learner.max_tokens * self._ranks.layout.sequence,
+            num_ranks=self._ranks.layout.num_data_ranks,
             packing=self._model.packing,
             work=self._flops.work,
         )
 
     def _scatter(self, command: str, fields: Mapping[str, Any], parts: Sequence[Sequence[MicroBatch]]) -> None:
-        """Send every other rank the command and the micro-batches of that rank."""
+        """Send every other rank the command and the micro-batches of its data rank."""
         if self._ranks.world_size > 1:
-            of_others = [encode(command, fields, [a for mb in part for a in to_arrays(mb)]) for part in parts[1:]]
-            self._ranks.scatter([b"", *of_others])
+            self._ranks.scatter_parts(
+                [encode(command, fields, [a for mb in part for a in to_arrays(mb)]) for part in parts]
+            )
 
     @torch.no_grad()
     def _score(self, micro_batches: Sequence[MicroBatch], of: ScoredBy) -> list[tuple[np.ndarray, ...]]:
-        """Return, on rank 0, each rank's log-probabilities and entropies of its trained tokens, float32, in the order
-        of its micro-batches.
+        """Return, on rank 0, the log-probabilities and entropies of each data rank's trained tokens, float32, in the
+        order of its micro-batches.
 
         On the other ranks the list is empty.
         """
@@ -414,7 +419,7 @@ class FsdpEngine:
         if self._is_sharded:
             end_forward(model)
         arrays = [torch.cat(values).numpy() for values in zip(*scored, strict=True)]
-        return [decode(frame).arrays for frame in self._ranks.gather(encode("scores", {}, arrays))]
+        return [decode(frame).arrays for frame in self._ranks.gather_reports(encode("scores", {}, arrays))]
 
     def _cost(self, parts: Sequence[Sequence[MicroBatch]], peak_bytes: int) -> UpdateCost:
         peak = device_peak(self._ranks.device, self._dtype)
@@ -430,6 +435,8 @@ class FsdpEngine:
         if self._model.replay is not None:
             self._model.replay.reset_counts()
         sums, ratio_max, skipped = self._accumulate(micro_batches, version)
+        if not self._ranks.layout.is_reporter(self._ranks.rank):
+            sums, skipped = torch.zeros_like(sums), skipped[:0]  # another rank reports the same
         with self._clock.phase("optimizer"):
             sums = self._ranks.all_reduce_sum(sums.cpu())
             routing = self._replayed()
@@ -499,7 +506,7 @@ class FsdpEngine:
             return StepOutcome("nothing is left to train on: every sequence was skipped or masked", 0.0, lr)
         norm = get_total_norm(gradients)
         # FSDP averages gradients over ranks, but we need their sum.
-        scale = (self._ranks.world_size if self._is_sharded else 1) / denominator
+        scale = (self._ranks.layout.num_summed if self._is_sharded else 1) / denominator
         grad_norm = scale * float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if why_skip or not np.isfinite(grad_norm):
             self._optimizer.zero_grad()

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from async_rl.config.config import Config
+from async_rl.config.parallel import Layout
 from async_rl.errors import ConfigError, TrainingError
 from async_rl.net.wire import decode, encode
 from async_rl.process.child import DEVICES_ARE_DEALT
@@ -82,16 +83,18 @@ def init_ranks(config: Config) -> Ranks:
     """Connect to the other ranks and return the connection. A single rank on the CPU in float32 gets no process group.
 
     Raises:
-        ConfigError: torchrun's environment is malformed, or the CUDA device does not exist.
+        ConfigError: torchrun's environment is malformed, the CUDA device does not exist, or the ranks can't be divided
+            as ``[parallel]`` says.
         TrainingError: the other ranks did not connect in time.
     """
     place = Place.from_environment()
+    layout = Layout.of(config.parallel, place.world_size)
     _set_threads(config, place)
     if config.sampling.deterministic:
         _use_deterministic_kernels()
     device = _device(config, place)
     if place.world_size == 1 and device.type == "cpu" and compute_dtype(config, device) == torch.float32:
-        return Ranks(place, device, None)
+        return Ranks(place, device, None, layout=layout)
     timeout = timedelta(seconds=config.experimental.distributed_timeout_s)
     try:
         if place.world_size == 1:
@@ -111,7 +114,7 @@ def init_ranks(config: Config) -> Ranks:
             f"rank {place.rank} of {place.world_size} could not join the other ranks: {error}; check that all ranks "
             f"were started with the same MASTER_ADDR and MASTER_PORT"
         ) from error
-    return Ranks(place, device, dist.PrefixStore("async_rl_failure", store), timeout=timeout)
+    return Ranks(place, device, dist.PrefixStore("async_rl_failure", store), layout=layout, timeout=timeout)
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
@@ -180,13 +183,20 @@ def device_index(devices: Sequence[int] | None, place: Place, num_visible: int) 
 class Ranks:
     """This process's connection to the other ranks of the learner.
 
-    ``store`` is the rendezvous store. It is None if there is no process group. ``timeout`` is for the collectives of
-    checkpoints.
+    ``store`` is the rendezvous store. It is None if there is no process group. ``layout`` says how the ranks divide the
+    work; if None, each has micro-batches of its own. ``timeout`` is for the collectives of checkpoints.
     """
 
     def __init__(
-        self, place: Place, device: torch.device, store: dist.Store | None, *, timeout: timedelta | None = None
+        self,
+        place: Place,
+        device: torch.device,
+        store: dist.Store | None,
+        *,
+        layout: Layout | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
+        self.layout = layout or Layout(shards=place.world_size)
         self.rank, self.world_size, self.device = place.rank, place.world_size, device
         self._store = store
         self._broken = False
@@ -212,6 +222,12 @@ class Ranks:
     def is_broken(self) -> bool:
         """Whether a collective failed on this rank. If so, it can send nothing to the other ranks."""
         return self._broken
+
+    def scatter_parts(self, frames: Sequence[bytes]) -> None:
+        """On rank 0, send every other rank the frame of its data rank (``Layout.data_rank``)."""
+        if self.world_size > 1:
+            of_others = [frames[self.layout.data_rank(rank)] for rank in range(1, self.world_size)]
+            self.scatter([b"", *of_others])
 
     def scatter(self, frames: Sequence[bytes]) -> bytes:
         """On rank 0, send every other rank its frame. Return rank 0's frame."""
@@ -260,6 +276,12 @@ class Ranks:
             dist.recv(received, rank, group=self.host_group)
             frames.append(received.numpy().tobytes())
         return frames
+
+    def gather_reports(self, frame: bytes) -> list[bytes]:
+        """Send this rank's frame to rank 0. Return, on rank 0, those of the ranks that report (``Layout.is_reporter``),
+        in the order of their data ranks, and an empty list on other ranks.
+        """
+        return [one for rank, one in enumerate(self.gather(frame)) if self.layout.is_reporter(rank)]
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum a host tensor over all ranks, in place, and return it."""

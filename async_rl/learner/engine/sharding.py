@@ -18,13 +18,12 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from async_rl.config.learner import Offload, Reshard
 from async_rl.errors import ConfigError
+from async_rl.learner.engine.mesh import Mesh
 from async_rl.learner.engine.model import PolicyModel
-from async_rl.learner.engine.ranks import Ranks
 
 
 def check_offload(offload: Offload, device: torch.device, *, has_reference: bool) -> None:
@@ -46,28 +45,28 @@ def check_offload(offload: Offload, device: torch.device, *, has_reference: bool
         )
 
 
-def shard(model: PolicyModel, ranks: Ranks, dtype: torch.dtype, *, reshard: Reshard, is_offloaded: bool) -> None:
-    """Shard ``model`` over the ranks: each decoder layer by itself; embedding, norm and head as one group.
+def shard(model: PolicyModel, mesh: Mesh, dtype: torch.dtype, *, reshard: Reshard, is_offloaded: bool) -> None:
+    """Shard ``model`` over the ranks of ``mesh.fsdp``: each decoder layer by itself; embedding, norm and head as one
+    group.
 
     One group for these keeps a tied head tied. Layers that share weights (Zamba 2) are in that group too, because FSDP
     takes a parameter into one group only. Layers move to the device one by one, so the device never has to hold the
     whole model. If ``is_offloaded``, the shards stay on the host, and so do their gradients.
     """
-    mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    placement = CPUOffloadPolicy(pin_memory=ranks.device.type == "cuda") if is_offloaded else OffloadPolicy()
+    placement = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type == "cuda") if is_offloaded else OffloadPolicy()
     num_owners = Counter(parameter for layer in model.decoder_layers for parameter in set(layer.parameters()))
     for layer in model.decoder_layers:
         if any(num_owners[parameter] > 1 for parameter in layer.parameters()):
             continue
         fully_shard(
-            cast(nn.Module, layer), mesh=mesh, mp_policy=precision, reshard_after_forward=reshard == "full",
+            cast(nn.Module, layer), mesh=mesh.fsdp, mp_policy=precision, reshard_after_forward=reshard == "full",
             offload_policy=placement,
         )  # fmt: skip
     # The backward pass needs the root group first, so it stays unsharded. Its only float inputs are temperatures, which
     # must not be cast: 1.001 is 1 in bfloat16.
     uncast = replace(precision, cast_forward_inputs=False)
-    fully_shard(model, mesh=mesh, mp_policy=uncast, reshard_after_forward=False, offload_policy=placement)
+    fully_shard(model, mesh=mesh.fsdp, mp_policy=uncast, reshard_after_forward=False, offload_policy=placement)
 
 
 def begin_micro_batch(model: PolicyModel, *, reshard: Reshard, is_last: bool) -> None:

@@ -1,0 +1,105 @@
+"""The section ``parallel``, and ``Layout``: how the learner's ranks divide the work.
+
+The ranks are a mesh of these dimensions, from the outermost to the innermost, which has the fastest links: stages of a
+pipeline, replicas, shards, parts of a sequence, parts of a layer. Their sizes multiply to the number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from pydantic import Field
+
+from async_rl.config.section import Section
+from async_rl.errors import ConfigError
+
+
+class ParallelConfig(Section):
+    """How the learner's ranks divide the work. Weights are sharded over all ranks that no key here takes (FSDP)."""
+
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        description="Number of copies of the sharded weights (HSDP). Ranks of one copy exchange weights, and copies "
+        "exchange gradients once a step, so a copy should be within one node, or within fast links.",
+    )
+    sequence: int = Field(
+        default=1,
+        ge=1,
+        description="Number of ranks that compute each micro-batch together, each a part of its tokens. The longest "
+        "sequence is as many times learner.max_tokens.",
+    )
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        description="Number of ranks that compute each layer together, each a part of its heads and columns; they "
+        "should be within one node.",
+    )
+    pipeline: int = Field(
+        default=1, ge=1, description="Number of stages: ranks of one stage hold some of the layers and pass on results."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The sizes of the mesh of the learner's ranks.
+
+    Attributes:
+        pipeline: number of stages.
+        replicas: number of copies of the weights.
+        shards: number of ranks over which one copy is sharded, each with micro-batches of its own.
+        sequence: number of ranks that share the tokens of a micro-batch.
+        tensor: number of ranks that share every layer.
+    """
+
+    pipeline: int = 1
+    replicas: int = 1
+    shards: int = 1
+    sequence: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, parallel: ParallelConfig, num_ranks: int) -> Self:
+        """Return the layout of ``num_ranks`` ranks.
+
+        Raises:
+            ConfigError: they can't be divided so.
+        """
+        sizes = {name: getattr(parallel, name) for name in ("pipeline", "replicas", "sequence", "tensor")}
+        fixed = 1
+        for size in sizes.values():
+            fixed *= size
+        if num_ranks % fixed:
+            product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            raise ConfigError(
+                f"parallel: expected a number of ranks that is a multiple of {product} = {fixed}, got {num_ranks}; "
+                f"start {fixed} ranks or a multiple of it (learner.nproc, or torchrun --nproc-per-node), or lower these"
+            )
+        return cls(shards=num_ranks // fixed, **sizes)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.pipeline * self.replicas * self.shards * self.sequence * self.tensor
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks that train on different micro-batches; the others work on one of these together."""
+        return self.replicas * self.shards
+
+    @property
+    def num_summed(self) -> int:
+        """Number of ranks whose gradients add up, over which FSDP averages them."""
+        return self.num_data_ranks * self.sequence
+
+    def data_rank(self, rank: int) -> int:
+        """Return which of the ``num_data_ranks`` lists of micro-batches ``rank`` works on."""
+        return rank // (self.sequence * self.tensor) % self.num_data_ranks
+
+    def is_reporter(self, rank: int) -> bool:
+        """Return whether ``rank`` reports the results of its micro-batches. Of the ranks that compute a micro-batch
+        together, one does: the first, in the last stage of a pipeline, which has the loss.
+        """
+        is_last_stage = rank >= self.num_ranks - self.num_ranks // self.pipeline
+        return is_last_stage and rank % (self.sequence * self.tensor) == 0

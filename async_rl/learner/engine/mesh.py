@@ -1,0 +1,57 @@
+"""The groups of ranks that work together, as torch's device meshes. ``config.parallel`` has their sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from async_rl.config.parallel import Layout
+from async_rl.errors import ConfigError
+
+_PLANNED = ("sequence", "tensor", "pipeline")
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The groups that this rank belongs to. All ranks must build it at the same time.
+
+    Attributes:
+        fsdp: ranks over which parameters are sharded, those that share a sequence among them. With replicas it has two
+            dimensions, replicas and shards, as ``fully_shard`` takes them.
+        tensor: ranks that share every layer; None if that is one.
+        sequence: ranks that share the tokens of a micro-batch; None if that is one.
+        pipeline: one rank of each stage; None if there is one stage.
+    """
+
+    fsdp: DeviceMesh
+    tensor: DeviceMesh | None
+    sequence: DeviceMesh | None
+    pipeline: DeviceMesh | None
+
+    @classmethod
+    def build(cls, layout: Layout, device_type: str) -> Mesh:
+        """Connect the ranks of each group.
+
+        Raises:
+            ConfigError: the engine can't divide work so.
+        """
+        for name in _PLANNED:
+            if (size := getattr(layout, name)) > 1:
+                raise ConfigError(f"parallel.{name}: expected 1, got {size}; this is not built yet, so leave it out")
+        sizes = (layout.pipeline, layout.replicas, layout.shards * layout.sequence, layout.tensor)
+        whole = init_device_mesh(device_type, sizes, mesh_dim_names=("pipeline", "replicas", "shards", "tensor"))
+        sequence = None
+        if layout.sequence > 1:
+            # A mesh of its own: parameters are sharded over these ranks and the shards alike.
+            outer = layout.num_ranks // (layout.sequence * layout.tensor)
+            parts = init_device_mesh(
+                device_type, (outer, layout.sequence, layout.tensor), mesh_dim_names=("outer", "sequence", "inner")
+            )
+            sequence = parts["sequence"]
+        return cls(
+            fsdp=whole["replicas", "shards"] if layout.replicas > 1 else whole["shards"],
+            tensor=whole["tensor"] if layout.tensor > 1 else None,
+            sequence=sequence,
+            pipeline=whole["pipeline"] if layout.pipeline > 1 else None,
+        )

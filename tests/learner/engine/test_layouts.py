@@ -1,0 +1,77 @@
+"""Every layout of the ranks computes what one process computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from async_rl.config.parallel import Layout, ParallelConfig
+from async_rl.errors import ConfigError
+from async_rl.learner.engine.ranks import init_ranks
+from tests.learner.layouts import (
+    LAYOUTS,
+    MODELS,
+    assert_same,
+    case_directory,
+    layout_config,
+    layout_model,
+    run_layout,
+)
+from tests.learner.ranks import run_ranks
+from tests.learner.tiny import tiny_config
+
+CASES = [
+    ("shards 2", "qwen2", True),
+    ("replicas 2", "qwen2", False),
+    ("replicas 2 x shards 2", "qwen3", False),
+    ("replicas 2 x shards 2", "llama", True),
+    ("replicas 2 x shards 2", "qwen3_moe", False),
+]
+"""Layout, model, and whether it has adapters. The quick suite has each layout and each model, not every pair."""
+EVERY_CASE = [(name, model, lora) for name in LAYOUTS for model in MODELS for lora in (False, True)]
+
+
+def compare_with_one_process(directory: Path, cases: list[tuple[str, str, bool]]) -> None:
+    for model in {"qwen2", *(model for _, model, _ in cases)}:
+        layout_model(directory / model, model)
+    alone = init_ranks(tiny_config(directory, "qwen2"))
+    for model, lora in {(model, lora) for _, model, lora in cases}:
+        config = layout_config(directory, model, {}, lora=lora)
+        run_layout(config, alone, case_directory(directory, "alone", model, lora=lora))
+    for size in sorted({LAYOUTS[name][0] for name, _, _ in cases}):
+        of_size = [case for case in cases if LAYOUTS[case[0]][0] == size]
+        (directory / "cases.json").write_text(json.dumps(of_size), encoding="utf-8")
+        run_ranks("laid_out", directory, world_size=size)
+    for name, model, lora in cases:
+        results = (case_directory(directory, layout, model, lora=lora) for layout in (name, "alone"))
+        assert_same(*results)
+
+
+@pytest.mark.slow
+def test_a_step_is_the_same_under_every_layout(tmp_path: Path):
+    compare_with_one_process(tmp_path, CASES)
+
+
+@pytest.mark.long
+def test_a_step_is_the_same_under_every_layout_with_every_model(tmp_path: Path):
+    compare_with_one_process(tmp_path, EVERY_CASE)
+
+
+def test_the_innermost_dimension_has_neighbouring_ranks():
+    layout = Layout.of(ParallelConfig(replicas=2, sequence=2, tensor=2), 16)
+    assert layout == Layout(replicas=2, shards=2, sequence=2, tensor=2)
+    assert [layout.data_rank(rank) for rank in range(16)] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert [rank for rank in range(16) if layout.is_reporter(rank)] == [0, 4, 8, 12]
+
+
+def test_the_last_stage_of_a_pipeline_reports():
+    layout = Layout.of(ParallelConfig(pipeline=2, tensor=2), 8)
+    assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [rank for rank in range(8) if layout.is_reporter(rank)] == [4, 6]
+
+
+def test_ranks_that_cannot_be_divided_are_refused_with_the_arithmetic():
+    with pytest.raises(ConfigError, match=r"multiple of replicas 2 x tensor 4 = 8, got 12; start 8 ranks"):
+        Layout.of(ParallelConfig(replicas=2, tensor=4), 12)

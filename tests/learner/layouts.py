@@ -1,0 +1,132 @@
+"""Layouts of the learner's ranks, and one step under each. A row of ``LAYOUTS`` is all that a new layout needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from async_rl.config.config import Config
+from async_rl.config.parallel import Layout
+from async_rl.learner.engine.ranks import Ranks, init_ranks
+from async_rl.learner.packing import TrainSequence
+from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
+from tests.learner.rank_scenarios import PLAIN, follow_once, save, sequences_with_a_group, stop_following
+from tests.learner.tiny import random_sequences, tiny_config, tiny_model
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "shards 2": (2, {}),
+    "replicas 2": (2, {"replicas": 2}),
+    "replicas 2 x shards 2": (4, {"replicas": 2}),
+}
+"""Name -> number of ranks, and the section ``parallel``."""
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "initializer_range": 0.3,
+    "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {"head_dim": None, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+}
+"""Model -> its name in the classes of transformers, and its own settings."""
+LORA = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj", "o_proj"]}}
+
+
+def layout_model(directory: Path, name: str) -> Path:
+    """Write the random model ``name`` of ``MODELS`` with a tokenizer."""
+    tiny_model(directory)
+    vocabulary = transformers.AutoConfig.from_pretrained(directory).vocab_size
+    class_name, own = MODELS[name]
+    torch.manual_seed(0)
+    settings = {"vocab_size": vocabulary, **_SHAPE, **own}
+    config = getattr(transformers, f"{class_name}Config")(**{k: v for k, v in settings.items() if v is not None})
+    getattr(transformers, f"{class_name}ForCausalLM")(config).save_pretrained(directory)
+    return directory
+
+
+def layout_config(directory: Path, model: str, parallel: dict[str, Any], *, lora: bool) -> Config:
+    """A step that reports its gradient, in several micro-batches."""
+    sections = PLAIN | {"learner": {"max_tokens": 40}, "parallel": parallel} | (LORA if lora else {})
+    return tiny_config(directory, model, **sections)
+
+
+def layout_sequences() -> list[TrainSequence]:
+    """Ten of 6 to 30 tokens; the first three share a prompt."""
+    more = random_sequences(4, 25, seed=1, spread=5)
+    numbered = [TrainSequence(**{**_fields(s), "sequence_id": 10 + i}) for i, s in enumerate(more)]
+    return [*sequences_with_a_group(), *numbered]
+
+
+def _fields(sequence: TrainSequence) -> dict[str, Any]:
+    return {name: getattr(sequence, name) for name in TrainSequence.__dataclass_fields__}
+
+
+def run_layout(config: Config, ranks: Ranks, target: Path) -> None:
+    """Score, make two steps, save and publish, on all ranks; rank 0 writes what came out to ``target``."""
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+
+    ranks.layout = Layout.of(config.parallel, ranks.world_size)
+    engine = FsdpEngine(config, ranks)
+    if not ranks.is_leader:
+        follow_once(engine)
+        return
+    engine.self_test()
+    target.mkdir(parents=True)
+    first = layout_sequences()
+    scores = engine.score_policy(first)
+    stats = [engine.update(first, version=0), engine.update(first[:5], version=0)]
+    save(engine, target / "checkpoint", 2)
+    published = {name: tensor.detach().clone() for name, tensor in engine.gather()}
+    found = {
+        "loss": [s.loss for s in stats],
+        "grad_norm": [s.grad_norm for s in stats],
+        "tokens": [s.tokens_trained for s in stats],
+        "skipped": [s.skipped_sequence_ids for s in stats],
+        "scores": {i: (one.logprobs, one.entropies) for i, one in sorted(scores.items())},
+    }
+    torch.save((found, published), target / "found.pt")
+    stop_following(engine)
+
+
+def run_cases(directory: Path) -> None:
+    """What each rank does: the cases of ``cases.json``, one after the other."""
+    ranks = init_ranks(tiny_config(directory, "qwen2"))
+    for name, model, lora in json.loads((directory / "cases.json").read_text(encoding="utf-8")):
+        parallel = LAYOUTS[name][1]
+        config = layout_config(directory, model, parallel, lora=lora)
+        run_layout(config, ranks, case_directory(directory, name, model, lora=lora))
+    ranks.close()
+
+
+def case_directory(directory: Path, name: str, model: str, *, lora: bool) -> Path:
+    """Where the results of a case are."""
+    return directory / "results" / name / f"{model}{' with adapters' if lora else ''}"
+
+
+def assert_same(case: Path, alone: Path) -> None:
+    """Losses, gradients, scores and published weights differ by at most 1e-5."""
+    (found, published), (expected, of_one) = (torch.load(d / "found.pt", weights_only=False) for d in (case, alone))
+    for key in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose(found[key], expected[key], rtol=1e-5, atol=1e-5, err_msg=f"{case}: {key}")
+    assert found["skipped"] == expected["skipped"]
+    assert found["scores"].keys() == expected["scores"].keys()
+    for sequence_id, values in expected["scores"].items():
+        np.testing.assert_allclose(found["scores"][sequence_id], values, rtol=1e-5, atol=1e-5)
+    moments, of_one_moments = (load_tensors(d / "checkpoint", OPTIMIZER) for d in (case, alone))
+    for kind, got, wanted in (("moment", moments, of_one_moments), ("weight", published, of_one)):
+        assert got.keys() == wanted.keys(), case
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(
+                got[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda m, n=name, k=kind: f"{case}: {k} {n}: {m}"
+            )
