@@ -109,6 +109,28 @@ def run_cases(directory: Path) -> None:
     ranks.close()
 
 
+def pass_on(directory: Path) -> None:
+    """What each rank does: under each layout of ``chain.json``, load the newest checkpoint of the chain and save it as
+    the next.
+    """
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+
+    names, number, lora = json.loads((directory / "chain.json").read_text(encoding="utf-8"))
+    ranks = init_ranks(tiny_config(directory, "qwen2"))
+    for name in names:
+        config = layout_config(directory, "qwen2", LAYOUTS[name][1], lora=lora)
+        ranks.layout = Layout.of(config.parallel, ranks.world_size)
+        engine = FsdpEngine(config, ranks)
+        if ranks.is_leader:
+            engine.load(directory / "chain" / str(number))
+            save(engine, directory / "chain" / str(number + 1), 1)
+            stop_following(engine)
+        else:
+            follow_once(engine)
+        number += 1
+    ranks.close()
+
+
 def case_directory(directory: Path, name: str, model: str, *, lora: bool) -> Path:
     """Where the results of a case are."""
     return directory / "results" / name / f"{model}{' with adapters' if lora else ''}"

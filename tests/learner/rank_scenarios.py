@@ -483,9 +483,15 @@ def laid_out(directory: Path) -> None:
     run_cases(directory)
 
 
+def passed_on(directory: Path) -> None:
+    from tests.learner.layouts import pass_on
+
+    pass_on(directory)
+
+
 SCENARIOS = (
-    updates, loading, losses, adapted, padded, sharded, replayed, resharded, resumed, laid_out, talking, follower_fails,
-    follower_is_killed, supervised,
+    updates, loading, losses, adapted, padded, sharded, replayed, resharded, resumed, laid_out, passed_on, talking,
+    follower_fails, follower_is_killed, supervised,
 )  # fmt: skip
 
 

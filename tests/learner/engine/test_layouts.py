@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from async_rl.config.parallel import Layout, ParallelConfig
 from async_rl.errors import ConfigError
 from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.stored_tensors import MODEL, OPTIMIZER, load_tensors
 from tests.learner.layouts import (
     LAYOUTS,
     MODELS,
@@ -57,6 +60,28 @@ def test_a_step_is_the_same_under_every_layout(tmp_path: Path):
 @pytest.mark.long
 def test_a_step_is_the_same_under_every_layout_with_every_model(tmp_path: Path):
     compare_with_one_process(tmp_path, EVERY_CASE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+def test_a_checkpoint_passes_through_every_layout_unchanged(tmp_path: Path, lora: bool):
+    layout_model(tmp_path / "qwen2", "qwen2")
+    alone = init_ranks(tiny_config(tmp_path, "qwen2"))
+    run_layout(layout_config(tmp_path, "qwen2", {}, lora=lora), alone, tmp_path / "alone")
+    shutil.copytree(tmp_path / "alone" / "checkpoint", tmp_path / "chain" / "0")
+    number = 0
+    for size in sorted({size for size, _ in LAYOUTS.values()}):
+        names = [name for name, (of_layout, _) in LAYOUTS.items() if of_layout == size]
+        (tmp_path / "chain.json").write_text(json.dumps([names, number, lora]), encoding="utf-8")
+        run_ranks("passed_on", tmp_path, world_size=size)
+        number += len(names)
+    for prefix in (MODEL, OPTIMIZER):
+        expected = load_tensors(tmp_path / "chain" / "0", prefix)
+        assert any(tensor.abs().sum() > 0 for tensor in expected.values())
+        for link in range(1, number + 1):
+            got = load_tensors(tmp_path / "chain" / str(link), prefix)
+            assert got.keys() == expected.keys()
+            assert all(torch.equal(got[name], tensor) for name, tensor in expected.items()), link
 
 
 def test_the_innermost_dimension_has_neighbouring_ranks():
