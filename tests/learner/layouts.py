@@ -44,8 +44,12 @@ LORA = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj", "o_pro
 
 
 def layout_model(directory: Path, name: str) -> Path:
-    """Write the random model ``name`` of ``MODELS`` with a tokenizer."""
-    tiny_model(directory)
+    """Write the random model ``name`` of ``MODELS`` with a tokenizer of one token a character."""
+    return layout_weights(tiny_model(directory), name)
+
+
+def layout_weights(directory: Path, name: str) -> Path:
+    """Write the model ``name`` of ``MODELS``, of the vocabulary of the model in ``directory``, in its place."""
     vocabulary = transformers.AutoConfig.from_pretrained(directory).vocab_size
     class_name, own = MODELS[name]
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ Its groups depend on the prompt alone, so at a staleness bound of 0 every histor
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -46,7 +47,7 @@ def _rollout(generator: np.random.Generator, version: int, accuracy: float) -> R
 
 
 def build_run(directory: Path) -> Run:
-    """The run in ``directory``, of as many steps as its file ``steps`` says."""
+    """The run in ``directory``, of as many steps as its file ``steps`` says, laid out as ``parallel.json`` says."""
     return make_run(
         directory,
         model={"path": str(directory / "model")},
@@ -58,6 +59,7 @@ def build_run(directory: Path) -> Run:
         optimizer={"lr": 1e-3},
         checkpoint={"every": 2, "asynchronous": True},
         generator={"backend": "fake"},
+        parallel=json.loads((directory / "parallel.json").read_text()),
     )
 
 

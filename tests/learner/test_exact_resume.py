@@ -1,7 +1,9 @@
-"""At a bound of 0 a run that is killed again and again ends with the bits of one that is not, on 1 and on 2 ranks."""
+"""At a bound of 0 a run that is killed again and again ends with the bits of one that is not, on one rank, and under
+every layout."""
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -11,9 +13,9 @@ import torch
 from async_rl.process.fault_points import FAULT_POINTS
 from async_rl.run.step_log import read_rows
 from tests.forked import preload
+from tests.learner.layouts import LAYOUTS, layout_model
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.resumed_run import tensors_of
-from tests.learner.tiny import tiny_model
 
 preload("tests.learner.resumed_run")
 
@@ -25,10 +27,11 @@ OF_ONE = ("learner.taken", "learner.backward", "learner.acknowledged", "learner.
 OF_TWO = ("learner.forward-rank-1", "learner.backward", "learner.trained", "learner.checkpoint_saved")
 
 
-def begin(directory: Path, num_steps: int) -> Path:
+def begin(directory: Path, num_steps: int, parallel: dict[str, int]) -> Path:
     (directory / "gates").mkdir(parents=True)
     (directory / "steps").write_text(str(num_steps))
-    tiny_model(directory / "model")
+    (directory / "parallel.json").write_text(json.dumps(parallel))
+    layout_model(directory / "model", "qwen2")
     return directory
 
 
@@ -41,19 +44,22 @@ def kill_at(directory: Path, point: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "points"),
+    ("world_size", "parallel", "points"),
     [
-        pytest.param(1, OF_ONE, marks=pytest.mark.slow, id="one rank"),
-        pytest.param(2, OF_TWO, marks=pytest.mark.slow, id="two ranks"),
-        pytest.param(1, ALL, marks=pytest.mark.long, id="one rank, all"),
-        pytest.param(2, (*ALL, *OF_RANK_1), marks=pytest.mark.long, id="two ranks, all"),
+        pytest.param(1, {}, OF_ONE, marks=pytest.mark.slow, id="one rank"),
+        pytest.param(2, {}, OF_TWO, marks=pytest.mark.slow, id="two ranks"),
+        pytest.param(1, {}, ALL, marks=pytest.mark.long, id="one rank, all"),
+        *(
+            pytest.param(size, parallel, (*ALL, *OF_RANK_1), marks=pytest.mark.long, id=f"{name}, all")
+            for name, (size, parallel) in LAYOUTS.items()
+        ),
     ],
 )
 def test_a_run_killed_at_every_fault_point_ends_with_the_bits_of_an_undisturbed_one(
-    tmp_path: Path, world_size: int, points: tuple[str, ...]
+    tmp_path: Path, world_size: int, parallel: dict[str, int], points: tuple[str, ...]
 ):
     num_steps = 6 * len(points) + 6
-    whole, killed = begin(tmp_path / "whole", num_steps), begin(tmp_path / "killed", num_steps)
+    whole, killed = (begin(tmp_path / name, num_steps, parallel) for name in ("whole", "killed"))
     (whole / "point").write_text("")
     run_ranks("resumed", whole, world_size=world_size)
     for point in points:

@@ -1,0 +1,62 @@
+"""A run over the real roles under each layout of the learner's ranks: it samples, trains, evaluates and exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
+from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.learner.layouts import LAYOUTS, LORA, layout_weights
+
+IN_CI = ("replicas 2 x shards 2",)
+NUM_STEPS = 3
+
+
+def layout_run(root: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
+    """The metrics of the steps of a run at bound 0 under the layout ``name``, whose model is exported and evaluated."""
+    size, parallel = LAYOUTS[name]
+    task = write_tiny_task(root)
+    layout_weights(root / "model", "qwen3")
+    raw = tiny_config(
+        root,
+        task,
+        **changes,
+        learner={"steps": NUM_STEPS, "nproc": size},
+        parallel=parallel,
+        queue={"max_staleness": 0},
+        optimizer={"lr": 1e-2},
+        checkpoint={"every": 2},
+        loss={"kl_coef": 0.1, "kl_placement": "loss", "entropy_coef": 0.1},
+        experimental={"parity_every": 1},
+    )
+    with roles(root / "logs") as start:
+        start("launch", "launch", str(write_config(root / "config.toml", raw))).succeed()
+        start("eval", "eval", str(root / "run"), "--dataset", task["held_out"], "--max-new-tokens", "8").succeed()
+    check_ledger(root / "run")
+    assert steps(root / "run") == list(range(1, NUM_STEPS + 1))
+    assert (root / "run" / "export" / "model.safetensors").is_file()
+    return [row for row in metrics(root / "run") if "version" in row]
+
+
+def check_run(rows: list[dict[str, Any]]) -> None:
+    """What the generator says of a token is what the learner says of it, from the first step to the last."""
+    for row in rows:
+        assert (row["ratio/mean"], row["ratio/max"], row["ratio/ess"]) == pytest.approx((1.0, 1.0, 1.0), abs=1e-5)
+        assert row["grad_norm"] > 0
+    assert rows[-1]["kl/reference"] > 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_CI)
+def test_a_run_samples_trains_evaluates_and_exports(tmp_path: Path, name: str):
+    check_run(layout_run(tmp_path, name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [{}, LORA], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_run_samples_trains_evaluates_and_exports_under_every_layout(tmp_path: Path, name: str, lora: dict[str, Any]):
+    check_run(layout_run(tmp_path, name, **lora))
