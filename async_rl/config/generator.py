@@ -44,6 +44,7 @@ class BackendCapabilities:
         reports_routes: the backend reports the experts that computed each token, for leases that want routes.
         recomputes_kv: the backend obeys ``generator.kv_after_update = "recompute"``.
         splits_model: the backend obeys ``generator.tensor_parallel_size``.
+        applies_adapters: versions may hold only LoRA adapters (``lora.publish = "adapters"``), under peft's names.
         has_model: the backend samples from the run's model. Without a model its log-probabilities are artificial, so
             the parity check is skipped, and no device is needed.
         min_temperature: the lowest ``sampling.temperature`` that the backend applies exactly.
@@ -62,6 +63,7 @@ class BackendCapabilities:
     reports_routes: bool = False
     recomputes_kv: bool = False
     splits_model: bool = False
+    applies_adapters: bool = False
     has_model: bool = True
     min_temperature: float = 0.0
     package: str = ""
@@ -94,9 +96,15 @@ BACKENDS: Mapping[str, BackendCapabilities] = MappingProxyType(
             stop_token_ids=True,
             reports_routes=True,
             recomputes_kv=True,
+            applies_adapters=True,
         ),
         "fake": BackendCapabilities(
-            deterministic=True, offline=True, reports_sampling_mask=True, recomputes_kv=True, has_model=False
+            deterministic=True,
+            offline=True,
+            reports_sampling_mask=True,
+            recomputes_kv=True,
+            applies_adapters=True,  # it ignores all weights
+            has_model=False,
         ),
     }
 )
@@ -156,6 +164,7 @@ def known_capabilities(name: str) -> BackendCapabilities | None:
         reports_routes=all(one.reports_routes for one in candidates),
         recomputes_kv=all(one.recomputes_kv for one in candidates),
         splits_model=any(one.splits_model for one in candidates),  # the generator refuses it if it picks another one
+        applies_adapters=all(one.applies_adapters for one in candidates),
         has_model=all(one.has_model for one in candidates),
     )
 
@@ -216,6 +225,7 @@ def check_capabilities(config: Config, capabilities: BackendCapabilities) -> Non
         ("model.routing_replay", "true", config.model.routing_replay, capabilities.reports_routes, "false"),
         ("generator.tensor_parallel_size", generator.tensor_parallel_size, generator.tensor_parallel_size > 1,
          capabilities.splits_model, "1"),
+        ("lora.publish", '"adapters"', config.lora.publishes_adapters, capabilities.applies_adapters, '"merged"'),
     ):  # fmt: skip
         if is_asked and not is_able:
             raise ValueError(

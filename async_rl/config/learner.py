@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.section import Section
 
@@ -79,6 +79,11 @@ class LoraConfig(Section):
         description="Linear layers of the decoder that get a low-rank adapter, each given by the last part of its "
         "name.",
     )
+    publish: Literal["merged", "adapters"] = Field(
+        default="merged",
+        description="What a version for the generators holds: all of the model's weights with the adapters merged into "
+        "them (merged), or only the adapters, for generators that load model.path themselves (adapters).",
+    )
 
     @field_validator("targets")
     @classmethod
@@ -95,6 +100,25 @@ class LoraConfig(Section):
     def is_set(self) -> bool:
         """Whether adapters are trained instead of all weights."""
         return self.rank is not None
+
+    @property
+    def publishes_adapters(self) -> bool:
+        """Whether a version for the generators holds only the adapters."""
+        return self.is_set and self.publish == "adapters"
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A. 0 without adapters."""
+        return 0.0 if self.rank is None else self.alpha / self.rank
+
+    @model_validator(mode="after")
+    def _has_a_rank(self) -> Self:
+        if self.publish == "adapters" and self.rank is None:
+            raise ValueError(
+                'publish: expected lora.rank to be set for "adapters", got no rank; set lora.rank, or leave '
+                "lora.publish out"
+            )
+        return self
 
 
 class LearnerConfig(Section):

@@ -44,6 +44,7 @@ from async_rl.process.user_code import describe_error
 from async_rl.queue.parity import Probe, compare, parity_limit
 from async_rl.records import TEXT_ROLE, Lease, Prompt, Sampling
 from async_rl.rewards.conformance import example_of, rollout_of
+from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights
 
 _SHOWN_CHARS = 2000
 _SAMPLE_ROWS = 3
@@ -306,6 +307,8 @@ def _compared(config: Config, stack: ExitStack) -> list[Finding]:
 
     directory = stack.enter_context(scratch_directory())
     write_files(directory, model_files(config.model.path))
+    if config.lora.publishes_adapters:
+        write_files(directory, {ADAPTER_BASE: BaseWeights.of(config.model.path).to_json()})
     engine_config = generator_config(config_to_toml(config), machine_overrides(config))
     backend = stack.enter_context(closing(build_backend(engine_config, directory)))
     ranks = init_ranks(config)

@@ -43,6 +43,7 @@ from async_rl.process.user_code import digest_of, is_code_name, load_code
 from async_rl.records import FinishReason, Lease
 from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask
+from async_rl.weights.adapters import link_base
 from async_rl.weights.engine_ranks import EngineRanks
 
 logger = logging.getLogger(__name__)
@@ -168,7 +169,8 @@ class Backend(Protocol):
         """Sample with ``weights`` from the next step on. Return the pause: for how many seconds no step could run.
 
         ``weights`` maps Hugging Face state-dict names to host tensors, which stay valid until the next ``activate``
-        returns. The fake backend ignores them.
+        returns. With ``lora.publish = "adapters"`` it has only the adapters, under peft's names. The fake backend
+        ignores them.
 
         Raises:
             WeightsError: a tensor is missing, unknown, or of another shape.
@@ -229,6 +231,7 @@ def build_backend(
     """Build the engine that ``config.generator`` names, for the model files in ``directory``.
 
     The engine has no weights until ``activate``. With ``load_pretrained`` it has those in ``directory``, as version 0.
+    If versions hold only adapters, links to the frozen weights, those of ``model.path``, are added to ``directory``.
 
     Args:
         code_digests: the learner's digests of the user's own code; None if this machine's user chose the code.
@@ -236,7 +239,7 @@ def build_backend(
     Raises:
         ConfigError: the backend is unknown or can't do what the config requires; or it is the user's own code, and that
             is not allowed here, missing, different from the learner's, or not a backend.
-        ModelError: the backend can't run the model.
+        ModelError: the backend can't run the model, or the frozen weights are not those of the learner.
     """
     name = resolve_backend(config, offline=load_pretrained)
     if is_code_name(name):
@@ -258,6 +261,8 @@ def build_backend(
             raise ConfigError(str(error)) from None
     if keys := unread_keys(config, name):
         logger.warning("generator.backend: %s does not read %s, so these have no effect here", name, ", ".join(keys))
+    if config.lora.publishes_adapters and capabilities.has_model and not load_pretrained:
+        link_base(directory, config.model.path)
     device = cuda_device(config) if capabilities.has_model else None
     return factory(directory, config, device=device, load_pretrained=load_pretrained)
 
@@ -344,6 +349,7 @@ def _build_transformers(directory: Path, config: Config, *, device: str | None, 
         load_pretrained=load_pretrained,
         needs_template=config.data.prompt_format == "chat",
         template_arguments=config.data.template_arguments,
+        adapters=config.lora if config.lora.publishes_adapters and not load_pretrained else None,
     )
 
 

@@ -115,11 +115,12 @@ def learner_bytes(config: Config) -> int:
 
     That is the weights, gradients and AdamW's moments, one version of the weights for the generators, and the copy of
     weights and moments that is written as a checkpoint (``checkpoint.asynchronous``). With low-rank adapters only the
-    weights and the version are counted.
+    weights and the version are counted, and a version of the adapters alone not even that.
     """
     number, size = num_parameters(config), _dtype_bytes(config)
     copied = checkpoint_bytes(config) if config.checkpoint.asynchronous else 0
-    return number * size + number * (_TRAINING_BYTES if config.lora.rank is None else size) + copied
+    version = 0 if config.lora.publishes_adapters else number * size
+    return version + number * (_TRAINING_BYTES if config.lora.rank is None else size) + copied
 
 
 def generator_bytes(config: Config) -> int:

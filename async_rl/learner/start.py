@@ -50,6 +50,7 @@ from async_rl.run.metrics import MetricsWriter, check_wandb
 from async_rl.run.progress import StepLines
 from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_run_dir
 from async_rl.run.step_log import Row, StepLog, read_rows
+from async_rl.weights.adapters import ADAPTER_BASE
 from async_rl.weights.collective import nccl
 from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import Staging
@@ -172,7 +173,8 @@ def _lead(config: Config, ranks: Ranks, lock: RunLock, *, fresh: bool, insecure:
         try:
             with logged(logger, "testing the engine"):
                 engine.self_test()
-            train_with(config, engine, replace(context, stop_signal=stop.check))
+            files = {**context.files, **_base_file(config, engine)}
+            train_with(config, engine, replace(context, stop_signal=stop.check, files=files))
         except StoppedError as stopped:
             stop.note_saved()
             logger.info("%s%s", stopped, ", without --fresh" if fresh else "")
@@ -184,6 +186,14 @@ def _lead(config: Config, ranks: Ranks, lock: RunLock, *, fresh: bool, insecure:
             engine.close(cause, exit_code=exit_code)
     if exit_code:
         raise SystemExit(exit_code)
+
+
+def _base_file(config: Config, engine: FsdpEngine) -> dict[str, bytes]:
+    """Return the file from which generators learn which weights to load below adapters, if versions hold only these."""
+    if not config.lora.publishes_adapters:
+        return {}
+    assert engine.base_weights is not None
+    return {ADAPTER_BASE: engine.base_weights.to_json()}
 
 
 def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[dict[str, Any]]:

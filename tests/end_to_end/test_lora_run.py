@@ -16,18 +16,25 @@ NUM_STEPS = 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", [{"transport": "gloo"}, {"transport": "tcp", "deltas": "on"}])
-def test_a_run_with_adapters_trains_and_exports(tmp_path: Path, weights: dict[str, str]):
+@pytest.mark.parametrize(
+    ("publish", "weights"),
+    [
+        ("merged", {"transport": "gloo"}),
+        ("merged", {"transport": "tcp", "deltas": "on"}),
+        ("adapters", {"transport": "gloo"}),
+    ],
+)
+def test_a_run_with_adapters_trains_and_exports(tmp_path: Path, publish: str, weights: dict[str, str]):
     task = write_tiny_task(tmp_path)
     raw = tiny_config(
         tmp_path,
         task,
-        lora={"rank": 4},
+        lora={"rank": 4, "publish": publish},
         learner={"steps": NUM_STEPS},
         # A random model earns nothing: the entropy bonus moves it.
         loss={"preset": "grpo", "kl_coef": 0.01, "entropy_coef": 0.1},
         optimizer={"lr": 3e-3},
-        generator={"kv_after_update": "recompute"},
+        generator={"backend": "transformers", "kv_after_update": "recompute"},
         weights=weights,
     )
     config, run_dir = write_config(tmp_path / "config.toml", raw), tmp_path / "run"
@@ -53,4 +60,7 @@ def test_a_run_with_adapters_trains_and_exports(tmp_path: Path, weights: dict[st
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["base_model_name_or_path"]) == (4, 16.0, task["model"])
     adapters = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    # Each tensor begins at a multiple of 64 bytes.
+    sent = sum(-(-t.nbytes // 64) * 64 for t in (before if publish == "merged" else adapters).values())
+    assert rows[-1]["weights/bytes"] == pytest.approx(sent, abs=64)
     assert sum(t.numel() for t in adapters.values()) < sum(t.numel() for t in before.values()) / 4

@@ -40,6 +40,9 @@ def test_a_run_in_float32_needs_32_bytes_a_parameter_at_the_learner_and_8_at_eac
 def test_adapters_and_bfloat16_need_less_and_a_backend_without_a_model_nothing(model: Path):
     config = config_of(model, model={"dtype": "bfloat16"}, lora={"rank": 4}, generator={"backend": "fake"})
     assert (checkpoint_bytes(config), learner_bytes(config), generator_bytes(config)) == (0, 2_000 + 2_000, 0)
+    lora = {"rank": 4, "publish": "adapters"}
+    config = config_of(model, model={"dtype": "bfloat16"}, lora=lora, generator={"backend": "transformers"})
+    assert learner_bytes(config) == 2_000
 
 
 def test_weights_that_a_model_has_twice_count_once(model: Path):

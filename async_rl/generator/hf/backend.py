@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from async_rl.config.generator import BACKENDS, GeneratorConfig
+from async_rl.config.learner import LoraConfig
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled, uniforms
+from async_rl.generator.hf.adapter_table import AdapterTable
 from async_rl.generator.hf.causal_model import WeightTable, build_model, end_of_sequence_ids
 from async_rl.generator.hf.routing import RouteRecorder
 from async_rl.generator.hf.rows import Rows
@@ -89,11 +91,12 @@ class TransformersBackend:
         deterministic: bool = False,
         version: int = NO_VERSION,
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
+        adapters: LoraConfig | None = None,
     ) -> None:
         self._model = model
         self._tokenizer: Any = tokenizer
         self._template_arguments = template_arguments
-        self._weights = WeightTable(model)
+        self._weights = WeightTable(model) if adapters is None else AdapterTable(model, adapters)
         self._device = model.device
         self._deterministic = deterministic
         self._recompute = config.kv_after_update == "recompute"
@@ -127,12 +130,14 @@ class TransformersBackend:
         load_pretrained: bool = False,
         needs_template: bool = True,
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
+        adapters: LoraConfig | None = None,
     ) -> TransformersBackend:
         """Build a backend for the model and tokenizer in ``directory``.
 
         The backend has no weights until ``activate``. With ``load_pretrained`` it has those in ``directory``, as
         version 0. ``dtype`` auto is bfloat16 on CUDA and float32 on the CPU. Without ``needs_template`` prompts are
-        plain text. ``template_arguments`` are the variables of the chat template in addition to the messages.
+        plain text. ``template_arguments`` are the variables of the chat template in addition to the messages. If
+        ``adapters`` is given, versions hold only these, and the frozen weights are those in ``directory``.
 
         Raises:
             ModelError: a file is missing or unreadable, or this backend can't run the model.
@@ -140,7 +145,8 @@ class TransformersBackend:
         directory, device = Path(directory), torch.device(device)
         name = dtype if dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         tokenizer = load_tokenizer(directory, needs_template=needs_template)
-        model = build_model(directory, device=device, dtype=getattr(torch, name), load_pretrained=load_pretrained)
+        has_weights = load_pretrained or adapters is not None
+        model = build_model(directory, device=device, dtype=getattr(torch, name), load_pretrained=has_weights)
         eos_ids = end_of_sequence_ids(directory, model.config, tokenizer)
         version = 0 if load_pretrained else NO_VERSION
         return cls(
@@ -151,6 +157,7 @@ class TransformersBackend:
             deterministic=deterministic,
             version=version,
             template_arguments=template_arguments,
+            adapters=adapters,
         )
 
     @property

@@ -59,6 +59,7 @@ from async_rl.learner.stored_tensors import HostCopy, TrainingState, load_traini
 from async_rl.net.wire import SAME_VERSION, Message, decode, encode
 from async_rl.process.fault_points import fault_point
 from async_rl.sampling_mask import largest_id
+from async_rl.weights.adapters import BaseWeights
 
 _BUG = "this is a bug in async-rl, please report it"
 _ARRAYS_PER_BATCH = len(MicroBatch.__dataclass_fields__)
@@ -271,6 +272,11 @@ class FsdpEngine:
         with self._command("save"):
             self._ranks.broadcast(encode("begin_save", {"directory": str(directory)}))
             return self._begin_save(directory, lambda: self._write_files(directory, extra))
+
+    @property
+    def base_weights(self) -> BaseWeights | None:
+        """What the adapters' frozen weights are, on rank 0. None without adapters."""
+        return None if self._adapters is None else self._adapters.base
 
     def _write_files(self, directory: Path, extra: Mapping[str, Any]) -> None:
         """On rank 0, write the files of a checkpoint that have no tensors."""
@@ -531,7 +537,10 @@ class FsdpEngine:
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
         if self._adapters is not None:
-            yield from self._adapters.merged(self._names, self._dtype, self._ranks.device)
+            if self._config.lora.publishes_adapters:
+                yield from self._adapters.published(self._dtype, self._ranks.device)
+            else:
+                yield from self._adapters.merged(self._names, self._dtype, self._ranks.device)
             return
         parameters = {name for name, _ in self._model.causal_lm.named_parameters()}
         for name, tensor in self._tensors().items():

@@ -1,7 +1,8 @@
 """LoRA (arXiv:2106.09685): low-rank adapters on frozen weights, W x + alpha / rank * B (A x), made by peft.
 
-peft puts the adapters into the model's linear layers. Generators and exports get *merged* weights, W + alpha / rank * B
-A, under the base model's names, so they treat a version of a LoRA run like any other version. Checkpoints hold only the
+peft puts the adapters into the model's linear layers. Exports, and generators by default, get *merged* weights, W +
+alpha / rank * B A, under the base model's names, so they treat a version of a LoRA run like any other version. With
+``lora.publish = "adapters"`` generators get A and B only (see ``weights.adapters``). Checkpoints hold only the
 adapters, peft's ``adapter_config.json``, and the path and digest of the frozen weights, because adapters are useless
 with other weights. Adapters have no dropout, because it would make the ratio pi/mu meaningless.
 
@@ -14,12 +15,11 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +28,7 @@ from async_rl.config.learner import LoraConfig
 from async_rl.data.chat import model_directory
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.engine.model import PolicyModel
+from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights, merge, peft_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,10 +38,7 @@ logger = logging.getLogger(__name__)
 ADAPTER_CONFIG = "adapter_config.json"
 """Name of the file with peft's description of the adapters, in checkpoints and in exported adapters."""
 
-_BASE = "adapter_base.json"
 _ADAPTER = "default"
-_PEFT_PREFIX = "base_model.model."
-_PIECE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +68,9 @@ class Adapters:
         assert lora.rank is not None
         _check_targets(model, policy.decoder_layers, lora)
         self._model = model
-        self._scale = lora.alpha / lora.rank
+        self._scale = lora.scale
         self._peft_config = _peft_config(lora, config.model.path)
-        self._base = BaseWeights.of(config.model.path) if is_leader else None
+        self.base = BaseWeights.of(config.model.path) if is_leader else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.run.seed)
             with _weights_on_host(model):
@@ -123,43 +121,26 @@ class Adapters:
             parts = [_whole(state[part], device) for part in (place.weight, place.a, place.b)]
             yield name, merge(*parts, scale=self._scale).to(dtype)
 
+    @torch.no_grad()
+    def published(self, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield the adapters under peft's names, unsharded on ``device``, in the ``dtype`` that they compute in.
+
+        The iterator runs collectives, so all ranks must read it to the end.
+        """
+        state = self._model.state_dict()
+        for name in self.names:
+            yield _peft_name(name), _whole(state[name], device).to(dtype)
+
     def save_config(self, directory: Path) -> None:
         """On rank 0, write the adapters' description, and the base weights' path and digest, into a checkpoint."""
-        assert self._base is not None
+        assert self.base is not None
         self._peft_config.save_pretrained(directory)
-        (directory / _BASE).write_text(json.dumps(asdict(self._base)), encoding="utf-8")
+        (directory / ADAPTER_BASE).write_bytes(self.base.to_json())
 
     def check(self, directory: Path) -> None:
         """On rank 0, raise ``RunError`` if the adapters in the checkpoint ``directory`` belong to other weights."""
-        if self._base is not None:
-            _check_same(directory, self._base)
-
-
-@dataclass(frozen=True, slots=True)
-class BaseWeights:
-    """The frozen weights that adapters belong to: their directory or hub id, and the digest of all safetensors
-    files there.
-    """
-
-    path: str
-    digest: str
-
-    @classmethod
-    def of(cls, path: str) -> BaseWeights:
-        """Compute the digest of the model at ``path``. Every byte is read, which takes seconds for 15 GB.
-
-        Raises:
-            ModelError: there is no such model.
-        """
-        directory = model_directory(path, weights=True)
-        hasher = xxhash.xxh3_128()
-        for file in sorted(directory.glob("*.safetensors")):
-            hasher.update(file.name.encode())
-            with file.open("rb") as content:
-                while piece := content.read(_PIECE_BYTES):
-                    hasher.update(piece)
-        # The path is absolute, because the checkpoint may be used from another working directory. A hub id stays as is.
-        return cls(str(Path(path).resolve()) if Path(path).is_dir() else path, hasher.hexdigest())
+        if self.base is not None:
+            _check_same(directory, self.base)
 
 
 def _check_same(directory: Path, found: BaseWeights) -> None:
@@ -169,11 +150,6 @@ def _check_same(directory: Path, found: BaseWeights) -> None:
             f"the adapters in {directory} belong to other weights than those in {found.path}: expected digest "
             f"{began.digest}, got {found.digest}; put the model back that the run began with ({began.path})"
         )
-
-
-def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Tensor:
-    """Return ``W + scale * B A``, float32 [O, I]."""
-    return weight_OI.float() + scale * (b_OR.float() @ a_RI.float())
 
 
 def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, Tensor]) -> None:
@@ -192,14 +168,19 @@ def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, T
         if weight is None or weight.shape != (b.shape[0], a.shape[1]):
             raise RunError(
                 f"{directory}: expected a weight of shape [{b.shape[0]}, {a.shape[1]}] for the adapter of {module}, "
-                f"got {'none' if weight is None else list(weight.shape)}; put the model back that {_BASE} names"
+                f"got {'none' if weight is None else list(weight.shape)}; put the model back that {ADAPTER_BASE} names"
             )
         weight.data = merge(weight.data, a, b, scale=scale).to(weight.dtype)
 
 
 def peft_names(adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a checkpoint's adapters under the names that peft uses in its files."""
-    return {_PEFT_PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor.contiguous() for name, tensor in adapters.items()}
+    return {_peft_name(name): tensor.contiguous() for name, tensor in adapters.items()}
+
+
+def _peft_name(name: str) -> str:
+    module, _, kind = name.partition(".lora_")
+    return peft_name(module, kind[0])
 
 
 def has_adapters(directory: Path) -> bool:
@@ -213,7 +194,7 @@ def base_weights(directory: Path) -> BaseWeights:
     Raises:
         RunError: the checkpoint does not name the weights.
     """
-    found = _read(directory, _BASE)
+    found = _read(directory, ADAPTER_BASE)
     return BaseWeights(str(found["path"]), str(found["digest"]))
 
 
