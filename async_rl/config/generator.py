@@ -81,6 +81,7 @@ BACKENDS: Mapping[str, BackendCapabilities] = MappingProxyType(
             stop_token_ids=True,
             recomputes_kv=True,
             splits_model=True,
+            applies_adapters=True,
             min_temperature=0.01,  # at lower settings vLLM samples at a higher temperature than requested
             package="vllm",
             package_version="0.32",

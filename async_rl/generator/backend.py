@@ -2,8 +2,8 @@
 
 A backend is an inference engine behind the protocol ``Backend``. The generator's loop calls ``step``, which decodes one
 token of every running sequence and returns the samples that finished. An engine that decodes by itself only collects
-its outputs in ``step``. ``activate`` applies new weights between two steps. Running sequences then go on, and every
-token carries the version that sampled it.
+its outputs in ``step``. ``activate`` applies new weights between two steps. Running sequences then go on, with the new
+weights or (vLLM with adapters) with those that they began with, and every token carries the version that sampled it.
 
 ``build_backend`` builds the engine that ``generator.backend`` names, for the generator command, offline evaluation and
 the doctor. ``config.generator.BACKENDS`` says what each built-in backend can do. A new built-in backend needs a module,

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -34,6 +34,8 @@ _SPARE = 8
 """vLLM also keeps tokens that tie with the k-th logit. Request this many more log-probabilities to detect them."""
 _MAX_LISTED = 4096
 """The most log-probabilities to request per token."""
+_MOST_VERSIONS = 16
+"""The most versions of adapters in flight. vLLM keeps memory for all of them on the device."""
 
 
 def check_installed() -> None:
@@ -79,8 +81,10 @@ def workers_receive(config: Config, *, device: str) -> bool:
 
     On a GPU they do so while the engine decodes, so they need memory for a second version there. With several workers
     the engine and the broadcast would both use NCCL on each device, in an order that may differ from worker to worker,
-    and could wait for each other for ever.
+    and could wait for each other for ever. Versions of adapters alone are small, and vLLM loads them from files.
     """
+    if config.lora.publishes_adapters:
+        return False
     if device == "cpu":
         return True
     has_broadcasts = config.weights.transport != "tcp" and config.weights.port is None
@@ -95,12 +99,16 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
     kv_bytes = vllm.kv_cache_bytes or (_CPU_KV_BYTES if is_cpu else None)
     from vllm.config import WeightTransferConfig  # pyright: ignore[reportMissingImports]
 
+    transfer: dict[str, Any] = {"weight_transfer_config": WeightTransferConfig(backend=TRANSFER_NAME)}
+    if config.lora.publishes_adapters:
+        transfer = lora_arguments(config)
     return {
         "model": str(directory),
         "runner": "generate",  # a config without "architectures" would become a model for embeddings
         "tokenizer": str(tokenizer_directory(directory)),
         "skip_tokenizer_init": not config.sampling.stop,
-        "load_format": "dummy",  # weights come from the learner, never from a file
+        # Weights come from the learner, and from files only below adapters.
+        "load_format": "auto" if config.lora.publishes_adapters else "dummy",
         "dtype": dtype,
         # Do not use the sampling parameters of the model's generation_config.json.
         "generation_config": "vllm",
@@ -116,11 +124,42 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
         # For a prompt that is read in parts, vLLM rewinds the random numbers. torch's CPU generators can't do that, and
         # the engine would fail.
         **({"enable_chunked_prefill": False} if is_cpu else {}),
-        "weight_transfer_config": WeightTransferConfig(backend=TRANSFER_NAME),
+        **transfer,
         "additional_config": {DOUBLE_BUFFER: workers_receive(config, device=device)},
         "worker_extension_cls": "async_rl.generator.vllm.weights.WorkerCalls",
         "disable_log_stats": True,
         "seed": 0,
+    }
+
+
+def max_versions(config: Config) -> int:
+    """Return how many versions of adapters may be in flight: those within the staleness bound, and an older one of
+    evaluations.
+    """
+    return min(config.queue.max_staleness + 2, _MOST_VERSIONS)
+
+
+def lora_arguments(config: Config) -> dict[str, Any]:
+    """Return the keyword arguments of vLLM's ``AsyncEngineArgs`` for adapters.
+
+    Raises:
+        ModelError: vLLM has no kernels for adapters of this rank.
+    """
+    from vllm.config.lora import MaxLoRARanks  # pyright: ignore[reportMissingImports]
+
+    rank, ranks = config.lora.rank or 0, sorted(get_args(MaxLoRARanks))
+    if rank > ranks[-1]:
+        raise ModelError(
+            f'lora.rank: expected at most {ranks[-1]} with lora.publish = "adapters" and generator.backend = "vllm", '
+            f'got {rank}; lower it, or set lora.publish = "merged"'
+        )
+    most = max_versions(config)
+    return {
+        "enable_lora": True,
+        "max_lora_rank": next(one for one in ranks if one >= rank),
+        "max_loras": most,
+        "max_cpu_loras": most + 1,  # the newest one may have no request yet
+        "lora_dtype": "auto",
     }
 
 

@@ -39,6 +39,7 @@ from async_rl.generator.vllm.adapter import (
     workers_receive,
 )
 from async_rl.generator.vllm.engine import KvCacheCapacity, Piece, VllmEngine
+from async_rl.generator.vllm.lora_versions import LoraVersions
 from async_rl.generator.vllm.shared_staging import SharedStaging
 from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, FinishReason, Lease
@@ -55,13 +56,18 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length
 
 @dataclass(slots=True, eq=False)
 class _Rollout:
-    """One sample of a lease that runs in the engine or waits for a slot. ``index`` is its number in the lease."""
+    """One sample of a lease that runs in the engine or waits for a slot. ``index`` is its number in the lease.
+
+    If versions are adapters, ``adapter`` is the engine's id of those that sample it, and ``version`` their version.
+    """
 
     lease: Lease
     index: int
     prompt_ids: np.ndarray
     parameters: Any
     gathered: Gathered
+    adapter: int = 0
+    version: int = NO_VERSION
 
 
 @dataclass(slots=True, eq=False)
@@ -96,8 +102,9 @@ class VllmBackend:
         recompute: bool,
         ranks: EngineRanks | None,
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
+        lora: LoraVersions | None = None,
     ) -> None:
-        self._engine, self._table = engine, table
+        self._engine, self._table, self._lora = engine, table, lora
         self._tokenizer: Any = tokenizer
         self._template_arguments = template_arguments
         self._eos_ids = eos_ids
@@ -138,15 +145,17 @@ class VllmBackend:
         wanted = config.sampling.max_prompt_tokens + max(config.sampling.max_new_tokens, *answers, 0)
         max_length = min(wanted, getattr(text_config, "max_position_embeddings", None) or wanted)
         engine = VllmEngine.start(engine_arguments(directory, config, device=device, max_length=max_length))
+        has_adapters = config.lora.publishes_adapters
         return cls(
             engine,
             tokenizer,
             WeightTable(model),
+            lora=LoraVersions(engine, model, config, directory) if has_adapters else None,
             eos_ids=end_of_sequence_ids(directory, model.config, tokenizer),
             max_running=config.generator.batch_size,
             max_length=max_length,
             recompute=config.generator.kv_after_update == "recompute",
-            ranks=_engine_ranks(engine, config, device),
+            ranks=None if has_adapters else _engine_ranks(engine, config, device),
             template_arguments=config.data.template_arguments,
         )
 
@@ -235,8 +244,14 @@ class VllmBackend:
         """Sample with ``weights`` from now on. See ``backend.Backend``.
 
         Return the pause: the seconds in which vLLM's engine could not run a decode step (see
-        ``VllmEngine.load_paused``).
+        ``VllmEngine.load_paused``). If ``weights`` are adapters, running sequences keep theirs.
         """
+        if self._lora is not None:
+            self._lora.check(weights)
+            pause_s = self._lora.activate(weights, self._adapters_in_flight())
+            self._version = version
+            self._num_activations += 1
+            return pause_s
         self._table.check(weights)
         if isinstance(weights, HeldByEngine):
             source = {"received": weights.number}
@@ -281,7 +296,8 @@ class VllmBackend:
             for position in range(len(ids) - given.num_scored, len(ids)):
                 name = f"given {self._num_scorings} {len(wanted)}"
                 wanted.append((name, ids[position]))
-                self._engine.add(name, ids[:position], scoring_parameters(temperature, ids[position]), cache_salt=salt)
+                parameters = scoring_parameters(temperature, ids[position])
+                self._engine.add(name, ids[:position], parameters, cache_salt=salt, adapter=self._newest_adapter)
         return self._scored(wanted)
 
     def _scored(self, wanted: Sequence[tuple[str, int]]) -> np.ndarray:
@@ -312,9 +328,10 @@ class VllmBackend:
     def digests(self) -> Mapping[str, str]:
         """Return the digest of each parameter in vLLM's workers. See ``parity.ScoringBackend``.
 
-        The names are vLLM's. Some of its parameters join several of the model's.
+        The names are vLLM's. Some of its parameters join several of the model's. The newest adapters follow, if there
+        are any.
         """
-        return self._engine.digests()
+        return self._engine.digests(self._newest_adapter)
 
     def close(self) -> None:
         self._waiting.clear()
@@ -325,16 +342,27 @@ class VllmBackend:
         if self._ranks is not None:
             self._ranks.end()
 
+    @property
+    def _newest_adapter(self) -> int:
+        return 0 if self._lora is None else self._lora.newest
+
+    def _adapters_in_flight(self) -> set[int]:
+        return {rollout.adapter for rollout in self._running.values()}
+
     def _admit_waiting(self) -> None:
         while self._waiting and len(self._running) < self._capacity.max_running:
+            if self._lora is not None and not self._lora.may_start(self._adapters_in_flight()):
+                return
             rollout = self._waiting.popleft()
+            rollout.adapter, rollout.version = self._newest_adapter, self._version
             self._num_requests += 1
             # vLLM adds a part that makes the name unique; outputs have our name.
             request_id = f"{self._num_requests}"
             self._running[request_id] = self._leases[rollout.lease.lease_id].running[request_id] = rollout
             self._engine.add(
-                request_id, rollout.prompt_ids.tolist(), rollout.parameters, cache_salt=f"{self._num_activations}"
-            )
+                request_id, rollout.prompt_ids.tolist(), rollout.parameters, cache_salt=f"{self._num_activations}",
+                adapter=rollout.adapter,
+            )  # fmt: skip
 
     def _take(self, piece: Piece) -> Sampled | None:
         """Add an output of the engine to its rollout.
@@ -362,7 +390,10 @@ class VllmBackend:
 
     def _sampled(self, rollout: _Rollout, piece: Piece, finish_reason: FinishReason) -> Sampled:
         token_ids, logprobs = rollout.gathered.arrays()
-        versions = token_versions(piece.spans, len(token_ids))
+        if rollout.adapter:
+            versions = np.full(len(token_ids), rollout.version, np.int32)
+        else:
+            versions = token_versions(piece.spans, len(token_ids))
         if np.isnan(logprobs).any():
             raise WeightsError(
                 f"version {versions[np.isnan(logprobs)][0]} gives NaN logprobs for {int(np.isnan(logprobs).sum())} of "

@@ -15,6 +15,7 @@ import contextlib
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from async_rl.errors import EngineError, ModelError, WeightsError
@@ -66,6 +67,7 @@ class VllmEngine:
         self._loop, self.load = loop, load
         self._llm: Any = llm
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._adapters: dict[int, Any] = {}
         self._pieces: list[Piece] = []
         self._failure: BaseException | None = None
         self._arrived = asyncio.Event()
@@ -124,24 +126,32 @@ class VllmEngine:
         """The model's dtype by its name in torch, for example ``bfloat16``."""
         return str(self._llm.model_config.dtype).removeprefix("torch.")
 
-    def digests(self) -> dict[str, str]:
-        """Return the digests of all parameters of all workers, by ``RANK:NAME``."""
-        of_ranks = self._run(asyncio.wait_for(self._llm.collective_rpc("held_digests"), _UPDATE_LIMIT_S))
+    def digests(self, adapter: int = 0) -> dict[str, str]:
+        """Return the digests of all parameters of all workers, by ``RANK:NAME``, and those of an ``adapter`` if it is
+        not 0.
+        """
+        call = self._llm.collective_rpc("held_digests", args=(adapter,))
+        of_ranks = self._run(asyncio.wait_for(call, _UPDATE_LIMIT_S))
         return {f"{rank}:{name}": digest for rank, held in enumerate(of_ranks) for name, digest in held.items()}
 
-    def add(self, request_id: str, prompt_ids: Sequence[int], parameters: Any, *, cache_salt: str) -> None:
+    def add(
+        self, request_id: str, prompt_ids: Sequence[int], parameters: Any, *, cache_salt: str, adapter: int = 0
+    ) -> None:
         """Start a request; ``poll`` returns its outputs.
 
-        Prompts with the same ``cache_salt`` may share cached keys and values.
+        Prompts with the same ``cache_salt`` may share cached keys and values. ``adapter`` is the id of the adapters
+        that ``change_adapters`` has added, 0 for none.
         """
         from vllm.inputs import tokens_input  # pyright: ignore[reportMissingImports]
 
         prompt = tokens_input(list(prompt_ids), cache_salt=cache_salt)
-        self._tasks[request_id] = self._loop.create_task(self._follow(request_id, prompt, parameters))
+        self._tasks[request_id] = self._loop.create_task(
+            self._follow(request_id, prompt, parameters, self._adapters.get(adapter))
+        )
 
-    async def _follow(self, request_id: str, prompt: Any, parameters: Any) -> None:
+    async def _follow(self, request_id: str, prompt: Any, parameters: Any, adapter: Any) -> None:
         try:
-            async for output in self._llm.generate(prompt, parameters, request_id):
+            async for output in self._llm.generate(prompt, parameters, request_id, lora_request=adapter):
                 answer = output.outputs[0]
                 self._pieces.append(
                     Piece(request_id, answer.token_ids, answer.logprobs, answer.finish_reason, answer.weight_versions)
@@ -228,6 +238,27 @@ class VllmEngine:
         await llm.update_weights(WeightTransferUpdateRequest(update_info=dict(source)))
         await llm.finish_weight_update(str(version))
         await llm.resume_generation()
+        return time.perf_counter() - started_s
+
+    def change_adapters(self, number: int, directory: Path, *, remove: Sequence[int]) -> float:
+        """Forget the adapters ``remove``, and load those in ``directory`` under the id ``number``. Running requests go
+        on with their own. Return the seconds that it took; the engine runs no step while it loads.
+
+        Raises:
+            WeightsError: vLLM can't load them.
+        """
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        request = LoRARequest(str(number), number, str(directory))
+        pause_s = self._call("load the adapters of a new version", self._change_adapters(request, remove))
+        self._adapters = {n: r for n, r in self._adapters.items() if n not in remove} | {number: request}
+        return pause_s
+
+    async def _change_adapters(self, request: Any, remove: Sequence[int]) -> float:
+        started_s = time.perf_counter()
+        for number in remove:
+            await self._llm.remove_lora(number)
+        await self._llm.add_lora(request)
         return time.perf_counter() - started_s
 
     def _call(self, what: str, call: Coroutine[Any, Any, _T]) -> _T:

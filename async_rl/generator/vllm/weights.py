@@ -46,11 +46,11 @@ _SLACK_BYTES = 8 * ALIGNMENT
 class WorkerCalls:
     """Methods that vLLM adds to its worker class, so that ``plugin`` and the generator can call them in each worker."""
 
-    def held_digests(self) -> dict[str, str]:
+    def held_digests(self, adapter: int) -> dict[str, str]:
         """Return a digest of each parameter that the model now computes with, by the parameter's name.
 
         It is the digest of the parameter's bytes. Where a kernel has packed these away, it is the digest of the layer's
-        output for a fixed input.
+        output for a fixed input. If ``adapter`` is not 0, the matrices of the adapters with this id follow.
         """
         model: Any = getattr(self, "get_model")()  # noqa: B009  (the worker's own)
         held: dict[str, str] = {}
@@ -58,6 +58,14 @@ class WorkerCalls:
             layer = model.get_submodule(name.rpartition(".")[0])
             is_packed = parameter.numel() == 0 and hasattr(layer, "input_size_per_partition")
             held[name] = digest_bytes(_bytes_of(_effect(layer, parameter) if is_packed else parameter))
+        if adapter:
+            runner: Any = getattr(self, "model_runner")  # noqa: B009  (the worker's own)
+            for name, layer in runner.lora_manager._adapter_manager.get_adapter(adapter).loras.items():
+                for letter, matrices in (("A", layer.lora_a), ("B", layer.lora_b)):
+                    parts = matrices if isinstance(matrices, list) else [matrices]
+                    for index, part in enumerate(parts):
+                        if part is not None:  # vLLM joins layers, of which some may have no adapter
+                            held[f"{name}.lora_{letter}.{index}"] = digest_bytes(_bytes_of(part))
         return held
 
 
