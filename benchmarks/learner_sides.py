@@ -33,7 +33,8 @@ from transformers import AutoModelForCausalLM
 
 from async_rl.config.config import Config
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.model import PolicyModel, build_optimizer, load_model, to_device
+from async_rl.learner.engine.model import PolicyModel, load_model, to_device
+from async_rl.learner.engine.optimizer import build_optimizer
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.packing import TrainSequence, pack
 from async_rl.process.child import reuse_freed_memory
@@ -70,9 +71,9 @@ class Weights:
             self._masters = [nn.Parameter(p.detach().float()) for p in self._computed]
             for parameter in self._computed:  # not model.to(): buffers keep their dtype
                 parameter.data = parameter.data.to(task.torch_dtype)
-        self._optimizer = build_optimizer(
-            cast(list[nn.Parameter], self._masters), config.optimizer, config.optimizer.lr
-        )
+        named = {str(number): cast(nn.Parameter, master) for number, master in enumerate(self._masters)}
+        self._optimizer = build_optimizer(named, config.optimizer)
+        self._lr = config.optimizer.lr
         self._max_norm = config.optimizer.max_grad_norm
 
     def step(self, num_tokens: int) -> float:
@@ -82,7 +83,7 @@ class Weights:
                 master.grad, computed.grad = cast(Tensor, computed.grad).float(), None
         torch._foreach_div_([cast(Tensor, p.grad) for p in self._masters], num_tokens)
         norm = float(nn.utils.clip_grad_norm_(self._masters, self._max_norm))
-        self._optimizer.step()
+        self._optimizer.step(self._lr)
         self._optimizer.zero_grad()
         if self._masters is not self._computed:
             with torch.no_grad():

@@ -42,7 +42,7 @@ from async_rl.learner.checkpoint import checkpoint_name, read_extra
 from async_rl.learner.checkpoint_writer import write_checkpoint
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.model import Schedule
+from async_rl.learner.engine.optimizer import Schedule
 from async_rl.learner.engine.ranks import Ranks, init_ranks
 from async_rl.learner.export import check_export_target, export_checkpoint
 from async_rl.learner.losses.objective import SupervisedObjective

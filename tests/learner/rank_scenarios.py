@@ -289,7 +289,7 @@ def losses(directory: Path) -> None:
                 stop_following(engine)
             else:
                 follow_once(engine)
-            tensors: dict[str, Any] = engine._optimizer_tensors()
+            tensors: dict[str, Any] = engine._optimizer.tensors()
             whole = {name: tensor.full_tensor().numpy() for name, tensor in tensors.items()}
             if ranks.is_leader:
                 np.savez(stem.with_suffix(".npz"), **whole)

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from async_rl.config.config import Config
 from async_rl.data.chat import model_files
@@ -32,7 +31,8 @@ from async_rl.learner.engine.flops import StepFlops, device_peak
 from async_rl.learner.engine.loading import Weights, load_policy, load_reference, read_tested
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.mesh import Mesh
-from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, to_device
+from async_rl.learner.engine.model import PolicyModel, to_device
+from async_rl.learner.engine.optimizer import Schedule, build_optimizer, by_mesh, total_norm
 from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
@@ -137,8 +137,8 @@ class FsdpEngine:
                     f"got {self._reference.vocab_size}; choose one with the same tokenizer"
                 )
             self._shard(weights, reference_weights)
-            self._parameters = [p for p in self._model.parameters() if p.requires_grad]
-            self._optimizer = build_optimizer(self._parameters, config.optimizer, self._schedule.lr_at(0))
+            self._parameters = {n: p for n, p in self._model.causal_lm.named_parameters() if p.requires_grad}
+            self._optimizer = build_optimizer(self._parameters, config.optimizer)
             self._num_updates = 0
             self._clock, self._flops = PhaseClock(ranks.device), StepFlops.of_model(self._model.causal_lm)
             self._files = model_files(config.model.path) if ranks.is_leader else {}
@@ -506,23 +506,21 @@ class FsdpEngine:
 
         A skipped step does not change weights, optimizer and schedule.
         """
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if not denominator:
             self._optimizer.zero_grad()
             return StepOutcome("nothing is left to train on: every sequence was skipped or masked", 0.0, lr)
-        norm = get_total_norm(gradients)
         # FSDP averages gradients over ranks, but we need their sum.
         scale = (self._ranks.layout.num_summed if self._is_sharded else 1) / denominator
-        grad_norm = scale * float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        grad_norm = scale * total_norm(gradients)
         if why_skip or not np.isfinite(grad_norm):
             self._optimizer.zero_grad()
             return StepOutcome(why_skip or f"the gradient norm is {grad_norm}", grad_norm, lr)
         # As clip_grad_norm_ does, in one pass over the gradients with the scaling.
         clip = min(1.0, self._config.optimizer.max_grad_norm / (grad_norm + 1e-6))
-        torch._foreach_mul_(gradients, scale * clip)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        for of_mesh in by_mesh(gradients):
+            torch._foreach_mul_(of_mesh, scale * clip)
+        self._optimizer.step(lr)
         self._optimizer.zero_grad()
         self._num_updates += 1
         return StepOutcome("", grad_norm, lr)
@@ -548,18 +546,9 @@ class FsdpEngine:
             wire = tensor.to(self._ranks.device, self._dtype) if name in parameters else tensor
             yield name, wire.full_tensor() if isinstance(wire, DTensor) else wire
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        named = dict(self._model.causal_lm.named_parameters())
-        return {
-            f"{key}.{name}": self._optimizer.state[parameter][key]
-            for name, parameter in named.items()
-            if parameter.requires_grad
-            for key in ("exp_avg", "exp_avg_sq")
-        }
-
     def _training_state(self) -> TrainingState:
         return TrainingState.of(
-            self._tensors(), self._optimizer_tensors(), num_updates=self._num_updates, ranks=self._ranks
+            self._tensors(), self._optimizer.tensors(), num_updates=self._num_updates, ranks=self._ranks
         )
 
     def _begin_save(self, directory: Path, then: Callable[[], None]) -> Future[None]:
@@ -584,10 +573,9 @@ class FsdpEngine:
         if self._adapters is not None:
             self._adapters.check(directory)
         self._num_updates = load_training_state(
-            directory, self._tensors(), self._optimizer_tensors(), ranks=self._ranks
+            directory, self._tensors(), self._optimizer.tensors(), ranks=self._ranks
         )
-        for state in self._optimizer.state.values():
-            state["step"].fill_(self._num_updates)
+        self._optimizer.resume(self._num_updates)
 
 
 def _check_versions(micro_batch: MicroBatch, version: int) -> None:

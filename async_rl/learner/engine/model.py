@@ -1,28 +1,26 @@
-"""The policy as the engine trains it, and its optimizer. Called by ``fsdp_engine.py``.
+"""The policy as the engine trains it. Called by ``fsdp_engine.py``.
 
 ``load_model`` loads a Hugging Face causal LM with float32 master weights. ``PolicyModel`` computes log-probabilities of
 the trained tokens. It runs the decoder on packed rows, or on padded ones if the model can't compute packed rows, and
-the head only where a trained token is predicted.
-``Schedule`` gives the learning rate. ``build_optimizer`` creates AdamW. Shape letters: T = packed tokens, N = trained
-tokens, B = padded rows (one for each sequence), L = tokens of the longest, d = hidden size.
+the head only where a trained token is predicted. Shape letters: T = packed tokens, N = trained tokens, B = padded rows
+(one for each sequence), L = tokens of the longest, d = hidden size.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from async_rl.attention_limits import caps_attention
-from async_rl.config.learner import ModelConfig, OptimizerConfig
+from async_rl.config.learner import ModelConfig
 from async_rl.data.chat import check_precision, model_directory
 from async_rl.errors import ModelError
 from async_rl.learner.engine.attention import PackedLayout, packed_layout, use_packed_attention
@@ -321,52 +319,3 @@ class PolicyModel(nn.Module):
         ids_BL = batch.token_ids.index_select(0, rows.gather).view(rows.num_sequences, rows.max_length)
         output = self.causal_lm.base_model(input_ids=ids_BL, attention_mask=None, use_cache=False)
         return output.last_hidden_state.flatten(0, 1).index_select(0, batch.layout.restore)
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """The learning rate as a function of the number of updates done.
-
-    Cosine and linear schedules decrease to ``min_ratio * lr`` at ``total_updates``.
-    """
-
-    kind: Literal["constant", "cosine", "linear"]
-    lr: float
-    warmup_updates: int
-    total_updates: int
-    min_ratio: float
-
-    def lr_at(self, num_updates: int) -> float:
-        """Return the learning rate of the next update after ``num_updates`` updates. The warm-up begins above 0."""
-        if num_updates < self.warmup_updates:
-            return self.lr * (num_updates + 1) / self.warmup_updates
-        if self.kind == "constant":
-            return self.lr
-        span = max(1, self.total_updates - self.warmup_updates)
-        progress = min(1.0, (num_updates - self.warmup_updates) / span)
-        share = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
-        return self.lr * (self.min_ratio + (1 - self.min_ratio) * share)
-
-
-def build_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig, lr: float) -> torch.optim.AdamW:
-    """Create a fused AdamW for the trainable ``parameters``. Only matrices have weight decay, not norms and biases.
-
-    The optimizer's state is created now, not at the first step, so that a checkpoint can be loaded into it.
-    """
-    trained = [p for p in parameters if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=lr,
-        betas=config.betas,
-        fused=True,
-    )
-    for parameter in trained:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-        }
-    return optimizer

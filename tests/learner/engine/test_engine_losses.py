@@ -55,7 +55,7 @@ class OneRank:
         self.engine._config, self.engine._objective = config, policy_objective(config)
         self.stats = self.engine.update(sequences, version=VERSION)
         assert self.stats.stepped, self.stats.reason
-        return {n: t.clone() for n, t in self.engine._optimizer_tensors().items() if n.startswith("exp_avg.")}
+        return {n: t.clone() for n, t in self.engine._optimizer.tensors().items() if n.startswith("exp_avg.")}
 
     def _whole(self, loss: str) -> Tensors:
         """Of all sequences in one micro-batch."""
@@ -142,7 +142,7 @@ def test_a_step_that_is_judged_as_a_whole_has_one_gradient_however_it_is_cut(one
         one.engine._config, one.engine._objective = config, policy_objective(config)
         step = judge_step(one.sequences, one.engine.score_policy(one.sequences), config.loss)
         stats = one.engine.update(step.sequences, version=VERSION)
-        gradient = {n: t.clone() for n, t in one.engine._optimizer_tensors().items() if n.startswith("exp_avg.")}
+        gradient = {n: t.clone() for n, t in one.engine._optimizer.tensors().items() if n.startswith("exp_avg.")}
         found.append((gradient, stats, step.counts))
     (whole, stats, counts), (cut, cut_stats, cut_counts) = found
     assert_same_gradient(cut, whole)

@@ -120,7 +120,7 @@ def test_only_adapters_are_trained_and_saved(directory: Path):
     moments = load_tensors(first, OPTIMIZER)
     assert {name.partition(".")[2] for name in moments} == set(adapters)
     engine = make_engine(directory)
-    assert sum(p.numel() for p in engine._parameters) == sum(t.numel() for t in adapters.values())
+    assert sum(p.numel() for p in engine._parameters.values()) == sum(t.numel() for t in adapters.values())
 
 
 def test_frozen_weights_are_kept_in_the_dtype_they_compute_in_and_adapters_in_float32(directory: Path):

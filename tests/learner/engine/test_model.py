@@ -1,4 +1,4 @@
-"""What ``load_model`` refuses, what a policy computes and where; learning rates by hand; what weight decay touches."""
+"""What ``load_model`` refuses, and what a policy computes and where."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from async_rl.config.learner import ModelConfig, OptimizerConfig
+from async_rl.config.learner import ModelConfig
 from async_rl.data.chat import check_model
 from async_rl.errors import ModelError
-from async_rl.learner.engine.model import PolicyModel, Schedule, build_optimizer, head_dtype, load_model, to_device
+from async_rl.learner.engine.model import PolicyModel, head_dtype, load_model, to_device
 from async_rl.learner.packing import pack
 from tests.families.catalogue import build
 from tests.learner.engine.logits_rows import LogitsRows
@@ -161,43 +161,3 @@ def test_a_float32_head_does_not_round_the_logits_of_a_bfloat16_model(tmp_path: 
     torch.testing.assert_close(policy(batch).logprobs, exact.float(), rtol=1e-6, atol=1e-6)
     policy.head_dtype = None
     assert (policy(batch).logprobs - exact).abs().max() > 1e-5
-
-
-def schedule(kind: str, *, warmup: int = 0) -> Schedule:
-    return Schedule(kind=kind, lr=1.0, warmup_updates=warmup, total_updates=10 + warmup, min_ratio=0.2)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        # 0.2 + 0.8 * (1 - n / 10) at n = 0, 5, 10, 20.
-        ("linear", [1.0, 0.6, 0.2, 0.2]),
-        # 0.2 + 0.8 * (1 + cos(pi n / 10)) / 2.
-        ("cosine", [1.0, 0.6, 0.2, 0.2]),
-        ("constant", [1.0, 1.0, 1.0, 1.0]),
-    ],
-)
-def test_rate_falls_to_its_floor_and_stays_there(kind: str, expected: list[float]):
-    assert [schedule(kind).lr_at(n) for n in (0, 5, 10, 20)] == pytest.approx(expected)
-
-
-def test_warm_up_rises_in_equal_parts_and_then_the_schedule_begins():
-    # Four warm-up updates: 1/4, 2/4, 3/4, 4/4; the fifth starts the cosine at its top.
-    assert [schedule("cosine", warmup=4).lr_at(n) for n in range(5)] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
-
-
-def test_weight_decay_pulls_matrices_only():
-    matrix, norm = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
-    optimizer = build_optimizer([matrix, norm], OptimizerConfig(weight_decay=0.5), 0.1)
-    matrix.grad, norm.grad = torch.zeros(2, 2), torch.zeros(2)
-    optimizer.step()
-    # With a zero gradient only decay is left: 1 - lr * decay = 1 - 0.1 * 0.5.
-    torch.testing.assert_close(matrix.detach(), torch.full((2, 2), 0.95))
-    torch.testing.assert_close(norm.detach(), torch.ones(2))
-
-
-def test_state_is_there_before_the_first_step_and_frozen_parameters_have_none():
-    trained, frozen = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2), requires_grad=False)
-    optimizer = build_optimizer([trained, frozen], OptimizerConfig(), 0.1)
-    assert set(optimizer.state) == {trained}
-    assert set(optimizer.state[trained]) == {"step", "exp_avg", "exp_avg_sq"}
