@@ -226,6 +226,20 @@ class Config(Section):
                 )
 
     @property
+    def longest_sequence(self) -> int:
+        """Number of tokens of the longest sequence that a micro-batch can hold: answers with a longer one can't be
+        trained.
+        """
+        return self.learner.max_tokens * self.parallel.sequence
+
+    @property
+    def longest_sequence_keys(self) -> str:
+        """What ``longest_sequence`` is, for messages: keys, and their values if there are several."""
+        if self.parallel.sequence == 1:
+            return "learner.max_tokens"
+        return f"learner.max_tokens x parallel.sequence = {self.learner.max_tokens} x {self.parallel.sequence}"
+
+    @property
     def system_prompt(self) -> str:
         """The system message that rows without one get. Empty if there is none."""
         if self.data.system_prompt is not None:

@@ -153,7 +153,8 @@ class LearnerConfig(Section):
         default=16384,
         ge=1,
         description="Maximum number of tokens in one micro-batch of one rank, with the padding of padded rows; it "
-        "determines the memory that training uses. Answers with a longer sequence are left out of the loss.",
+        "determines the memory that training uses. Ranks that share a micro-batch (parallel.sequence) have as many "
+        "times more. Answers with a sequence that is longer than a micro-batch are left out of the loss.",
     )
     packing: Literal["auto", "packed", "padded"] = Field(
         default="auto",

@@ -28,7 +28,7 @@ class ParallelConfig(Section):
         default=1,
         ge=1,
         description="Number of ranks that compute each micro-batch together, each a part of its tokens. The longest "
-        "sequence is as many times learner.max_tokens.",
+        "sequence has this number times learner.max_tokens tokens.",
     )
     tensor: int = Field(
         default=1,

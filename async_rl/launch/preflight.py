@@ -206,13 +206,13 @@ def check_lengths(config: Config, rows: Sequence[Row]) -> None:
     Raises:
         ConfigError: ``learner.max_tokens``, the model's context length or ``sampling.max_prompt_tokens`` is too small.
     """
-    sampling, limit = config.sampling, config.learner.max_tokens
+    sampling, limit = config.sampling, config.longest_sequence
     longest = sampling.max_prompt_tokens + sampling.max_new_tokens
     what = f"sampling.max_prompt_tokens + max_new_tokens = {sampling.max_prompt_tokens} + {sampling.max_new_tokens}"
     if longest > limit:
         raise ConfigError(
-            f"learner.max_tokens: expected at least {longest} ({what}), got {limit}; raise it to {longest}, or lower "
-            f"the other two"
+            f"{config.longest_sequence_keys}: expected at least {longest} ({what}), got {limit}; raise "
+            f"learner.max_tokens to {-(-longest // config.parallel.sequence)}, or lower the other two"
         )
     if not has_model(config.generator.backend):
         return

@@ -35,7 +35,7 @@ MASK_CAUSES = (
 - ``failed``: its inference engine failed.
 - ``filter``: its group's accuracy is outside ``queue.filter_range``, and ``queue.refill`` is false.
 - ``truncated``: it was cut at ``sampling.max_new_tokens``, and ``loss.mask_truncated`` is set.
-- ``too_long``: one of its sequences has more than ``learner.max_tokens`` tokens, so no micro-batch can hold it.
+- ``too_long``: one of its sequences has more than ``Config.longest_sequence`` tokens, so no micro-batch can hold it.
 - ``best_k``: it is not among the best ``loss.best_k`` of its group.
 - ``stale``: some of its tokens exceed the staleness bound, and ``queue.on_stale`` is "mask". Only these are left out.
 - ``skip_threshold``: its ratios are beyond ``loss.skip_threshold``, or a rule of ``loss.rules`` masks all its tokens.
@@ -126,7 +126,7 @@ def prepare_batch(
         known_weights: returns whether this run published the weights with which a group was sampled.
         oldest_version: tokens sampled with an earlier version are left out of the loss. None: all tokens stay.
         vocab_size: token ids must be below it. None: no limit.
-        max_tokens: the value of ``learner.max_tokens``; rollouts with a longer sequence are masked. None: no limit.
+        max_tokens: ``Config.longest_sequence``; rollouts with a longer sequence are masked. None: no limit.
         routing: the shape of the routes to replay. None: the model's routers choose, and routes are left out.
     """
     builder = _Builder(oldest_version)
@@ -210,7 +210,8 @@ def _warn_of_too_long(rollouts: Sequence[Rollout], max_tokens: int | None) -> No
         longest = max(len(sequence.token_ids) for rollout in rollouts for sequence in rollout.sequences)
         logger.warning(
             "%d answers of this step are left out of the loss (masked/too_long in metrics.jsonl): expected at most "
-            "learner.max_tokens = %s tokens, got up to %d; raise it, or lower sampling.max_new_tokens",
+            "learner.max_tokens x parallel.sequence = %s tokens, got up to %d; raise one of these, or lower "
+            "sampling.max_new_tokens",
             len(rollouts),
             max_tokens,
             longest,

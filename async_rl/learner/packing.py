@@ -281,8 +281,8 @@ def _check(sequence: TrainSequence, max_tokens: int) -> None:
         raise ValueError(f"{where}: expected at least one token, got none; {_BUG}")
     if length > max_tokens:
         raise ValueError(
-            f"{where}: expected at most learner.max_tokens = {max_tokens} tokens, got {length}; raise it to at least "
-            f"sampling.max_prompt_tokens + sampling.max_new_tokens, or lower those"
+            f"{where}: expected at most learner.max_tokens x parallel.sequence = {max_tokens} tokens, got {length}; "
+            f"raise this to at least sampling.max_prompt_tokens + sampling.max_new_tokens, or lower those"
         )
     if sequence.loss_mask[0]:
         raise ValueError(f"{where}: its first token is under the loss mask, but nothing predicts a first token; {_BUG}")

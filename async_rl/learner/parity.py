@@ -79,7 +79,6 @@ class ParityGate:
     def __init__(self, config: Config, engine: Engine, queue: LearnerQueue, *, dtype: str) -> None:
         self._weights, self._engine, self._queue, self._dtype = config.weights, engine, queue, dtype
         self._every, self._limit = config.experimental.parity_every, config.experimental.parity_limit
-        self._max_tokens = config.learner.max_tokens
         self._checked: dict[str, int] = {}
         self._checked_sampled: dict[str, int] = {}
         self._suspects: dict[str, _Suspicion] = {}

@@ -226,10 +226,10 @@ def _load_rows(config: Config) -> list[TrainSequence]:
         arguments=config.data.template_arguments,
     )
     longest = max(len(row.token_ids) for row in rows)
-    if longest > config.learner.max_tokens:
+    if longest > config.longest_sequence:
         raise ConfigError(
-            f"learner.max_tokens: expected at least the longest row of sft.data, {longest} tokens, got "
-            f"{config.learner.max_tokens}; raise it, or lower sft.max_length"
+            f"{config.longest_sequence_keys}: expected at least the longest row of sft.data, {longest} tokens, got "
+            f"{config.longest_sequence}; raise it, or lower sft.max_length"
         )
     return rows
 

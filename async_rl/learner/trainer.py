@@ -239,7 +239,7 @@ class Trainer:
             known_weights=self._publisher.knows_weights,
             oldest_version=last_version - max_staleness if config.queue.on_stale == "mask" else None,
             vocab_size=self._vocab_size,
-            max_tokens=config.learner.max_tokens,
+            max_tokens=config.longest_sequence,
             routing=self._routing,
         )
         check_staleness(prepared, version=last_version, max_staleness=max_staleness)

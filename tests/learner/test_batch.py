@@ -78,7 +78,7 @@ def test_an_answer_longer_than_a_micro_batch_is_masked_and_the_rest_of_its_group
     turns = Rollout((*rollout(0, [0]).sequences, *rollout(0, [0] * 4).sequences), {"correct": 0.0}, 0.0, "stop")
     prepared = prepare(taken(rollout(1, [0, 0]), rollout(0, [0, 0, 0]), turns), max_tokens=4)
     assert prepared.masked == {1: "too_long", 2: "too_long"}
-    assert "expected at most learner.max_tokens = 4 tokens, got up to 6" in caplog.text
+    assert "expected at most learner.max_tokens x parallel.sequence = 4 tokens, got up to 6" in caplog.text
     assert trained_counts(prepared, [], stepped=[True]) == TrainedCounts(
         stepped=True,
         rollouts_trained=1,

@@ -254,7 +254,8 @@ def test_dummy_is_one_token_without_predictions():
 def test_sequence_at_the_budget_fits_and_one_token_more_is_refused():
     assert num_tokens(pack([sequence(0, 8)], max_tokens=8, num_ranks=1)[0][0]) == 7
     with pytest.raises(
-        ValueError, match=r"sequence 4: expected at most learner\.max_tokens = 8 tokens, got 9; raise it"
+        ValueError,
+        match=r"sequence 4: expected at most learner\.max_tokens x parallel\.sequence = 8 tokens, got 9; raise this",
     ):
         pack([sequence(4, 9)], max_tokens=8, num_ranks=1)
 

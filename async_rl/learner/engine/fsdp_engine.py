@@ -180,7 +180,7 @@ class FsdpEngine:
         Raises:
             ModelError: they do.
         """
-        if self._config.learner.max_tokens >= NEIGHBOURS_TOKENS:
+        if self._config.longest_sequence >= NEIGHBOURS_TOKENS:
             check_neighbours(
                 self,
                 self._model.causal_lm.config,
@@ -392,7 +392,7 @@ class FsdpEngine:
                 )
         return pack(
             sequences,
-            max_tokens=self._config.learner.max_tokens * self._ranks.layout.sequence,
+            max_tokens=self._config.longest_sequence,
             num_ranks=self._ranks.layout.num_data_ranks,
             packing=self._model.packing,
             work=self._flops.work,

@@ -1,0 +1,45 @@
+"""The longest rollout must fit a micro-batch."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
+from async_rl.errors import ConfigError
+from async_rl.launch.preflight import check_lengths
+
+
+def config_of(*, max_tokens: int, sequence: int) -> Config:
+    """Rollouts have up to 16 + 48 = 64 tokens."""
+    raw = {
+        "run": {"dir": "r"},
+        "model": {"path": "nowhere"},
+        "sampling": {"max_prompt_tokens": 16, "max_new_tokens": 48},
+        "generator": {"backend": "fake"},
+        "learner": {"max_tokens": max_tokens},
+        "parallel": {"sequence": sequence},
+    }
+    return parse_config(raw, "test")
+
+
+@pytest.mark.parametrize(("max_tokens", "sequence"), [(64, 1), (32, 2), (22, 3)])
+def test_a_rollout_that_fits_the_ranks_of_a_micro_batch_is_allowed(max_tokens: int, sequence: int):
+    check_lengths(config_of(max_tokens=max_tokens, sequence=sequence), [])
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "sequence", "message"),
+    [
+        (63, 1, "learner.max_tokens: expected at least 64 (sampling.max_prompt_tokens + max_new_tokens = 16 + 48), "
+         "got 63; raise learner.max_tokens to 64"),
+        # 64 / 3 is 21 and a rest.
+        (21, 3, "learner.max_tokens x parallel.sequence = 21 x 3: expected at least 64 (sampling.max_prompt_tokens + "
+         "max_new_tokens = 16 + 48), got 63; raise learner.max_tokens to 22"),
+    ],
+)  # fmt: skip
+def test_a_rollout_of_one_token_more_is_refused_with_the_arithmetic(max_tokens: int, sequence: int, message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check_lengths(config_of(max_tokens=max_tokens, sequence=sequence), [])
