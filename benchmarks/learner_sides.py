@@ -3,6 +3,7 @@
 Each line of standard input asks for one optimizer step on the same batch, and each step prints one JSON line.
 
 - ``async-rl``: the learner's engine, from the sequences to the statistics.
+- ``compiled``: the same with ``learner.compile``.
 - ``limit``: the same model, rows and attention; the logits of the predicted tokens in one piece, or in pieces of
   ``LOGITS_BYTES`` if they are larger, and a plain cross-entropy.
 - ``packed``: transformers' model and attention on rows of whole sequences, told apart by their positions.
@@ -22,6 +23,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -59,6 +61,10 @@ def product(task: Task) -> Step:
         return stats.grad_norm
 
     return step
+
+
+def compiled(task: Task) -> Step:
+    return product(replace(task, settings=(*task.settings, "learner.compile=true")))
 
 
 class Weights:
@@ -230,7 +236,7 @@ def trl(task: Task) -> Step:
 
 
 SIDES: dict[str, Callable[[Task], Step]] = {
-    "async-rl": product, "limit": limit, "packed": packed, "padded": padded, "trl": trl,
+    "async-rl": product, "compiled": compiled, "limit": limit, "packed": packed, "padded": padded, "trl": trl,
 }  # fmt: skip
 
 

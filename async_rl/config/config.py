@@ -60,6 +60,7 @@ class Config(Section):
         self._check_sampling_keys()
         self._check_backend()
         self._check_device_keys()
+        self._check_compile()
         self._check_code_keys()
         self._check_environment()
         self._check_eval_keys()
@@ -179,6 +180,20 @@ class Config(Section):
                     f"{key}: expected {needed} devices, one for each process, got {len(devices)}: {list(devices)}; "
                     f"list {needed}, or leave the key out"
                 )
+
+    def _check_compile(self) -> None:
+        if not self.learner.compile:
+            return
+        if self.model.gradient_checkpointing == "selective":
+            raise ValueError(
+                'model.gradient_checkpointing: expected "none" or "full" with learner.compile, got "selective"; the '
+                "compiler itself chooses which operations of a layer are computed again, so leave one of the two out"
+            )
+        if self.model.routing_replay:
+            raise ValueError(
+                "model.routing_replay: expected false with learner.compile, got true; layers are not compiled with "
+                "recorded routes, so leave one of the two out"
+            )
 
     def _check_code_keys(self) -> None:
         lease = self.queue.lease_timeout_s

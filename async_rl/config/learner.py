@@ -174,6 +174,12 @@ class LearnerConfig(Section):
         "of each micro-batch (after_backward), or after the last one of the step (none). Later is faster and takes "
         "memory: with after_backward and none, each rank holds the whole model's parameters and gradients.",
     )
+    compile: bool = Field(
+        default=False,
+        description="Whether torch.compile compiles the decoder layers. The first steps take up to minutes longer, and "
+        "a machine with a C++ compiler and Python's headers is needed. The compiler chooses what the backward pass "
+        "computes again, so model.gradient_checkpointing must be none or full.",
+    )
     offload: Offload = Field(
         default="none",
         description="What ranks keep in the host's memory and move to the device layer by layer: the reference model "

@@ -280,6 +280,7 @@ def _machine_checks(config: Config, *, insecure: bool) -> list[Check]:
         Check("versions", lambda: machine.check_versions(config)),
         Check("cores", machine.check_cores),
         Check("devices", lambda: machine.check_cuda(config, "learner", "generator"), 60.0),
+        Check("compiler", lambda: machine.check_compilers(config)),
         Check("disk", lambda: machine.check_disk(config)),
         Check("memory", lambda: machine.check_room_in_memory(config)),
         Check("keys", lambda: machine.check_key_files(config)),

@@ -30,6 +30,7 @@ from async_rl.launch.capacity import (
 from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.preflight import (
     check_bindable,
+    check_compiler,
     check_devices,
     check_engine_keys,
     check_keys,
@@ -135,6 +136,17 @@ def check_cuda(config: Config, *roles: str) -> list[Finding]:
         placement = place(config, visible_devices(os.environ), is_limited=VISIBLE in os.environ)
         rows.append(Finding("devices", "OK", f"launch puts {placement.line}"))
     return rows
+
+
+def check_compilers(config: Config) -> list[Finding]:
+    """Check that there is the compiler that ``learner.compile`` needs. There is no finding if the key is not set.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    check_compiler(config)
+    found = "there is a compiler for learner.compile; whether it can use Python's headers shows when the learner starts"
+    return [Finding("compiler", "OK", found)] if config.learner.compile else []
 
 
 def check_disk(config: Config) -> list[Finding]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -29,7 +30,7 @@ from async_rl.data.chat import (
 )
 from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError
-from async_rl.launch.capacity import check_disk_space, check_memory
+from async_rl.launch.capacity import check_disk_space, check_memory, has_gpu
 from async_rl.launch.environment_trial import try_environment
 from async_rl.launch.user_code_trial import try_loss, try_reward
 from async_rl.net.address import advertised_address, check_address, host_towards, refuse_open_bind
@@ -68,6 +69,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     rows = check_data(config).rows
     _check_model(config, rows[0].messages)
     check_routing(config)
+    check_compiler(config)
     check_disk_space(config)
     check_memory(config)
     check_stop_tokens(config)
@@ -110,6 +112,7 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
         rows = ()
         _check_model(config)
     check_routing(config)
+    check_compiler(config)
     check_disk_space(config)
     check_stop_tokens(config)
     check_lengths(config, rows)
@@ -427,6 +430,26 @@ def check_engine_keys(config: Config) -> None:
         raise ConfigError(
             f"{', '.join(keys)}: expected no value with generator.backend {backend}, which does not read it (only "
             f"{readers} does); leave it out, or set another backend"
+        )
+
+
+def check_compiler(config: Config) -> None:
+    """Check that this machine has the compiler that ``learner.compile`` needs, if it is set.
+
+    On CUDA torch's compiler generates programs for Triton, which needs a C compiler; on the CPU it generates C++.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not config.learner.compile:
+        return
+    variable, language, names = ("CC", "C", ("gcc", "clang")) if has_gpu() else ("CXX", "C++", ("g++",))
+    named = os.environ.get(variable)
+    wanted = (named,) if named else names
+    if not any(shutil.which(name) for name in wanted):
+        raise ConfigError(
+            f"learner.compile: expected a {language} compiler ({' or '.join(wanted)}), found none; install one, name "
+            f"it in the environment variable {variable}, or leave the key out"
         )
 
 

@@ -9,10 +9,11 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.config.config import Config
@@ -147,6 +148,47 @@ def sharded(directory: Path) -> None:
         torch.save((stats.loss, stats.grad_norm, published), directory / f"published_{ranks.world_size}")
         stop_following(engine)
     ranks.close()
+
+
+def compiled_step(
+    directory: Path, *, is_compiled: bool, is_tested: bool = False, **sections: Any
+) -> dict[str, np.ndarray]:
+    """On rank 0, the gradients of a step in several micro-batches; if ``is_tested``, also the scores, after the
+    self-test. Empty on other ranks.
+    """
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+
+    learner = {"compile": is_compiled, "max_tokens": 64} | sections.get("learner", {})
+    config = tiny_config(directory, "model", **(PLAIN | sections | {"learner": learner}))
+    ranks = init_ranks(config)
+    engine = FsdpEngine(config, ranks)
+    found: dict[str, np.ndarray] = {}
+    if ranks.is_leader:
+        sequences = batch_for(0)
+        if is_tested:
+            engine.self_test()
+            found |= by_name(engine.score(sequences, of="policy"))
+        if config.loss.needs_reference:
+            sequences = with_reference(engine, sequences)
+        assert engine.update(sequences, version=0).stepped
+        stop_following(engine)
+    else:
+        follow_once(engine)
+    for name, tensor in engine._optimizer_tensors().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if name.startswith("exp_avg.") and ranks.is_leader:
+            found[name] = whole.numpy()
+    ranks.close()
+    return found
+
+
+def compiled(directory: Path) -> None:
+    """The same on several ranks, without generated code; rank 0 writes it."""
+    from async_rl.learner.engine import compilation
+
+    compilation.BACKEND = "aot_eager"
+    if found := compiled_step(directory, is_compiled=True, is_tested=True):
+        np.savez(directory / "compiled.npz", **cast(Any, found))
 
 
 def routed(sequences: list[TrainSequence]) -> list[TrainSequence]:
@@ -490,8 +532,8 @@ def passed_on(directory: Path) -> None:
 
 
 SCENARIOS = (
-    updates, loading, losses, adapted, padded, sharded, replayed, resharded, resumed, laid_out, passed_on, talking,
-    follower_fails, follower_is_killed, supervised,
+    updates, loading, losses, adapted, padded, sharded, replayed, resharded, resumed, compiled, laid_out, passed_on,
+    talking, follower_fails, follower_is_killed, supervised,
 )  # fmt: skip
 
 

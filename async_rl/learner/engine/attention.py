@@ -212,6 +212,16 @@ def use_packed_attention(model: PreTrainedModel) -> None:
         )
 
 
+def leave_uncompiled() -> None:
+    """Make torch.compile call packed attention as it is. Layers that are compiled are divided there.
+
+    Its calls depend on the lengths of a row's sequences, so each micro-batch would be compiled anew.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention_forward))
+
+
 def packed_attention_forward(
     module: nn.Module,
     query: Tensor,

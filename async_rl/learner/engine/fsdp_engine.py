@@ -27,6 +27,7 @@ from async_rl.data.chat import model_files
 from async_rl.errors import ModelError, TrainingError
 from async_rl.learner.checkpoint import write_extra, write_model_files
 from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateCost, UpdateStats
+from async_rl.learner.engine.compilation import GraphCount, check_compiled, compile_layers
 from async_rl.learner.engine.flops import StepFlops, device_peak
 from async_rl.learner.engine.loading import Weights, load_policy, load_reference, read_tested
 from async_rl.learner.engine.lora import Adapters
@@ -37,7 +38,7 @@ from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
 from async_rl.learner.engine.routing import RoutingReplay
-from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_replay
+from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_replay, short_sequences
 from async_rl.learner.engine.sharding import begin_micro_batch, check_offload, end_forward, shard
 from async_rl.learner.losses.objective import (
     Objective,
@@ -140,6 +141,7 @@ class FsdpEngine:
             self._parameters = {n: p for n, p in self._model.causal_lm.named_parameters() if p.requires_grad}
             self._optimizer = build_optimizer(self._parameters, config.optimizer)
             self._num_updates = 0
+            self._graphs = GraphCount() if config.learner.compile else None
             self._clock, self._flops = PhaseClock(ranks.device), StepFlops.of_model(self._model.causal_lm)
             self._files = model_files(config.model.path) if ranks.is_leader else {}
             self._gathering = False
@@ -164,6 +166,8 @@ class FsdpEngine:
         """Shard the models, and fill those that have no weights yet with theirs."""
         learner, device = self._config.learner, self._ranks.device
         check_offload(learner.offload, device, has_reference=self._reference is not None)
+        for model in self._models if learner.compile else ():
+            compile_layers(model)
         if self._mesh is None:
             return
         for model, of_model in zip(self._models, weights, strict=False):
@@ -173,20 +177,23 @@ class FsdpEngine:
                 of_model.fill(model, torch.device("cpu") if is_offloaded else device)
 
     def self_test(self) -> None:
-        """Check that the sequences of a micro-batch do not change each other's values. Rank 0 calls it, others follow.
+        """Check that the sequences of a micro-batch do not change each other's values, and that compiled layers compute
+        the same as uncompiled ones. Rank 0 calls it, others follow.
 
         Nothing is checked if micro-batches are too small to hold the test's sequences together.
 
         Raises:
-            ModelError: they do.
+            ModelError: they do, or compiled layers don't.
         """
-        if self._config.longest_sequence >= NEIGHBOURS_TOKENS:
-            check_neighbours(
-                self,
-                self._model.causal_lm.config,
-                num_ranks=self._ranks.layout.num_data_ranks,
-                packing=self._model.packing,
-            )
+        if self._config.longest_sequence < NEIGHBOURS_TOKENS:
+            return
+        num_data_ranks = self._ranks.layout.num_data_ranks
+        if self._config.learner.compile:
+            parts = self._pack(short_sequences(self._model, copies=num_data_ranks))
+            with self._command("check_compiled"):
+                self._scatter("check_compiled", {}, parts)
+                self._check_compiled(parts[0])
+        check_neighbours(self, self._model.causal_lm.config, num_ranks=num_data_ranks, packing=self._model.packing)
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
         """Make one optimizer step, as ``Engine.update`` says.
@@ -201,6 +208,8 @@ class FsdpEngine:
             with self._clock.phase("scatter"):
                 self._scatter("update", {"version": version}, parts)
             stats, peak_bytes = self._update(parts[0], version)
+        if self._graphs is not None:
+            self._graphs.log()
         return replace(
             stats,
             padded_cost=padded_cost(parts) if self._model.packing == "padded" else None,
@@ -354,6 +363,8 @@ class FsdpEngine:
                 self._clock.read()  # only rank 0's phases are reported
             case "score":
                 self._score(_micro_batches(message), message.fields["of"])
+            case "check_compiled":
+                self._check_compiled(_micro_batches(message))
             case "gather":
                 for _ in self._gather():
                     pass
@@ -471,9 +482,7 @@ class FsdpEngine:
         """
         results = []
         for index, micro_batch in enumerate(micro_batches):
-            if self._is_sharded:
-                is_last = index == len(micro_batches) - 1
-                begin_micro_batch(self._model, reshard=self._config.learner.reshard, is_last=is_last)
+            self._begin(index, len(micro_batches))
             _check_versions(micro_batch, version)
             with self._clock.phase("forward"):
                 batch = to_device(micro_batch, self._ranks.device, self._model.packing)
@@ -492,6 +501,15 @@ class FsdpEngine:
         ids = np.concatenate([mb.sequence_ids for mb in micro_batches])
         sums = torch.stack([r.sums for r in results]).sum(0)
         return sums, torch.stack([r.ratio_max for r in results]).max(), ids[flags]
+
+    def _begin(self, index: int, num_micro_batches: int) -> None:
+        if self._is_sharded:
+            is_last = index == num_micro_batches - 1
+            begin_micro_batch(self._model, reshard=self._config.learner.reshard, is_last=is_last)
+
+    def _check_compiled(self, micro_batches: Sequence[MicroBatch]) -> None:
+        batches = [to_device(mb, self._ranks.device, self._model.packing) for mb in micro_batches]
+        check_compiled(self._model, batches, lambda index: self._begin(index, len(batches)), dtype=self._dtype)
 
     def _fault_point(self, name: str) -> None:
         fault_point(name if self._ranks.is_leader else f"{name}-rank-{self._ranks.rank}")

@@ -61,7 +61,7 @@ def check_packing(policy: PolicyModel, *, max_length: int) -> None:
     """
     model = policy.causal_lm
     _refuse_mixed_lengths(policy, max_length)
-    sequences = _sequences(min(policy.vocab_size, model.config.get_text_config().vocab_size))
+    sequences = short_sequences(policy, copies=1)
     ((micro_batch,),) = pack(sequences, max_tokens=1 << 20, num_ranks=1, packing=policy.packing)
     batch = to_device(micro_batch, torch.device("cpu"), policy.packing)
     with ExitStack() as changed:
@@ -96,7 +96,7 @@ def check_replay(policy: PolicyModel) -> None:
     """
     replay = policy.replay
     assert replay is not None, "a check of routing replay without routing replay"
-    sequences = _sequences(min(policy.vocab_size, policy.causal_lm.config.get_text_config().vocab_size))
+    sequences = short_sequences(policy, copies=1)
     ((micro_batch,),) = pack(sequences, max_tokens=1 << 20, num_ranks=1, packing=policy.packing)
     batch = to_device(micro_batch, torch.device("cpu"), policy.packing)
     with _few_layers(policy):
@@ -144,6 +144,11 @@ def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int, packi
             f"in the dtype and on the device of training, a sequence's logprobs change by up to "
             f"{np.abs(value - changed).max():.1e} nats with the tokens of its neighbours",
         )
+
+
+def short_sequences(policy: PolicyModel, *, copies: int) -> list[TrainSequence]:
+    """Return the test's sequences, with ``copies`` of all but the first."""
+    return _sequences(min(policy.vocab_size, policy.causal_lm.config.get_text_config().vocab_size), copies=copies)
 
 
 def _sequences(vocab_size: int, *, neighbours_seed: int = 1, copies: int = 1) -> list[TrainSequence]:

@@ -1,0 +1,135 @@
+"""Compiled layers compute what they compute uncompiled, however the engine is set up."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+from async_rl.errors import ConfigError, ModelError
+from async_rl.launch.preflight import check_compiler
+from async_rl.learner.engine import compilation
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.ranks import init_ranks
+from tests.learner.moe import moe_model
+from tests.learner.rank_scenarios import batch_for, compiled_step
+from tests.learner.ranks import run_ranks
+from tests.learner.tiny import tiny_config, tiny_model
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "padded and recomputed": {"learner": {"packing": "padded"}, "model": {"gradient_checkpointing": "full"}},
+    "adapters": {"lora": {"rank": 2}, "loss": {"preset": "grpo", "kl_coef": 0.1}},
+}
+
+
+def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divide and trace the layers as torch.compile does, but run what it finds without generated code."""
+    monkeypatch.setattr(compilation, "BACKEND", "aot_eager")
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_uncompiled_layers(tmp_path: Path):
+    tiny_model(tmp_path / "model")
+    expected = compiled_step(tmp_path, is_compiled=False)
+    assert_same(compiled_step(tmp_path, is_compiled=True), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_so_they_are_in_every_setting_of_the_engine(tmp_path: Path, settings: dict[str, Any]):
+    tiny_model(tmp_path / "model")
+    expected = compiled_step(tmp_path, **settings, is_compiled=False)
+    assert_same(compiled_step(tmp_path, **settings, is_compiled=True), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fast")
+def test_so_they_are_for_a_model_with_experts(tmp_path: Path):
+    moe_model(tmp_path / "model")
+    settings: dict[str, Any] = {"model": {"gradient_checkpointing": "full"}}
+    expected = compiled_step(tmp_path, **settings, is_compiled=False)
+    assert_same(compiled_step(tmp_path, **settings, is_compiled=True), expected)
+
+
+@pytest.mark.slow
+def test_so_they_are_with_scores_and_the_self_test_on_two_ranks(tmp_path: Path):
+    tiny_model(tmp_path / "model")
+    expected = compiled_step(tmp_path, is_tested=True, is_compiled=False)
+    run_ranks("compiled", tmp_path)
+    assert_same(dict(np.load(tmp_path / "compiled.npz")), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fast")
+def test_micro_batches_of_other_lengths_need_no_further_graph(tmp_path: Path):
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()  # other tests have compiled such layers
+    counters.clear()
+    tiny_model(tmp_path / "model")
+    config = tiny_config(tmp_path, "model", learner={"compile": True, "max_tokens": 64})
+    engine = FsdpEngine(config, init_ranks(config))
+    engine.update(batch_for(0), version=0)
+    num_graphs = counters["stats"]["unique_graphs"]
+    assert num_graphs > 0
+    for step in (1, 2):
+        engine.update(batch_for(step), version=0)
+    assert counters["stats"]["unique_graphs"] == num_graphs
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fast")
+def test_a_model_that_needs_too_many_graphs_fails_and_names_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    torch._dynamo.reset()
+    tiny_model(tmp_path / "model")
+    monkeypatch.setattr(compilation, "LIMIT", 1)
+    config = tiny_config(tmp_path, "model", learner={"compile": True})
+    engine = FsdpEngine(config, init_ranks(config))
+    engine.score(batch_for(0), of="policy")
+    with pytest.raises(Exception, match="recompile_limit"):
+        engine.update(batch_for(0), version=0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fast")
+def test_the_self_test_refuses_layers_that_compute_other_values_when_compiled(tmp_path: Path):
+    tiny_model(tmp_path / "model")
+    config = tiny_config(tmp_path, "model", learner={"compile": True})
+    engine = FsdpEngine(config, init_ranks(config))
+    layer = cast(nn.Module, engine._model.decoder_layers[0])
+
+    def double(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return output * 2 if torch.compiler.is_compiling() else output
+
+    layer.register_forward_hook(double)
+    with pytest.raises(ModelError, match=r"learner\.compile: compiled layers of Qwen2ForCausalLM compute other values"):
+        engine.self_test()
+
+
+@pytest.mark.parametrize(("key", "value"), [("gradient_checkpointing", "selective"), ("routing_replay", True)])
+def test_what_is_not_compiled_is_refused_by_name(tmp_path: Path, key: str, value: Any):
+    with pytest.raises(ConfigError, match=rf"model\.{key}: .*learner\.compile"):
+        tiny_config(
+            tmp_path, "model", model={key: value}, learner={"compile": True}, generator={"backend": "transformers"}
+        )
+
+
+def test_a_machine_without_a_compiler_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    check_compiler(tiny_config(tmp_path, "model"))
+    with pytest.raises(ConfigError, match=r"learner\.compile: expected a C\+\+ compiler"):
+        check_compiler(tiny_config(tmp_path, "model", learner={"compile": True}))
