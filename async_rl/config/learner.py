@@ -18,6 +18,10 @@ Offload = Literal["none", "reference", "all"]
 """What the learner keeps in the host's memory, a value of ``learner.offload``."""
 
 
+OptimizerName = Literal["adamw", "adamw_bf16"]
+"""An optimizer, a value of ``optimizer.name``."""
+
+
 class ModelConfig(Section):
     """The model that is trained and sampled."""
 
@@ -199,8 +203,13 @@ class LearnerConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    name: OptimizerName = Field(
+        default="adamw",
+        description="How weights are updated: by AdamW with 8 bytes of state for each trained parameter (adamw), or "
+        "with 4, in bfloat16, rounded at random (adamw_bf16).",
+    )
     lr: float = Field(
         default=1e-6,
         gt=0,

@@ -513,6 +513,46 @@ def resharded(directory: Path) -> None:
     ranks.close()
 
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    f"{name}, {what}": {"optimizer": {"name": name, "lr": 1e-2}, **sections}
+    for name in ("adamw_bf16",)
+    for what, sections in {"all weights": {}, "adapters": {"lora": LORA}}.items()
+}
+
+
+def optimized(directory: Path) -> None:
+    """With every optimizer two steps, the second once more from the checkpoint between them.
+
+    One rank loads it into a new engine. Two ranks also save the state that they load from one rank. Each checkpoint's
+    tensors are written as ``ranks_<world size>/<case>/<name>.pt``.
+    """
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+
+    ranks = init_ranks(tiny_config(directory, "model"))
+    for name, sections in OPTIMIZERS.items():
+        engine = FsdpEngine(tiny_config(directory, "model", **sections), ranks)
+        if not ranks.is_leader:
+            follow_once(engine)
+            continue
+        target = directory / f"ranks_{ranks.world_size}" / name
+        engine.update(batch_for(0), version=0)
+        save(engine, target / "first", 1)
+        engine.update(batch_for(1), version=1)
+        save(engine, target / "second", 2)
+        if ranks.world_size == 1:
+            engine = FsdpEngine(tiny_config(directory, "model", **sections), ranks)
+        engine.load(target / "first")
+        engine.update(batch_for(1), version=1)
+        save(engine, target / "resumed", 2)
+        if ranks.world_size > 1:
+            engine.load(directory / "ranks_1" / name / "first")
+            save(engine, target / "of_one", 1)
+        stop_following(engine)
+        for path in list(target.iterdir()):
+            torch.save(stored_tensors.load_tensors(path, ""), path.with_suffix(".pt"))
+    ranks.close()
+
+
 def resumed(directory: Path) -> None:
     from tests.learner.resumed_run import start
 
@@ -533,7 +573,7 @@ def passed_on(directory: Path) -> None:
 
 SCENARIOS = (
     updates, loading, losses, adapted, padded, sharded, replayed, resharded, resumed, compiled, laid_out, passed_on,
-    talking, follower_fails, follower_is_killed, supervised,
+    talking, follower_fails, follower_is_killed, supervised, optimized,
 )  # fmt: skip
 
 

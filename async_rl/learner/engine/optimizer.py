@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from async_rl.config.learner import OptimizerConfig
+from async_rl.learner.engine.compact_adamw import Bfloat16, CompactAdamW
 
 
 class Optimizer(Protocol):
@@ -73,7 +74,34 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
     """Create the optimizer of ``parameters``, which are all trained, by their names in the model. Only matrices have
     weight decay, not norms and biases.
     """
-    return AdamW(parameters, config)
+    if config.name == "adamw":
+        return AdamW(parameters, config)
+    matrices = {name: p for name, p in parameters.items() if p.ndim >= 2}
+    # Norms and biases are few, so their state is float32. With adapters there are none.
+    others = {name: p for name, p in parameters.items() if name not in matrices}
+    return _Together(CompactAdamW(matrices, config, Bfloat16()), *([AdamW(others, config)] if others else []))
+
+
+class _Together:
+    """Several optimizers, each of other parameters."""
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        self._optimizers = optimizers
+
+    def step(self, lr: float) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step(lr)
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for optimizer in self._optimizers for name, tensor in optimizer.tensors().items()}
+
+    def resume(self, num_updates: int) -> None:
+        for optimizer in self._optimizers:
+            optimizer.resume(num_updates)
 
 
 class AdamW:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from async_rl.config.learner import OptimizerConfig
+from async_rl.learner.engine.compact_adamw import rounded_at_random
 from async_rl.learner.engine.optimizer import Schedule, build_optimizer, total_norm
+from tests.learner.rank_scenarios import OPTIMIZERS, optimized
+from tests.learner.ranks import run_ranks
+from tests.learner.tiny import tiny_model
 
 
 def schedule(kind: str, *, warmup: int = 0) -> Schedule:
@@ -55,3 +64,105 @@ def test_norm_of_all_gradients_is_the_root_of_their_squares():
     # sqrt(3² + 4² + 12²).
     assert total_norm([torch.tensor([[3.0, 4.0]]), torch.tensor([12.0])]) == pytest.approx(13.0)
     assert total_norm([]) == 0.0
+
+
+def optimizer_config(name: str, **keys: Any) -> OptimizerConfig:
+    return OptimizerConfig.model_validate({"name": name, "weight_decay": 0.0} | keys)
+
+
+def test_random_rounding_takes_a_neighbour_and_is_right_on_average():
+    # bfloat16 has 7 bits after the leading one: 1 + 1/128 follows 1. A quarter of the way there, one in four goes up.
+    values = torch.tensor([1 + 1 / 512, -(1 + 1 / 512), 1.0]).repeat(10_000, 1)
+    rounded = rounded_at_random(values, torch.Generator().manual_seed(0)).float()
+    assert set(rounded.unique().tolist()) == {-1 - 1 / 128, -1.0, 1.0, 1 + 1 / 128}
+    # Of 10000 draws at 1/4, the share has a standard deviation of 0.0043.
+    torch.testing.assert_close(
+        (rounded != rounded.sign()).float().mean(0), torch.tensor([0.25, 0.25, 0.0]), atol=0.015, rtol=0
+    )
+
+
+def fitted(name: str, num_steps: int) -> tuple[float, dict[str, Tensor]]:
+    """The mean error of the last steps of a linear regression with noise, and the optimizer's state after it."""
+    generator = torch.Generator().manual_seed(0)
+    target, weight = torch.randn(16, 70, generator=generator), Parameter(torch.zeros(16, 70))
+    optimizer = build_optimizer({"weight": weight}, optimizer_config(name))
+    errors = []
+    for step in range(num_steps):
+        inputs = torch.randn(32, 70, generator=generator)
+        noise = torch.randn(32, 16, generator=generator)
+        error = (inputs @ (weight - target).T + noise).square().mean()
+        error.backward()
+        optimizer.step(0.02 * (1 - step / num_steps))
+        optimizer.zero_grad()
+        errors.append(float((weight.detach() - target).square().mean()))
+    return sum(errors[-50:]) / 50, optimizer.tensors()
+
+
+@pytest.mark.parametrize("name", ["adamw_bf16"])
+def test_compact_state_trains_as_well_as_float32(name: str):
+    exact, _ = fitted("adamw", 1500)
+    compact, _ = fitted(name, 1500)
+    assert exact < 0.01  # of 1 at the beginning
+    assert compact == pytest.approx(exact, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["adamw_bf16"])
+def test_the_mean_of_the_square_goes_on_falling_when_gradients_become_small(name: str):
+    weight = Parameter(torch.zeros(8, 64))
+    optimizer = build_optimizer({"weight": weight}, optimizer_config(name))
+    for step in range(1000):
+        weight.grad = torch.ones(8, 64) if step == 0 else torch.zeros(8, 64)
+        optimizer.step(1e-3)
+    # 0.001 * 1² at the first step, and 0.999 of it at each of 999 others. 512 values, each with an error of 5 %.
+    means = second_moment(optimizer.tensors())
+    assert float(means.mean()) == pytest.approx(0.001 * 0.999**999, rel=0.02)
+
+
+def second_moment(tensors: Mapping[str, Tensor]) -> Tensor:
+    return tensors["exp_avg_sq.weight"].float()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each optimizer made of a model on one rank (``ranks_1/``)."""
+    root = tmp_path_factory.mktemp("optimizers")
+    tiny_model(root / "model")
+    optimized(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def two_ranks(directory: Path) -> Path:
+    run_ranks("optimized", directory)
+    return directory
+
+
+def differing(path: Path, left: str, right: str) -> list[str]:
+    """The names of the tensors that two checkpoints do not have with the same bits."""
+    one, other = (torch.load(path / f"{name}.pt") for name in (left, right))
+    assert one.keys() == other.keys()
+    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_a_resumed_step_has_the_bits_of_an_uninterrupted_one(directory: Path, case: str):
+    path = directory / "ranks_1" / case
+    assert differing(path, "second", "resumed") == []
+    assert differing(path, "first", "second")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_a_step_that_two_ranks_resume_has_the_bits_of_an_uninterrupted_one(two_ranks: Path, case: str):
+    path = two_ranks / "ranks_2" / case
+    assert differing(path, "second", "resumed") == []
+    assert differing(path, "first", "second")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_two_ranks_load_the_bits_of_one(two_ranks: Path, case: str):
+    path = two_ranks / "ranks_2" / case
+    of_one, loaded = torch.load(two_ranks / "ranks_1" / case / "first.pt"), torch.load(path / "of_one.pt")
+    assert of_one.keys() == loaded.keys()
+    assert [name for name, tensor in of_one.items() if not torch.equal(tensor, loaded[name])] == []
