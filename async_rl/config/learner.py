@@ -18,7 +18,7 @@ Offload = Literal["none", "reference", "all"]
 """What the learner keeps in the host's memory, a value of ``learner.offload``."""
 
 
-OptimizerName = Literal["adamw", "adamw_bf16"]
+OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit"]
 """An optimizer, a value of ``optimizer.name``."""
 
 
@@ -207,8 +207,9 @@ class OptimizerConfig(Section):
 
     name: OptimizerName = Field(
         default="adamw",
-        description="How weights are updated: by AdamW with 8 bytes of state for each trained parameter (adamw), or "
-        "with 4, in bfloat16, rounded at random (adamw_bf16).",
+        description="How weights are updated: by AdamW with 8 bytes of state for each trained parameter (adamw), "
+        "with 4, in bfloat16, rounded at random (adamw_bf16), or with 2, in codes of 8 bits (adamw_8bit, which needs "
+        "bitsandbytes).",
     )
     lr: float = Field(
         default=1e-6,

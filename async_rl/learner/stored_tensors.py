@@ -32,7 +32,7 @@ from async_rl.learner.file_digests import write_part
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
-"""Prefixes of the names of stored tensors. In optimizer names, ``exp_avg.`` or ``exp_avg_sq.`` follows."""
+"""Prefixes of the names of stored tensors. In optimizer names, the kind of state follows, such as ``exp_avg.``."""
 _STATE = "engine.json"
 
 
@@ -234,6 +234,12 @@ def _check_fits(directory: Path, state: Mapping[str, Tensor]) -> None:
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     differing = next((name for name in sorted(stored | wanted) if stored.get(name) != wanted.get(name)), None)
     if differing is not None:
+        if differing.startswith(OPTIMIZER):
+            raise RunError(
+                f"the checkpoint {directory} is another optimizer's: {differing} has shape {stored.get(differing)} "
+                f"there and {wanted.get(differing)} here (None: it is missing); resume with the optimizer.name that "
+                f"the run began with"
+            )
         raise RunError(
             f"the checkpoint {directory} is another model's: {differing} has shape {stored.get(differing)} there and "
             f"{wanted.get(differing)} in model.path (None: it is missing); resume with the model that the run "

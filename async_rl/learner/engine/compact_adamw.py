@@ -7,8 +7,9 @@ say how they are stored. Shape letters: O, I = a matrix's rows and columns on th
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -17,9 +18,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from async_rl.config.learner import OptimizerConfig
+from async_rl.errors import ConfigError
 
 PIECE = 1 << 22
 """Largest number of weights in a piece, unless one row has more. Their float32 means take 32 MB."""
+
+BLOCK = 64
+"""Number of values of a row that have one scale in ``EightBit``, the smallest that bitsandbytes has everywhere."""
 
 
 class Storage(Protocol):
@@ -108,6 +113,88 @@ def rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
     noise = torch.randint(0, 1 << 16, values.shape, generator=generator, dtype=torch.int32, device=values.device)
     # A bfloat16 is the upper half of a float32. The lower half is the probability that the sum carries.
     return ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).bfloat16()
+
+
+class EightBit:
+    """Means in 8-bit codes of bitsandbytes, with a float32 scale for every ``BLOCK`` values of a row
+    (arXiv:2110.02861).
+
+    There the blocks are cut from the whole tensor. Here a block is part of one row, so a checkpoint can be loaded on
+    another number of ranks, which divide the rows. And no mean of a square is rounded to 0, because the quotient of the
+    means would explode.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Use the kernels of ``device``.
+
+        Raises:
+            ConfigError: bitsandbytes is missing, or has no kernels for the device.
+        """
+        self._functions = bitsandbytes_functions(device)
+        self._codes = [self._functions.create_dynamic_map(signed=signed).to(device) for signed in (True, False)]
+        self._codes[1][0] = self._codes[1][1] / 2
+
+    def zeros(self, parameter: Tensor) -> dict[str, Tensor]:
+        codes, scales = torch.zeros_like(parameter, dtype=torch.uint8), _zero_scales(parameter)
+        return {
+            "exp_avg_codes": codes,
+            "exp_avg_scales": scales,
+            "exp_avg_sq_codes": codes.clone(),
+            "exp_avg_sq_scales": scales.clone(),
+        }
+
+    def read(self, stored: Sequence[Tensor]) -> list[Tensor]:
+        means = []
+        for code, codes_OI, scales in zip(self._codes, stored[::2], stored[1::2], strict=True):
+            padded = nn.functional.pad(codes_OI, (0, -codes_OI.shape[1] % BLOCK))
+            mean = self._functions.dequantize_blockwise(padded, absmax=scales.flatten(), code=code, blocksize=BLOCK)
+            means.append(mean[:, : codes_OI.shape[1]].contiguous())
+        return means
+
+    def write(self, stored: Sequence[Tensor], means: Sequence[Tensor], generator: torch.Generator) -> None:
+        for code, codes_OI, scales, mean in zip(self._codes, stored[::2], stored[1::2], means, strict=True):
+            padded = nn.functional.pad(mean, (0, -mean.shape[1] % BLOCK))
+            codes, state = self._functions.quantize_blockwise(padded, code=code, blocksize=BLOCK)
+            codes_OI.copy_(codes[:, : codes_OI.shape[1]])
+            scales.copy_(state.absmax.view_as(scales))
+
+
+def _zero_scales(parameter: Tensor) -> Tensor:
+    """Return scales of 0 for the blocks of ``parameter``, sharded as it is."""
+    part = local(parameter)
+    zeros = torch.zeros(*part.shape[:-1], -(-part.shape[-1] // BLOCK), device=part.device)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    # Ranks that divide the columns have blocks of their own.
+    num_parts = parameter.shape[-1] // max(1, part.shape[-1])
+    shape = torch.Size((*parameter.shape[:-1], zeros.shape[-1] * num_parts))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def bitsandbytes_functions(device: torch.device) -> Any:
+    """Return bitsandbytes' functions on blocks of 8-bit codes, tried on ``device``.
+
+    Raises:
+        ConfigError: bitsandbytes is missing, or has no kernels for the device.
+    """
+    try:
+        functions = importlib.import_module("bitsandbytes.functional")
+    except Exception as error:  # not only ImportError: it loads a library of its own
+        raise ConfigError(
+            f'optimizer.name = "adamw_8bit": expected the package bitsandbytes, got {type(error).__name__}: {error}; '
+            f"install it with: pip install 'async-rl[quantized]', or choose \"adamw_bf16\""
+        ) from error
+    try:
+        functions.quantize_blockwise(torch.zeros(BLOCK, device=device), blocksize=BLOCK)
+    except Exception as error:  # each backend has errors of its own
+        raise ConfigError(
+            f'optimizer.name = "adamw_8bit": bitsandbytes has no kernels for {device}: {type(error).__name__}: '
+            f'{error}; choose "adamw_bf16"'
+        ) from error
+    return functions
 
 
 def local(tensor: Tensor) -> Tensor:

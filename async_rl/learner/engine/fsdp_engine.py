@@ -33,7 +33,7 @@ from async_rl.learner.engine.loading import Weights, load_policy, load_reference
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.mesh import Mesh
 from async_rl.learner.engine.model import PolicyModel, to_device
-from async_rl.learner.engine.optimizer import Schedule, build_optimizer, by_mesh, total_norm
+from async_rl.learner.engine.optimizer import Schedule, build_optimizer, by_mesh, check_optimizer, total_norm
 from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
@@ -103,8 +103,8 @@ class FsdpEngine:
 
         Raises:
             ModelError: the model is missing, can't be trained, or computes wrong values for a micro-batch.
-            ConfigError: the user's own loss fails its trial, or differs between the ranks' machines; or
-                ``learner.offload`` means nothing here.
+            ConfigError: the user's own loss fails its trial, or differs between the ranks' machines;
+                ``learner.offload`` means nothing here; or ``optimizer.name`` needs what is missing here.
         """
         self._config, self._ranks = config, ranks
         with ranks.together("loading the loss"):
@@ -112,6 +112,8 @@ class FsdpEngine:
             if objective is None:
                 check_same_code(config, ranks)
         self._schedule = schedule or policy_schedule(config)
+        with ranks.together("checking the optimizer"):
+            check_optimizer(config.optimizer, _optimizer_device(config, ranks))
         with ranks.together("loading the model"):
             self._dtype = compute_dtype(config, ranks.device)
             torch.manual_seed(config.run.seed + ranks.rank)
@@ -594,6 +596,10 @@ class FsdpEngine:
             directory, self._tensors(), self._optimizer.tensors(), ranks=self._ranks
         )
         self._optimizer.resume(self._num_updates)
+
+
+def _optimizer_device(config: Config, ranks: Ranks) -> torch.device:
+    return torch.device("cpu") if config.learner.offload == "all" else ranks.device
 
 
 def _check_versions(micro_batch: MicroBatch, version: int) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from async_rl.config.learner import OptimizerConfig
-from async_rl.learner.engine.compact_adamw import Bfloat16, CompactAdamW
+from async_rl.learner.engine.compact_adamw import Bfloat16, CompactAdamW, EightBit, bitsandbytes_functions
 
 
 class Optimizer(Protocol):
@@ -70,6 +70,16 @@ class Schedule:
         return self.lr * (self.min_ratio + (1 - self.min_ratio) * share)
 
 
+def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
+    """Check that ``optimizer.name`` can be had on ``device``, before a model is loaded.
+
+    Raises:
+        ConfigError: a package is missing, or has no kernels for the device.
+    """
+    if config.name == "adamw_8bit":
+        bitsandbytes_functions(device)
+
+
 def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Optimizer:
     """Create the optimizer of ``parameters``, which are all trained, by their names in the model. Only matrices have
     weight decay, not norms and biases.
@@ -79,7 +89,9 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
     matrices = {name: p for name, p in parameters.items() if p.ndim >= 2}
     # Norms and biases are few, so their state is float32. With adapters there are none.
     others = {name: p for name, p in parameters.items() if name not in matrices}
-    return _Together(CompactAdamW(matrices, config, Bfloat16()), *([AdamW(others, config)] if others else []))
+    device = next(iter(parameters.values())).device
+    storage = Bfloat16() if config.name == "adamw_bf16" else EightBit(device)
+    return _Together(CompactAdamW(matrices, config, storage), *([AdamW(others, config)] if others else []))
 
 
 class _Together:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from async_rl.config.learner import OptimizerConfig
-from async_rl.learner.engine.compact_adamw import rounded_at_random
-from async_rl.learner.engine.optimizer import Schedule, build_optimizer, total_norm
+from async_rl.errors import ConfigError, RunError
+from async_rl.learner.engine.compact_adamw import EightBit, rounded_at_random
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.optimizer import Schedule, build_optimizer, check_optimizer, total_norm
+from async_rl.learner.engine.ranks import init_ranks
 from tests.learner.rank_scenarios import OPTIMIZERS, optimized
 from tests.learner.ranks import run_ranks
-from tests.learner.tiny import tiny_model
+from tests.learner.tiny import tiny_config, tiny_model
 
 
 def schedule(kind: str, *, warmup: int = 0) -> Schedule:
@@ -98,7 +103,7 @@ def fitted(name: str, num_steps: int) -> tuple[float, dict[str, Tensor]]:
     return sum(errors[-50:]) / 50, optimizer.tensors()
 
 
-@pytest.mark.parametrize("name", ["adamw_bf16"])
+@pytest.mark.parametrize("name", ["adamw_bf16", "adamw_8bit"])
 def test_compact_state_trains_as_well_as_float32(name: str):
     exact, _ = fitted("adamw", 1500)
     compact, _ = fitted(name, 1500)
@@ -106,7 +111,7 @@ def test_compact_state_trains_as_well_as_float32(name: str):
     assert compact == pytest.approx(exact, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["adamw_bf16"])
+@pytest.mark.parametrize("name", ["adamw_bf16", "adamw_8bit"])
 def test_the_mean_of_the_square_goes_on_falling_when_gradients_become_small(name: str):
     weight = Parameter(torch.zeros(8, 64))
     optimizer = build_optimizer({"weight": weight}, optimizer_config(name))
@@ -118,8 +123,48 @@ def test_the_mean_of_the_square_goes_on_falling_when_gradients_become_small(name
     assert float(means.mean()) == pytest.approx(0.001 * 0.999**999, rel=0.02)
 
 
+def test_equal_values_have_exact_8_bit_codes():
+    # Each row has blocks of 64 and 6 columns. In a block of equal values each is its scale times the code 1.
+    gradient = torch.tensor([[3.0], [0.5]]).repeat(1, 70)
+    gradient[:, 64:] = 1e-4
+    weights = []
+    for name in ("adamw", "adamw_8bit"):
+        weight = Parameter(torch.zeros(2, 70))
+        optimizer = build_optimizer({"weight": weight}, optimizer_config(name))
+        for factor in (1.0, 0.1, 2.0):
+            weight.grad = gradient * factor
+            optimizer.step(0.1)
+        weights.append(weight.detach())
+    torch.testing.assert_close(weights[1], weights[0])
+
+
+def test_8_bit_state_takes_2_bytes_a_weight_and_the_scales_of_its_blocks():
+    tensors = build_optimizer({"weight": Parameter(torch.zeros(8, 128))}, optimizer_config("adamw_8bit")).tensors()
+    # 2 * 8 * 128 codes, and a float32 scale for 64 of them.
+    assert sum(tensor.nbytes for tensor in tensors.values()) == 2048 + 4 * 2048 // 64
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    with pytest.raises(ConfigError, match=r'optimizer.name = "adamw_8bit".*pip install .async-rl\[quantized\]'):
+        check_optimizer(optimizer_config("adamw_8bit"), torch.device("cpu"))
+    check_optimizer(optimizer_config("adamw_bf16"), torch.device("cpu"))
+
+
+def test_a_device_without_kernels_is_named(monkeypatch: pytest.MonkeyPatch):
+    def quantize(*arguments: object, **options: object) -> None:
+        raise NotImplementedError("no backend")
+
+    functions = importlib.import_module("bitsandbytes.functional")
+    monkeypatch.setattr(functions, "quantize_blockwise", quantize)
+    with pytest.raises(ConfigError, match=r'bitsandbytes has no kernels for cpu.*choose "adamw_bf16"'):
+        check_optimizer(optimizer_config("adamw_8bit"), torch.device("cpu"))
+
+
 def second_moment(tensors: Mapping[str, Tensor]) -> Tensor:
-    return tensors["exp_avg_sq.weight"].float()
+    if "exp_avg_sq.weight" in tensors:
+        return tensors["exp_avg_sq.weight"].float()
+    return EightBit(torch.device("cpu")).read([t for name, t in tensors.items() if name.endswith(".weight")])[1]
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +194,13 @@ def test_a_resumed_step_has_the_bits_of_an_uninterrupted_one(directory: Path, ca
     path = directory / "ranks_1" / case
     assert differing(path, "second", "resumed") == []
     assert differing(path, "first", "second")
+
+
+def test_the_state_of_another_optimizer_is_refused(directory: Path):
+    path = directory / "ranks_1" / "adamw_bf16, all weights" / "first"
+    config = tiny_config(directory, "model", optimizer={"name": "adamw_8bit"})
+    with pytest.raises(RunError, match=r"is another optimizer's: optimizer.exp_avg.*resume with the optimizer.name"):
+        FsdpEngine(config, init_ranks(config)).load(path)
 
 
 @pytest.mark.slow
