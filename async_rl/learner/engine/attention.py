@@ -22,7 +22,7 @@ import inspect
 import logging
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +46,34 @@ _FLASH_HEAD_DIM_MULTIPLE = 8
 _FLASH_HEAD_DIM_LIMIT = 256
 _QUADRATIC = "; the mask of a sliding window takes memory that is quadratic in the longest sequence"
 _BUG = "this is a bug in async-rl, please report it"
+
+
+class Attention(NamedTuple):
+    """What a layer's attention computes: the scale of the scores, the window (None: the whole sequence up to the token)
+    and the probability of dropout.
+    """
+
+    scale: float
+    window: int | None = None
+    dropout: float = 0.0
+
+
+class RowLayout(Protocol):
+    """How attention computes the tokens that the model gets: a packed row (``PackedLayout``), or a part of one."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that the model gets."""
+        ...
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the row's longest sequence."""
+        ...
+
+    def attend(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, how: Attention) -> Tensor:
+        """Return the attention of each token, [T, H, D of the values]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +142,13 @@ class PackedLayout:
     def restore(self) -> Tensor:
         """int64 [T], each row token's index into the buckets' outputs placed end to end."""
         return self._padding.restore
+
+    def attend(self, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, how: Attention) -> Tensor:
+        """Return each token's attention to its sequence, up to itself, [T, H, D of the values]."""
+        reason = "of dropout" if how.dropout else why_padded(query_THD, value_TKD)
+        is_quadratic = bool(reason) and how.window is not None
+        report(query_THD.device.type, query_THD.dtype, reason + (_QUADRATIC if is_quadratic else ""))
+        return (_padded if reason else _flash)(query_THD, key_TKD, value_TKD, self, how)
 
     @cached_property
     def _padding(self) -> _Padding:
@@ -232,12 +267,13 @@ def packed_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    packed_layout: PackedLayout | None = None,
+    packed_layout: RowLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention within each sequence of a packed row. transformers calls this function.
 
-    The shapes are: query [1, H, T, D], key and value [1, K, T, D], result [1, T, H, D].
+    The shapes are: query [1, H, T, D], key and value [1, K, T, D], result [1, T, H, D]. T are the tokens of the row, or
+    of this rank's part of it.
 
     Raises:
         ValueError: the layout is missing or belongs to another row; there are several rows; or a mask, soft cap or sink
@@ -263,25 +299,11 @@ def packed_attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if sliding_window is not None and sliding_window >= packed_layout.max_length:
         sliding_window = None
-    reason = "of dropout" if dropout else why_padded(query, value)
-    is_quadratic = bool(reason) and sliding_window is not None
-    _report(query.device.type, query.dtype, reason + (_QUADRATIC if is_quadratic else ""))
-    if not reason:
-        out_THD = _flash(query_THD, key_TKD, value_TKD, packed_layout, scale, sliding_window)
-    else:
-        out_THD = _padded(query_THD, key_TKD, value_TKD, packed_layout, scale, sliding_window, dropout)
-    return out_THD[None], None
+    how = Attention(scale, sliding_window, dropout)
+    return packed_layout.attend(query_THD, key_TKD, value_TKD, how)[None], None
 
 
-def _padded(
-    query_THD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    layout: PackedLayout,
-    scale: float,
-    window: int | None,
-    dropout: float,
-) -> Tensor:
+def _padded(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: PackedLayout, how: Attention) -> Tensor:
     outputs: list[Tensor] = []
     heads_per_key = query_THD.shape[1] // key_TKD.shape[1]
     if query_THD.is_cuda:
@@ -297,10 +319,10 @@ def _padded(
             query,
             key,
             value,
-            attn_mask=None if window is None else _window_mask(bucket.max_length, window, query.device),
-            dropout_p=dropout,
-            is_causal=window is None,
-            scale=scale,
+            attn_mask=None if how.window is None else _window_mask(bucket.max_length, how.window, query.device),
+            dropout_p=how.dropout,
+            is_causal=how.window is None,
+            scale=how.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
@@ -320,7 +342,7 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
 
 
 @cache
-def _report(device: str, dtype: torch.dtype, why_padded: str) -> None:
+def report(device: str, dtype: torch.dtype, why_padded: str) -> None:
     """Log once for each device and dtype which attention runs. The self-test at load runs on the CPU."""
     kernel = "flash attention without padding (torch.nn.attention.varlen)"
     if why_padded:
@@ -363,11 +385,27 @@ def _parameters(function: Any) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _flash(
-    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: PackedLayout, scale: float, window: int | None
-) -> Tensor:
+class Places(NamedTuple):
+    """Where the sequences begin among queries, or among keys, placed end to end: int32 [S + 1]; and the longest."""
+
+    bounds: Tensor
+    longest: int
+
+
+def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, layout: PackedLayout, how: Attention) -> Tensor:
     if layout.expand is not None:
         query_THD, key_TKD, value_TKD = (t.index_select(0, layout.expand) for t in (query_THD, key_TKD, value_TKD))
+    places = Places(layout.cu_seqlens, layout.max_length)
+    out = varlen(query_THD, key_TKD, value_TKD, places, places, how)
+    return out if layout.first is None else out.index_select(0, layout.first)
+
+
+def varlen(
+    query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, of_queries: Places, of_keys: Places, how: Attention
+) -> Tensor:
+    """Return flash attention of sequences placed end to end, [T, H, D]. If a sequence has fewer queries than keys, they
+    are its last tokens.
+    """
     attend, grouped = _varlen_attention(), {}
     heads_per_key = query_THD.shape[1] // key_TKD.shape[1]
     if heads_per_key > 1 and "enable_gqa" in _parameters(attend):
@@ -375,16 +413,15 @@ def _flash(
     elif heads_per_key > 1:
         # torch 2.11 has no grouped heads here. Repeated heads take memory, but are exact.
         key_TKD, value_TKD = _repeat_heads(key_TKD, heads_per_key), _repeat_heads(value_TKD, heads_per_key)
-    out = attend(
+    return attend(
         query_THD.contiguous(),
         key_TKD.contiguous(),
         value_TKD.contiguous(),
-        layout.cu_seqlens,
-        layout.cu_seqlens,
-        layout.max_length,
-        layout.max_length,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
+        of_queries.bounds,
+        of_keys.bounds,
+        of_queries.longest,
+        of_keys.longest,
+        scale=how.scale,
+        window_size=(-1 if how.window is None else how.window - 1, 0),
         **grouped,
     )
-    return out if layout.first is None else out.index_select(0, layout.first)

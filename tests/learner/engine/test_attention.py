@@ -325,7 +325,7 @@ def test_a_layout_has_only_the_indices_that_its_attention_reads(monkeypatch: pyt
     # As on a GPU in bfloat16, with a kernel that returns its queries.
     monkeypatch.setattr(attention, "why_padded", lambda *_: "")
     monkeypatch.setattr(attention, "_varlen_attention", lambda: lambda query, *_, **__: query)
-    monkeypatch.setattr(attention, "_report", lambda *_: None)
+    monkeypatch.setattr(attention, "report", lambda *_: None)
     assert made_by_attention() == {"cu_seqlens", "expand", "first"}
 
 
@@ -432,7 +432,7 @@ def test_the_call_of_varlen_attention_is_right_with_and_without_grouped_heads(
 
 
 def test_the_log_says_once_which_attention_runs_and_why(caplog: pytest.LogCaptureFixture):
-    attention._report.cache_clear()
+    attention.report.cache_clear()
     query = torch.zeros(1, 1, 3, 8)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
@@ -456,7 +456,7 @@ def test_the_log_says_once_which_attention_runs_and_why(caplog: pytest.LogCaptur
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_flash_path_agrees_with_the_padded_path(is_shared: bool, monkeypatch: pytest.MonkeyPatch):
     reasons: list[str] = []
-    monkeypatch.setattr(attention, "_report", lambda device, dtype, why: reasons.append(why))
+    monkeypatch.setattr(attention, "report", lambda device, dtype, why: reasons.append(why))
     torch.manual_seed(0)
     # Shared: the second and the third sequence begin with the first 5 tokens of the row.
     index = np.concatenate([np.arange(300), np.arange(5), np.arange(300, 302), np.arange(5), np.arange(302, 426)])
