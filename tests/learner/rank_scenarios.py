@@ -565,15 +565,9 @@ def laid_out(directory: Path) -> None:
     run_cases(directory)
 
 
-def passed_on(directory: Path) -> None:
-    from tests.learner.layouts import pass_on
-
-    pass_on(directory)
-
-
-SCENARIOS = (
-    updates, loading, losses, adapted, padded, sharded, replayed, resharded, resumed, compiled, laid_out, passed_on,
-    talking, follower_fails, follower_is_killed, supervised, optimized,
+    def, passed_on, directory, Path, None, from, tests, learner, layouts, import, pass_on, SCENARIOS, updates,
+    loading, losses, adapted, padded, sharded, replayed, resharded, resumed, compiled, laid_out, talking,
+    follower_fails, follower_is_killed, supervised, optimized, split_attention, compare_parts,
 )  # fmt: skip
 
 
