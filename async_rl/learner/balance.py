@@ -59,10 +59,11 @@ class Sizes(NamedTuple):
     shared: Sequence[int]
 
 
-def packed_bins(sizes: Sizes, *, max_tokens: int, num_ranks: int) -> list[list[int]]:
+def packed_bins(sizes: Sizes, *, max_tokens: int, num_ranks: int, min_rounds: int = 1) -> list[list[int]]:
     """Return, for every packed micro-batch, the indices of its sequences: from the one with the most work to the least.
 
-    Their number is a multiple of ``num_ranks``, and about as small as ``max_tokens`` allows. Sequences that begin alike
+    Their number is a multiple of ``num_ranks``, at least ``min_rounds`` times it, and about as small as ``max_tokens``
+    allows. Sequences that begin alike
     stay together in parts. The longest part comes first, and each part goes to the micro-batch with the least work that
     has room (LPT). If none has room, each rank gets one more micro-batch. Some may be empty.
     """
@@ -70,7 +71,7 @@ def packed_bins(sizes: Sizes, *, max_tokens: int, num_ranks: int) -> list[list[i
     # No two sequences fit together whose own tokens exceed half the limit.
     own = (sizes.lengths[index] - shared for index, shared in zip(sizes.order, sizes.shared, strict=True))
     num_alone = sum(2 * tokens > max_tokens for tokens in own)
-    num_rounds = max(1, -(-num_tokens // (max_tokens * num_ranks)), -(-num_alone // num_ranks))
+    num_rounds = max(min_rounds, -(-num_tokens // (max_tokens * num_ranks)), -(-num_alone // num_ranks))
     bins = _Bins(0)
     for _ in range(_NUM_PASSES):
         parts = _parts(sizes, num_tokens / (num_rounds * num_ranks))
@@ -82,8 +83,9 @@ def packed_bins(sizes: Sizes, *, max_tokens: int, num_ranks: int) -> list[list[i
     return [[i for part in bins.parts[index] for i in sizes.order[part.begin : part.end]] for index in by_work]
 
 
-def padded_bins(sizes: Sizes, *, max_tokens: int, num_ranks: int) -> list[list[int]]:
-    """Return, for every padded micro-batch, the indices of its sequences. Their number is a multiple of ``num_ranks``.
+def padded_bins(sizes: Sizes, *, max_tokens: int, num_ranks: int, min_rounds: int = 1) -> list[list[int]]:
+    """Return, for every padded micro-batch, the indices of its sequences. Their number is a multiple of ``num_ranks``,
+    at least ``min_rounds`` times it.
 
     The sequences are sorted from long to short and cut, so that a micro-batch has similar lengths and little padding.
     The largest micro-batch is as small as that number of cuts allows. Those with the most work come first; the last may
@@ -91,7 +93,7 @@ def padded_bins(sizes: Sizes, *, max_tokens: int, num_ranks: int) -> list[list[i
     """
     lengths = sizes.lengths
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    num_bins = num_ranks * max(1, -(-len(_cut(order, lengths, max_tokens)) // num_ranks))
+    num_bins = num_ranks * max(min_rounds, -(-len(_cut(order, lengths, max_tokens)) // num_ranks))
     low, high = lengths[order[0]] if order else 0, max_tokens
     while low < high:  # more room never needs more micro-batches
         middle = (low + high) // 2

@@ -134,6 +134,7 @@ def pack(
     num_ranks: int,
     packing: Packing = "packed",
     work: Work = _ROW_TOKENS_ONLY,
+    min_rounds: int = 1,
 ) -> list[list[MicroBatch]]:
     """Divide ``sequences`` into micro-batches, equally many for every rank. Return the micro-batches of each rank.
 
@@ -150,6 +151,7 @@ def pack(
         num_ranks: number of ranks.
         packing: whether the model computes a micro-batch as one row or as padded rows.
         work: what the model computes besides its layers' products with row tokens.
+        min_rounds: smallest number of micro-batches of each rank, if there are so many sequences.
 
     Raises:
         ValueError: a sequence is longer than ``max_tokens``, is empty, or trains on its first token (which nothing
@@ -176,7 +178,8 @@ def pack(
         shared=[0] * bool(order) + [num_shared(spans[one].computed, spans[two].computed) for one, two in neighbours],
     )
     divide = packed_bins if packing == "packed" else padded_bins
-    ranks = dealt(divide(sizes, max_tokens=max_tokens, num_ranks=num_ranks), num_ranks)
+    min_rounds = max(1, min(min_rounds, len(sequences) // num_ranks))
+    ranks = dealt(divide(sizes, max_tokens=max_tokens, num_ranks=num_ranks, min_rounds=min_rounds), num_ranks)
     return [
         [batch for chunk in _chunks(members) for batch in _micro_batches(sequences, spans, chunk)] for members in ranks
     ]

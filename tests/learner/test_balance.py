@@ -44,6 +44,13 @@ def test_a_micro_batch_with_little_work_and_no_room_waits_for_smaller_sequences(
     assert sorted(map(sorted, bins)) == [[0], [1, 2, 3]]
 
 
+def test_there_may_be_more_micro_batches_than_the_limit_asks_for():
+    # A pipeline of three stages wants three. By work: 4 + 4, 4 and 4.
+    assert packed_bins(sizes_of([4] * 4), max_tokens=100, num_ranks=1, min_rounds=3) == [[0, 3], [1], [2]]
+    # 8 tokens are the least room with which 5, 4 and 3 take two padded batches: 2 x 4 and 5.
+    assert padded_bins(sizes_of([5, 4, 3]), max_tokens=100, num_ranks=1, min_rounds=2) == [[1, 2], [0]]
+
+
 def test_each_round_has_micro_batches_of_similar_work():
     bins = packed_bins(sizes_of([9, 8, 5, 4]), max_tokens=9, num_ranks=2)
     assert bins == [[0], [1], [2], [3]]
