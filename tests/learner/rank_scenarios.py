@@ -565,13 +565,19 @@ def laid_out(directory: Path) -> None:
     run_cases(directory)
 
 
-    def, passed_on, directory, Path, None, from, tests, learner, layouts, import, pass_on, SCENARIOS, updates,
-    loading, losses, adapted, padded, sharded, replayed, resharded, resumed, compiled, laid_out, talking,
-    follower_fails, follower_is_killed, supervised, optimized, split_attention, compare_parts,
-)  # fmt: skip
+def passed_on(directory: Path) -> None:
+    from tests.learner.layouts import pass_on
+
+    pass_on(directory)
+
+
+def split_attention(directory: Path) -> None:
+    from tests.learner.split_attention import compare_parts
+
+    compare_parts(directory)
 
 
 def run_scenario(name: str, directory: Path) -> None:
     """The body of a rank's process."""
     torch.set_num_threads(1)  # the library read OMP_NUM_THREADS before the fork
-    {scenario.__name__: scenario for scenario in SCENARIOS}[name](directory)
+    globals()[name](directory)

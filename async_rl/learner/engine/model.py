@@ -178,6 +178,7 @@ class PolicyModel(nn.Module):
     Attributes:
         logit_factor: by which the model multiplies the head's output.
         logit_cap: at which the model then caps the logits; None: it does not. The self-test checks both.
+        vocab_size: number of rows of the head, which is the number of token ids that have a probability.
         packing: how the decoder computes a micro-batch. Batches of ``to_device`` must have been made for it.
         head_dtype: in which the head is computed, whatever dtype its weight has; None: that of the weight.
         replay: replays the routes of a micro-batch. None: the routers choose, and batches have no routes.
@@ -195,6 +196,7 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.logit_factor = _logit_factor(causal_lm.config)
         self.logit_cap = _logit_cap(causal_lm.config)
+        self.vocab_size = int(cast(nn.Linear, causal_lm.get_output_embeddings()).weight.shape[0])
         self.head_dtype = head_dtype
         self.replay: RoutingReplay | None = None
         native = causal_lm.config._attn_implementation or "eager"
@@ -252,11 +254,6 @@ class PolicyModel(nn.Module):
         logits = head_output * self.logit_factor
         return logits if self.logit_cap is None else self.logit_cap * torch.tanh(logits / self.logit_cap)
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of rows of the head, which is the number of token ids that have a probability."""
-        return cast(nn.Linear, self.causal_lm.get_output_embeddings()).weight.shape[0]
-
     def tensor_names(self) -> list[str]:
         """Return the Hugging Face names of all parameters and persistent buffers, in a fixed order. Tied ones
         occur once.
@@ -304,6 +301,12 @@ class PolicyModel(nn.Module):
             return replay.forward(routes_TLK)
         (rows,) = batch.layout.buckets
         return replay.forward(routes_TLK.index_select(0, rows.gather), counted=batch.layout.restore)
+
+    def route_again(self, batch: DeviceBatch) -> None:
+        """Prepare to compute layers of ``batch`` again in its backward pass, if others were computed since then."""
+        if self.replay is not None:
+            with self._routed(self.replay, batch):
+                pass
 
     def decoded(self, batch: DeviceBatch) -> Tensor:
         """Return what ``hidden_states`` returns, but do not look at the batch's routes."""

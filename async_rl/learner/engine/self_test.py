@@ -61,9 +61,7 @@ def check_packing(policy: PolicyModel, *, max_length: int) -> None:
     """
     model = policy.causal_lm
     _refuse_mixed_lengths(policy, max_length)
-    sequences = short_sequences(policy, copies=1)
-    ((micro_batch,),) = pack(sequences, max_tokens=1 << 20, num_ranks=1, packing=policy.packing)
-    batch = to_device(micro_batch, torch.device("cpu"), policy.packing)
+    batch = test_batch(policy)
     with ExitStack() as changed:
         changed.enter_context(_frozen(model))
         changed.enter_context(_few_layers(policy))
@@ -96,9 +94,7 @@ def check_replay(policy: PolicyModel) -> None:
     """
     replay = policy.replay
     assert replay is not None, "a check of routing replay without routing replay"
-    sequences = short_sequences(policy, copies=1)
-    ((micro_batch,),) = pack(sequences, max_tokens=1 << 20, num_ranks=1, packing=policy.packing)
-    batch = to_device(micro_batch, torch.device("cpu"), policy.packing)
+    batch = test_batch(policy)
     with _few_layers(policy):
         with replay.recording() as chosen:
             expected = policy.hidden_states(batch)
@@ -149,6 +145,12 @@ def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int, packi
 def short_sequences(policy: PolicyModel, *, copies: int) -> list[TrainSequence]:
     """Return the test's sequences, with ``copies`` of all but the first."""
     return _sequences(min(policy.vocab_size, policy.causal_lm.config.get_text_config().vocab_size), copies=copies)
+
+
+def test_batch(policy: PolicyModel) -> DeviceBatch:
+    """Return the test's sequences as one micro-batch of ``policy``, on the host."""
+    ((micro_batch,),) = pack(short_sequences(policy, copies=1), max_tokens=1 << 20, num_ranks=1, packing=policy.packing)
+    return to_device(micro_batch, torch.device("cpu"), policy.packing)
 
 
 def _sequences(vocab_size: int, *, neighbours_seed: int = 1, copies: int = 1) -> list[TrainSequence]:
@@ -428,10 +430,16 @@ def _few_layers(policy: PolicyModel) -> Iterator[None]:
 
 def keep_tested_layers(policy: PolicyModel) -> None:
     """Shorten a large model to its first layers, up to the first layer of the last kind."""
+    _set_layers(policy, nn.ModuleList(tested_layers(policy)))
+
+
+def tested_layers(policy: PolicyModel) -> list[nn.Module]:
+    """Return the layers that a test needs: of a large model the first ones, up to the first layer of the last kind."""
     layers = list(policy.decoder_layers)
+    if sum(p.numel() for p in policy.parameters()) <= _FEW_PARAMETERS:
+        return layers
     first_of_kind = {_kind(layer): index for index, layer in reversed(list(enumerate(layers)))}
-    if sum(p.numel() for p in policy.parameters()) > _FEW_PARAMETERS:
-        _set_layers(policy, nn.ModuleList(layers[: 1 + max(first_of_kind.values())]))
+    return layers[: 1 + max(first_of_kind.values())]
 
 
 def _set_layers(policy: PolicyModel, layers: nn.ModuleList) -> None:
