@@ -1,7 +1,8 @@
 """Turns hidden states into log-probabilities of the trained tokens. All logits ``[N, V]`` are never in memory at once.
 
 ``PolicyModel`` selects the hidden states that predict a trained token and calls this. Shape letters: N = predicted
-tokens, C = tokens of one chunk, d = hidden size, V = vocabulary, P = part of the vocabulary.
+tokens, C = tokens of one chunk, d = hidden size, V = vocabulary, or this rank's part of it (``vocabulary.py``), P =
+part of V.
 
 The head needs three matrix products: the logits, and the gradients of hidden states and weight. The gradients need the
 *slopes*, the derivatives of the loss by log-probabilities and entropies, which are known only after the last chunk. If
@@ -19,8 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from async_rl.learner.engine.mask_tensors import MaskTensors
+from async_rl.learner.engine.vocabulary import VocabularyPart
 
 CHUNK_BYTES = {"cpu": 80 << 20, "cuda": 256 << 20}
 """Size of one chunk's float32 logits in bytes, by the device's type. Two such buffers are in memory (three if the
@@ -90,8 +93,9 @@ def token_logprobs(
 
     Args:
         hidden_Nd: hidden states at the positions that predict the targets; carries grad.
-        head: the language-model head, in any float dtype. Its weight must be unsharded. Only its weight and bias are
-            read, the module is not called.
+        head: the language-model head, in any float dtype. Only its weight and bias are read, the module is not called.
+            They must be whole, or DTensors that are divided by tokens of the vocabulary over a group of ranks. These
+            ranks call this together, with the same arguments, and get the same results.
         targets_N: int64 token ids.
         temperatures_N: float, > 0; logits are divided by it in float32, before the log-softmax.
         cap: soft cap of the head's output, > 0; None: no cap.
@@ -112,11 +116,13 @@ def token_logprobs(
         )
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES.get(hidden_Nd.device.type, CHUNK_BYTES["cuda"])
-    rows = max(1, chunk_bytes // (4 * head.weight.shape[0]))
+    part = VocabularyPart.of(head.weight)
+    rows = max(1, chunk_bytes // (4 * (head.weight.shape[0] if part is None else part.largest_size)))
     rows = rows // _ROWS_MULTIPLE * _ROWS_MULTIPLE or rows
     chunks = _chunks(targets_N, temperatures_N.float(), sampling_mask, rows)
-    settings = _Settings(chunks, cap, entropy_grad, predict if torch.is_grad_enabled() else None)
-    tensors = (None if t is None else t.to(dtype or t.dtype) for t in (hidden_Nd, head.weight, head.bias))
+    settings = _Settings(chunks, cap, entropy_grad, predict if torch.is_grad_enabled() else None, part)
+    own = (t.to_local() if isinstance(t, DTensor) else t for t in (hidden_Nd, head.weight, head.bias))
+    tensors = (None if t is None else t.to(dtype or t.dtype) for t in own)
     return TokenLogprobs(*_HeadLogprobs.apply(*tensors, settings))
 
 
@@ -138,6 +144,7 @@ class _Settings(NamedTuple):
     cap: float | None
     entropy_grad: bool
     predict: SlopeFunction | None
+    part: VocabularyPart | None
 
 
 class _Head(NamedTuple):
@@ -160,22 +167,26 @@ def _chunks(targets_N: Tensor, temperatures_N: Tensor, mask: MaskTensors | None,
 
 
 class _Rows(NamedTuple):
-    """Numbers of the rows of a chunk, float32 [C, 1]. ``log_sum`` is of the exponentials, less the largest logit."""
+    """Numbers of the rows of a chunk, float32 [C, 1]. ``log_sum`` is of the exponentials, less the largest logit.
+    ``share`` is the probability of this rank's part of the vocabulary, None if it has the whole.
+    """
 
     log_sum: Tensor
     logprobs: Tensor
     entropies: Tensor
+    share: Tensor | None
 
 
 class _Pass:
     """The buffers that all chunks share, with what the last computed chunk left there, and the sums of gradients.
 
     After ``compute``, ``_probs`` has the chunk's probabilities and ``_products`` these times the logits, less the
-    row's largest. ``add`` can be called once after each ``compute``, because it overwrites the probabilities.
+    row's largest. If this rank has a part of the vocabulary, the probabilities are those within the part. ``add`` can
+    be called once after each ``compute``, because it overwrites the probabilities.
     """
 
     def __init__(self, head: _Head, settings: _Settings) -> None:
-        self._cap = settings.cap
+        self._cap, self._part = settings.cap, settings.part
         rows = len(settings.chunks[0].targets) if settings.chunks else 0
 
         def buffer(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -209,16 +220,28 @@ class _Pass:
             torch.square(logits_CV, out=self._cap_slopes[: len(chunk.targets)]).neg_().add_(1.0)
             logits_CV.mul_(self._cap)
         if chunk.sampling_mask is not None:
-            logits_CV.masked_fill_(~chunk.sampling_mask.mask(logits_CV.shape[1]), _IMPOSSIBLE)
-        shift_C1 = logits_CV.amax(-1, keepdim=True).mul_(chunk.inverse).neg_()
+            logits_CV.masked_fill_(~self._mask(chunk.sampling_mask, logits_CV.shape[1]), _IMPOSSIBLE)
+        largest_C1 = logits_CV.amax(-1, keepdim=True)
+        shift_C1 = (largest_C1 if self._part is None else self._part.maximum(largest_C1)) * -chunk.inverse
         torch.addcmul(shift_C1, logits_CV, chunk.inverse, out=logits_CV)
         torch.softmax(logits_CV, -1, out=probs_CV)
-        # The largest logit is 0 now, so the largest probability is 1 over the sum of exp.
-        log_sum_C1 = probs_CV.amax(-1, keepdim=True).log_().neg_()
-        logprobs_C1 = logits_CV.gather(-1, chunk.targets) - log_sum_C1
-        entropies_C1 = log_sum_C1 - logits_CV.mul_(probs_CV).sum(-1, keepdim=True)
-        self._rows = _Rows(log_sum_C1, logprobs_C1, entropies_C1)
+        if self._part is None:
+            # The largest logit is 0 now, so the largest probability is 1 over the sum of exp.
+            log_sum_C1 = probs_CV.amax(-1, keepdim=True).log_().neg_()
+            logprobs_C1 = logits_CV.gather(-1, chunk.targets) - log_sum_C1
+            entropies_C1 = log_sum_C1 - logits_CV.mul_(probs_CV).sum(-1, keepdim=True)
+            self._rows = _Rows(log_sum_C1, logprobs_C1, entropies_C1, None)
+        else:
+            largest_C1 = largest_C1 * chunk.inverse + shift_C1
+            found = self._part.normaliser(logits_CV, probs_CV, largest_C1, chunk.targets)
+            logprobs_C1, entropies_C1 = found.target - found.log_sum, found.log_sum - found.mean
+            self._rows = _Rows(found.log_sum, logprobs_C1, entropies_C1, found.share)
         return TokenLogprobs(logprobs_C1[:, 0], entropies_C1[:, 0])
+
+    def _mask(self, sampling_mask: MaskTensors, size: int) -> Tensor:
+        """Return which of the tokens that this rank has could be sampled, bool [C, V]."""
+        first = 0 if self._part is None else self._part.first
+        return sampling_mask.mask(size, first=first)
 
     def _compute_logits(self, head: _Head, chunk: _Chunk, logits_CV: Tensor) -> None:
         out_CV = logits_CV if self._half is None else self._half[: len(chunk.targets)]
@@ -253,18 +276,25 @@ class _Pass:
         dH / ds = -p (log p + H). At the target the first is -expm1(log p), exact where p is nearly 1.
         """
         assert self._rows is not None
-        log_sum_C1, logprobs_C1, entropies_C1 = self._rows
+        log_sum_C1, logprobs_C1, entropies_C1, share_C1 = self._rows
         grad_CV, slope_C1 = self._probs[: len(chunk.targets)], slopes.logprobs[:, None]
         at_target_C1 = logprobs_C1.expm1()
         if slopes.entropies is None:
             scale_C1 = -slope_C1 * chunk.inverse
+            if share_C1 is not None:
+                grad_CV.mul_(share_C1)
         else:
             of_entropies_C1 = slopes.entropies[:, None]
-            grad_CV.mul_(slope_C1 + of_entropies_C1 * (entropies_C1 - log_sum_C1))
-            grad_CV.addcmul_(self._products[: len(grad_CV)], of_entropies_C1)
+            share_C1 = 1.0 if share_C1 is None else share_C1
+            grad_CV.mul_((slope_C1 + of_entropies_C1 * (entropies_C1 - log_sum_C1)) * share_C1)
+            grad_CV.addcmul_(self._products[: len(grad_CV)], of_entropies_C1 * share_C1)
             at_target_C1 = at_target_C1 * slope_C1 + of_entropies_C1 * logprobs_C1.exp() * (logprobs_C1 + entropies_C1)
             scale_C1 = -chunk.inverse
-        grad_CV.scatter_(-1, chunk.targets, at_target_C1)
+        if self._part is None:
+            grad_CV.scatter_(-1, chunk.targets, at_target_C1)
+        else:
+            places_C1, is_own_C1 = self._part.places(chunk.targets)
+            grad_CV.scatter_(-1, places_C1, torch.where(is_own_C1, at_target_C1, grad_CV.gather(-1, places_C1)))
         if self._cap_slopes is not None:
             grad_CV.mul_(self._cap_slopes[: len(grad_CV)])
         return grad_CV, scale_C1
@@ -312,12 +342,14 @@ class _HeadLogprobs(torch.autograd.Function):
             last = todo.pop()
             run.add(head, last, _at(slopes, last.place))
         if predicted:
-            slopes, todo = _difference(slopes, predicted, todo)
+            slopes, todo = _difference(slopes, predicted, todo, settings.part)
         for chunk in todo:
             run.compute(head, chunk)
             run.add(head, chunk, _at(slopes, chunk.place))
         hidden_grad, weight_grad, bias_grad = run.hidden_grad, run.weight_grad, run.bias_grad
         del run  # frees the buffers before the gradient is copied
+        if settings.part is not None and hidden_grad is not None:
+            settings.part.add_up(hidden_grad)
         return (
             hidden_grad,
             None if weight_grad is None else weight_grad.to(head.weight.dtype),
@@ -341,11 +373,14 @@ def _at(slopes: Slopes, place: slice) -> Slopes:
     return Slopes(slopes.logprobs[place], None if slopes.entropies is None else slopes.entropies[place])
 
 
-def _difference(slopes: Slopes, predicted: Sequence[Slopes], chunks: Sequence[_Chunk]) -> tuple[Slopes, list[_Chunk]]:
+def _difference(
+    slopes: Slopes, predicted: Sequence[Slopes], chunks: Sequence[_Chunk], part: VocabularyPart | None
+) -> tuple[Slopes, list[_Chunk]]:
     """Return by how much the true slopes differ from the predicted ones, and the chunks in which some do.
 
     A chunk is computed again as a whole, because the products of other rows would round differently, and what is taken
-    off must be what was added. Reading which chunks differ waits for the device.
+    off must be what was added. Reading which chunks differ waits for the device. Ranks that have parts of the
+    vocabulary compute the same chunks again.
     """
     pairs = [(slopes.logprobs, torch.cat([p.logprobs for p in predicted]))]
     if slopes.entropies is not None:
@@ -353,7 +388,10 @@ def _difference(slopes: Slopes, predicted: Sequence[Slopes], chunks: Sequence[_C
     differences = [true_N[: len(predicted_M)] - predicted_M for true_N, predicted_M in pairs]
     # Not >, which is False for NaN.
     agrees = [d.abs() <= _SLOPE_TOLERANCE * p.abs() for d, (_, p) in zip(differences, pairs, strict=True)]
-    differs_M = (~torch.stack(agrees).all(0)).cpu().numpy()
+    differs_M = ~torch.stack(agrees).all(0)
+    if part is not None:
+        differs_M = part.add_up(differs_M.int()) > 0
+    differs_M = differs_M.cpu().numpy()
     return Slopes(*differences), [chunk for chunk in chunks if differs_M[chunk.place].any()]
 
 
