@@ -1,0 +1,83 @@
+"""Tensor parallelism: which models can be divided, and what is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from async_rl.errors import ModelError
+from async_rl.learner.engine.experts import find_experts
+from async_rl.learner.engine.model import PolicyModel
+from async_rl.learner.engine.tensor_parallel import divide, divisions
+from tests.families.catalogue import build
+
+
+def policy(family: str) -> PolicyModel:
+    return PolicyModel(build(family), "padded")
+
+
+def test_heads_that_cannot_be_divided_are_refused_with_the_arithmetic():
+    with pytest.raises(
+        ModelError, match=r"expected a divisor of the model's num_attention_heads, 4, got 3: 4 / 3 = 1.333"
+    ):
+        divisions(policy("Llama"), 3)
+
+
+def test_more_ranks_than_key_value_heads_are_refused_with_the_arithmetic():
+    with pytest.raises(ModelError, match=r"num_key_value_heads, 2, got 4: 2 / 4 = 0.5; choose another size"):
+        divisions(policy("Llama"), 4)
+
+
+def test_columns_that_cannot_be_divided_are_refused_with_the_arithmetic():
+    model = build("Llama")
+    model.model.layers[1].mlp.up_proj = nn.Linear(16, 33)
+    with pytest.raises(ModelError, match=r"outputs of model.layers.1.mlp.up_proj, 33, got 2: 33 / 2 = 16.5"):
+        divisions(PolicyModel(model, "padded"), 2)
+
+
+def test_a_model_without_a_plan_is_refused_by_name():
+    with pytest.raises(ModelError, match="has a plan of tensor parallelism, but GPT2LMHeadModel has none"):
+        divisions(policy("GPT-2"), 2)
+
+
+def test_a_plan_that_is_not_understood_is_refused_by_name():
+    with pytest.raises(ModelError, match=r"self_attn.\w+ of Olmo2ForCausalLM is colwise_gather_output"):
+        divisions(policy("OLMo 2"), 2)
+
+
+def test_a_parameter_beside_divided_columns_that_the_plan_leaves_out_is_refused():
+    model: Any = build("Llama")
+    model.model.layers[0].self_attn.q_norm = nn.LayerNorm(8)
+    with pytest.raises(ModelError, match=r"does not say how model.layers.0.self_attn.q_norm.weight is divided"):
+        divisions(PolicyModel(model, "padded"), 2)
+
+
+def test_experts_that_cannot_be_divided_are_refused_with_the_arithmetic():
+    with pytest.raises(ModelError, match=r"parallel.tensor: expected a divisor of the experts of a layer, 4, got 3"):
+        find_experts(policy("Qwen 3 MoE"), 3, "parallel.tensor")
+
+
+def test_an_attention_and_an_mlp_send_one_sum_in_each_pass(monkeypatch: pytest.MonkeyPatch):
+    sums: list[int] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *args, **kwargs: sums.append(tensor.numel()))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model: Any = build("Qwen 2")
+        ids = torch.arange(7)[None]
+        expected = model.model(input_ids=ids).last_hidden_state
+        mesh = init_device_mesh("cpu", (1,))
+        divide(model, divisions(PolicyModel(model, "padded"), 1), mesh)
+        found = model.model(input_ids=ids).last_hidden_state
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(found, expected)
+    # Two layers, and the embedding. Each sum is of 7 tokens.
+    size = found.numel()
+    assert sums == [size] * 5
+    found.sum().backward()
+    assert sums == [size] * 9
