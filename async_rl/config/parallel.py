@@ -33,8 +33,8 @@ class ParallelConfig(Section):
     tensor: int = Field(
         default=1,
         ge=1,
-        description="Number of ranks that compute each layer together, each a part of its heads and columns; they "
-        "should be within one node.",
+        description="Number of ranks that compute each layer together, each a part of its heads, columns and "
+        "experts, whose numbers must be multiples of it; they should be within one node.",
     )
     pipeline: int = Field(
         default=1, ge=1, description="Number of stages: ranks of one stage hold some of the layers and pass on results."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,22 @@ from async_rl.config.parallel import Layout
 from async_rl.learner.engine.ranks import Ranks, init_ranks
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
-from tests.learner.rank_scenarios import PLAIN, follow_once, save, sequences_with_a_group, stop_following
+from tests.learner.rank_scenarios import (
+    PLAIN,
+    follow_once,
+    save,
+    sequences_with_a_group,
+    stop_following,
+    with_reference,
+)
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shards 2": (2, {}),
     "replicas 2": (2, {"replicas": 2}),
     "replicas 2 x shards 2": (4, {"replicas": 2}),
+    "tensor 2": (2, {"tensor": 2}),
+    "shards 2 x tensor 2": (4, {"tensor": 2}),
 }
 """Name -> number of ranks, and the section ``parallel``."""
 
@@ -43,19 +53,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 LORA = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj", "o_proj"]}}
 
 
-def layout_model(directory: Path, name: str) -> Path:
-    """Write the random model ``name`` of ``MODELS`` with a tokenizer of one token a character."""
-    return layout_weights(tiny_model(directory), name)
+def layout_model(directory: Path, name: str, models: Mapping[str, tuple[str, dict[str, Any]]] = MODELS) -> Path:
+    """Write the random model ``name`` of ``models`` with a tokenizer of one token a character."""
+    return layout_weights(tiny_model(directory), name, models)
 
 
-def layout_weights(directory: Path, name: str) -> Path:
-    """Write the model ``name`` of ``MODELS``, of the vocabulary of the model in ``directory``, in its place."""
+def layout_weights(directory: Path, name: str, models: Mapping[str, tuple[str, dict[str, Any]]] = MODELS) -> Path:
+    """Write the model ``name`` of ``models``, of the vocabulary of the model in ``directory``, in its place."""
     vocabulary = transformers.AutoConfig.from_pretrained(directory).vocab_size
-    class_name, own = MODELS[name]
+    class_name, own = models[name]
     torch.manual_seed(0)
     settings = {"vocab_size": vocabulary, **_SHAPE, **own}
     config = getattr(transformers, f"{class_name}Config")(**{k: v for k, v in settings.items() if v is not None})
-    getattr(transformers, f"{class_name}ForCausalLM")(config).save_pretrained(directory)
+    getattr(transformers, f"{class_name.removesuffix('Text')}ForCausalLM")(config).save_pretrained(directory)
     return directory
 
 
@@ -76,7 +86,7 @@ def _fields(sequence: TrainSequence) -> dict[str, Any]:
     return {name: getattr(sequence, name) for name in TrainSequence.__dataclass_fields__}
 
 
-def run_layout(config: Config, ranks: Ranks, target: Path) -> None:
+def run_layout(config: Config, ranks: Ranks, target: Path, sequences: list[TrainSequence] | None = None) -> None:
     """Score, make two steps, save and publish, on all ranks; rank 0 writes what came out to ``target``."""
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
 
@@ -87,7 +97,9 @@ def run_layout(config: Config, ranks: Ranks, target: Path) -> None:
         return
     engine.self_test()
     target.mkdir(parents=True)
-    first = layout_sequences()
+    first = sequences or layout_sequences()
+    if config.loss.needs_reference:
+        first = with_reference(engine, first)
     scores = engine.score_policy(first)
     stats = [engine.update(first, version=0), engine.update(first[:5], version=0)]
     save(engine, target / "checkpoint", 2)
@@ -96,6 +108,7 @@ def run_layout(config: Config, ranks: Ranks, target: Path) -> None:
         "loss": [s.loss for s in stats],
         "grad_norm": [s.grad_norm for s in stats],
         "tokens": [s.tokens_trained for s in stats],
+        "flops": [s.cost.flops for s in stats if s.cost is not None],
         "skipped": [s.skipped_sequence_ids for s in stats],
         "scores": {i: (one.logprobs, one.entropies) for i, one in sorted(scores.items())},
     }

@@ -398,8 +398,9 @@ def train_adapters(engine: Any, target: Path) -> None:
 def with_reference(engine: Any, sequences: list[TrainSequence]) -> list[TrainSequence]:
     """``sequences`` with the reference's logprobs, as the engine scores them."""
     scored = []
+    of_id = {sequence.sequence_id: sequence for sequence in sequences}
     for sequence_id, logprobs in engine.score(sequences, of="reference").items():
-        sequence = sequences[sequence_id]
+        sequence = of_id[sequence_id]
         along = np.zeros(len(sequence.token_ids), dtype=np.float32)
         along[sequence.loss_mask] = logprobs
         scored.append(replace(sequence, reference_logprobs=along))
@@ -575,6 +576,12 @@ def split_attention(directory: Path) -> None:
     from tests.learner.split_attention import compare_parts
 
     compare_parts(directory)
+
+
+def in_tensor_group(directory: Path) -> None:
+    from tests.learner.tensor_cases import run_variants
+
+    run_variants(directory, tensor=2)
 
 
 def run_scenario(name: str, directory: Path) -> None:

@@ -84,8 +84,8 @@ class Weights:
     def fill(self, policy: PolicyModel, device: torch.device) -> None:
         """Allocate the parameters of ``policy`` that are on the meta device on ``device``, and read this rank's part.
 
-        Parameters and buffers keep their dtype. Of a sharded parameter only the rows of this rank's shard are read.
-        Adapters may have been added to the model, and layers removed.
+        Parameters and buffers keep their dtype. Of a sharded parameter only this rank's part is read. Adapters may
+        have been added to the model, and layers removed.
         """
         _allocate(policy, device)
         state = policy.causal_lm.state_dict()
@@ -109,21 +109,21 @@ class _OpenFiles(dict[Path, Any]):
 
 
 def _read(files: _OpenFiles, place: _Place | _Stack, target: Tensor) -> None:
-    """Copy the tensor at ``place`` into ``target``, or its rows into a shard."""
-    first, local = 0, target
+    """Copy the tensor at ``place`` into ``target``, or into a shard the part of it that the shard has."""
+    offset, local = (0,) * target.ndim, target
     if isinstance(target, DTensor):
         _, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-        first, local = offset[0], target.to_local()
+        local = target.to_local()
     if not local.numel():
         return
     if isinstance(place, _Place):
         tensors = files[place.file]
         is_part = local.shape != target.shape
-        rows = tensors.get_slice(place.name)[first : first + len(local)] if is_part else tensors.get_tensor(place.name)
-        local.copy_(rows)
+        own = tuple(slice(begin, begin + size) for begin, size in zip(offset, local.shape, strict=True))
+        local.copy_(tensors.get_slice(place.name)[own] if is_part else tensors.get_tensor(place.name))
         return
     for index, expert_OI in enumerate(local):
-        matrices = [of_expert[first + index] for of_expert in place.of_kind]
+        matrices = [of_expert[offset[0] + index] for of_expert in place.of_kind]
         for rows, matrix in zip(expert_OI.split([m.shape[0] for m in matrices]), matrices, strict=True):
             rows.copy_(files[matrix.file].get_tensor(matrix.name))
 

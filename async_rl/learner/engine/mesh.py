@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from async_rl.config.parallel import Layout
 from async_rl.errors import ConfigError
 
-_PLANNED = ("sequence", "tensor", "pipeline")
+_PLANNED = ("sequence", "pipeline")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,10 @@ CASES = [
     ("replicas 2 x shards 2", "qwen3", False),
     ("replicas 2 x shards 2", "llama", True),
     ("replicas 2 x shards 2", "qwen3_moe", False),
+    ("tensor 2", "qwen2", True),
+    ("shards 2 x tensor 2", "qwen3", False),
+    ("shards 2 x tensor 2", "llama", True),
+    ("shards 2 x tensor 2", "qwen3_moe", False),
 ]
 """Layout, model, and whether it has adapters. The quick suite has each layout and each model, not every pair."""
 EVERY_CASE = [(name, model, lora) for name in LAYOUTS for model in MODELS for lora in (False, True)]

@@ -1,0 +1,168 @@
+"""What two ranks of one tensor group compute, in cases that ``layouts.py`` does not have."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from async_rl.config.config import Config
+from async_rl.learner.engine.logprobs import Slopes, TokenLogprobs, token_logprobs
+from async_rl.learner.engine.mask_tensors import MaskTensors
+from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.packing import TrainSequence
+from async_rl.sampling_mask import pack_ids
+from tests.learner import layouts
+from tests.learner.layouts import layout_config, layout_model, layout_sequences, run_layout
+from tests.learner.tiny import tiny_config
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("Gemma", {"tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 2.0, "sliding_window": 8}),
+    "gemma3": ("Gemma3Text", {"sliding_window": 8, "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+         "shared_expert_intermediate_size": 16},
+    ),
+}  # fmt: skip
+"""Families that a plan of transformers divides, besides those of ``layouts.py``."""
+VARIANTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "gemma2": ("gemma2", False, {}),
+    "gemma3": ("gemma3", True, {}),
+    "qwen2_moe": ("qwen2_moe", False, {}),
+    "recomputed": ("qwen3", False, {"model": {"gradient_checkpointing": "full"}}),
+    "recomputed in part": ("qwen3_moe", True, {"model": {"gradient_checkpointing": "selective"}}),
+    "kept for a step": ("llama", True, {"learner": {"reshard": "none"}}),
+    "a reference of its own, entropy": ("qwen2", False, {"loss": {"preset": "grpo", "entropy_coef": 0.1}}),
+    "sampling masks": ("qwen2", False, {"sampling": {"top_k": 9}}),
+}
+"""Name -> model, whether it has adapters, sections of the config."""
+MORE: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "gemma": ("gemma", False, {}),
+    "mistral": ("mistral", False, {}),
+    "fully recomputed experts": (
+        "qwen2_moe",
+        False,
+        {"model": {"gradient_checkpointing": "full"}},
+    ),
+    "adapters beside a reference": ("qwen3", True, {"loss": {"preset": "grpo", "entropy_coef": 0.1}}),
+}
+"""For the long test."""
+
+
+def variant_config(directory: Path, name: str, *, tensor: int) -> Config:
+    model, lora, sections = (VARIANTS | MORE)[name]
+    # Small steps: where a gradient is nearly 0, Adam divides rounding by itself. The first moment is the gradient.
+    sections = sections | {"optimizer": {"lr": 1e-5}}
+    raw = layout_config(directory, model, {"tensor": tensor}, lora=lora).model_dump(mode="json", exclude_unset=True)
+    merged = {section: raw.get(section, {}) | sections.get(section, {}) for section in raw.keys() | sections.keys()}
+    return tiny_config(directory, model, **merged)
+
+
+def variant_sequences(name: str) -> list[TrainSequence]:
+    """Those of ``layouts.py``; under ``sampling masks`` each token was one of 9, or of 40."""
+    sequences = layout_sequences()
+    return [_masked(s) for s in sequences] if "masks" in name else sequences
+
+
+def _masked(sequence: TrainSequence) -> TrainSequence:
+    generator = np.random.default_rng(sequence.sequence_id)
+    targets = sequence.token_ids[sequence.loss_mask]
+    counts = np.where(np.arange(len(targets)) % 2, 9, 40)
+    ids = [
+        np.sort([target, *generator.permutation(np.delete(np.arange(45), target))[: count - 1]])
+        for target, count in zip(targets, counts, strict=True)
+    ]
+    return replace(sequence, sampling_mask=pack_ids(counts, np.concatenate(ids), vocab_size=45))
+
+
+def write_models(directory: Path, names: list[str]) -> None:
+    """Write the models of these variants, and their names for the ranks."""
+    for name in {(VARIANTS | MORE)[name][0] for name in names}:
+        layout_model(directory / name, name, layouts.MODELS | MODELS)
+    (directory / "variants.json").write_text(json.dumps(names), encoding="utf-8")
+
+
+def run_variants(directory: Path, *, tensor: int) -> None:
+    """What each rank does: a step under each variant, and log-probabilities over a divided vocabulary."""
+    names = json.loads((directory / "variants.json").read_text(encoding="utf-8"))
+    ranks = init_ranks(variant_config(directory, names[0], tensor=tensor))
+    for name in names:
+        config = variant_config(directory, name, tensor=tensor)
+        run_layout(config, ranks, directory / str(tensor) / name, sequences=variant_sequences(name))
+    if tensor > 1:
+        check_vocabulary()
+        ranks.close()
+
+
+def check_vocabulary() -> None:
+    """Log-probabilities over a divided vocabulary, by hand and against the whole."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def divided(whole: nn.Linear) -> nn.Linear:
+        head = nn.Linear(whole.in_features, whole.out_features, bias=whole.bias is not None)
+        for name, parameter in whole.named_parameters():
+            part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+            setattr(head, name, nn.Parameter(part))
+        return head
+
+    # Probabilities 1/2, 1/6 and 1/3; rank 0 has the first two tokens.
+    identity = nn.Linear(3, 3, bias=False)
+    nn.init.eye_(identity.weight)
+    hidden = torch.tensor([[math.log(3), 0.0, math.log(2)]], requires_grad=True)
+    out = token_logprobs(hidden, divided(identity), torch.tensor([2]), torch.tensor([1.0]), entropy_grad=True)
+    assert math.isclose(float(out.logprobs), math.log(1 / 3), rel_tol=1e-6)
+    entropy = math.log(2) / 2 + math.log(6) / 6 + math.log(3) / 3
+    assert math.isclose(float(out.entropies), entropy, rel_tol=1e-6)
+    # The gradient of log p[2] is one-hot - p; that of the entropy -p (log p + H).
+    out.logprobs.sum().backward()
+    torch.testing.assert_close(hidden.grad, torch.tensor([[-1 / 2, -1 / 6, 2 / 3]]))
+    for seed in range(12):
+        _compare(divided, seed)
+
+
+def _compare(divided: Any, seed: int) -> None:
+    """45 tokens of 3 chunks: with caps, biases, masks, predictions that are right, wrong or absent, in two dtypes."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    whole = nn.Linear(8, 45, bias=seed % 2 == 0)
+    hidden, targets = torch.randn(45, 8, generator=generator), torch.randint(45, (45,), generator=generator)
+    temperatures, weights = torch.rand(45, generator=generator) + 0.5, torch.randn(45, generator=generator)
+    counts = np.array([[9, 40, 45][i % 3] for i in range(45)])
+    ids = [
+        np.sort([int(t), *np.random.default_rng(i).permutation(np.delete(np.arange(45), int(t)))[: counts[i] - 1]])
+        for i, t in enumerate(targets)
+    ]
+    packed = pack_ids(counts, np.concatenate(ids), vocab_size=45)
+    masks = MaskTensors(packed.sizes, torch.from_numpy(packed.words)) if seed % 3 == 0 else None
+    off = [0.0, 0.5, None][seed % 3]  # by how much the prediction is wrong, in some chunks
+
+    def predict(place: slice, scored: TokenLogprobs) -> Slopes:
+        return Slopes(weights[place] + (0.0 if place.start else off or 0.0), torch.ones_like(weights[place]))
+
+    def gradients(head: nn.Linear) -> list[Tensor]:
+        inputs = hidden.clone().requires_grad_()
+        out = token_logprobs(
+            inputs, head, targets, temperatures, cap=1.5 if seed % 4 == 0 else None, chunk_bytes=4 * 23 * 16,
+            sampling_mask=masks, entropy_grad=True, predict=None if off is None else predict,
+        )  # fmt: skip
+        (out.logprobs * weights + out.entropies).sum().backward()
+        found = [p.grad for p in (inputs, *head.parameters())]
+        return [out.logprobs.detach(), out.entropies.detach(), *(cast_whole(g) for g in found)]
+
+    for got, expected in zip(gradients(divided(whole)), gradients(whole), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def cast_whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
