@@ -36,6 +36,13 @@ class ParallelConfig(Section):
         description="Number of ranks that compute each layer together, each a part of its heads, columns and "
         "experts, whose numbers must be multiples of it; they should be within one node.",
     )
+    experts: int = Field(
+        default=1,
+        ge=1,
+        description="Number of ranks over which the experts of each layer are divided; it divides the ranks of a copy. "
+        "They have tokens of their own, and send these to the ranks of their experts. With parallel.tensor above 1, "
+        "its ranks share the experts, so leave this out.",
+    )
     pipeline: int = Field(
         default=1, ge=1, description="Number of stages: ranks of one stage hold some of the layers and pass on results."
     )
@@ -51,6 +58,7 @@ class Layout:
         shards: number of ranks over which one copy is sharded, each with micro-batches of its own.
         sequence: number of ranks that share the tokens of a micro-batch.
         tensor: number of ranks that share every layer.
+        experts: number of ranks, of those with shards of one copy, over which experts are divided.
     """
 
     pipeline: int = 1
@@ -58,6 +66,7 @@ class Layout:
     shards: int = 1
     sequence: int = 1
     tensor: int = 1
+    experts: int = 1
 
     @classmethod
     def of(cls, parallel: ParallelConfig, num_ranks: int) -> Self:
@@ -76,7 +85,23 @@ class Layout:
                 f"parallel: expected a number of ranks that is a multiple of {product} = {fixed}, got {num_ranks}; "
                 f"start {fixed} ranks or a multiple of it (learner.nproc, or torchrun --nproc-per-node), or lower these"
             )
-        return cls(shards=num_ranks // fixed, **sizes)
+        layout = cls(shards=num_ranks // fixed, experts=parallel.experts, **sizes)
+        layout._check_experts()
+        return layout
+
+    def _check_experts(self) -> None:
+        of_copy = self.shards * self.sequence
+        if of_copy % self.experts:
+            raise ConfigError(
+                f"parallel.experts: expected a divisor of the ranks of a copy, shards {self.shards} x sequence "
+                f"{self.sequence} = {of_copy}, got {self.experts}; start more ranks (learner.nproc, or torchrun "
+                f"--nproc-per-node), or lower it"
+            )
+        if self.experts > 1 and self.tensor > 1:
+            raise ConfigError(
+                f"parallel.experts: expected 1 with parallel.tensor = {self.tensor}, whose ranks share the experts "
+                f"already, got {self.experts}; set one of them"
+            )
 
     @property
     def num_ranks(self) -> int:

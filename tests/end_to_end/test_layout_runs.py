@@ -9,7 +9,7 @@ import pytest
 
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
-from tests.learner.layouts import LAYOUTS, LORA, layout_weights
+from tests.learner.layouts import LAYOUTS, LORA, layout_weights, model_for
 
 IN_CI = ("replicas 2 x shards 2", "tensor 2")
 NUM_STEPS = 3
@@ -19,7 +19,7 @@ def layout_run(root: Path, name: str, **changes: Any) -> list[dict[str, Any]]:
     """The metrics of the steps of a run at bound 0 under the layout ``name``, whose model is exported and evaluated."""
     size, parallel = LAYOUTS[name]
     task = write_tiny_task(root)
-    layout_weights(root / "model", "qwen3")
+    layout_weights(root / "model", model_for(parallel, "qwen3"))
     raw = tiny_config(
         root,
         task,

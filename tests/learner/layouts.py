@@ -32,6 +32,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas 2 x shards 2": (4, {"replicas": 2}),
     "tensor 2": (2, {"tensor": 2}),
     "shards 2 x tensor 2": (4, {"tensor": 2}),
+    "experts 2": (2, {"experts": 2}),
+    "experts 2 of shards 4": (4, {"experts": 2}),
 }
 """Name -> number of ranks, and the section ``parallel``."""
 
@@ -51,6 +53,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Model -> its name in the classes of transformers, and its own settings."""
 LORA = {"lora": {"rank": 4, "alpha": 8.0, "targets": ["q_proj", "v_proj", "o_proj"]}}
+
+
+def model_for(parallel: Mapping[str, Any], model: str) -> str:
+    """``model``, or one with experts for a layout that divides these."""
+    return "qwen3_moe" if "experts" in parallel else model
 
 
 def layout_model(directory: Path, name: str, models: Mapping[str, tuple[str, dict[str, Any]]] = MODELS) -> Path:
@@ -133,9 +140,9 @@ def pass_on(directory: Path) -> None:
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
 
     names, number, lora = json.loads((directory / "chain.json").read_text(encoding="utf-8"))
-    ranks = init_ranks(tiny_config(directory, "qwen2"))
+    ranks = init_ranks(tiny_config(directory, "qwen3_moe"))
     for name in names:
-        config = layout_config(directory, "qwen2", LAYOUTS[name][1], lora=lora)
+        config = layout_config(directory, "qwen3_moe", LAYOUTS[name][1], lora=lora)
         ranks.layout = Layout.of(config.parallel, ranks.world_size)
         engine = FsdpEngine(config, ranks)
         if ranks.is_leader:

@@ -578,10 +578,10 @@ def split_attention(directory: Path) -> None:
     compare_parts(directory)
 
 
-def in_tensor_group(directory: Path) -> None:
-    from tests.learner.tensor_cases import run_variants
+def variants(directory: Path) -> None:
+    from tests.learner.shared_cases import run_variants
 
-    run_variants(directory, tensor=2)
+    run_variants(directory)
 
 
 def run_scenario(name: str, directory: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from async_rl.process.fault_points import FAULT_POINTS
 from async_rl.run.step_log import read_rows
 from tests.forked import preload
-from tests.learner.layouts import LAYOUTS, layout_model
+from tests.learner.layouts import LAYOUTS, layout_model, model_for
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.resumed_run import tensors_of
 
@@ -31,7 +31,7 @@ def begin(directory: Path, num_steps: int, parallel: dict[str, int]) -> Path:
     (directory / "gates").mkdir(parents=True)
     (directory / "steps").write_text(str(num_steps))
     (directory / "parallel.json").write_text(json.dumps(parallel))
-    layout_model(directory / "model", "qwen2")
+    layout_model(directory / "model", model_for(parallel, "qwen2"))
     return directory
 
 

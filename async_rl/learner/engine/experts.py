@@ -1,8 +1,8 @@
 """Experts that are divided over a group of ranks: each rank has some experts of every layer, as a whole.
 
-Called by ``tensor_parallel.py``, where every rank of the group has the same tokens, and by ``sharding.py``. Experts are
-modules of transformers that have the parameters of all experts of a layer, stacked [E, ...], and compute from hidden
-states, chosen experts and their weights. Shape letters: N = tokens, d = hidden size, K = experts for each token, E =
+Called by ``tensor_parallel.py``, where every rank of the group has the same tokens, and ``expert_parallel.py``, where
+each has tokens of its own. Experts are modules of transformers that have the parameters of all experts of a layer,
+stacked [E, ...], and compute from hidden states, chosen experts and their weights. Shape letters: d = hidden size, E =
 experts of a layer, S = pairs of a token and one of its experts.
 """
 

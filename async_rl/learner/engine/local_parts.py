@@ -1,6 +1,6 @@
 """Parameters that are divided over a group of ranks, and modules that compute with this rank's part of them.
 
-Used by ``tensor_parallel.py`` and ``experts.py``.
+Used by ``tensor_parallel.py`` and ``expert_parallel.py``.
 """
 
 from __future__ import annotations

@@ -20,12 +20,16 @@ class Mesh:
         fsdp: ranks over which parameters are sharded, those that share a sequence among them. With replicas it has two
             dimensions, replicas and shards, as ``fully_shard`` takes them.
         tensor: ranks that share every layer; None if that is one.
+        experts: ranks over which the experts of a layer are divided; None if they are not.
+        expert_fsdp: ranks with the same experts, over which these are sharded, like ``fsdp``.
         sequence: ranks that share the tokens of a micro-batch; None if that is one.
         pipeline: one rank of each stage; None if there is one stage.
     """
 
     fsdp: DeviceMesh
     tensor: DeviceMesh | None
+    experts: DeviceMesh | None
+    expert_fsdp: DeviceMesh
     sequence: DeviceMesh | None
     pipeline: DeviceMesh | None
 
@@ -41,6 +45,18 @@ class Mesh:
                 raise ConfigError(f"parallel.{name}: expected 1, got {size}; this is not built yet, so leave it out")
         sizes = (layout.pipeline, layout.replicas, layout.shards * layout.sequence, layout.tensor)
         whole = init_device_mesh(device_type, sizes, mesh_dim_names=("pipeline", "replicas", "shards", "tensor"))
+        fsdp = whole["replicas", "shards"] if layout.replicas > 1 else whole["shards"]
+        experts, expert_fsdp = None, fsdp
+        if layout.experts > 1:
+            # Another division of the same ranks.
+            outer = layout.shards * layout.sequence // layout.experts
+            parts = init_device_mesh(
+                device_type,
+                (layout.pipeline, layout.replicas, outer, layout.experts),
+                mesh_dim_names=("pipeline", "replicas", "shards", "experts"),
+            )
+            experts = parts["experts"]
+            expert_fsdp = parts["replicas", "shards"] if layout.replicas > 1 else parts["shards"]
         sequence = None
         if layout.sequence > 1:
             # A mesh of its own: parameters are sharded over these ranks and the shards alike.
@@ -50,8 +66,10 @@ class Mesh:
             )
             sequence = parts["sequence"]
         return cls(
-            fsdp=whole["replicas", "shards"] if layout.replicas > 1 else whole["shards"],
+            fsdp=fsdp,
             tensor=whole["tensor"] if layout.tensor > 1 else None,
+            experts=experts,
+            expert_fsdp=expert_fsdp,
             sequence=sequence,
             pipeline=whole["pipeline"] if layout.pipeline > 1 else None,
         )

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from async_rl.config.learner import Offload, Reshard
 from async_rl.errors import ConfigError
+from async_rl.learner.engine.expert_parallel import divide_experts, experts_to_divide
 from async_rl.learner.engine.mesh import Mesh
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.tensor_parallel import divide, divisions
@@ -48,17 +49,22 @@ def check_offload(offload: Offload, device: torch.device, *, has_reference: bool
 
 def shard(model: PolicyModel, mesh: Mesh, dtype: torch.dtype, *, reshard: Reshard, is_offloaded: bool) -> None:
     """Shard ``model`` over the ranks of ``mesh.fsdp``: each decoder layer by itself; embedding, norm and head as one
-    group. Before that each is divided over the ranks of ``mesh.tensor``, if there are any.
+    group. Before that each is divided over the ranks of ``mesh.tensor``, and experts over those of ``mesh.experts``,
+    if there are any.
 
     One group for these keeps a tied head tied. Layers that share weights (Zamba 2) are in that group too, because FSDP
     takes a parameter into one group only. Layers move to the device one by one, so the device never has to hold the
     whole model. If ``is_offloaded``, the shards stay on the host, and so do their gradients.
 
     Raises:
-        ModelError: the model can't be divided over the ranks of ``mesh.tensor``.
+        ModelError: the model can't be divided over the ranks of ``mesh.tensor`` or ``mesh.experts``.
     """
     divided = {} if mesh.tensor is None else divisions(model, mesh.tensor.size())
+    experts = set[nn.Module]() if mesh.experts is None else experts_to_divide(model, mesh.experts.size())
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # Experts get the weights of the router as it computes them. The root's only float inputs are temperatures, which
+    # must not be cast: 1.001 is 1 in bfloat16.
+    uncast = replace(precision, cast_forward_inputs=False)
     placement = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type == "cuda") if is_offloaded else OffloadPolicy()
     num_owners = Counter(parameter for layer in model.decoder_layers for parameter in set(layer.parameters()))
     for layer in model.decoder_layers:
@@ -66,15 +72,20 @@ def shard(model: PolicyModel, mesh: Mesh, dtype: torch.dtype, *, reshard: Reshar
             continue
         if mesh.tensor is not None:
             divide(layer, divided, mesh.tensor)
+        for module in experts.intersection(layer.modules()):
+            assert mesh.experts is not None
+            divide_experts(module, mesh.experts)
+            fully_shard(
+                module, mesh=mesh.expert_fsdp, mp_policy=uncast, reshard_after_forward=reshard == "full",
+                offload_policy=placement,
+            )  # fmt: skip
         fully_shard(
             cast(nn.Module, layer), mesh=mesh.fsdp, mp_policy=precision, reshard_after_forward=reshard == "full",
             offload_policy=placement,
         )  # fmt: skip
     if mesh.tensor is not None:
         divide(model, divided, mesh.tensor)
-    # The backward pass needs the root group first, so it stays unsharded. Its only float inputs are temperatures, which
-    # must not be cast: 1.001 is 1 in bfloat16.
-    uncast = replace(precision, cast_forward_inputs=False)
+    # The backward pass needs the root group first, so it stays unsharded.
     fully_shard(model, mesh=mesh.fsdp, mp_policy=uncast, reshard_after_forward=False, offload_policy=placement)
 
 

@@ -20,6 +20,7 @@ from tests.learner.layouts import (
     case_directory,
     layout_config,
     layout_model,
+    model_for,
     run_layout,
 )
 from tests.learner.ranks import run_ranks
@@ -33,11 +34,17 @@ CASES = [
     ("replicas 2 x shards 2", "qwen3_moe", False),
     ("tensor 2", "qwen2", True),
     ("shards 2 x tensor 2", "qwen3", False),
-    ("shards 2 x tensor 2", "llama", True),
-    ("shards 2 x tensor 2", "qwen3_moe", False),
+    ("experts 2", "qwen3_moe", True),
+    ("experts 2 of shards 4", "qwen3_moe", False),
 ]
 """Layout, model, and whether it has adapters. The quick suite has each layout and each model, not every pair."""
-EVERY_CASE = [(name, model, lora) for name in LAYOUTS for model in MODELS for lora in (False, True)]
+EVERY_CASE = [
+    (name, model, lora)
+    for name, (_, parallel) in LAYOUTS.items()
+    for model in MODELS
+    for lora in (False, True)
+    if model == model_for(parallel, model)
+]
 
 
 def compare_with_one_process(directory: Path, cases: list[tuple[str, str, bool]]) -> None:
@@ -69,9 +76,9 @@ def test_a_step_is_the_same_under_every_layout_with_every_model(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
 def test_a_checkpoint_passes_through_every_layout_unchanged(tmp_path: Path, lora: bool):
-    layout_model(tmp_path / "qwen2", "qwen2")
-    alone = init_ranks(tiny_config(tmp_path, "qwen2"))
-    run_layout(layout_config(tmp_path, "qwen2", {}, lora=lora), alone, tmp_path / "alone")
+    layout_model(tmp_path / "qwen3_moe", "qwen3_moe")
+    alone = init_ranks(tiny_config(tmp_path, "qwen3_moe"))
+    run_layout(layout_config(tmp_path, "qwen3_moe", {}, lora=lora), alone, tmp_path / "alone")
     shutil.copytree(tmp_path / "alone" / "checkpoint", tmp_path / "chain" / "0")
     number = 0
     for size in sorted({size for size, _ in LAYOUTS.values()}):
@@ -99,6 +106,16 @@ def test_the_last_stage_of_a_pipeline_reports():
     layout = Layout.of(ParallelConfig(pipeline=2, tensor=2), 8)
     assert [layout.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [rank for rank in range(8) if layout.is_reporter(rank)] == [4, 6]
+
+
+def test_experts_are_divided_over_ranks_of_one_copy():
+    with pytest.raises(ConfigError, match=r"parallel.experts: .* shards 2 x sequence 2 = 4, got 3; start more ranks"):
+        Layout.of(ParallelConfig(replicas=3, sequence=2, experts=3), 12)
+
+
+def test_experts_are_divided_by_one_key():
+    with pytest.raises(ConfigError, match=r"parallel.experts: expected 1 with parallel.tensor = 2, .* got 2; set one"):
+        Layout.of(ParallelConfig(tensor=2, experts=2), 4)
 
 
 def test_ranks_that_cannot_be_divided_are_refused_with_the_arithmetic():

@@ -16,9 +16,7 @@ from async_rl.learner.engine.experts import find_experts
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.tensor_parallel import divide, divisions
 from tests.families.catalogue import build
-from tests.learner import tensor_cases
-from tests.learner.layouts import assert_same
-from tests.learner.ranks import run_ranks
+from tests.learner import shared_cases
 
 
 def policy(family: str) -> PolicyModel:
@@ -87,22 +85,15 @@ def test_an_attention_and_an_mlp_send_one_sum_in_each_pass(monkeypatch: pytest.M
     assert sums == [size] * 9
 
 
-def compare_with_one_process(directory: Path, variants: list[str]) -> None:
-    tensor_cases.write_models(directory, variants)
-    tensor_cases.run_variants(directory, tensor=1)
-    run_ranks("in_tensor_group", directory)
-    for name in variants:
-        both = [directory / number / name for number in ("2", "1")]
-        assert_same(*both)
-        flops = [torch.load(case / "found.pt", weights_only=False)[0]["flops"] for case in both]
-        assert flops[0] == flops[1]
-
-
 @pytest.mark.slow
 def test_settings_and_families_compute_the_same_in_a_tensor_group_as_alone(tmp_path: Path):
-    compare_with_one_process(tmp_path, list(tensor_cases.VARIANTS))
+    shared_cases.compare_with_one_process(tmp_path, list(shared_cases.VARIANTS), {"tensor": 2})
+    found, alone = (
+        torch.load(tmp_path / run / "sampling masks" / "found.pt", weights_only=False) for run in ("two", "alone")
+    )
+    assert found[0]["flops"] == alone[0]["flops"]
 
 
 @pytest.mark.long
 def test_more_settings_and_families_compute_the_same_in_a_tensor_group_as_alone(tmp_path: Path):
-    compare_with_one_process(tmp_path, list(tensor_cases.MORE))
+    shared_cases.compare_with_one_process(tmp_path, list(shared_cases.MORE), {"tensor": 2})

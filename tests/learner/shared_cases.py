@@ -1,4 +1,4 @@
-"""What two ranks of one tensor group compute, in cases that ``layouts.py`` does not have."""
+"""What two ranks that share layers or experts compute, in cases that ``layouts.py`` does not have."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from async_rl.config.config import Config
 from async_rl.learner.engine.logprobs import Slopes, TokenLogprobs, token_logprobs
 from async_rl.learner.engine.mask_tensors import MaskTensors
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.engine.ranks import Ranks, init_ranks
 from async_rl.learner.packing import TrainSequence
 from async_rl.sampling_mask import pack_ids
 from tests.learner import layouts
-from tests.learner.layouts import layout_config, layout_model, layout_sequences, run_layout
+from tests.learner.layouts import assert_same, layout_config, layout_model, layout_sequences, run_layout
+from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_config
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,42 +38,54 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Families that a plan of transformers divides, besides those of ``layouts.py``."""
 VARIANTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
-    "gemma2": ("gemma2", False, {}),
     "gemma3": ("gemma3", True, {}),
-    "qwen2_moe": ("qwen2_moe", False, {}),
-    "recomputed": ("qwen3", False, {"model": {"gradient_checkpointing": "full"}}),
     "recomputed in part": ("qwen3_moe", True, {"model": {"gradient_checkpointing": "selective"}}),
-    "kept for a step": ("llama", True, {"learner": {"reshard": "none"}}),
     "a reference of its own, entropy": ("qwen2", False, {"loss": {"preset": "grpo", "entropy_coef": 0.1}}),
+    "replayed routes": (
+        "qwen3_moe",
+        False,
+        {"model": {"routing_replay": True}, "generator": {"backend": "transformers"}},
+    ),
     "sampling masks": ("qwen2", False, {"sampling": {"top_k": 9}}),
 }
 """Name -> model, whether it has adapters, sections of the config."""
 MORE: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "gemma": ("gemma", False, {}),
+    "gemma2": ("gemma2", False, {}),
+    "qwen2_moe": ("qwen2_moe", False, {}),
+    "recomputed": ("qwen3", False, {"model": {"gradient_checkpointing": "full"}}),
+    "kept for a step": ("llama", True, {"learner": {"reshard": "none"}}),
     "mistral": ("mistral", False, {}),
-    "fully recomputed experts": (
-        "qwen2_moe",
-        False,
-        {"model": {"gradient_checkpointing": "full"}},
-    ),
+    "one sequence for two ranks": ("qwen2_moe", False, {"model": {"gradient_checkpointing": "full"}}),
     "adapters beside a reference": ("qwen3", True, {"loss": {"preset": "grpo", "entropy_coef": 0.1}}),
 }
 """For the long test."""
 
 
-def variant_config(directory: Path, name: str, *, tensor: int) -> Config:
+def variant_config(directory: Path, name: str, parallel: dict[str, int]) -> Config:
     model, lora, sections = (VARIANTS | MORE)[name]
     # Small steps: where a gradient is nearly 0, Adam divides rounding by itself. The first moment is the gradient.
     sections = sections | {"optimizer": {"lr": 1e-5}}
-    raw = layout_config(directory, model, {"tensor": tensor}, lora=lora).model_dump(mode="json", exclude_unset=True)
+    raw = layout_config(directory, model, parallel, lora=lora).model_dump(mode="json", exclude_unset=True)
     merged = {section: raw.get(section, {}) | sections.get(section, {}) for section in raw.keys() | sections.keys()}
     return tiny_config(directory, model, **merged)
 
 
 def variant_sequences(name: str) -> list[TrainSequence]:
-    """Those of ``layouts.py``; under ``sampling masks`` each token was one of 9, or of 40."""
+    """Those of ``layouts.py``; with masks each token was one of 9, or of 40; with routes these are random."""
     sequences = layout_sequences()
-    return [_masked(s) for s in sequences] if "masks" in name else sequences
+    if "one sequence" in name:
+        return sequences[-1:]
+    if "masks" in name:
+        return [_masked(s) for s in sequences]
+    return [_routed(s) for s in sequences] if "routes" in name else sequences
+
+
+def _routed(sequence: TrainSequence) -> TrainSequence:
+    """``sequence`` with routes through 4 layers, 2 of 8 experts in each."""
+    generator = np.random.default_rng(sequence.sequence_id)
+    ranked = generator.random((len(sequence.token_ids) - 1, 4, 8)).argsort(axis=-1)
+    return replace(sequence, routes=ranked[..., :2].astype(np.uint8))
 
 
 def _masked(sequence: TrainSequence) -> TrainSequence:
@@ -86,23 +99,32 @@ def _masked(sequence: TrainSequence) -> TrainSequence:
     return replace(sequence, sampling_mask=pack_ids(counts, np.concatenate(ids), vocab_size=45))
 
 
-def write_models(directory: Path, names: list[str]) -> None:
-    """Write the models of these variants, and their names for the ranks."""
+def compare_with_one_process(directory: Path, names: list[str], parallel: dict[str, int]) -> None:
+    """Compare a step of two ranks, laid out as ``parallel`` says, with that of one process, under each variant."""
     for name in {(VARIANTS | MORE)[name][0] for name in names}:
         layout_model(directory / name, name, layouts.MODELS | MODELS)
-    (directory / "variants.json").write_text(json.dumps(names), encoding="utf-8")
-
-
-def run_variants(directory: Path, *, tensor: int) -> None:
-    """What each rank does: a step under each variant, and log-probabilities over a divided vocabulary."""
-    names = json.loads((directory / "variants.json").read_text(encoding="utf-8"))
-    ranks = init_ranks(variant_config(directory, names[0], tensor=tensor))
+    alone = init_ranks(variant_config(directory, names[0], {}))
+    _run(directory / "alone", directory, names, {}, alone)
+    (directory / "variants.json").write_text(json.dumps([names, parallel]), encoding="utf-8")
+    run_ranks("variants", directory)
     for name in names:
-        config = variant_config(directory, name, tensor=tensor)
-        run_layout(config, ranks, directory / str(tensor) / name, sequences=variant_sequences(name))
-    if tensor > 1:
+        assert_same(directory / "two" / name, directory / "alone" / name)
+
+
+def run_variants(directory: Path) -> None:
+    """What each of two ranks does."""
+    names, parallel = json.loads((directory / "variants.json").read_text(encoding="utf-8"))
+    ranks = init_ranks(variant_config(directory, names[0], parallel))
+    _run(directory / "two", directory, names, parallel, ranks)
+    if "tensor" in parallel:
         check_vocabulary()
-        ranks.close()
+    ranks.close()
+
+
+def _run(target: Path, directory: Path, names: list[str], parallel: dict[str, int], ranks: Ranks) -> None:
+    for name in names:
+        config = variant_config(directory, name, parallel)
+        run_layout(config, ranks, target / name, sequences=variant_sequences(name))
 
 
 def check_vocabulary() -> None:
