@@ -343,7 +343,7 @@ def loading(directory: Path) -> None:
     from async_rl.learner.engine import fsdp_engine
     from benchmarks.loading import PeakAnon
 
-    config = tiny_config(directory, "model")
+    config = tiny_config(directory, "model", parallel=json.loads((directory / "parallel.json").read_text()))
     ranks = init_ranks(config)
     peak = PeakAnon()
 

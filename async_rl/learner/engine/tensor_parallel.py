@@ -106,11 +106,12 @@ def divisions(policy: PolicyModel, size: int) -> dict[nn.Module, Division]:
         elif style == _WHOLE:
             found[module] = _divide_whole
     found.update(dict.fromkeys(find_experts(policy, size, "parallel.tensor"), _divide_experts))
-    embedding, head = model.get_input_embeddings(), cast(nn.Linear, model.get_output_embeddings())
+    embedding, head = (cast(nn.Module | None, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
     if isinstance(embedding, nn.Embedding):
         found[embedding] = _divide_embedding
-    is_tied = embedding.weight is head.weight
-    found[head] = partial(_divide_head, tied_to=embedding if is_tied else None)
+    if isinstance(head, nn.Linear):  # a stage of a pipeline may have none
+        is_tied = isinstance(embedding, nn.Embedding) and embedding.weight is head.weight
+        found[head] = partial(_divide_head, tied_to=embedding if is_tied else None)
     return found
 
 

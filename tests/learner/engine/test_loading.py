@@ -106,9 +106,11 @@ def test_the_self_test_reads_only_the_layers_that_it_needs(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-def test_a_rank_needs_memory_for_its_shard_and_a_group(tmp_path: Path):
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=["shards", "tensor"])
+def test_a_rank_needs_memory_for_its_part_and_a_group(tmp_path: Path, parallel: dict[str, int]):
     # 59 million parameters: 236 MB in float32, of which a rank holds 118. Its largest group has 17 million.
     num_bytes, group_bytes = write_model(tmp_path / "model", 236 * MB, vocabulary=128)
+    (tmp_path / "parallel.json").write_text(json.dumps(parallel))
     run_ranks("loading", tmp_path)
     grown = [json.loads((tmp_path / f"growth_{rank}.json").read_text()) for rank in (0, 1)]
     assert max(grown) < num_bytes / 2 + group_bytes + 30 * MB < num_bytes
