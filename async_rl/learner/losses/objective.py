@@ -70,6 +70,11 @@ class Objective(Protocol):
         """The metrics in ``MicroBatchResult.sums`` that a loss of the user's own counts, in order."""
         ...
 
+    @property
+    def num_sums(self) -> int:
+        """The length of ``MicroBatchResult.sums``."""
+        ...
+
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
 
     def predict_slopes(self, batch: DeviceBatch, *, version: int) -> SlopeFunction | None:
@@ -118,6 +123,11 @@ class PolicyObjective:
     @property
     def own_metric_keys(self) -> tuple[str, ...]:
         return () if self.own is None else self.own.metric_keys
+
+    @property
+    def num_sums(self) -> int:
+        rows = COLUMNS * (self.max_lag + 1)
+        return len(SUM_NAMES) + 2 * len(self.rule_labels) + len(self.own_metric_keys) + rows
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         """Return the loss and the statistics of one micro-batch, whose log-probabilities are ``scored``.
@@ -202,6 +212,10 @@ class SupervisedObjective:
     @property
     def own_metric_keys(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def num_sums(self) -> int:
+        return len(SUM_NAMES)
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         loss_sum = -scored.logprobs.sum(dtype=torch.float64)
