@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -154,7 +155,7 @@ def load_training_state(
     state = _tensors(model, optimizer)
     with _storage_errors("read", directory, USE_ANOTHER):
         found = json.loads((directory / _STATE).read_text())
-        _check_fits(directory, state)
+        _check_fits(directory, state, ranks)
         _silence_torch()
         dcp.load(
             state,
@@ -229,9 +230,13 @@ def _stored(directory: Path) -> dict[str, TensorStorageMetadata]:
     return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def _check_fits(directory: Path, state: Mapping[str, Tensor]) -> None:
+def _check_fits(directory: Path, state: Mapping[str, Tensor], ranks: Ranks) -> None:
     stored = {name: tuple(entry.size) for name, entry in _stored(directory).items()}
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if ranks.layout.pipeline > 1:  # other stages have other tensors
+        of_ranks: list[dict[str, tuple[int, ...]]] = [{}] * ranks.world_size
+        dist.all_gather_object(of_ranks, wanted, group=ranks.host_group)
+        wanted = {name: shape for of_rank in of_ranks for name, shape in of_rank.items()}
     differing = next((name for name in sorted(stored | wanted) if stored.get(name) != wanted.get(name)), None)
     if differing is not None:
         if differing.startswith(OPTIMIZER):

@@ -34,6 +34,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shards 2 x tensor 2": (4, {"tensor": 2}),
     "experts 2": (2, {"experts": 2}),
     "experts 2 of shards 4": (4, {"experts": 2}),
+    "pipeline 2": (2, {"pipeline": 2}),
+    "pipeline 2 x shards 2": (4, {"pipeline": 2}),
+    "pipeline 4": (4, {"pipeline": 4}),
 }
 """Name -> number of ranks, and the section ``parallel``."""
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.config.config import Config
+from async_rl.config.parallel import Layout
 from async_rl.errors import RunError, TrainingError
 from async_rl.learner import stored_tensors
 from async_rl.learner.engine import UpdateStats
@@ -209,19 +210,26 @@ def routed_config(directory: Path, **sections: Any) -> Config:
     return tiny_config(directory, "model", **merged)
 
 
+REPLAYED: dict[str, dict[str, Any]] = {"shards": {}, "stages": {"pipeline": 2}}
+"""Layouts of two ranks: the section ``parallel``."""
+
+
 def replayed(directory: Path) -> None:
-    """One step with routing replay, in more micro-batches than ranks, saved."""
+    """Under each layout one step with routing replay, in more micro-batches than ranks, saved."""
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
 
-    config = routed_config(directory, learner={"max_tokens": 20}, model={"gradient_checkpointing": "full"})
-    ranks = init_ranks(config)
-    engine = FsdpEngine(config, ranks)
-    if not ranks.is_leader:
-        follow_once(engine)
-    else:
+    ranks = init_ranks(routed_config(directory))
+    for name, parallel in REPLAYED.items():
+        learner, model = {"max_tokens": 20}, {"routing_replay": True, "gradient_checkpointing": "full"}
+        config = routed_config(directory, learner=learner, model=model, parallel=parallel)
+        ranks.layout = Layout.of(config.parallel, ranks.world_size)
+        engine = FsdpEngine(config, ranks)
+        if not ranks.is_leader:
+            follow_once(engine)
+            continue
         stats = engine.update(routed(random_sequences(5, 12, spread=4)), version=0)
-        (directory / "routing.txt").write_text(str(stats.routing), encoding="utf-8")
-        save(engine, directory / "two", 1)
+        save(engine, directory / name, 1)
+        (directory / name / "routing.txt").write_text(str(stats.routing), encoding="utf-8")
         stop_following(engine)
     ranks.close()
 
@@ -582,6 +590,12 @@ def variants(directory: Path) -> None:
     from tests.learner.shared_cases import run_variants
 
     run_variants(directory)
+
+
+def staged(directory: Path) -> None:
+    from tests.learner.staged import run_staged
+
+    run_staged(directory)
 
 
 def run_scenario(name: str, directory: Path) -> None:

@@ -4,6 +4,9 @@ Rank 0's calls become commands (``ranks.py``). Every rank executes them with the
 and the ranks other than 0 run ``follow``. The gradient does not depend on the micro-batches, the packing or the number
 of ranks, because losses are summed over the step, and the gradient is divided once by the step's denominator.
 
+In a pipeline (``parallel.pipeline``) a rank holds one stage of the model (``stages.py``), and only the last stage has
+log-probabilities and the loss. ``pipeline.py`` runs the micro-batches.
+
 FSDP does not wrap a single rank on the CPU in float32. There is nothing to shard, and the hooks cost up to 90 % of a
 small step (4 layers, 128 wide, 100 tokens: 21 ms without, 31 to 39 ms with). All other code is the same.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -32,15 +35,18 @@ from async_rl.learner.engine.flops import StepFlops, device_peak
 from async_rl.learner.engine.loading import Weights, load_policy, load_reference, read_tested
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.mesh import Mesh
-from async_rl.learner.engine.model import PolicyModel, to_device
+from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
 from async_rl.learner.engine.optimizer import Schedule, build_optimizer, by_mesh, check_optimizer, total_norm
 from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
+from async_rl.learner.engine.pipeline import Pipeline, Spec
 from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_replay, short_sequences
-from async_rl.learner.engine.sharding import begin_micro_batch, check_offload, end_forward, shard
+from async_rl.learner.engine.sharding import begin_backward, check_offload, end_forward, shard
+from async_rl.learner.engine.stages import Stage, check_stages
 from async_rl.learner.losses.objective import (
+    MicroBatchResult,
     Objective,
     StepOutcome,
     policy_objective,
@@ -122,6 +128,7 @@ class FsdpEngine:
             self._model, weights = load_policy(config.model, "padded", is_sharded=self._is_sharded)
             self._test_model(weights, is_supervised=objective is not None)
             self._names = self._model.tensor_names()
+            self._specs = self._tensor_specs()
             self._adapters: Adapters | None = None
             if config.lora.is_set:
                 self._adapters = Adapters(self._model, config, dtype=self._dtype, is_leader=ranks.is_leader)
@@ -139,12 +146,17 @@ class FsdpEngine:
                     f"loss.kl_reference: expected a model of the policy's vocabulary, {self._model.vocab_size} tokens, "
                     f"got {self._reference.vocab_size}; choose one with the same tokenizer"
                 )
+            self._flops = StepFlops.of_model(self._model.causal_lm)
+            self._pipeline, self._stages = None, dict[PolicyModel, Stage]()
+            if self._mesh is not None and self._mesh.pipeline is not None:
+                self._pipeline = Pipeline(self._mesh.pipeline, ranks, self._dtype)
+                self._divide(self._pipeline)
             self._shard(weights, reference_weights)
             self._parameters = {n: p for n, p in self._model.causal_lm.named_parameters() if p.requires_grad}
             self._optimizer = build_optimizer(self._parameters, config.optimizer)
             self._num_updates = 0
             self._graphs = GraphCount() if config.learner.compile else None
-            self._clock, self._flops = PhaseClock(ranks.device), StepFlops.of_model(self._model.causal_lm)
+            self._clock = PhaseClock(ranks.device)
             self._files = model_files(config.model.path) if ranks.is_leader else {}
             self._gathering = False
             self._is_closed = False
@@ -158,11 +170,21 @@ class FsdpEngine:
         tested = read_tested(config.model, self._model, weights) if ranks.is_leader else None
         max_length = _max_length(config, is_supervised=is_supervised)
         set_packing(self._model, config.learner.packing, ranks, tested=tested, max_length=max_length)
+        if tested is not None and ranks.layout.pipeline > 1:
+            check_stages(tested)
         if config.model.routing_replay and not is_supervised:
             self._model.replay = RoutingReplay(self._model.causal_lm)
             if tested is not None:
                 tested.replay = tested.replay or RoutingReplay(tested.causal_lm)
                 check_replay(tested)
+
+    def _divide(self, pipeline: Pipeline) -> None:
+        """Cut the models down to this rank's stage of the ``pipeline``."""
+        for model in self._models:
+            self._stages[model] = Stage(model, self._dtype, index=pipeline.index, num_stages=pipeline.num_stages)
+        self._names = self._stages[self._model].present(self._names)
+        if self._adapters is not None:
+            self._adapters.names = self._stages[self._model].present(self._adapters.names)
 
     def _shard(self, *weights: Weights | None) -> None:
         """Shard the models, and fill those that have no weights yet with theirs."""
@@ -190,14 +212,15 @@ class FsdpEngine:
         """
         if self._config.longest_sequence < NEIGHBOURS_TOKENS:
             return
-        num_data_ranks = self._ranks.layout.num_data_ranks
+        layout = self._ranks.layout
+        copies = layout.num_data_ranks * layout.pipeline
         if self._config.learner.compile:
-            parts = self._pack(short_sequences(self._model, copies=num_data_ranks))
+            parts = self._pack(short_sequences(self._model, copies=copies))
             with self._command("check_compiled"):
                 self._scatter("check_compiled", {}, parts)
                 self._check_compiled(parts[0])
-        if self._ranks.layout.tensor <= 2:
-            check_neighbours(self, self._model.causal_lm.config, num_ranks=num_data_ranks, packing=self._model.packing)
+        if layout.tensor <= 2:
+            check_neighbours(self, self._model.causal_lm.config, num_ranks=copies, packing=self._model.packing)
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
         """Make one optimizer step, as ``Engine.update`` says.
@@ -411,6 +434,7 @@ class FsdpEngine:
             num_ranks=self._ranks.layout.num_data_ranks,
             packing=self._model.packing,
             work=self._flops.work,
+            min_rounds=self._ranks.layout.pipeline,
         )
 
     def _scatter(self, command: str, fields: Mapping[str, Any], parts: Sequence[Sequence[MicroBatch]]) -> None:
@@ -432,11 +456,25 @@ class FsdpEngine:
             model = self._reference
         elif of == "reference":
             context = cast(Adapters, self._adapters).off()
-        with context:
-            batches = (to_device(micro_batch, self._ranks.device, model.packing) for micro_batch in micro_batches)
+        scored: list[tuple[Tensor, ...]] = []
+
+        def forward(index: int, received: Tensor | None = None) -> Tensor:
+            batch = to_device(micro_batches[index], self._ranks.device, model.packing)
             if of == "reference":  # it routes as it would sample
-                batches = (replace(batch, routes=None) for batch in batches)
-            scored = [tuple(values.cpu() for values in model(batch)) for batch in batches]
+                batch = replace(batch, routes=None)
+            with self._entered(model, batch, received):
+                result = model(batch)
+            if self._has_loss:
+                scored.append(tuple(values.cpu() for values in result))
+                return scored[-1][0]
+            return result
+
+        with context:
+            if self._pipeline is not None:
+                self._pipeline.score(self._shapes(model, micro_batches), forward)
+            else:
+                for index in range(len(micro_batches)):
+                    forward(index)
         if self._is_sharded:
             end_forward(model)
         arrays = [torch.cat(values).numpy() for values in zip(*scored, strict=True)]
@@ -482,38 +520,84 @@ class FsdpEngine:
     def _accumulate(self, micro_batches: Sequence[MicroBatch], version: int) -> tuple[Tensor, Tensor, np.ndarray]:
         """Accumulate the gradients of the loss *sum* of this rank's micro-batches.
 
-        Return the sums of statistics, the largest ratio and the ids of skipped sequences, all of this rank.
+        Return the sums of statistics, the largest ratio and the ids of skipped sequences, all of this rank. Only the
+        last stage of a pipeline knows them.
         """
-        results = []
-        for index, micro_batch in enumerate(micro_batches):
-            self._begin(index, len(micro_batches))
-            _check_versions(micro_batch, version)
+        results: list[MicroBatchResult] = []
+        batches: dict[int, DeviceBatch] = {}
+
+        def forward(index: int, received: Tensor | None = None) -> Tensor:
+            _check_versions(micro_batches[index], version)
             with self._clock.phase("forward"):
-                batch = to_device(micro_batch, self._ranks.device, self._model.packing)
-                scored = self._model(
-                    batch,
-                    entropy_grad=self._objective.needs_entropy_grad,
-                    predict=self._objective.predict_slopes(batch, version=version),
-                )
-                result = self._objective(batch, scored, version=version)
+                batch = to_device(micro_batches[index], self._ranks.device, self._model.packing)
+                batches[index] = batch
+                with self._entered(self._model, batch, received):
+                    output = self._forward(batch, version)
             self._fault_point("learner.forward")
+            if isinstance(output, Tensor):
+                return output
+            results.append(output._replace(loss_sum=output.loss_sum.detach()))
+            return output.loss_sum
+
+        def backward(index: int, output: Tensor, gradient: Tensor | None = None) -> None:
+            batch = batches.pop(index)
+            self._begin_backward(index, len(micro_batches))
             with self._clock.phase("backward"):
-                result.loss_sum.backward()
+                if self._pipeline is not None:
+                    self._model.route_again(batch)
+                output.backward(gradient)
             self._fault_point("learner.backward")
-            results.append(result._replace(loss_sum=result.loss_sum.detach()))
+
+        if self._pipeline is not None:
+            self._pipeline.train(self._shapes(self._model, micro_batches), forward, backward, self._clock)
+        else:
+            for index in range(len(micro_batches)):
+                backward(index, forward(index))
+        if not results:
+            device = self._ranks.device
+            nothing = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=device)
+            return nothing, nothing.new_zeros(()), np.zeros(0, np.int64)
         flags = torch.cat([r.skipped for r in results]).cpu().numpy()
         ids = np.concatenate([mb.sequence_ids for mb in micro_batches])
         sums = torch.stack([r.sums for r in results]).sum(0)
         return sums, torch.stack([r.ratio_max for r in results]).max(), ids[flags]
 
-    def _begin(self, index: int, num_micro_batches: int) -> None:
+    def _begin_backward(self, index: int, num_micro_batches: int) -> None:
         if self._is_sharded:
-            is_last = index == num_micro_batches - 1
-            begin_micro_batch(self._model, reshard=self._config.learner.reshard, is_last=is_last)
+            begin_backward(
+                self._model,
+                reshard=self._config.learner.reshard,
+                is_last=index == num_micro_batches - 1,
+                in_pipeline=self._pipeline is not None,
+            )
 
     def _check_compiled(self, micro_batches: Sequence[MicroBatch]) -> None:
         batches = [to_device(mb, self._ranks.device, self._model.packing) for mb in micro_batches]
-        check_compiled(self._model, batches, lambda index: self._begin(index, len(batches)), dtype=self._dtype)
+        check_compiled(self._model, batches, lambda index: self._begin_backward(index, len(batches)), dtype=self._dtype)
+
+    def _forward(self, batch: DeviceBatch, version: int) -> MicroBatchResult | Tensor:
+        """Return the loss of ``batch``, or in a stage of a pipeline without loss its hidden states, [T, d]."""
+        if not self._has_loss:
+            return self._model(batch)
+        scored = self._model(
+            batch,
+            entropy_grad=self._objective.needs_entropy_grad,
+            predict=self._objective.predict_slopes(batch, version=version),
+        )
+        return self._objective(batch, scored, version=version)
+
+    @property
+    def _has_loss(self) -> bool:
+        """Whether this rank computes log-probabilities: all do, or the last stage of a pipeline."""
+        return self._pipeline is None or self._pipeline.is_last
+
+    def _entered(self, model: PolicyModel, batch: DeviceBatch, received: Tensor | None) -> AbstractContextManager[None]:
+        """Let a stage of ``model`` continue at the hidden states that it ``received``."""
+        return nullcontext() if received is None else self._stages[model].entered(batch, received)
+
+    def _shapes(self, model: PolicyModel, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, int]]:
+        """Return the shapes of the hidden states between the stages of ``model``."""
+        return [(len(micro_batch.token_ids), self._stages[model].width) for micro_batch in micro_batches]
 
     def _fault_point(self, name: str) -> None:
         fault_point(name if self._ranks.is_leader else f"{name}-rank-{self._ranks.rank}")
@@ -532,9 +616,10 @@ class FsdpEngine:
         if not denominator:
             self._optimizer.zero_grad()
             return StepOutcome("nothing is left to train on: every sequence was skipped or masked", 0.0, lr)
+        norm = self._gradient_norm()
         # FSDP averages gradients over ranks, but we need their sum.
         scale = (self._ranks.layout.num_summed if self._is_sharded else 1) / denominator
-        grad_norm = scale * total_norm(gradients)
+        grad_norm = scale * norm
         if why_skip or not np.isfinite(grad_norm):
             self._optimizer.zero_grad()
             return StepOutcome(why_skip or f"the gradient norm is {grad_norm}", grad_norm, lr)
@@ -547,6 +632,30 @@ class FsdpEngine:
         self._num_updates += 1
         return StepOutcome("", grad_norm, lr)
 
+    def _gradient_norm(self) -> float:
+        """Return the norm of the accumulated gradients over all ranks. In a pipeline, add those of tied weights first,
+        and count them once.
+        """
+        copied: Tensor | None = None
+        if self._pipeline is not None:
+            tied = self._stages[self._model].tied_weight
+            if tied is not None and tied.grad is not None:
+                self._pipeline.sum_tied(tied.grad)
+                copied = tied.grad if self._pipeline.is_last else None
+        total = total_norm(p.grad for p in self._parameters.values() if p.grad is not None and p.grad is not copied)
+        return total if self._pipeline is None else self._pipeline.total_norm(total)
+
+    def _tensor_specs(self) -> dict[str, Spec]:
+        """Return shape and dtype of each tensor that ``gather`` yields. Buffers keep their dtype, because the model
+        computes in it.
+        """
+        state = self._model.causal_lm.state_dict()
+        parameters = {name for name, _ in self._model.causal_lm.named_parameters()}
+        return {
+            name: Spec(tuple(state[name].shape), self._dtype if name in parameters else state[name].dtype)
+            for name in self._names
+        }
+
     def _tensors(self) -> dict[str, Tensor]:
         """Return this rank's shards of the parameters and buffers that a checkpoint holds, by name, in a fixed
         order.
@@ -556,22 +665,31 @@ class FsdpEngine:
         return {name: state[name].detach() for name in names}
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
+        if self._pipeline is None:
+            yield from self._gathered(self._names)
+            return
+        stage = self._stages[self._model]
+        own = [name for name in self._names if stage.owner(name) == self._pipeline.index]
+        yield from self._pipeline.collected(self._gathered(own), self._specs, stage.owner)
+
+    def _gathered(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors ``names`` of this rank's stage, unsharded."""
         if self._adapters is not None:
             if self._config.lora.publishes_adapters:
                 yield from self._adapters.published(self._dtype, self._ranks.device)
             else:
-                yield from self._adapters.merged(self._names, self._dtype, self._ranks.device)
+                yield from self._adapters.merged(names, self._dtype, self._ranks.device)
             return
-        parameters = {name for name, _ in self._model.causal_lm.named_parameters()}
-        for name, tensor in self._tensors().items():
-            # Buffers keep their dtype, because the model computes in it.
-            wire = tensor.to(self._ranks.device, self._dtype) if name in parameters else tensor
+        tensors = self._tensors()
+        for name in names:
+            wire = tensors[name].to(self._ranks.device, self._specs[name].dtype)
             yield name, wire.full_tensor() if isinstance(wire, DTensor) else wire
 
     def _training_state(self) -> TrainingState:
-        return TrainingState.of(
-            self._tensors(), self._optimizer.tensors(), num_updates=self._num_updates, ranks=self._ranks
-        )
+        tensors, of_optimizer = self._tensors(), self._optimizer.tensors()
+        if self._pipeline is not None:
+            tensors, of_optimizer = map(self._stages[self._model].owned, (tensors, of_optimizer))
+        return TrainingState.of(tensors, of_optimizer, num_updates=self._num_updates, ranks=self._ranks)
 
     def _begin_save(self, directory: Path, then: Callable[[], None]) -> Future[None]:
         """Copy this rank's state, and write it in a thread that then calls ``then``."""

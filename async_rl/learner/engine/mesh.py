@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from async_rl.config.parallel import Layout
 from async_rl.errors import ConfigError
 
-_PLANNED = ("sequence", "pipeline")
+_PLANNED = ("sequence",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,11 @@ class Mesh:
         for name in _PLANNED:
             if (size := getattr(layout, name)) > 1:
                 raise ConfigError(f"parallel.{name}: expected 1, got {size}; this is not built yet, so leave it out")
+        if layout.pipeline > 1 and layout.sequence > 1:
+            raise ConfigError(
+                f"parallel.pipeline: expected 1 with parallel.sequence = {layout.sequence}, got {layout.pipeline}; "
+                f"together they are not built yet, so leave one out"
+            )
         sizes = (layout.pipeline, layout.replicas, layout.shards * layout.sequence, layout.tensor)
         whole = init_device_mesh(device_type, sizes, mesh_dim_names=("pipeline", "replicas", "shards", "tensor"))
         fsdp = whole["replicas", "shards"] if layout.replicas > 1 else whole["shards"]

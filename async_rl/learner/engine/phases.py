@@ -19,8 +19,8 @@ from torch.profiler import record_function
 Phase = Literal["pack", "scatter", "forward", "backward", "optimizer"]
 """What a rank does in a step. ``pack`` and ``scatter`` are on rank 0's host. ``forward`` includes the transfer of a
 micro-batch to the device, head and loss. With several ranks ``forward`` and ``backward`` include the collectives of
-FSDP, which run at the same time as the computation, and ``optimizer`` the sum of the statistics over ranks and the
-gradient's norm."""
+FSDP, which run at the same time as the computation, and waits for other stages of a pipeline; ``optimizer`` includes
+the sum of the statistics over ranks and the gradient's norm."""
 
 _ON_HOST: tuple[Phase, ...] = ("pack", "scatter")
 

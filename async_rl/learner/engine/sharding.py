@@ -68,7 +68,8 @@ def shard(model: PolicyModel, mesh: Mesh, dtype: torch.dtype, *, reshard: Reshar
     placement = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type == "cuda") if is_offloaded else OffloadPolicy()
     num_owners = Counter(parameter for layer in model.decoder_layers for parameter in set(layer.parameters()))
     for layer in model.decoder_layers:
-        if any(num_owners[parameter] > 1 for parameter in layer.parameters()):
+        parameters = list(layer.parameters())
+        if not parameters or any(num_owners[parameter] > 1 for parameter in parameters):
             continue
         if mesh.tensor is not None:
             divide(layer, divided, mesh.tensor)
@@ -89,16 +90,20 @@ def shard(model: PolicyModel, mesh: Mesh, dtype: torch.dtype, *, reshard: Reshar
     fully_shard(model, mesh=mesh.fsdp, mp_policy=uncast, reshard_after_forward=False, offload_policy=placement)
 
 
-def begin_micro_batch(model: PolicyModel, *, reshard: Reshard, is_last: bool) -> None:
-    """Prepare the sharded ``model`` for a micro-batch of a step that accumulates gradients.
+def begin_backward(model: PolicyModel, *, reshard: Reshard, is_last: bool, in_pipeline: bool) -> None:
+    """Prepare the sharded ``model`` for the backward pass of a micro-batch of a step that accumulates gradients.
 
     Unless parameters are resharded after each use, gradients may stay unsharded too until the step's last micro-batch:
     one reduction a step. With ``none`` the parameters stay gathered until then; the optimizer changes the shards, so
-    they are gathered again for the next step.
+    they are gathered again for the next step. Only the backward pass looks at this.
+    In a pipeline other micro-batches are between their forward and their backward pass, so FSDP's record of the order
+    stays until the last one.
     """
+    module = cast(FSDPModule, model)
+    if in_pipeline:
+        module.set_is_last_backward(is_last)
     if reshard == "full":
         return
-    module = cast(FSDPModule, model)
     module.set_requires_gradient_sync(is_last)
     if reshard == "none":
         module.set_reshard_after_backward(is_last)

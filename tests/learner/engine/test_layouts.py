@@ -36,6 +36,9 @@ CASES = [
     ("shards 2 x tensor 2", "qwen3", False),
     ("experts 2", "qwen3_moe", True),
     ("experts 2 of shards 4", "qwen3_moe", False),
+    ("pipeline 2", "llama", False),
+    ("pipeline 2 x shards 2", "qwen3", False),
+    ("pipeline 4", "qwen3_moe", True),
 ]
 """Layout, model, and whether it has adapters. The quick suite has each layout and each model, not every pair."""
 EVERY_CASE = [

@@ -16,7 +16,7 @@ from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
 from tests.learner.moe import moe_model
-from tests.learner.rank_scenarios import routed, routed_config, save
+from tests.learner.rank_scenarios import REPLAYED, routed, routed_config, save
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import random_sequences, tiny_model
 
@@ -63,9 +63,10 @@ def test_two_ranks_take_the_step_of_one(tmp_path: Path):
     moe_model(tmp_path / "model")
     stats, expected = stepped(tmp_path, "one")
     run_ranks("replayed", tmp_path)
-    found = load_tensors(tmp_path / "two", OPTIMIZER)
-    assert_near({key: tensor for key, tensor in found.items() if key.startswith("exp_avg.")}, expected)
-    assert (tmp_path / "routing.txt").read_text() == str(stats.routing)
+    for name in REPLAYED:
+        found = load_tensors(tmp_path / name, OPTIMIZER)
+        assert_near({key: tensor for key, tensor in found.items() if key.startswith("exp_avg.")}, expected)
+        assert (tmp_path / name / "routing.txt").read_text() == str(stats.routing)
 
 
 def test_the_reference_chooses_by_itself(tmp_path: Path):
