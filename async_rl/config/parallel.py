@@ -44,7 +44,11 @@ class ParallelConfig(Section):
         "its ranks share the experts, so leave this out.",
     )
     pipeline: int = Field(
-        default=1, ge=1, description="Number of stages: ranks of one stage hold some of the layers and pass on results."
+        default=1,
+        ge=1,
+        description="Number of stages of a pipeline, at most one for each decoder layer: the ranks of a stage hold "
+        "some of the layers, and pass hidden states on. Steps get at least as many micro-batches, if there are as many "
+        "sequences; with M of them and S stages a rank is idle for (S - 1) / (M + S - 1) of a step.",
     )
 
 
