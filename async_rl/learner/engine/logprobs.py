@@ -64,6 +64,8 @@ class Slopes(NamedTuple):
 
 SlopeFunction = Callable[[slice, TokenLogprobs], Slopes]
 """Predicts the slopes of some of the N tokens (their place in N) from their values [C], which carry no gradient."""
+IndexedSlopeFunction = Callable[[slice | Tensor, TokenLogprobs], Slopes]
+"""A ``SlopeFunction`` that also takes int64 indices [C] as places in N."""
 
 
 def token_logprobs(

@@ -28,6 +28,7 @@ from async_rl.learner.engine.logprobs import SlopeFunction, TokenLogprobs, token
 from async_rl.learner.engine.mask_tensors import MaskTensors
 from async_rl.learner.engine.recomputation import recompute
 from async_rl.learner.engine.routing import RoutingReplay
+from async_rl.learner.engine.split_attention import PartLayout
 from async_rl.learner.packing import MicroBatch, Packing
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class DeviceBatch:
     """A ``MicroBatch`` as tensors on the model's device. Fields with the same name have the same meaning there.
 
     ``layout`` has the places of the sequences, for attention. ``num_sequences`` is S. ``sampling_mask`` is None if all
-    tokens could be sampled. ``routes`` is int32, and None if the model's routers choose.
+    tokens could be sampled. ``routes`` is int32, and None if the model's routers choose. ``part`` is the layout of a
+    part of the row, if the batch has only that part's tokens; None if it has the whole row.
     """
 
     token_ids: Tensor
@@ -67,6 +69,7 @@ class DeviceBatch:
     after_update: Tensor
     sequence_index: Tensor
     num_sequences: int
+    part: PartLayout | None
 
 
 def to_device(batch: MicroBatch, device: torch.device, packing: Packing = "packed") -> DeviceBatch:
@@ -86,6 +89,7 @@ def to_device(batch: MicroBatch, device: torch.device, packing: Packing = "packe
         sampling_mask=MaskTensors(batch.mask_sizes, moved("mask_words")) if len(batch.mask_sizes) else None,
         routes=routes if len(routes) else None,
         num_sequences=len(batch.sequence_ids),
+        part=None,
         **{name: moved(name) for name in same_names},
     )
 
@@ -298,7 +302,7 @@ class PolicyModel(nn.Module):
             return replay.forward(None)
         routes_TLK = batch.routes.view(-1, replay.num_layers, replay.top_k)
         if self.packing == "packed":
-            return replay.forward(routes_TLK)
+            return replay.forward(routes_TLK, counted=None if batch.part is None else batch.part.real)
         (rows,) = batch.layout.buckets
         return replay.forward(routes_TLK.index_select(0, rows.gather), counted=batch.layout.restore)
 
@@ -316,7 +320,7 @@ class PolicyModel(nn.Module):
                 position_ids=batch.position_ids[None],
                 attention_mask=None,
                 use_cache=False,
-                packed_layout=batch.layout,
+                packed_layout=batch.layout if batch.part is None else batch.part,
             ).last_hidden_state[0]
         (rows,) = batch.layout.buckets
         ids_BL = batch.token_ids.index_select(0, rows.gather).view(rows.num_sequences, rows.max_length)

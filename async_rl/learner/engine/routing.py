@@ -67,7 +67,7 @@ class RoutingReplay:
         routers = routers_of(model, model_type)
         self.num_layers, self.top_k = len(routers), int(routers[0].top_k)
         self._routes_NLK: Tensor | None = None
-        self._counted: Tensor | None = None
+        self._counted: Tensor | slice | None = None
         self._is_counting = False
         self._recorded: dict[int, Tensor] | None = None
         self.reset_counts()
@@ -78,11 +78,11 @@ class RoutingReplay:
         self.num_different, self.num_counted = torch.zeros((), dtype=torch.int64), 0
 
     @contextmanager
-    def forward(self, routes_NLK: Tensor | None, counted: Tensor | None = None) -> Iterator[None]:
+    def forward(self, routes_NLK: Tensor | None, counted: Tensor | slice | None = None) -> Iterator[None]:
         """Run one forward pass in the ``with`` block with these routes (integers; None: the routers' own choice).
 
         Its backward pass uses them, too. Differences are counted in the forward pass only, at the tokens ``counted``
-        (int64 indices into N; None: all tokens).
+        (a slice of N, or int64 indices into it; None: all tokens).
         """
         self._routes_NLK, self._counted, self._is_counting = routes_NLK, counted, True
         try:

@@ -19,7 +19,7 @@ from torch import Tensor
 from async_rl.config.config import Config
 from async_rl.config.loss import LossConfig
 from async_rl.learner.engine import UpdateStats
-from async_rl.learner.engine.logprobs import SlopeFunction, Slopes, TokenLogprobs
+from async_rl.learner.engine.logprobs import IndexedSlopeFunction, Slopes, TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch
 from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, k3_sum_and_tokens, summarise
 from async_rl.learner.losses.own import OwnLoss
@@ -77,7 +77,7 @@ class Objective(Protocol):
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
 
-    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> SlopeFunction | None:
+    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> IndexedSlopeFunction | None:
         """Return a function that predicts the derivatives of ``loss_sum`` from the values of some tokens alone.
 
         A wrong prediction costs time, but changes no gradient. None: the loss does not separate by token.
@@ -154,7 +154,7 @@ class PolicyObjective:
         sums = torch.cat([torch.stack(fixed), out.rule_counts, out.rule_sums, counts, by_lag.view(-1)])
         return MicroBatchResult(out.loss_sum, sums, out.skipped, ratio_max)
 
-    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> SlopeFunction | None:
+    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> IndexedSlopeFunction | None:
         """Return ``policy_loss``'s derivatives as if the given tokens were all that their sequences have, as
         ``Objective.predict_slopes`` says.
 
@@ -172,7 +172,7 @@ class PolicyObjective:
         unweighted = self.loss.model_copy(update={"aggregation": "token"})
 
         @torch.enable_grad()
-        def predict(place: slice, scored: TokenLogprobs) -> Slopes:
+        def predict(place: slice | Tensor, scored: TokenLogprobs) -> Slopes:
             leaves = TokenLogprobs(*(values.detach().requires_grad_() for values in scored))
             out = policy_loss(_inputs(batch, leaves, version, place), unweighted, max_length=max_length)
             by_logprobs, by_entropies = torch.autograd.grad(out.loss_sum, leaves, allow_unused=True)
@@ -225,15 +225,21 @@ class SupervisedObjective:
         nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
         return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
 
-    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> SlopeFunction:
+    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> IndexedSlopeFunction:
         return lambda _, scored: Slopes(torch.full_like(scored.logprobs, -1.0))
 
     def why_skip(self, sums: Tensor) -> str:
         return ""
 
 
-def _inputs(batch: DeviceBatch, scored: TokenLogprobs, version: int, place: slice = slice(None)) -> PolicyInputs:
+def _inputs(
+    batch: DeviceBatch, scored: TokenLogprobs, version: int, place: slice | Tensor = slice(None)
+) -> PolicyInputs:
     """Return the tokens at ``place`` in N, whose values are ``scored``. Fields without values stay without."""
+
+    def optional(values: Tensor) -> Tensor:
+        return values[place] if len(values) else values
+
     return PolicyInputs(
         logprobs=scored.logprobs,
         entropies=scored.entropies,
@@ -242,9 +248,9 @@ def _inputs(batch: DeviceBatch, scored: TokenLogprobs, version: int, place: slic
         sequence_index=batch.sequence_index[place],
         num_sequences=batch.num_sequences,
         lag=version - batch.versions[place].long(),
-        reference_logprobs=batch.reference_logprobs[place],
-        proximal_logprobs=batch.proximal_logprobs[place],
-        verdicts=batch.verdicts[place],
+        reference_logprobs=optional(batch.reference_logprobs),
+        proximal_logprobs=optional(batch.proximal_logprobs),
+        verdicts=optional(batch.verdicts),
     )
 
 

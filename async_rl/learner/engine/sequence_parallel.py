@@ -1,0 +1,148 @@
+"""Sequence parallelism: ranks compute a micro-batch together, each a part of its tokens. Called by ``fsdp_engine.py``.
+
+Every rank of a group has the whole micro-batch and computes one of n equal parts of its row: embeddings, norms and
+matrix products of its own tokens, and the head for those that predict something. Attention exchanges keys, values and
+queries (``split_attention.py``). Then every rank gets the log-probabilities of all tokens and computes the whole loss,
+because a loss may need whole sequences. Its backward pass takes the derivatives by its own tokens, so the gradients of
+the ranks add up to that of the micro-batch. Shape letters: T = tokens of the row, P = tokens of a part, N = predicted
+tokens, M = those that this rank's part predicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from async_rl.errors import ModelError
+from async_rl.learner.engine.logprobs import IndexedSlopeFunction, SlopeFunction, Slopes, TokenLogprobs
+from async_rl.learner.engine.mask_tensors import MaskTensors
+from async_rl.learner.engine.model import DeviceBatch
+from async_rl.learner.engine.split_attention import PartLayout
+from async_rl.learner.packing import MicroBatch, Packing
+
+_OF_TOKENS = (
+    "targets", "behavior_logprobs", "advantages", "reference_logprobs", "proximal_logprobs", "verdicts", "temperatures",
+    "versions", "after_update", "sequence_index",
+)  # fmt: skip
+"""Fields of ``DeviceBatch`` that are [N], or [0] without values."""
+
+
+def check_packing(packing: Packing, num_parts: int) -> None:
+    """Check that a row of a model that uses ``packing`` can be computed in ``num_parts`` parts.
+
+    Raises:
+        ModelError: it can't.
+    """
+    if num_parts > 1 and packing == "padded":
+        raise ModelError(
+            f"parallel.sequence: expected 1 for a model that computes padded rows (learner.packing), got {num_parts}; "
+            f"only packed rows can be divided, so leave the key out, or choose a model such as Qwen2, Qwen3 or Llama"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The part of a micro-batch that this rank computes.
+
+    Attributes:
+        batch: its tokens, for the model. Its row has P tokens, the last of which may be padding, and M predictions.
+        tokens: int64 [M], their places in N.
+        num_tokens: N.
+        group: the ranks of the parts.
+    """
+
+    batch: DeviceBatch
+    tokens: Tensor
+    num_tokens: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatch, whole: DeviceBatch, group: dist.ProcessGroup) -> Part:
+        """Return this rank's part of ``micro_batch``, which is ``whole`` on the device."""
+        place, num_parts = dist.get_rank(group), dist.get_world_size(group)
+        num_row, device = len(micro_batch.token_ids), whole.token_ids.device
+        size = -(-num_row // num_parts)
+        row = slice(place * size, min((place + 1) * size, num_row))
+        is_own = micro_batch.predict_index // size == place
+        tokens = _moved(np.flatnonzero(is_own), device)
+        layout = PartLayout(
+            whole=whole.layout, num_tokens=size, place=place, num_parts=num_parts, group=group,
+            cu_seqlens=micro_batch.cu_seqlens, token_index=micro_batch.token_index, device=device,
+        )  # fmt: skip
+        of_tokens = {name: getattr(whole, name) for name in _OF_TOKENS}
+        batch = replace(
+            whole,
+            token_ids=_padded(whole.token_ids[row], size),
+            position_ids=_padded(whole.position_ids[row], size),
+            part=layout,
+            predict_index=whole.predict_index.index_select(0, tokens) - place * size,
+            sampling_mask=None if whole.sampling_mask is None else _chosen(whole.sampling_mask, is_own),
+            routes=None if whole.routes is None else _padded(whole.routes.view(num_row, -1)[row], size).flatten(),
+            **{name: values.index_select(0, tokens) for name, values in of_tokens.items() if len(values)},
+        )
+        return cls(batch, tokens, len(micro_batch.targets), group)
+
+    def predicts(self, predict: IndexedSlopeFunction | None) -> SlopeFunction | None:
+        """Return ``predict``, which takes places in N, for places in M."""
+        if predict is None:
+            return None
+
+        def of_part(place: slice, scored: TokenLogprobs) -> Slopes:
+            return predict(self.tokens[place], scored)
+
+        return of_part
+
+    def gather(self, scored: TokenLogprobs) -> TokenLogprobs:
+        """Return the values of all N tokens from those of each rank's own M.
+
+        All ranks of the group call this together. They must compute the same loss: the backward pass takes this rank's
+        derivatives of it, and does not add up those of other ranks.
+        """
+        if not self.num_tokens:  # a dummy
+            return scored
+        return TokenLogprobs(*_Gather.apply(*scored, self.tokens, self.num_tokens, self.group))
+
+
+def _moved(array: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def _padded(values: Tensor, size: int) -> Tensor:
+    """Lengthen the first dimension to ``size`` by zeros."""
+    return pad(values, (*[0, 0] * (values.ndim - 1), 0, size - len(values)))
+
+
+def _chosen(mask: MaskTensors, is_chosen: np.ndarray) -> MaskTensors:
+    words = np.flatnonzero(np.repeat(is_chosen, np.abs(mask.sizes)))
+    return MaskTensors(mask.sizes[is_chosen], mask.words.index_select(0, _moved(words, mask.words.device)))
+
+
+class _Gather(torch.autograd.Function):
+    """Put the values of each rank's tokens at their places among all N."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logprobs_M: Tensor, entropies_M: Tensor, tokens_M: Tensor, num_tokens: int, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        values = logprobs_M.new_zeros(2, num_tokens)
+        values[:, tokens_M] = torch.stack([logprobs_M, entropies_M])
+        dist.all_reduce(values, group=group)
+        ctx.save_for_backward(tokens_M)
+        logprobs_N, entropies_N = (row.clone() for row in values)
+        if not ctx.needs_input_grad[1]:
+            ctx.mark_non_differentiable(entropies_N)
+        return logprobs_N, entropies_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] (the decorator hides the parameters' names)
+        (tokens_M,) = ctx.saved_tensors
+        needed = zip(gradients, ctx.needs_input_grad, strict=False)
+        return *(g.index_select(0, tokens_M) if is_needed else None for g, is_needed in needed), None, None, None
