@@ -37,6 +37,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline 2": (2, {"pipeline": 2}),
     "pipeline 2 x shards 2": (4, {"pipeline": 2}),
     "pipeline 4": (4, {"pipeline": 4}),
+    "sequence 2": (2, {"sequence": 2}),
+    "sequence 4": (4, {"sequence": 4}),
+    "sequence 8": (8, {"sequence": 8}),
+    "shards 2 x sequence 2": (4, {"sequence": 2}),
+    "replicas 2 x sequence 2": (4, {"replicas": 2, "sequence": 2}),
 }
 """Name -> number of ranks, and the section ``parallel``."""
 
@@ -80,8 +85,9 @@ def layout_weights(directory: Path, name: str, models: Mapping[str, tuple[str, d
 
 
 def layout_config(directory: Path, model: str, parallel: dict[str, Any], *, lora: bool) -> Config:
-    """A step that reports its gradient, in several micro-batches."""
-    sections = PLAIN | {"learner": {"max_tokens": 40}, "parallel": parallel} | (LORA if lora else {})
+    """A step that reports its gradient, in several micro-batches of 40 tokens, however many ranks share one."""
+    max_tokens = 40 // parallel.get("sequence", 1)
+    sections = PLAIN | {"learner": {"max_tokens": max_tokens}, "parallel": parallel} | (LORA if lora else {})
     return tiny_config(directory, model, **sections)
 
 

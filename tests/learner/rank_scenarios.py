@@ -35,7 +35,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "kept for a step": {"learner": {"max_tokens": 32, "reshard": "none"}},
     "recomputed": {"learner": {"max_tokens": 64}, "model": {"gradient_checkpointing": "full"}},
     "recomputed in part": {"learner": {"max_tokens": 64}, "model": {"gradient_checkpointing": "selective"}},
-}
+    "shared": {
+        "learner": {"max_tokens": 16, "reshard": "none"}, "model": {"gradient_checkpointing": "selective"},
+        "parallel": {"sequence": 2},
+    },
+}  # fmt: skip
 # The first moment is then the gradient itself, and nothing is clipped away.
 PLAIN = {"optimizer": {"lr": 1e-3, "betas": [0.0, 0.999], "max_grad_norm": 1e9, "schedule": "cosine"}}
 
@@ -210,7 +214,7 @@ def routed_config(directory: Path, **sections: Any) -> Config:
     return tiny_config(directory, "model", **merged)
 
 
-REPLAYED: dict[str, dict[str, Any]] = {"shards": {}, "stages": {"pipeline": 2}}
+REPLAYED: dict[str, dict[str, Any]] = {"shards": {}, "stages": {"pipeline": 2}, "parts": {"sequence": 2}}
 """Layouts of two ranks: the section ``parallel``."""
 
 
@@ -220,7 +224,8 @@ def replayed(directory: Path) -> None:
 
     ranks = init_ranks(routed_config(directory))
     for name, parallel in REPLAYED.items():
-        learner, model = {"max_tokens": 20}, {"routing_replay": True, "gradient_checkpointing": "full"}
+        learner = {"max_tokens": 20 // parallel.get("sequence", 1)}
+        model = {"routing_replay": True, "gradient_checkpointing": "full"}
         config = routed_config(directory, learner=learner, model=model, parallel=parallel)
         ranks.layout = Layout.of(config.parallel, ranks.world_size)
         engine = FsdpEngine(config, ranks)
@@ -280,7 +285,9 @@ def updates(directory: Path) -> None:
 
     ranks = init_ranks(engine_config(directory, {}))
     for name, variant in VARIANTS.items():
-        engine = FsdpEngine(engine_config(directory, variant), ranks)
+        config = engine_config(directory, variant)
+        ranks.layout = Layout.of(config.parallel, ranks.world_size)
+        engine = FsdpEngine(config, ranks)
         if not ranks.is_leader:
             stored_tensors.write_part = failing_write_part
             follow_once(engine)
@@ -307,6 +314,7 @@ def updates(directory: Path) -> None:
             engine.update(batch_for(1)[:1], version=0)
             save(engine, target / "from_one", 2)
         stop_following(engine)
+    ranks.layout = Layout.of(engine_config(directory, {}).parallel, ranks.world_size)
     fail_between_commands(directory, FsdpEngine(engine_config(directory, {}), ranks))
 
 
@@ -315,15 +323,32 @@ def losses(directory: Path) -> None:
 
     Writes gradients and statistics by loss, and the scores of both models, into ``ranks_<world size>``.
     """
+    ranks = init_ranks(loss_config(directory, {}))
+    # A budget that makes several micro-batches a rank.
+    write_losses(directory, ranks, directory / f"ranks_{ranks.world_size}", {**LOSSES, "guarded": GUARDED}, 40)
+
+
+SPLIT_LOSSES = ("dapo", "gspo", "gmpo", "decoupled_ppo", "grpo with KL in the loss", "reinforce with entropy",
+                "a loss of the user's own")  # fmt: skip
+
+
+def split_losses(directory: Path) -> None:
+    """As ``losses``, for a few of them, by ranks that share every sequence. Writes into ``parts_<world size>``."""
+    ranks = init_ranks(loss_config(directory, {}))
+    ranks.layout = Layout(sequence=ranks.world_size)
+    chosen = {name: LOSSES[name] for name in SPLIT_LOSSES} | {"guarded": GUARDED}
+    write_losses(directory, ranks, directory / f"parts_{ranks.world_size}", chosen, 40)
+
+
+def write_losses(directory: Path, ranks: Ranks, target: Path, of: dict[str, dict[str, Any]], budget: int) -> None:
+    """What ``losses`` writes. ``budget`` is the size of a micro-batch."""
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
     from async_rl.learner.losses.objective import policy_objective
 
-    ranks = init_ranks(loss_config(directory, {}))
-    # The loss that loads a reference, and a budget that makes several micro-batches a rank.
-    engine = FsdpEngine(loss_config(directory, LOSSES["grpo with KL in the loss"], max_tokens=40), ranks)
-    target = directory / f"ranks_{ranks.world_size}"
+    # The loss that loads a reference.
+    engine = FsdpEngine(loss_config(directory, LOSSES["grpo with KL in the loss"], max_tokens=budget), ranks)
     target.mkdir(exist_ok=True)
-    for name, loss in {**LOSSES, "guarded": GUARDED}.items():
+    for name, loss in of.items():
         engine._objective = policy_objective(loss_config(directory, loss))
         for chosen in (range(7), (0, 5)):
             stem = target / f"{name}, {len(chosen)}"

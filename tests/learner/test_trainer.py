@@ -498,7 +498,10 @@ def test_rollouts_of_unknown_weights_that_the_queue_let_pass_are_masked(tmp_path
     assert run.queue_state.stats().ledger["rollouts"]["masked"] == {"unknown_weights": 2}
 
 
-def test_an_answer_longer_than_a_micro_batch_does_not_end_the_run(tmp_path: Path):
+@pytest.mark.parametrize(
+    "sections", [{"learner": {"max_tokens": 5}}, {"learner": {"max_tokens": 1}, "parallel": {"sequence": 5}}]
+)
+def test_an_answer_longer_than_a_micro_batch_does_not_end_the_run(tmp_path: Path, sections: dict[str, Any]):
     # Two prompt tokens and 3 sampled ones are 5 tokens, as many as a micro-batch holds. One answer has 6.
     def one_too_long(lease: Lease, version: int) -> Group:
         honest = answered(lease, version)
@@ -507,7 +510,7 @@ def test_an_answer_longer_than_a_micro_batch_does_not_end_the_run(tmp_path: Path
         (first, _), (_, longer) = honest.rollouts, group(lease, version, tokens=4).rollouts
         return structs.replace(honest, rollouts=(first, longer))
 
-    run = make_run(tmp_path, learner={"max_tokens": 5})
+    run = make_run(tmp_path, **sections)
     run.start(answer=one_too_long)
     first, *others = (row for row in read_rows(run.path / "metrics.jsonl") if "version" in row)
     assert (first["masked/too_long"], first["tokens/trained"]) == (1, 9)

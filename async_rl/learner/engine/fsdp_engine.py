@@ -33,6 +33,7 @@ from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateCost, UpdateSt
 from async_rl.learner.engine.compilation import GraphCount, check_compiled, compile_layers
 from async_rl.learner.engine.flops import StepFlops, device_peak
 from async_rl.learner.engine.loading import Weights, load_policy, load_reference, read_tested
+from async_rl.learner.engine.logprobs import IndexedSlopeFunction, TokenLogprobs
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.mesh import Mesh
 from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
@@ -43,6 +44,7 @@ from async_rl.learner.engine.pipeline import Pipeline, Spec
 from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_replay, short_sequences
+from async_rl.learner.engine.sequence_parallel import Part, check_packing
 from async_rl.learner.engine.sharding import begin_backward, check_offload, end_forward, shard
 from async_rl.learner.engine.stages import Stage, check_stages
 from async_rl.learner.losses.objective import (
@@ -125,6 +127,7 @@ class FsdpEngine:
             torch.manual_seed(config.run.seed + ranks.rank)
             self._is_sharded = ranks.has_group
             self._mesh = Mesh.build(ranks.layout, ranks.device.type) if ranks.has_group else None
+            self._sequence_mesh = None if self._mesh is None else self._mesh.sequence
             self._model, weights = load_policy(config.model, "padded", is_sharded=self._is_sharded)
             self._test_model(weights, is_supervised=objective is not None)
             self._names = self._model.tensor_names()
@@ -170,6 +173,7 @@ class FsdpEngine:
         tested = read_tested(config.model, self._model, weights) if ranks.is_leader else None
         max_length = _max_length(config, is_supervised=is_supervised)
         set_packing(self._model, config.learner.packing, ranks, tested=tested, max_length=max_length)
+        check_packing(self._model.packing, ranks.layout.sequence)
         if tested is not None and ranks.layout.pipeline > 1:
             check_stages(tested)
         if config.model.routing_replay and not is_supervised:
@@ -463,11 +467,10 @@ class FsdpEngine:
             if of == "reference":  # it routes as it would sample
                 batch = replace(batch, routes=None)
             with self._entered(model, batch, received):
-                result = model(batch)
-            if self._has_loss:
-                scored.append(tuple(values.cpu() for values in result))
-                return scored[-1][0]
-            return result
+                if not self._has_loss:
+                    return model(batch)
+                scored.append(tuple(values.cpu() for values in self._compute(model, micro_batches[index], batch)))
+            return scored[-1][0]
 
         with context:
             if self._pipeline is not None:
@@ -479,6 +482,23 @@ class FsdpEngine:
             end_forward(model)
         arrays = [torch.cat(values).numpy() for values in zip(*scored, strict=True)]
         return [decode(frame).arrays for frame in self._ranks.gather_reports(encode("scores", {}, arrays))]
+
+    def _compute(
+        self,
+        model: PolicyModel,
+        micro_batch: MicroBatch,
+        batch: DeviceBatch,
+        *,
+        entropy_grad: bool = False,
+        predict: IndexedSlopeFunction | None = None,
+    ) -> TokenLogprobs:
+        """Return ``model``'s values of ``micro_batch``, which is ``batch`` on the device. Ranks that share a sequence
+        compute it together.
+        """
+        if self._sequence_mesh is None:
+            return model(batch, entropy_grad=entropy_grad, predict=predict)
+        part = Part.of(micro_batch, batch, self._sequence_mesh.get_group())
+        return part.gather(model(part.batch, entropy_grad=entropy_grad, predict=part.predicts(predict)))
 
     def _cost(self, parts: Sequence[Sequence[MicroBatch]], peak_bytes: int) -> UpdateCost:
         peak = device_peak(self._ranks.device, self._dtype)
@@ -532,7 +552,7 @@ class FsdpEngine:
                 batch = to_device(micro_batches[index], self._ranks.device, self._model.packing)
                 batches[index] = batch
                 with self._entered(self._model, batch, received):
-                    output = self._forward(batch, version)
+                    output = self._forward(micro_batches[index], batch, version)
             self._fault_point("learner.forward")
             if isinstance(output, Tensor):
                 return output
@@ -575,11 +595,13 @@ class FsdpEngine:
         batches = [to_device(mb, self._ranks.device, self._model.packing) for mb in micro_batches]
         check_compiled(self._model, batches, lambda index: self._begin_backward(index, len(batches)), dtype=self._dtype)
 
-    def _forward(self, batch: DeviceBatch, version: int) -> MicroBatchResult | Tensor:
+    def _forward(self, micro_batch: MicroBatch, batch: DeviceBatch, version: int) -> MicroBatchResult | Tensor:
         """Return the loss of ``batch``, or in a stage of a pipeline without loss its hidden states, [T, d]."""
         if not self._has_loss:
             return self._model(batch)
-        scored = self._model(
+        scored = self._compute(
+            self._model,
+            micro_batch,
             batch,
             entropy_grad=self._objective.needs_entropy_grad,
             predict=self._objective.predict_slopes(batch, version=version),

@@ -9,8 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from async_rl.config.parallel import Layout
 from async_rl.errors import ConfigError
 
-_PLANNED = ("sequence",)
-
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -40,9 +38,6 @@ class Mesh:
         Raises:
             ConfigError: the engine can't divide work so.
         """
-        for name in _PLANNED:
-            if (size := getattr(layout, name)) > 1:
-                raise ConfigError(f"parallel.{name}: expected 1, got {size}; this is not built yet, so leave it out")
         if layout.pipeline > 1 and layout.sequence > 1:
             raise ConfigError(
                 f"parallel.pipeline: expected 1 with parallel.sequence = {layout.sequence}, got {layout.pipeline}; "

@@ -28,6 +28,7 @@ from tests.examples import examples
 from tests.learner.engine.test_fsdp_engine import Tensors, assert_same_stats
 from tests.learner.rank_scenarios import (
     LOSSES,
+    SPLIT_LOSSES,
     VERSION,
     loss_config,
     off_policy_sequences,
@@ -169,10 +170,14 @@ def test_ranks_have_the_gradient_of_one(one: OneRank, on_ranks: Any, world_size:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_ranks_score_as_one(one: OneRank, on_ranks: Any, world_size: int):
+    assert_same_scores(one, on_ranks(world_size))
+
+
+def assert_same_scores(one: OneRank, directory: Path) -> None:
     entropies = {i: scores.entropies for i, scores in one.engine.score_policy(one.sequences).items()}
     policy, reference = (one.engine.score(one.sequences, of=of) for of in ("policy", "reference"))
     for name, expected in (("policy", policy), ("reference", reference), ("entropies", entropies)):
-        with np.load(on_ranks(world_size) / f"{name}.npz") as stored:
+        with np.load(directory / f"{name}.npz") as stored:
             assert {int(number) for number in stored} == expected.keys()
             for number in stored:
                 np.testing.assert_allclose(stored[number], expected[int(number)], atol=1e-5, rtol=0)
@@ -196,3 +201,30 @@ def test_ranks_report_the_statistics_of_one(one: OneRank, on_ranks: Any, world_s
     mine = json.loads(json.dumps(plain_stats(one.stats)))
     theirs = json.loads((on_ranks(world_size) / f"{loss}, 7.json").read_text())
     assert_same_stats(mine, theirs)
+
+
+@pytest.fixture(scope="module")
+def in_parts(root: Path) -> Path:
+    """What two ranks wrote that share every sequence."""
+    run_ranks("split_losses", root)
+    return root / "parts_2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", SPLIT_LOSSES)
+def test_ranks_that_share_every_sequence_have_the_gradient_and_the_statistics_of_one(
+    one: OneRank, in_parts: Path, loss: str
+):
+    assert_same_gradient(gradient_on(in_parts, f"{loss}, 7"), one.whole(loss))
+    two = one.gradient(loss, [one.sequences[0], one.sequences[5]])
+    assert_same_gradient(gradient_on(in_parts, f"{loss}, 2"), two)
+    one.gradient(loss, one.sequences)
+    theirs = json.loads((in_parts / f"{loss}, 7.json").read_text())
+    assert_same_stats(json.loads(json.dumps(plain_stats(one.stats))), theirs)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_every_sequence_score_and_skip_as_one(one: OneRank, in_parts: Path):
+    assert_same_scores(one, in_parts)
+    stats = json.loads((in_parts / "guarded, 7.json").read_text())
+    assert not stats["stepped"]

@@ -39,6 +39,10 @@ CASES = [
     ("pipeline 2", "llama", False),
     ("pipeline 2 x shards 2", "qwen3", False),
     ("pipeline 4", "qwen3_moe", True),
+    ("sequence 2", "llama", True),
+    ("sequence 4", "qwen2", False),
+    ("shards 2 x sequence 2", "qwen3_moe", False),
+    ("replicas 2 x sequence 2", "qwen3", False),
 ]
 """Layout, model, and whether it has adapters. The quick suite has each layout and each model, not every pair."""
 EVERY_CASE = [
