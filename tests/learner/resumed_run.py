@@ -1,6 +1,6 @@
 """A run with a real engine on any number of ranks, and the real trainer and queue, killed at fault points.
 
-Its groups depend on the prompt alone, so at a staleness bound of 0 every history trains the same batches.
+Its groups depend on the prompt and the version alone, and arrive at once, so every history trains the same batches.
 """
 
 from __future__ import annotations
@@ -47,15 +47,18 @@ def _rollout(generator: np.random.Generator, version: int, accuracy: float) -> R
 
 
 def build_run(directory: Path) -> Run:
-    """The run in ``directory``, of as many steps as its file ``steps`` says, laid out as ``parallel.json`` says."""
+    """The run in ``directory``, with the steps, the staleness bound and the layout of its files ``steps``, ``bound`` and
+    ``parallel.json``.
+    """
+    bound = int((directory / "bound").read_text())
     return make_run(
         directory,
         model={"path": str(directory / "model")},
-        sampling={"group_size": 2, "max_new_tokens": 16, "max_prompt_tokens": 8, "deterministic": True},
+        sampling={"group_size": 2, "max_new_tokens": 16, "max_prompt_tokens": 8, "deterministic": bound == 0},
         data={"eval": {}},
         eval={"every": 0},
         learner={"steps": int((directory / "steps").read_text()), "max_tokens": 40},
-        queue={"max_staleness": 0},
+        queue={"max_staleness": bound},
         optimizer={"lr": 1e-3},
         checkpoint={"every": 2, "asynchronous": True},
         generator={"backend": "fake"},

@@ -59,8 +59,7 @@ def test_a_step_is_the_same_recomputed_padded_and_in_small_micro_batches(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["replayed", "split_replay"])
-def test_two_ranks_take_the_step_of_one(tmp_path: Path, scenario: str):
+def test_two_ranks_take_the_step_of_one(tmp_path: Path):
     moe_model(tmp_path / "model")
     stats, expected = stepped(tmp_path, "one")
     run_ranks("replayed", tmp_path)
