@@ -15,7 +15,7 @@ from typing import Any
 
 from async_rl.comparison.speed import Startups, find_startups, relative_error, training_s
 from async_rl.config.config import Config
-from async_rl.config.loading import load_config
+from async_rl.config.loading import load_run_config
 from async_rl.errors import RunError
 from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
@@ -138,7 +138,7 @@ def summarise(path: Path) -> RunSummary:
     steps_per_s, error = len(warm) / sum(row["time/step_s"] for row in warm), relative_error(warm)
     return RunSummary(
         name=str(path),
-        config=load_config(run_dir.config),
+        config=load_run_config(run_dir.config),
         first_step=steps[0]["step"],
         num_steps=len(steps),
         is_finished=run_dir.is_finished,

@@ -62,9 +62,38 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         ConfigError: there is no such file, the file is not TOML, a key is unknown, a value has a wrong type or range,
             or keys contradict each other.
     """
-    path = Path(path)
+    raw = _read_toml(Path(path))
+    overrides = list(overrides)
+    for override in overrides:
+        apply_override(raw, override)
+    read_tools(raw)
+    return parse_config(raw, f"{path} with its --set" if overrides else str(path))
+
+
+def load_run_config(path: Path) -> Config:
+    """Read the config that async-rl has written to the run directory's file ``path``, maybe by an older version.
+
+    Raises:
+        ConfigError: as ``load_config``.
+    """
+    raw = _read_toml(path)
+    renew(raw)
+    return parse_config(raw, str(path))
+
+
+def renew(raw: Mapping[str, Any]) -> None:
+    """Replace values in ``raw``, the config of a run, that older versions have written by those that mean the same now.
+
+    In a config that a user writes for a new run they are refused, with the new value.
+    """
+    model = raw.get("model")
+    if isinstance(model, dict) and isinstance(switch := model.get("gradient_checkpointing"), bool):
+        model["gradient_checkpointing"] = "full" if switch else "none"
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"no config file at {path}; check the path") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -73,11 +102,6 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         ) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}; correct the file there") from error
-    overrides = list(overrides)
-    for override in overrides:
-        apply_override(raw, override)
-    read_tools(raw)
-    return parse_config(raw, f"{path} with its --set" if overrides else str(path))
 
 
 def read_tools(raw: Mapping[str, Any]) -> None:
@@ -102,15 +126,19 @@ def read_tools(raw: Mapping[str, Any]) -> None:
 
 
 def config_from_toml(text: str, source: str) -> Config:
-    """Return the config in the TOML ``text``. Error messages name ``source``.
+    """Return the config in ``text``, which ``config_to_toml`` has written, maybe that of an older version.
+
+    Error messages name ``source``.
 
     Raises:
         ConfigError: ``text`` is not TOML, or not a valid config.
     """
     try:
-        return parse_config(tomllib.loads(text), source)
+        raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source} is not valid TOML: {error}; correct it there") from error
+    renew(raw)
+    return parse_config(raw, source)
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> Config:

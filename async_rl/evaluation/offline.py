@@ -23,7 +23,7 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.config.generator import AUTO, BACKENDS, FALLBACK
-from async_rl.config.loading import apply_override, load_config, parse_config, read_tools
+from async_rl.config.loading import apply_override, load_config, load_run_config, parse_config, read_tools, renew
 from async_rl.data.chat import load_tokenizer, model_directory, quiet_progress_bars
 from async_rl.data.dataset import load_rows_of
 from async_rl.data.template import check_arguments
@@ -359,8 +359,10 @@ def _base(models: Sequence[str], options: EvalOptions) -> tuple[dict[str, Any], 
     source = options.config or run_config_of(models[0])
     if source is None:
         return {"sampling": {"max_prompt_tokens": MAX_PROMPT_TOKENS}}, []
-    load_config(source)  # raises with the name of the file
+    _ = load_config(source) if options.config else load_run_config(source)  # raises with the name of the file
     raw = tomllib.loads(source.read_text(encoding="utf-8"))
+    if options.config is None:
+        renew(raw)
     generator = raw.setdefault("generator", {})
     for key in ("count", "devices", "tensor_parallel_size"):
         generator.pop(key, None)

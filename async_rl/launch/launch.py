@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from async_rl.config.config import Config
-from async_rl.config.loading import changed_keys, load_config, machine_overrides, show_change
+from async_rl.config.loading import changed_keys, load_run_config, machine_overrides, show_change
 from async_rl.errors import ConfigError, UserError
 from async_rl.launch.capacity import has_gpu
 from async_rl.launch.live_view import LiveView, PlainView
@@ -190,7 +190,7 @@ def _has_ended_line(run_dir: RunDir) -> str:
 def _earlier_config(run_dir: RunDir) -> Config | None:
     """Return the config with which the run was launched last; None if there is none, or none that can be read."""
     with suppress(ConfigError):
-        return load_config(run_dir.config) if run_dir.config.exists() else None
+        return load_run_config(run_dir.config) if run_dir.config.exists() else None
     return None
 
 

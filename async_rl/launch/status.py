@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from async_rl.config.loading import load_config
+from async_rl.config.loading import load_run_config
 from async_rl.errors import AddressError, QueueError, RunError
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.output import size_text
@@ -105,7 +105,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
             f"has started, or pass --connect ADDRESS"
         )
     if keys is None and run_dir.config.exists():
-        keys = client_keys_of(load_config(run_dir.config).queue.keys)
+        keys = client_keys_of(load_run_config(run_dir.config).queue.keys)
     try:
         return ask_status(record.address, timeout_s, keys)
     except QueueError as error:

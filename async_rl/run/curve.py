@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_rl.config.loading import load_config
+from async_rl.config.loading import load_run_config
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock
@@ -327,7 +327,7 @@ def _bounds(run_dir: RunDir, steps: Sequence[int]) -> list[int]:
     """Return ``queue.max_staleness`` at each of ``steps``; an empty list if the directory has no config."""
     if not run_dir.config.is_file():
         return []
-    bounds = [load_config(run_dir.config).queue.max_staleness] * len(steps)
+    bounds = [load_run_config(run_dir.config).queue.max_staleness] * len(steps)
     for change in reversed(read_changes(run_dir)):
         if (values := change.changed.get("queue.max_staleness")) is not None:
             bounds = [values[0] if step <= change.step else bound for step, bound in zip(steps, bounds, strict=True)]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.config.loading import changed_keys, config_to_toml, is_among, load_config, plain_values, show_change
+from async_rl.config.loading import changed_keys, config_to_toml, is_among, load_run_config, plain_values, show_change
 from async_rl.errors import ConfigError, RunError
 from async_rl.run.directory import RunDir, write_atomically
 
@@ -108,7 +108,7 @@ def has_ended(run_dir: RunDir, config: Config) -> bool:
     """
     if not run_dir.is_finished or not run_dir.config.exists():
         return run_dir.is_finished
-    old = load_config(run_dir.config)
+    old = load_run_config(run_dir.config)
     return config.learner.steps <= old.learner.steps and config.data.epochs == old.data.epochs
 
 
@@ -187,7 +187,7 @@ def _misfits(run_dir: RunDir, config: Config, tunable: Sequence[str]) -> list[st
     read, return the cause.
     """
     try:
-        old = load_config(run_dir.config)
+        old = load_run_config(run_dir.config)
     except ConfigError as error:
         return [str(error)]
     found = changed_keys(old, config)
@@ -196,7 +196,7 @@ def _misfits(run_dir: RunDir, config: Config, tunable: Sequence[str]) -> list[st
 
 def _refuse_other_run(run_dir: RunDir, config: Config, tunable: Sequence[str]) -> None:
     try:
-        load_config(run_dir.config)
+        load_run_config(run_dir.config)
     except ConfigError as error:
         raise RunError(
             f"run.dir: {run_dir.path} holds a run, but this version of async-rl can't read its config.toml; choose "

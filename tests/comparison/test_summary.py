@@ -113,3 +113,12 @@ def test_what_is_no_run_or_has_no_step_is_refused(tmp_path: Path):
         summarise(tmp_path)
     with pytest.raises(RunError, match=r"expected a run that has made a step, got none yet"):
         summarise(write_run(tmp_path / "run", [eval_row(0, 0.25)]))
+
+
+def test_a_run_of_a_version_with_gradient_checkpointing_as_a_switch_is_summarised(tmp_path: Path):
+    path = write_run(tmp_path / "old", [step_row(1), step_row(2)])
+    written = (path / "config.toml").read_text()
+    (path / "config.toml").write_text(
+        written.replace('gradient_checkpointing = "none"', "gradient_checkpointing = true")
+    )
+    assert summarise(path).config.model.gradient_checkpointing == "full"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.config.loading import load_config, parse_config
+from async_rl.config.loading import config_from_toml, load_config, load_run_config, parse_config
 from async_rl.errors import ConfigError, RunError
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import locked_run_dir
@@ -188,6 +188,18 @@ def test_a_config_of_another_version_is_refused_with_its_cause(tmp_path: Path):
     (tmp_path / "config.toml").write_text("[run]\ndir = 'x'\nold_key = 1\n[model]\npath = 'x'\n")
     with pytest.raises(RunError, match=r"(?s)can't read.*run\.old_key: unknown key"):
         prepare_run_dir(a_config(tmp_path))
+
+
+@pytest.mark.parametrize(("switch", "now"), [("true", "full"), ("false", "none")])
+def test_a_run_of_a_version_in_which_gradient_checkpointing_was_a_switch_is_read(tmp_path: Path, switch: str, now: str):
+    config = a_config(tmp_path / "run", model={"path": "tiny", "gradient_checkpointing": now})
+    run_dir = trained(config)
+    text = run_dir.config.read_text().replace(f'gradient_checkpointing = "{now}"', f"gradient_checkpointing = {switch}")
+    run_dir.config.write_text(text)
+    assert (load_run_config(run_dir.config), config_from_toml(text, "a checkpoint")) == (config, config)
+    assert check_run_dir(config, fresh=False).path == run_dir.path
+    with pytest.raises(ConfigError, match=f'got {switch}, which is now "{now}"'):
+        load_config(run_dir.config)  # as the config of a new run
 
 
 def test_the_finished_marker_keeps_its_facts(tmp_path: Path):
