@@ -64,6 +64,7 @@ class Config(Section):
         self._check_code_keys()
         self._check_environment()
         self._check_eval_keys()
+        self._check_quantized_base()
         return self
 
     def _check_staleness_keys(self) -> None:
@@ -230,6 +231,22 @@ class Config(Section):
             raise ValueError(
                 'data.on_long_prompt: expected "drop" with an environment, got "truncate"; only the environment may '
                 "shorten its prompts, so leave the key out"
+            )
+
+    def _check_quantized_base(self) -> None:
+        lora = self.lora
+        if lora.base_bits is None:
+            return
+        if lora.publish == "adapters" and self.weights.parity == "stop":
+            raise ValueError(
+                f'weights.parity: expected "off" or "warn" with lora.base_bits = {lora.base_bits} and lora.publish = '
+                f'"adapters", got "stop"; generators put the adapters on weights that are not quantised, so they '
+                f'differ from the learner; set weights.parity, or lora.publish = "merged"'
+            )
+        if self.learner.offload == "all":
+            raise ValueError(
+                f'learner.offload: expected "none" or "reference" with lora.base_bits = {lora.base_bits}, whose '
+                f'weights stay on the device, got "all"; leave one of the two keys out'
             )
 
     def _check_eval_keys(self) -> None:

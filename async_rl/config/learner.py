@@ -89,6 +89,12 @@ class LoraConfig(Section):
         "them (merged), or only the adapters, for generators that load model.path themselves (adapters).",
     )
 
+    base_bits: Literal[4, 8] | None = Field(
+        default=None,
+        description="Bits per frozen weight of the decoder's linear layers in the learner: 4 (NF4, needs bitsandbytes) "
+        "or 8; if unset, these are stored in model.dtype as the other weights are.",
+    )
+
     @field_validator("targets")
     @classmethod
     def _are_last_parts(cls, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -121,6 +127,11 @@ class LoraConfig(Section):
             raise ValueError(
                 'publish: expected lora.rank to be set for "adapters", got no rank; set lora.rank, or leave '
                 "lora.publish out"
+            )
+        if self.base_bits is not None and self.rank is None:
+            raise ValueError(
+                f"base_bits: expected lora.rank to be set for frozen weights of {self.base_bits} bits, got no rank; "
+                f"set lora.rank, or leave lora.base_bits out"
             )
         return self
 

@@ -295,6 +295,9 @@ def check_parity(config: Mapping[str, Any]) -> list[Finding]:
                 f'generator.backend = "{resolved.generator.backend}" uses no model, so nothing can differ',
             )
         ]
+    if resolved.lora.base_bits is not None and resolved.lora.publishes_adapters:
+        text = f"the learner's frozen weights have {resolved.lora.base_bits} bits, those of generators do not"
+        return [Finding("parity", "skip", f"{text}, so their log-probabilities differ")]
     quiet_progress_bars()
     with ExitStack() as stack:
         return _compared(resolved, stack)

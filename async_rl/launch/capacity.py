@@ -120,6 +120,8 @@ def learner_bytes(config: Config) -> int:
     number, size = num_parameters(config), _dtype_bytes(config)
     copied = checkpoint_bytes(config) if config.checkpoint.asynchronous else 0
     version = 0 if config.lora.publishes_adapters else number * size
+    if config.lora.base_bits is not None:
+        return version + number * config.lora.base_bits // 8
     return version + number * (_TRAINING_BYTES if config.lora.rank is None else size) + copied
 
 

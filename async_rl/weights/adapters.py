@@ -32,11 +32,12 @@ _PIECE_BYTES = 16 << 20
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
     """The frozen weights that adapters belong to: their directory or hub id, and the digest of all safetensors
-    files there.
+    files there. ``base_bits`` is ``lora.base_bits`` if generators sample with weights that were quantised, else None.
     """
 
     path: str
     digest: str
+    base_bits: int | None = None
 
     @classmethod
     def of(cls, path: str) -> BaseWeights:

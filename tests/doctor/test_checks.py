@@ -217,6 +217,15 @@ def test_engine_and_learner_agree_about_a_right_model(root: Path, sampling: dict
     assert [(row.check, row.state) for row in rows] == [("parity, sampled", "OK"), ("parity, probe", "OK")]
 
 
+def test_adapters_alone_agree_and_are_not_compared_over_a_quantised_base(root: Path):
+    lora = {"rank": 4, "publish": "adapters"}
+    rows = task.check_parity(plain(make_config(root, lora=lora)))
+    assert [(row.check, row.state) for row in rows] == [("parity, sampled", "OK"), ("parity, probe", "OK")]
+    config = make_config(root, lora=lora | {"base_bits": 8}, weights={"parity": "off"})
+    (row,) = task.check_parity(plain(config))
+    assert (row.state, "frozen weights have 8 bits" in row.found) == ("skip", True)
+
+
 def test_an_engine_that_ignores_the_temperature(root: Path, monkeypatch: pytest.MonkeyPatch):
     from async_rl.generator.hf import backend as hf_backend
     from async_rl.generator.hf import sampler as hf_sampler

@@ -393,6 +393,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
     "gathered": {"learner": {"max_tokens": 64, "reshard": "none"}},
     "recomputed": {"learner": {"max_tokens": 64}, "model": {"gradient_checkpointing": "full"}},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "4 bits": {"lora": {"base_bits": 4}, "model": {"gradient_checkpointing": "full"}},
 }
 LORA = {"rank": 4, "alpha": 8.0}
 
@@ -400,7 +401,8 @@ LORA = {"rank": 4, "alpha": 8.0}
 def adapted_config(directory: Path, variant: dict[str, Any]) -> Config:
     """Adapters, a KL to the model that the run began from, and steps that are large beside rounding."""
     loss = {"preset": "grpo", "kl_coef": 0.1}
-    return tiny_config(directory, "model", lora=LORA, loss=loss, optimizer={"lr": 1e-2}, **variant)
+    lora = LORA | variant.get("lora", {})
+    return tiny_config(directory, "model", **{"loss": loss, "optimizer": {"lr": 1e-2}} | variant | {"lora": lora})
 
 
 def adapted(directory: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from async_rl.learner.balance import Work
+from async_rl.learner.engine.quantized import QuantizedLinear
 from async_rl.learner.packing import MicroBatch
 
 if TYPE_CHECKING:
@@ -109,6 +110,9 @@ class StepFlops:
                 continue
             share = _expert_share(settings) if ".experts." in f".{name}." else 1.0
             per_token += share * _cost(parameter) * parameter.numel()
+        for module in model.base_model.modules():
+            if isinstance(module, QuantizedLinear):
+                per_token += 4 * module.in_features * module.out_features  # frozen, and no parameter
         return cls(
             per_token=per_token,
             per_prediction=_cost(head.weight) * head.weight.numel(),

@@ -134,7 +134,10 @@ class FsdpEngine:
             self._specs = self._tensor_specs()
             self._adapters: Adapters | None = None
             if config.lora.is_set:
-                self._adapters = Adapters(self._model, config, dtype=self._dtype, is_leader=ranks.is_leader)
+                self._adapters = Adapters(
+                    self._model, config, dtype=self._dtype, device=ranks.device, is_leader=ranks.is_leader,
+                    weights=weights,
+                )  # fmt: skip
             # A given objective does not use [loss], so it needs no reference.
             self._has_reference = objective is None and config.loss.needs_reference
             # The policy with its adapters disabled is the model that the run began with: no second model is needed.

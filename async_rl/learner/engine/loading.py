@@ -95,6 +95,13 @@ class Weights:
                 if (own_name := weight_name(name, state)) in state:
                     _read(files, place, state[own_name])
 
+    def read(self, name: str) -> Tensor:
+        """Return the whole tensor ``name``, which is no stack of experts, on the host."""
+        place = self.places[name]
+        assert isinstance(place, _Place)
+        with safe_open(place.file, framework="pt") as tensors:
+            return tensors.get_tensor(place.name)
+
 
 class _OpenFiles(dict[Path, Any]):
     """Safetensors files by path, opened when they are needed first. ``opened`` closes them."""

@@ -15,7 +15,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,10 +28,13 @@ from async_rl.config.learner import LoraConfig
 from async_rl.data.chat import model_directory
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.engine.model import PolicyModel
+from async_rl.learner.engine.quantized import QuantizedLinear, check_kernels
 from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights, merge, peft_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from async_rl.learner.engine.loading import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +56,19 @@ class _Adapted:
 class Adapters:
     """The adapters of one model. Creating this object adds them to the model."""
 
-    def __init__(self, policy: PolicyModel, config: Config, *, dtype: torch.dtype, is_leader: bool) -> None:
+    def __init__(
+        self, policy: PolicyModel, config: Config, *, dtype: torch.dtype, device: torch.device, is_leader: bool,
+        weights: Weights | None = None,
+    ) -> None:  # fmt: skip
         """Freeze ``policy``, cast its parameters to the ``dtype`` that they compute in, and add float32 adapters.
 
         At first the adapters change nothing (B is 0). A is the same on every rank. The leader (rank 0) reads the files
-        of the weights a second time to compute their digest.
+        of the weights a second time to compute their digest. With ``lora.base_bits`` the decoder's linear layers are
+        quantised on ``device``; those on the meta device are read from ``weights``.
 
         Raises:
-            ModelError: ``lora.targets`` names a layer that does not exist or can't have an adapter.
+            ModelError: ``lora.targets`` names a layer that does not exist or can't have an adapter, or nothing here
+                can compute with ``lora.base_bits``.
         """
         from peft import inject_adapter_in_model
 
@@ -70,11 +78,17 @@ class Adapters:
         self._model = model
         self._scale = lora.scale
         self._peft_config = _peft_config(lora, config.model.path)
-        self.base = BaseWeights.of(config.model.path) if is_leader else None
+        # What lies below published adapters is not quantised, and an export is what generators sample with.
+        bits = None if lora.publishes_adapters else lora.base_bits
+        self.base = replace(BaseWeights.of(config.model.path), base_bits=bits) if is_leader else None
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.run.seed)
             with _weights_on_host(model):
                 inject_adapter_in_model(self._peft_config, cast(Any, model), _ADAPTER)
+        self._quantized: dict[str, QuantizedLinear] = {}
+        if lora.base_bits is not None:
+            check_kernels(lora.base_bits, dtype, device)
+            self._quantized = _quantize_layers(model, policy.decoder_layers, lora.base_bits, device, weights)
         for parameter in model.parameters():
             if not parameter.requires_grad:
                 # Frozen parameters need no more precision. Not model.to(dtype), because buffers must keep their dtype.
@@ -113,6 +127,11 @@ class Adapters:
         parameters = {name for name, _ in self._model.named_parameters()}
         for name in names:
             place = _place(name, state)
+            if name in self._quantized:
+                frozen = self._quantized[name].dequantized(dtype)
+                parts = [] if place is None else [_whole(state[part], device) for part in (place.a, place.b)]
+                yield name, merge(frozen, *parts, scale=self._scale).to(dtype) if parts else frozen
+                continue
             if place is None:
                 own_name = weight_name(name, state)
                 tensor = _whole(state[own_name], device)
@@ -160,6 +179,8 @@ def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, T
     """
     settings = _read(directory, ADAPTER_CONFIG)
     scale = settings["lora_alpha"] / settings["r"]
+    if (bits := base_weights(directory).base_bits) is not None:
+        _round_layers(model, bits)
     parameters = dict(model.named_parameters())
     for name_of_a in [name for name in adapters if f".lora_A.{_ADAPTER}." in name]:
         module = name_of_a.partition(".lora_A.")[0]
@@ -195,7 +216,7 @@ def base_weights(directory: Path) -> BaseWeights:
         RunError: the checkpoint does not name the weights.
     """
     found = _read(directory, ADAPTER_BASE)
-    return BaseWeights(str(found["path"]), str(found["digest"]))
+    return BaseWeights(str(found["path"]), str(found["digest"]), found.get("base_bits"))
 
 
 def check_base(directory: Path) -> Path:
@@ -239,6 +260,38 @@ def _peft_config(lora: LoraConfig, model_path: str) -> Any:
         # The path is absolute, because the adapter may be used from another working directory. A hub id stays as is.
         base_model_name_or_path=str(base.resolve()) if base.is_dir() else model_path,
     )
+
+
+def _quantize_layers(
+    model: nn.Module, layers: nn.ModuleList, bits: int, device: torch.device, weights: Weights | None
+) -> dict[str, QuantizedLinear]:
+    """Replace the linear layers of the decoder ``layers``, without their adapters, by quantised ones on ``device``.
+
+    Return these by the names of their weights in the base model.
+    """
+    inside = {id(module) for module in layers.modules()}
+    found: dict[str, QuantizedLinear] = {}
+    for name, module in list(model.named_modules()):
+        if id(module) not in inside or not isinstance(module, nn.Linear) or ".lora_" in name:
+            continue
+        own_name = f"{name.removesuffix('.base_layer')}.weight"
+        if module.weight.is_meta:
+            assert weights is not None
+            weight = weights.read(own_name)
+        else:
+            weight = module.weight
+        found[own_name] = QuantizedLinear(weight, module.bias, bits=bits, device=device)
+        model.set_submodule(name, found[own_name])
+    return found
+
+
+def _round_layers(model: PreTrainedModel, bits: int) -> None:
+    """Give the decoder's linear layers the weights that a learner with ``lora.base_bits`` computed with."""
+    for module in PolicyModel(model, "padded").decoder_layers.modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight.data
+            quantized = QuantizedLinear(weight, None, bits=bits, device=weight.device)
+            module.weight.data = quantized.dequantized(weight.dtype)
 
 
 @contextmanager
