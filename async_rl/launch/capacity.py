@@ -115,7 +115,7 @@ def learner_bytes(config: Config) -> int:
 
     That is the weights, gradients and AdamW's moments, one version of the weights for the generators, and the copy of
     weights and moments that is written as a checkpoint (``checkpoint.asynchronous``). With low-rank adapters only the
-    weights and the version are counted, and a version of the adapters alone not even that.
+    weights (in ``lora.base_bits``) and the version are counted, and a version of the adapters alone not even that.
     """
     number, size = num_parameters(config), _dtype_bytes(config)
     copied = checkpoint_bytes(config) if config.checkpoint.asynchronous else 0
@@ -126,8 +126,12 @@ def learner_bytes(config: Config) -> int:
 
 
 def generator_bytes(config: Config) -> int:
-    """Return how much memory a generator needs at least on the CPU, for its weights and for the version that comes."""
-    return 2 * num_parameters(config) * _dtype_bytes(config) if has_model(config.generator.backend) else 0
+    """Return how much memory a generator needs at least on the CPU, for its weights and for the version that comes.
+
+    A version of the adapters alone is not counted.
+    """
+    copies = 1 if config.lora.publishes_adapters else 2
+    return copies * num_parameters(config) * _dtype_bytes(config) if has_model(config.generator.backend) else 0
 
 
 def available_memory() -> int:

@@ -42,7 +42,9 @@ def test_adapters_and_bfloat16_need_less_and_a_backend_without_a_model_nothing(m
     assert (checkpoint_bytes(config), learner_bytes(config), generator_bytes(config)) == (0, 2_000 + 2_000, 0)
     lora = {"rank": 4, "publish": "adapters"}
     config = config_of(model, model={"dtype": "bfloat16"}, lora=lora, generator={"backend": "transformers"})
-    assert learner_bytes(config) == 2_000
+    assert (learner_bytes(config), generator_bytes(config)) == (2_000, 2_000)
+    config = config_of(model, model={"dtype": "bfloat16"}, lora={"rank": 4, "base_bits": 4})
+    assert learner_bytes(config) == 500 + 2_000
 
 
 def test_weights_that_a_model_has_twice_count_once(model: Path):

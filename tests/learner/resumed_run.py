@@ -47,8 +47,8 @@ def _rollout(generator: np.random.Generator, version: int, accuracy: float) -> R
 
 
 def build_run(directory: Path) -> Run:
-    """The run in ``directory``, with the steps, the staleness bound and the layout of its files ``steps``, ``bound`` and
-    ``parallel.json``.
+    """The run in ``directory``: its files ``steps``, ``bound`` and ``parallel.json`` have the number of steps, the
+    staleness bound and the layout.
     """
     bound = int((directory / "bound").read_text())
     return make_run(
