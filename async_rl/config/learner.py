@@ -76,6 +76,11 @@ class LoraConfig(Section):
     alpha: float = Field(
         default=16.0, gt=0, description="Scale of the low-rank adapters, which are multiplied by alpha / rank."
     )
+    rank_stabilized: bool = Field(
+        default=False,
+        description="Whether the adapters are multiplied by alpha / sqrt(rank) instead, so that a higher rank does not "
+        "make steps smaller (rsLoRA).",
+    )
     targets: tuple[str, ...] = Field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         strict=False,
@@ -119,7 +124,7 @@ class LoraConfig(Section):
     @property
     def scale(self) -> float:
         """The factor of B A. 0 without adapters."""
-        return 0.0 if self.rank is None else self.alpha / self.rank
+        return 0.0 if self.rank is None else self.alpha / (self.rank**0.5 if self.rank_stabilized else self.rank)
 
     @model_validator(mode="after")
     def _has_a_rank(self) -> Self:

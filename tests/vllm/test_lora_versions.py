@@ -22,7 +22,9 @@ from tests.vllm.tiny import make_config, make_model, run_all, scores, submit, wr
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-RANK, ALPHA = 4, 6.0
+RANK, ALPHA = 4, 3.0
+SCALE = 1.5
+"""ALPHA / sqrt(RANK): rank-stabilised."""
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -40,7 +42,7 @@ def merged(seed: int) -> PreTrainedModel:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and peft_name(name, "A") in adapters:
             a, b = (adapters[peft_name(name, letter)] for letter in "AB")
-            module.weight.data = merge(module.weight.data, a, b, scale=ALPHA / RANK)
+            module.weight.data = merge(module.weight.data, a, b, scale=SCALE)
     return model
 
 
@@ -61,7 +63,13 @@ def config_of(base: Path) -> Config:
     raw = make_config().model_dump()
     raw["model"]["path"] = str(base)
     raw["queue"]["max_staleness"] = 0
-    raw["lora"] |= {"rank": RANK, "alpha": ALPHA, "targets": list(TARGETS), "publish": "adapters"}
+    raw["lora"] |= {
+        "rank": RANK,
+        "alpha": ALPHA,
+        "targets": list(TARGETS),
+        "publish": "adapters",
+        "rank_stabilized": True,
+    }
     return Config.model_validate(raw, strict=False)
 
 

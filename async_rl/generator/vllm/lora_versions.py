@@ -81,6 +81,7 @@ def _peft_settings(lora: LoraConfig) -> dict[str, Any]:
         "peft_type": "LORA",
         "r": lora.rank,
         "lora_alpha": lora.alpha,
+        "use_rslora": lora.rank_stabilized,
         "target_modules": list(lora.targets),
         "bias": "none",
     }

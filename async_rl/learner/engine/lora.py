@@ -1,5 +1,7 @@
 """LoRA (arXiv:2106.09685): low-rank adapters on frozen weights, W x + alpha / rank * B (A x), made by peft.
 
+With ``lora.rank_stabilized`` the factor is alpha / sqrt(rank) (arXiv:2312.03732).
+
 peft puts the adapters into the model's linear layers. Exports, and generators by default, get *merged* weights, W +
 alpha / rank * B A, under the base model's names, so they treat a version of a LoRA run like any other version. With
 ``lora.publish = "adapters"`` generators get A and B only (see ``weights.adapters``). Checkpoints hold only the
@@ -178,7 +180,7 @@ def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, T
         RunError: the adapters don't fit the model.
     """
     settings = _read(directory, ADAPTER_CONFIG)
-    scale = settings["lora_alpha"] / settings["r"]
+    scale = settings["lora_alpha"] / settings["r"] ** (0.5 if settings.get("use_rslora") else 1)
     if (bits := base_weights(directory).base_bits) is not None:
         _round_layers(model, bits)
     parameters = dict(model.named_parameters())
@@ -253,6 +255,7 @@ def _peft_config(lora: LoraConfig, model_path: str) -> Any:
     return PeftLoraConfig(
         r=cast(int, lora.rank),
         lora_alpha=cast(Any, lora.alpha),
+        use_rslora=lora.rank_stabilized,
         target_modules=list(lora.targets),
         lora_dropout=0.0,
         bias="none",

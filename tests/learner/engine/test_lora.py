@@ -78,6 +78,12 @@ def test_a_merged_weight_is_w_plus_scale_times_b_a():
     torch.testing.assert_close(merge(weight, a, b, scale=0.5), torch.tensor([[2.5, 3.0], [4.0, 5.0]]))
 
 
+def test_a_rank_stabilised_scale_is_alpha_over_the_root_of_the_rank():
+    # 16 / 64 = 0.25, 16 / 8 = 2.
+    scales = [LoraConfig(rank=64, alpha=16.0, rank_stabilized=stable).scale for stable in (False, True)]
+    assert scales == [0.25, 2.0]
+
+
 def test_the_defaults_are_seven_projections_and_no_adapters():
     config = LoraConfig()
     assert not config.is_set
@@ -213,14 +219,20 @@ def test_an_export_is_the_merged_model(directory: Path, tmp_path: Path):
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-def test_an_exported_adapter_is_one_that_peft_loads(directory: Path, tmp_path: Path):
+@pytest.mark.parametrize("lora", [{}, {"rank_stabilized": True}])
+def test_an_exported_adapter_is_one_that_peft_loads(directory: Path, tmp_path: Path, lora: dict[str, Any]):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    checkpoint = directory / "ranks_1" / "plain" / "first"
-    export_adapter(checkpoint, tmp_path / "adapter")
-    engine = make_engine(directory)
-    engine.load(checkpoint)
+    engine = make_engine(directory, lora=lora)
+    engine.update(with_reference(engine, batch_for(0)), version=0)
+    save(engine, tmp_path / "saved", 1)
+    write_manifest(tmp_path / "saved")
+    export_adapter(tmp_path / "saved", tmp_path / "adapter")
+    export_checkpoint(tmp_path / "saved", tmp_path / "merged")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    for name, tensor in engine.gather():
+        torch.testing.assert_close(exported[name], tensor, atol=1e-6, rtol=0)
     base = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
     untouched = base(TOKEN_IDS).logits
     with torch.no_grad():
