@@ -18,7 +18,7 @@ Offload = Literal["none", "reference", "all"]
 """What the learner keeps in the host's memory, a value of ``learner.offload``."""
 
 
-OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit"]
+OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"]
 """An optimizer, a value of ``optimizer.name``."""
 
 
@@ -225,16 +225,22 @@ class OptimizerConfig(Section):
         default="adamw",
         description="How weights are updated: by AdamW with 8 bytes of state for each trained parameter (adamw), "
         "with 4, in bfloat16, rounded at random (adamw_bf16), or with 2, in codes of 8 bits (adamw_8bit, which needs "
-        "bitsandbytes).",
+        "bitsandbytes); or by Muon with 4 for the matrices of the layers, and AdamW for the rest (muon).",
     )
     lr: float = Field(
         default=1e-6,
         gt=0,
-        description="Highest learning rate of AdamW, reached at the end of the warm-up. 1e-6 suits models of 0.5 "
+        description="Highest learning rate, reached at the end of the warm-up. 1e-6 suits models of 0.5 "
         "billion weights and more; LoRA needs 10 to 100 times as much, and a model of at most a few million weights "
         "1e-5 to 1e-3.",
     )
-    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay of AdamW.")
+    adamw_lr: float | None = Field(
+        default=None,
+        gt=0,
+        description="With muon, the highest learning rate of what AdamW trains: embedding, head, norms and biases; if "
+        "unset, optimizer.lr, because Muon's updates are scaled to the size of AdamW's.",
+    )
+    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay of matrices.")
     betas: tuple[float, float] = Field(
         default=(0.9, 0.999),
         strict=False,
@@ -264,6 +270,15 @@ class OptimizerConfig(Section):
         ge=0,
         description="Optimizer steps over which the learning rate rises linearly to optimizer.lr.",
     )
+
+    @model_validator(mode="after")
+    def _uses_its_keys(self) -> Self:
+        if self.adamw_lr is not None and self.name != "muon":
+            raise ValueError(
+                f'optimizer.adamw_lr: expected optimizer.name = "muon", got "{self.name}"; leave the key out, and set '
+                f"optimizer.lr"
+            )
+        return self
 
     @field_validator("betas")
     @classmethod

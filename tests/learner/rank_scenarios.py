@@ -551,7 +551,7 @@ def resharded(directory: Path) -> None:
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     f"{name}, {what}": {"optimizer": {"name": name, "lr": 1e-2}, **sections}
-    for name in ("adamw_bf16", "adamw_8bit")
+    for name in ("adamw_bf16", "adamw_8bit", "muon")
     for what, sections in {"all weights": {}, "adapters": {"lora": LORA}}.items()
 }
 

@@ -37,6 +37,7 @@ from async_rl.learner.engine.logprobs import IndexedSlopeFunction, TokenLogprobs
 from async_rl.learner.engine.lora import Adapters
 from async_rl.learner.engine.mesh import Mesh
 from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
+from async_rl.learner.engine.muon import hidden_matrices
 from async_rl.learner.engine.optimizer import Schedule, build_optimizer, by_mesh, check_optimizer, total_norm
 from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
@@ -159,7 +160,7 @@ class FsdpEngine:
                 self._divide(self._pipeline)
             self._shard(weights, reference_weights)
             self._parameters = {n: p for n, p in self._model.causal_lm.named_parameters() if p.requires_grad}
-            self._optimizer = build_optimizer(self._parameters, config.optimizer)
+            self._optimizer = build_optimizer(self._parameters, config.optimizer, hidden_matrices(self._model))
             self._num_updates = 0
             self._graphs = GraphCount() if config.learner.compile else None
             self._clock = PhaseClock(ranks.device)

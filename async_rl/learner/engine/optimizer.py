@@ -10,7 +10,7 @@ gradients and parameters are grouped by mesh (``by_mesh``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -21,6 +21,7 @@ from torch.nn.utils import get_total_norm
 
 from async_rl.config.learner import OptimizerConfig
 from async_rl.learner.engine.compact_adamw import Bfloat16, CompactAdamW, EightBit, bitsandbytes_functions
+from async_rl.learner.engine.muon import Muon
 
 
 class Optimizer(Protocol):
@@ -80,29 +81,37 @@ def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
         bitsandbytes_functions(device)
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Optimizer:
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, hidden: Collection[str] = ()
+) -> Optimizer:
     """Create the optimizer of ``parameters``, which are all trained, by their names in the model. Only matrices have
-    weight decay, not norms and biases.
+    weight decay, not norms and biases. Muon trains those that ``hidden`` names.
     """
     if config.name == "adamw":
         return AdamW(parameters, config)
-    matrices = {name: p for name, p in parameters.items() if p.ndim >= 2}
+    chosen = {n: p for n, p in parameters.items() if (n in hidden if config.name == "muon" else p.ndim >= 2)}
     # Norms and biases are few, so their state is float32. With adapters there are none.
-    others = {name: p for name, p in parameters.items() if name not in matrices}
-    device = next(iter(parameters.values())).device
-    storage = Bfloat16() if config.name == "adamw_bf16" else EightBit(device)
-    return _Together(CompactAdamW(matrices, config, storage), *([AdamW(others, config)] if others else []))
+    others = {name: p for name, p in parameters.items() if name not in chosen}
+    match config.name:
+        case "adamw_bf16":
+            first = CompactAdamW(chosen, config, Bfloat16())
+        case "adamw_8bit":
+            first = CompactAdamW(chosen, config, EightBit(next(iter(parameters.values())).device))
+        case "muon":
+            first = Muon(chosen, config)
+    lr_ratio = (config.adamw_lr or config.lr) / config.lr
+    return _Together(first, AdamW(others, config) if others else None, lr_ratio)
 
 
 class _Together:
-    """Several optimizers, each of other parameters."""
+    """Two optimizers, each of other parameters. The second's learning rate is ``lr_ratio`` times the first's."""
 
-    def __init__(self, *optimizers: Optimizer) -> None:
-        self._optimizers = optimizers
+    def __init__(self, first: Optimizer, second: Optimizer | None, lr_ratio: float) -> None:
+        self._optimizers = {first: 1.0} | ({second: lr_ratio} if second else {})
 
     def step(self, lr: float) -> None:
-        for optimizer in self._optimizers:
-            optimizer.step(lr)
+        for optimizer, ratio in self._optimizers.items():
+            optimizer.step(lr * ratio)
 
     def zero_grad(self) -> None:
         for optimizer in self._optimizers:

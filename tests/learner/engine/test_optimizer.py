@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from async_rl.config.learner import OptimizerConfig
+from async_rl.config.learner import ModelConfig, OptimizerConfig
 from async_rl.errors import ConfigError, RunError
 from async_rl.learner.engine.compact_adamw import EightBit, rounded_at_random
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.model import PolicyModel, load_model
+from async_rl.learner.engine.muon import hidden_matrices
 from async_rl.learner.engine.optimizer import Schedule, build_optimizer, check_optimizer, total_norm
 from async_rl.learner.engine.ranks import init_ranks
+from tests.learner.moe import moe_model
 from tests.learner.rank_scenarios import OPTIMIZERS, optimized
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_config, tiny_model
@@ -161,6 +164,65 @@ def test_a_device_without_kernels_is_named(monkeypatch: pytest.MonkeyPatch):
         check_optimizer(optimizer_config("adamw_8bit"), torch.device("cpu"))
 
 
+def test_muon_of_one_number_by_hand():
+    # The norm makes 5 a 1. f(x) = 3.4445 x - 4.775 x^3 + 2.0315 x^5 five times:
+    x = 1.0
+    for _ in range(5):
+        x = 3.4445 * x - 4.775 * x**3 + 2.0315 * x**5
+    weight = Parameter(torch.tensor([[2.0]]))
+    optimizer = build_optimizer({"w": weight}, optimizer_config("muon", weight_decay=0.5), ["w"])
+    weight.grad = torch.tensor([[5.0]])
+    optimizer.step(0.1)
+    # 2 (1 - 0.1 * 0.5) - 0.1 * 0.2 * sqrt(1) * x.
+    assert float(weight.detach()) == pytest.approx(1.9 - 0.02 * x, rel=1e-6)
+    # The momentum is 0.05 * 5.
+    torch.testing.assert_close(optimizer.tensors()["momentum.w"], torch.tensor([[0.25]]))
+
+
+@pytest.mark.parametrize("shape", [(12, 40), (40, 12)])
+def test_muon_takes_the_steps_of_torch_and_experts_one_by_one(shape: tuple[int, int]):
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(2, *shape, generator=generator)
+    ours = [Parameter(start.clone()), Parameter(start[0].clone())]
+    theirs = [Parameter(matrix.clone()) for matrix in start]
+    optimizer = build_optimizer(
+        {"experts": ours[0], "matrix": ours[1]}, optimizer_config("muon", weight_decay=0.1), ["experts", "matrix"]
+    )
+    reference = torch.optim.Muon(theirs, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        gradients = torch.randn(2, *shape, generator=generator)
+        ours[0].grad, ours[1].grad = gradients, gradients[0]
+        for parameter, gradient in zip(theirs, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step(0.1)
+        reference.step()
+    # torch computes the updates, each of root mean square 0.02 or so, in bfloat16.
+    expected = torch.stack([p.detach() for p in theirs])
+    torch.testing.assert_close(ours[0].detach(), expected, atol=3e-3, rtol=0)
+    torch.testing.assert_close(ours[1].detach(), ours[0][0].detach(), atol=1e-6, rtol=0)
+
+
+def test_muon_leaves_the_rest_to_adamw_with_its_own_rate():
+    matrix, rest = Parameter(torch.zeros(2, 2)), Parameter(torch.zeros(2, 2))
+    config = optimizer_config("muon", lr=0.1, adamw_lr=0.3)
+    optimizer = build_optimizer({"matrix": matrix, "rest": rest}, config, ["matrix"])
+    assert set(optimizer.tensors()) == {"momentum.matrix", "exp_avg.rest", "exp_avg_sq.rest"}
+    matrix.grad, rest.grad = torch.zeros(2, 2), torch.ones(2, 2)
+    optimizer.step(0.05)  # half of the highest rate
+    # AdamW's first step is its learning rate.
+    torch.testing.assert_close(rest.detach(), torch.full((2, 2), -0.15))
+
+
+def test_muon_trains_matrices_of_layers_and_no_embedding_bias_or_convolution(directory: Path, tmp_path: Path):
+    policy = PolicyModel(load_model(ModelConfig(path=str(directory / "model"))))
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert {name.split(".")[-2] for name in hidden_matrices(policy)} == set(names)
+    assert len(hidden_matrices(policy)) == 2 * len(names)
+    experts = hidden_matrices(PolicyModel(load_model(ModelConfig(path=str(moe_model(tmp_path, "gpt_oss"))))))
+    assert "model.layers.0.mlp.experts.down_proj" in experts
+    assert not any(name.endswith("bias") for name in experts)
+
+
 def second_moment(tensors: Mapping[str, Tensor]) -> Tensor:
     if "exp_avg_sq.weight" in tensors:
         return tensors["exp_avg_sq.weight"].float()
@@ -209,6 +271,14 @@ def test_a_step_that_two_ranks_resume_has_the_bits_of_an_uninterrupted_one(two_r
     path = two_ranks / "ranks_2" / case
     assert differing(path, "second", "resumed") == []
     assert differing(path, "first", "second")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["all weights", "adapters"])
+def test_muon_takes_the_steps_of_one_rank_on_two(two_ranks: Path, what: str):
+    one, two = (torch.load(two_ranks / f"ranks_{n}" / f"muon, {what}" / "second.pt") for n in (1, 2))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.slow
