@@ -17,12 +17,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from async_rl.errors import ModelError
 from async_rl.learner.engine.attention import leave_uncompiled
 from async_rl.learner.engine.model import DeviceBatch, PolicyModel
+from async_rl.learner.engine.optimizer import total_norm
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +106,6 @@ def _computed(
         scored = policy(batch)
         scored.logprobs.sum().backward()
         logprobs.append(scored.logprobs.detach().cpu())
-    norm = get_total_norm([p.grad for p in policy.parameters() if p.grad is not None])
+    norm = total_norm(p.grad for p in policy.parameters() if p.grad is not None)
     policy.zero_grad()
-    return torch.cat(logprobs), float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return torch.cat(logprobs), norm

@@ -159,7 +159,9 @@ class FsdpEngine:
                 self._pipeline = Pipeline(self._mesh.pipeline, ranks, self._dtype)
                 self._divide(self._pipeline)
             self._shard(weights, reference_weights)
-            self._parameters = {n: p for n, p in self._model.causal_lm.named_parameters() if p.requires_grad}
+            copy = self._copied_weight
+            named = self._model.causal_lm.named_parameters()
+            self._parameters = {name: p for name, p in named if p.requires_grad and p is not copy}
             self._optimizer = build_optimizer(self._parameters, config.optimizer, hidden_matrices(self._model))
             self._num_updates = 0
             self._graphs = GraphCount() if config.learner.compile else None
@@ -638,14 +640,15 @@ class FsdpEngine:
 
         A skipped step does not change weights, optimizer and schedule.
         """
+        self._add_tied_gradients()
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if not denominator:
             self._optimizer.zero_grad()
             return StepOutcome("nothing is left to train on: every sequence was skipped or masked", 0.0, lr)
-        norm = self._gradient_norm()
+        total = total_norm(gradients)
         # FSDP averages gradients over ranks, but we need their sum.
         scale = (self._ranks.layout.num_summed if self._is_sharded else 1) / denominator
-        grad_norm = scale * norm
+        grad_norm = scale * (total if self._pipeline is None else self._pipeline.total_norm(total))
         if why_skip or not np.isfinite(grad_norm):
             self._optimizer.zero_grad()
             return StepOutcome(why_skip or f"the gradient norm is {grad_norm}", grad_norm, lr)
@@ -655,21 +658,28 @@ class FsdpEngine:
             torch._foreach_mul_(of_mesh, scale * clip)
         self._optimizer.step(lr)
         self._optimizer.zero_grad()
+        tied = None if self._pipeline is None else self._stages[self._model].tied_weight
+        if self._pipeline is not None and tied is not None and tied.requires_grad:
+            self._pipeline.copy_tied(tied)
         self._num_updates += 1
         return StepOutcome("", grad_norm, lr)
 
-    def _gradient_norm(self) -> float:
-        """Return the norm of the accumulated gradients over all ranks. In a pipeline, add those of tied weights first,
-        and count them once.
+    @property
+    def _copied_weight(self) -> Tensor | None:
+        """The copy of a tied embedding, in the last stage of a pipeline. The optimizer does not know it: the first
+        stage makes the step, with the gradients of both, and the copy gets the result.
         """
-        copied: Tensor | None = None
-        if self._pipeline is not None:
-            tied = self._stages[self._model].tied_weight
-            if tied is not None and tied.grad is not None:
-                self._pipeline.sum_tied(tied.grad)
-                copied = tied.grad if self._pipeline.is_last else None
-        total = total_norm(p.grad for p in self._parameters.values() if p.grad is not None and p.grad is not copied)
-        return total if self._pipeline is None else self._pipeline.total_norm(total)
+        is_last_stage = self._pipeline is not None and self._pipeline.is_last
+        return self._stages[self._model].tied_weight if is_last_stage else None
+
+    def _add_tied_gradients(self) -> None:
+        """Add the gradient of a tied embedding's copy to that of the embedding."""
+        tied = None if self._pipeline is None else self._stages[self._model].tied_weight
+        if self._pipeline is None or tied is None or tied.grad is None:
+            return
+        self._pipeline.add_tied(tied.grad)
+        if tied is self._copied_weight:
+            tied.grad = None
 
     def _tensor_specs(self) -> dict[str, Spec]:
         """Return shape and dtype of each tensor that ``gather`` yields. Buffers keep their dtype, because the model
@@ -712,10 +722,10 @@ class FsdpEngine:
             yield name, wire.full_tensor() if isinstance(wire, DTensor) else wire
 
     def _training_state(self) -> TrainingState:
-        tensors, of_optimizer = self._tensors(), self._optimizer.tensors()
+        tensors = self._tensors()
         if self._pipeline is not None:
-            tensors, of_optimizer = map(self._stages[self._model].owned, (tensors, of_optimizer))
-        return TrainingState.of(tensors, of_optimizer, num_updates=self._num_updates, ranks=self._ranks)
+            tensors = self._stages[self._model].owned(tensors)
+        return TrainingState.of(tensors, self._optimizer.tensors(), num_updates=self._num_updates, ranks=self._ranks)
 
     def _begin_save(self, directory: Path, then: Callable[[], None]) -> Future[None]:
         """Copy this rank's state, and write it in a thread that then calls ``then``."""

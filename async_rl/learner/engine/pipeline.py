@@ -114,17 +114,26 @@ class Pipeline:
         square = torch.tensor(norm**2 if is_first else 0.0, dtype=torch.float64)
         return math.sqrt(float(self._ranks.all_reduce_sum(square)))
 
-    def sum_tied(self, gradient: Tensor) -> None:
-        """Add the gradients of a tied embedding in the first stage and of its copy in the last, in place in both. The
-        sums are equal bit for bit, so the copy's state stays that of the embedding.
-        """
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        if not local.numel():
-            return
-        mine = local.to(self._ranks.device).contiguous()
-        other, peer = torch.empty_like(mine), self.num_stages - 1 - self.index
-        self._wait([self._operation(dist.isend, mine, peer), self._operation(dist.irecv, other, peer)])
-        local.copy_(mine + other)
+    def add_tied(self, gradient: Tensor) -> None:
+        """Add, in the first stage, to the gradient of a tied embedding that of its copy, which the last stage has."""
+        if (of_copy := self._passed(gradient, self.num_stages - 1, 0)) is not None:
+            _local(gradient).add_(of_copy.to(_local(gradient).device))
+
+    def copy_tied(self, weight: Tensor) -> None:
+        """Let, in the last stage, the copy of a tied embedding be that of the first stage, bit for bit."""
+        if (of_first := self._passed(weight, 0, self.num_stages - 1)) is not None:
+            _local(weight).copy_(of_first)
+
+    def _passed(self, tensor: Tensor, source: int, target: int) -> Tensor | None:
+        """Send this rank's part of a tensor from stage ``source`` to ``target``, and return it there, else None."""
+        local = _local(tensor).to(self._ranks.device).contiguous()
+        if self.index == source and local.numel():
+            self._wait([self._operation(dist.isend, local, target)])
+        if self.index != target or not local.numel():
+            return None
+        received = torch.empty_like(local)
+        self._wait([self._operation(dist.irecv, received, source)])
+        return received
 
     def collected(
         self, own: Iterator[tuple[str, Tensor]], specs: Mapping[str, Spec], owner: Callable[[str], int]
@@ -196,6 +205,11 @@ class Pipeline:
         for work, _ in self._sending:
             work.wait()
         self._sending = []
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _gradient(received: Tensor) -> Tensor:

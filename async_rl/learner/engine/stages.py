@@ -182,9 +182,8 @@ class Stage:
         return [name for name in names if self.owner(name) == self._index or name == self.copied]
 
     def owned(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the ``tensors`` of this stage, or of its optimizer, without the copy."""
-        ending = f".{self.copied}"
-        return {name: t for name, t in tensors.items() if self.copied is None or not f".{name}".endswith(ending)}
+        """Return the ``tensors`` of this stage without the copy."""
+        return {name: tensor for name, tensor in tensors.items() if name != self.copied}
 
     @contextmanager
     def entered(self, batch: DeviceBatch, received: Tensor | None) -> Iterator[None]:
