@@ -45,11 +45,11 @@ class CheckpointConfig(Section):
         default=0,
         ge=0,
         description="Steps between two checkpoints that stay on disk for ever, in addition to the newest: those of its "
-        "multiples. A multiple of checkpoint.every; 0 keeps only the newest. `async-rl sft` does not use it.",
+        "multiples. A multiple of checkpoint.every; 0 keeps only the newest.",
     )
     asynchronous: bool = Field(
         default=True,
-        description="Whether `async-rl launch` and `async-rl learner` write checkpoints while they train. A step then "
+        description="Whether checkpoints are written while training goes on. A step then "
         "waits only until each rank has copied its part of model and optimizer to host memory, which is kept for the "
         "next copy. If false, training waits until all is written, and nothing is copied.",
     )

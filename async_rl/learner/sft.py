@@ -26,6 +26,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,8 @@ from async_rl.data.chat import load_tokenizer
 from async_rl.data.files import Source, kind, parse_json
 from async_rl.data.template import apply_template, check_arguments
 from async_rl.errors import ConfigError, DataError, RunError, StoppedError
-from async_rl.learner.checkpoint import checkpoint_name, read_extra
-from async_rl.learner.checkpoint_writer import write_checkpoint
+from async_rl.learner.checkpoint import checkpoint_name, latest_checkpoint, read_extra
+from async_rl.learner.checkpoint_writer import CheckpointWriter
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.optimizer import Schedule
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROGRESS_S = 5.0
+TICK_S = 0.5
+"""Seconds between two signs of life for the other ranks while the first one waits for the files of a checkpoint."""
 _LEARNED_BY = ("model", "lora", "optimizer", "sft")
 
 
@@ -143,22 +146,14 @@ def _lead(config: Config, engine: FsdpEngine, lock: RunLock, done: int, stop_sig
         logger.info("going on from %s", newest)
     run_dir.mkdir(parents=True, exist_ok=True)
     _forget_metrics_after(run_dir / "metrics.jsonl", done)
-    with (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1) as metrics:
-        for step, stats in _train(config, engine, rows, done):
-            metrics.write(json.dumps(_metrics_row(step, stats)) + "\n")
-            every = config.experimental.sft_checkpoint_every
-            signum = stop_signal()
-            if signum or step == config.sft.steps or (every and step % every == 0):
-                extra = {"step": step, "settings": _settings(config)}
-                newest = write_checkpoint(
-                    engine, run_dir, step, extra,
-                    keep_last=config.checkpoint.keep_last, lineage="sft", confirm=lock.check,
-                )  # fmt: skip
-            if signum:
-                raise StoppedError(
-                    f"stopped by {signal.Signals(signum).name}: saved at step {step}; the same command resumes from "
-                    f"{checkpoint_name(step)}"
-                )
+    with closing(CheckpointWriter(engine, run_dir, config.checkpoint, lineage="sft", confirm=lock.check)) as writer:
+        try:
+            _make_steps(config, engine, writer, run_dir, rows, done, stop_signal)
+        except Exception:
+            with suppress(Exception):  # the error is the news; an older checkpoint stays
+                _commit(engine, writer, wait=True)
+            raise
+    newest = latest_checkpoint(run_dir)
     if newest is None:
         raise RunError(
             f"expected a checkpoint in {run_dir} at the end of training, got none; this is a bug in "
@@ -168,6 +163,40 @@ def _lead(config: Config, engine: FsdpEngine, lock: RunLock, done: int, stop_sig
     with logged(logger, f"exporting the model to {config.sft.out}"):
         export_checkpoint(newest, Path(config.sft.out))
     logger.info("wrote %s", config.sft.out)
+
+
+def _make_steps(
+    config: Config, engine: FsdpEngine, writer: CheckpointWriter, run_dir: Path, rows: Sequence[TrainSequence],
+    done: int, stop_signal: Callable[[], int],
+) -> None:  # fmt: skip
+    """Train, and write metrics and checkpoints. A checkpoint is written while the next steps are made.
+
+    Raises:
+        StoppedError: ``stop_signal`` returned a signal after a step, and that step is saved.
+    """
+    every = config.experimental.sft_checkpoint_every
+    with (run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1) as metrics:
+        for step, stats in _train(config, engine, rows, done):
+            metrics.write(json.dumps(_metrics_row(step, stats)) + "\n")
+            signum = stop_signal()
+            is_last = bool(signum) or step == config.sft.steps
+            is_due = is_last or bool(every and step % every == 0)
+            _commit(engine, writer, wait=is_due)
+            if is_due:
+                writer.begin(step, {"step": step, "settings": _settings(config)})
+                _commit(engine, writer, wait=is_last)
+            if signum:
+                raise StoppedError(
+                    f"stopped by {signal.Signals(signum).name}: saved at step {step}; the same command resumes from "
+                    f"{checkpoint_name(step)}"
+                )
+
+
+def _commit(engine: FsdpEngine, writer: CheckpointWriter, *, wait: bool) -> None:
+    """Commit the checkpoint that is being written, if its files are written. With ``wait``, wait for them."""
+    while wait and not writer.is_written(TICK_S):
+        engine.tick()
+    writer.poll()
 
 
 def _train(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import ConfigError, DataError, RunError
-from async_rl.learner import sft
+from async_rl.learner import checkpoint_writer, sft
 from async_rl.learner.checkpoint import checkpoint_name, latest_checkpoint
 from async_rl.learner.sft import batch_of, run_sft
 from tests.end_to_end.harness import wait_until
@@ -41,7 +42,8 @@ def sft_config(root: Path, **settings: Any) -> Config:
         "lr": 1e-2,
         **settings,
     }
-    return tiny_config(root, "model", sft=section, experimental={"sft_checkpoint_every": 5})
+    checkpoint = {"every": 5, "keep_last": 1, "keep_every": 5}
+    return tiny_config(root, "model", sft=section, checkpoint=checkpoint, experimental={"sft_checkpoint_every": 5})
 
 
 def metrics(root: Path) -> list[dict[str, Any]]:
@@ -85,6 +87,31 @@ def test_a_run_that_dies_and_resumes_ends_with_the_same_weights(tmp_path: Path, 
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
     expected = exported(tmp_path / "whole")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in exported(tmp_path / "broken").items())
+
+
+def test_steps_go_on_while_a_checkpoint_is_written_and_multiples_of_keep_every_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    begun = threading.Event()
+    waited: list[bool] = []
+    real_batch_of, real_write_manifest = sft.batch_of, checkpoint_writer.write_manifest
+
+    def begins_step_7(rows: Any, step: int, **settings: Any) -> Any:
+        if step == 6:
+            begun.set()
+        return real_batch_of(rows, step, **settings)
+
+    def written_after_step_7_has_begun(directory: Path) -> None:
+        waited.append(begun.wait(60))
+        real_write_manifest(directory)
+
+    monkeypatch.setattr(sft, "batch_of", begins_step_7)
+    monkeypatch.setattr(checkpoint_writer, "write_manifest", written_after_step_7_has_begun)
+    run_sft(sft_config(tmp_path))
+    assert waited == [True] * 3  # steps 5, 10 and 12
+    assert [path.name for path in sorted((tmp_path / "run" / "sft" / "checkpoints").glob("step-*"))] == [
+        checkpoint_name(5), checkpoint_name(10), checkpoint_name(12),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
