@@ -130,6 +130,17 @@ def test_connecting_to_a_peer_that_never_comes_ends_in_time():
     assert time.monotonic() - start < 5
 
 
+def test_connecting_to_a_learner_that_has_given_up_fails_at_once():
+    # torch's store would try again, with growing pauses, for up to three times the limit.
+    learner, member = (GlooLibrary(Endpoint("127.0.0.1", "127.0.0.1", "127.0.0.1")) for _ in range(2))
+    unique_id = learner.unique_id()
+    learner.abort()
+    start = time.monotonic()
+    with pytest.raises(WeightsError, match=r"rank 1 of 2 .*the learner does not listen at 127\.0\.0\.1 port \d+"):
+        Communicator.connect(member, unique_id, rank=1, size=2, stall_s=2.0)
+    assert time.monotonic() - start < 1.0
+
+
 def test_an_unknown_collective_is_refused():
     with pytest.raises(WeightsError, match=r"\['nccl', 'gloo'\], got 'mpi'"):
         make_library("mpi", LOOPBACK)

@@ -41,6 +41,8 @@ class GlooLibrary:
         timeout = timedelta(seconds=timeout_s)
         listener, self._listener = self._listener, None
         fd = None if listener is None else listener.detach()
+        if fd is None:
+            _check_listens(self._endpoint.learner_host, int(unique_id), timeout_s)
         store = TCPStore(
             self._endpoint.learner_host, int(unique_id), None, fd is not None, timeout, wait_for_workers=False,
             master_listen_fd=fd,
@@ -84,3 +86,15 @@ class GlooLibrary:
         process_group, self._process_group = self._process_group, None
         if process_group is not None:
             process_group.abort()
+
+
+def _check_listens(host: str, port: int, timeout_s: float) -> None:
+    """Check that rank 0 listens. torch's store would try again with growing pauses, up to three times ``timeout_s``.
+
+    Raises:
+        RuntimeError: it does not: it has given up, or can't be reached.
+    """
+    try:
+        socket.create_connection((host, port), timeout_s).close()
+    except OSError as error:
+        raise RuntimeError(f"the learner does not listen at {host} port {port}: {error}") from error
