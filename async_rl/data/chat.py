@@ -301,7 +301,8 @@ def check_precision(directory: Path, dtype: str = "auto") -> None:
         if head not in (None, "model") and (head, dtype) != ("float32", "float32"):
             raise ModelError(
                 f"model.path: {path} has head_dtype = {head!r}: expected an output head with the model's "
-                f'precision; remove head_dtype from the file, or, if it is float32, set model.dtype = "float32"'
+                f'precision; remove head_dtype from the file (model.head_dtype = "float32" is for the learner\'s head '
+                f'alone), or, if it is float32, set model.dtype = "float32"'
             )
 
 

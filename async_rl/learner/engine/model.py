@@ -49,7 +49,8 @@ class DeviceBatch:
 
     ``layout`` has the places of the sequences, for attention. ``num_sequences`` is S. ``sampling_mask`` is None if all
     tokens could be sampled. ``routes`` is int32, and None if the model's routers choose. ``part`` is the layout of a
-    part of the row, if the batch has only that part's tokens; None if it has the whole row.
+    part of the row, if the batch has only that part's tokens; None if it has the whole row. ``is_finite``: whether all
+    ``behavior_logprobs`` are finite, which the host would have to wait for the device to see.
     """
 
     token_ids: Tensor
@@ -69,7 +70,8 @@ class DeviceBatch:
     after_update: Tensor
     sequence_index: Tensor
     num_sequences: int
-    part: PartLayout | None
+    part: PartLayout | None = None
+    is_finite: bool = False
 
 
 def to_device(batch: MicroBatch, device: torch.device, packing: Packing = "packed") -> DeviceBatch:
@@ -89,7 +91,7 @@ def to_device(batch: MicroBatch, device: torch.device, packing: Packing = "packe
         sampling_mask=MaskTensors(batch.mask_sizes, moved("mask_words")) if len(batch.mask_sizes) else None,
         routes=routes if len(routes) else None,
         num_sequences=len(batch.sequence_ids),
-        part=None,
+        is_finite=bool(np.isfinite(batch.behavior_logprobs).all()),
         **{name: moved(name) for name in same_names},
     )
 

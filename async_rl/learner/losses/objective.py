@@ -251,6 +251,7 @@ def _inputs(
         reference_logprobs=optional(batch.reference_logprobs),
         proximal_logprobs=optional(batch.proximal_logprobs),
         verdicts=optional(batch.verdicts),
+        is_finite=batch.is_finite,
     )
 
 

@@ -131,7 +131,8 @@ class OwnLoss:
         """
         finite_N = inputs.behavior_logprobs.isfinite()
         skipped_S = sum_by(inputs.sequence_index, (~finite_N).long(), inputs.num_sequences) > 0
-        usable_N = ~skipped_S[inputs.sequence_index]
+        # A look at the tensor would make the host wait for the device.
+        usable_N = None if inputs.is_finite else ~skipped_S[inputs.sequence_index]
         given = loss_inputs(inputs, usable_N, loss, max_length)
         if len(given.logprobs):
             out = called(self.name, self.function, given, masks=self.masks, metrics=self.metrics)
@@ -165,12 +166,11 @@ class OwnLoss:
         return result, counts
 
 
-def loss_inputs(inputs: PolicyInputs, usable_N: Tensor, loss: LossConfig, max_length: int) -> LossInputs:
-    """Return the user's view of a micro-batch: the tokens where ``usable_N`` (bool) is True."""
-    is_whole = bool(usable_N.all())
+def loss_inputs(inputs: PolicyInputs, usable_N: Tensor | None, loss: LossConfig, max_length: int) -> LossInputs:
+    """Return the user's view of a micro-batch: the tokens where ``usable_N`` (bool) is True. None: all."""
 
     def chosen(values_N: Tensor) -> Tensor:
-        return values_N if is_whole else values_N[usable_N]
+        return values_N if usable_N is None else values_N[usable_N]
 
     proximal_N = None
     if loss.needs_proximal:
@@ -278,8 +278,10 @@ def _and(flags: Tensor | None, kept: Tensor) -> Tensor:
     return torch.zeros_like(kept) if flags is None else flags & kept
 
 
-def _spread(values: Tensor, usable_N: Tensor) -> Tensor:
-    """Return bool [N] that has ``values`` where ``usable_N`` is True, and False elsewhere."""
+def _spread(values: Tensor, usable_N: Tensor | None) -> Tensor:
+    """Return bool [N] that has ``values`` where ``usable_N`` is True (None: everywhere), and False elsewhere."""
+    if usable_N is None:
+        return values
     spread = torch.zeros_like(usable_N)
     spread[usable_N] = values
     return spread

@@ -54,6 +54,7 @@ class PolicyInputs:
         proximal_logprobs: float [N], nats. [0] if the loss needs none, or if the proximal policy is the trained one: at
             the first update on a batch, where both have the same weights.
         verdicts: uint8 [N], a ``rules.Verdict`` on each token. [0] if nothing judges tokens by the whole step.
+        is_finite: whether the host knows that all ``behavior_logprobs`` are finite.
     """
 
     logprobs: Tensor
@@ -66,6 +67,7 @@ class PolicyInputs:
     reference_logprobs: Tensor
     proximal_logprobs: Tensor
     verdicts: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.uint8))
+    is_finite: bool = False
 
     @property
     def has_proximal(self) -> bool:

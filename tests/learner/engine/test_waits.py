@@ -13,11 +13,11 @@ from async_rl.config.learner import ModelConfig
 from async_rl.config.loss import LossConfig
 from async_rl.learner.engine.logprobs import CHUNK_BYTES
 from async_rl.learner.engine.model import PolicyModel, load_model, to_device
-from async_rl.learner.losses.objective import PolicyObjective
+from async_rl.learner.losses.objective import PolicyObjective, policy_objective
 from async_rl.learner.packing import TrainSequence, pack
 from async_rl.sampling_mask import pack_ids
 from tests.learner.engine.waits import Waits
-from tests.learner.tiny import random_sequences, tiny_model
+from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 
 def with_masks(sequence: TrainSequence, vocab_size: int) -> TrainSequence:
@@ -35,6 +35,18 @@ def test_the_search_finds_waits():
         assert len(numbers[numbers > 1]) == 1
         numbers.repeat_interleave(numbers)
     assert len(waits.seen) == 3
+
+
+def test_a_micro_batch_with_a_loss_of_the_users_own_has_no_wait(tmp_path: Path):
+    tiny_model(tmp_path)
+    policy = PolicyModel(load_model(ModelConfig(path=str(tmp_path))))
+    ((micro_batch,),) = pack(random_sequences(3, 12), max_tokens=1000, num_ranks=1)
+    function = f"{Path(__file__).resolve().parents[3] / 'examples' / 'own_loss.py'}:dapo"
+    objective = policy_objective(tiny_config(tmp_path, "", loss={"function": function}), device=torch.device("cpu"))
+    with Waits() as waits:
+        batch = to_device(micro_batch, torch.device("cpu"))
+        objective(batch, policy(batch), version=0).loss_sum.backward()
+    assert waits.seen == []
 
 
 @pytest.mark.parametrize("chunk_rows", [4, 1000])
