@@ -8,7 +8,7 @@ from benchmarks.gpu_smoke.case import Case
 _CASES = (
     Case("attention", attention.check),
     Case("head-gradient", engine.check_head),
-    Case("engine-options", engine.check_options),
+    Case("engine-options", engine.check_options, deadline_s=240),
     Case("deterministic", engine.check_deterministic),
     Case("no-sync", engine.check_no_sync, num_devices=1),
     Case("throughput", engine.check_throughput, deadline_s=240),

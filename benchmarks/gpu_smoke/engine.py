@@ -48,6 +48,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reference offloaded": {"learner": {"offload": "reference"}, "loss": {"kl_coef": 0.1, "kl_placement": "loss"}},
     "everything offloaded": {"learner": {"offload": "all"}, "loss": {"kl_coef": 0.1, "kl_placement": "loss"}},
     "LoRA offloaded": {"learner": {"offload": "all"}, "lora": {"rank": 8}},
+    "compiled": {"learner": {"compile": True}},
 }
 DETERMINISTIC = {"sampling": {"deterministic": True}, "generator": {"backend": "transformers"}}
 GRADIENT_TOLERANCE, LOGPROB_TOLERANCE = 0.02, 0.02
