@@ -22,6 +22,10 @@ STAGED: dict[str, dict[str, Any]] = {
         "learner": {"max_tokens": 60, "packing": "padded", "reshard": "after_backward"},
     },
     "skipped": {"loss": {"min_ess": 0.999}},
+    "adapters, published as such": {
+        "lora": {"rank": 4, "publish": "adapters"}, "generator": {"backend": "transformers"},
+    },
+    "8-bit optimizer": {"optimizer": {"name": "adamw_8bit"}},
 }  # fmt: skip
 """Sections of variants that are compared with one process."""
 
@@ -44,7 +48,8 @@ def run_staged(directory: Path) -> None:
 def write_tied(directory: Path, ranks: Ranks) -> None:
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
 
-    config = staged_config(directory, {"optimizer": {"lr": 1e-2}, "model": {"dtype": "bfloat16"}})
+    # This optimizer rounds at random, otherwise on each rank.
+    config = staged_config(directory, {"optimizer": {"lr": 1e-2, "name": "adamw_bf16"}, "model": {"dtype": "bfloat16"}})
     ranks.layout = Layout.of(config.parallel, ranks.world_size)
     engine = FsdpEngine(config, ranks)
     before: Any = engine._stages[engine._model].tied_weight

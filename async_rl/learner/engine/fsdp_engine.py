@@ -27,14 +27,14 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.config.config import Config
 from async_rl.data.chat import model_files
-from async_rl.errors import ModelError, TrainingError
+from async_rl.errors import ConfigError, ModelError, TrainingError
 from async_rl.learner.checkpoint import write_extra, write_model_files
 from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateCost, UpdateStats
 from async_rl.learner.engine.compilation import GraphCount, check_compiled, compile_layers
 from async_rl.learner.engine.flops import StepFlops, device_peak
 from async_rl.learner.engine.loading import Weights, load_policy, load_reference, read_tested
 from async_rl.learner.engine.logprobs import IndexedSlopeFunction, TokenLogprobs
-from async_rl.learner.engine.lora import Adapters
+from async_rl.learner.engine.lora import Adapters, published_name
 from async_rl.learner.engine.mesh import Mesh
 from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
 from async_rl.learner.engine.muon import hidden_matrices
@@ -189,7 +189,19 @@ class FsdpEngine:
                 check_replay(tested)
 
     def _divide(self, pipeline: Pipeline) -> None:
-        """Cut the models down to this rank's stage of the ``pipeline``."""
+        """Cut the models down to this rank's stage of the ``pipeline``.
+
+        Raises:
+            ConfigError: ``learner.compile`` is set.
+        """
+        if self._config.learner.compile:
+            raise ConfigError(
+                f"learner.compile: expected false with parallel.pipeline = {pipeline.num_stages}, got true; leave "
+                f"either out"
+            )
+        if self._adapters is not None and self._config.lora.publishes_adapters:
+            parameters = dict(self._model.causal_lm.named_parameters())
+            self._specs = {name: Spec(tuple(parameters[name].shape), self._dtype) for name in self._adapters.names}
         for model in self._models:
             self._stages[model] = Stage(model, self._dtype, index=pipeline.index, num_stages=pipeline.num_stages)
         self._names = self._stages[self._model].present(self._names)
@@ -706,7 +718,8 @@ class FsdpEngine:
             return
         stage = self._stages[self._model]
         own = [name for name in self._names if stage.owner(name) == self._pipeline.index]
-        yield from self._pipeline.collected(self._gathered(own), self._specs, stage.owner)
+        for name, tensor in self._pipeline.collected(self._gathered(own), self._specs, stage.owner):
+            yield published_name(name) if self._config.lora.publishes_adapters else name, tensor
 
     def _gathered(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors ``names`` of this rank's stage, unsharded."""

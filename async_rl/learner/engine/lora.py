@@ -150,7 +150,7 @@ class Adapters:
         """
         state = self._model.state_dict()
         for name in self.names:
-            yield _peft_name(name), _whole(state[name], device).to(dtype)
+            yield published_name(name), _whole(state[name], device).to(dtype)
 
     def save_config(self, directory: Path) -> None:
         """On rank 0, write the adapters' description, and the base weights' path and digest, into a checkpoint."""
@@ -198,10 +198,11 @@ def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, T
 
 def peft_names(adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a checkpoint's adapters under the names that peft uses in its files."""
-    return {_peft_name(name): tensor.contiguous() for name, tensor in adapters.items()}
+    return {published_name(name): tensor.contiguous() for name, tensor in adapters.items()}
 
 
-def _peft_name(name: str) -> str:
+def published_name(name: str) -> str:
+    """Return the name under which peft has the adapter matrix ``name`` of the model."""
     module, _, kind = name.partition(".lora_")
     return peft_name(module, kind[0])
 
