@@ -486,7 +486,7 @@ class FsdpEngine:
                 batch = replace(batch, routes=None)
             with self._entered(model, batch, received):
                 if not self._has_loss:
-                    return model(batch)
+                    return model(self._own_part(micro_batches[index], batch))
                 scored.append(tuple(values.cpu() for values in self._compute(model, micro_batches[index], batch)))
             return scored[-1][0]
 
@@ -517,6 +517,12 @@ class FsdpEngine:
             return model(batch, entropy_grad=entropy_grad, predict=predict)
         part = Part.of(micro_batch, batch, self._sequence_mesh.get_group())
         return part.gather(model(part.batch, entropy_grad=entropy_grad, predict=part.predicts(predict)))
+
+    def _own_part(self, micro_batch: MicroBatch, batch: DeviceBatch) -> DeviceBatch:
+        """Return the part of ``batch`` that this rank computes, if ranks share sequences."""
+        if self._sequence_mesh is None:
+            return batch
+        return Part.of(micro_batch, batch, self._sequence_mesh.get_group()).batch
 
     def _cost(self, parts: Sequence[Sequence[MicroBatch]], peak_bytes: int) -> UpdateCost:
         peak = device_peak(self._ranks.device, self._dtype)
@@ -581,8 +587,8 @@ class FsdpEngine:
             batch = batches.pop(index)
             self._begin_backward(index, len(micro_batches))
             with self._clock.phase("backward"):
-                if self._pipeline is not None:
-                    self._model.route_again(batch)
+                if self._pipeline is not None and self._model.replay is not None:
+                    self._model.route_again(self._own_part(micro_batches[index], batch))
                 output.backward(gradient)
             self._fault_point("learner.backward")
 
@@ -616,7 +622,7 @@ class FsdpEngine:
     def _forward(self, micro_batch: MicroBatch, batch: DeviceBatch, version: int) -> MicroBatchResult | Tensor:
         """Return the loss of ``batch``, or in a stage of a pipeline without loss its hidden states, [T, d]."""
         if not self._has_loss:
-            return self._model(batch)
+            return self._model(self._own_part(micro_batch, batch))
         scored = self._compute(
             self._model,
             micro_batch,
@@ -636,8 +642,9 @@ class FsdpEngine:
         return nullcontext() if received is None else self._stages[model].entered(batch, received)
 
     def _shapes(self, model: PolicyModel, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, int]]:
-        """Return the shapes of the hidden states between the stages of ``model``."""
-        return [(len(micro_batch.token_ids), self._stages[model].width) for micro_batch in micro_batches]
+        """Return the shapes of the hidden states between the stages of ``model``, of this rank's part of each row."""
+        num_parts, width = self._ranks.layout.sequence, self._stages[model].width
+        return [(-(-len(micro_batch.token_ids) // num_parts), width) for micro_batch in micro_batches]
 
     def _fault_point(self, name: str) -> None:
         fault_point(name if self._ranks.is_leader else f"{name}-rank-{self._ranks.rank}")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_rl.config.parallel import Layout
-from async_rl.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +32,7 @@ class Mesh:
 
     @classmethod
     def build(cls, layout: Layout, device_type: str) -> Mesh:
-        """Connect the ranks of each group.
-
-        Raises:
-            ConfigError: the engine can't divide work so.
-        """
-        if layout.pipeline > 1 and layout.sequence > 1:
-            raise ConfigError(
-                f"parallel.pipeline: expected 1 with parallel.sequence = {layout.sequence}, got {layout.pipeline}; "
-                f"together they are not built yet, so leave one out"
-            )
+        """Connect the ranks of each group."""
         sizes = (layout.pipeline, layout.replicas, layout.shards * layout.sequence, layout.tensor)
         whole = init_device_mesh(device_type, sizes, mesh_dim_names=("pipeline", "replicas", "shards", "tensor"))
         fsdp = whole["replicas", "shards"] if layout.replicas > 1 else whole["shards"]
