@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -33,23 +33,22 @@ from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateCost, UpdateSt
 from async_rl.learner.engine.compilation import GraphCount, check_compiled, compile_layers
 from async_rl.learner.engine.flops import StepFlops, device_peak
 from async_rl.learner.engine.loading import Weights, load_policy, load_reference, read_tested
-from async_rl.learner.engine.logprobs import IndexedSlopeFunction, TokenLogprobs
 from async_rl.learner.engine.lora import Adapters, published_name
 from async_rl.learner.engine.mesh import Mesh
-from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
+from async_rl.learner.engine.model import PolicyModel, to_device
 from async_rl.learner.engine.muon import hidden_matrices
-from async_rl.learner.engine.optimizer import Schedule, build_optimizer, by_mesh, check_optimizer, total_norm
+from async_rl.learner.engine.optimizer import Schedule, build_optimizer, by_mesh, check_optimizer
 from async_rl.learner.engine.packing_choice import set_packing
+from async_rl.learner.engine.passes import Passes
 from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
-from async_rl.learner.engine.pipeline import Pipeline, Spec
+from async_rl.learner.engine.pipeline import Spec
 from async_rl.learner.engine.ranks import Ranks, check_same_code, compute_dtype
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, check_replay, short_sequences
-from async_rl.learner.engine.sequence_parallel import Part, check_packing
-from async_rl.learner.engine.sharding import begin_backward, check_offload, end_forward, shard
-from async_rl.learner.engine.stages import Stage, check_stages
+from async_rl.learner.engine.sequence_parallel import check_packing
+from async_rl.learner.engine.sharding import check_offload, end_forward, shard
+from async_rl.learner.engine.stages import check_stages
 from async_rl.learner.losses.objective import (
-    MicroBatchResult,
     Objective,
     StepOutcome,
     policy_objective,
@@ -67,7 +66,6 @@ from async_rl.learner.packing import (
 )
 from async_rl.learner.stored_tensors import HostCopy, TrainingState, load_training_state, write_training_state
 from async_rl.net.wire import SAME_VERSION, Message, decode, encode
-from async_rl.process.fault_points import fault_point
 from async_rl.sampling_mask import largest_id
 from async_rl.weights.adapters import BaseWeights
 
@@ -128,7 +126,6 @@ class FsdpEngine:
             torch.manual_seed(config.run.seed + ranks.rank)
             self._is_sharded = ranks.has_group
             self._mesh = Mesh.build(ranks.layout, ranks.device.type) if ranks.has_group else None
-            self._sequence_mesh = None if self._mesh is None else self._mesh.sequence
             self._model, weights = load_policy(config.model, "padded", is_sharded=self._is_sharded)
             self._test_model(weights, is_supervised=objective is not None)
             self._names = self._model.tensor_names()
@@ -154,18 +151,15 @@ class FsdpEngine:
                     f"got {self._reference.vocab_size}; choose one with the same tokenizer"
                 )
             self._flops = StepFlops.of_model(self._model.causal_lm)
-            self._pipeline, self._stages = None, dict[PolicyModel, Stage]()
-            if self._mesh is not None and self._mesh.pipeline is not None:
-                self._pipeline = Pipeline(self._mesh.pipeline, ranks, self._dtype)
-                self._divide(self._pipeline)
+            self._clock = PhaseClock(ranks.device)
+            self._passes = self._divided()
             self._shard(weights, reference_weights)
-            copy = self._copied_weight
+            copy = self._passes.copied_weight
             named = self._model.causal_lm.named_parameters()
             self._parameters = {name: p for name, p in named if p.requires_grad and p is not copy}
             self._optimizer = build_optimizer(self._parameters, config.optimizer, hidden_matrices(self._model))
             self._num_updates = 0
             self._graphs = GraphCount() if config.learner.compile else None
-            self._clock = PhaseClock(ranks.device)
             self._files = model_files(config.model.path) if ranks.is_leader else {}
             self._gathering = False
             self._is_closed = False
@@ -188,25 +182,29 @@ class FsdpEngine:
                 tested.replay = tested.replay or RoutingReplay(tested.causal_lm)
                 check_replay(tested)
 
-    def _divide(self, pipeline: Pipeline) -> None:
-        """Cut the models down to this rank's stage of the ``pipeline``.
+    def _divided(self) -> Passes:
+        """Cut the models down to this rank's stage of a pipeline, if there is one. Return the passes through them.
 
         Raises:
-            ConfigError: ``learner.compile`` is set.
+            ConfigError: there is a pipeline, and ``learner.compile`` is set, or there are fewer layers than stages.
+            ModelError: a model can't be divided.
         """
-        if self._config.learner.compile:
+        config, num_stages = self._config, self._ranks.layout.pipeline
+        if config.learner.compile and num_stages > 1:
             raise ConfigError(
-                f"learner.compile: expected false with parallel.pipeline = {pipeline.num_stages}, got true; leave "
-                f"either out"
+                f"learner.compile: expected false with parallel.pipeline = {num_stages}, got true; leave either out"
             )
-        if self._adapters is not None and self._config.lora.publishes_adapters:
+        if self._adapters is not None and config.lora.publishes_adapters:
             parameters = dict(self._model.causal_lm.named_parameters())
             self._specs = {name: Spec(tuple(parameters[name].shape), self._dtype) for name in self._adapters.names}
-        for model in self._models:
-            self._stages[model] = Stage(model, self._dtype, index=pipeline.index, num_stages=pipeline.num_stages)
-        self._names = self._stages[self._model].present(self._names)
-        if self._adapters is not None:
-            self._adapters.names = self._stages[self._model].present(self._adapters.names)
+        passes = Passes(
+            self._models, self._ranks, self._mesh, self._clock, dtype=self._dtype, reshard=config.learner.reshard
+        )
+        if passes.stage is not None:
+            self._names = passes.stage.present(self._names)
+            if self._adapters is not None:
+                self._adapters.names = passes.stage.present(self._adapters.names)
+        return passes
 
     def _shard(self, *weights: Weights | None) -> None:
         """Shard the models, and fill those that have no weights yet with theirs."""
@@ -478,51 +476,19 @@ class FsdpEngine:
             model = self._reference
         elif of == "reference":
             context = cast(Adapters, self._adapters).off()
-        scored: list[tuple[Tensor, ...]] = []
-
-        def forward(index: int, received: Tensor | None = None) -> Tensor:
-            batch = to_device(micro_batches[index], self._ranks.device, model.packing)
-            if of == "reference":  # it routes as it would sample
-                batch = replace(batch, routes=None)
-            with self._entered(model, batch, received):
-                if not self._has_loss:
-                    return model(self._own_part(micro_batches[index], batch))
-                scored.append(tuple(values.cpu() for values in self._compute(model, micro_batches[index], batch)))
-            return scored[-1][0]
-
         with context:
-            if self._pipeline is not None:
-                self._pipeline.score(self._shapes(model, micro_batches), forward)
-            else:
-                for index in range(len(micro_batches)):
-                    forward(index)
+            # The reference routes as it would sample.
+            scored = self._passes.score(model, micro_batches, replays=of != "reference")
         if self._is_sharded:
             end_forward(model)
         arrays = [torch.cat(values).numpy() for values in zip(*scored, strict=True)]
         return [decode(frame).arrays for frame in self._ranks.gather_reports(encode("scores", {}, arrays))]
 
-    def _compute(
-        self,
-        model: PolicyModel,
-        micro_batch: MicroBatch,
-        batch: DeviceBatch,
-        *,
-        entropy_grad: bool = False,
-        predict: IndexedSlopeFunction | None = None,
-    ) -> TokenLogprobs:
-        """Return ``model``'s values of ``micro_batch``, which is ``batch`` on the device. Ranks that share a sequence
-        compute it together.
-        """
-        if self._sequence_mesh is None:
-            return model(batch, entropy_grad=entropy_grad, predict=predict)
-        part = Part.of(micro_batch, batch, self._sequence_mesh.get_group())
-        return part.gather(model(part.batch, entropy_grad=entropy_grad, predict=part.predicts(predict)))
-
-    def _own_part(self, micro_batch: MicroBatch, batch: DeviceBatch) -> DeviceBatch:
-        """Return the part of ``batch`` that this rank computes, if ranks share sequences."""
-        if self._sequence_mesh is None:
-            return batch
-        return Part.of(micro_batch, batch, self._sequence_mesh.get_group()).batch
+    def _check_compiled(self, micro_batches: Sequence[MicroBatch]) -> None:
+        batches = [to_device(mb, self._ranks.device, self._model.packing) for mb in micro_batches]
+        check_compiled(
+            self._model, batches, lambda index: self._passes.begin_backward(index, len(batches)), dtype=self._dtype
+        )
 
     def _cost(self, parts: Sequence[Sequence[MicroBatch]], peak_bytes: int) -> UpdateCost:
         peak = device_peak(self._ranks.device, self._dtype)
@@ -537,7 +503,7 @@ class FsdpEngine:
         """Return the step's statistics and the highest peak memory of a rank in bytes. Both are of use on rank 0."""
         if self._model.replay is not None:
             self._model.replay.reset_counts()
-        sums, ratio_max, skipped = self._accumulate(micro_batches, version)
+        sums, ratio_max, skipped = self._passes.accumulate(micro_batches, self._objective, version)
         if not self._ranks.layout.is_reporter(self._ranks.rank):
             sums, skipped = torch.zeros_like(sums), skipped[:0]  # another rank reports the same
         with self._clock.phase("optimizer"):
@@ -561,94 +527,6 @@ class FsdpEngine:
         num_different, num_counted = self._ranks.all_reduce_sum(counts).tolist()
         return num_different, num_counted
 
-    def _accumulate(self, micro_batches: Sequence[MicroBatch], version: int) -> tuple[Tensor, Tensor, np.ndarray]:
-        """Accumulate the gradients of the loss *sum* of this rank's micro-batches.
-
-        Return the sums of statistics, the largest ratio and the ids of skipped sequences, all of this rank. Only the
-        last stage of a pipeline knows them.
-        """
-        results: list[MicroBatchResult] = []
-        batches: dict[int, DeviceBatch] = {}
-
-        def forward(index: int, received: Tensor | None = None) -> Tensor:
-            _check_versions(micro_batches[index], version)
-            with self._clock.phase("forward"):
-                batch = to_device(micro_batches[index], self._ranks.device, self._model.packing)
-                batches[index] = batch
-                with self._entered(self._model, batch, received):
-                    output = self._forward(micro_batches[index], batch, version)
-            self._fault_point("learner.forward")
-            if isinstance(output, Tensor):
-                return output
-            results.append(output._replace(loss_sum=output.loss_sum.detach()))
-            return output.loss_sum
-
-        def backward(index: int, output: Tensor, gradient: Tensor | None = None) -> None:
-            batch = batches.pop(index)
-            self._begin_backward(index, len(micro_batches))
-            with self._clock.phase("backward"):
-                if self._pipeline is not None and self._model.replay is not None:
-                    self._model.route_again(self._own_part(micro_batches[index], batch))
-                output.backward(gradient)
-            self._fault_point("learner.backward")
-
-        if self._pipeline is not None:
-            self._pipeline.train(self._shapes(self._model, micro_batches), forward, backward, self._clock)
-        else:
-            for index in range(len(micro_batches)):
-                backward(index, forward(index))
-        if not results:
-            device = self._ranks.device
-            nothing = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=device)
-            return nothing, nothing.new_zeros(()), np.zeros(0, np.int64)
-        flags = torch.cat([r.skipped for r in results]).cpu().numpy()
-        ids = np.concatenate([mb.sequence_ids for mb in micro_batches])
-        sums = torch.stack([r.sums for r in results]).sum(0)
-        return sums, torch.stack([r.ratio_max for r in results]).max(), ids[flags]
-
-    def _begin_backward(self, index: int, num_micro_batches: int) -> None:
-        if self._is_sharded:
-            begin_backward(
-                self._model,
-                reshard=self._config.learner.reshard,
-                is_last=index == num_micro_batches - 1,
-                in_pipeline=self._pipeline is not None,
-            )
-
-    def _check_compiled(self, micro_batches: Sequence[MicroBatch]) -> None:
-        batches = [to_device(mb, self._ranks.device, self._model.packing) for mb in micro_batches]
-        check_compiled(self._model, batches, lambda index: self._begin_backward(index, len(batches)), dtype=self._dtype)
-
-    def _forward(self, micro_batch: MicroBatch, batch: DeviceBatch, version: int) -> MicroBatchResult | Tensor:
-        """Return the loss of ``batch``, or in a stage of a pipeline without loss its hidden states, [T, d]."""
-        if not self._has_loss:
-            return self._model(self._own_part(micro_batch, batch))
-        scored = self._compute(
-            self._model,
-            micro_batch,
-            batch,
-            entropy_grad=self._objective.needs_entropy_grad,
-            predict=self._objective.predict_slopes(batch, version=version),
-        )
-        return self._objective(batch, scored, version=version)
-
-    @property
-    def _has_loss(self) -> bool:
-        """Whether this rank computes log-probabilities: all do, or the last stage of a pipeline."""
-        return self._pipeline is None or self._pipeline.is_last
-
-    def _entered(self, model: PolicyModel, batch: DeviceBatch, received: Tensor | None) -> AbstractContextManager[None]:
-        """Let a stage of ``model`` continue at the hidden states that it ``received``."""
-        return nullcontext() if received is None else self._stages[model].entered(batch, received)
-
-    def _shapes(self, model: PolicyModel, micro_batches: Sequence[MicroBatch]) -> list[tuple[int, int]]:
-        """Return the shapes of the hidden states between the stages of ``model``, of this rank's part of each row."""
-        num_parts, width = self._ranks.layout.sequence, self._stages[model].width
-        return [(-(-len(micro_batch.token_ids) // num_parts), width) for micro_batch in micro_batches]
-
-    def _fault_point(self, name: str) -> None:
-        fault_point(name if self._ranks.is_leader else f"{name}-rank-{self._ranks.rank}")
-
     def _ess_scale(self, sums: Tensor) -> float:
         """Return the factor of the learning rate by ``optimizer.ess_reference`` (VCPO, arXiv:2602.17616)."""
         reference = self._config.optimizer.ess_reference
@@ -659,15 +537,14 @@ class FsdpEngine:
 
         A skipped step does not change weights, optimizer and schedule.
         """
-        self._add_tied_gradients()
+        self._passes.add_tied_gradients()
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if not denominator:
             self._optimizer.zero_grad()
             return StepOutcome("nothing is left to train on: every sequence was skipped or masked", 0.0, lr)
-        total = total_norm(gradients)
         # FSDP averages gradients over ranks, but we need their sum.
         scale = (self._ranks.layout.num_summed if self._is_sharded else 1) / denominator
-        grad_norm = scale * (total if self._pipeline is None else self._pipeline.total_norm(total))
+        grad_norm = scale * self._passes.total_norm(gradients)
         if why_skip or not np.isfinite(grad_norm):
             self._optimizer.zero_grad()
             return StepOutcome(why_skip or f"the gradient norm is {grad_norm}", grad_norm, lr)
@@ -677,28 +554,9 @@ class FsdpEngine:
             torch._foreach_mul_(of_mesh, scale * clip)
         self._optimizer.step(lr)
         self._optimizer.zero_grad()
-        tied = None if self._pipeline is None else self._stages[self._model].tied_weight
-        if self._pipeline is not None and tied is not None and tied.requires_grad:
-            self._pipeline.copy_tied(tied)
+        self._passes.copy_tied_weight()
         self._num_updates += 1
         return StepOutcome("", grad_norm, lr)
-
-    @property
-    def _copied_weight(self) -> Tensor | None:
-        """The copy of a tied embedding, in the last stage of a pipeline. The optimizer does not know it: the first
-        stage makes the step, with the gradients of both, and the copy gets the result.
-        """
-        is_last_stage = self._pipeline is not None and self._pipeline.is_last
-        return self._stages[self._model].tied_weight if is_last_stage else None
-
-    def _add_tied_gradients(self) -> None:
-        """Add the gradient of a tied embedding's copy to that of the embedding."""
-        tied = None if self._pipeline is None else self._stages[self._model].tied_weight
-        if self._pipeline is None or tied is None or tied.grad is None:
-            return
-        self._pipeline.add_tied(tied.grad)
-        if tied is self._copied_weight:
-            tied.grad = None
 
     def _tensor_specs(self) -> dict[str, Spec]:
         """Return shape and dtype of each tensor that ``gather`` yields. Buffers keep their dtype, because the model
@@ -720,12 +578,12 @@ class FsdpEngine:
         return {name: state[name].detach() for name in names}
 
     def _gather(self) -> Iterator[tuple[str, Tensor]]:
-        if self._pipeline is None:
+        stage, pipeline = self._passes.stage, self._passes.pipeline
+        if stage is None or pipeline is None:
             yield from self._gathered(self._names)
             return
-        stage = self._stages[self._model]
-        own = [name for name in self._names if stage.owner(name) == self._pipeline.index]
-        for name, tensor in self._pipeline.collected(self._gathered(own), self._specs, stage.owner):
+        own = [name for name in self._names if stage.owner(name) == pipeline.index]
+        for name, tensor in pipeline.collected(self._gathered(own), self._specs, stage.owner):
             yield published_name(name) if self._config.lora.publishes_adapters else name, tensor
 
     def _gathered(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
@@ -743,8 +601,8 @@ class FsdpEngine:
 
     def _training_state(self) -> TrainingState:
         tensors = self._tensors()
-        if self._pipeline is not None:
-            tensors = self._stages[self._model].owned(tensors)
+        if self._passes.stage is not None:
+            tensors = self._passes.stage.owned(tensors)
         return TrainingState.of(tensors, self._optimizer.tensors(), num_updates=self._num_updates, ranks=self._ranks)
 
     def _begin_save(self, directory: Path, then: Callable[[], None]) -> Future[None]:
@@ -776,12 +634,6 @@ class FsdpEngine:
 
 def _optimizer_device(config: Config, ranks: Ranks) -> torch.device:
     return torch.device("cpu") if config.learner.offload == "all" else ranks.device
-
-
-def _check_versions(micro_batch: MicroBatch, version: int) -> None:
-    """Raise ValueError if a token is newer than ``version``. A check on the device would make the host wait for it."""
-    if (newest := int(micro_batch.versions.max(initial=version))) > version:
-        raise ValueError(f"expected tokens of versions up to the learner's {version}, got {newest}; {_BUG}")
 
 
 def _micro_batches(message: Message) -> list[MicroBatch]:
