@@ -61,6 +61,7 @@ class Config(Section):
         self._check_backend()
         self._check_device_keys()
         self._check_compile()
+        self._check_packing()
         self._check_code_keys()
         self._check_environment()
         self._check_eval_keys()
@@ -194,6 +195,19 @@ class Config(Section):
             raise ValueError(
                 "model.routing_replay: expected false with learner.compile, got true; layers are not compiled with "
                 "recorded routes, so leave one of the two out"
+            )
+        for name in ("tensor", "experts", "pipeline"):
+            if (size := getattr(self.parallel, name)) > 1:
+                raise ValueError(
+                    f"parallel.{name}: expected 1 with learner.compile, got {size}; compiled layers have been tested "
+                    f"only whole, so leave one of the two out"
+                )
+
+    def _check_packing(self) -> None:
+        if self.learner.packing == "padded" and self.parallel.sequence > 1:
+            raise ValueError(
+                f'parallel.sequence: expected 1 with learner.packing = "padded", got {self.parallel.sequence}; only '
+                f"packed rows can be divided, so leave one of the two out"
             )
 
     def _check_code_keys(self) -> None:

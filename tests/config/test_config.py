@@ -207,6 +207,7 @@ GAME: dict[str, Any] = {"name": "mine.py"}
         ({"sampling": {"group_size": 1}}, "sampling.group_size"),
         ({"sampling": {"temperature_steps": 5}}, "sampling.temperature_steps"),
         ({"learner": {"nproc": 2, "devices": [0]}}, "learner.devices"),
+        ({"learner": {"packing": "padded"}, "parallel": {"sequence": 2}}, "parallel.sequence"),
         ({"generator": {"count": 2, "devices": [0]}}, "generator.devices"),
         ({"environment": GAME | {"timeout_s": 20.0}, "queue": {"lease_timeout_s": 20.0}}, "environment.timeout_s"),
         ({"environment": GAME | {"rows": 3}, "data": {"train": "rows.jsonl"}}, "environment.rows"),
@@ -233,6 +234,7 @@ def test_a_config_is_frozen():
 
 
 def test_derived_values_follow_their_keys():
+    assert a_config(learner={"max_tokens": 1000}, parallel={"sequence": 3}).longest_sequence == 3000
     assert a_config(sampling={"max_new_tokens": 400}).cache_length == 100
     assert a_config(sampling={"max_new_tokens": 100_000}).cache_length == 1024
     assert a_config(sampling={"max_new_tokens": 1}, reward={"soft_overlong": False}).cache_length == 1

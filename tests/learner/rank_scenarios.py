@@ -179,7 +179,7 @@ def compiled_step(
         stop_following(engine)
     else:
         follow_once(engine)
-    for name, tensor in engine._optimizer_tensors().items():
+    for name, tensor in engine._optimizer.tensors().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if name.startswith("exp_avg.") and ranks.is_leader:
             found[name] = whole.numpy()

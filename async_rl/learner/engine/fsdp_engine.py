@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.config.config import Config
 from async_rl.data.chat import model_files
-from async_rl.errors import ConfigError, ModelError, TrainingError
+from async_rl.errors import ModelError, TrainingError
 from async_rl.learner.checkpoint import write_extra, write_model_files
 from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateCost, UpdateStats
 from async_rl.learner.engine.compilation import GraphCount, check_compiled, compile_layers
@@ -186,14 +186,10 @@ class FsdpEngine:
         """Cut the models down to this rank's stage of a pipeline, if there is one. Return the passes through them.
 
         Raises:
-            ConfigError: there is a pipeline, and ``learner.compile`` is set, or there are fewer layers than stages.
+            ConfigError: there are fewer layers than stages.
             ModelError: a model can't be divided.
         """
-        config, num_stages = self._config, self._ranks.layout.pipeline
-        if config.learner.compile and num_stages > 1:
-            raise ConfigError(
-                f"learner.compile: expected false with parallel.pipeline = {num_stages}, got true; leave either out"
-            )
+        config = self._config
         if self._adapters is not None and config.lora.publishes_adapters:
             parameters = dict(self._model.causal_lm.named_parameters())
             self._specs = {name: Spec(tuple(parameters[name].shape), self._dtype) for name in self._adapters.names}

@@ -91,6 +91,7 @@ def to_device(batch: MicroBatch, device: torch.device, packing: Packing = "packe
         sampling_mask=MaskTensors(batch.mask_sizes, moved("mask_words")) if len(batch.mask_sizes) else None,
         routes=routes if len(routes) else None,
         num_sequences=len(batch.sequence_ids),
+        part=None,
         is_finite=bool(np.isfinite(batch.behavior_logprobs).all()),
         **{name: moved(name) for name in same_names},
     )

@@ -224,6 +224,14 @@ def test_ranks_that_share_every_sequence_have_the_gradient_and_the_statistics_of
 
 
 @pytest.mark.slow
+def test_the_work_of_ranks_that_share_a_micro_batch_is_counted_once(one: OneRank, in_parts: Path):
+    one.gradient("dapo", one.sequences, max_tokens=40)
+    assert one.stats.cost is not None
+    theirs = json.loads((in_parts / "dapo, 7.json").read_text())
+    assert theirs["cost"]["flops"] == one.stats.cost.flops
+
+
+@pytest.mark.slow
 def test_ranks_that_share_every_sequence_score_and_skip_as_one(one: OneRank, in_parts: Path):
     assert_same_scores(one, in_parts)
     stats = json.loads((in_parts / "guarded, 7.json").read_text())

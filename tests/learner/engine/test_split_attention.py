@@ -88,6 +88,24 @@ def test_blocks_have_the_attention_of_the_whole_row(
     torch.testing.assert_close(torch.cat(parts), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 3])
+def test_flash_attention_of_a_block_agrees_with_its_masks(window: int | None, monkeypatch: pytest.MonkeyPatch):
+    bounds, index = ROWS["shared"]
+    block = Block.of(np.array(bounds), index, 7, 13, torch.device("cuda"))
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(14, heads, 64, generator=generator).cuda() for heads in (4, 2, 2))
+    results: list[tuple[Tensor, ...]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [t.to(dtype).requires_grad_() for t in (query[7:13], key, value)]
+        assert bool(split_attention.why_padded(leaves[0], leaves[2])) == (dtype == torch.float32)
+        out = block.attend(leaves[0], leaves[1], leaves[2], Attention(0.125, window))
+        results.append((out.float(), *torch.autograd.grad(out.float().square().sum(), leaves)))
+    for masked, flash in zip(*results, strict=True):
+        torch.testing.assert_close(flash.float(), masked, rtol=0.03, atol=0.03)
+
+
 @pytest.mark.slow
 def test_four_ranks_have_the_attention_of_one_with_any_number_of_heads(tmp_path: Path):
     run_ranks("split_attention", tmp_path, world_size=4)
