@@ -24,8 +24,9 @@ STAGED: dict[str, dict[str, Any]] = {
     "skipped": {"loss": {"min_ess": 0.999}},
     "adapters, published as such": {
         "lora": {"rank": 4, "publish": "adapters"}, "generator": {"backend": "transformers"},
+        "optimizer": {"name": "adamw_8bit"},
     },
-    "8-bit optimizer": {"optimizer": {"name": "adamw_8bit"}},
+    "adapters on 8-bit weights": {"lora": {"rank": 4, "base_bits": 8}, "optimizer": {"name": "muon"}},
 }  # fmt: skip
 """Sections of variants that are compared with one process."""
 

@@ -199,7 +199,7 @@ class FsdpEngine:
         if passes.stage is not None:
             self._names = passes.stage.present(self._names)
             if self._adapters is not None:
-                self._adapters.names = passes.stage.present(self._adapters.names)
+                self._adapters.keep(passes.stage.present)
         return passes
 
     def _shard(self, *weights: Weights | None) -> None:

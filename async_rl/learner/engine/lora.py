@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,6 +102,11 @@ class Adapters:
                 "adapters of rank %d in %d layers: %d of %d parameters are trained", lora.rank, len(trained) // 2,
                 sum(trained.values()), sum(p.numel() for p in model.parameters()),
             )  # fmt: skip
+
+    def keep(self, present: Callable[[Iterable[str]], list[str]]) -> None:
+        """Forget what other stages of a pipeline have. ``present`` returns those of some names that this one has."""
+        self.names = present(self.names)
+        self._quantized = {name: self._quantized[name] for name in present(self._quantized)}
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -128,6 +128,11 @@ def test_what_is_not_compiled_is_refused_by_name(tmp_path: Path, key: str, value
         )
 
 
+def test_stages_of_a_pipeline_are_not_compiled(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"learner\.compile: expected false with parallel\.pipeline = 2, got true"):
+        tiny_config(tmp_path, "model", parallel={"pipeline": 2}, learner={"compile": True})
+
+
 def test_a_machine_without_a_compiler_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     check_compiler(tiny_config(tmp_path, "model"))
