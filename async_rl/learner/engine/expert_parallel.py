@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.errors import ModelError
 from async_rl.learner.engine.experts import compute_pairs, find_experts
-from async_rl.learner.engine.local_parts import divide_parameters, with_parts
+from async_rl.learner.engine.local_parts import divide_parameters, set_forward, with_parts
 from async_rl.learner.engine.model import PolicyModel
 
 KEY = "parallel.experts"
@@ -110,7 +110,7 @@ def divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
         out_Pd = exchange(out_Rd, received, sent, group) * weights_NK.flatten()[order_P][:, None]
         return torch.zeros_like(hidden_Nd).index_add(0, token_P, out_Pd.to(hidden_Nd.dtype))
 
-    experts.forward = forward
+    set_forward(experts, forward)
 
 
 def _own(parameter: Tensor, size: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -55,3 +56,8 @@ def with_parts(module: nn.Module, parts: Mapping[str, Part]) -> Callable[..., Te
                 del own[name]
 
     return forward
+
+
+def set_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    """Let ``module`` compute by ``forward``. torch.compile leaves it uncompiled: it can't trace hidden parameters."""
+    module.forward = torch.compiler.disable(forward)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.errors import ModelError
 from async_rl.learner.engine.experts import compute_pairs, find_experts
-from async_rl.learner.engine.local_parts import divide_parameters, with_parts
+from async_rl.learner.engine.local_parts import divide_parameters, set_forward, with_parts
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.vocabulary import VocabularyPart
 
@@ -201,7 +201,7 @@ def _of_linear(module: nn.Module, name: str, style: str, size: int) -> dict[nn.M
 def _divide_columns(linear: nn.Module, mesh: DeviceMesh) -> None:
     """Compute some outputs of a linear layer, from whole inputs."""
     inner, group = with_parts(linear, divide_parameters(linear, mesh, 0)), mesh.get_group()
-    linear.forward = lambda x: inner(_copied(x, group))
+    set_forward(linear, lambda x: inner(_copied(x, group)))
 
 
 def _divide_rows(linear: nn.Module, mesh: DeviceMesh) -> None:
@@ -214,14 +214,14 @@ def _divide_rows(linear: nn.Module, mesh: DeviceMesh) -> None:
         summed = cast(Tensor, _Sum.apply(inner(x), group))
         return summed + cast(Any, linear).bias if has_bias else summed
 
-    linear.forward = forward
+    set_forward(linear, forward)
 
 
 def _divide_whole(module: nn.Module, mesh: DeviceMesh) -> None:
     """Keep the parameters of ``module`` whole, which computes some heads: their gradients are summed."""
     group = mesh.get_group()
     parts = {name: lambda p: cast(Tensor, _Copy.apply(p, group)) for name, _ in module.named_parameters(recurse=False)}
-    module.forward = with_parts(module, parts)
+    set_forward(module, with_parts(module, parts))
 
 
 def _divide_embedding(embedding: nn.Module, mesh: DeviceMesh) -> None:
@@ -234,11 +234,11 @@ def _divide_embedding(embedding: nn.Module, mesh: DeviceMesh) -> None:
         # torch's type does not say that it may be None.
         cast(Any, embedding).padding_idx = padding - part.first if part.first <= padding < part.end else None
 
-    def forward(input: Tensor) -> Tensor:
-        places, is_own = part.places(input)
+    def forward(ids: Tensor) -> Tensor:
+        places, is_own = part.places(ids)
         return cast(Tensor, _Sum.apply(inner(places).masked_fill(~is_own[..., None], 0.0), group))
 
-    embedding.forward = forward
+    set_forward(embedding, forward)
 
 
 def _divide_head(head: nn.Module, mesh: DeviceMesh, *, tied_to: nn.Module | None) -> None:
@@ -264,7 +264,7 @@ def _divide_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
         out_Sd = compute_pairs(inner, rows_Sd, own_NK[token_S, place_S], weights_S)
         return cast(Tensor, _Sum.apply(torch.zeros_like(hidden_Nd).index_add(0, token_S, out_Sd), group))
 
-    experts.forward = forward
+    set_forward(experts, forward)
 
 
 _OF_LINEAR: dict[str, Division] = {"colwise": _divide_columns, "rowwise": _divide_rows}
