@@ -196,12 +196,11 @@ class Config(Section):
                 "model.routing_replay: expected false with learner.compile, got true; layers are not compiled with "
                 "recorded routes, so leave one of the two out"
             )
-        for name in ("tensor", "experts", "pipeline"):
-            if (size := getattr(self.parallel, name)) > 1:
-                raise ValueError(
-                    f"parallel.{name}: expected 1 with learner.compile, got {size}; compiled layers have been tested "
-                    f"only whole, so leave one of the two out"
-                )
+        if self.parallel.pipeline > 1:
+            raise ValueError(
+                f"parallel.pipeline: expected 1 with learner.compile, got {self.parallel.pipeline}; compiled layers "
+                f"are checked on a whole model only, so leave one of the two out"
+            )
 
     def _check_packing(self) -> None:
         if self.learner.packing == "padded" and self.parallel.sequence > 1:
