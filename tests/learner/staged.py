@@ -53,13 +53,14 @@ def write_tied(directory: Path, ranks: Ranks) -> None:
     config = staged_config(directory, {"optimizer": {"lr": 1e-2, "name": "adamw_bf16"}, "model": {"dtype": "bfloat16"}})
     ranks.layout = Layout.of(config.parallel, ranks.world_size)
     engine = FsdpEngine(config, ranks)
-    before: Any = engine._passes.stage.tied_weight
+    stage: Any = engine._passes.stage
+    before: Any = stage.tied_weight
     if ranks.is_leader:
         for version in range(2):
             assert engine.update(layout_sequences(), version=version).stepped
         stop_following(engine)
     else:
         follow_once(engine)
-    after: Any = engine._passes.stage.tied_weight
+    after: Any = stage.tied_weight
     assert after is before
     torch.save(after.full_tensor().detach(), directory / f"tied_{ranks.rank}.pt")

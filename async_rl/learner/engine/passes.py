@@ -80,7 +80,8 @@ class Passes:
             ConfigError: a model has fewer layers than there are stages.
             ModelError: a model can't be divided into stages.
         """
-        self._policy, self._ranks, self._clock, self._reshard = models[0], ranks, clock, reshard
+        self._policy, self._ranks, self._clock = models[0], ranks, clock
+        self._reshard: Reshard = reshard
         self._is_sharded = mesh is not None
         self._sequence = None if mesh is None else mesh.sequence
         self.pipeline: Pipeline | None = None
