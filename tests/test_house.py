@@ -32,7 +32,7 @@ HEAVY = ("torch", "transformers")
 LIGHT = (
     "errors", "attention_limits", "sampling_mask", "routes", "records", "config", "net", "process", "sandbox", "run",
     "rewards", "environments", "data", "queue", "launch", "cli", "comparison",
-    "doctor.check", "doctor.machine", "evaluation.table",
+    "doctor.check", "doctor.machine", "evaluation.table", "learner.memory_plan",
     "generator.worker", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.offline", "generator.environment_rollouts",
     "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.adapter",

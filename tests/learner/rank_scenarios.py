@@ -589,6 +589,51 @@ def optimized(directory: Path) -> None:
     ranks.close()
 
 
+MEASURED: dict[str, dict[str, Any]] = {
+    "resharded, few tokens": {"learner": {"max_tokens": 32}},
+    "gathered": {"learner": {"max_tokens": 64, "reshard": "after_backward"}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "bfloat16, gathered": {"model": {"dtype": "bfloat16"}, "learner": {"reshard": "none"}},
+}
+CHUNKS = {"cpu": 1 << 16, "cuda": 1 << 16}
+"""Bytes of logits, whose usual ones would be much more than a tiny model."""
+
+
+def measured_config(directory: Path, model: str, sections: dict[str, Any]) -> Config:
+    learner = {"max_tokens": 256} | sections.get("learner", {})
+    return tiny_config(directory, model, **(sections | {"learner": learner}))
+
+
+def peak_of_step(config: Config, ranks: Ranks | None = None) -> int:
+    """The bytes of this rank's weights and state, and of what is alive at once in a step of three micro-batches."""
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+    from tests.learner.engine.live_bytes import LiveBytes, local_bytes
+
+    ranks = ranks or init_ranks(config)
+    engine = FsdpEngine(config, ranks)
+    if not ranks.is_leader:
+        follow_once(engine)
+        return 0
+    kept = local_bytes([*engine._model.parameters(), *engine._optimizer.tensors().values()])
+    with LiveBytes() as live:
+        engine.update(random_sequences(12 * ranks.world_size, config.learner.max_tokens // 4), version=0)
+    stop_following(engine)
+    return kept + live.peak
+
+
+def measured(directory: Path) -> None:
+    from async_rl.learner.engine import logprobs
+
+    logprobs.CHUNK_BYTES = CHUNKS
+    ranks = init_ranks(measured_config(directory, "model", {}))
+    peaks = {
+        name: peak_of_step(measured_config(directory, "model", sections), ranks) for name, sections in MEASURED.items()
+    }
+    if ranks.is_leader:
+        (directory / "peaks.json").write_text(json.dumps(peaks))
+    ranks.close()
+
+
 def resumed(directory: Path) -> None:
     from tests.learner.resumed_run import start
 

@@ -1,0 +1,288 @@
+"""Predicts the peak memory of a learner's rank, from the model's config.json, the run's config and the ranks' layout.
+
+The peak is in the second micro-batch of a step, when all gradients are there: ``plan_memory`` adds weights, gradients
+and the optimizer's state, which ranks divide, to the parameters that a rank has gathered, and to a micro-batch's
+activations or its logits. A test compares it with the tensors that the engine has alive. Called by the doctor; the
+tables of docs/scaling.md are made of it (``doctor/scaling.py``).
+
+It knows decoders of attention and a gated MLP or experts: Llama, Mistral, Qwen2, Qwen3, Gemma and the like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from async_rl.config.config import Config
+
+STATE_BYTES: Mapping[str, float] = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2 + 8 / 64, "muon": 4.0}
+"""Bytes of state for a parameter of a layer's matrix, by ``optimizer.name``."""
+_OTHER_STATE_BYTES: Mapping[str, float] = STATE_BYTES | {"muon": 8.0}
+"""The same for embedding and head."""
+CHUNK_BYTES: Mapping[str, int] = {"cpu": 80 << 20, "cuda": 256 << 20}
+"""``engine.logprobs.CHUNK_BYTES``, here because that module needs torch."""
+_UNKNOWN = (
+    "kv_lora_rank",
+    "first_k_dense_replace",
+    "layers_block_type",
+    "mamba_d_state",
+    "ssm_cfg",
+    "n_shared_experts",
+)
+"""Keys of models that have other layers than this module knows."""
+
+
+class UnknownShapeError(ValueError):
+    """The config.json is of a kind of model whose memory can't be predicted. The message says what it lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a decoder, as config.json has them.
+
+    Attributes:
+        width: of hidden states.
+        mlp: width of the MLP; of one expert, if there are experts.
+        num_layers: number of layers.
+        queries: heads times their width.
+        keys: key and value heads times their width.
+        vocab: rows of the embedding.
+        is_tied: whether the head is the embedding.
+        num_experts: in each layer; 0 without experts.
+        experts_per_token: how many of them compute a token; 1 without experts.
+        has_head_norms: whether queries and keys are normalised (Qwen3).
+    """
+
+    width: int
+    mlp: int
+    num_layers: int
+    queries: int
+    keys: int
+    vocab: int
+    is_tied: bool
+    num_experts: int = 0
+    experts_per_token: int = 1
+    has_head_norms: bool = False
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Self:
+        """Read the sizes from the content of a config.json.
+
+        Raises:
+            UnknownShapeError: it lacks one.
+        """
+        config = config.get("text_config") or config
+        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        missing = [name for name in names if not isinstance(config.get(name), int)]
+        if missing:
+            raise UnknownShapeError(f"config.json has no {', '.join(missing)}")
+        if other := [name for name in _UNKNOWN if config.get(name)]:
+            raise UnknownShapeError(f"config.json has {', '.join(other)}, of layers whose memory is not known")
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        num_experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        return cls(
+            width=config["hidden_size"],
+            mlp=(num_experts and config.get("moe_intermediate_size")) or config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            queries=heads * head_dim,
+            keys=(config.get("num_key_value_heads") or heads) * head_dim,
+            vocab=config["vocab_size"],
+            is_tied=bool(config.get("tie_word_embeddings", False)),
+            num_experts=num_experts,
+            experts_per_token=config.get("num_experts_per_tok") or 1 if num_experts else 1,
+            has_head_norms=str(config.get("model_type", "")).startswith("qwen3"),
+        )
+
+    @property
+    def attention_parameters(self) -> int:
+        """Number of parameters of a layer without its MLP or experts."""
+        return 2 * self.width * (self.queries + self.keys) + 2 * self.width + self.width * self.num_experts
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Number of parameters of a layer's MLP, or of all its experts."""
+        return 3 * self.width * self.mlp * max(1, self.num_experts)
+
+    @property
+    def table_parameters(self) -> int:
+        """Number of parameters of the embedding, and as many of a head that is not tied to it."""
+        return self.vocab * self.width
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the model."""
+        tables = self.table_parameters * (1 if self.is_tied else 2)
+        return self.num_layers * (self.attention_parameters + self.mlp_parameters) + tables
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How ranks divide the work. A run has the product of all sizes except ``experts`` as its number of ranks.
+
+    Attributes:
+        replicas: number of copies of the weights (HSDP).
+        shards: number of ranks over which a copy is sharded, each with micro-batches of its own.
+        sequence: number of ranks that share the tokens of a micro-batch, and shard the weights, too.
+        tensor: number of ranks that share each layer.
+        pipeline: number of stages.
+        experts: number of ranks, of those that shard the weights, that have experts of their own.
+    """
+
+    replicas: int = 1
+    shards: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    experts: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return self.replicas * self.shards * self.sequence * self.tensor * self.pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Peak memory of one rank, in bytes, by what takes it.
+
+    Attributes:
+        weights: this rank's part of the parameters, those of a reference model included.
+        gradients: its part of the gradients.
+        optimizer: its part of the optimizer's state.
+        gathered: parameters and gradients that the rank has whole for a while.
+        activations: what a micro-batch's backward pass needs.
+        head: logits and gradients of the head; or the gradients inside a layer, if those take more.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        """The peak."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def plan_memory(
+    shape: ModelShape, config: Config, sizes: Sizes, *, device: str = "cuda", has_reference: bool = False
+) -> MemoryPlan:
+    """Predict the peak memory of a rank of the learner of ``config``, in the layout ``sizes``.
+
+    With ``learner.offload = "all"`` weights, gradients and state are on the host, and not in the plan.
+
+    Args:
+        shape: the model's.
+        config: the run's.
+        sizes: of the ranks' layout.
+        device: "cuda" or "cpu".
+        has_reference: whether a second model of this shape is loaded.
+    """
+    stored = _stored(shape, config, sizes, device, has_reference=has_reference)
+    layers, inside, last = _activations(shape, config, sizes, device)
+    gathered, gradient = _gathered(shape, config, sizes, device)
+    # When a layer's gradient is there, its activations are gone.
+    freed = layers / shape.num_layers
+    return MemoryPlan(*stored, gathered + max(0.0, gradient - freed), layers, max(inside, last))
+
+
+def compute_bytes(config: Config, device: str) -> int:
+    """Return the bytes of a number that the model computes with."""
+    return 2 if config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and device == "cuda") else 4
+
+
+def _parts(shape: ModelShape, sizes: Sizes) -> tuple[float, float]:
+    """Return the number of a stage's parameters in layers and in tables, whole for all but tensor parallelism.
+
+    A stage of several has the embedding or the head.
+    """
+    layers = math.ceil(shape.num_layers / sizes.pipeline) * (shape.attention_parameters + shape.mlp_parameters)
+    num_tables = 1 if shape.is_tied or sizes.pipeline > 1 else 2
+    return layers / sizes.tensor, num_tables * shape.table_parameters / sizes.tensor
+
+
+def _adapters(shape: ModelShape, config: Config) -> int:
+    """Return the number of parameters of a layer's adapters."""
+    rank, names = config.lora.rank or 0, set(config.lora.targets)
+    ends = {
+        "q_proj": (shape.width, shape.queries), "o_proj": (shape.queries, shape.width),
+        "k_proj": (shape.width, shape.keys), "v_proj": (shape.width, shape.keys),
+        "gate_proj": (shape.width, shape.mlp), "up_proj": (shape.width, shape.mlp),
+        "down_proj": (shape.mlp, shape.width),
+    }  # fmt: skip
+    return rank * sum(sum(ends[name]) for name in names & ends.keys())
+
+
+def _stored(
+    shape: ModelShape, config: Config, sizes: Sizes, device: str, *, has_reference: bool
+) -> tuple[float, float, float]:
+    """Return the bytes of weights, gradients and optimizer state that this rank keeps."""
+    layers, tables = _parts(shape, sizes)
+    num_ranks = sizes.shards * sizes.sequence
+    size, name = compute_bytes(config, device), config.optimizer.name
+    reference = (layers + tables) * 4 if has_reference and config.learner.offload == "none" else 0
+    if config.learner.offload == "all":
+        return reference / num_ranks, 0.0, 0.0
+    # Gradients that stay unsharded are among what is gathered.
+    is_whole = config.learner.reshard != "full" and num_ranks > 1
+    if config.lora.is_set:
+        trained = _adapters(shape, config) * math.ceil(shape.num_layers / sizes.pipeline) / sizes.tensor
+        weights = (layers + tables) * size + 4 * trained + reference
+        return weights / num_ranks, 4 * trained / num_ranks, STATE_BYTES[name] * trained / num_ranks
+    state = STATE_BYTES[name] * layers + _OTHER_STATE_BYTES[name] * tables
+    gradients = 0 if is_whole else 4 * (layers + tables)
+    return (4 * (layers + tables) + reference) / num_ranks, gradients / num_ranks, state / num_ranks
+
+
+def _gathered(shape: ModelShape, config: Config, sizes: Sizes, device: str) -> tuple[float, float]:
+    """Return the bytes of what is whole on this rank at the peak, and of the gradient of a layer that ranks add up.
+
+    Nothing is gathered by one rank that computes in float32, on the CPU.
+    """
+    num_ranks, size = sizes.shards * sizes.sequence, compute_bytes(config, device)
+    if num_ranks == 1 and sizes.num_ranks == 1 and device == "cpu" and size == 4:
+        return 0.0, 0.0
+    layers, tables = _parts(shape, sizes)
+    mlp = shape.mlp_parameters / sizes.experts
+    layer = (shape.attention_parameters + mlp) / sizes.tensor
+    # A table's gradient is among the head's.
+    if config.learner.reshard == "full":
+        # The layer and the next one; and the layer's gradient, which becomes float32 before it is added up.
+        return size * tables + 2 * size * layer, 0.0 if config.lora.is_set else (size + 4) * layer
+    held = size * (layers + tables)
+    return held + (0 if config.lora.is_set else 4 * (layers + tables)), 0.0
+
+
+def _activations(shape: ModelShape, config: Config, sizes: Sizes, device: str) -> tuple[float, float, float]:
+    """Return the bytes that a micro-batch keeps for its backward pass, the most that a layer's backward pass adds, and
+    what the head adds.
+    """
+    size, tokens, tensor = compute_bytes(config, device), config.learner.max_tokens, sizes.tensor
+    queries, keys, width = shape.queries / tensor, shape.keys / tensor, shape.width
+    mlp = shape.mlp * shape.experts_per_token / tensor
+    # Of a norm: its input in float32, the normalised input for its own gradient, the output.
+    norm = 4 + (1 if config.lora.is_set else 2) * size
+    routed = shape.num_experts * 12 + 2 * size * width * shape.experts_per_token if shape.num_experts else 0
+    head_norms = norm * (queries + keys) if shape.has_head_norms else 0
+    whole = 2 * norm * width + size * (3 * queries + 2 * keys + 4 * mlp) + routed + head_norms
+    if config.lora.is_set:
+        # The inputs of frozen matrices are kept for A. The products with A are narrow.
+        whole += 7 * size * (config.lora.rank or 0)
+    kept = {
+        "none": whole,
+        "selective": size * (3 * width + 2 * queries + 2 * keys + 2 * mlp),
+        "full": size * width,
+    }[config.model.gradient_checkpointing]
+    # A first stage has as many micro-batches under way as there are stages.
+    num_layers = math.ceil(shape.num_layers / sizes.pipeline) * sizes.pipeline
+    inside = whole - kept + size * (2.5 * mlp + width)
+    chunk = min(CHUNK_BYTES[device], 4 * tokens * shape.vocab / tensor)
+    table = 0 if config.lora.is_set else shape.table_parameters / tensor * (4 if size == 4 else 6)
+    head = (2 if size == 4 else 2.5) * chunk + table + tokens * width * (norm + size)
+    return tokens * kept * num_layers, tokens * inside, head

@@ -1,0 +1,121 @@
+"""The predicted peak memory against the tensors that a step has alive, and parameters by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.learner.memory_plan import ModelShape, Sizes, UnknownShapeError, plan_memory
+from tests.learner.moe import moe_model
+from tests.learner.rank_scenarios import CHUNKS, MEASURED, measured_config, peak_of_step
+from tests.learner.ranks import run_ranks
+from tests.learner.tiny import tiny_model
+
+SHAPE: Mapping[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+EXPERTS: Mapping[str, Any] = {**SHAPE, "num_hidden_layers": 3, "head_dim": 16, "moe_intermediate_size": 48}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model and one with experts, with activations that take as much as weights."""
+    root = tmp_path_factory.mktemp("memory")
+    tiny_model(root / "model", intermediate_size=160, **SHAPE)
+    moe_model(root / "experts", "qwen3_moe", **EXPERTS)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's buffers of 80 MB would be all that these models take."""
+    monkeypatch.setattr("async_rl.learner.memory_plan.CHUNK_BYTES", CHUNKS)
+    monkeypatch.setattr("async_rl.learner.engine.logprobs.CHUNK_BYTES", CHUNKS)
+
+
+def shape_of(directory: Path) -> ModelShape:
+    return ModelShape.of(json.loads((directory / "config.json").read_text()))
+
+
+def predicted(directory: Path, model: str, sections: dict[str, Any], num_ranks: int = 1) -> float:
+    config = measured_config(directory, model, sections)
+    return plan_memory(shape_of(directory / model), config, Sizes(shards=num_ranks), device="cpu").total
+
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "nothing recomputed": ("model", {}),
+    "recomputed": ("model", {"model": {"gradient_checkpointing": "full"}, "learner": {"max_tokens": 512}}),
+    "recomputed in part": ("model", {"model": {"gradient_checkpointing": "selective"}}),
+    "bfloat16 state": ("model", {"optimizer": {"name": "adamw_bf16"}, "learner": {"max_tokens": 32}}),
+    "8-bit state": ("model", {"optimizer": {"name": "adamw_8bit"}, "learner": {"max_tokens": 32}}),
+    "muon": ("model", {"optimizer": {"name": "muon"}, "learner": {"max_tokens": 32}}),
+    "adapters": ("model", {"lora": {"rank": 4}}),
+    "experts": ("experts", {}),
+    "experts recomputed": ("experts", {"model": {"gradient_checkpointing": "full"}}),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_peak_is_predicted_within_15_percent(directory: Path, name: str):
+    model, sections = SETTINGS[name]
+    measured = peak_of_step(measured_config(directory, model, sections))
+    assert predicted(directory, model, sections) == pytest.approx(measured, rel=0.15)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(directory: Path) -> dict[str, int]:
+    run_ranks("measured", directory)
+    return json.loads((directory / "peaks.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_peak_of_a_sharded_rank_is_predicted_within_15_percent(
+    directory: Path, two_ranks: dict[str, int], name: str
+):
+    assert predicted(directory, "model", MEASURED[name], num_ranks=2) == pytest.approx(two_ranks[name], rel=0.15)
+
+
+def test_parameters_are_those_of_the_model():
+    # Qwen2.5-0.5B: 24 * (2 * 896 * (896 + 128) + 2 * 896 + 3 * 896 * 4864) + 151936 * 896; its biases are left out.
+    shape = ModelShape(896, 4864, 24, 896, 128, 151936, is_tied=True)
+    assert shape.num_parameters == 24 * (1835008 + 1792 + 13074432) + 136134656 == 494004224
+    # Qwen3-30B-A3B has 30.5 billion.
+    experts = ModelShape(2048, 768, 48, 4096, 512, 151936, is_tied=False, num_experts=128, experts_per_token=8)
+    assert experts.num_parameters == pytest.approx(30.53e9, rel=0.001)
+
+
+def test_layouts_divide_weights_over_shards_and_layers_over_tensor_and_pipeline(directory: Path):
+    shape, config = shape_of(directory / "model"), measured_config(directory, "model", {})
+
+    def of(**sizes: int) -> tuple[float, float]:
+        plan = plan_memory(shape, config, Sizes(**sizes), device="cpu")
+        return plan.optimizer, plan.activations
+
+    state, activations = of()
+    assert of(shards=4) == (state / 4, activations)
+    assert of(replicas=2, shards=2, sequence=2) == (state / 4, activations)
+    assert of(tensor=2)[0] == state / 2
+    assert activations / 2 < of(tensor=2)[1] < activations  # norms are whole on every rank
+    # Half of the layers and the table; the first stage has two micro-batches under way.
+    layer = shape.attention_parameters + shape.mlp_parameters
+    assert of(pipeline=2) == (8 * (2 * layer + shape.table_parameters), activations)
+
+
+def test_an_unknown_kind_of_model_is_named():
+    with pytest.raises(UnknownShapeError, match="no hidden_size, intermediate_size"):
+        ModelShape.of({"d_model": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10})
+    dense = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 10,
+    }
+    assert ModelShape.of(dense).num_experts == 0
+    with pytest.raises(UnknownShapeError, match="kv_lora_rank"):
+        ModelShape.of(dense | {"kv_lora_rank": 8})
