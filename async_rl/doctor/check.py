@@ -283,6 +283,7 @@ def _machine_checks(config: Config, *, insecure: bool) -> list[Check]:
         Check("compiler", lambda: machine.check_compilers(config)),
         Check("disk", lambda: machine.check_disk(config)),
         Check("memory", lambda: machine.check_room_in_memory(config)),
+        Check("learner memory", lambda: machine.check_learner_room(config), 60.0),
         Check("keys", lambda: machine.check_key_files(config)),
         Check("queue.address", lambda: machine.check_queue_address(config, insecure=insecure), 20.0),
         Check("interface", lambda: machine.check_interfaces(config)),

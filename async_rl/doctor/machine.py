@@ -17,6 +17,7 @@ from pathlib import Path
 from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS
 from async_rl.doctor.check import Finding
+from async_rl.doctor.learner_memory import check_learner_memory
 from async_rl.errors import AddressError, ConfigError, QueueError, UserError, WeightsError
 from async_rl.launch.capacity import (
     available_memory,
@@ -242,6 +243,18 @@ def check_room_in_memory(config: Config) -> list[Finding]:
     needed = learner_bytes(config) + config.generator.count * generator_bytes(config)
     found = f"{available} available; learner and generators take at least {size_text(needed)}"
     return [Finding("memory", "OK", found if needed else f"{available} available; the model's size is not known yet")]
+
+
+def check_learner_room(config: Config) -> list[Finding]:
+    """Check that each of the learner's ranks on this machine fits its device, and propose settings if one does not."""
+    num_ranks, count = config.learner.nproc, num_cuda_devices()
+    if not count:
+        return check_learner_memory(config, num_ranks, available_memory() / num_ranks, "cpu")
+    import torch
+
+    indices = config.learner.devices or range(min(num_ranks, count))
+    smallest = min(torch.cuda.mem_get_info(index)[1] for index in indices if index < count)
+    return check_learner_memory(config, num_ranks, smallest, "cuda")
 
 
 def check_cores() -> list[Finding]:

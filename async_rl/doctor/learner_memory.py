@@ -1,0 +1,145 @@
+"""Whether the learner fits the memory of its devices, and how it would. Called by the doctor and by ``scaling.py``.
+
+The prediction is that of ``learner.memory_plan``, for config files of models that are on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.config.config import Config
+from async_rl.doctor.check import Finding
+from async_rl.learner.memory_plan import MemoryPlan, ModelShape, Sizes, UnknownShapeError, plan_memory
+from async_rl.output import size_text
+
+RESERVED_BYTES = 2 << 30
+"""Memory of a GPU for CUDA's context, libraries and NCCL's buffers."""
+MARGIN = 1.1
+"""By how much the predicted peak is raised: torch's allocator leaves gaps, and the prediction has an error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Settings with which a rank fits.
+
+    Attributes:
+        sizes: of the layout.
+        changes: config keys that must change, with their new values.
+        plan: the memory then.
+    """
+
+    sizes: Sizes
+    changes: dict[str, Any]
+    plan: MemoryPlan
+
+    def __str__(self) -> str:
+        keys = " ".join(f"--set {key}={value}" for key, value in self.changes.items())
+        return f"{self.sizes.num_ranks} ranks {keys}".strip()
+
+
+def needed_bytes(plan: MemoryPlan, device: str) -> float:
+    """Return the memory that a device should have for ``plan``."""
+    return plan.total * MARGIN + (RESERVED_BYTES if device == "cuda" else 0)
+
+
+def propose(shape: ModelShape, config: Config, num_ranks: int, device_bytes: float, device: str) -> Proposal | None:
+    """Return what makes the learner fit ``num_ranks`` devices of ``device_bytes``, with the least loss of speed.
+
+    In this order, each with those before: gathered parameters are freed; activations are computed again, in part or in
+    full; the optimizer's state is rounded; micro-batches become shorter, down to the longest sequence. None: nothing
+    does. On the CPU ranks share the memory, so more ranks do not help there.
+    """
+    reference = has_reference(config)
+    for changes in _changes(config):
+        changed = _with(config, changes)
+        plan = plan_memory(shape, changed, Sizes(shards=num_ranks), device=device, has_reference=reference)
+        if needed_bytes(plan, device) <= device_bytes:
+            return Proposal(Sizes(shards=num_ranks), changes, plan)
+    return None
+
+
+def _changes(config: Config) -> Iterator[dict[str, Any]]:
+    changes: dict[str, Any] = {}
+    yield dict(changes)
+    steps: list[tuple[str, Any]] = [("learner.reshard", "full")]
+    order = ["none", "selective", "full"]
+    stronger = order[order.index(config.model.gradient_checkpointing) + 1 :]
+    steps += [("model.gradient_checkpointing", how) for how in stronger]
+    if config.optimizer.name == "adamw":
+        steps.append(("optimizer.name", "adamw_bf16"))
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+    tokens = config.learner.max_tokens
+    while tokens // 2 >= longest:
+        tokens //= 2
+        steps.append(("learner.max_tokens", tokens))
+    for key, value in steps:
+        if key == "learner.reshard" and config.learner.reshard == value:
+            continue
+        changes[key] = value
+        yield dict(changes)
+
+
+def _with(config: Config, changes: dict[str, Any]) -> Config:
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={name: value})})
+    return config
+
+
+def has_reference(config: Config) -> bool:
+    """Return whether the learner loads a reference model of its own."""
+    return config.loss.needs_reference and (not config.lora.is_set or bool(config.loss.kl_reference))
+
+
+def shape_of(directory: Path) -> ModelShape:
+    """Return the shape of the model in ``directory``.
+
+    Raises:
+        UnknownShapeError: it can't be read there.
+    """
+    try:
+        return ModelShape.of(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UnknownShapeError(f"can't read {directory / 'config.json'}: {error}") from error
+
+
+def check_learner_memory(config: Config, num_ranks: int, device_bytes: float, device: str) -> list[Finding]:
+    """Check that each of the learner's ranks fits its device, and propose settings with which it does.
+
+    Args:
+        config: the run's.
+        num_ranks: number of ranks.
+        device_bytes: memory of the smallest device of a rank; on the CPU the available memory divided by the ranks.
+        device: "cuda" or "cpu".
+    """
+    try:
+        shape = shape_of(Path(config.model.path))
+    except UnknownShapeError as error:
+        return [Finding("learner memory", "OK", f"not predicted: {error}")]
+    sizes, reference = Sizes(shards=num_ranks), has_reference(config)
+    plan = plan_memory(shape, config, sizes, device=device, has_reference=reference)
+    needed = needed_bytes(plan, device)
+    found = (
+        f"each of {num_ranks} ranks takes about {size_text(int(needed))} of {size_text(int(device_bytes))}: weights "
+        f"{size_text(int(plan.weights))}, gradients {size_text(int(plan.gradients))}, optimizer "
+        f"{size_text(int(plan.optimizer))}, gathered {size_text(int(plan.gathered))}, activations and logits "
+        f"{size_text(int(plan.activations + plan.head))}"
+    )
+    if needed <= device_bytes:
+        return [Finding("learner memory", "OK", found)]
+    fix = _fix(shape, config, num_ranks, device_bytes, device)
+    return [Finding("learner memory", "WARN" if plan.total * 0.85 <= device_bytes else "FAIL", found, fix=fix)]
+
+
+def _fix(shape: ModelShape, config: Config, num_ranks: int, device_bytes: float, device: str) -> str:
+    if proposal := propose(shape, config, num_ranks, device_bytes, device):
+        return f"it fits with {proposal}"
+    more = (num_ranks << power for power in range(1, 11) if device == "cuda")
+    for number in more:
+        if proposal := propose(shape, config, number, device_bytes, device):
+            return f"it fits with {proposal}, on as many devices of this size"
+    return "set lora.rank, take a smaller model, or shorten the longest sequence (sampling.max_new_tokens)"
