@@ -129,7 +129,7 @@ def test_what_is_not_compiled_is_refused_by_name(tmp_path: Path, key: str, value
 
 
 def test_stages_of_a_pipeline_are_not_compiled(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"learner\.compile: expected false with parallel\.pipeline = 2, got true"):
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline: expected 1 with learner\.compile, got 2"):
         tiny_config(tmp_path, "model", parallel={"pipeline": 2}, learner={"compile": True})
 
 
