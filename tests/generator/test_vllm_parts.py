@@ -21,6 +21,7 @@ from async_rl.generator import backend as backend_module
 from async_rl.generator.vllm.adapter import (
     Gathered,
     check_installed,
+    max_versions,
     num_listed,
     sampling_parameters,
     seeds,
@@ -102,11 +103,18 @@ def test_auto_is_vllm_only_with_cuda_and_vllm(monkeypatch, backend, is_installed
         ("cuda:0", {"generator": {"tensor_parallel_size": 2}}, False),
         ("cuda:0", {"weights": {"transport": "tcp"}}, False),
         ("cuda:0", {"weights": {"port": 5556}}, False),
+        ("cuda:0", {"lora": {"rank": 4, "publish": "adapters"}}, False),
     ],
 )
 def test_workers_on_a_gpu_receive_if_each_has_memory_and_a_gpu_for_itself(device, settings, expected):
     raw = {"run": {"dir": "run"}, "model": {"path": "model"}, **settings}
     assert workers_receive(parse_config(raw, "test"), device=device) == expected
+
+
+@pytest.mark.parametrize(("max_staleness", "expected"), [(0, 2), (3, 5), (14, 16), (100, 16)])
+def test_the_versions_of_the_bound_and_one_more_are_in_flight_but_no_more_than_16(max_staleness, expected):
+    raw = {"run": {"dir": "run"}, "model": {"path": "model"}, "queue": {"max_staleness": max_staleness}}
+    assert max_versions(parse_config(raw, "test")) == expected
 
 
 def test_another_vllm_than_the_supported_one_is_refused(monkeypatch):
