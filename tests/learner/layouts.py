@@ -47,6 +47,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "sequence 2 x tensor 2": (4, {"sequence": 2, "tensor": 2}),
     "sequence 2 x experts 2": (2, {"sequence": 2, "experts": 2}),
     "replicas 2 x sequence 2": (4, {"replicas": 2, "sequence": 2}),
+    "sequence 2 x tensor 2": (4, {"sequence": 2, "tensor": 2}),
+    "experts 2 of sequence 2": (2, {"sequence": 2, "experts": 2}),
 }
 """Name -> number of ranks, and the section ``parallel``."""
 

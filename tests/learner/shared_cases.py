@@ -56,6 +56,8 @@ MORE: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "recomputed": ("qwen3", False, {"model": {"gradient_checkpointing": "full"}}),
     "kept for a step": ("llama", True, {"learner": {"reshard": "none"}}),
     "mistral": ("mistral", False, {}),
+    "compiled": ("qwen3", False, {"learner": {"compile": True, "max_tokens": 80}}),
+    "published adapters": ("qwen3", True, {"lora": {"publish": "adapters"}}),
     "one sequence for two ranks": ("qwen2_moe", False, {"model": {"gradient_checkpointing": "full"}}),
     "adapters beside a reference": ("qwen3", True, {"loss": {"preset": "grpo", "entropy_coef": 0.1}}),
 }

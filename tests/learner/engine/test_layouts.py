@@ -45,6 +45,8 @@ CASES = [
     ("sequence 2 x tensor 2", "qwen3", True),
     ("sequence 2 x experts 2", "qwen3_moe", False),
     ("replicas 2 x sequence 2", "qwen3", False),
+    ("sequence 2 x tensor 2", "llama", True),
+    ("experts 2 of sequence 2", "qwen3_moe", False),
 ]
 """Layout, model, and whether it has adapters. The quick suite has each layout and each model, not every pair."""
 EVERY_CASE = [
