@@ -261,6 +261,11 @@ class Config(Section):
                 f'learner.offload: expected "none" or "reference" with lora.base_bits = {lora.base_bits}, whose '
                 f'weights stay on the device, got "all"; leave one of the two keys out'
             )
+        if self.parallel.tensor > 1:
+            raise ValueError(
+                f"parallel.tensor: expected 1 with lora.base_bits = {lora.base_bits}, whose weights can't be divided, "
+                f"got {self.parallel.tensor}; leave one of the two keys out"
+            )
 
     def _check_eval_keys(self) -> None:
         for name in self.eval.sets:

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
+from async_rl.config.parallel import Layout
 from async_rl.doctor.check import Finding
-from async_rl.learner.memory_plan import MemoryPlan, ModelShape, Sizes, UnknownShapeError, plan_memory
+from async_rl.learner.memory_plan import MemoryPlan, ModelShape, UnknownShapeError, plan_memory
 from async_rl.output import size_text
 
 RESERVED_BYTES = 2 << 30
 """Memory of a GPU for CUDA's context, libraries and NCCL's buffers."""
 MARGIN = 1.1
 """By how much the predicted peak is raised: torch's allocator leaves gaps, and the prediction has an error."""
+_MOST_SHARED_POWER = 3
+"""Proposed is that at most 2 to the power of this share a sequence: the GPUs of a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Proposal:
         plan: the memory then.
     """
 
-    sizes: Sizes
+    sizes: Layout
     changes: dict[str, Any]
     plan: MemoryPlan
 
@@ -50,19 +53,23 @@ def propose(shape: ModelShape, config: Config, num_ranks: int, device_bytes: flo
     """Return what makes the learner fit ``num_ranks`` devices of ``device_bytes``, with the least loss of speed.
 
     In this order, each with those before: gathered parameters are freed; activations are computed again, in part or in
-    full; the optimizer's state is rounded; micro-batches become shorter, down to the longest sequence. None: nothing
-    does. On the CPU ranks share the memory, so more ranks do not help there.
+    full; the optimizer's state is rounded; micro-batches become shorter, down to the longest sequence; ranks share
+    sequences. None: nothing does. On the CPU ranks share the memory, so more ranks do not help there.
+
+    Raises:
+        ConfigError: so many ranks can't be divided as ``[parallel]`` says.
     """
     reference = has_reference(config)
-    for changes in _changes(config):
+    for changes in _changes(config, Layout.of(config.parallel, num_ranks)):
         changed = _with(config, changes)
-        plan = plan_memory(shape, changed, Sizes(shards=num_ranks), device=device, has_reference=reference)
+        layout = Layout.of(changed.parallel, num_ranks)
+        plan = plan_memory(shape, changed, layout, device=device, has_reference=reference)
         if needed_bytes(plan, device) <= device_bytes:
-            return Proposal(Sizes(shards=num_ranks), changes, plan)
+            return Proposal(layout, changes, plan)
     return None
 
 
-def _changes(config: Config) -> Iterator[dict[str, Any]]:
+def _changes(config: Config, layout: Layout) -> Iterator[dict[str, Any]]:
     changes: dict[str, Any] = {}
     yield dict(changes)
     steps: list[tuple[str, Any]] = [("learner.reshard", "full")]
@@ -73,13 +80,18 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
         steps.append(("optimizer.name", "adamw_bf16"))
     longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
     tokens = config.learner.max_tokens
-    while tokens // 2 >= longest:
+    while tokens * layout.sequence // 2 >= longest:
         tokens //= 2
         steps.append(("learner.max_tokens", tokens))
     for key, value in steps:
         if key == "learner.reshard" and config.learner.reshard == value:
             continue
         changes[key] = value
+        yield dict(changes)
+    for power in range(1, _MOST_SHARED_POWER + 1):
+        if layout.shards % (times := 1 << power):
+            return
+        changes |= {"parallel.sequence": layout.sequence * times, "learner.max_tokens": -(-tokens // times)}
         yield dict(changes)
 
 
@@ -108,20 +120,23 @@ def shape_of(directory: Path) -> ModelShape:
 
 
 def check_learner_memory(config: Config, num_ranks: int, device_bytes: float, device: str) -> list[Finding]:
-    """Check that each of the learner's ranks fits its device, and propose settings with which it does.
+    """Check that each of the learner's ranks fits its device, and propose settings and a layout with which it does.
 
     Args:
         config: the run's.
         num_ranks: number of ranks.
         device_bytes: memory of the smallest device of a rank; on the CPU the available memory divided by the ranks.
         device: "cuda" or "cpu".
+
+    Raises:
+        ConfigError: the ranks can't be divided as ``[parallel]`` says.
     """
     try:
         shape = shape_of(Path(config.model.path))
     except UnknownShapeError as error:
         return [Finding("learner memory", "OK", f"not predicted: {error}")]
-    sizes, reference = Sizes(shards=num_ranks), has_reference(config)
-    plan = plan_memory(shape, config, sizes, device=device, has_reference=reference)
+    layout, reference = Layout.of(config.parallel, num_ranks), has_reference(config)
+    plan = plan_memory(shape, config, layout, device=device, has_reference=reference)
     needed = needed_bytes(plan, device)
     found = (
         f"each of {num_ranks} ranks takes about {size_text(int(needed))} of {size_text(int(device_bytes))}: weights "

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from async_rl.config.loading import parse_config
+from async_rl.config.parallel import Layout
 from async_rl.doctor.learner_memory import needed_bytes
-from async_rl.learner.memory_plan import ModelShape, Sizes, plan_memory
+from async_rl.learner.memory_plan import ModelShape, plan_memory
 
 DEVICE_BYTES = 80e9
 """Memory of the GPUs of the table."""
@@ -23,28 +24,28 @@ _SHAPES: Mapping[str, ModelShape] = {
     ),
 }
 
-ROWS: tuple[tuple[str, Sizes, int, str, str, int | None], ...] = (
-    ("Qwen2.5 0.5B", Sizes(), 32768, "selective", "adamw", None),
-    ("Qwen2.5 1.5B", Sizes(), 16384, "selective", "adamw", None),
-    ("Qwen2.5 7B", Sizes(), 16384, "full", "adamw", 32),
-    ("Qwen2.5 7B", Sizes(shards=2), 8192, "full", "adamw_8bit", None),
-    ("Qwen2.5 7B", Sizes(shards=4), 32768, "full", "adamw", None),
-    ("Qwen2.5 7B", Sizes(replicas=2, shards=8), 8192, "selective", "adamw", None),
-    ("Qwen2.5 7B", Sizes(shards=2, sequence=4), 32768, "full", "adamw", None),
-    ("Qwen2.5 32B", Sizes(shards=8), 8192, "full", "adamw_8bit", None),
-    ("Qwen2.5 32B", Sizes(shards=16), 16384, "full", "adamw", None),
-    ("Qwen3 30B-A3B", Sizes(shards=8), 32768, "full", "adamw_8bit", None),
-    ("Qwen3 30B-A3B", Sizes(shards=16), 32768, "full", "adamw", None),
-    ("Llama 3 70B", Sizes(shards=8), 16384, "full", "adamw", 32),
-    ("Llama 3 70B", Sizes(shards=8, sequence=4), 8192, "full", "adamw", None),
-    ("Llama 3 70B", Sizes(shards=16, sequence=4), 8192, "full", "adamw", None),
-    ("Llama 3 70B", Sizes(shards=8, tensor=8), 16384, "full", "adamw", None),
-    ("Llama 3 70B", Sizes(shards=4, tensor=8, pipeline=2), 16384, "full", "adamw", None),
+ROWS: tuple[tuple[str, Layout, int, str, str, int | None], ...] = (
+    ("Qwen2.5 0.5B", Layout(), 32768, "selective", "adamw", None),
+    ("Qwen2.5 1.5B", Layout(), 16384, "selective", "adamw", None),
+    ("Qwen2.5 7B", Layout(), 16384, "full", "adamw", 32),
+    ("Qwen2.5 7B", Layout(shards=2), 8192, "full", "adamw_8bit", None),
+    ("Qwen2.5 7B", Layout(shards=4), 32768, "full", "adamw", None),
+    ("Qwen2.5 7B", Layout(replicas=2, shards=8), 8192, "selective", "adamw", None),
+    ("Qwen2.5 7B", Layout(shards=2, sequence=4), 32768, "full", "adamw", None),
+    ("Qwen2.5 32B", Layout(shards=8), 8192, "full", "adamw_8bit", None),
+    ("Qwen2.5 32B", Layout(shards=16), 16384, "full", "adamw", None),
+    ("Qwen3 30B-A3B", Layout(shards=8), 32768, "full", "adamw_8bit", None),
+    ("Qwen3 30B-A3B", Layout(shards=16), 32768, "full", "adamw", None),
+    ("Llama 3 70B", Layout(shards=8), 16384, "full", "adamw", 32),
+    ("Llama 3 70B", Layout(shards=8, sequence=4), 8192, "full", "adamw", None),
+    ("Llama 3 70B", Layout(shards=16, sequence=4), 8192, "full", "adamw", None),
+    ("Llama 3 70B", Layout(shards=8, tensor=8), 16384, "full", "adamw", None),
+    ("Llama 3 70B", Layout(shards=4, tensor=8, pipeline=2), 16384, "full", "adamw", None),
 )
 """Model, layout, ``learner.max_tokens``, ``model.gradient_checkpointing``, ``optimizer.name`` and ``lora.rank``."""
 
 
-def memory(model: str, sizes: Sizes, tokens: int, recompute: str, optimizer: str, rank: int | None) -> list[float]:
+def memory(model: str, sizes: Layout, tokens: int, recompute: str, optimizer: str, rank: int | None) -> list[float]:
     """Return the bytes of weights, gradients, optimizer, gathered parameters, and activations with logits; and what a
     GPU should have.
     """
@@ -83,7 +84,7 @@ def markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _layout(sizes: Sizes) -> str:
+def _layout(sizes: Layout) -> str:
     names = ("replicas", "shards", "sequence", "tensor", "pipeline", "experts")
     found = [f"{name} {size}" for name in names if (size := getattr(sizes, name)) > 1]
     return " x ".join(found) or "one rank"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from async_rl.config.config import Config
+from async_rl.config.parallel import Layout
 
 STATE_BYTES: Mapping[str, float] = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2 + 8 / 64, "muon": 4.0}
 """Bytes of state for a parameter of a layer's matrix, by ``optimizer.name``."""
@@ -119,32 +120,6 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """How ranks divide the work. A run has the product of all sizes except ``experts`` as its number of ranks.
-
-    Attributes:
-        replicas: number of copies of the weights (HSDP).
-        shards: number of ranks over which a copy is sharded, each with micro-batches of its own.
-        sequence: number of ranks that share the tokens of a micro-batch, and shard the weights, too.
-        tensor: number of ranks that share each layer.
-        pipeline: number of stages.
-        experts: number of ranks, of those that shard the weights, that have experts of their own.
-    """
-
-    replicas: int = 1
-    shards: int = 1
-    sequence: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    experts: int = 1
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks."""
-        return self.replicas * self.shards * self.sequence * self.tensor * self.pipeline
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Peak memory of one rank, in bytes, by what takes it.
 
@@ -171,7 +146,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    shape: ModelShape, config: Config, sizes: Sizes, *, device: str = "cuda", has_reference: bool = False
+    shape: ModelShape, config: Config, sizes: Layout, *, device: str = "cuda", has_reference: bool = False
 ) -> MemoryPlan:
     """Predict the peak memory of a rank of the learner of ``config``, in the layout ``sizes``.
 
@@ -197,7 +172,7 @@ def compute_bytes(config: Config, device: str) -> int:
     return 2 if config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and device == "cuda") else 4
 
 
-def _parts(shape: ModelShape, sizes: Sizes) -> tuple[float, float]:
+def _parts(shape: ModelShape, sizes: Layout) -> tuple[float, float]:
     """Return the number of a stage's parameters in layers and in tables, whole for all but tensor parallelism.
 
     A stage of several has the embedding or the head.
@@ -220,7 +195,7 @@ def _adapters(shape: ModelShape, config: Config) -> int:
 
 
 def _stored(
-    shape: ModelShape, config: Config, sizes: Sizes, device: str, *, has_reference: bool
+    shape: ModelShape, config: Config, sizes: Layout, device: str, *, has_reference: bool
 ) -> tuple[float, float, float]:
     """Return the bytes of weights, gradients and optimizer state that this rank keeps."""
     layers, tables = _parts(shape, sizes)
@@ -240,7 +215,7 @@ def _stored(
     return (4 * (layers + tables) + reference) / num_ranks, gradients / num_ranks, state / num_ranks
 
 
-def _gathered(shape: ModelShape, config: Config, sizes: Sizes, device: str) -> tuple[float, float]:
+def _gathered(shape: ModelShape, config: Config, sizes: Layout, device: str) -> tuple[float, float]:
     """Return the bytes of what is whole on this rank at the peak, and of the gradient of a layer that ranks add up.
 
     Nothing is gathered by one rank that computes in float32, on the CPU.
@@ -259,7 +234,7 @@ def _gathered(shape: ModelShape, config: Config, sizes: Sizes, device: str) -> t
     return held + (0 if config.lora.is_set else 4 * (layers + tables)), 0.0
 
 
-def _activations(shape: ModelShape, config: Config, sizes: Sizes, device: str) -> tuple[float, float, float]:
+def _activations(shape: ModelShape, config: Config, sizes: Layout, device: str) -> tuple[float, float, float]:
     """Return the bytes that a micro-batch keeps for its backward pass, the most that a layer's backward pass adds, and
     what the head adds.
     """

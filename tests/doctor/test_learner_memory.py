@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
+from async_rl.config.parallel import Layout
 from async_rl.doctor.learner_memory import check_learner_memory, needed_bytes, propose, shape_of
 from async_rl.doctor.scaling import DEVICE_BYTES, ROWS, markdown, memory
-from async_rl.learner.memory_plan import Sizes, plan_memory
+from async_rl.learner.memory_plan import plan_memory
 from tests.learner.tiny import tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,12 +24,12 @@ def config_of(directory: Path, **sections: Any) -> Config:
 def test_what_fits_is_proposed_with_as_few_changes_as_it_takes(tmp_path: Path):
     tiny_model(tmp_path / "model", intermediate_size=1024)
     config, shape = config_of(tmp_path), shape_of(tmp_path / "model")
-    enough = needed_bytes(plan_memory(shape, config, Sizes(shards=2), device="cpu"), "cpu")
+    enough = needed_bytes(plan_memory(shape, config, Layout(shards=2), device="cpu"), "cpu")
     first = propose(shape, config, 2, enough, "cpu")
     assert first is not None
     assert first.changes == {}
     other = config_of(tmp_path, learner={"reshard": "full"}, model={"gradient_checkpointing": "selective"})
-    for_other = needed_bytes(plan_memory(shape, other, Sizes(shards=2), device="cpu"), "cpu")
+    for_other = needed_bytes(plan_memory(shape, other, Layout(shards=2), device="cpu"), "cpu")
     less = propose(shape, config, 2, for_other, "cpu")
     assert less is not None
     assert less.changes == {"learner.reshard": "full", "model.gradient_checkpointing": "selective"}
@@ -42,7 +43,7 @@ def test_what_fits_is_proposed_with_as_few_changes_as_it_takes(tmp_path: Path):
 def test_the_doctor_says_what_a_rank_takes_and_how_it_fits(tmp_path: Path):
     tiny_model(tmp_path / "model", intermediate_size=1024)
     config = config_of(tmp_path)
-    enough = needed_bytes(plan_memory(shape_of(tmp_path / "model"), config, Sizes(), device="cpu"), "cpu")
+    enough = needed_bytes(plan_memory(shape_of(tmp_path / "model"), config, Layout(), device="cpu"), "cpu")
     (fits,) = check_learner_memory(config, 1, enough, "cpu")
     assert (fits.state, fits.fix) == ("OK", "")
     assert "each of 1 ranks takes about" in fits.found

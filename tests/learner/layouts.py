@@ -44,8 +44,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "sequence 4": (4, {"sequence": 4}),
     "sequence 8": (8, {"sequence": 8}),
     "shards 2 x sequence 2": (4, {"sequence": 2}),
-    "sequence 2 x tensor 2": (4, {"sequence": 2, "tensor": 2}),
-    "sequence 2 x experts 2": (2, {"sequence": 2, "experts": 2}),
     "replicas 2 x sequence 2": (4, {"replicas": 2, "sequence": 2}),
     "sequence 2 x tensor 2": (4, {"sequence": 2, "tensor": 2}),
     "experts 2 of sequence 2": (2, {"sequence": 2, "experts": 2}),

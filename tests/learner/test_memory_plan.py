@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.learner.memory_plan import ModelShape, Sizes, UnknownShapeError, plan_memory
+from async_rl.config.parallel import Layout
+from async_rl.learner.memory_plan import ModelShape, UnknownShapeError, plan_memory
 from tests.learner.moe import moe_model
 from tests.learner.rank_scenarios import CHUNKS, MEASURED, measured_config, peak_of_step
 from tests.learner.ranks import run_ranks
@@ -43,7 +44,7 @@ def shape_of(directory: Path) -> ModelShape:
 
 def predicted(directory: Path, model: str, sections: dict[str, Any], num_ranks: int = 1) -> float:
     config = measured_config(directory, model, sections)
-    return plan_memory(shape_of(directory / model), config, Sizes(shards=num_ranks), device="cpu").total
+    return plan_memory(shape_of(directory / model), config, Layout(shards=num_ranks), device="cpu").total
 
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -93,7 +94,7 @@ def test_layouts_divide_weights_over_shards_and_layers_over_tensor_and_pipeline(
     shape, config = shape_of(directory / "model"), measured_config(directory, "model", {})
 
     def of(**sizes: int) -> tuple[float, float]:
-        plan = plan_memory(shape, config, Sizes(**sizes), device="cpu")
+        plan = plan_memory(shape, config, Layout(**sizes), device="cpu")
         return plan.optimizer, plan.activations
 
     state, activations = of()

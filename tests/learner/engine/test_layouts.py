@@ -42,8 +42,6 @@ CASES = [
     ("sequence 2", "llama", True),
     ("sequence 4", "qwen2", False),
     ("shards 2 x sequence 2", "qwen3_moe", False),
-    ("sequence 2 x tensor 2", "qwen3", True),
-    ("sequence 2 x experts 2", "qwen3_moe", False),
     ("replicas 2 x sequence 2", "qwen3", False),
     ("sequence 2 x tensor 2", "llama", True),
     ("experts 2 of sequence 2", "qwen3_moe", False),
