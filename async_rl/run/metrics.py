@@ -162,7 +162,8 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "time/pack_s": "Seconds in which rank 0 packed the sequences into micro-batches.",
         "time/scatter_s": "Seconds in which rank 0 sent the other ranks their micro-batches.",
         "time/forward_s": "Seconds of rank 0's forward passes, with head and loss. On a GPU this and the next two are "
-        "times of the device. With several ranks they include the collectives of FSDP, which overlap with computation.",
+        "times of the device. With several ranks they include the collectives of FSDP, which overlap with computation, "
+        "and in a pipeline (`parallel.pipeline`) the waits of the first stage for others.",
         "time/backward_s": "Seconds of rank 0's backward passes.",
         "time/optimizer_s": "Seconds of the statistics' sum over ranks, the gradient's norm and the optimizer step.",
         "time/publish_s": "Seconds in which the learner staged weights for publishing.",

@@ -56,7 +56,7 @@ def test_so_they_are_in_every_setting_of_the_engine(tmp_path: Path, settings: di
     assert_same(compiled_step(tmp_path, **settings, is_compiled=True), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("fast")
 def test_so_they_are_for_a_model_with_experts(tmp_path: Path):
     moe_model(tmp_path / "model")
@@ -65,7 +65,7 @@ def test_so_they_are_for_a_model_with_experts(tmp_path: Path):
     assert_same(compiled_step(tmp_path, **settings, is_compiled=True), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_so_they_are_with_scores_and_the_self_test_on_two_ranks(tmp_path: Path):
     tiny_model(tmp_path / "model")
     expected = compiled_step(tmp_path, is_tested=True, is_compiled=False)

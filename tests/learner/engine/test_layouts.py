@@ -11,6 +11,7 @@ import torch
 
 from async_rl.config.parallel import Layout, ParallelConfig
 from async_rl.errors import ConfigError
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.stored_tensors import MODEL, OPTIMIZER, load_tensors
 from tests.learner.layouts import (
@@ -23,6 +24,7 @@ from tests.learner.layouts import (
     model_for,
     run_layout,
 )
+from tests.learner.rank_scenarios import save
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_config
 
@@ -82,19 +84,28 @@ def test_a_step_is_the_same_under_every_layout_with_every_model(tmp_path: Path):
     compare_with_one_process(tmp_path, EVERY_CASE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param(False, marks=pytest.mark.slow, id="all weights"),
+        pytest.param(True, marks=pytest.mark.long, id="adapters"),
+    ],
+)
 def test_a_checkpoint_passes_through_every_layout_unchanged(tmp_path: Path, lora: bool):
     layout_model(tmp_path / "qwen3_moe", "qwen3_moe")
     alone = init_ranks(tiny_config(tmp_path, "qwen3_moe"))
     run_layout(layout_config(tmp_path, "qwen3_moe", {}, lora=lora), alone, tmp_path / "alone")
     shutil.copytree(tmp_path / "alone" / "checkpoint", tmp_path / "chain" / "0")
     number = 0
-    for size in sorted({size for size, _ in LAYOUTS.values()}):
+    for size in sorted({size for size, _ in LAYOUTS.values()}, reverse=True):
         names = [name for name, (of_layout, _) in LAYOUTS.items() if of_layout == size]
         (tmp_path / "chain.json").write_text(json.dumps([names, number, lora]), encoding="utf-8")
         run_ranks("passed_on", tmp_path, world_size=size)
         number += len(names)
+    again = FsdpEngine(layout_config(tmp_path, "qwen3_moe", {}, lora=lora), alone)
+    again.load(tmp_path / "chain" / str(number))
+    number += 1
+    save(again, tmp_path / "chain" / str(number), 1)
     for prefix in (MODEL, OPTIMIZER):
         expected = load_tensors(tmp_path / "chain" / "0", prefix)
         assert any(tensor.abs().sum() > 0 for tensor in expected.values())

@@ -13,7 +13,7 @@ from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_model
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_checkpoint_is_the_same_after_a_load_by_another_number_of_ranks(tmp_path: Path):
     # Three ranks can't divide the 16 rows of a weight evenly.
     tiny_model(tmp_path / "model")
