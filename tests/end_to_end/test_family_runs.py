@@ -9,11 +9,15 @@ import pytest
 from tests.end_to_end.family_run import learn_sums
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("qwen3 moe", {}), ("gemma 3", {}), ("gpt-oss", {}), ("granite 4 hybrid", {"mamba_n_heads": 6})],
+    [
+        pytest.param("qwen3 moe", {}, marks=pytest.mark.slow),
+        pytest.param("gemma 3", {}, marks=pytest.mark.slow),
+        pytest.param("gpt-oss", {}, marks=pytest.mark.long),
+        pytest.param("granite 4 hybrid", {"mamba_n_heads": 6}, marks=pytest.mark.long),
+    ],
 )
 def test_a_family_learns_sums(tmp_path: Path, family: str, changes: dict[str, int]):
     learned = learn_sums(tmp_path, family, backend="transformers", **changes)

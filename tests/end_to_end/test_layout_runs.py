@@ -11,7 +11,7 @@ from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.learner.layouts import LAYOUTS, LORA, layout_weights, model_for
 
-IN_CI = ("replicas 2 x shards 2", "tensor 2")
+IN_CI = ("tensor 2", "pipeline 2")
 NUM_STEPS = 3
 
 
