@@ -6,6 +6,7 @@ pipeline, replicas, shards, parts of a sequence, parts of a layer. Their sizes m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -80,9 +81,7 @@ class Layout:
             ConfigError: they can't be divided so.
         """
         sizes = {name: getattr(parallel, name) for name in ("pipeline", "replicas", "sequence", "tensor")}
-        fixed = 1
-        for size in sizes.values():
-            fixed *= size
+        fixed = math.prod(sizes.values())
         if num_ranks % fixed:
             product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
             raise ConfigError(

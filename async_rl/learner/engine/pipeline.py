@@ -5,7 +5,7 @@ micro-batches of a step, so packed rows would have to be padded to the longest. 
 size. Every rank knows all of them, so nothing is negotiated. Stages exchange the hidden states of a row's tokens, even
 if the model computes padded rows.
 
-With S stages and M micro-batches a rank is idle for (S - 1) / (M + S - 1) of a step. Called by ``fsdp_engine.py``.
+With S stages and M micro-batches a rank is idle for (S - 1) / (M + S - 1) of a step. Called by ``passes.py``.
 Shape letters: T = tokens of a row, d = hidden size.
 """
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -223,11 +223,11 @@ class Ranks:
         """Whether a collective failed on this rank. If so, it can send nothing to the other ranks."""
         return self._broken
 
-    def scatter_parts(self, frames: Sequence[bytes]) -> None:
-        """On rank 0, send every other rank the frame of its data rank (``Layout.data_rank``)."""
-        if self.world_size > 1:
-            of_others = [frames[self.layout.data_rank(rank)] for rank in range(1, self.world_size)]
-            self.scatter([b"", *of_others])
+    def scatter_parts(self, frame_of: Callable[[int], bytes]) -> None:
+        """On rank 0, send every other rank the frame of its data rank (``Layout.data_rank``), each made once."""
+        data_ranks = [self.layout.data_rank(rank) for rank in range(1, self.world_size)]
+        frames = {data_rank: frame_of(data_rank) for data_rank in set(data_ranks)}
+        self.scatter([b"", *(frames[data_rank] for data_rank in data_ranks)])
 
     def scatter(self, frames: Sequence[bytes]) -> bytes:
         """On rank 0, send every other rank its frame. Return rank 0's frame."""

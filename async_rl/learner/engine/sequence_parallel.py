@@ -1,4 +1,4 @@
-"""Sequence parallelism: ranks compute a micro-batch together, each a part of its tokens. Called by ``fsdp_engine.py``.
+"""Sequence parallelism: ranks compute a micro-batch together, each a part of its tokens. Called by ``passes.py``.
 
 Every rank of a group has the whole micro-batch and computes one of n equal parts of its row: embeddings, norms and
 matrix products of its own tokens, and the head for those that predict something. Attention exchanges keys, values and
