@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.family_run import learn_sums
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.learner.layouts import LAYOUTS, LORA, layout_weights, model_for
@@ -60,3 +61,21 @@ def test_a_run_samples_trains_evaluates_and_exports(tmp_path: Path, name: str):
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_run_samples_trains_evaluates_and_exports_under_every_layout(tmp_path: Path, name: str, lora: dict[str, Any]):
     check_run(layout_run(tmp_path, name, **lora))
+
+
+@pytest.fixture(scope="module")
+def task_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the warm starts are kept: one for each model."""
+    return tmp_path_factory.mktemp("quickstarts")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_quickstart_learns_under_every_layout(task_root: Path, name: str):
+    size, parallel = LAYOUTS[name]
+    family = "qwen3 moe" if "experts" in parallel else "qwen2"
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
+    learned = learn_sums(task_root / family, family, backend="transformers", parallel=parallel, num_ranks=size, **shape)
+    assert learned.accuracy_after > learned.accuracy_before + 0.1
+    assert learned.parity < 1e-4
