@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -594,7 +595,17 @@ MEASURED: dict[str, dict[str, Any]] = {
     "gathered": {"learner": {"max_tokens": 64, "reshard": "after_backward"}},
     "bfloat16": {"model": {"dtype": "bfloat16"}},
     "bfloat16, gathered": {"model": {"dtype": "bfloat16"}, "learner": {"reshard": "none"}},
+    "tensor": {"parallel": {"tensor": 2}},
+    "tensor, recomputed": {"parallel": {"tensor": 2}, "model": {"gradient_checkpointing": "full"}},
+    "tensor, few tokens": {"parallel": {"tensor": 2}, "learner": {"max_tokens": 32}},
+    "sequence": {"parallel": {"sequence": 2}},
+    "sequence, recomputed": {"parallel": {"sequence": 2}, "model": {"gradient_checkpointing": "full"}},
+    "pipeline": {"parallel": {"pipeline": 2}},
+    "pipeline, few tokens": {"parallel": {"pipeline": 2}, "learner": {"max_tokens": 32}},
+    "experts": {"parallel": {"experts": 2}},
+    "experts, few tokens": {"parallel": {"experts": 2}, "learner": {"max_tokens": 32}},
 }
+"""Sections of the config with which two ranks are measured."""
 CHUNKS = {"cpu": 1 << 16, "cuda": 1 << 16}
 """Bytes of logits, whose usual ones would be much more than a tiny model."""
 
@@ -604,21 +615,34 @@ def measured_config(directory: Path, model: str, sections: dict[str, Any]) -> Co
     return tiny_config(directory, model, **(sections | {"learner": learner}))
 
 
+def measured_model(sections: Mapping[str, Any]) -> str:
+    return "experts" if "experts" in sections.get("parallel", {}) else "model"
+
+
 def peak_of_step(config: Config, ranks: Ranks | None = None) -> int:
-    """The bytes of this rank's weights and state, and of what is alive at once in a step of three micro-batches."""
+    """The bytes of a rank's weights and state, and of what is alive at once in steps of three micro-batches: of the
+    rank that has most. There are three steps, so that what a step leaves alive would count again.
+    """
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
     from tests.learner.engine.live_bytes import LiveBytes, local_bytes
 
     ranks = ranks or init_ranks(config)
     engine = FsdpEngine(config, ranks)
-    if not ranks.is_leader:
-        follow_once(engine)
-        return 0
     kept = local_bytes([*engine._model.parameters(), *engine._optimizer.tensors().values()])
     with LiveBytes() as live:
-        engine.update(random_sequences(12 * ranks.world_size, config.learner.max_tokens // 4), version=0)
-    stop_following(engine)
-    return kept + live.peak
+        if ranks.is_leader:
+            # Three micro-batches for each of the ranks that have their own.
+            sequences = random_sequences(12 * ranks.layout.num_data_ranks, config.longest_sequence // 4)
+            for _ in range(3):
+                engine.update(sequences, version=0)
+            stop_following(engine)
+        else:
+            follow_once(engine)
+    peaks = [kept + live.peak]
+    if ranks.world_size > 1:
+        peaks = [0] * ranks.world_size
+        dist.all_gather_object(peaks, kept + live.peak)
+    return max(peaks)
 
 
 def measured(directory: Path) -> None:
@@ -626,9 +650,11 @@ def measured(directory: Path) -> None:
 
     logprobs.CHUNK_BYTES = CHUNKS
     ranks = init_ranks(measured_config(directory, "model", {}))
-    peaks = {
-        name: peak_of_step(measured_config(directory, "model", sections), ranks) for name, sections in MEASURED.items()
-    }
+    peaks: dict[str, int] = {}
+    for name, sections in MEASURED.items():
+        config = measured_config(directory, measured_model(sections), sections)
+        ranks.layout = Layout.of(config.parallel, ranks.world_size)
+        peaks[name] = peak_of_step(config, ranks)
     if ranks.is_leader:
         (directory / "peaks.json").write_text(json.dumps(peaks))
     ranks.close()

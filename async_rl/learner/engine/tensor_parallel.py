@@ -46,7 +46,8 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return tensor.view_as(tensor)
+        # Not a view: a view holds its base, which ``_copied`` lets hold the view. Nothing would free the two.
+        return tensor.new_empty(0).set_(cast(Any, tensor.detach()))
 
     @staticmethod
     @once_differentiable

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from async_rl.errors import ModelError
+from async_rl.learner.engine import tensor_parallel
 from async_rl.learner.engine.experts import find_experts
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.tensor_parallel import divide, divisions
@@ -62,6 +64,17 @@ def test_a_parameter_beside_divided_columns_that_the_plan_leaves_out_is_refused(
 def test_experts_that_cannot_be_divided_are_refused_with_the_arithmetic():
     with pytest.raises(ModelError, match=r"parallel.tensor: expected a divisor of the experts of a layer, 4, got 3"):
         find_experts(policy("Qwen 3 MoE"), 3, "parallel.tensor")
+
+
+def test_what_a_tensor_groups_layers_took_is_freed(monkeypatch: pytest.MonkeyPatch):
+    # It was not: a step's inputs of all layers stayed, and with recomputation all that was computed from them.
+    monkeypatch.setattr(tensor_parallel, "_summed", lambda tensor, group: tensor.clone())
+    hidden = torch.ones(2, requires_grad=True) * 2
+    copies = [tensor_parallel._copied(hidden, cast(Any, None)) for _ in range(2)]
+    assert copies[0] is copies[1]
+    freed = weakref.ref(hidden)
+    del hidden, copies
+    assert freed() is None
 
 
 def test_an_attention_and_an_mlp_send_one_sum_in_each_pass(monkeypatch: pytest.MonkeyPatch):
