@@ -21,8 +21,8 @@ RESERVED_BYTES = 2 << 30
 """Memory of a GPU for CUDA's context, libraries and NCCL's buffers."""
 MARGIN = 1.1
 """By how much the predicted peak is raised: torch's allocator leaves gaps, and the prediction has an error."""
-_MOST_SHARED_POWER = 3
-"""Proposed is that at most 2 to the power of this share a sequence: the GPUs of a node."""
+_SIZES = (2, 4, 8)
+"""Proposed sizes of a dimension of the layout, up to the GPUs of a node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,15 @@ def propose(shape: ModelShape, config: Config, num_ranks: int, device_bytes: flo
     """Return what makes the learner fit ``num_ranks`` devices of ``device_bytes``, with the least loss of speed.
 
     In this order, each with those before: gathered parameters are freed; activations are computed again, in part or in
-    full; the optimizer's state is rounded; micro-batches become shorter, down to the longest sequence; ranks share
-    sequences. None: nothing does. On the CPU ranks share the memory, so more ranks do not help there.
+    full; the optimizer's state is rounded; micro-batches become shorter, down to the longest sequence. Then the layout
+    changes: ranks divide experts; or share sequences; or layers; or layers and sequences; or layers and stages. None:
+    nothing does. On the CPU ranks share the memory, so more ranks do not help there.
 
     Raises:
         ConfigError: so many ranks can't be divided as ``[parallel]`` says.
     """
     reference = has_reference(config)
-    for changes in _changes(config, Layout.of(config.parallel, num_ranks)):
+    for changes in _changes(shape, config, Layout.of(config.parallel, num_ranks)):
         changed = _with(config, changes)
         layout = Layout.of(changed.parallel, num_ranks)
         plan = plan_memory(shape, changed, layout, device=device, has_reference=reference)
@@ -69,7 +70,7 @@ def propose(shape: ModelShape, config: Config, num_ranks: int, device_bytes: flo
     return None
 
 
-def _changes(config: Config, layout: Layout) -> Iterator[dict[str, Any]]:
+def _changes(shape: ModelShape, config: Config, layout: Layout) -> Iterator[dict[str, Any]]:
     changes: dict[str, Any] = {}
     yield dict(changes)
     steps: list[tuple[str, Any]] = [("learner.reshard", "full")]
@@ -88,11 +89,30 @@ def _changes(config: Config, layout: Layout) -> Iterator[dict[str, Any]]:
             continue
         changes[key] = value
         yield dict(changes)
-    for power in range(1, _MOST_SHARED_POWER + 1):
-        if layout.shards % (times := 1 << power):
-            return
-        changes |= {"parallel.sequence": layout.sequence * times, "learner.max_tokens": -(-tokens // times)}
-        yield dict(changes)
+    for sizes in _layouts(shape, layout):
+        shared = sizes.get("sequence", layout.sequence) // layout.sequence
+        shorter = {"learner.max_tokens": -(-tokens // shared)} if shared > 1 else {}
+        yield changes | {f"parallel.{name}": size for name, size in sizes.items()} | shorter
+
+
+def _layouts(shape: ModelShape, layout: Layout) -> Iterator[dict[str, int]]:
+    """Yield sizes that divide the shards of ``layout``, which the model can have, by their names in ``[parallel]``."""
+    free = [size for size in _SIZES if layout.shards % size == 0]
+    if layout.tensor == layout.experts == 1:
+        yield from ({"experts": size} for size in free if shape.num_experts and shape.num_experts % size == 0)
+    yield from ({"sequence": layout.sequence * size} for size in free)
+    if layout.tensor > 1 or layout.experts > 1:
+        return
+    counts = (shape.num_heads, shape.num_key_heads, shape.num_experts)
+    tensor = [size for size in free if shape.num_heads and not any(count % size for count in counts)]
+    yield from ({"tensor": size} for size in tensor)
+    if not tensor:
+        return
+    rest = layout.shards // tensor[-1]
+    further = [size for size in _SIZES if rest % size == 0]
+    yield from ({"tensor": tensor[-1], "sequence": layout.sequence * size} for size in further)
+    if layout.pipeline == 1:
+        yield from ({"tensor": tensor[-1], "pipeline": size} for size in further if size <= shape.num_layers)
 
 
 def _with(config: Config, changes: dict[str, Any]) -> Config:

@@ -54,6 +54,8 @@ class ModelShape:
         num_experts: in each layer; 0 without experts.
         experts_per_token: how many of them compute a token; 1 without experts.
         has_head_norms: whether queries and keys are normalised (Qwen3).
+        num_heads: number of query heads, and
+        num_key_heads: of key and value heads; 0 if they are not known.
     """
 
     width: int
@@ -66,6 +68,8 @@ class ModelShape:
     num_experts: int = 0
     experts_per_token: int = 1
     has_head_norms: bool = False
+    num_heads: int = 0
+    num_key_heads: int = 0
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Self:
@@ -95,6 +99,8 @@ class ModelShape:
             num_experts=num_experts,
             experts_per_token=config.get("num_experts_per_tok") or 1 if num_experts else 1,
             has_head_norms=str(config.get("model_type", "")).startswith("qwen3"),
+            num_heads=heads,
+            num_key_heads=config.get("num_key_value_heads") or heads,
         )
 
     @property
