@@ -89,7 +89,10 @@ def run_sft(config: Config) -> None:
     check_export_target(out)
     ranks = init_ranks(config)
     with logged(logger, f"loading the model {config.model.path}"):
-        engine = FsdpEngine(config, ranks, objective=SupervisedObjective(), schedule=_schedule(config))
+        engine = FsdpEngine(
+            config, ranks, objective=SupervisedObjective(), schedule=_schedule(config),
+            max_length=config.sft.max_length,
+        )  # fmt: skip
     exit_code = _run_leader(config, ranks, engine, done) if ranks.is_leader else _follow(config, ranks, engine)
     if exit_code:
         raise SystemExit(exit_code)

@@ -113,6 +113,40 @@ def sequences_with_a_group() -> list[TrainSequence]:
     return [sequences[0], *(_with_prompt(s, prompt) for s in sequences[1:3]), *sequences[3:]]
 
 
+def pairs_loss(sums_S: torch.Tensor) -> torch.Tensor:
+    """A loss of the sums of six sequences that no sum over sequences equals: of each half of them, and their mean."""
+    return -torch.nn.functional.logsigmoid(0.5 * (sums_S[:3] - sums_S[3:])).mean() + 0.01 * sums_S.mean().square()
+
+
+def sloped(directory: Path) -> None:
+    """The gradient of ``pairs_loss`` by ranks that have different sequences, and by ranks that share them."""
+    from async_rl.learner.engine.fsdp_engine import FsdpEngine
+    from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes, sequence_sums
+
+    ranks = init_ranks(tiny_config(directory, "model"))
+    for name, sequence_size in (("data", 1), ("sequence", ranks.world_size)):
+        sections = PLAIN | {"learner": {"max_tokens": 20}, "parallel": {"sequence": sequence_size}}
+        config = tiny_config(directory, "model", **sections)
+        ranks.layout = Layout.of(config.parallel, ranks.world_size)
+        engine = FsdpEngine(config, ranks, objective=SlopeObjective())
+        loss = 0.0
+        if ranks.is_leader:
+            sequences = sequences_with_a_group()
+            sums = sequence_sums(sequences, engine.score_policy(sequences))
+            loss, with_slopes = sequence_slopes(sequences, sums, pairs_loss)
+            engine.update(with_slopes, version=0)
+            stop_following(engine)
+        else:
+            follow_once(engine)
+        moments = {n: t for n, t in engine._optimizer.tensors().items() if n.startswith("exp_avg.")}
+        whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in moments.items()}
+        if ranks.is_leader:
+            torch.save(
+                (loss, {n.removeprefix("exp_avg."): t for n, t in whole.items()}), directory / f"sloped_{name}.pt"
+            )
+    ranks.close()
+
+
 def padded_config(directory: Path, sections: dict[str, Any]) -> Config:
     """A step that reports its gradient (PLAIN), in several micro-batches."""
     learner = {"max_tokens": 40} | sections.get("learner", {})

@@ -85,20 +85,19 @@ def policy_schedule(config: Config) -> Schedule:
     )
 
 
-def _max_length(config: Config, *, is_supervised: bool) -> int:
-    """Return the number of tokens of the longest sequence that a run may have."""
-    return (
-        config.sft.max_length if is_supervised else config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
-    )
-
-
 class FsdpEngine:
     """The model, the optimizer and the schedule on this rank. Rank 0 calls the methods of ``Engine``, other ranks
     ``follow``.
     """
 
     def __init__(
-        self, config: Config, ranks: Ranks, *, objective: Objective | None = None, schedule: Schedule | None = None
+        self,
+        config: Config,
+        ranks: Ranks,
+        *,
+        objective: Objective | None = None,
+        schedule: Schedule | None = None,
+        max_length: int | None = None,
     ) -> None:
         """Load the model of ``model.path`` and shard it. All ranks build the same engine.
 
@@ -107,6 +106,7 @@ class FsdpEngine:
             ranks: the connection to the other ranks.
             objective: the loss. None: that of a reinforcement learning run.
             schedule: the learning rates. None: those of a reinforcement learning run.
+            max_length: number of tokens of the longest sequence. None: that of a reinforcement learning run.
 
         Raises:
             ModelError: the model is missing, can't be trained, or computes wrong values for a micro-batch.
@@ -127,7 +127,9 @@ class FsdpEngine:
             self._is_sharded = ranks.has_group
             self._mesh = Mesh.build(ranks.layout, ranks.device.type) if ranks.has_group else None
             self._model, weights = load_policy(config.model, "padded", is_sharded=self._is_sharded)
-            self._test_model(weights, is_supervised=objective is not None)
+            sampling = config.sampling
+            max_length = max_length or sampling.max_prompt_tokens + sampling.max_new_tokens
+            self._test_model(weights, max_length=max_length, may_replay=objective is None)
             self._names = self._model.tensor_names()
             self._specs = self._tensor_specs()
             self._adapters: Adapters | None = None
@@ -156,16 +158,15 @@ class FsdpEngine:
             self._saving: Future[None] | None = None
             self._host_copy = HostCopy()
 
-    def _test_model(self, weights: Weights | None, *, is_supervised: bool) -> None:
+    def _test_model(self, weights: Weights | None, *, max_length: int, may_replay: bool) -> None:
         """Test the model on rank 0, choose how it computes micro-batches, and prepare it to replay routes."""
         config, ranks = self._config, self._ranks
         tested = read_tested(config.model, self._model, weights) if ranks.is_leader else None
-        max_length = _max_length(config, is_supervised=is_supervised)
         set_packing(self._model, config.learner.packing, ranks, tested=tested, max_length=max_length)
         check_packing(self._model.packing, ranks.layout.sequence)
         if tested is not None and ranks.layout.pipeline > 1:
             check_stages(tested)
-        if config.model.routing_replay and not is_supervised:
+        if config.model.routing_replay and may_replay:
             self._model.replay = RoutingReplay(self._model.causal_lm)
             if tested is not None:
                 tested.replay = tested.replay or RoutingReplay(tested.causal_lm)
@@ -510,7 +511,7 @@ class FsdpEngine:
             sums = self._ranks.all_reduce_sum(sums.cpu())
             routing = self._replayed()
             lr = self._schedule.lr_at(self._num_updates) * self._ess_scale(sums)
-            outcome = self._step(float(sums[0]), lr, self._objective.why_skip(sums))
+            outcome = self._step(self._objective.denominator(sums), lr, self._objective.why_skip(sums))
         fields = {"ratio_max": float(ratio_max), "peak_bytes": peak_memory_bytes(self._ranks.device)}
         frames = self._ranks.gather(encode("skipped", fields, [skipped]))
         reports = [decode(frame) for frame in frames]

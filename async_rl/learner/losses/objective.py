@@ -1,13 +1,14 @@
 """The losses that the engine can train with, as objects that it calls for each micro-batch.
 
-``PolicyObjective`` is for reinforcement learning, ``SupervisedObjective`` for ``async-rl sft``. An objective returns a
-loss to backpropagate, and statistics. Statistics are sums and counts over trained tokens, so they can be added over
-micro-batches and ranks, however the step is cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained
-tokens, S = sequences.
+``PolicyObjective`` is for reinforcement learning, ``SupervisedObjective`` for ``async-rl sft``, and
+``slopes.SlopeObjective`` for losses over whole sequences. An objective returns a loss to backpropagate, and statistics.
+Statistics are sums and counts over trained tokens, so they can be added over micro-batches and ranks, however the step
+is cut. ``engine/fsdp_engine.py`` calls this on every rank. N = trained tokens, S = sequences.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -86,6 +87,13 @@ class Objective(Protocol):
 
     def why_skip(self, sums: Tensor) -> str:
         """Return why the optimizer step must be skipped. Empty if it need not be skipped.
+
+        ``sums`` are the sums of the whole step, on the host.
+        """
+        ...
+
+    def denominator(self, sums: Tensor) -> float:
+        """Return what the loss sum of the whole step is divided by. 0: nothing is left to train on.
 
         ``sums`` are the sums of the whole step, on the host.
         """
@@ -193,9 +201,21 @@ class PolicyObjective:
         step = summarise(_split(sums, self).rows.sum(0).numpy())
         return why_skip(rules, rule_sums, tokens=float(sums[SUM_NAMES.index("tokens")]), ess=step.ess)
 
+    def denominator(self, sums: Tensor) -> float:
+        return float(sums[SUM_NAMES.index("denominator")])
 
-class SupervisedObjective:
-    """The mean negative log-likelihood of all trained tokens. It skips no step and uses no behavior policy."""
+
+class LinearObjective(ABC):
+    """A sum over trained tokens of a slope, known beforehand, times the token's value. It skips no step and uses no
+    behavior policy.
+    """
+
+    @abstractmethod
+    def slopes(self, batch: DeviceBatch) -> Tensor:
+        """Return the slopes of the trained tokens, float32 [N]."""
+
+    @abstractmethod
+    def denominator(self, sums: Tensor) -> float: ...
 
     @property
     def needs_entropy_grad(self) -> bool:
@@ -218,7 +238,7 @@ class SupervisedObjective:
         return len(SUM_NAMES)
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
-        loss_sum = -scored.logprobs.sum(dtype=torch.float64)
+        loss_sum = (scored.logprobs * self.slopes(batch)).sum(dtype=torch.float64)
         entropy = scored.entropies.detach().sum(dtype=torch.float64)
         num_tokens, none = torch.full_like(entropy, len(scored.logprobs)), torch.zeros_like(entropy)
         sums = torch.stack([num_tokens, loss_sum.detach(), num_tokens, entropy, none, none, none, none])
@@ -226,10 +246,22 @@ class SupervisedObjective:
         return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
 
     def predict_slopes(self, batch: DeviceBatch, *, version: int) -> IndexedSlopeFunction:
-        return lambda _, scored: Slopes(torch.full_like(scored.logprobs, -1.0))
+        """Return the slopes themselves: the prediction is exact."""
+        slopes_N = self.slopes(batch)
+        return lambda place, _: Slopes(slopes_N[place])
 
     def why_skip(self, sums: Tensor) -> str:
         return ""
+
+
+class SupervisedObjective(LinearObjective):
+    """The mean negative log-likelihood of all trained tokens."""
+
+    def slopes(self, batch: DeviceBatch) -> Tensor:
+        return torch.full_like(batch.advantages, -1.0)
+
+    def denominator(self, sums: Tensor) -> float:
+        return float(sums[SUM_NAMES.index("tokens")])
 
 
 def _inputs(
@@ -317,13 +349,14 @@ def update_stats(
     """Return a step's statistics, computed from its sums over micro-batches and ranks (host, float64)."""
     total = dict(zip(SUM_NAMES, sums.tolist()))
     count = max(1.0, total["tokens"])
+    denominator = objective.denominator(sums)
     parts = _split(sums, objective)
     rows = parts.rows.numpy()
     step = summarise(rows.sum(0))
     return UpdateStats(
         stepped=not outcome.reason,
         reason=outcome.reason,
-        loss=total["loss"] / total["denominator"] if total["denominator"] else 0.0,
+        loss=total["loss"] / denominator if denominator else 0.0,
         grad_norm=outcome.grad_norm,
         lr=outcome.lr,
         tokens_trained=int(total["tokens"]),
