@@ -308,7 +308,7 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
 
         logging.getLogger(__name__).info("loading PyTorch")
         quiet_progress_bars()
-        from async_rl.learner.sft import run_sft
+        from async_rl.learner.offline.sft import run_sft
 
         run_sft(resolved)
 

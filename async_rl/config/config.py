@@ -20,9 +20,10 @@ from async_rl.config.generator import (
     has_model,
     known_capabilities,
 )
-from async_rl.config.learner import LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig, SftConfig
+from async_rl.config.learner import LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig
 from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import ADVANTAGES
+from async_rl.config.offline import SftConfig
 from async_rl.config.parallel import ParallelConfig
 from async_rl.config.queue import QueueConfig, WeightsConfig
 from async_rl.config.reward import RewardConfig

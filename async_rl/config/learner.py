@@ -1,4 +1,4 @@
-"""The sections ``model``, ``lora``, ``learner``, ``optimizer`` and ``sft``: what is trained, how, and where."""
+"""The sections ``model``, ``lora``, ``learner`` and ``optimizer``: what is trained, how, and where."""
 
 from __future__ import annotations
 
@@ -286,29 +286,3 @@ class OptimizerConfig(Section):
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError(f"expected two numbers from 0 to below 1, got {list(value)}; correct them")
         return value
-
-
-class SftConfig(Section):
-    """Supervised fine-tuning with ``async-rl sft``, to prepare a model before reinforcement learning."""
-
-    data: str = Field(
-        default="",
-        description="Rows of prompt and response, or of messages, in any form that data.train has; `async-rl sft` "
-        "needs it.",
-    )
-    out: str = Field(default="", description="Hugging Face model directory to write; `async-rl sft` needs it.")
-    steps: int = Field(default=1000, ge=1, description="Number of optimizer steps of `async-rl sft`.")
-    batch_size: int = Field(
-        default=64, ge=1, description="Number of rows in one optimizer step of `async-rl sft`, over all ranks."
-    )
-    max_length: int = Field(
-        default=2048, ge=2, description="Maximum number of tokens of a row of sft.data; the end of longer rows is cut."
-    )
-    lr: float = Field(default=1e-5, gt=0, description="Learning rate of `async-rl sft` after the warm-up.")
-    schedule: Literal["constant", "cosine", "linear"] = Field(
-        default="cosine",
-        description="How the learning rate of `async-rl sft` changes from the end of the warm-up to the last step.",
-    )
-    warmup_steps: int = Field(
-        default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly to sft.lr."
-    )

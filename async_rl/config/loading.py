@@ -89,6 +89,9 @@ def renew(raw: Mapping[str, Any]) -> None:
     model = raw.get("model")
     if isinstance(model, dict) and isinstance(switch := model.get("gradient_checkpointing"), bool):
         model["gradient_checkpointing"] = "full" if switch else "none"
+    experimental = raw.get("experimental")
+    if isinstance(experimental, dict):
+        experimental.pop("sft_checkpoint_every", None)  # now sft.checkpoint_every, which no resumed run needs
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -204,10 +204,5 @@ class ExperimentalConfig(Section):
         ge=1,
         description="Number of optimizer steps that may be skipped in a row; one more stops the run.",
     )
-    sft_checkpoint_every: int = Field(
-        default=0,
-        ge=0,
-        description="Optimizer steps between two checkpoints of `async-rl sft`; 0 writes one only at the end.",
-    )
     vllm: VllmConfig = Field(default=VllmConfig(), description="The vLLM backend.")
     fake: FakeConfig = Field(default=FakeConfig(), description="The fake backend.")

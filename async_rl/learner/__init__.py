@@ -9,6 +9,6 @@ and ``losses/`` hold the formulas; ``step_masks.py`` judges the tokens of a whol
 divides a step into micro-batches for all ranks, with ``balance.py`` and ``beginnings.py``; ``engine/`` does the work on
 the device. ``publishing.py`` sends the new weights. ``step_result.py`` and ``staleness.py`` summarise a
 step. ``recorder.py`` and ``checkpoint.py`` write it to files. ``parity.py`` compares the generators' log-probabilities
-with the learner's. ``export.py`` turns a checkpoint into a Hugging Face directory. ``sft.py`` trains on given answers
-before reinforcement learning.
+with the learner's. ``export.py`` turns a checkpoint into a Hugging Face directory. ``offline/`` trains on given rows,
+without a queue.
 """

@@ -9,8 +9,8 @@ learner's checkpoints: temporary names contain the lineage, the queue confirms t
 commit removes no newer checkpoint. ``remove_leftovers``, which the newer learner calls, removes the older learner's
 temporary files, so the older learner's last renames fail.
 
-The trainer and ``sft.py`` have a ``CheckpointWriter`` on rank 0, which writes in the background. ``write_checkpoint``
-returns when the checkpoint is committed.
+The trainer and ``offline/run.py`` have a ``CheckpointWriter`` on rank 0, which writes in the background.
+``write_checkpoint`` returns when the checkpoint is committed.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ FREE: tuple[str, ...] = (
     "checkpoint", "log",
     "experimental.max_messages_per_s", "experimental.max_malformed_per_minute", "experimental.distributed_timeout_s",
     "experimental.bucket_bytes", "experimental.parity_every", "experimental.parity_limit", "experimental.linger_s",
-    "experimental.sft_checkpoint_every", "sft",
+    "sft",
 )  # fmt: skip
 """Keys and sections that may change when a run is resumed. They change where and how fast the run computes and what it
 records, but not what it learns."""

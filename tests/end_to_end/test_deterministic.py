@@ -36,8 +36,8 @@ from async_rl.learner.advantages import group_normalised
 from async_rl.learner.checkpoint import latest_checkpoint
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.offline.sft import run_sft
 from async_rl.learner.packing import TrainSequence
-from async_rl.learner.sft import run_sft
 from async_rl.learner.stored_tensors import load_tensors
 from async_rl.net.keys import make_keys
 from async_rl.queue.core.admission import lease_seed, train_sampling

@@ -552,7 +552,7 @@ def follower_is_killed(directory: Path) -> None:
 
 def supervised(directory: Path) -> None:
     from async_rl.config.loading import load_config
-    from async_rl.learner.sft import run_sft
+    from async_rl.learner.offline.sft import run_sft
 
     run_sft(load_config(directory / "sft.toml"))
 

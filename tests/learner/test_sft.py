@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -15,13 +16,17 @@ from safetensors.torch import load_file
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
+from async_rl.data.chat import load_tokenizer
 from async_rl.errors import ConfigError, DataError, RunError
-from async_rl.learner import checkpoint_writer, sft
-from async_rl.learner.checkpoint import checkpoint_name, latest_checkpoint
-from async_rl.learner.sft import batch_of, run_sft
+from async_rl.learner import checkpoint_writer
+from async_rl.learner.checkpoint import checkpoint_name, latest_checkpoint, read_extra, write_extra
+from async_rl.learner.file_digests import renew_entry
+from async_rl.learner.offline import run
+from async_rl.learner.offline.batches import batch_of
+from async_rl.learner.offline.sft import load_sft_rows, run_sft
 from tests.end_to_end.harness import wait_until
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
-from tests.learner.tiny import random_sequences, tiny_config, tiny_model
+from tests.learner.tiny import random_sequences, tiny_config, tiny_model, trained_tokens
 
 
 def sft_config(root: Path, **settings: Any) -> Config:
@@ -40,10 +45,11 @@ def sft_config(root: Path, **settings: Any) -> Config:
         "steps": 12,
         "batch_size": 4,
         "lr": 1e-2,
+        "checkpoint_every": 5,
         **settings,
     }
     checkpoint = {"every": 5, "keep_last": 1, "keep_every": 5}
-    return tiny_config(root, "model", sft=section, checkpoint=checkpoint, experimental={"sft_checkpoint_every": 5})
+    return tiny_config(root, "model", sft=section, checkpoint=checkpoint)
 
 
 def metrics(root: Path) -> list[dict[str, Any]]:
@@ -71,18 +77,18 @@ def test_a_run_that_dies_and_resumes_ends_with_the_same_weights(tmp_path: Path, 
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
     run_sft(sft_config(tmp_path / "whole"))
-    real_batch_of = sft.batch_of
+    real_batch_of = run.batch_of
 
     def dies_in_step_8(rows: Any, step: int, **settings: Any) -> Any:
         if step == 7:
             raise KeyboardInterrupt
         return real_batch_of(rows, step, **settings)
 
-    monkeypatch.setattr(sft, "batch_of", dies_in_step_8)
+    monkeypatch.setattr(run, "batch_of", dies_in_step_8)
     with pytest.raises(KeyboardInterrupt):
         run_sft(sft_config(tmp_path / "broken"))
     assert len(metrics(tmp_path / "broken")) == 7
-    monkeypatch.setattr(sft, "batch_of", real_batch_of)
+    monkeypatch.setattr(run, "batch_of", real_batch_of)
     run_sft(sft_config(tmp_path / "broken"))
     assert metrics(tmp_path / "broken") == metrics(tmp_path / "whole")
     expected = exported(tmp_path / "whole")
@@ -94,7 +100,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_multiples_of_keep_every_s
 ):
     begun = threading.Event()
     waited: list[bool] = []
-    real_batch_of, real_write_manifest = sft.batch_of, checkpoint_writer.write_manifest
+    real_batch_of, real_write_manifest = run.batch_of, checkpoint_writer.write_manifest
 
     def begins_step_7(rows: Any, step: int, **settings: Any) -> Any:
         if step == 6:
@@ -105,7 +111,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_multiples_of_keep_every_s
         waited.append(begun.wait(60))
         real_write_manifest(directory)
 
-    monkeypatch.setattr(sft, "batch_of", begins_step_7)
+    monkeypatch.setattr(run, "batch_of", begins_step_7)
     monkeypatch.setattr(checkpoint_writer, "write_manifest", written_after_step_7_has_begun)
     run_sft(sft_config(tmp_path))
     assert waited == [True] * 3  # steps 5, 10 and 12
@@ -121,7 +127,7 @@ def test_a_signal_saves_the_last_step_and_the_same_command_goes_on(
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
     run_sft(sft_config(tmp_path / "whole"))
-    real_batch_of = sft.batch_of
+    real_batch_of = run.batch_of
 
     def stopped_in_step_8(rows: Any, step: int, **settings: Any) -> Any:
         if step == 7:
@@ -129,14 +135,14 @@ def test_a_signal_saves_the_last_step_and_the_same_command_goes_on(
             wait_until("the request to stop", lambda: "saving, then ending" in caplog.text)
         return real_batch_of(rows, step, **settings)
 
-    monkeypatch.setattr(sft, "batch_of", stopped_in_step_8)
+    monkeypatch.setattr(run, "batch_of", stopped_in_step_8)
     caplog.set_level("INFO")
     with pytest.raises(SystemExit) as stopped:
         run_sft(sft_config(tmp_path / "stopped"))
     assert stopped.value.code == 128 + signum
     assert "saved at step 8; the same command resumes from step-000008" in caplog.text
     assert not (tmp_path / "stopped" / "out").exists()
-    monkeypatch.setattr(sft, "batch_of", real_batch_of)
+    monkeypatch.setattr(run, "batch_of", real_batch_of)
     run_sft(sft_config(tmp_path / "stopped"))
     assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
     expected = exported(tmp_path / "whole")
@@ -177,6 +183,36 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path):
     run_sft(config)
     assert (tmp_path / "out" / "model.safetensors").stat().st_mtime_ns == before
     assert len(metrics(tmp_path)) == 2
+
+
+def test_a_run_of_an_older_version_goes_on(tmp_path: Path):
+    # It knew neither sft.epochs nor how many steps its checkpoints' run has.
+    run_sft(sft_config(tmp_path, steps=2))
+    saved = latest_checkpoint(tmp_path / "run" / "sft")
+    assert saved is not None
+    extra = read_extra(saved)
+    old = {key: value for key, value in extra["settings"].items() if key != "sft.epochs"}
+    write_extra(saved, {"step": 2, "settings": old})
+    renew_entry(saved, "extra.msgpack")
+    shutil.rmtree(tmp_path / "out")
+    run_sft(sft_config(tmp_path, steps=2))
+    assert exported(tmp_path)
+    assert len(metrics(tmp_path)) == 2
+
+
+def test_two_epochs_train_on_every_row_twice(tmp_path: Path):
+    # 10 rows in batches of 8: 20 rows are 8 + 8 + 4.
+    config = sft_config(tmp_path, steps=None, epochs=2, batch_size=8)
+    run_sft(config)
+    rows = load_sft_rows(tmp_path / "rows.jsonl", load_tokenizer(str(tmp_path / "model")), max_length=50)
+    assert len(metrics(tmp_path)) == 3
+    assert sum(row["tokens"] for row in metrics(tmp_path)) == 2 * trained_tokens(rows)
+    run_sft(config)  # finished
+
+
+def test_steps_and_epochs_together_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"sft.*expected no value with steps = 12, got 2"):
+        sft_config(tmp_path, epochs=2)
 
 
 def test_a_changed_setting_is_refused_by_name(tmp_path: Path):

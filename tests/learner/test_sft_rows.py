@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import DataError, ModelError
-from async_rl.learner.sft import load_sft_rows
+from async_rl.learner.offline.sft import load_sft_rows
 from tests.learner.tiny import tiny_model
 
 if TYPE_CHECKING:

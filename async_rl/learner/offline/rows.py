@@ -1,0 +1,217 @@
+"""Reads the rows of a dataset and turns them into tokens with a loss mask.
+
+A prompt and an answer are both text, or both lists of messages. Text is used without a template, and the answer is
+followed by the end-of-sequence token. Messages are rendered with the chat template, turn by turn. What it writes in
+front of a turn (``add_generation_prompt``) is tokenised in one piece with the messages before it, as at sampling time.
+No system message is added. The loss is on the answer: its text and end token, or every assistant turn up to its end
+token. Sequences are cut on the right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from async_rl.config.data import parse_tools
+from async_rl.data.files import Source, kind, parse_json
+from async_rl.data.template import apply_template, check_arguments
+from async_rl.errors import DataError
+from async_rl.learner.packing import TrainSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Row = TypeVar("Row")
+Text = str | Sequence[Any]
+"""Plain text, or a list of messages."""
+
+
+def load_rows(source: str, key: str, encode: Callable[[int, str, Mapping[str, Any]], Row]) -> list[Row]:
+    """Read the rows of the dataset ``source``, and encode each.
+
+    Args:
+        source: the dataset, as ``data.files.Source`` takes it.
+        key: the config key that names it, for messages.
+        encode: makes a row from its index, its place and its fields.
+
+    Raises:
+        DataError: the dataset can't be read, or has no row or a bad row. The message names the row's place.
+    """
+    rows = [encode(index, where, fields) for index, (where, fields) in enumerate(_read_rows(source, key))]
+    if not rows:
+        raise DataError(f"{key}: expected at least one row in {source}, got none; add rows to it")
+    return rows
+
+
+def _read_rows(source: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each row as a pair (its place, its fields). A field that holds a list may be JSON text, as in CSV."""
+    try:
+        dataset = Source(source)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from None
+    for where, row in dataset.records():
+        if isinstance(row, DataError):
+            raise DataError(f"{row}; correct the row")
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: expected a JSON object, got {kind(row)}; write the row as an object of fields")
+        fields = dict(row)
+        for name in ("messages", "tools"):
+            if isinstance(text := fields.get(name), str) and text.lstrip()[:1] == "[":
+                fields[name] = parse_json(text.encode(errors="replace"), f"{where}: {name}", "JSON")
+        yield where, fields
+
+
+class RowEncoder:
+    """Turns prompts and answers into sequences, with one tokenizer and its chat template."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], *, max_length: int, section: str
+    ) -> None:
+        """Check the chat template's ``arguments``, its variables in addition to the messages.
+
+        Args:
+            tokenizer: that of the model.
+            arguments: those of the config. A row's own tools have precedence.
+            max_length: longer sequences are cut on the right.
+            section: the config section with ``max_length``, for messages.
+
+        Raises:
+            ModelError: the template does not read one of the arguments.
+        """
+        check_arguments(tokenizer, arguments)
+        self._tokenizer, self._arguments = tokenizer, arguments
+        self._max_length, self._section = max_length, section
+        self._reads_tools = "tools" in arguments
+
+    def encode(self, index: int, prompt: Text, answer: Text, where: str, *, tools: Any = None) -> TrainSequence:
+        """Return the sequence of ``answer`` to ``prompt``. Its ``sequence_id`` is ``index``.
+
+        The prompt of a list of messages may be empty: the loss is then on all assistant turns of ``answer``.
+
+        Raises:
+            DataError: the row at the place ``where`` is bad, or no token of the answer is left.
+            ModelError: the chat template does not read the row's ``tools``.
+        """
+        if isinstance(prompt, str) and isinstance(answer, str):
+            segments = self._text_segments(prompt, answer, where)
+        elif isinstance(prompt, str):
+            raise DataError(
+                f"{where}: expected the answer as text, as the prompt is, got {kind(answer)}; write both as text, or "
+                f"both as lists of messages"
+            )
+        else:
+            messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+            arguments = self._arguments if tools is None else self._with_tools(tools, where)
+            segments = self._chat_segments([*prompt, *messages], len(prompt), where, arguments)
+        token_ids = [token for tokens, _ in segments for token in tokens]
+        loss_mask = np.array([trained for tokens, trained in segments for _ in tokens], dtype=np.bool_)
+        loss_mask[:1] = False  # nothing predicts a first token
+        sequence = train_sequence(index, token_ids[: self._max_length], loss_mask[: self._max_length])
+        if not sequence.loss_mask.any():
+            raise DataError(
+                f"{where}: expected a token of the answer within the first {self._max_length} tokens, got none; raise "
+                f"{self._section}.max_length, or remove the row"
+            )
+        return sequence
+
+    def _with_tools(self, tools: Any, where: str) -> Mapping[str, Any]:
+        try:
+            own = {**self._arguments, "tools": parse_tools(json.dumps(tools))}
+        except ValueError as error:
+            raise DataError(f"{where}: tools: {error}, or rename the column if it has something else") from None
+        if not self._reads_tools:
+            check_arguments(self._tokenizer, own)
+            self._reads_tools = True
+        return own
+
+    def _text_segments(self, prompt: str, answer: str, where: str) -> list[tuple[list[int], bool]]:
+        end = self._tokenizer.eos_token_id
+        if not isinstance(end, int):
+            raise DataError(
+                f"{where}: expected a tokenizer with an end-of-sequence token, which ends the answer, got one without; "
+                f"set its eos_token, or write the row as messages"
+            )
+        return [(self._tokens(prompt), False), ([*self._tokens(answer), end], True)]
+
+    def _chat_segments(
+        self, messages: Sequence[Any], first: int, where: str, arguments: Mapping[str, Any]
+    ) -> list[tuple[list[int], bool]]:
+        """Split a row's text, up to the last assistant turn, into pairs (token ids, whether they are trained on).
+
+        Assistant turns before number ``first`` belong to the prompt.
+        """
+        for message in messages:
+            match message:
+                case {"role": str(), "content": str()}:
+                    pass
+                case _:
+                    raise DataError(
+                        f'{where}: expected messages with "role" and "content" as text, got {message!r:.80}; '
+                        f"correct the message"
+                    )
+        turns = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
+        if not turns:
+            roles = [message["role"] for message in messages[first:]]
+            raise DataError(
+                f'{where}: expected at least one message with the role "assistant", got the roles {roles}; remove the '
+                f"row"
+            )
+        segments: list[tuple[list[int], bool]] = []
+        done = ""
+        for turn in turns:
+            opened = self._render(messages[:turn], where, arguments, open_turn=True)
+            closed = self._render(messages[: turn + 1], where, arguments, open_turn=False)
+            if not opened.startswith(done) or not closed.startswith(opened):
+                raise DataError(
+                    f"{where}: the chat template does not render message {turn} as a continuation of those before it "
+                    f"(some rewrite earlier turns); write one row per assistant message"
+                )
+            segments.append((self._tokens(opened[len(done) :]), False))
+            answer = self._tokens(closed[len(opened) :])
+            end = self._end_of_turn(answer)
+            segments += [(answer[:end], True), (answer[end:], False)]
+            done = closed
+        return segments
+
+    def _end_of_turn(self, answer: Sequence[int]) -> int:
+        """Return the number of tokens up to the turn's end token, included. What the template adds after it is never
+        sampled.
+        """
+        special = set(self._tokenizer.all_special_ids)
+        ends = [place for place, token in enumerate(answer) if token in special]
+        return ends[-1] + 1 if ends else len(answer)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, str]], where: str, arguments: Mapping[str, Any], *, open_turn: bool
+    ) -> str:
+        if not messages:
+            raise DataError(
+                f"{where}: expected a message before the first assistant message, got none; add a user message"
+            )
+        try:
+            return str(apply_template(self._tokenizer, messages, arguments, open_turn=open_turn))
+        except Exception as error:  # a template may raise anything; without a template transformers raises ValueError
+            raise DataError(
+                f"{where}: the chat template of model.path can't render the messages: {error}; change the row, or use "
+                f"a model whose template accepts it"
+            ) from error
+
+    def _tokens(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+
+def train_sequence(index: int, token_ids: Sequence[int] | np.ndarray, loss_mask: np.ndarray) -> TrainSequence:
+    """Return a sequence that was not sampled by a policy: there are no behavior logprobs and no advantages."""
+    size = len(token_ids)
+    return TrainSequence(
+        sequence_id=index,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        loss_mask=loss_mask,
+        behavior_logprobs=np.zeros(size, dtype=np.float32),
+        versions=np.zeros(size, dtype=np.int32),
+        advantages=np.zeros(size, dtype=np.float32),
+        temperature=1.0,
+    )
