@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from async_rl.data.chat import quiet_progress_bars
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoint import MODEL_FILES, reading
+from async_rl.learner.engine.heads import auto_class, is_value_config
 from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
 from async_rl.learner.file_digests import find_damage
 from async_rl.learner.sharded_export import BATCH_BYTES, MAX_SHARD_BYTES, plan_export, write_shards
@@ -130,11 +131,13 @@ def _write(checkpoint_dir: Path, target: Path, report: Report) -> None:
             shutil.copy2(path, target / path.name)
 
 
+def _class_of(config: PretrainedConfig) -> Any:
+    return auto_class("value" if is_value_config(config) else "tokens")
+
+
 def _merged(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model that the adapters were trained on, with the adapters merged into its weights."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(check_base(checkpoint_dir), config=config, dtype=dtype)
+    model: Any = _class_of(config).from_pretrained(check_base(checkpoint_dir), config=config, dtype=dtype)
     merge_into(model, checkpoint_dir, load_tensors(checkpoint_dir))
     return model
 
@@ -148,10 +151,8 @@ def _write_all_weights(
     Raises:
         ModelError: the checkpoint's weights don't fit its config.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = _class_of(config).from_config(config, dtype=dtype)
     model.tie_weights()
     names = stored_names(checkpoint_dir)
     plan = plan_export(model, names, dtype)

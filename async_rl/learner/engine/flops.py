@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from async_rl.learner.balance import Work
+from async_rl.learner.engine.heads import head_of
 from async_rl.learner.engine.quantized import QuantizedLinear
 from async_rl.learner.packing import MicroBatch
 
@@ -101,7 +102,7 @@ class StepFlops:
         Of experts only those count that compute a token. Attention counts in layers of full and of sliding attention;
         other kinds (linear, chunked) have no pairs.
         """
-        head = cast(nn.Linear, model.get_output_embeddings())
+        head = cast(nn.Linear, head_of(model))
         embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
         settings = model.config.get_text_config()
         per_token = 0.0

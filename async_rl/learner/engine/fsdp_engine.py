@@ -32,6 +32,7 @@ from async_rl.learner.checkpoint import write_extra, write_model_files
 from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateCost, UpdateStats
 from async_rl.learner.engine.compilation import GraphCount, check_compiled, compile_layers
 from async_rl.learner.engine.flops import StepFlops, device_peak
+from async_rl.learner.engine.heads import Head, with_value_config
 from async_rl.learner.engine.loading import Weights, load_policy, load_reference, read_tested
 from async_rl.learner.engine.lora import Adapters, published_name
 from async_rl.learner.engine.mesh import Mesh
@@ -98,6 +99,7 @@ class FsdpEngine:
         objective: Objective | None = None,
         schedule: Schedule | None = None,
         max_length: int | None = None,
+        head: Head = "tokens",
     ) -> None:
         """Load the model of ``model.path`` and shard it. All ranks build the same engine.
 
@@ -107,6 +109,7 @@ class FsdpEngine:
             objective: the loss. None: that of a reinforcement learning run.
             schedule: the learning rates. None: those of a reinforcement learning run.
             max_length: number of tokens of the longest sequence. None: that of a reinforcement learning run.
+            head: what the model computes. Where a value model is trained, scores are its values.
 
         Raises:
             ModelError: the model is missing, can't be trained, or computes wrong values for a micro-batch.
@@ -126,7 +129,7 @@ class FsdpEngine:
             torch.manual_seed(config.run.seed + ranks.rank)
             self._is_sharded = ranks.has_group
             self._mesh = Mesh.build(ranks.layout, ranks.device.type) if ranks.has_group else None
-            self._model, weights = load_policy(config.model, "padded", is_sharded=self._is_sharded)
+            self._model, weights = load_policy(config.model, "padded", is_sharded=self._is_sharded, head=head)
             sampling = config.sampling
             max_length = max_length or sampling.max_prompt_tokens + sampling.max_new_tokens
             self._test_model(weights, max_length=max_length, may_replay=objective is None)
@@ -152,6 +155,8 @@ class FsdpEngine:
             self._num_updates = 0
             self._graphs = GraphCount() if config.learner.compile else None
             self._files = model_files(config.model.path) if ranks.is_leader else {}
+            if ranks.is_leader and head == "value":
+                self._files = with_value_config(self._files, self._model.causal_lm)
             self._gathering = False
             self._is_closed = False
             self._saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-tensors")

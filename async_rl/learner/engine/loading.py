@@ -30,9 +30,11 @@ from async_rl.config.config import Config
 from async_rl.config.learner import ModelConfig
 from async_rl.data.chat import model_directory
 from async_rl.errors import ModelError
+from async_rl.learner.engine.heads import SCORE_WEIGHT, Head, auto_class, make_new_head, read_config
 from async_rl.learner.engine.lora import weight_name
 from async_rl.learner.engine.model import PolicyModel, check_directory, check_trainable, head_dtype, load_model
 from async_rl.learner.engine.self_test import keep_tested_layers
+from async_rl.learner.engine.value_model import ValueModel
 from async_rl.learner.packing import Packing
 
 if TYPE_CHECKING:
@@ -149,39 +151,50 @@ def _allocate(model: nn.Module, device: torch.device) -> None:
     model._apply(lambda tensor: tensor)  # FSDP looks at its parameters again
 
 
-def open_model(config: ModelConfig) -> tuple[PreTrainedModel, Weights | None]:
-    """Return the causal LM of ``model.path`` on the meta device, and its weights; buffers that no file has are on the
-    host. If that is impossible, return the model with its weights on the host, and None.
+def open_model(config: ModelConfig, head: Head = "tokens") -> tuple[PreTrainedModel, Weights | None]:
+    """Return the model of ``model.path`` with this ``head`` on the meta device, and its weights. Buffers that no
+    file has, and a new head, are on the host. If that is impossible, return the model with its weights on the host, and
+    None.
 
     Raises:
         ModelError: as ``load_model``.
     """
     directory = check_directory(config)
     try:
-        model = _on_meta(directory, config)
+        model = _on_meta(directory, config, head)
         places = _places(model, directory)
+    except ModelError:
+        raise
     except Exception as error:  # unreadable files, unknown models, and what code of the model's own may raise
         places = f"{type(error).__name__}: {error}"
         model = None
     if model is None or isinstance(places, str):
         logger.info("the whole model is loaded on every rank before it is sharded, because %s", places)
-        return load_model(config), None
+        return load_model(config, head), None
     return check_trainable(model, config), Weights(places)
 
 
-def load_policy(config: ModelConfig, packing: Packing, *, is_sharded: bool) -> tuple[PolicyModel, Weights | None]:
+def load_policy(
+    config: ModelConfig, packing: Packing, *, is_sharded: bool, head: Head = "tokens"
+) -> tuple[PolicyModel, Weights | None]:
     """Return the model of ``model.path``, and the weights to fill it with once it is sharded, if it has none yet.
 
     Args:
         config: the section ``model``.
         packing: how the model computes a micro-batch.
         is_sharded: whether the caller will shard it. If not, it is loaded with its weights.
+        head: what the model computes.
 
     Raises:
         ModelError: the model can't be used; see ``load_model`` and ``PolicyModel.use``.
     """
-    causal_lm, weights = open_model(config) if is_sharded else (load_model(config), None)
-    return PolicyModel(causal_lm, packing, head_dtype=head_dtype(config)), weights
+    causal_lm, weights = open_model(config, head) if is_sharded else (load_model(config, head), None)
+    return _wrapped(causal_lm, config, packing, head), weights
+
+
+def _wrapped(causal_lm: PreTrainedModel, config: ModelConfig, packing: Packing, head: Head) -> PolicyModel:
+    kind = ValueModel if head == "value" else PolicyModel
+    return kind(causal_lm, packing, head_dtype=head_dtype(config))
 
 
 def load_reference(
@@ -214,27 +227,28 @@ def read_tested(config: ModelConfig, policy: PolicyModel, weights: Weights | Non
     """Return the model for the self-test, on the host with its weights: ``policy``, or if it has none yet another
     model of the layers only that are tested.
     """
-    return policy if weights is None else read_first_layers(config, weights, policy.packing)
+    return policy if weights is None else read_first_layers(config, weights, policy.packing, policy.head_kind)
 
 
-def read_first_layers(config: ModelConfig, weights: Weights, packing: Packing) -> PolicyModel:
+def read_first_layers(config: ModelConfig, weights: Weights, packing: Packing, head: Head = "tokens") -> PolicyModel:
     """Return the model on the host, unsharded, with the layers only that the self-test needs."""
     directory = model_directory(config.path, weights=True)
-    causal_lm = check_trainable(_on_meta(directory, config), config)
-    policy = PolicyModel(causal_lm, packing, head_dtype=head_dtype(config))
+    causal_lm = _on_meta(directory, config, head)
+    if head == "value" and SCORE_WEIGHT not in weights.places:
+        make_new_head(causal_lm)
+    policy = _wrapped(check_trainable(causal_lm, config), config, packing, head)
     keep_tested_layers(policy)
     weights.fill(policy, torch.device("cpu"))
     return policy
 
 
-def _on_meta(directory: Path, config: ModelConfig) -> PreTrainedModel:
+def _on_meta(directory: Path, config: ModelConfig, head: Head) -> PreTrainedModel:
     """Build the model of ``directory`` with parameters on the meta device and buffers on the host, float32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    settings: Any = AutoConfig.from_pretrained(directory, trust_remote_code=config.trust_remote_code)
+    settings: Any = read_config(directory, head, trust_remote_code=config.trust_remote_code)
     with no_init_weights(), _parameters_on_meta():
-        model: Any = AutoModelForCausalLM.from_config(
+        model: Any = auto_class(head).from_config(
             settings, dtype=torch.float32, trust_remote_code=config.trust_remote_code
         )
     model.tie_weights()
@@ -261,7 +275,9 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _places(model: PreTrainedModel, directory: Path) -> dict[str, _Place | _Stack] | str:
-    """Return the place of each tensor of ``model``, or why they can't be read one by one."""
+    """Return the place of each tensor of ``model``, or why they can't be read one by one. A value model whose head is
+    in no file gets a new one.
+    """
     if (directory / _ADAPTER).is_file():
         return f"it has adapters ({_ADAPTER})"
     found = _stored(directory)
@@ -275,6 +291,9 @@ def _places(model: PreTrainedModel, directory: Path) -> dict[str, _Place | _Stac
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
     if stored_twice := sorted(tied & places.keys()):
         return f"{stored_twice[0]} is stored, but shares its values with another tensor"
+    if SCORE_WEIGHT in state and SCORE_WEIGHT not in places:
+        make_new_head(model)
+        del state[SCORE_WEIGHT]
     wanted = {name: tensor for name, tensor in state.items() if name not in tied}
     for name, tensor in wanted.items():
         if name not in places:

@@ -29,6 +29,7 @@ from async_rl.config.config import Config
 from async_rl.config.learner import LoraConfig
 from async_rl.data.chat import model_directory
 from async_rl.errors import ModelError, RunError
+from async_rl.learner.engine.heads import SCORE, SCORE_WEIGHT
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.quantized import QuantizedLinear, check_kernels
 from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights, merge, peft_name
@@ -62,7 +63,8 @@ class Adapters:
         self, policy: PolicyModel, config: Config, *, dtype: torch.dtype, device: torch.device, is_leader: bool,
         weights: Weights | None = None,
     ) -> None:  # fmt: skip
-        """Freeze ``policy``, cast its parameters to the ``dtype`` that they compute in, and add float32 adapters.
+        """Freeze ``policy``, cast its parameters to the ``dtype`` that they compute in, and add float32 adapters. The
+        head of a value model is trained whole.
 
         At first the adapters change nothing (B is 0). A is the same on every rank. The leader (rank 0) reads the files
         of the weights a second time to compute their digest. With ``lora.base_bits`` the decoder's linear layers are
@@ -87,6 +89,9 @@ class Adapters:
             torch.manual_seed(config.run.seed)
             with _weights_on_host(model):
                 inject_adapter_in_model(self._peft_config, cast(Any, model), _ADAPTER)
+        if policy.head_kind == "value":  # a new head is no small change of an old one
+            policy.head.requires_grad_(True)
+            self._peft_config.task_type, self._peft_config.modules_to_save = "SEQ_CLS", [SCORE]
         self._quantized: dict[str, QuantizedLinear] = {}
         if lora.base_bits is not None:
             check_kernels(lora.base_bits, dtype, device)
@@ -199,6 +204,8 @@ def merge_into(model: PreTrainedModel, directory: Path, adapters: Mapping[str, T
                 f"got {'none' if weight is None else list(weight.shape)}; put the model back that {ADAPTER_BASE} names"
             )
         weight.data = merge(weight.data, a, b, scale=scale).to(weight.dtype)
+    if SCORE_WEIGHT in adapters:
+        parameters[SCORE_WEIGHT].data = adapters[SCORE_WEIGHT].to(parameters[SCORE_WEIGHT].dtype)
 
 
 def peft_names(adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -207,7 +214,9 @@ def peft_names(adapters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def published_name(name: str) -> str:
-    """Return the name under which peft has the adapter matrix ``name`` of the model."""
+    """Return the name under which peft has the adapter matrix ``name`` of the model, or its whole weight ``name``."""
+    if ".lora_" not in name:
+        return f"base_model.model.{name}"
     module, _, kind = name.partition(".lora_")
     return peft_name(module, kind[0])
 

@@ -13,7 +13,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from async_rl.config.learner import ModelConfig
 from async_rl.data.chat import check_precision, model_directory
 from async_rl.errors import ModelError
 from async_rl.learner.engine.attention import PackedLayout, packed_layout, use_packed_attention
+from async_rl.learner.engine.heads import SCORE_WEIGHT, Head, auto_class, head_of, make_new_head, read_config
 from async_rl.learner.engine.logprobs import SlopeFunction, TokenLogprobs, token_logprobs
 from async_rl.learner.engine.mask_tensors import MaskTensors
 from async_rl.learner.engine.recomputation import recompute
@@ -108,22 +109,29 @@ def check_directory(config: ModelConfig) -> Path:
     return directory
 
 
-def load_model(config: ModelConfig) -> PreTrainedModel:
-    """Load the causal LM of ``model.path`` on the host, with float32 parameters and transformers' attention.
+def load_model(config: ModelConfig, head: Head = "tokens") -> PreTrainedModel:
+    """Load the model of ``model.path`` with this ``head`` on the host, with float32 parameters and transformers'
+    attention.
 
     Raises:
-        ModelError: the model is missing, is not a causal LM, lacks weights, is quantised, or has an unsupported head.
+        ModelError: the model is missing, is not a causal LM or as ``read_config`` says, lacks weights, is quantised, or
+            has an unsupported head.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     if not sys.stderr.isatty():
         disable_progress_bar()  # it fills log files with control characters
     directory = check_directory(config)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, trust_remote_code=config.trust_remote_code, output_loading_info=True
+        loaded: Any = auto_class(head).from_pretrained(
+            directory,
+            config=read_config(directory, head, trust_remote_code=config.trust_remote_code),
+            dtype=torch.float32,
+            trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
         )
+    except ModelError:
+        raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unfit directories
         raise ModelError(
             f"model.path: can't load a causal LM from {directory}: {type(error).__name__}: {error}; expected what "
@@ -131,6 +139,9 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         ) from error
     model, info = loaded
     missing = [str(key) for key in (*info["missing_keys"], *info["mismatched_keys"])]
+    if head == "value" and SCORE_WEIGHT in missing:
+        make_new_head(model)
+        missing.remove(SCORE_WEIGHT)
     if missing:
         # transformers would replace missing weights with random numbers and continue.
         raise ModelError(
@@ -141,7 +152,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def check_trainable(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
-    """Check that the causal LM ``model`` can be trained, and return it with the settings of ``config``.
+    """Check that ``model`` can be trained, and return it with the settings of ``config``.
 
     Raises:
         ModelError: the model has an unsupported head, or changes its weights when it scores.
@@ -151,7 +162,7 @@ def check_trainable(model: PreTrainedModel, config: ModelConfig) -> PreTrainedMo
             f"model.path: {type(model).__name__} with rescale_every = {model.config.rescale_every} divides its weights "
             f"in place when it scores; set rescale_every = 0 in config.json"
         )
-    head = model.get_output_embeddings()
+    head = head_of(model)
     if not isinstance(head, nn.Linear):
         raise ModelError(
             f"model.path: expected a head that is one nn.Linear, got {type(head).__name__} in "
@@ -183,13 +194,18 @@ class PolicyModel(nn.Module):
     Dropout is disabled, because it would make the ratio pi/mu meaningless.
 
     Attributes:
+        head_kind: of the models of this class.
+        causal_lm: the model of transformers.
         logit_factor: by which the model multiplies the head's output.
         logit_cap: at which the model then caps the logits; None: it does not. The self-test checks both.
-        vocab_size: number of rows of the head, which is the number of token ids that have a probability.
+        vocab_size: number of token ids that have a probability, which are the rows of the head; of a model of values,
+            those of its embedding.
         packing: how the decoder computes a micro-batch. Batches of ``to_device`` must have been made for it.
         head_dtype: in which the head is computed, whatever dtype its weight has; None: that of the weight.
         replay: replays the routes of a micro-batch. None: the routers choose, and batches have no routes.
     """
+
+    head_kind: ClassVar[Head] = "tokens"
 
     def __init__(
         self, causal_lm: PreTrainedModel, packing: Packing = "packed", *, head_dtype: torch.dtype | None = None
@@ -203,7 +219,8 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.logit_factor = _logit_factor(causal_lm.config)
         self.logit_cap = _logit_cap(causal_lm.config)
-        self.vocab_size = int(cast(nn.Linear, causal_lm.get_output_embeddings()).weight.shape[0])
+        rows_of = self.head if self.head_kind == "tokens" else cast(nn.Embedding, causal_lm.get_input_embeddings())
+        self.vocab_size = int(rows_of.weight.shape[0])
         self.head_dtype = head_dtype
         self.replay: RoutingReplay | None = None
         native = causal_lm.config._attn_implementation or "eager"
@@ -226,6 +243,11 @@ class PolicyModel(nn.Module):
         else:
             self.causal_lm.set_attn_implementation(self._padded_attention)
         self.packing: Packing = packing
+
+    @property
+    def head(self) -> nn.Linear:
+        """The layer after the decoder. The last stage of a pipeline has it."""
+        return cast(nn.Linear, head_of(self.causal_lm))
 
     @property
     def decoder_layers(self) -> nn.ModuleList:
@@ -279,7 +301,7 @@ class PolicyModel(nn.Module):
         """
         return token_logprobs(
             self.hidden_states(batch).index_select(0, batch.predict_index),
-            cast(nn.Linear, self.causal_lm.get_output_embeddings()),
+            self.head,
             batch.targets,
             batch.temperatures / self.logit_factor,
             cap=None if self.logit_cap is None else self.logit_cap / self.logit_factor,

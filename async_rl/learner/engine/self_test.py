@@ -243,7 +243,7 @@ def _check_head(policy: PolicyModel, token_ids: Tensor) -> None:
     """Raise ModelError if the model is not causal, or its logits are not ``policy.logits`` of its head's output."""
     model = cast(Any, policy.causal_lm)
     model.set_attn_implementation(_NATIVE_ATTENTION)
-    head = model.get_output_embeddings()
+    head = policy.head
     try:
         hidden = model.base_model(input_ids=token_ids[None], use_cache=False).last_hidden_state
         shorter = model.base_model(input_ids=token_ids[None, :-1], use_cache=False).last_hidden_state
@@ -260,6 +260,8 @@ def _check_head(policy: PolicyModel, token_ids: Tensor) -> None:
             f"its tokens depend on later ones: without the last token of a sequence, {_OUTPUT} differs by "
             f"{difference:.1e} of its largest value (at most {VALUE_TOLERANCE:g})",
         )
+    if policy.head_kind == "value":
+        return  # transformers gives that of one token only, without a factor or a cap
     difference = _difference(expected, logits)
     if difference > VALUE_TOLERANCE:
         capped = "" if policy.logit_cap is None else f", capped at {policy.logit_cap:g}"
@@ -280,8 +282,7 @@ def _scaled_to_cap(policy: PolicyModel, head_output: Tensor) -> Iterator[None]:
         yield
         return
     scale = policy.logit_cap / policy.logit_factor / float(head_output.abs().max().clamp_min(1e-6))
-    head = cast(Any, policy.causal_lm).get_output_embeddings()
-    hook = head.register_forward_hook(lambda module, inputs, output: output * scale)
+    hook = cast(Any, policy.head).register_forward_hook(lambda module, inputs, output: output * scale)
     try:
         yield
     finally:

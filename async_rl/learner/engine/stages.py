@@ -92,7 +92,7 @@ def _names(policy: PolicyModel) -> _Names:
     model, layers = policy.causal_lm, policy.decoder_layers
     inside = {id(module) for module in layers.modules()}
     of_module = {id(module): name for name, module in model.named_modules()}
-    embedding, head = (of_module[id(m)] for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    embedding, head = (of_module[id(m)] for m in (model.get_input_embeddings(), policy.head))
     outside = [
         name
         for name, module in model.named_modules()
@@ -145,8 +145,7 @@ class Stage:
         self._bounds = layer_bounds(len(policy.decoder_layers), num_stages)
         self._last, self._index = num_stages - 1, index
         model, layers = policy.causal_lm, policy.decoder_layers
-        head = cast(nn.Linear, model.get_output_embeddings())
-        self._is_tied = head.weight is cast(nn.Embedding, model.get_input_embeddings()).weight
+        self._is_tied = policy.head.weight is cast(nn.Embedding, model.get_input_embeddings()).weight
         self.copied = f"{self._names.embedding}.weight" if self._is_tied and index == self._last else None
         self.width = int(model.config.get_text_config().hidden_size)
         first, end = self._bounds[index : index + 2]

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.errors import ModelError
 from async_rl.learner.engine.experts import compute_pairs, find_experts
+from async_rl.learner.engine.heads import head_of
 from async_rl.learner.engine.local_parts import divide_parameters, set_forward, with_parts
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.vocabulary import VocabularyPart
@@ -107,10 +108,11 @@ def divisions(policy: PolicyModel, size: int) -> dict[nn.Module, Division]:
         elif style == _WHOLE:
             found[module] = _divide_whole
     found.update(dict.fromkeys(find_experts(policy, size, "parallel.tensor"), _divide_experts))
-    embedding, head = (cast(nn.Module | None, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    embedding, head = cast(nn.Module | None, model.get_input_embeddings()), head_of(model)
     if isinstance(embedding, nn.Embedding):
         found[embedding] = _divide_embedding
-    if isinstance(head, nn.Linear):  # a stage of a pipeline may have none
+    # A stage of a pipeline may have no head. One of values has a row only, and every rank computes it.
+    if isinstance(head, nn.Linear) and policy.head_kind == "tokens":
         is_tied = isinstance(embedding, nn.Embedding) and embedding.weight is head.weight
         found[head] = partial(_divide_head, tied_to=embedding if is_tied else None)
     return found
