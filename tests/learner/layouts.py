@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import transformers
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout
 from async_rl.learner.engine.ranks import Ranks, init_ranks
+from async_rl.learner.losses.slopes import SlopeObjective
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
 from tests.learner.rank_scenarios import (
@@ -24,7 +26,7 @@ from tests.learner.rank_scenarios import (
     stop_following,
     with_reference,
 )
-from tests.learner.tiny import random_sequences, tiny_config, tiny_model
+from tests.learner.tiny import random_sequences, tiny_config, tiny_model, trained_tokens
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "shards 2": (2, {}),
@@ -107,12 +109,14 @@ def _fields(sequence: TrainSequence) -> dict[str, Any]:
     return {name: getattr(sequence, name) for name in TrainSequence.__dataclass_fields__}
 
 
-def run_layout(config: Config, ranks: Ranks, target: Path, sequences: list[TrainSequence] | None = None) -> None:
+def run_layout(
+    config: Config, ranks: Ranks, target: Path, sequences: list[TrainSequence] | None = None, **engine_settings: Any
+) -> None:
     """Score, make two steps, save and publish, on all ranks; rank 0 writes what came out to ``target``."""
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
 
     ranks.layout = Layout.of(config.parallel, ranks.world_size)
-    engine = FsdpEngine(config, ranks)
+    engine = FsdpEngine(config, ranks, **engine_settings)
     if not ranks.is_leader:
         follow_once(engine)
         return
@@ -144,6 +148,28 @@ def run_cases(directory: Path) -> None:
         parallel = LAYOUTS[name][1]
         config = layout_config(directory, model, parallel, lora=lora)
         run_layout(config, ranks, case_directory(directory, name, model, lora=lora))
+    ranks.close()
+
+
+def value_sequences() -> list[TrainSequence]:
+    """Those of ``layout_sequences``, with the slopes of a mean over their trained tokens."""
+    sequences = layout_sequences()
+    return [replace(s, advantages=s.advantages / trained_tokens(sequences)) for s in sequences]
+
+
+def run_values(directory: Path, ranks: Ranks, name: str, model: str, *, lora: bool) -> Path:
+    """``run_layout`` for the value model in ``directory / model``. Return where the results are."""
+    config = layout_config(directory, model, {} if name == "alone" else LAYOUTS[name][1], lora=lora)
+    target = case_directory(directory, name, model, lora=lora)
+    run_layout(config, ranks, target, value_sequences(), objective=SlopeObjective(), head="value")
+    return target
+
+
+def run_value_cases(directory: Path) -> None:
+    """What each rank does: ``run_values`` for the cases of ``cases.json``."""
+    ranks = init_ranks(tiny_config(directory, "qwen2"))
+    for name, model, lora in json.loads((directory / "cases.json").read_text(encoding="utf-8")):
+        run_values(directory, ranks, name, model, lora=lora)
     ranks.close()
 
 

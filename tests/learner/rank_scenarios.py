@@ -706,6 +706,12 @@ def laid_out(directory: Path) -> None:
     run_cases(directory)
 
 
+def valued(directory: Path) -> None:
+    from tests.learner.layouts import run_value_cases
+
+    run_value_cases(directory)
+
+
 def passed_on(directory: Path) -> None:
     from tests.learner.layouts import pass_on
 
