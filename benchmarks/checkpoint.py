@@ -52,7 +52,7 @@ def build_engine(root: Path, megabytes: int) -> FsdpEngine:
 
 def copy_time(engine: FsdpEngine) -> float:
     """Seconds of one copy of the state into memory that was used before."""
-    state = [*engine._tensors().values(), *engine._optimizer.tensors().values()]
+    state = [*engine.policy.tensors().values(), *engine.policy.optimizer.tensors().values()]
     copies = [tensor.clone() for tensor in state]
     began_at = time.perf_counter()
     for copy, tensor in zip(copies, state, strict=True):
@@ -82,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.directory) as name:
         root = Path(name)
         engine = build_engine(root, arguments.megabytes)
-        state = [*engine._tensors().values(), *engine._optimizer.tensors().values()]
+        state = [*engine.policy.tensors().values(), *engine.policy.optimizer.tensors().values()]
         print(f"state: {sum(t.nbytes for t in state) / 1e6:.0f} MB in {len(state)} tensors")
         print(f"{'copy_s':>8} {'pause_s':>8} {'whole_s':>8} {'sync_s':>8} {'pause/copy':>11} {'pause/whole':>12}")
         pause_s, whole_s = save_times(engine, root / "run", 1, asynchronous=True)

@@ -86,7 +86,7 @@ def write_model(directory: Path, num_bytes: int, *, vocabulary: int = _VOCABULAR
 def load(model: str, way: str) -> NoReturn:
     """Load ``model`` on this rank, print its growth and time as JSON, and end before the optimizer is built."""
     from async_rl.config.loading import parse_config
-    from async_rl.learner.engine import fsdp_engine, loading
+    from async_rl.learner.engine import fsdp_engine, loading, trained_model
     from async_rl.learner.engine.ranks import init_ranks
 
     config = parse_config({"run": {"dir": f"{model}/run"}, "model": {"path": model}}, "the benchmark")
@@ -100,7 +100,7 @@ def load(model: str, way: str) -> NoReturn:
         print(json.dumps([peak.growth(), time.monotonic() - began]), flush=True)
         os._exit(0)
 
-    fsdp_engine.build_optimizer = finish
+    trained_model.build_optimizer = finish
     fsdp_engine.FsdpEngine(config, ranks)
     raise AssertionError("the engine has built no optimizer")
 

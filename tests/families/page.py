@@ -77,7 +77,7 @@ def learner(name: str) -> Result:
         gradients = gradient_of(engine, sequences, root / "ours")
         largest = max(float(tensor.abs().max()) for tensor in expected.values())
         worst = max(float((gradients[key] - tensor).abs().max()) for key, tensor in expected.items())
-        return Result(engine._model.packing, "", (logprobs, worst / largest))
+        return Result(engine.policy.model.packing, "", (logprobs, worst / largest))
 
 
 @cache

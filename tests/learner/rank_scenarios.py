@@ -138,7 +138,7 @@ def sloped(directory: Path) -> None:
             stop_following(engine)
         else:
             follow_once(engine)
-        moments = {n: t for n, t in engine._optimizer.tensors().items() if n.startswith("exp_avg.")}
+        moments = {n: t for n, t in engine.policy.optimizer.tensors().items() if n.startswith("exp_avg.")}
         whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in moments.items()}
         if ranks.is_leader:
             torch.save(
@@ -160,7 +160,7 @@ def padded(directory: Path) -> None:
     config = padded_config(directory, {})
     ranks = init_ranks(config)
     engine = FsdpEngine(config, ranks)
-    assert engine._model.packing == "padded"
+    assert engine.policy.model.packing == "padded"
     if not ranks.is_leader:
         follow_once(engine)
     else:
@@ -214,7 +214,7 @@ def compiled_step(
         stop_following(engine)
     else:
         follow_once(engine)
-    for name, tensor in engine._optimizer.tensors().items():
+    for name, tensor in engine.policy.optimizer.tensors().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if name.startswith("exp_avg.") and ranks.is_leader:
             found[name] = whole.numpy()
@@ -332,7 +332,7 @@ def updates(directory: Path) -> None:
             stats = [engine.update(batch_for(0), version=0)]
         target = directory / "two" / name
         (target / "first").mkdir(parents=True)
-        (target / "gathers.json").write_text(json.dumps([len(engine._pack(batch_for(0))[0]), gathers.count]))
+        (target / "gathers.json").write_text(json.dumps([len(engine.policy.pack(batch_for(0))[0]), gathers.count]))
         saving = engine.begin_save(target / "first", {"step": 1})
         stats.append(engine.update(batch_for(1)[:1], version=0))  # meanwhile
         saving.result()
@@ -384,7 +384,7 @@ def write_losses(directory: Path, ranks: Ranks, target: Path, of: dict[str, dict
     engine = FsdpEngine(loss_config(directory, LOSSES["grpo with KL in the loss"], max_tokens=budget), ranks)
     target.mkdir(exist_ok=True)
     for name, loss in of.items():
-        engine._objective = policy_objective(loss_config(directory, loss))
+        engine.policy.objective = policy_objective(loss_config(directory, loss))
         for chosen in (range(7), (0, 5)):
             stem = target / f"{name}, {len(chosen)}"
             if ranks.is_leader:
@@ -399,7 +399,7 @@ def write_losses(directory: Path, ranks: Ranks, target: Path, of: dict[str, dict
                 stop_following(engine)
             else:
                 follow_once(engine)
-            tensors: dict[str, Any] = engine._optimizer.tensors()
+            tensors: dict[str, Any] = engine.policy.optimizer.tensors()
             whole = {name: tensor.full_tensor().numpy() for name, tensor in tensors.items()}
             if ranks.is_leader:
                 np.savez(stem.with_suffix(".npz"), **whole)
@@ -408,7 +408,7 @@ def write_losses(directory: Path, ranks: Ranks, target: Path, of: dict[str, dict
 
 def loading(directory: Path) -> None:
     """Build an engine, and stop before it has an optimizer. Writes by how much the anonymous memory has grown."""
-    from async_rl.learner.engine import fsdp_engine
+    from async_rl.learner.engine import fsdp_engine, trained_model
     from benchmarks.loading import PeakAnon
 
     config = tiny_config(directory, "model", parallel=json.loads((directory / "parallel.json").read_text()))
@@ -418,7 +418,7 @@ def loading(directory: Path) -> None:
     def write(*arguments: object) -> None:
         (directory / f"growth_{ranks.rank}.json").write_text(json.dumps(peak.growth()))
 
-    fsdp_engine.build_optimizer = write
+    trained_model.build_optimizer = write
     fsdp_engine.FsdpEngine(config, ranks)
     ranks.close()
 
@@ -662,7 +662,7 @@ def peak_of_step(config: Config, ranks: Ranks | None = None) -> int:
 
     ranks = ranks or init_ranks(config)
     engine = FsdpEngine(config, ranks)
-    kept = local_bytes([*engine._model.parameters(), *engine._optimizer.tensors().values()])
+    kept = local_bytes([*engine.policy.model.parameters(), *engine.policy.optimizer.tensors().values()])
     with LiveBytes() as live:
         if ranks.is_leader:
             # Three micro-batches for each of the ranks that have their own.

@@ -53,7 +53,7 @@ def write_tied(directory: Path, ranks: Ranks) -> None:
     config = staged_config(directory, {"optimizer": {"lr": 1e-2, "name": "adamw_bf16"}, "model": {"dtype": "bfloat16"}})
     ranks.layout = Layout.of(config.parallel, ranks.world_size)
     engine = FsdpEngine(config, ranks)
-    stage: Any = engine._passes.stage
+    stage: Any = engine.policy.passes.stage
     before: Any = stage.tied_weight
     if ranks.is_leader:
         for version in range(2):

@@ -1,4 +1,4 @@
-"""Compile the decoder layers by torch.compile (``learner.compile``). Called by ``fsdp_engine.py``.
+"""Compile the decoder layers by torch.compile (``learner.compile``). Called by ``trained_model.py``.
 
 Each layer is compiled by itself and in place, so the names of parameters stay, and FSDP2 shards it as before. Layers of
 one kind share their graphs. Attention in packed rows is not compiled: its calls depend on the lengths of the sequences.

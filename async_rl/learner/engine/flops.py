@@ -6,7 +6,7 @@ and no activation twice, so that gradient checkpointing lowers the utilisation (
 instead of hiding its cost. A product of matrices [a, b] and [b, c] is 2abc operations. Norms, rotations, softmaxes and
 the optimizer are left out, as usual.
 
-Called by ``fsdp_engine.py`` and by ``benchmarks/learner.py``.
+Called by ``trained_model.py`` and by ``benchmarks/learner.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load a model so that no rank ever holds the whole of it. Called by ``fsdp_engine.py`` for a model that is sharded.
+"""Load a model so that no rank ever holds the whole of it. Called by ``trained_model.py`` for a model that is sharded.
 
 ``open_model`` builds the model on the meta device, where a tensor has a shape but no memory, and finds the place of
 each tensor in the model's safetensors files. Once the model is sharded, ``Weights.fill`` allocates this rank's shards

@@ -1,4 +1,4 @@
-"""The policy as the engine trains it. Called by ``fsdp_engine.py``.
+"""The policy as the engine trains it. Called by ``trained_model.py``.
 
 ``load_model`` loads a Hugging Face causal LM with float32 master weights. ``PolicyModel`` computes log-probabilities of
 the trained tokens. It runs the decoder on packed rows, or on padded ones if the model can't compute packed rows, and

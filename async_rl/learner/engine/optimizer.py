@@ -1,4 +1,4 @@
-"""The optimizer of the engine, and its learning rate. Called by ``fsdp_engine.py``.
+"""The optimizer of the engine, and its learning rate. Called by ``trained_model.py``.
 
 ``build_optimizer`` creates it with its whole state, so that a checkpoint can be loaded before the first step. Only this
 module knows what that state is. ``Schedule`` gives the learning rate.

@@ -1,4 +1,4 @@
-"""The passes of a step's micro-batches through this rank's part of the model. Called by ``fsdp_engine.py``.
+"""The passes of a step's micro-batches through this rank's part of the model. Called by ``trained_model.py``.
 
 A rank computes its micro-batches one after the other, each in a forward and a backward pass. Ranks that share sequences
 compute a part of each (``sequence_parallel.py``). Ranks of a pipeline hold one stage of the model (``stages.py``), and

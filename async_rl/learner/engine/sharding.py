@@ -1,4 +1,4 @@
-"""How FSDP2 shards a model over the ranks, and when parameters are gathered. Called by ``fsdp_engine.py``.
+"""How FSDP2 shards a model over the ranks, and when parameters are gathered. Called by ``trained_model.py``.
 
 Groups are gathered one by one: each decoder layer, and the embedding, norm and head together, which is the root group.
 With L layers, a step of M micro-batches gathers this many groups (``learner.reshard``):

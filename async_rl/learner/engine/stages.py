@@ -4,7 +4,7 @@ The first stage also has the embedding, the last the final norm, the head and th
 layers of other stages are replaced by modules that pass hidden states through, so checkpoints, adapters and publishing
 know tensors by the names that they always have. If the head is tied to the embedding, the last stage has a copy of it.
 
-``check_stages`` checks before training that a model can be divided so. Called by ``fsdp_engine.py``; ``pipeline.py``
+``check_stages`` checks before training that a model can be divided so. Called by ``trained_model.py``; ``pipeline.py``
 runs the stages. Shape letters: T = tokens of a row, d = hidden size.
 """
 

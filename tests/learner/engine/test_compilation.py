@@ -110,7 +110,7 @@ def test_the_self_test_refuses_layers_that_compute_other_values_when_compiled(tm
     tiny_model(tmp_path / "model")
     config = tiny_config(tmp_path, "model", learner={"compile": True})
     engine = FsdpEngine(config, init_ranks(config))
-    layer = cast(nn.Module, engine._model.decoder_layers[0])
+    layer = cast(nn.Module, engine.policy.model.decoder_layers[0])
 
     def double(module: nn.Module, inputs: Any, output: Any) -> Any:
         return output * 2 if torch.compiler.is_compiling() else output

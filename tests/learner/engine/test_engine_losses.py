@@ -53,10 +53,10 @@ class OneRank:
 
     def gradient(self, loss: str, sequences: list[TrainSequence], *, max_tokens: int = 4096) -> Tensors:
         config = loss_config(self.root, LOSSES[loss], max_tokens=max_tokens)
-        self.engine._config, self.engine._objective = config, policy_objective(config)
+        self.engine.policy.config, self.engine.policy.objective = config, policy_objective(config)
         self.stats = self.engine.update(sequences, version=VERSION)
         assert self.stats.stepped, self.stats.reason
-        return {n: t.clone() for n, t in self.engine._optimizer.tensors().items() if n.startswith("exp_avg.")}
+        return {n: t.clone() for n, t in self.engine.policy.optimizer.tensors().items() if n.startswith("exp_avg.")}
 
     def _whole(self, loss: str) -> Tensors:
         """Of all sequences in one micro-batch."""
@@ -140,10 +140,10 @@ def test_a_step_that_is_judged_as_a_whole_has_one_gradient_however_it_is_cut(one
     found: list[tuple[Tensors, UpdateStats, dict[str, int]]] = []
     for max_tokens in (4096, 40):
         config = loss_config(one.root, loss, max_tokens=max_tokens)
-        one.engine._config, one.engine._objective = config, policy_objective(config)
+        one.engine.policy.config, one.engine.policy.objective = config, policy_objective(config)
         step = judge_step(one.sequences, one.engine.score_policy(one.sequences), config.loss)
         stats = one.engine.update(step.sequences, version=VERSION)
-        gradient = {n: t.clone() for n, t in one.engine._optimizer.tensors().items() if n.startswith("exp_avg.")}
+        gradient = {n: t.clone() for n, t in one.engine.policy.optimizer.tensors().items() if n.startswith("exp_avg.")}
         found.append((gradient, stats, step.counts))
     (whole, stats, counts), (cut, cut_stats, cut_counts) = found
     assert_same_gradient(cut, whole)

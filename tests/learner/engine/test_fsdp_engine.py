@@ -236,7 +236,7 @@ def test_a_step_past_a_limit_leaves_weights_optimizer_and_schedule_untouched(
     free = make_engine(directory, {"optimizer": optimizer})
     lenient, strict = policy_objective(guarded._config.model_copy(update={"loss": LossConfig()})), guarded._objective
     for engine in (guarded, free):
-        engine._objective = lenient
+        engine.policy.objective = lenient
         assert engine.update(batch_for(0), version=0).stepped
     guarded._objective = strict
     skipped = guarded.update(batch_for(1), version=0)
@@ -331,7 +331,7 @@ def test_the_reference_is_the_model_that_the_run_began_from_unless_another_is_na
 
 def test_without_a_kl_coefficient_no_reference_is_loaded(directory: Path):
     engine = make_engine(directory)
-    assert engine._reference is None
+    assert engine.policy.reference is None
     with pytest.raises(ValueError, match=r"none is loaded: loss.kl_coef is 0"):
         engine.score(random_sequences(1, 10), of="reference")
 
@@ -411,9 +411,9 @@ def test_bfloat16_rounds_neither_temperatures_nor_the_references_buffers(directo
     ranks = init_ranks(config)
     try:
         engine = FsdpEngine(config, ranks)
-        assert engine._reference is not None
-        assert {p.dtype for p in engine._reference.parameters()} == {torch.bfloat16}
-        assert {b.dtype for b in engine._reference.buffers()} == {torch.float32}
+        assert engine.policy.reference is not None
+        assert {p.dtype for p in engine.policy.reference.parameters()} == {torch.bfloat16}
+        assert {b.dtype for b in engine.policy.reference.buffers()} == {torch.float32}
         sequences = random_sequences(2, 10)
         for of in ("policy", "reference"):
             # 1.001 is 1 in bfloat16.

@@ -126,12 +126,12 @@ def test_only_adapters_are_trained_and_saved(directory: Path):
     moments = load_tensors(first, OPTIMIZER)
     assert {name.partition(".")[2] for name in moments} == set(adapters)
     engine = make_engine(directory)
-    assert sum(p.numel() for p in engine._parameters.values()) == sum(t.numel() for t in adapters.values())
+    assert sum(p.numel() for p in engine.policy.parameters.values()) == sum(t.numel() for t in adapters.values())
 
 
 def test_frozen_weights_are_kept_in_the_dtype_they_compute_in_and_adapters_in_float32(directory: Path):
     engine = make_engine(directory, model={"dtype": "bfloat16"})
-    dtypes = {p.requires_grad: p.dtype for p in engine._model.parameters()}
+    dtypes = {p.requires_grad: p.dtype for p in engine.policy.model.parameters()}
     engine.close()
     assert dtypes == {False: torch.bfloat16, True: torch.float32}
 
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(directory: Path, two_ranks: Pa
 
 def test_the_reference_is_the_model_without_adapters_and_no_second_one_is_loaded(directory: Path, tmp_path: Path):
     engine = make_engine(directory)
-    assert engine._reference is None
+    assert engine.policy.reference is None
     config = tiny_config(directory, "model")
     untrained = FsdpEngine(config, init_ranks(config)).score(batch_for(0), of="policy")
     train_adapters(engine, tmp_path / "trained")

@@ -55,7 +55,7 @@ def gradient_of(engine: FsdpEngine, sequences: list[TrainSequence], directory: P
     """The gradient of one step: with beta1 = 0 it is AdamW's first moment."""
     stats = engine.update(sequences, version=0)
     assert stats.stepped
-    assert (stats.padded_cost is not None) == (engine._model.packing == "padded")
+    assert (stats.padded_cost is not None) == (engine.policy.model.packing == "padded")
     save(engine, directory, 1)
     tensors = load_tensors(directory, OPTIMIZER)
     return {n.removeprefix("exp_avg."): tensor for n, tensor in tensors.items() if n.startswith("exp_avg.")}

@@ -78,7 +78,7 @@ def test_published_weights_give_the_logprobs_of_the_quantised_model_with_adapter
     engine.update(with_reference(engine, batch_for(0)), version=0)
     published = weights_of(engine)
     moved = {n.rpartition(".")[0].rpartition(".")[2] for n, t in published.items() if not torch.equal(t, before[n])}
-    assert moved == set(engine._config.lora.targets)
+    assert moved == set(engine.policy.config.lora.targets)
     model = plain_model(root / "model", published)
     scores = engine.score(batch_for(0), of="policy")
     for sequence in batch_for(0):

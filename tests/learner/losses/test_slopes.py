@@ -100,7 +100,7 @@ def test_a_loss_over_pairs_has_the_gradient_of_plain_autograd_however_it_is_cut(
     sequences = sequences_with_a_group()
     loss, sloped = sequence_slopes(sequences, sequence_sums(sequences, engine.score_policy(sequences)), pairs_loss)
     assert engine.update(sloped, version=0).stepped
-    gradient = {n.removeprefix("exp_avg."): t for n, t in engine._optimizer.tensors().items() if "exp_avg." in n}
+    gradient = {n.removeprefix("exp_avg."): t for n, t in engine.policy.optimizer.tensors().items() if "exp_avg." in n}
     assert_plain_gradient(root, loss, gradient)
 
 

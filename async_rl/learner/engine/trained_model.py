@@ -1,0 +1,358 @@
+"""One model that the engine trains, on this rank: with its optimizer, its loss, its adapters, and a reference model.
+
+``fsdp_engine.py`` has commands of rank 0 that name a model; all ranks then call the same method here, at the same time.
+``passes.py`` runs the forward and backward passes of micro-batches, whatever the layout of the ranks. Here are the
+optimizer step, and what is saved and published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from async_rl.config.config import Config
+from async_rl.data.chat import model_files
+from async_rl.errors import ModelError
+from async_rl.learner.checkpoint import write_model_files
+from async_rl.learner.engine import ScoredBy, UpdateCost, UpdateStats
+from async_rl.learner.engine.compilation import GraphCount, check_compiled, compile_layers
+from async_rl.learner.engine.flops import StepFlops, device_peak
+from async_rl.learner.engine.heads import Head, with_value_config
+from async_rl.learner.engine.loading import Weights, load_policy, load_reference, read_tested
+from async_rl.learner.engine.lora import Adapters, published_name
+from async_rl.learner.engine.mesh import Mesh
+from async_rl.learner.engine.model import PolicyModel, to_device
+from async_rl.learner.engine.muon import hidden_matrices
+from async_rl.learner.engine.optimizer import Schedule, build_optimizer, by_mesh
+from async_rl.learner.engine.packing_choice import set_packing
+from async_rl.learner.engine.passes import Passes
+from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
+from async_rl.learner.engine.pipeline import Spec
+from async_rl.learner.engine.ranks import Ranks, compute_dtype
+from async_rl.learner.engine.routing import RoutingReplay
+from async_rl.learner.engine.self_test import check_replay
+from async_rl.learner.engine.sequence_parallel import check_packing
+from async_rl.learner.engine.sharding import check_offload, end_forward, shard
+from async_rl.learner.engine.stages import check_stages
+from async_rl.learner.losses.objective import Objective, StepOutcome, sequence_ess, update_stats
+from async_rl.learner.packing import MicroBatch, TrainSequence, pack
+from async_rl.learner.stored_tensors import HostCopy, TrainingState, load_training_state
+from async_rl.net.wire import decode, encode
+from async_rl.sampling_mask import largest_id
+
+
+class TrainedModel:
+    """A model with its optimizer and schedule on this rank.
+
+    Attributes:
+        config: the run's config, with this model's settings in ``model``, ``optimizer`` and ``lora``.
+        model: the model.
+        objective: its loss.
+        adapters: its adapters. None if all weights are trained.
+        reference: the reference model of the KL. None if there is none of its own.
+        has_reference: whether the loss needs a reference model.
+        passes: the passes through the model's part on this rank.
+        parameters: what is trained, by name.
+        optimizer: the optimizer.
+        host_copy: memory for copies of the training state.
+    """
+
+    def __init__(
+        self, config: Config, ranks: Ranks, mesh: Mesh | None, clock: PhaseClock, *, objective: Objective,
+        schedule: Schedule, head: Head, max_length: int, is_policy: bool,
+    ) -> None:  # fmt: skip
+        """Load the model of ``model.path`` and shard it. All ranks do so at the same time.
+
+        Args:
+            config: the run's config.
+            ranks: the connection to the other ranks.
+            mesh: their groups. None: the model is not sharded.
+            clock: measures the phases.
+            objective: the loss.
+            schedule: the learning rates.
+            head: what the model computes.
+            max_length: number of tokens of the longest sequence.
+            is_policy: whether the loss is that of ``[loss]``, so that there may be a reference, and routes to replay.
+
+        Raises:
+            ModelError: the model is missing, can't be trained, or computes wrong values for a micro-batch.
+            ConfigError: ``learner.offload`` means nothing here.
+        """
+        self.config, self._ranks, self._mesh, self._clock = config, ranks, mesh, clock
+        self.objective, self._schedule = objective, schedule
+        self._dtype, self._is_sharded = compute_dtype(config, ranks.device), ranks.has_group
+        self.model, weights = load_policy(config.model, "padded", is_sharded=self._is_sharded, head=head)
+        self._test_model(weights, max_length=max_length, may_replay=is_policy)
+        self._names = self.model.tensor_names()
+        self._specs = self._tensor_specs()
+        self.adapters: Adapters | None = None
+        if config.lora.is_set:
+            self.adapters = Adapters(
+                self.model, config, dtype=self._dtype, device=ranks.device, is_leader=ranks.is_leader, weights=weights
+            )
+        self.has_reference = is_policy and config.loss.needs_reference
+        self.reference, reference_weights = self._load_reference()
+        self._flops = StepFlops.of_model(self.model.causal_lm)
+        self.passes = self._divided()
+        self._shard(weights, reference_weights)
+        copy = self.passes.copied_weight
+        named = self.model.causal_lm.named_parameters()
+        self.parameters = {name: p for name, p in named if p.requires_grad and p is not copy}
+        self.optimizer = build_optimizer(self.parameters, config.optimizer, hidden_matrices(self.model))
+        self._num_updates = 0
+        self._graphs = GraphCount() if config.learner.compile else None
+        self._files = model_files(config.model.path) if ranks.is_leader else {}
+        if ranks.is_leader and head == "value":
+            self._files = with_value_config(self._files, self.model.causal_lm)
+        self.host_copy = HostCopy()
+
+    def _test_model(self, weights: Weights | None, *, max_length: int, may_replay: bool) -> None:
+        """Test the model on rank 0, choose how it computes micro-batches, and prepare it to replay routes."""
+        config, ranks = self.config, self._ranks
+        tested = read_tested(config.model, self.model, weights) if ranks.is_leader else None
+        set_packing(self.model, config.learner.packing, ranks, tested=tested, max_length=max_length)
+        check_packing(self.model.packing, ranks.layout.sequence)
+        if tested is not None and ranks.layout.pipeline > 1:
+            check_stages(tested)
+        if config.model.routing_replay and may_replay:
+            self.model.replay = RoutingReplay(self.model.causal_lm)
+            if tested is not None:
+                tested.replay = tested.replay or RoutingReplay(tested.causal_lm)
+                check_replay(tested)
+
+    def _load_reference(self) -> tuple[PolicyModel | None, Weights | None]:
+        """Return the reference model of the KL, if one of its own is needed, and its weights if it has none yet."""
+        config = self.config
+        # The policy with its adapters disabled is the model that the run began with: no second model is needed.
+        is_of_its_own = self.adapters is None or bool(config.loss.kl_reference)
+        if not (self.has_reference and is_of_its_own):
+            return None, None
+        reference, weights = load_reference(config, self._dtype, self.model.packing, is_sharded=self._is_sharded)
+        if reference.vocab_size != self.model.vocab_size:
+            raise ModelError(
+                f"loss.kl_reference: expected a model of the policy's vocabulary, {self.model.vocab_size} tokens, "
+                f"got {reference.vocab_size}; choose one with the same tokenizer"
+            )
+        return reference, weights
+
+    def _divided(self) -> Passes:
+        """Cut the models down to this rank's stage of a pipeline, if there is one. Return the passes through them.
+
+        Raises:
+            ConfigError: there are fewer layers than stages.
+            ModelError: a model can't be divided.
+        """
+        config = self.config
+        if self.adapters is not None and config.lora.publishes_adapters:
+            parameters = dict(self.model.causal_lm.named_parameters())
+            self._specs = {name: Spec(tuple(parameters[name].shape), self._dtype) for name in self.adapters.names}
+        passes = Passes(
+            self._models, self._ranks, self._mesh, self._clock, dtype=self._dtype, reshard=config.learner.reshard
+        )
+        if passes.stage is not None:
+            self._names = passes.stage.present(self._names)
+            if self.adapters is not None:
+                self.adapters.keep(passes.stage.present)
+        return passes
+
+    def _shard(self, *weights: Weights | None) -> None:
+        """Shard the models, and fill those that have no weights yet with theirs."""
+        learner, device = self.config.learner, self._ranks.device
+        check_offload(learner.offload, device, has_reference=self.reference is not None)
+        for model in self._models if learner.compile else ():
+            compile_layers(model)
+        if self._mesh is None:
+            return
+        for model, of_model in zip(self._models, weights, strict=False):
+            is_offloaded = learner.offload == "all" or (learner.offload == "reference" and model is self.reference)
+            shard(model, self._mesh, self._dtype, reshard=learner.reshard, is_offloaded=is_offloaded)
+            if of_model is not None:
+                of_model.fill(model, torch.device("cpu") if is_offloaded else device)
+
+    @property
+    def _models(self) -> list[PolicyModel]:
+        return [self.model] if self.reference is None else [self.model, self.reference]
+
+    def pack(self, sequences: Sequence[TrainSequence]) -> list[list[MicroBatch]]:
+        vocab_size = self.model.vocab_size
+        for sequence in sequences:
+            # Checked on the host, because an index out of range makes the CUDA device unusable.
+            if sequence.sampling_mask is not None and (unknown := largest_id(sequence.sampling_mask)) >= vocab_size:
+                raise ValueError(
+                    f"sequence {sequence.sequence_id}: expected token ids below the model's vocabulary size "
+                    f"{vocab_size} in its sampling mask, got {unknown}; check that its generator runs the same model"
+                )
+        return pack(
+            sequences,
+            max_tokens=self.config.longest_sequence,
+            num_ranks=self._ranks.layout.num_data_ranks,
+            packing=self.model.packing,
+            work=self._flops.work,
+            min_rounds=self._ranks.layout.pipeline,
+        )
+
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[MicroBatch], of: ScoredBy) -> list[tuple[np.ndarray, ...]]:
+        """Return, on rank 0, the log-probabilities and entropies of each data rank's trained tokens, float32, in the
+        order of its micro-batches.
+
+        On the other ranks the list is empty.
+        """
+        model, context = self.model, nullcontext()
+        if of == "reference" and self.reference is not None:
+            model = self.reference
+        elif of == "reference":
+            context = cast(Adapters, self.adapters).off()
+        with context:
+            # The reference routes as it would sample.
+            scored = self.passes.score(model, micro_batches, replays=of != "reference")
+        if self._is_sharded:
+            end_forward(model)
+        arrays = [torch.cat(values).numpy() for values in zip(*scored, strict=True)]
+        return [decode(frame).arrays for frame in self._ranks.gather_reports(encode("scores", {}, arrays))]
+
+    def check_compiled(self, micro_batches: Sequence[MicroBatch]) -> None:
+        batches = [to_device(mb, self._ranks.device, self.model.packing) for mb in micro_batches]
+        check_compiled(
+            self.model, batches, lambda index: self.passes.begin_backward(index, len(batches)), dtype=self._dtype
+        )
+
+    def cost(self, parts: Sequence[Sequence[MicroBatch]], peak_bytes: int) -> UpdateCost:
+        peak = device_peak(self._ranks.device, self._dtype)
+        return UpdateCost(
+            phase_s=self._clock.read(),
+            flops=sum(self._flops.of(micro_batch) for part in parts for micro_batch in part),
+            peak_flops_per_s=None if peak is None else peak * self._ranks.world_size,
+            peak_memory_bytes=peak_bytes,
+        )
+
+    def update(self, micro_batches: Sequence[MicroBatch], version: int) -> tuple[UpdateStats, int]:
+        """Return the step's statistics and the highest peak memory of a rank in bytes. Both are of use on rank 0."""
+        if self.model.replay is not None:
+            self.model.replay.reset_counts()
+        sums, ratio_max, skipped = self.passes.accumulate(micro_batches, self.objective, version)
+        if not self._ranks.layout.is_reporter(self._ranks.rank):
+            sums, skipped = torch.zeros_like(sums), skipped[:0]  # another rank reports the same
+        with self._clock.phase("optimizer"):
+            sums = self._ranks.all_reduce_sum(sums.cpu())
+            routing = self._replayed()
+            lr = self._schedule.lr_at(self._num_updates) * self._ess_scale(sums)
+            outcome = self._step(self.objective.denominator(sums), lr, self.objective.why_skip(sums))
+        fields = {"ratio_max": float(ratio_max), "peak_bytes": peak_memory_bytes(self._ranks.device)}
+        frames = self._ranks.gather(encode("skipped", fields, [skipped]))
+        reports = [decode(frame) for frame in frames]
+        skipped_ids = sorted(int(i) for report in reports for i in report.arrays[0])
+        ratio_max = max((r.fields["ratio_max"] for r in reports), default=0.0)
+        stats = update_stats(sums, ratio_max, skipped_ids, outcome, objective=self.objective)
+        return replace(stats, routing=routing), max((r.fields["peak_bytes"] for r in reports), default=0)
+
+    def _replayed(self) -> tuple[int, int] | None:
+        """Return the counts of ``UpdateStats.routing``, over all ranks."""
+        if (replay := self.model.replay) is None:
+            return None
+        counts = torch.tensor([int(replay.num_different), replay.num_counted])
+        num_different, num_counted = self._ranks.all_reduce_sum(counts).tolist()
+        return num_different, num_counted
+
+    def _ess_scale(self, sums: Tensor) -> float:
+        """Return the factor of the learning rate by ``optimizer.ess_reference`` (VCPO, arXiv:2602.17616)."""
+        reference = self.config.optimizer.ess_reference
+        return min(1.0, sequence_ess(sums) / reference) ** 0.5 if reference else 1.0
+
+    def _step(self, denominator: float, lr: float, why_skip: str) -> StepOutcome:
+        """Scale and clip the gradients of the loss sum, and apply them. Every rank makes the same decision.
+
+        A skipped step does not change weights, optimizer and schedule.
+        """
+        self.passes.add_tied_gradients()
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if not denominator:
+            self.optimizer.zero_grad()
+            return StepOutcome("nothing is left to train on: every sequence was skipped or masked", 0.0, lr)
+        # FSDP averages gradients over ranks, but we need their sum.
+        scale = (self._ranks.layout.num_summed if self._is_sharded else 1) / denominator
+        grad_norm = scale * self.passes.total_norm(gradients)
+        if why_skip or not np.isfinite(grad_norm):
+            self.optimizer.zero_grad()
+            return StepOutcome(why_skip or f"the gradient norm is {grad_norm}", grad_norm, lr)
+        # As clip_grad_norm_ does, in one pass over the gradients with the scaling.
+        clip = min(1.0, self.config.optimizer.max_grad_norm / (grad_norm + 1e-6))
+        for of_mesh in by_mesh(gradients):
+            torch._foreach_mul_(of_mesh, scale * clip)
+        self.optimizer.step(lr)
+        self.optimizer.zero_grad()
+        self.passes.copy_tied_weight()
+        self._num_updates += 1
+        return StepOutcome("", grad_norm, lr)
+
+    def _tensor_specs(self) -> dict[str, Spec]:
+        """Return shape and dtype of each tensor that ``gather`` yields. Buffers keep their dtype, because the model
+        computes in it.
+        """
+        state = self.model.causal_lm.state_dict()
+        parameters = {name for name, _ in self.model.causal_lm.named_parameters()}
+        return {
+            name: Spec(tuple(state[name].shape), self._dtype if name in parameters else state[name].dtype)
+            for name in self._names
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return this rank's shards of the parameters and buffers that a checkpoint holds, by name, in a fixed
+        order.
+        """
+        state = self.model.causal_lm.state_dict()
+        names = self._names if self.adapters is None else self.adapters.names
+        return {name: state[name].detach() for name in names}
+
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        stage, pipeline = self.passes.stage, self.passes.pipeline
+        if stage is None or pipeline is None:
+            yield from self._gathered(self._names)
+            return
+        own = [name for name in self._names if stage.owner(name) == pipeline.index]
+        for name, tensor in pipeline.collected(self._gathered(own), self._specs, stage.owner):
+            yield published_name(name) if self.config.lora.publishes_adapters else name, tensor
+
+    def _gathered(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors ``names`` of this rank's stage, unsharded."""
+        if self.adapters is not None:
+            if self.config.lora.publishes_adapters:
+                yield from self.adapters.published(self._dtype, self._ranks.device)
+            else:
+                yield from self.adapters.merged(names, self._dtype, self._ranks.device)
+            return
+        tensors = self.tensors()
+        for name in names:
+            wire = tensors[name].to(self._ranks.device, self._specs[name].dtype)
+            yield name, wire.full_tensor() if isinstance(wire, DTensor) else wire
+
+    def training_state(self) -> TrainingState:
+        tensors = self.tensors()
+        if self.passes.stage is not None:
+            tensors = self.passes.stage.owned(tensors)
+        return TrainingState.of(tensors, self.optimizer.tensors(), num_updates=self._num_updates, ranks=self._ranks)
+
+    def load(self, directory: Path) -> None:
+        if self.adapters is not None:
+            self.adapters.check(directory)
+        self._num_updates = load_training_state(directory, self.tensors(), self.optimizer.tensors(), ranks=self._ranks)
+        self.optimizer.resume(self._num_updates)
+
+    def write_files(self, directory: Path) -> None:
+        """On rank 0, write the model's config and tokenizer into a checkpoint, and the adapters' description."""
+        write_model_files(directory, self._files)
+        if self.adapters is not None:
+            self.adapters.save_config(directory)
+
+    def log_graphs(self) -> None:
+        """Log how often layers were compiled, if they are."""
+        if self._graphs is not None:
+            self._graphs.log()
