@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from async_rl.config.loss_names import KL_ESTIMATORS, OFF_VALUES, SKIP_STATISTICS, SURROGATES
+from async_rl.config.loss_names import ADVANTAGES, KL_ESTIMATORS, OFF_VALUES, SKIP_STATISTICS, SURROGATES
 
 if TYPE_CHECKING:
     from async_rl.config.loss import LossConfig
@@ -175,6 +175,13 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
         expected="expected a loss.kl_coef above 0 with kl_reference",
         reason="the reference would never be loaded; raise kl_coef, or leave kl_reference out",
         example={"kl_reference": "some/model"},
+    ),
+    Contradiction(
+        keys=("best_k", "advantage"),
+        holds=lambda c: c.best_k is not None and ADVANTAGES[c.advantage].per_turn,
+        expected="expected no loss.best_k with an advantage for each turn",
+        reason="it compares one advantage for each rollout; set best_k = 0, or another advantage",
+        example={"best_k": 2, "advantage": "per_turn_mean"},
     ),
     Contradiction(
         keys=("advantage_function", "advantage"),

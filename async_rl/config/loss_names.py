@@ -41,12 +41,14 @@ class Advantage(NamedTuple):
         over_step: whether its baseline is over all rollouts of the step, not over those of one group.
         whitens_tokens: whether the advantages of all trained tokens are normalised at the end.
         weighs_rollouts: whether its baseline weighs rollouts by pi/mu before the batch's first update.
+        per_turn: whether it compares the rewards that follow the same turn, so that every turn has its own advantage.
     """
 
     description: str
     over_step: bool = False
     whitens_tokens: bool = False
     weighs_rollouts: bool = False
+    per_turn: bool = False
 
 
 class SkipStatistic(NamedTuple):
@@ -98,6 +100,10 @@ ADVANTAGES: Mapping[str, Advantage] = {
         "reward less the mean of the group weighted by length and squared policy / behavior policy of the answer",
         weighs_rollouts=True,
     ),
+    "per_turn_mean": Advantage(
+        "for each turn, the reward from there on less the group's mean at the same turn", per_turn=True
+    ),
+    "per_turn_norm": Advantage("as per_turn_mean, divided by the standard deviation", per_turn=True),
 }
 
 AGGREGATIONS: Mapping[str, str] = {

@@ -28,6 +28,7 @@ from async_rl.config.loss_names import ADVANTAGES
 from async_rl.config.section import look_up
 from async_rl.errors import TrainingError
 from async_rl.learner.batch import PreparedBatch, along_tokens, leave_out
+from async_rl.learner.credit import Earned, earned_rewards
 from async_rl.learner.losses.parts import kl_estimate
 from async_rl.learner.own_advantage import AdvantageInputs, OwnAdvantage, frozen_inputs
 from async_rl.records import NO_VERSION
@@ -53,6 +54,7 @@ def with_advantages(
     Baselines include all rollouts except those masked for a cause of ``_WITHOUT_REWARD``. The KL is that of
     ``loss.kl_policy`` to the reference, over trained tokens, which the behavior policy sampled. The reward changes by
     the sum over a rollout (arXiv:1909.08593 section 2, arXiv:2203.02155), a token's advantage by the KL of that token.
+    With advantages for turns, the reward of every token changes by its own KL.
     A rollout has no known KL if it is masked or if its logprobs are not all finite (the loss skips it). It gets its
     group's mean KL instead, so it moves no baseline.
 
@@ -75,9 +77,13 @@ def with_advantages(
         num_tokens = np.array(prepared.rollout_tokens)
         for members in groups:
             rewards[members] += length_bonuses(prepared.accuracies[members], num_tokens[members], loss.length_bonus)
-    if kl and loss.kl_placement == "reward":
+    in_reward = kl if loss.kl_placement == "reward" else {}
+    if in_reward:
         rewards -= loss.kl_coef * _rollout_kl(prepared, kl, groups)
-    if own is None:
+    if own is None and ADVANTAGES[loss.advantage].per_turn:
+        penalties = {sequence_id: loss.kl_coef * values for sequence_id, values in in_reward.items()}
+        advantages = _of_turns(list(earned_rewards(prepared, rewards, penalties)), groups, loss)
+    elif own is None:
         advantages = _estimated(prepared, rewards, groups, loss)
     else:
         advantages = own(_own_inputs(prepared, rewards, groups, loss, version))
@@ -103,6 +109,24 @@ def _estimated(
         weights = () if log_weights is None else (log_weights[members],)
         advantages[members] = estimate(rewards_R[members], *weights)
     return advantages
+
+
+def _of_turns(earned: Sequence[Earned], groups: Sequence[np.ndarray], loss: LossConfig) -> list[np.ndarray]:
+    """Return the advantages of turns, for each rollout float64 [its trained tokens].
+
+    The reward from a turn to the end is compared with that of the group's other rollouts that have this turn. What was
+    earned before the turn does not count, because the turn can't change it.
+    """
+    estimate = look_up(ADVANTAGE_FUNCTIONS, loss.advantage, "loss.advantage")
+    tokens, to_go = [np.zeros(len(of.rewards)) for of in earned], [of.to_go for of in earned]
+    for members in groups:
+        for turn in range(max((len(earned[i].starts) for i in members), default=0)):
+            present = [i for i in members if turn < len(earned[i].starts)]
+            values = estimate(np.array([to_go[i][turn] for i in present]))
+            for i, value in zip(present, values.tolist(), strict=True):
+                bounds = (*earned[i].starts, len(tokens[i]))
+                tokens[i][bounds[turn] : bounds[turn + 1]] = value
+    return [values[of.is_trained] for values, of in zip(tokens, earned, strict=True)]
 
 
 def _own_inputs(
@@ -215,11 +239,13 @@ ADVANTAGE_FUNCTIONS: Mapping[str, Callable[..., np.ndarray]] = {
     "global_norm": group_normalised,
     "reinforce_pp": group_centred,
     "off_policy_optimal": off_policy_optimal,
+    "per_turn_mean": group_centred,
+    "per_turn_norm": group_normalised,
 }
 """``loss.advantage`` -> rewards [n] -> advantages, float64 [n].
 
-The row of the same name in ``config.loss_names.ADVANTAGES`` says whether n is a group or the whole step, and whether
-the function also takes ``log_weights`` [n].
+The row of the same name in ``config.loss_names.ADVANTAGES`` says whether n is a group, the whole step, or the rollouts
+of a group that have a certain turn, and whether the function also takes ``log_weights`` [n].
 """
 
 

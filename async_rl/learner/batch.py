@@ -172,6 +172,10 @@ def _fault(rollout: Rollout, temperature: float, vocab_size: int | None, routing
     """Return why a rollout can't be trained on, empty if it can. Bad logprobs don't count: the loss leaves them out."""
     if not all(map(math.isfinite, (rollout.reward, rollout.accuracy, temperature))):
         return "its reward, accuracy or temperature is not finite"
+    if rollout.turns:
+        counts = [turn.num_tokens for turn in rollout.turns]
+        if min(counts) < 1 or sum(counts) != rollout.num_sampled:
+            return f"expected turns of its {rollout.num_sampled} sampled tokens, at least one each, got {counts}"
     for sequence in rollout.sequences:
         ids, mask = sequence.token_ids, sequence.loss_mask
         if not len(ids) or mask[0]:

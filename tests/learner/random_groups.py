@@ -46,14 +46,14 @@ def honest(lease: Lease, version: int, generator_id: str, vocab_size: int, seed:
     mask = np.concatenate([np.arange(p + a) >= p for p, a in zip(prompts, answers, strict=True)])
     size, num_sampled = len(mask), int(mask.sum())
     accuracy = rng.integers(0, 2, lease.group_size).astype(float).tolist()
-    counts = [1] * lease.group_size
+    turns = [1] * lease.group_size, np.add.reduceat(answers, np.cumsum([0, *num_sequences[:-1]])).tolist()
     fields = GroupFields(
         lease_id=lease.lease_id, kind=lease.kind, position=lease.prompt.position, generator_id=generator_id,
         lineage=lease.lineage, temperature=sampling.temperature, weights_digest={version: f"digest-{version}"},
         sampling_time_s=1.0, num_sequences=num_sequences, lengths=(prompts + answers).tolist(),
         reward_parts={"correct": list(accuracy)}, accuracy=accuracy, finish_reason=["stop"] * lease.group_size,
         extracted=["1"] * lease.group_size,
-        turns=TurnFields(counts, counts, [0.5] * lease.group_size, [0.5] * lease.group_size) if seed % 3 == 0 else None,
+        turns=TurnFields(*turns, [0.5] * lease.group_size, [0.5] * lease.group_size) if seed % 3 == 0 else None,
     )  # fmt: skip
     arrays: dict[str, np.ndarray] = {
         "token_ids": rng.integers(0, vocab_size, size).astype(np.int32),
