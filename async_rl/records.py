@@ -163,6 +163,18 @@ class Turn(msgspec.Struct, frozen=True):
     score: float
 
 
+class Span(msgspec.Struct, frozen=True):
+    """A part of an answer that a reward function has judged by itself (a process reward).
+
+    Attributes:
+        end: the number of the rollout's sampled tokens up to the end of the span, from 1 on.
+        reward: the span's reward. It belongs to the last of these tokens.
+    """
+
+    end: int
+    reward: float
+
+
 class Rollout(msgspec.Struct, frozen=True, eq=False):
     """One complete answer to a prompt, with its rewards.
 
@@ -174,6 +186,8 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
         finish_reason: why sampling ended.
         extracted: the final answer that was found in the text; None if the text has no final answer.
         turns: the policy's answers in their order if the run has an environment, else empty.
+        spans: the parts that a reward function judged by themselves, in order. Their rewards are in ``reward_parts``,
+            too. Empty if there are none.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -182,6 +196,7 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
     finish_reason: FinishReason
     extracted: str | None = None
     turns: tuple[Turn, ...] = ()
+    spans: tuple[Span, ...] = ()
 
     @property
     def score(self) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,8 +26,9 @@ import numpy as np
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.process.user_code import describe_error
 from async_rl.queue.messages import FailureCause
-from async_rl.records import NO_VERSION, Group, Lease, Rollout, TokenSequence
+from async_rl.records import NO_VERSION, Group, Lease, Rollout, Span, TokenSequence
 from async_rl.rewards.records import GroupReward, RewardInput, RewardOutput, score_group
+from async_rl.run.eval_records import Decode
 
 Encode = Callable[[Sequence[Mapping[str, str]]], np.ndarray]
 
@@ -283,10 +285,13 @@ def whole_sequence(sample: Sampled) -> TokenSequence:
     return TokenSequence(token_ids, loss_mask, logprobs, versions, sample.sampling_mask, sample.routes)
 
 
-def graded_rollouts(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) -> list[Rollout]:
+def graded_rollouts(
+    reward: ScoreOne, lease: Lease, samples: Sequence[Sampled], decode: Decode | None = None
+) -> list[Rollout]:
     """Score the finished samples of one lease. Return their rollouts in the same order.
 
-    Errors of ``reward`` pass through.
+    Errors of ``reward`` pass through. ``decode`` finds the tokens of spans. None: rollouts have no spans, because
+    nobody trains on them.
     """
     items = [
         RewardInput(
@@ -305,9 +310,23 @@ def graded_rollouts(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) 
             accuracy=output.accuracy,
             finish_reason=sample.finish_reason,
             extracted=output.extracted,
+            spans=() if decode is None else token_spans(output.spans, sample.token_ids, decode),
         )
         for sample, output in zip(samples, score_group(reward, items), strict=True)
     ]
+
+
+def token_spans(spans: Sequence[tuple[int, float]], token_ids: np.ndarray, decode: Decode) -> tuple[Span, ...]:
+    """Return ``RewardOutput.spans``, whose ends are characters, as spans of tokens.
+
+    A span ends with the first token that completes its text. The rewards of spans that end in the same token are
+    added. Each end takes about log2(N) calls of ``decode`` for an answer of N tokens.
+    """
+    rewards: dict[int, float] = {}
+    for end, reward in spans:
+        num_tokens = 1 + bisect_left(range(1, len(token_ids)), end, key=lambda num: len(decode(token_ids[:num])))
+        rewards[num_tokens] = rewards.get(num_tokens, 0.0) + reward
+    return tuple(Span(num_tokens, reward) for num_tokens, reward in sorted(rewards.items()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -347,9 +366,9 @@ class Grader(Protocol):
         ...
 
 
-def _graded(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled]) -> list[Graded]:
+def _graded(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled], decode: Decode | None) -> list[Graded]:
     try:
-        rollouts = graded_rollouts(reward, lease, samples)
+        rollouts = graded_rollouts(reward, lease, samples, decode)
         return [Graded(lease, sample.index, rollout) for sample, rollout in zip(samples, rollouts, strict=True)]
     except Exception as error:  # the boundary to reward code: the loop fails and counts the lease
         detail, place = describe_error(error)
@@ -363,8 +382,9 @@ class ThreadGrader:
     ``collect`` returns samples in the order in which their scores are ready.
     """
 
-    def __init__(self, reward: ScoreOne, *, num_threads: int = 1) -> None:
-        self._reward = reward
+    def __init__(self, reward: ScoreOne, *, num_threads: int = 1, decode: Decode | None = None) -> None:
+        """Start the threads. ``decode`` is that of ``graded_rollouts``, and is called in these threads."""
+        self._reward, self._decode = reward, decode
         self._needs_whole_group = isinstance(reward, GroupReward) and reward.needs_whole_group
         self._incomplete: dict[str, list[Sampled]] = {}
         self._todo: queue.SimpleQueue[tuple[Lease, list[Sampled]] | None] = queue.SimpleQueue()
@@ -411,5 +431,5 @@ class ThreadGrader:
 
     def _run(self) -> None:
         while (item := self._todo.get()) is not None:
-            for graded in _graded(self._reward, *item):
+            for graded in _graded(self._reward, *item, self._decode):
                 self._done.put(graded)

@@ -18,14 +18,18 @@ import secrets
 import shutil
 import socket
 import tempfile
+import threading
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from async_rl.config.config import Config
+from async_rl.config.generator import has_model
 from async_rl.config.loading import (
     apply_override,
     check_generator_overrides,
@@ -34,7 +38,7 @@ from async_rl.config.loading import (
 )
 from async_rl.data.chat import load_tokenizer
 from async_rl.environments.pool import EnvironmentPool
-from async_rl.errors import QueueError
+from async_rl.errors import QueueError, RewardError
 from async_rl.generator.backend import Backend, MultiRankBackend, TextBackend, build_backend, cuda_device
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, TokenizerText
 from async_rl.generator.loop import Worker
@@ -47,6 +51,7 @@ from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
 from async_rl.rewards.registry import RewardSum, build_reward
 from async_rl.rewards.verifier import MAX_WORKERS
+from async_rl.run.eval_records import Decode
 
 if TYPE_CHECKING:
     from async_rl.weights.receiver import Receiver
@@ -110,7 +115,7 @@ def run_generator(
             queue=queue,
             receiver=receiver,
             backend=backend,
-            grader=build_grader(config, digests, stack),
+            grader=build_grader(config, digests, stack, directory),
             config=config,
             generator_id=generator_id,
             wait_s=wait_s,
@@ -143,15 +148,39 @@ def build_generator_backend(
     return build_backend(config, directory, code_digests=None if is_own_choice else code_digests)
 
 
-def build_grader(config: Config, code_digests: Mapping[str, str] | None, stack: ExitStack) -> ThreadGrader:
+def build_grader(
+    config: Config, code_digests: Mapping[str, str] | None, stack: ExitStack, directory: Path | None = None
+) -> ThreadGrader:
     """Build the grader for the config's rewards. ``stack`` closes it at its end.
 
     ``code_digests`` are the learner's digests of the user's own code. They are None if this machine's user chose the
-    code.
+    code. ``directory`` has the tokenizer, which finds the tokens of rewards for parts of a text. None: nobody trains on
+    the rollouts, so these are left out.
     """
-
     reward = stack.enter_context(closing(build_reward(config, code_digests=code_digests)))
-    return stack.enter_context(closing(ThreadGrader(reward, num_threads=grading_threads(config, reward))))
+    decode = None if directory is None else _text_of_tokens(config, directory)
+    grader = ThreadGrader(reward, num_threads=grading_threads(config, reward), decode=decode)
+    return stack.enter_context(closing(grader))
+
+
+def _text_of_tokens(config: Config, directory: Path) -> Decode:
+    """Return a function that decodes token ids with the tokenizer in ``directory``, which it loads when it is called
+    first.
+    """
+    lock, found = threading.Lock(), list[Any]()
+
+    def decode(token_ids: np.ndarray) -> str:
+        if not has_model(config.generator.backend):
+            raise RewardError(
+                f"expected a reward without spans, because generator.backend = {config.generator.backend!r} has no "
+                f"tokenizer that could find their tokens; return RewardOutput without spans"
+            )
+        with lock:
+            if not found:
+                found.append(load_tokenizer(directory, needs_template=False))
+            return str(found[0].decode(token_ids, skip_special_tokens=True))
+
+    return decode
 
 
 def grading_threads(config: Config, reward: RewardSum) -> int:

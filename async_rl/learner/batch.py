@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -176,6 +177,11 @@ def _fault(rollout: Rollout, temperature: float, vocab_size: int | None, routing
         counts = [turn.num_tokens for turn in rollout.turns]
         if min(counts) < 1 or sum(counts) != rollout.num_sampled:
             return f"expected turns of its {rollout.num_sampled} sampled tokens, at least one each, got {counts}"
+    if ends := [span.end for span in rollout.spans]:
+        if rollout.turns:
+            return "expected turns or spans, got both"
+        if ends[0] < 1 or ends[-1] > rollout.num_sampled or any(a >= b for a, b in pairwise(ends)):
+            return f"expected ends of spans from 1 to its {rollout.num_sampled} sampled tokens, ascending, got {ends}"
     for sequence in rollout.sequences:
         ids, mask = sequence.token_ids, sequence.loss_mask
         if not len(ids) or mask[0]:

@@ -28,7 +28,7 @@ class Earned(NamedTuple):
         rewards: float64 [n], reward units, of each sampled token.
         total: the reward of the rollout, their sum.
         is_trained: bool [n], False at tokens that are not trained: all of a masked rollout, and stale ones.
-        starts: the places in n where turns begin. (0,) if the rollout has none.
+        starts: the places in n where turns, or spans of a process reward, begin. (0,) if the rollout has neither.
     """
 
     rewards: np.ndarray
@@ -48,8 +48,8 @@ def earned_rewards(
 ) -> Iterator[Earned]:
     """Yield for each rollout of the step where it earned its reward.
 
-    A turn's reward is that of its last token, and a token's penalty is subtracted from the token's reward. Whatever
-    else is in ``rewards_R`` (other reward parts, a length bonus) is earned with the last token.
+    The reward of a turn or span is that of its last token, and a token's penalty is subtracted from the token's reward.
+    Whatever else is in ``rewards_R`` (other reward parts, a length bonus) is earned with the last token.
 
     Args:
         prepared: the step.
@@ -72,12 +72,15 @@ def earned_rewards(
 
 
 def _placed(rollout: Rollout, total: float, is_trained: np.ndarray, rewards: np.ndarray) -> Earned:
-    """Add the rewards of turns, and of the end, to a rollout's ``rewards``, which has the penalties."""
-    ends, starts = np.cumsum([turn.num_tokens for turn in rollout.turns], dtype=np.int64), (0,)
-    # Of the rollouts whose turns don't fit their tokens, which are masked as invalid, nothing is used.
-    if len(ends) and ends[-1] == len(rewards) and (np.diff(ends, prepend=0) > 0).all():
-        rewards[ends - 1] += [turn.reward for turn in rollout.turns]
-        starts = (0, *ends[:-1].tolist())
+    """Add the rewards of turns or spans, and of the end, to a rollout's ``rewards``, which has the penalties."""
+    parts, starts = rollout.turns or rollout.spans, (0,)
+    ends = np.cumsum([turn.num_tokens for turn in rollout.turns], dtype=np.int64)
+    if rollout.spans:
+        ends = np.array([span.end for span in rollout.spans], np.int64)
+    # Of the rollouts whose turns or spans don't fit their tokens, which are masked as invalid, nothing is used.
+    if len(ends) and ends[-1] <= len(rewards) and (np.diff(ends, prepend=0) > 0).all():
+        rewards[ends - 1] += [part.reward for part in parts]
+        starts = (0, *ends[ends < len(rewards)].tolist())
     if len(rewards):
         rewards[-1] += total - rewards.sum()
     return Earned(rewards, total, is_trained, starts)

@@ -24,6 +24,7 @@ from async_rl.records import (
     Int32Array,
     LeaseKind,
     Rollout,
+    Span,
     TokenSequence,
     Turn,
 )
@@ -87,6 +88,20 @@ class TurnFields(msgspec.Struct, frozen=True, gc=False):
     scores: list[float]
 
 
+class SpanFields(msgspec.Struct, frozen=True, gc=False):
+    """The spans of all rollouts of a group in its message, one rollout after the other. R = rollouts, U = spans.
+
+    Attributes:
+        counts: [R], the number of spans of each rollout. The sum is U.
+        ends: [U], as in ``Span``.
+        rewards: [U], as in ``Span``.
+    """
+
+    counts: list[Count]
+    ends: list[Count]
+    rewards: list[float]
+
+
 class RouteFields(msgspec.Struct, frozen=True, gc=False):
     """The shape of a group's routes in its message. S = token sequences.
 
@@ -114,6 +129,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         extracted: [R], as in ``Rollout``.
         turns: the turns of all rollouts. None if the group was sampled without an environment.
         routes: the shape of the routes. None if the group has none.
+        spans: the spans of all rollouts. None if there are none.
     """
 
     lease_id: str
@@ -132,6 +148,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     extracted: list[str | None]
     turns: TurnFields | None = None
     routes: RouteFields | None = None
+    spans: SpanFields | None = None
 
 
 def encode_group(group: Group) -> bytes:
@@ -144,6 +161,7 @@ def encode_group(group: Group) -> bytes:
     sequences = [s for r in rollouts for s in r.sequences]
     names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
     turns = [turn for r in rollouts for turn in r.turns]
+    spans = [span for r in rollouts for span in r.spans]
     routes = _all_or_none("routes", [s.routes for s in sequences])
     fields = GroupFields(
         lease_id=group.lease_id,
@@ -169,6 +187,9 @@ def encode_group(group: Group) -> bytes:
         if turns
         else None,
         routes=RouteFields([len(r) for r in routes], *routes[0].shape[1:]) if routes else None,
+        spans=SpanFields([len(r.spans) for r in rollouts], [s.end for s in spans], [s.reward for s in spans])
+        if spans
+        else None,
     )
     arrays = [
         _column("<i4", [s.token_ids for s in sequences]),
@@ -246,7 +267,7 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
         at = slice(start, start + length)
         sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], mask, routes))
         start = at.stop
-    turns = _turns_by_rollout(flat)
+    turns, spans = _turns_by_rollout(flat), _spans_by_rollout(flat)
     rollouts: list[Rollout] = []
     first = 0
     for index, count in enumerate(fields.num_sequences):
@@ -259,6 +280,7 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
                 finish_reason=fields.finish_reason[index],
                 extracted=fields.extracted[index],
                 turns=next(turns),
+                spans=next(spans),
             )
         )
         first += count
@@ -297,6 +319,14 @@ def _turns_by_rollout(flat: FlatGroup) -> Iterator[tuple[Turn, ...]]:
     return (tuple(islice(turns, count)) for count in columns.counts)
 
 
+def _spans_by_rollout(flat: FlatGroup) -> Iterator[tuple[Span, ...]]:
+    columns = flat.fields.spans
+    if columns is None:
+        return repeat((), flat.num_rollouts)
+    spans = map(Span, columns.ends, columns.rewards)
+    return (tuple(islice(spans, count)) for count in columns.counts)
+
+
 def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> FlatGroup:
     """Decode a group's message ``frame`` to flat arrays, for callers that need only sums or checks over all tokens.
 
@@ -332,6 +362,8 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     _check_length("extracted", fields.extracted, num_rollouts)
     if fields.turns is not None:
         _check_turns(fields.turns, num_rollouts)
+    if fields.spans is not None:
+        _check_spans(fields.spans, num_rollouts)
     mask = None if num_others == 4 else _sampling_mask(arrays[:6])
     routes = None if fields.routes is None else _routes(fields.routes, fields.lengths, arrays[-1])
     return FlatGroup(fields, token_ids, loss_mask, logprobs, versions, mask, routes)
@@ -343,6 +375,13 @@ def _check_turns(turns: TurnFields, num_rollouts: int) -> None:
     _check_sum("turns.counts", turns.counts, num_turns)
     _check_length("turns.rewards", turns.rewards, num_turns)
     _check_length("turns.scores", turns.scores, num_turns)
+
+
+def _check_spans(spans: SpanFields, num_rollouts: int) -> None:
+    num_spans = len(spans.ends)
+    _check_length("spans.counts", spans.counts, num_rollouts)
+    _check_sum("spans.counts", spans.counts, num_spans)
+    _check_length("spans.rewards", spans.rewards, num_spans)
 
 
 def _sampling_mask(arrays: Sequence[np.ndarray]) -> SamplingMask:

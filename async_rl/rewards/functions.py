@@ -14,6 +14,7 @@ import math
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from async_rl.errors import ConfigError, RewardError
@@ -22,6 +23,9 @@ from async_rl.rewards.records import RewardInput, RewardOutput
 MAX_CONCURRENT_CALLS = 64
 """Maximum number of calls of an async function that run at the same time. A function that needs fewer calls at a time
 must use a semaphore."""
+
+PROCESS = "process"
+"""The reward part that is the sum of the rewards of parts of the text (``RewardOutput.spans``)."""
 
 _FORMS = (("item",), ("items",), ("completions", "solutions"))
 
@@ -74,7 +78,7 @@ class FunctionReward:
                 f"{self._name}: expected a list of {len(items)} values, one for each rollout, got {len(values)}; "
                 f"correct what the function returns"
             )
-        return [self._output(value) for value in values]
+        return [self._output(value, item) for value, item in zip(values, items, strict=True)]
 
     def counters(self) -> dict[str, int]:
         return {}
@@ -109,7 +113,7 @@ class FunctionReward:
             )
         return values
 
-    def _output(self, value: Any) -> RewardOutput:
+    def _output(self, value: Any, item: RewardInput) -> RewardOutput:
         if self._form == "completions":
             value = self._format_and_accuracy(value)
         if isinstance(value, RewardOutput):
@@ -122,7 +126,10 @@ class FunctionReward:
                     f"returns"
                 )
             parts = {part: self._scale * number for part, number in value.parts.items()}
-            return RewardOutput(parts, float(value.accuracy), value.extracted)
+            spans = self._spans(value, item)
+            if spans:
+                parts[PROCESS] = sum(reward for _, reward in spans)
+            return RewardOutput(parts, float(value.accuracy), value.extracted, spans=spans)
         self._check_number(value, "")
         if self._is_main and not 0 <= value <= 1:
             raise RewardError(
@@ -130,6 +137,29 @@ class FunctionReward:
                 f"{value}; return RewardOutput(parts, accuracy) if they differ"
             )
         return RewardOutput({self._part: self._scale * float(value)}, min(1.0, max(0.0, float(value))))
+
+    def _spans(self, output: RewardOutput, item: RewardInput) -> tuple[tuple[int, float], ...]:
+        """Return the rewards of parts of the text, scaled."""
+        try:
+            spans = [(end, reward) for end, reward in output.spans]
+        except (TypeError, ValueError):
+            raise RewardError(
+                f"{self._name}: expected spans to be pairs (end, reward), got {output.spans!r:.80}; correct what the "
+                f"function returns"
+            ) from None
+        for _, reward in spans:
+            self._check_number(reward, "the reward of a span")
+        ends = [0, *(end for end, _ in spans)]
+        if any(not isinstance(end, int) for end in ends) or any(not a < b <= len(item.text) for a, b in pairwise(ends)):
+            raise RewardError(
+                f"{self._name}: expected ends of spans from 1 to the text's {len(item.text)} characters, ascending, "
+                f"got {ends[1:]!r:.80}; correct what the function returns"
+            )
+        if spans and PROCESS in output.parts:
+            raise RewardError(
+                f"{self._name}: expected no part {PROCESS!r} with spans, whose sum it is; give the part another name"
+            )
+        return tuple((end, self._scale * float(reward)) for end, reward in spans)
 
     def _format_and_accuracy(self, row: Any) -> RewardOutput:
         row = self._sequence(row)

@@ -41,12 +41,17 @@ class RewardOutput:
         extracted: the answer that was found in the text, for logs. None if the text has no answer.
         has_answer: whether the text has an answer, for the penalty on over-long answers. If None, the text has an
             answer if ``extracted`` is not None.
+        spans: rewards of single parts of the text (a process reward), each as ``(end, reward)``: a part goes from the
+            end of the one before to ``end``, a number of characters of ``RewardInput.text``, in ascending order. A
+            part's reward belongs to the token at its end. They are parts of the reward: their sum is the part
+            ``process``, which ``parts`` must not have.
     """
 
     parts: dict[str, float]
     accuracy: float
     extracted: str | None = None
     has_answer: bool | None = None
+    spans: tuple[tuple[int, float], ...] = ()
 
 
 class Reward(Protocol):

@@ -8,6 +8,7 @@ answers. The penalty is DAPO's equation 13 (arXiv:2503.14476) or Colossal-RL's v
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -126,7 +127,7 @@ class RewardSum:
 
     Its output has the parts of ``main``, one part for each of ``extras``, and the part ``overlong``, which is the
     penalty times ``scale``. Without a penalty there is no part ``overlong``. The accuracy and the extracted answer are
-    those of ``main``.
+    those of ``main``. Spans of ``extras`` count with their weight.
     """
 
     def __init__(
@@ -149,16 +150,20 @@ class RewardSum:
 
     def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
         outputs = score_group(self._main, items)
-        parts = [dict(output.parts) for output in outputs]
+        parts, spans = [dict(output.parts) for output in outputs], [Counter(dict(output.spans)) for output in outputs]
         for extra in self._extras:
-            for sums, output in zip(parts, score_group(extra.reward, items), strict=True):
+            for sums, judged, output in zip(parts, spans, score_group(extra.reward, items), strict=True):
                 sums[extra.name] = extra.weight * sum(output.parts.values())
+                judged.update({end: extra.weight * reward for end, reward in output.spans})
         if self._overlong is not None:
             for item, output, sums in zip(items, outputs, parts, strict=True):
                 earned = sum(sums.values()) / self._scale
                 has_answer = output.extracted is not None if output.has_answer is None else output.has_answer
                 sums["overlong"] = self._scale * self._overlong(item, earned, has_answer)
-        return [RewardOutput(sums, o.accuracy, o.extracted) for sums, o in zip(parts, outputs, strict=True)]
+        return [
+            RewardOutput(sums, o.accuracy, o.extracted, spans=tuple(sorted(judged.items())))
+            for sums, judged, o in zip(parts, spans, outputs, strict=True)
+        ]
 
     def counters(self) -> dict[str, int]:
         """Return the counters of all rewards. Counters of the same name are summed."""

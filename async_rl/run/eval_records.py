@@ -142,7 +142,8 @@ def row_records(prompt: Prompt, group: Group, decode: Decode) -> list[dict[str, 
 def answer_record(prompt: Prompt, rollout: Rollout, decode: Decode) -> dict[str, Any]:
     """Return the JSON object that records one answer: prompt, response, expected answer, rewards, weights versions.
 
-    If the dataset row has test cases, the object has their number as ``num_tests``.
+    If the dataset row has test cases, the object has their number as ``num_tests``. If a reward judged parts of the
+    answer, it has ``spans``: pairs of the number of sampled tokens up to the part's end, and its reward.
     """
     versions = [v for s in rollout.sequences for v in s.versions.tolist() if v != NO_VERSION]
     return {
@@ -157,6 +158,7 @@ def answer_record(prompt: Prompt, rollout: Rollout, decode: Decode) -> dict[str,
         "reward_parts": dict(rollout.reward_parts),
         "finish_reason": rollout.finish_reason,
         "num_tokens": rollout.num_sampled,
+        **({"spans": [[span.end, span.reward] for span in rollout.spans]} if rollout.spans else {}),
         "versions": [min(versions), max(versions)] if versions else [],
         **_turn_fields(rollout, decode),
     }

@@ -193,9 +193,11 @@ def _sequence_fault(group: FlatGroup, sampled: bytes) -> str:
 
 
 def _turn_fault(group: FlatGroup) -> str:
-    turns = group.fields.turns
+    turns, spans = group.fields.turns, group.fields.spans
     if turns is not None and not math.isfinite(sum(turns.rewards) + sum(turns.scores)):
         return "rewards: a turn's reward or score is not finite, or too large"
+    if spans is not None and not math.isfinite(sum(spans.rewards)):
+        return "rewards: a span's reward is not finite, or too large"
     return ""
 
 
@@ -219,6 +221,8 @@ def _largest_reward(group: FlatGroup) -> float:
     amounts = [abs(value) for values in parts for value in values if value]
     if group.fields.turns is not None:
         amounts += map(abs, group.fields.turns.rewards)
+    if group.fields.spans is not None:
+        amounts += map(abs, group.fields.spans.rewards)
     return max(amounts, default=0.0)
 
 
