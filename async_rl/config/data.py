@@ -51,6 +51,56 @@ def parse_tools(text: str) -> list[Any]:
     return tools
 
 
+class CurriculumConfig(Section):
+    """Which training prompts are sampled again, and how often, by the mean accuracy of their last group."""
+
+    chance: Literal["uniform", "learnability", "failures"] = Field(
+        default="uniform",
+        description="Probability with which a prompt is sampled when its turn comes, by its pass rate p: 1 (uniform), "
+        "4p(1-p), so that prompts with right and wrong answers come most often (learnability), or 1-p (failures). "
+        "Prompts that were never sampled always are.",
+    )
+    min_chance: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="Lowest probability of learnability and failures, so that no prompt is lost.",
+    )
+    solved_at: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Prompts with at least this pass rate are set aside for rest_epochs; if unset, none are.",
+    )
+    unsolved_at: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Prompts with at most this pass rate are set aside for rest_epochs; if unset, none are.",
+    )
+    rest_epochs: int = Field(
+        default=2,
+        ge=1,
+        description="Number of epochs of its source in which a prompt that was set aside is left out. Then it is tried "
+        "again, and its new pass rate decides.",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any prompt may be passed over."""
+        return self.chance != "uniform" or self.solved_at is not None or self.unsolved_at is not None
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> Self:
+        low, high = self.unsolved_at, self.solved_at
+        if low is not None and high is not None and low >= high:
+            raise ValueError(
+                f"data.curriculum: expected unsolved_at below solved_at, got {low:g} and {high:g}, which set aside "
+                f"every prompt; correct one of them"
+            )
+        return self
+
+
 class DataConfig(Section):
     """The rows to train and to evaluate on."""
 
@@ -115,6 +165,7 @@ class DataConfig(Section):
     shuffle: bool = Field(
         default=True, description="Whether every epoch has a new random order, which run.seed determines."
     )
+    curriculum: CurriculumConfig = CurriculumConfig()
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -167,6 +218,15 @@ class DataConfig(Section):
             raise ValueError(
                 f"data.weights: expected whole numbers from 1 to {_MAX_WEIGHT}, got {', '.join(wrong)}; correct them "
                 f"(to leave a source out, remove it from data.train)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _curriculum_fits(self) -> Self:
+        if self.curriculum.is_on and self.epochs == 1:
+            raise ValueError(
+                "data.curriculum: expected data.epochs to be unset or at least 2, because a prompt's pass rate is "
+                "known only after its first epoch, got 1; raise it, or leave [data.curriculum] out"
             )
         return self
 

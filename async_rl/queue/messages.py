@@ -173,6 +173,7 @@ class QueueStats(msgspec.Struct, frozen=True):
         prompts_too_long: the number of prompts that were excluded as too long.
         epoch: the epoch of the newest sampled prompt.
         alive_generators: the ids of the generators that are alive.
+        curriculum: metrics of ``data.curriculum``, by name. Empty without a curriculum.
     """
 
     depth: int
@@ -184,6 +185,7 @@ class QueueStats(msgspec.Struct, frozen=True):
     prompts_too_long: int = 0
     epoch: int = 0
     alive_generators: tuple[str, ...] = ()
+    curriculum: Mapping[str, float] = {}
 
 
 class Batch(msgspec.Struct, frozen=True):

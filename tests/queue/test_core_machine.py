@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from async_rl.config.data import CurriculumConfig
 from async_rl.config.queue import OnStale
 from tests.examples import examples
 from tests.queue.events import EVENTS, Event
@@ -18,6 +19,11 @@ from tests.queue.world import World
 
 SEEDS = st.integers(0, (1 << 24) - 1)
 """Of larger ranges hypothesis draws mostly small numbers, the same again and again."""
+CURRICULA = (
+    CurriculumConfig(),
+    CurriculumConfig(solved_at=1.0, unsolved_at=0.0, rest_epochs=1),
+    CurriculumConfig(chance="learnability", min_chance=0.2, solved_at=1.0),
+)
 ONE_EVENT = st.sampled_from([event for event, weight in EVENTS.items() for _ in range(weight)])
 
 
@@ -46,6 +52,7 @@ class CoreMachine(RuleBasedStateMachine):
                 max_attempts=random.choice((1, 3, 50)),
                 epochs=random.choice((None, 1, 2)),
                 num_steps=random.randint(3, 20),
+                curriculum=random.choice(CURRICULA),
             )
         )
         note(f"{self.world.knobs}")

@@ -37,7 +37,7 @@ def full_state() -> PersistedState:
             taken_ids=(), acked=(2, b"snapshot"), finished=True, digests={4: "digest"},
         ),
         old_lineages={"line-a"},
-        cursor=StreamCursor(40, [3, 5]),
+        cursor=StreamCursor(40, [3, 5], Counter({0: 1}), Counter({1: 2})),
         attempts={7: Attempts(1, 2)},
         excluded=Counter({0: 2}),
         last_excluded={8: "poison"},

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+from async_rl.config.data import CurriculumConfig
 from async_rl.config.queue import OnStale
 from async_rl.net.wire import pack_plain
 from async_rl.queue.core import persistence
@@ -42,6 +43,7 @@ class Knobs:
     num_rows: int = 12
     epochs: int | None = None
     num_steps: int = 20
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
 @dataclass(slots=True)
@@ -88,7 +90,7 @@ class Witness:
 
     def _new_state(self) -> QueueState:
         self.changes = Changes()
-        stream = PromptStream(self.knobs.num_rows, seed=0, epochs=self.knobs.epochs)
+        stream = PromptStream(self.knobs.num_rows, seed=0, epochs=self.knobs.epochs, curriculum=self.knobs.curriculum)
         return QueueState(
             self.settings, rows(self.knobs.num_rows), stream, instance=str(self.num_servers), payloads=self.payloads,
             changes=self.changes,
@@ -105,6 +107,7 @@ class Witness:
         """The server dies; another, whose clock may be any, goes on from its records."""
         entries: dict[Kind, dict[str, Any]] = {kind: written(fields) for kind, fields in self.entries.items()}
         saved, depth, payloads = persistence.save(self.state), self.state.stats().depth, self.payloads
+        curriculum = self.state.stream.curriculum
         self.now = clock
         self.start_server(payloads)
         places = persistence.load(self.state, entries, saved, {"test": EVAL_ROWS}, {"test": SAMPLING}, self.now)
@@ -115,6 +118,8 @@ class Witness:
         self.entries = entries
         assert decode_state(persistence.save(self.state)) == decode_state(saved)
         assert self.state.stats().depth == depth
+        assert self.state.stream.curriculum.rates() == curriculum.rates()
+        assert self.state.stream.curriculum.places == curriculum.places
         self._remember()
         self.settle()
 
@@ -174,6 +179,8 @@ class Witness:
         dropped = small.ledger.groups.dropped
         excluded = dropped["poison"] + dropped["too_slow"] + dropped["unused_at_end"]
         assert len(places) + excluded == small.cursor.position, "a prompt got lost"
+        still_named = {*small.cursor.requeued, *held, *in_flight, *small.last_excluded}
+        assert self.entries["place"].keys() <= {str(position) for position in still_named}
 
     def _check_payloads(self) -> None:
         """Every payload is needed, and readable; those in use and those to come fit into ``queue.max_bytes``."""

@@ -354,8 +354,10 @@ def _grant_training(
             return leases, LeasesGranted(
                 (), f"queue.max_bytes = {settings.max_bytes}: {used} bytes are in use or reserved"
             )
+        num_passed = state.stream.num_passed
         position = state.stream.draw()
         if position is None:
+            state.revision += num_passed != state.stream.num_passed
             return leases, LeasesGranted((), "the data has ended (data.epochs)")
         leases.append(_issue_training(state, learner, generator_id, version, position))
     return leases, None
@@ -492,15 +494,17 @@ def _receive_training(
         state.leases.close(active.lease.lease_id, _RETURNED)
         state.revision += 1
         state.count_outcome("received", group)
+        state.stream.observe(group.position, accuracy)
         state.ledger.arrive("filtered", group.num_rollouts, group.num_tokens)
         state.count_outcome("filtered", group)
-        state.attempts.pop(group.position, None)
+        state.forget_prompt(group.position)
         state.filtered_since_step += 1
         assert settings.filter_range is not None
         state.filtered_right_since_step += accuracy >= settings.filter_range[1]
         return "filtered"
     # Store the payload before any change. If the disk has no room, the generator returns the group again.
     ref = state.payloads.keep(payload)
+    state.stream.observe(group.position, accuracy)
     state.leases.close(active.lease.lease_id, _RETURNED)
     state.count_outcome("received", group)
     state.ledger.arrive("queued", group.num_rollouts, group.num_tokens)

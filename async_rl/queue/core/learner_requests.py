@@ -283,6 +283,7 @@ def finish(state: QueueState, lineage: str, now: float) -> None:
         return
     for group in state.set_taken(()):
         state.drop_group(group, "taken", "unused_at_end")
+        state.forget_prompt(group.position)
     state.end_training()
     for active in state.leases:
         state.lose_lease(active, "unused_at_end", requeue=False)
@@ -420,7 +421,7 @@ def _settle(state: QueueState, learner: LearnerSide, counts: TrainedCounts) -> N
         state.ledger.train(len(taken), rollouts, tokens, counts)
     state.set_taken(())
     for group in taken:
-        state.attempts.pop(group.position, None)
+        state.forget_prompt(group.position)
         if counts.stepped:
             state.count_outcome("trained", group)
             state.forget_group(group)

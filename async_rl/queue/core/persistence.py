@@ -22,10 +22,11 @@ import xxhash
 from async_rl.errors import DamagedJournalError, QueueError
 from async_rl.net.wire import pack_plain
 from async_rl.queue.core.admission import LEARNER_STATUS, LearnerSide
+from async_rl.queue.core.curriculum import PassRate, Place
 from async_rl.queue.core.generator_requests import build_lease
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRecord, StoredGroup, snapshot_key
 from async_rl.queue.core.leases import ActiveLease, ClosedLease, GeneratorRecord, LeaseRecord
-from async_rl.queue.core.prompts import Answer, Evaluation, EvaluationRecord, Row, StreamCursor
+from async_rl.queue.core.prompts import Answer, Evaluation, EvaluationRecord, Row
 from async_rl.queue.core.state import PersistedState, QueueState
 from async_rl.queue.messages import DropCause
 from async_rl.queue.storage.journal import Kind
@@ -48,10 +49,15 @@ _OLDER_CHECKPOINT = "write the name of an older checkpoint into checkpoints/late
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The queue's state right after the learner reported a step, and the groups that were queued or taken then."""
+    """The queue's state right after the learner reported a step, and the groups that were queued or taken then.
+
+    ``rates`` and ``places`` are the records of a curriculum, by row and by position.
+    """
 
     state: PersistedState
     groups: list[StoredGroup]
+    rates: dict[int, PassRate] = {}
+    places: dict[int, Place] = {}
 
 
 # The record.
@@ -112,6 +118,7 @@ def load(
         state.clock_ahead_s = saved.now - now
         groups = _load_groups(state, entries)
         places = _load_evaluations(state, entries, eval_rows, eval_samplings)
+        _load_curriculum(state, entries)
         _load_leases(state, entries)
     except KeyError as error:
         raise DamagedJournalError(f"the record {error} is missing") from error
@@ -159,6 +166,12 @@ def _load_evaluations(
     return [a.ref for found in answers.values() for a in found.values() if a.ref is not None]
 
 
+def _load_curriculum(state: QueueState, entries: Entries) -> None:
+    rates = {int(row): msgspec.convert(plain, PassRate) for row, plain in entries["pass_rate"].items()}
+    places = {int(position): msgspec.convert(plain, Place) for position, plain in entries["place"].items()}
+    state.stream.curriculum.replace(rates, places)
+
+
 def _load_leases(state: QueueState, entries: Entries) -> None:
     for lease_id, plain in entries["lease"].items():
         record = msgspec.convert(plain, LeaseRecord)
@@ -199,9 +212,11 @@ def snapshot(state: QueueState, learner: LearnerSide) -> bytes:
     groups = sorted([*state.taken, *state.queued], key=lambda g: g.order)
     state.release_refs(state.snapshot_refs.add(snapshot_key(learner.lineage, learner.step), groups))
     saved = persisted(state)
-    saved.cursor = StreamCursor(state.cursor.position, sorted([*state.cursor.requeued, *in_flight]))
+    requeued = sorted([*state.cursor.requeued, *in_flight])
+    saved.cursor = msgspec.structs.replace(state.cursor, requeued=requeued)
     saved.learner = msgspec.structs.replace(learner, taken_ids=(), acked=None, announcement=None, digests={})
-    return _encode_snapshot(Snapshot(saved, groups))
+    curriculum = state.stream.curriculum
+    return _encode_snapshot(Snapshot(saved, groups, curriculum.rates(), curriculum.places))
 
 
 def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) -> Snapshot:
@@ -266,6 +281,7 @@ def restore(state: QueueState, found: Snapshot | None) -> None:
     ledger, eval_ledger = saved.ledger.restored_over(state.ledger), saved.eval_ledger.restored_over(state.eval_ledger)
     state.adopt(replace(saved, ledger=ledger, eval_ledger=eval_ledger, **kept))
     drop_undelivered(state, "rolled_back")
+    state.stream.curriculum.replace(*(({}, {}) if found is None else (found.rates, found.places)))
     _restore_groups(state, found)
 
 
@@ -350,6 +366,8 @@ def status(state: QueueState, now: float) -> dict[str, Any]:
             "position": state.stream.position,
             "requeued": state.stream.num_requeued,
             "epoch": state.stream.epoch,
+            "aside": state.cursor.aside.total(),
+            "thinned": state.cursor.thinned.total(),
         },
         "leases": _leases(state),
         "generators": state.generators.as_dicts(state.now),

@@ -2,7 +2,8 @@
 
 A prompt's position in the stream counts from 0 over all epochs. A ``mixture.Mixture`` says from which source of rows it
 comes. The rows of each epoch of a source are shuffled with a seed, so a position alone determines its row, also after a
-restart. ``generator_requests`` draws positions. Positions whose lease
+restart. Under a ``curriculum.Curriculum`` the stream passes over rows, and the place of each drawn prompt in the order
+of its source is recorded until the prompt has ended. ``generator_requests`` draws positions. Positions whose lease
 expired, or whose group was dropped or rolled back, are drawn again before new ones.
 
 The learner can request an evaluation of all rows of a dataset. The queue keeps the answers until the learner has
@@ -15,6 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +24,8 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from async_rl.config.data import CurriculumConfig
+from async_rl.queue.core.curriculum import Curriculum
 from async_rl.queue.core.mixture import Mixture
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import PayloadRef, PayloadStore
@@ -46,18 +50,25 @@ class StreamCursor(msgspec.Struct):
     """The place in the stream of training prompts, as the journal and snapshots store it.
 
     ``position`` is the lowest position that was never drawn. ``requeued`` is a heap of the positions to draw again
-    first.
+    first. ``aside`` and ``thinned`` are the numbers of rows of each source that a curriculum has passed over, by cause.
     """
 
     position: int = 0
     requeued: list[int] = []
+    aside: Counter[int] = msgspec.field(default_factory=Counter)
+    thinned: Counter[int] = msgspec.field(default_factory=Counter)
+
+    def num_passed(self, source: int) -> int:
+        """Return how many rows of ``source`` were passed over."""
+        return self.aside[source] + self.thinned[source]
 
 
 class PromptStream:
     """The order in which training prompts are sampled, as positions. The stream has no end if ``epochs`` is None.
 
     By default all rows are one source. With ``weights``, the rows are those of several sources, one source after the
-    other, with ``sizes`` rows each. Sources take turns by their weights.
+    other, with ``sizes`` rows each. Sources take turns by their weights. A curriculum may pass over rows. The sources'
+    shares of the drawn prompts stay the same, and an epoch of a source has the rows that were passed over, too.
 
     Raises:
         ValueError: ``num_rows`` is below 1.
@@ -72,6 +83,7 @@ class PromptStream:
         epochs: int | None = None,
         weights: Sequence[int] = (1,),
         sizes: Sequence[int] = (),
+        curriculum: CurriculumConfig | None = None,
     ) -> None:
         if num_rows < 1:
             raise ValueError(f"data.train: expected at least one row, got {num_rows}; add rows to it")
@@ -79,8 +91,9 @@ class PromptStream:
         self._seed, self._shuffle = seed, shuffle
         self._mixture = Mixture(sizes or (num_rows,), weights)
         self._first_rows = [0, *itertools.accumulate(self._mixture.sizes)]
-        self._end = None if epochs is None else self._mixture.end_of(epochs)
+        self._epochs, self._end = epochs, 0 if epochs is None else self._mixture.end_of(epochs)
         self.cursor = StreamCursor()
+        self.curriculum = Curriculum(curriculum or CurriculumConfig(), num_rows, seed=seed)
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     @property
@@ -100,7 +113,7 @@ class PromptStream:
     @property
     def epoch(self) -> int:
         """The epoch, from 0, of the newest prompt drawn from the source whose epoch is the lowest; 0 if none was."""
-        return self._mixture.epoch(self.cursor.position)
+        return min(self._epoch(source) for source in range(len(self._mixture.sizes)))
 
     @property
     def has_sources(self) -> bool:
@@ -110,22 +123,72 @@ class PromptStream:
     @property
     def exhausted(self) -> bool:
         """Whether there is no position left to draw."""
-        return not self.cursor.requeued and self._end is not None and self.cursor.position >= self._end
+        return not self.cursor.requeued and self._is_at_end
+
+    @property
+    def _is_at_end(self) -> bool:
+        if self._epochs is None:
+            return False
+        if not self.num_passed:
+            return self.cursor.position >= self._end
+        sizes = self._mixture.sizes
+        return all(self._next_index(source) >= self._epochs * size for source, size in enumerate(sizes))
+
+    @property
+    def num_passed(self) -> int:
+        """The number of rows that a curriculum has passed over, each as often as it was."""
+        return self.cursor.aside.total() + self.cursor.thinned.total()
+
+    @property
+    def row_epochs(self) -> np.ndarray:
+        """The epoch of its source for each row, int64 [rows]."""
+        sizes = self._mixture.sizes
+        return np.repeat([self._epoch(source) for source in range(len(sizes))], sizes)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Return the dataset row of a position, and the epoch of its source."""
-        source, earlier = self._mixture.locate(position)
-        epoch, index = divmod(earlier, self._mixture.sizes[source])
-        return self._first_rows[source] + int(self._order(source, epoch)[index]), epoch
+        """Return the dataset row of a position, and the epoch of its source.
+
+        Under a curriculum, the position must be that of a prompt that was drawn and has not ended.
+        """
+        source, index = self._mixture.locate(position)
+        place = self.curriculum.places.get(position)
+        return self._row(source, index if place is None else place.index)
 
     def draw(self) -> int | None:
-        """Return the next position to sample; None at the end of the last epoch."""
+        """Return the next position to sample; None at the end of the last epoch.
+
+        Rows that the curriculum passes over are counted in the cursor, also if None is returned.
+        """
         if self.cursor.requeued:
             return heapq.heappop(self.cursor.requeued)
-        if self.exhausted:
-            return None
-        self.cursor.position += 1
-        return self.cursor.position - 1
+        position = self.cursor.position
+        source = self._mixture.locate(position)[0]
+        while not self._is_at_end:
+            index = self._next_index(source)
+            verdict = self.curriculum.verdict(*self._row(source, index), source, index)
+            if verdict == "sampled":
+                if self.cursor.num_passed(source):
+                    self.curriculum.open_place(position, index)
+                self.cursor.position += 1
+                return position
+            (self.cursor.aside if verdict == "aside" else self.cursor.thinned)[source] += 1
+        return None
+
+    def observe(self, position: int, rate: float) -> None:
+        """Record the mean accuracy of the group of the prompt at ``position`` for the curriculum."""
+        if self.curriculum.is_on:
+            self.curriculum.observe(*self.locate(position), rate)
+
+    def _next_index(self, source: int) -> int:
+        """Return the place, in the order of ``source``, of the first row that was neither drawn nor passed over."""
+        return self._mixture.count(source, self.cursor.position) + self.cursor.num_passed(source)
+
+    def _epoch(self, source: int) -> int:
+        return max(0, self._next_index(source) - 1) // self._mixture.sizes[source]
+
+    def _row(self, source: int, index: int) -> tuple[int, int]:
+        epoch, place = divmod(index, self._mixture.sizes[source])
+        return self._first_rows[source] + int(self._order(source, epoch)[place]), epoch
 
     def requeue(self, position: int) -> None:
         """Put a position back, to be drawn again before new positions."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import LearnerSide, QueueSettings
+from async_rl.queue.core.curriculum import rows_by_source
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
 from async_rl.queue.core.leases import ActiveLease, FailureStreak, GeneratorTable, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
@@ -134,6 +136,7 @@ class QueueState(PersistedState):
     clock_ahead_s: float = 0.0
     vocab_size: int | None = None
     damage: Counter[str] = field(default_factory=Counter)
+    _sources: Mapping[str, np.ndarray] = field(init=False)
     failures: FailureStreak = field(default_factory=FailureStreak)
 
     def __post_init__(self) -> None:
@@ -142,7 +145,8 @@ class QueueState(PersistedState):
                 f"expected a prompt stream over the {len(self.rows)} training rows, got a stream over "
                 f"{self.stream.num_rows}; this is a bug in async-rl, please report it"
             )
-        self.stream.cursor = self.cursor
+        self.stream.cursor, self.stream.curriculum.changes = self.cursor, self.changes
+        self._sources = rows_by_source(row.source for row in self.rows) if self.stream.curriculum.is_on else {}
         self.leases = LeaseTable(self.settings.lease_timeout_s, self.changes)
         self.generators = GeneratorTable(self.settings.generator_timeout_s, self.changes)
         self.evals = EvalBook(self.changes, self.payloads)
@@ -379,8 +383,10 @@ class QueueState(PersistedState):
         """Drop all queued groups and training leases as unused, because the last step is done."""
         for group in self.queued.pop_all():
             self.drop_group(group, "queued", "unused_at_end")
+            self.forget_prompt(group.position)
         for active in self.leases:
             if active.evaluation is None:
+                self.forget_prompt(active.lease.prompt.position)
                 self.generators.cancel(active)
                 self.leases.close(active.lease.lease_id, "unused_at_end")
                 self.ledger.drop("in_flight", "unused_at_end", active.lease.group_size, 0)
@@ -424,8 +430,19 @@ class QueueState(PersistedState):
             ledger=self.ledger_dict(),
             prompts_too_long=self.prompts_too_long,
             epoch=self.stream.epoch,
+            curriculum=self._curriculum_metrics(),
             alive_generators=tuple(sorted(entry.generator_id for entry in alive)),
         )
+
+    def _curriculum_metrics(self) -> dict[str, float]:
+        stream = self.stream
+        if not stream.curriculum.is_on:
+            return {}
+        return {
+            "curriculum/passed_aside": stream.cursor.aside.total(),
+            "curriculum/passed_thinned": stream.cursor.thinned.total(),
+            **stream.curriculum.metrics(stream.row_epochs, self._sources),
+        }
 
     def ledger_dict(self) -> dict[str, Any]:
         """Return the counts of ``ledger.json`` and ``async-rl status``, as plain data.
@@ -501,6 +518,11 @@ class QueueState(PersistedState):
         # Leases granted after the batch was complete are new enough, so the next take does not wait again.
         self.waits_since = None
 
+    def forget_prompt(self, position: int) -> None:
+        """Forget the attempts and the place of a prompt that has ended and was not excluded."""
+        self.attempts.pop(position, None)
+        self.stream.curriculum.close_place(position)
+
     def _requeue_or_exclude(self, position: int, cause: DropCause) -> DropCause:
         """Requeue a prompt, or exclude it if it has no attempt left.
 
@@ -524,7 +546,9 @@ class QueueState(PersistedState):
         self.excluded[position // self.stream.num_rows] += 1
         self.last_excluded[position] = cause
         while len(self.last_excluded) > _NAMED:
-            del self.last_excluded[next(iter(self.last_excluded))]
+            oldest = next(iter(self.last_excluded))
+            del self.last_excluded[oldest]
+            self.stream.curriculum.close_place(oldest)
 
 
 def _compare(totals: Mapping[str, tuple[int, int]]) -> None:

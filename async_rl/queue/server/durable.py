@@ -123,6 +123,7 @@ class DurableState:
         stream = PromptStream(
             len(data.train), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs,
             weights=[config.data.weights[source] for source in sizes] or (1,), sizes=list(sizes.values()),
+            curriculum=config.data.curriculum,
         )  # fmt: skip
         self._changes = Changes(is_wanted=journal is not None)
         self.state = QueueState(

@@ -50,10 +50,10 @@ LOST = (
 # This updates the row in place. REPLACE would delete it and write its index entry again.
 _PUT_STATE = "INSERT INTO state VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 
-Kind = Literal["group", "snapshot", "lease", "closed_lease", "evaluation", "answer", "generator"]
+Kind = Literal["group", "snapshot", "lease", "closed_lease", "evaluation", "answer", "generator", "pass_rate", "place"]
 """The kind of a record, with its key in the index. By lease id: ``group`` (ready, taken, or in a snapshot), ``lease``
 (in flight), ``closed_lease`` (ended). By name: ``snapshot`` (the groups in it), ``evaluation``, ``answer`` (to one row
-of an evaluation), and ``generator``."""
+of an evaluation), and ``generator``. Of a curriculum: ``pass_rate`` (by row) and ``place`` (by position)."""
 
 
 class Change(NamedTuple):
