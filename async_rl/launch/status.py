@@ -186,7 +186,9 @@ def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "memory", f"{stored} of groups, {reserved} reserved by leases{kept_too}, limit {most}"
     if stream := rest.pop("stream", None):
         again = f", {stream['requeued']} earlier ones to lease again" if stream.get("requeued") else ""
-        yield "next prompt", f"number {stream['position']} of the data, epoch {stream['epoch']}{again}"
+        passed = stream.get("aside", 0) + stream.get("thinned", 0)
+        over = f", {passed} passed over by data.curriculum" if passed else ""
+        yield "next prompt", f"number {stream['position']} of the data, epoch {stream['epoch']}{over}{again}"
     if "leases" in rest:
         yield "leases", str(len(rest.pop("leases")))
 

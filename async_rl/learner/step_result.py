@@ -223,6 +223,7 @@ def step_metrics(result: StepResult, queue: QueueStats) -> dict[str, float]:
         "queue/bytes": queue.bytes,
         "queue/in_flight": queue.in_flight,
         "generators": queue.num_generators,
+        **queue.curriculum,
     }
 
 

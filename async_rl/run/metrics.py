@@ -82,6 +82,16 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "source/<source>/groups": "Number of the step's groups from this source; only if data.train is a table.",
         "source/<source>/accuracy": "Mean accuracy of the step's rollouts from this source, 0 to 1.",
         "source/<source>/reward": "Mean reward of the step's rollouts from this source.",
+        "source/<source>/aside": "curriculum/aside of this source's rows, with a curriculum.",
+        "source/<source>/known": "curriculum/known of this source's rows, with a curriculum.",
+        "source/<source>/pass_rate": "curriculum/pass_rate of this source's rows, with a curriculum.",
+    },
+    "Curriculum": {
+        "curriculum/aside": "Share of the rows that are set aside now; only with data.curriculum, as all of these.",
+        "curriculum/known": "Share of the rows of which a group has come back.",
+        "curriculum/pass_rate": "Mean accuracy of the newest group of each of these rows, 0 to 1.",
+        "curriculum/passed_aside": "How often a row was passed over so far because it was set aside.",
+        "curriculum/passed_thinned": "How often a row was passed over so far by chance (data.curriculum.chance).",
     },
     "Staleness": {
         "staleness/mean": "Staleness, in versions, mean over trained tokens.",

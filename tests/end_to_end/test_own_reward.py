@@ -33,7 +33,8 @@ MAY_BE_ABSENT = {
     "mismatch_kl/after_update_lag_N", "mismatch_kl/no_update_lag_N", "mismatch_kl/update_effect",
     "mismatch_kl/after_update_tokens", "parity/mean", "parity/<name>", "parity/sampled_<name>", "packing/padding",
     "packing/repeated", "rule/<name>", "loss_mask/<name>", "loss_metric/<name>", "routing/different",
-    "source/<source>/groups", "source/<source>/accuracy", "source/<source>/reward",
+    *(f"source/<source>/{name}" for name in ("groups", "accuracy", "reward", "aside", "known", "pass_rate")),
+    *(f"curriculum/{name}" for name in ("aside", "known", "pass_rate", "passed_aside", "passed_thinned")),
     "time/checkpoint_write_s",
     # It needs a known device.
     "throughput/mfu",

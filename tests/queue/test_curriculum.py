@@ -1,0 +1,278 @@
+"""Curricula: which rows are passed over, that nothing is lost or drawn twice, and that a restart repeats the order."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.config.data import CurriculumConfig
+from async_rl.queue.core import learner_requests
+from async_rl.queue.core.curriculum import Curriculum, PassRate, Place, chance, rows_by_source
+from async_rl.queue.core.prompts import PromptStream
+from async_rl.queue.core.state import QueueState
+from tests.examples import examples
+from tests.queue.builders import LINEAGE, announce, group, leases, put, rows, settings
+
+ASIDE = CurriculumConfig(solved_at=1.0, unsolved_at=0.0, rest_epochs=2)
+CONFIGS = st.builds(
+    CurriculumConfig,
+    chance=st.sampled_from(["uniform", "learnability", "failures"]),
+    min_chance=st.sampled_from([0.05, 0.1, 0.5, 1.0]),
+    solved_at=st.sampled_from([None, 0.75, 1.0]),
+    unsolved_at=st.sampled_from([None, 0.0, 0.25]),
+    rest_epochs=st.integers(1, 3),
+)
+SOURCES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 5)), min_size=1, max_size=3)
+
+
+def make_stream(config: CurriculumConfig, sources: list[tuple[int, int]], epochs: int | None = None) -> PromptStream:
+    """``sources`` are pairs (number of rows, weight)."""
+    sizes, weights = zip(*sources, strict=True)
+    return PromptStream(sum(sizes), seed=0, weights=weights, sizes=sizes, epochs=epochs, curriculum=config)
+
+
+def rate_of(row: int, random: Random) -> float:
+    """Of every four rows one is always solved, one never, and two are solved now and then."""
+    return (1.0, 0.0, random.choice((0.25, 0.5, 1.0)), 0.75)[row % 4]
+
+
+def draw_and_observe(stream: PromptStream, count: int, random: Random) -> list[tuple[int, int, int]]:
+    """Return (position, row, epoch) of up to ``count`` prompts, each of which ends before the next is drawn."""
+    drawn: list[tuple[int, int, int]] = []
+    while len(drawn) < count and (position := stream.draw()) is not None:
+        row, epoch = stream.locate(position)
+        stream.observe(position, rate_of(row, random))
+        stream.curriculum.close_place(position)
+        drawn.append((position, row, epoch))
+    return drawn
+
+
+def test_chances_are_worked_out_by_hand():
+    learnability = CurriculumConfig(chance="learnability", min_chance=0.1)
+    assert [chance(learnability, p) for p in (0.0, 0.25, 0.5, 0.75, 1.0)] == [0.1, 0.75, 1.0, 0.75, 0.1]
+    failures = CurriculumConfig(chance="failures", min_chance=0.1)
+    assert [chance(failures, p) for p in (0.0, 0.25, 0.5, 1.0)] == [1.0, 0.75, 0.5, 0.1]
+    assert [chance(CurriculumConfig(), p) for p in (0.0, 1.0)] == [1.0, 1.0]
+
+
+def test_a_solved_row_is_left_out_of_two_epochs_and_then_tried_again():
+    stream = PromptStream(3, seed=0, shuffle=False, curriculum=ASIDE)
+    rates = {0: 1.0, 1: 0.5, 2: 0.0}
+    drawn: list[tuple[int, int]] = []
+    for _ in range(8):
+        position = stream.draw()
+        assert position is not None
+        drawn.append(stream.locate(position))
+        # Row 2 is solved from its second group on.
+        stream.observe(position, 0.5 if drawn.count((2, 3)) else rates[drawn[-1][0]])
+    # Rows 0 and 2 rest in epochs 1 and 2. In epoch 3 row 2 has both answers, so it stays; row 0 rests again.
+    assert drawn == [(0, 0), (1, 0), (2, 0), (1, 1), (1, 2), (0, 3), (1, 3), (2, 3)]
+    assert (stream.cursor.aside[0], stream.epoch) == (4, 3)
+
+
+def test_a_row_that_was_never_sampled_is_sampled():
+    curriculum = Curriculum(CurriculumConfig(chance="failures", min_chance=0.01), 1, seed=0)
+    assert {curriculum.verdict(0, epoch, 0, epoch) for epoch in range(100)} == {"sampled"}
+
+
+def test_rows_are_thinned_at_their_chance():
+    curriculum = Curriculum(CurriculumConfig(chance="learnability", min_chance=0.1), 1, seed=0)
+    curriculum.replace({0: PassRate(0.25, 0)}, {})
+    verdicts = [curriculum.verdict(0, epoch, 0, epoch) for epoch in range(4000)]
+    # 3/4 of 4000 with a standard deviation of 27.
+    assert abs(verdicts.count("sampled") - 3000) < 110
+    assert set(verdicts) == {"sampled", "thinned"}
+
+
+@given(CONFIGS, st.floats(0, 1))
+def test_every_row_keeps_a_chance_unless_it_is_set_aside(config: CurriculumConfig, rate: float):
+    assert config.min_chance <= chance(config, rate) <= 1
+
+
+@examples(60, num_quick=15)
+@given(CONFIGS, SOURCES, st.integers(0, 1000))
+def test_every_row_comes_again(config: CurriculumConfig, sources: list[tuple[int, int]], seed: int):
+    stream, random = make_stream(config, sources), Random(seed)
+    draw_and_observe(stream, 150, random)
+    epoch = stream.epoch
+    drawn: set[int] = set()
+    while len(drawn) < stream.num_rows and stream.epoch < epoch + 400:
+        drawn |= {row for _, row, _ in draw_and_observe(stream, 10, random)}
+    assert drawn == set(range(stream.num_rows))
+
+
+@examples(60, num_quick=15)
+@given(CONFIGS, SOURCES, st.integers(0, 1000), st.sampled_from([None, 2, 4]))
+def test_counts_add_up_and_shares_stay_exact(
+    config: CurriculumConfig, sources: list[tuple[int, int]], seed: int, epochs: int | None
+):
+    stream = make_stream(config, sources, epochs)
+    drawn = draw_and_observe(stream, 120, Random(seed))
+    # No position is left out or drawn twice, and no row twice in an epoch.
+    assert [position for position, _, _ in drawn] == list(range(len(drawn)))
+    assert len({(row, epoch) for _, row, epoch in drawn}) == len(drawn)
+    first_rows = [sum(size for size, _ in sources[:index]) for index in range(len(sources))]
+    for index, (size, weight) in enumerate(sources):
+        count = sum(first_rows[index] <= row < first_rows[index] + size for _, row, _ in drawn)
+        share = Fraction(len(drawn) * weight, sum(w for _, w in sources))
+        assert abs(count - share) < 1
+    if epochs is not None and len(drawn) < 120:
+        # Every source was passed over so often: each row was drawn or passed over in each of its epochs.
+        assert stream.exhausted
+        assert min(stream.row_epochs) >= epochs - 1
+        assert len(drawn) + stream.num_passed >= epochs * stream.num_rows
+    assert not stream.curriculum.places
+
+
+@examples(40, num_quick=10)
+@given(CONFIGS, SOURCES, st.integers(0, 1000), st.integers(0, 80))
+def test_a_stream_restored_from_its_records_goes_on_in_the_same_order(
+    config: CurriculumConfig, sources: list[tuple[int, int]], seed: int, before: int
+):
+    first, second = make_stream(config, sources), make_stream(config, sources)
+    draw_and_observe(first, before, Random(seed))
+    second.cursor = type(first.cursor)(
+        first.cursor.position, [], first.cursor.aside.copy(), first.cursor.thinned.copy()
+    )
+    second.curriculum.replace(first.curriculum.rates(), first.curriculum.places)
+    again = [draw_and_observe(stream, 60, Random(seed + 1)) for stream in (first, second)]
+    assert again[0] == again[1]
+
+
+def test_groups_of_one_row_count_in_the_order_of_epochs_whenever_they_arrive():
+    early_first, late_first = (Curriculum(ASIDE, 1, seed=0) for _ in range(2))
+    for epoch, rate in ((0, 1.0), (1, 0.5)):
+        early_first.observe(0, epoch, rate)
+    for epoch, rate in ((1, 0.5), (0, 1.0)):
+        late_first.observe(0, epoch, rate)
+    assert early_first.rates() == late_first.rates() == {0: PassRate(0.5, 1)}
+
+
+def test_without_a_curriculum_nothing_is_recorded():
+    stream = PromptStream(4, seed=0)
+    draw_and_observe(stream, 12, Random(0))
+    assert (stream.curriculum.rates(), stream.num_passed) == ({}, 0)
+
+
+def test_a_stream_whose_curriculum_is_switched_off_keeps_the_places_of_open_prompts():
+    stream = PromptStream(2, seed=0, shuffle=False)
+    stream.cursor.position, stream.cursor.aside[0] = 3, 1
+    stream.curriculum.replace({}, {2: Place(3)})
+    assert stream.locate(2) == (1, 1)
+    assert stream.draw() == 3
+    assert stream.locate(3) == (0, 2)
+
+
+# The queue.
+
+
+def make_state(num_rows: int, *, epochs: int | None = None) -> QueueState:
+    stream = PromptStream(num_rows, seed=0, shuffle=False, epochs=epochs, curriculum=ASIDE)
+    state = QueueState(settings(max_staleness=3), rows(num_rows), stream)
+    learner_requests.attach(state, LINEAGE, "", 0, 0, 50, None, 0.0)
+    announce(state, 0)
+    return state
+
+
+def test_filtered_groups_count_too_and_a_learner_that_is_killed_sees_the_same_prompts_again():
+    state = make_state(4)
+    first = leases(state, 4)
+    for lease in first[:2]:
+        assert put(state, group(lease, accuracies=(1.0, 1.0))) == "filtered"
+    for lease in first[2:]:
+        assert put(state, group(lease)) == "queued"
+    snapshot = learner_requests.snapshot(state, LINEAGE, 0.0)
+    second = leases(state, 4)
+    assert [lease.prompt.row for lease in second] == [2, 3, 2, 3]
+    assert [lease.prompt.epoch for lease in second] == [1, 1, 2, 2]
+    assert [lease.prompt.position for lease in second] == [4, 5, 6, 7]
+    put(state, group(second[0], accuracies=(1.0, 1.0)))
+    assert state.stats().curriculum == {
+        "curriculum/passed_aside": 4,
+        "curriculum/passed_thinned": 0,
+        "curriculum/aside": 0.75,
+        "curriculum/known": 1.0,
+        "curriculum/pass_rate": (1.0 + 1.0 + 1.0 + 0.5) / 4,
+    }
+    learner_requests.attach(state, "line-b", LINEAGE, 0, 0, 50, snapshot, 0.0)
+    announce(state, 0, "line-b")
+    assert state.stream.curriculum.rates()[2] == PassRate(0.5, 0)
+    again = leases(state, 4)
+    assert [lease.prompt for lease in again] == [lease.prompt for lease in second]
+    state.check()
+
+
+def test_a_prompt_that_is_sampled_again_is_the_same_row():
+    state = make_state(2)
+    for lease in leases(state, 2):
+        put(state, group(lease, accuracies=(1.0, 1.0) if lease.prompt.row == 0 else (1.0, 0.0)))
+    (lease,) = leases(state, 1)
+    assert (lease.prompt.row, lease.prompt.position) == (1, 2)
+    # Its generator dies, and meanwhile the row's pass rate has changed.
+    state.stream.curriculum.observe(1, 1, 1.0)
+    state.expire(100.0)
+    (again,) = leases(state, 1, now=100.0)
+    assert again.prompt == lease.prompt
+
+
+def test_the_run_ends_if_all_rows_of_the_last_epochs_rest():
+    state = make_state(2, epochs=3)
+    for lease in leases(state, 2):
+        assert put(state, group(lease, accuracies=(1.0, 1.0))) == "filtered"
+    revision = state.revision
+    assert leases(state, 1) == []
+    assert state.stream.exhausted
+    assert state.revision > revision
+    assert leases(state, 1) == []
+    assert state.cursor.aside[0] == 4
+
+
+def test_figures_of_each_source():
+    curriculum = Curriculum(ASIDE, 4, seed=0)
+    curriculum.replace({0: PassRate(1.0, 0), 1: PassRate(0.5, 2), 3: PassRate(0.0, 1)}, {})
+    epochs = PromptStream(4, seed=0).row_epochs + 3
+    assert rows_by_source(["a", "a", "b", "b"])["b"].tolist() == [2, 3]
+    # In epoch 3 row 0 has rested for two epochs, and is due; row 3 rests until epoch 4.
+    assert curriculum.metrics(epochs, rows_by_source(["a", "a", "b", "b"])) == {
+        "curriculum/aside": 0.25,
+        "curriculum/known": 0.75,
+        "curriculum/pass_rate": 0.5,
+        "source/a/aside": 0.0,
+        "source/a/known": 1.0,
+        "source/a/pass_rate": 0.75,
+        "source/b/aside": 0.5,
+        "source/b/known": 0.5,
+        "source/b/pass_rate": 0.0,
+    }
+
+
+# What it is for.
+
+
+@pytest.mark.parametrize(
+    "config",
+    [ASIDE, CurriculumConfig(chance="learnability"), CurriculumConfig(chance="learnability", solved_at=1.0)],
+    ids=["aside", "learnability", "both"],
+)
+def test_more_groups_have_right_and_wrong_answers_than_in_uniform_order(config: CurriculumConfig):
+    # 80 of 200 rows are always solved, 40 never, 80 at 0.2 to 0.8; groups of 8. Only the last give other advantages
+    # than 0: 2 groups of 5 in uniform order.
+    random = Random(1)
+    solve = [1.0] * 80 + [0.0] * 40 + [random.uniform(0.2, 0.8) for _ in range(80)]
+    shares: list[float] = []
+    for chosen in (CurriculumConfig(), config):
+        stream, useful = PromptStream(200, seed=0, curriculum=chosen), 0
+        for _ in range(1000):
+            position = stream.draw()
+            assert position is not None
+            row = stream.locate(position)[0]
+            right = sum(random.random() < solve[row] for _ in range(8))
+            useful += 0 < right < 8
+            stream.observe(position, right / 8)
+        shares.append(useful / 1000)
+    assert 0.33 < shares[0] < 0.42
+    assert shares[1] > 1.4 * shares[0]
