@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from async_rl.config.config import Config
 from async_rl.errors import WeightsError
 from async_rl.generator.backend import build_backend
+from async_rl.generator.conformance import CHECKS, Subject, check_backend
 from async_rl.generator.vllm.backend import VllmBackend
 from async_rl.queue.parity import ProbeSequence
 from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights, merge, peft_name
@@ -46,16 +47,31 @@ def merged(seed: int) -> PreTrainedModel:
     return model
 
 
-@pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
+def build(root: Path) -> VllmBackend:
+    """The engine of the model without adapters, in files below ``root``."""
     torch.set_num_threads(1)
-    base, directory = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("scratch")
+    base, directory = root / "base", root / "scratch"
+    for path in (base, directory):
+        path.mkdir()
     make_model(0).save_pretrained(base)
     write_files(directory)
     (directory / ADAPTER_BASE).write_bytes(BaseWeights.of(str(base)).to_json())
-    with closing(build_backend(config_of(base), directory)) as built:
-        assert isinstance(built, VllmBackend)
+    built = build_backend(config_of(base), directory)
+    assert isinstance(built, VllmBackend)
+    return built
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
+    with closing(build(tmp_path_factory.mktemp("backend"))) as built:
         yield built
+
+
+def test_the_backend_conforms(tmp_path: Path):
+    subject = Subject(lambda: build(tmp_path), adapters_of, max_new_tokens=300, limit_s=300.0, keeps_version=True)
+    ran = check_backend(subject)
+    not_run = {check.__name__ for check in CHECKS} - set(ran)
+    assert not_run == {"repeats_itself_if_deterministic", "reports_the_routes_of_every_token"}
 
 
 def config_of(base: Path) -> Config:
