@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("queue",),
     ("weights",),
     ("generator", "learner"),
+    ("colocated",),
     ("comparison", "evaluation", "doctor", "launch"),
     ("cli",),
     ("__main__",),

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -95,11 +96,46 @@ class WeightsReceiver(Protocol):
     def activated(self, staged: Any, /) -> None: ...
 
 
+class Device(Protocol):
+    """The device on which the backend computes, which at times does other work, such as training."""
+
+    def turn(self) -> AbstractContextManager[bool]:
+        """Keep the device for the ``with`` block: an activation of weights and a decode step. The value is False if it
+        does other work, which is awaited only briefly.
+        """
+        ...
+
+    @property
+    def groups_left(self) -> int | None:
+        """How many groups of training may begin on it now. None: any number."""
+        ...
+
+    def group_begins(self) -> None:
+        """Count a group of training that begins on it."""
+        ...
+
+
+class OwnDevice:
+    """A device that does nothing else."""
+
+    groups_left = None
+
+    def turn(self) -> AbstractContextManager[bool]:
+        return nullcontext(True)
+
+    def group_begins(self) -> None:
+        """Nothing counts the groups."""
+
+
 class Worker:
     """Runs one generator: it holds the active weights, the leases and the counters, and ``run`` is its loop.
 
     ``wait_s`` is how long the queue may be silent. ``clock`` returns the time in seconds. If ``environment`` is None,
-    each rollout is one answer that ``grader`` scores; else ``environment`` plays the rollouts.
+    each rollout is one answer that ``grader`` scores; else ``environment`` plays the rollouts. ``device`` is where the
+    backend computes; None: on a device that does nothing else.
+
+    While the device does other work, the loop goes on without decode steps: it sends heartbeats, and returns groups
+    that are graded meanwhile.
     """
 
     def __init__(
@@ -114,7 +150,9 @@ class Worker:
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
         environment: Rollouts | None = None,
+        device: Device | None = None,
     ) -> None:
+        self._device: Device = device or OwnDevice()
         self._queue = queue
         self._receiver = receiver
         self._backend = backend
@@ -135,28 +173,36 @@ class Worker:
         self._digests: dict[int, str] = {}
         self._activate_first = NO_VERSION
         self._request_not_before_s = 0.0
-        self._finished = False
+        self._finished = self._is_paused = False
         self._heartbeat_at_s = self._poll_at_s = clock()
         self._num_graded = 0
         self._queue_reason = ""
         self._receiver_trouble: str | None = None
 
     def run(self) -> None:
-        """Sample groups for the queue until it reports the end of the run.
+        """Sample groups for the queue until it reports the end of the run, or until ``stop``.
 
         Raises:
             QueueError: the queue was silent for longer than ``wait_s``.
             WeightsError: the receiver has failed for good; or the weights don't fit the model or give NaN.
         """
         while not self._finished:
-            self._receive_weights()
-            self._answer_probe()
-            self._request_leases()
-            self._step()
+            # Weights and step in one turn: other work on the device may change the weights between two turns.
+            with self._device.turn() as is_free:
+                self._is_paused = not is_free
+                if is_free:
+                    self._receive_weights()
+                    self._answer_probe()
+                    self._request_leases()
+                    self._step()
             self._return_graded()
             self._heartbeat()
             self._handle_events()
             self._check_waits()
+
+    def stop(self) -> None:
+        """Let ``run`` return soon. Another thread may call this."""
+        self._finished = True
 
     def _receive_weights(self) -> None:
         """Activate the newest version that has arrived, between two decode steps."""
@@ -248,7 +294,8 @@ class Worker:
         wanted = math.ceil((free + self._expected_group_size) / self._expected_group_size)
         if self._max_groups is not None:
             wanted = min(wanted, self._max_groups - len(self._leases))
-        return wanted
+        left = self._device.groups_left
+        return wanted if left is None else min(wanted, left)
 
     def _accept(self, lease: Lease) -> None:
         if lease.lineage != self._lineage or not self._holds_newest_lineage or lease.lease_id in self._leases:
@@ -270,6 +317,8 @@ class Worker:
             detail = f"{len(prompt_ids)} tokens, sampling.max_prompt_tokens = {lease.sampling.max_prompt_tokens}"
             self._queue.fail(lease.lease_id, "prompt_too_long", detail)
             return
+        if lease.kind == "train":
+            self._device.group_begins()
         self._leases.add(lease, prompt_ids, self._clock())
         self._submit_leases()
 
@@ -327,12 +376,14 @@ class Worker:
             return
         self._heartbeat_at_s = now_s + HEARTBEAT_S
         work = self._backend.num_tokens + self._num_graded
-        progress = self._leases.progress(self._rollouts.progress(), work)
+        progress = self._leases.progress(self._rollouts.progress(), work, is_paused=self._is_paused)
         self._queue.heartbeat(progress, self._activity.stats(self._backend), self._receiver_trouble or "")
 
     def _handle_events(self) -> None:
         now_s = self._clock()
-        if self._backend.num_running:
+        if self._is_paused:
+            timeout_s = 0.0  # the device's turn has waited already
+        elif self._backend.num_running:
             if now_s < self._poll_at_s:
                 return
             timeout_s = 0.0
@@ -379,7 +430,7 @@ class Worker:
                 f"expected a message of the queue server within {self._wait_s:.0f} s (--wait), got none for "
                 f"{self._queue.silent_s:.0f} s; {cause}"
             )
-        is_running = self._backend.num_running > 0
+        is_running = self._is_paused or self._backend.num_running > 0
         self._activity.check_idle(self._generator_id, is_running=is_running, awaited=self._awaited)
 
     def _awaited(self) -> str:

@@ -40,7 +40,8 @@ class ActiveLease:
     """A lease that the generator has not returned yet, with its scored rollouts by index.
 
     ``is_submitted`` is False while the lease waits for newer weights. ``heartbeats_in_line`` counts the heartbeats at
-    which the submitted lease had no sampled token yet, while the generator did other work.
+    which the submitted lease had no sampled token yet, while the generator did other work, or at which the generator
+    was paused.
     """
 
     lease: Lease
@@ -123,20 +124,21 @@ class ActiveLeases:
             active.is_submitted = True
         return ready
 
-    def progress(self, num_tokens: Mapping[str, int], work: int) -> dict[str, int]:
+    def progress(self, num_tokens: Mapping[str, int], work: int, *, is_paused: bool = False) -> dict[str, int]:
         """Return for each lease id a count that grows while the lease makes progress. Heartbeats report it.
 
-        The count also grows for a lease that waits for a slot or a grader while the generator does other work.
-        Otherwise the queue would let the lease expire.
+        The count also grows for a lease that waits for a slot or a grader while the generator does other work, and
+        while the generator's device does other work. Otherwise the queue would let the lease expire.
 
         Args:
             num_tokens: how many tokens the backend sampled for each lease.
             work: a count that grows with everything that the generator does.
+            is_paused: whether the generator's device does other work now.
         """
         found: dict[str, int] = {}
         for lease_id, active in self._leases.items():
             sampled = num_tokens.get(lease_id, 0)
-            if active.is_submitted and not sampled and work > self._work_at_heartbeat:
+            if is_paused or (active.is_submitted and not sampled and work > self._work_at_heartbeat):
                 active.heartbeats_in_line += 1
             found[lease_id] = sampled + active.heartbeats_in_line + len(active.rollouts)
         self._work_at_heartbeat = work

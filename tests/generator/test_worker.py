@@ -16,7 +16,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml, machine_overrides, parse_config
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
-from async_rl.generator.loop import HEARTBEAT_S, Worker
+from async_rl.generator.loop import HEARTBEAT_S, Device, Worker
 from async_rl.generator.worker import generator_config, write_files
 from async_rl.queue.messages import (
     Announced,
@@ -138,6 +138,7 @@ class Scene:
         data: dict[str, Any] | None = None,
         engine: type[FakeBackend] = FakeBackend,
         mean_tokens: float = 4.0,
+        device: Device | None = None,
         **generator: Any,
     ) -> None:
         section = {"backend": "fake", "batch_size": 4} | generator
@@ -162,6 +163,7 @@ class Scene:
             generator_id="g",
             wait_s=60.0,
             clock=self.clock,
+            device=device,
         )
 
     def announce(
