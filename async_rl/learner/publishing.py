@@ -174,7 +174,8 @@ class VersionPublisher:
     ) -> None:
         self._config, self._state, self._engine, self._queue = config, state, engine, queue
         self._weights, self._parity = weights, parity
-        self._newest = -1
+        self.newest: Published | None = None
+        """The version that was announced last. None before the first."""
 
     def is_due(self, *, is_last: bool) -> bool:
         """Return whether the engine's version must be published now.
@@ -182,7 +183,7 @@ class VersionPublisher:
         It must be after ``weights.sync_every`` versions since the last publication, or if it is the last and not
         published.
         """
-        unpublished = self._state.version - self._newest
+        unpublished = self._state.version - (-1 if self.newest is None else self.newest.version)
         return unpublished >= self._config.weights.sync_every or (unpublished > 0 and is_last)
 
     def publish(self, *, tick: Callable[[], None], is_last: bool = False) -> None:
@@ -200,7 +201,7 @@ class VersionPublisher:
         self._remember(published.version, published.digest)
         probe = b"" if self._parity is None else self._parity.take_probe(published.version)
         self._queue.announce(Announcement(state.lineage, *published, self._weights.channel, probe, self._weights.ports))
-        self._newest = published.version
+        self.newest = published
 
     def knows_weights(self, group: Group) -> bool:
         """Return whether this run published all weights that sampled ``group``: their digests are those of its

@@ -32,6 +32,7 @@ from async_rl.learner.fork import find_fork_point, fork_run, must_fork
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsSender
 from async_rl.learner.resume import ResumePoint, find_resume_point, take_over
+from async_rl.learner.sampling import IdleSampling, MakeSampler, RankSampler, SamplingEngine
 from async_rl.learner.trainer import Trainer
 from async_rl.net.address import host_towards, is_loopback
 from async_rl.net.keys import ServerKeys, client_keys_of
@@ -75,6 +76,7 @@ class LearnerContext:
         export: whether to write ``export/`` at the end.
         lock: the run directory's; if unset, nobody else can use the directory.
         stop_signal: returns the signal that asks the learner to save and end, 0 if there is none.
+        sampling: the engine, if its ranks sample while the learner waits.
     """
 
     is_launched: bool = False
@@ -86,6 +88,7 @@ class LearnerContext:
     export: bool = False
     lock: RunLock | None = None
     stop_signal: Callable[[], int] = lambda: 0
+    sampling: SamplingEngine | None = None
 
     def check_lock(self) -> None:
         """Raise LineageError if another process has taken over the run directory."""
@@ -95,7 +98,7 @@ class LearnerContext:
 
 def run_learner(
     config: Config, *, fresh: bool = False, insecure: bool = False, is_launched: bool = False,
-    takeover: bool = False, source: str | None = None,
+    takeover: bool = False, source: str | None = None, make_sampler: MakeSampler | None = None,
 ) -> None:  # fmt: skip
     """Run the command ``async-rl learner``: rank 0 trains, the other ranks follow its commands until it ends.
 
@@ -106,6 +109,7 @@ def run_learner(
         is_launched: ``launch`` started this learner. If not, start a queue server if there is none, and log each step.
         takeover: replace a process that uses the run directory.
         source: ``RUN`` or ``RUN@STEP``, the run from which to fork. None if the run is no fork.
+        make_sampler: makes what samples on each rank while the learner waits. None: nothing does.
 
     Raises:
         UserError: the run directory, the model or the log settings can't be used, or another process uses the
@@ -125,8 +129,11 @@ def run_learner(
     check_wandb(config)
     reuse_freed_memory()
     ranks = init_ranks(config)
+    sampler: RankSampler | None = None
+    if make_sampler is not None:
+        sampler = make_sampler(config, rank=ranks.rank, device=ranks.device, report=ranks.record_failure)
     if not ranks.is_leader:
-        _follow(config, ranks)
+        _follow(config, ranks, sampler)
         return
     with ExitStack() as held:
         with ranks.together("preparing the run directory"):
@@ -137,20 +144,23 @@ def run_learner(
                     fork_run(point, config)
             else:
                 held.callback(lock.close)
-        _lead(config, ranks, lock, fresh=fresh, insecure=insecure, is_launched=is_launched)
+        _lead(config, ranks, lock, sampler, fresh=fresh, insecure=insecure, is_launched=is_launched)
 
 
-def _follow(config: Config, ranks: Ranks) -> None:
+def _follow(config: Config, ranks: Ranks, sampler: RankSampler | None) -> None:
     """Run a rank other than 0 until rank 0 ends. A signal that this rank gets is reported to rank 0."""
     with logged(logger, f"loading the model {config.model.path}"):
-        engine = FsdpEngine(config, ranks)
+        engine = FsdpEngine(config, ranks, sampler=sampler)
     with StopRequest(config.checkpoint.grace_s, on_request=ranks.pass_stop_on):
         exit_code = engine.follow()
     if exit_code:
         raise SystemExit(exit_code)
 
 
-def _lead(config: Config, ranks: Ranks, lock: RunLock, *, fresh: bool, insecure: bool, is_launched: bool) -> None:
+def _lead(
+    config: Config, ranks: Ranks, lock: RunLock, sampler: RankSampler | None, *, fresh: bool, insecure: bool,
+    is_launched: bool,
+) -> None:  # fmt: skip
     """Run rank 0 in the run directory, which this process has locked."""
     with ranks.together("reading tokenizer and code"):
         tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
@@ -167,14 +177,15 @@ def _lead(config: Config, ranks: Ranks, lock: RunLock, *, fresh: bool, insecure:
             lock=lock,
         )
     with logged(logger, f"loading the model {config.model.path}"):
-        engine = FsdpEngine(config, ranks)
+        engine = FsdpEngine(config, ranks, sampler=sampler)
     cause, exit_code = "", 0
     with StopRequest(config.checkpoint.grace_s, elsewhere=ranks.stop_signal) as stop:
         try:
             with logged(logger, "testing the engine"):
                 engine.self_test()
             files = {**context.files, **_base_file(config, engine)}
-            train_with(config, engine, replace(context, stop_signal=stop.check, files=files))
+            context = replace(context, files=files, sampling=None if sampler is None else engine)
+            train_with(config, engine, replace(context, stop_signal=stop.check))
         except StoppedError as stopped:
             stop.note_saved()
             logger.info("%s%s", stopped, ", without --fresh" if fresh else "")
@@ -233,6 +244,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             stop_signal=context.stop_signal,
             vocab_size=vocabulary_size(config.model.path),
             routing=model_routing(config.model.path) if config.model.routing_replay else None,
+            sampling=_idle_sampling(queue, state, context),
         ).run()
         # Release the other ranks now: the export of a large model may outlast their timeout.
         engine.close()
@@ -315,6 +327,13 @@ def _weights_sender(config: Config, publisher: Publisher) -> WeightsSender:
     )
     weights = StagedWeights(staging, publisher)
     return weights if config.learner.fixed_lag is None else FixedLagWeights(weights, config.learner.fixed_lag)
+
+
+def _idle_sampling(queue: LearnerQueue, state: TrainerState, context: LearnerContext) -> IdleSampling | None:
+    """Return what lets the ranks sample while the learner waits. None if they don't."""
+    if context.sampling is None:
+        return None
+    return IdleSampling(context.sampling, address=queue.address, lineage=state.lineage)
 
 
 def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: torch.device) -> ParityGate | None:

@@ -1,6 +1,7 @@
 """The learner's loop on rank 0. One step is::
 
-    take G groups        _take          the queue sends a batch, or the reason why it has none yet
+    take G groups        _take          the queue sends a batch, or the reason why it has none yet; meanwhile the
+                                        ranks sample if learner.generate says so (sampling.py)
     advantages           _prepare       groups -> sequences with masks, scores, advantages
     judge, pack, train   _update        rules over a whole step (step_masks.py); engine: pack, log-probs, loss, clip,
                                         optimizer step; then version + 1
@@ -26,7 +27,7 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,7 @@ from async_rl.learner.parity import ParityGate
 from async_rl.learner.profiling import StepProfiler
 from async_rl.learner.publishing import VersionPublisher, WeightsSender
 from async_rl.learner.recorder import RowWriter, StepRecorder, WaitLog
+from async_rl.learner.sampling import IdleSampling
 from async_rl.learner.staleness import BoundLimits, BoundState, check_staleness, reading_of, update_bound
 from async_rl.learner.step_masks import judge_step
 from async_rl.learner.step_result import StepResult, check_skipped, count_skipped, step_result
@@ -89,13 +91,15 @@ class Trainer:
         stop_signal: Callable[[], int] = lambda: 0,
         vocab_size: int | None = None,
         routing: RoutingShape | None = None,
+        sampling: IdleSampling | None = None,
     ) -> None:
         """``parity`` compares the generators' engines with the learner's; if unset, they are not compared.
 
-        ``stop_signal`` returns the signal that asks this learner to stop, 0 if there is none. ``vocab_size`` limits
-        token ids. None: no limit. ``routing`` is the shape of the routes to replay. None: the model's routers choose.
+        ``sampling`` samples while the learner waits; None: nobody does. ``stop_signal`` returns the signal that asks
+        this learner to stop, 0 if there is none. ``vocab_size`` limits token ids. None: no limit. ``routing`` is the
+        shape of the routes to replay. None: the model's routers choose.
         """
-        self._stop_signal = stop_signal
+        self._stop_signal, self._sampling = stop_signal, sampling
         self.config, self.state, self.engine, self.queue = config, state, engine, queue
         self._run_dir, self._parity, self._vocab_size, self._decode = run_dir, parity, vocab_size, decode
         self._own_advantage, self._routing = load_own_advantage(config), routing
@@ -189,7 +193,8 @@ class Trainer:
             with suppress(_Asked):  # the step must be recorded first; a restart publishes its version
                 self._check_stop()
                 self._publish(is_last=self._is_last_step)
-        self._recorder.record_step(result, acked, {**bound_metrics, **self._saved_metrics})
+        sampled = {} if self._sampling is None else self._sampling.metrics(batch.groups)
+        self._recorder.record_step(result, acked, {**bound_metrics, **self._saved_metrics, **sampled})
         self._saved_metrics = {}
         self._evaluations.collect()
         if not self._is_last_step:
@@ -202,7 +207,7 @@ class Trainer:
     def _take(self) -> Batch | None:
         """Return the next batch. None at the end of the data."""
         wait = WaitLog()
-        with self._clock.part("wait"):
+        with self._clock.part("wait"), self._sampled():
             while True:
                 answer = self.queue.take(
                     lineage=self.state.lineage, step=self.state.step, version=self.state.version, wait_s=TAKE_WAIT_S
@@ -220,6 +225,19 @@ class Trainer:
                 self._evaluations.confirm_awaited()
                 self._tick()
                 self._evaluations.collect()
+
+    def _sampled(self) -> AbstractContextManager[None]:
+        """Return a context in which the learner's devices sample, if they may (``learner.generate``)."""
+        if self._sampling is None:
+            return nullcontext()
+        newest = self._publisher.newest
+        assert newest is not None, "a version is published before the first wait"
+        assert newest.version == self.state.version, "weights.sync_every is 1, so every version is published"
+        return self._sampling.while_waiting(newest)
+
+    def _await_evaluations(self, what: str) -> None:
+        with self._sampled():
+            self._evaluations.await_all(what, tick=self._tick)
 
     def _prepare(self, batch: Batch) -> PreparedBatch:
         """Return the batch's sequences with masks, advantages, and the log-probabilities that the loss needs.
@@ -385,7 +403,7 @@ class Trainer:
         else:
             self._evaluations.request_all()
             self._publish()
-            self._evaluations.await_all("the evaluation before training", tick=self._tick)
+            self._await_evaluations("the evaluation before training")
         self._clock.start_lap()
 
     def _finish(self) -> None:
@@ -399,5 +417,5 @@ class Trainer:
             self._checkpoint()
         self._commit(wait=True)
         self._evaluations.request_last()
-        self._evaluations.await_all("the evaluation after training", tick=self._tick)
+        self._await_evaluations("the evaluation after training")
         self.state.elapsed_s = self._clock.elapsed_s

@@ -188,7 +188,12 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "time/verify_s": "Seconds of that transfer in which the slowest generator computed digests.",
         "time/pause_s": "Mean seconds of a generator's pause per activation of a version.",
         "idle/learner": "Share of the step's time in which the learner waited.",
-        "idle/generators": "Share of the step's time in which generators decoded nothing.",
+        "idle/learner_used": "Share of time/wait_s in which rank 0's device sampled; this and the next two only with "
+        "learner.generate.",
+        "learner_sampled/groups": "Number of the step's groups that ranks of the learner sampled.",
+        "learner_sampled/tokens": "Number of tokens that they sampled in these groups.",
+        "idle/generators": "Share of the step's time in which generators decoded nothing; ranks of the learner that "
+        "sample count, also while they train.",
         "overlap/efficiency": "Busy seconds per step of the busier side (time/generate_s, or the learner's) divided "
         "by time/step_s; 1 is perfect overlap.",
         "throughput/trained_tokens_per_s": "Trained tokens per second.",

@@ -24,6 +24,7 @@ from async_rl.learner.packing import TrainSequence
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published, WeightsSender
 from async_rl.learner.resume import find_resume_point
+from async_rl.learner.sampling import IdleSampling, SamplingEngine
 from async_rl.learner.start import _restore, _take_files_over
 from async_rl.learner.trainer import Trainer
 from async_rl.queue.client.clients import LearnerQueue
@@ -137,7 +138,7 @@ class Run:
 
     def start(
         self, before: Callable[[str, int], None] = never, answer: Callable[[Lease, int], Group] = answered, *,
-        has_parity: bool = False, stop_signal: Callable[[], int] = lambda: 0,
+        has_parity: bool = False, stop_signal: Callable[[], int] = lambda: 0, sampling: SamplingEngine | None = None,
     ) -> TrainerState:  # fmt: skip
         """One learner start, as ``start.train_with`` does it."""
         engine = cast(Engine, self.engine)
@@ -169,6 +170,7 @@ class Run:
             decode=str,
             parity=ParityGate(self.config, engine, queue, dtype="float32") if has_parity else None,
             stop_signal=stop_signal,
+            sampling=None if sampling is None else IdleSampling(sampling, address="tcp://q:1", lineage=state.lineage),
         )
         try:
             trainer.run()

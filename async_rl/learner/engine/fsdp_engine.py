@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbour
 from async_rl.learner.engine.trained_model import TrainedModel
 from async_rl.learner.losses.objective import Objective, policy_objective
 from async_rl.learner.packing import MicroBatch, TrainSequence, by_sequence, from_arrays, padded_cost, to_arrays
+from async_rl.learner.sampling import RankSampler, SamplingOrder
 from async_rl.learner.stored_tensors import write_training_state
 from async_rl.net.wire import SAME_VERSION, Message, decode, encode
 from async_rl.weights.adapters import BaseWeights
@@ -70,6 +71,7 @@ class FsdpEngine:
         schedule: Schedule | None = None,
         max_length: int | None = None,
         head: Head = "tokens",
+        sampler: RankSampler | None = None,
     ) -> None:
         """Load the model of ``model.path`` and shard it. All ranks build the same engine.
 
@@ -80,13 +82,15 @@ class FsdpEngine:
             schedule: the learning rates. None: those of a reinforcement learning run.
             max_length: number of tokens of the longest sequence. None: that of a reinforcement learning run.
             head: what the model computes. Where a value model is trained, scores are its values.
+            sampler: samples on this rank's device between ``sample`` and the next command. The engine closes it.
 
         Raises:
             ModelError: the model is missing, can't be trained, or computes wrong values for a micro-batch.
             ConfigError: the user's own loss fails its trial, or differs between the ranks' machines;
                 ``learner.offload`` means nothing here; or ``optimizer.name`` needs what is missing here.
         """
-        self._config, self._ranks = config, ranks
+        self._config, self._ranks, self._sampler = config, ranks, sampler
+        self._sampled: tuple[str, int] | None = None
         with ranks.together("loading the loss"):
             of_policy = objective or policy_objective(config, device=ranks.device)
             if objective is None:
@@ -245,11 +249,36 @@ class FsdpEngine:
         """
         if self._is_closed:
             return
+        if self._sampler is not None:
+            self._sampler.check()
         failure = self._ranks.first_failure()
         if failure:
             raise TrainingError(failure)
         with self._command("tick"):
             self._ranks.broadcast(encode("tick", {}))
+
+    def sample(self, order: SamplingOrder) -> None:
+        """Let every rank sample, as ``SamplingEngine.sample`` says."""
+        is_new = self._sampled != (order.lineage, order.version)
+        self._sampled = (order.lineage, order.version)
+        with self._command("sample"):
+            self._ranks.broadcast(encode("sample", {"order": asdict(order), "is_new": is_new}))
+            self._resume_sampling(order, is_new=is_new)
+
+    def stop_sampling(self) -> float:
+        """Let rank 0 sample no more, as ``SamplingEngine.stop_sampling`` says."""
+        sampler = self._own_sampler
+        sampler.pause()
+        return sampler.busy_s
+
+    @property
+    def _own_sampler(self) -> RankSampler:
+        assert self._sampler is not None, f"sampling needs a sampler on every rank; {_BUG}"
+        return self._sampler
+
+    def _resume_sampling(self, order: SamplingOrder, *, is_new: bool) -> None:
+        """Give this rank's sampler the whole policy, if its version is new, and let it go on."""
+        self._own_sampler.resume(order, dict(self.policy.gather()) if is_new else None)
 
     def close(self, cause: str = "", *, exit_code: int = 0) -> None:
         """Let the other ranks end with ``exit_code``. If ``cause`` is given, they fail and report this cause instead.
@@ -282,9 +311,12 @@ class FsdpEngine:
                     raise TrainingError(f"rank 0: {message.fields['cause']}")
                 return int(message.fields["exit_code"])
             with self._ranks.together(message.type):
+                self._use_device(message.type)
                 self._execute(message)
 
     def _leave(self) -> None:
+        if self._sampler is not None:
+            self._sampler.close()
         if not self._ranks.is_broken:
             self._finish_save()  # its collectives need the process group
         self._ranks.close()
@@ -307,6 +339,8 @@ class FsdpEngine:
                 self._begin_save(Path(message.fields["directory"]), lambda: None)
             case "load":
                 self.policy.load(Path(message.fields["directory"]))
+            case "sample":
+                self._resume_sampling(SamplingOrder(**message.fields["order"]), is_new=message.fields["is_new"])
             case "tick":
                 pass
             case _:
@@ -318,8 +352,14 @@ class FsdpEngine:
             raise RuntimeError(
                 f"{what}: expected no open gather(), got one whose iterator was not read to its end; {_BUG}"
             )
+        self._use_device(what)
         with self._ranks.together(what):
             yield
+
+    def _use_device(self, command: str) -> None:
+        """Let this rank sample no more, because ``command`` uses its device."""
+        if self._sampler is not None and command != "tick":
+            self._sampler.pause()
 
     def _scatter(self, command: str, fields: Mapping[str, Any], parts: Sequence[Sequence[MicroBatch]]) -> None:
         """Send every other rank the command and the micro-batches of its data rank."""

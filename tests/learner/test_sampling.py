@@ -1,0 +1,111 @@
+"""The learner lets its ranks sample exactly while it waits, with the version that it published last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import TrainingError
+from async_rl.learner.publishing import Published
+from async_rl.learner.sampling import IdleSampling, SamplingOrder, sampler_id
+from async_rl.queue.messages import TakenGroup
+from async_rl.records import Group, Lease
+from async_rl.run.step_log import read_rows
+from tests.generator.leases import make_lease
+from tests.learner.test_trainer import ScriptedEngine, answered, make_run
+from tests.queue.builders import group
+
+
+@dataclass
+class LoggedEngine:
+    """What samples; ``log`` has its orders' versions, "stop", and the versions of the updates between them."""
+
+    engine: ScriptedEngine = field(default_factory=ScriptedEngine)
+    orders: list[SamplingOrder] = field(default_factory=list)
+    log: list[int | str] = field(default_factory=list)
+    num_updates: int = 0
+
+    def sample(self, order: SamplingOrder) -> None:
+        self.note_updates()
+        self.orders.append(order)
+        self.log.append(order.version)
+
+    def stop_sampling(self) -> float:
+        self.note_updates()
+        self.log.append("stop")
+        return float(len(self.log))
+
+    def note_updates(self) -> None:
+        new = self.engine.versions[self.num_updates :]
+        self.log += [f"update of {version}" for version in new]
+        self.num_updates += len(new)
+
+
+def test_the_ranks_sample_in_every_wait_and_in_nothing_else(tmp_path: Path):
+    # Two steps: the first evaluation, a wait and an update for each step, the last evaluation.
+    run = make_run(tmp_path, learner={"steps": 2})
+    engine = LoggedEngine(run.engine)
+    run.start(sampling=engine)
+    assert engine.log == [0, "stop", 0, "stop", "update of 0", 1, "stop", "update of 1", 2, "stop"]
+    assert [order.digest for order in engine.orders] == ["digest-0", "digest-0", "digest-1", "digest-2"]
+    assert {(order.address, len(order.lineage)) for order in engine.orders} == {("tcp://q:1", 12)}
+
+
+def test_a_skipped_step_samples_on_with_its_version(tmp_path: Path):
+    run = make_run(tmp_path, learner={"steps": 3}, eval={"every": 0})
+    run.engine.stepped = [False, True, True]
+    engine = LoggedEngine(run.engine)
+    run.start(sampling=engine)
+    assert [order.version for order in engine.orders] == [0, 0, 0, 1, 2]
+
+
+def test_ranks_stop_when_the_learner_is_asked_to_stop(tmp_path: Path):
+    run = make_run(tmp_path)
+    engine = LoggedEngine(run.engine)
+
+    def fails(lease: Lease, version: int) -> Group:
+        if version == 1:
+            raise TrainingError("sampling has failed")
+        return answered(lease, version)
+
+    with pytest.raises(TrainingError, match="sampling has failed"):
+        run.start(sampling=engine, answer=fails)
+    assert engine.log[-1] == "stop"
+
+
+def test_the_metrics_count_what_the_learner_sampled_of_the_step():
+    # Two answers of three tokens each in a group; two of the three groups are the learner's.
+    owners = (sampler_id(0, "now"), sampler_id(1, "an earlier start"), "generator-0")
+    lease = make_lease("a")
+    taken = [TakenGroup(group(lease, generator=owner), lease.prompt, 0.0, 0) for owner in owners]
+    sampling = IdleSampling(LoggedEngine(), address="", lineage="now")
+    assert sampling.metrics(taken) == {
+        "learner_sampled/groups": 2, "learner_sampled/tokens": 2 * 2 * 3, "idle/learner_used": 0.0
+    }  # fmt: skip
+
+
+def test_the_used_share_of_a_wait_is_that_of_rank_0(monkeypatch: pytest.MonkeyPatch):
+    # Two waits of 10 s; rank 0 is busy for 4 s in the first, and for 1 s in the second.
+    clock = iter([0.0, 10.0, 50.0, 60.0])
+    monkeypatch.setattr("async_rl.learner.sampling.time.monotonic", lambda: next(clock))
+    busy = iter([4.0, 5.0])
+
+    class Busy(LoggedEngine):
+        def stop_sampling(self) -> float:
+            return next(busy)
+
+    sampling = IdleSampling(Busy(), address="", lineage="now")
+    used: list[float] = []
+    for _ in range(2):
+        with sampling.while_waiting(Published(0, "digest")):
+            pass
+        used.append(sampling.metrics([])["idle/learner_used"])
+    assert used == pytest.approx([0.4, 0.1])
+
+
+def test_a_run_without_such_a_learner_has_no_such_metrics(tmp_path: Path):
+    run = make_run(tmp_path, learner={"steps": 1}, eval={"every": 0})
+    run.start()
+    assert not any("learner_sampled/groups" in row for row in read_rows(run.path / "metrics.jsonl"))
