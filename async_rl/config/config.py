@@ -23,7 +23,7 @@ from async_rl.config.generator import (
 from async_rl.config.learner import LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig
 from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import ADVANTAGES
-from async_rl.config.offline import SftConfig
+from async_rl.config.offline import DpoConfig, SftConfig
 from async_rl.config.parallel import ParallelConfig
 from async_rl.config.queue import QueueConfig, WeightsConfig
 from async_rl.config.reward import RewardConfig
@@ -53,6 +53,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     sft: SftConfig = SftConfig()
+    dpo: DpoConfig = DpoConfig()
     experimental: ExperimentalConfig = ExperimentalConfig()
 
     @model_validator(mode="after")

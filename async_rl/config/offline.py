@@ -1,4 +1,4 @@
-"""The sections of the commands that train on given rows: ``sft``. Keys of the same name have the same meaning."""
+"""The sections of the commands that train on given rows: ``sft`` and ``dpo``. Keys of the same name mean the same."""
 
 from __future__ import annotations
 
@@ -60,3 +60,59 @@ class OfflineConfig(Section):
 
 class SftConfig(OfflineConfig):
     """Supervised fine-tuning with `async-rl sft`, to prepare a model before reinforcement learning."""
+
+
+PreferenceLoss = Literal["sigmoid", "ipo", "kto", "simpo", "orpo"]
+_ONLY_OF: dict[str, PreferenceLoss] = {
+    "label_smoothing": "sigmoid",
+    "gamma": "simpo",
+    "desirable_weight": "kto",
+    "undesirable_weight": "kto",
+}
+"""Key -> the only loss that reads it."""
+
+
+class DpoConfig(OfflineConfig):
+    """Training on preferences with `async-rl dpo`."""
+
+    lr: float = Field(default=1e-6, gt=0, description="Learning rate after the warm-up.")
+    loss: PreferenceLoss = Field(
+        default="sigmoid",
+        description="The loss: sigmoid is DPO. kto learns from answers with a label, the others from pairs. simpo and "
+        "orpo need no reference model.",
+    )
+    beta: float = Field(
+        default=0.1,
+        gt=0,
+        description="How closely the policy stays at the reference model: the factor of the log ratios, tau in IPO. In "
+        "simpo that of the mean log-probabilities (its paper has 2.0), in orpo that of the odds ratio (lambda).",
+    )
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="Assumed share of pairs with the wrong label; only for sigmoid."
+    )
+    gamma: float | None = Field(
+        default=None, ge=0, description="The margin that simpo demands of beta times the difference; if unset, 0.5."
+    )
+    desirable_weight: float = Field(default=1.0, gt=0, description="Weight of good answers; only for kto.")
+    undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of bad answers; only for kto.")
+
+    @model_validator(mode="after")
+    def _keys_fit_the_loss(self) -> Self:
+        for key, loss in _ONLY_OF.items():
+            value, default = getattr(self, key), type(self).model_fields[key].default
+            if self.loss != loss and value != default:
+                raise ValueError(
+                    f'{key}: expected no value with loss = "{self.loss}", got {value}; only {loss} reads it, so leave '
+                    f"it out"
+                )
+        return self
+
+    @property
+    def target_margin(self) -> float:
+        """The value of ``gamma``, with its default."""
+        return 0.5 if self.gamma is None else self.gamma
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the policy with a reference model."""
+        return self.loss not in ("simpo", "orpo")
