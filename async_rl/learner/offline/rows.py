@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = TypeVar("Row")
+_LISTS = ("messages", "tools")
+_TEXTS_OR_LISTS = ("prompt", "chosen", "rejected", "completion")
+"""Fields of a row that are lists of messages or tools, and those that are text or lists of messages."""
 Text = str | Sequence[Any]
 """Plain text, or a list of messages."""
 
@@ -47,7 +50,7 @@ def load_rows(source: str, key: str, encode: Callable[[int, str, Mapping[str, An
 
 
 def _read_rows(source: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row as a pair (its place, its fields). A field that holds a list may be JSON text, as in CSV."""
+    """Yield each row as a pair (its place, its fields). Lists may be JSON text, as in CSV."""
     try:
         dataset = Source(source)
     except DataError as error:
@@ -58,8 +61,11 @@ def _read_rows(source: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected a JSON object, got {kind(row)}; write the row as an object of fields")
         fields = dict(row)
-        for name in ("messages", "tools"):
-            if isinstance(text := fields.get(name), str) and text.lstrip()[:1] == "[":
+        begins = dict.fromkeys(_LISTS, "[")
+        if source.lower().endswith(".csv"):  # every cell is text
+            begins |= dict.fromkeys(_TEXTS_OR_LISTS, "[{")
+        for name, begin in begins.items():
+            if isinstance(text := fields.get(name), str) and text.lstrip().startswith(begin):
                 fields[name] = parse_json(text.encode(errors="replace"), f"{where}: {name}", "JSON")
         yield where, fields
 
