@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -43,6 +43,9 @@ from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.output import print_json
 from async_rl.process.child import exit_on_sigterm, watch_parent
 from async_rl.terminal import log_visibly, visible
+
+if TYPE_CHECKING:
+    from async_rl.config.config import Config
 
 _WITH_TIME = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _PLAIN = "%(message)s"
@@ -298,19 +301,26 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
     Example:
       async-rl sft sft.toml --set sft.steps=200
     """
-    with _role(_PLAIN):  # a person waits for it, as for export
-        from async_rl.config.loading import load_config
-        from async_rl.process.child import set_torch_defaults
-
-        set_torch_defaults(is_learner=True)
-        resolved = load_config(config, overrides or [])
-        from async_rl.data.chat import quiet_progress_bars
-
-        logging.getLogger(__name__).info("loading PyTorch")
-        quiet_progress_bars()
+    with _offline(config, overrides) as resolved:
         from async_rl.learner.offline.sft import run_sft
 
         run_sft(resolved)
+
+
+@app.command(short_help="Training on pairs of a chosen and a rejected answer.")
+def dpo(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train the model of CONFIG on the preferences in dpo.data and write a Hugging Face directory to dpo.out.
+
+    dpo.loss chooses between DPO (sigmoid), IPO, KTO, SimPO and ORPO.
+
+    \b
+    Example:
+      async-rl dpo dpo.toml --set dpo.beta=0.05
+    """
+    with _offline(config, overrides) as resolved:
+        from async_rl.learner.offline.dpo import run_dpo
+
+        run_dpo(resolved)
 
 
 @app.command(short_help="Run and judge programs for generators that can't isolate them.")
@@ -343,6 +353,22 @@ app.add_typer(tools)
 def _is_first_rank() -> bool:
     """Return whether this process is rank 0 of the learner, which makes the preflight checks for all ranks."""
     return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def _offline(config: Path, overrides: list[str] | None) -> Iterator[Config]:
+    """Prepare this process for a command that trains on given rows, and yield its config."""
+    with _role(_PLAIN):  # a person waits for it, as for export
+        from async_rl.config.loading import load_config
+        from async_rl.process.child import set_torch_defaults
+
+        set_torch_defaults(is_learner=True)
+        resolved = load_config(config, overrides or [])
+        from async_rl.data.chat import quiet_progress_bars
+
+        logging.getLogger(__name__).info("loading PyTorch")
+        quiet_progress_bars()
+        yield resolved
 
 
 @contextlib.contextmanager

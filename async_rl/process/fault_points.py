@@ -31,6 +31,13 @@ FAULT_POINTS = (
     "generator.receiving",  # a bucket of a version has arrived, the version is not verified
     "generator.activating",  # new weights are verified, not active
 )
+"""Those of a run of reinforcement learning."""
+OFFLINE_FAULT_POINTS = (
+    "offline.reference_scored",  # a chunk of the reference model's log-probabilities is kept
+    "offline.trained",  # the optimizer has stepped, its row of metrics is not written
+    "offline.trained_all",  # the last checkpoint is committed, the model is not exported
+)
+"""Those of training on given rows, in addition to those of the engine and of checkpoints."""
 
 _directory = os.environ.get("ASYNC_RL_FAULTS")
 

@@ -22,7 +22,20 @@ from tests.refusal import refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = "max_prompt_tokens = 128\nmax_new_tokens = 64"
-COMMANDS = ("launch", "learner", "generator", "queue", "status", "config", "compare", "sweep", "eval", "export", "sft")
+COMMANDS = (
+    "launch",
+    "learner",
+    "generator",
+    "queue",
+    "status",
+    "config",
+    "compare",
+    "sweep",
+    "eval",
+    "export",
+    "sft",
+    "dpo",
+)
 
 
 def write_config(directory: Path, **sections: str) -> Path:
@@ -51,7 +64,7 @@ def test_bad_input_is_one_message_and_exit_code_2_in_a_real_process(tmp_path: Pa
     assert done.stderr == f"async-rl: no config file at {tmp_path / 'none.toml'}; check the path\n"
 
 
-@pytest.mark.parametrize("command", ["launch", "learner", "queue", "config", "sft"])
+@pytest.mark.parametrize("command", ["launch", "learner", "queue", "config", "sft", "dpo"])
 def test_a_missing_config_file_is_named(command: str, capsys: pytest.CaptureFixture[str]):
     assert "no config file at none.toml" in refusal(capsys, command, "none.toml")
 

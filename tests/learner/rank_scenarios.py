@@ -557,6 +557,12 @@ def supervised(directory: Path) -> None:
     run_sft(load_config(directory / "sft.toml"))
 
 
+def offline(directory: Path) -> None:
+    from tests.learner.offline_run import start
+
+    start(directory)
+
+
 RESHARDED: dict[str, dict[str, Any]] = {"all weights": {}, "adapters": {"lora": LORA}}
 SOURCES = {1: (2,), 2: (1, 4), 3: (2,), 4: ()}
 """Number of ranks -> the numbers of ranks whose checkpoints it loads."""

@@ -34,6 +34,7 @@ from async_rl.learner.packing import TrainSequence
 from async_rl.learner.resume import find_resume_point, take_over
 from async_rl.net.wire import decode, encode
 from async_rl.output import logged
+from async_rl.process.fault_points import fault_point
 from async_rl.process.stop import StopRequest
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
@@ -91,6 +92,19 @@ class OfflineTask(ABC, Generic[Row]):
     @abstractmethod
     def sequences(self, row: Row) -> Sequence[TrainSequence]:
         """Return the sequences of one row."""
+
+    def prepare(
+        self, engine: Engine, rows: Sequence[Row], directory: Path, check_stop: Callable[[str], None]
+    ) -> Sequence[Row]:
+        """Return the rows with what the engine's starting weights say of them, before a checkpoint is read.
+
+        Args:
+            engine: has the weights that the run begins with.
+            rows: those of one dataset.
+            directory: the command's folder of the run directory.
+            check_stop: is called now and then with what is saved; raises StoppedError if a signal asked to stop.
+        """
+        return rows
 
     @abstractmethod
     def step(self, engine: Engine, batch: Sequence[Row]) -> tuple[UpdateStats, Metrics]:
@@ -183,6 +197,7 @@ class _Leader(Generic[Row]):
             "%d rows, %d tokens; %d steps of %d rows", len(self._rows), num_tokens, self._num_steps,
             self._section.batch_size,
         )  # fmt: skip
+        self._rows = self._task.prepare(self._engine, self._rows, self._run_dir, self._check_stop)
         self._resume(lock)
         checkpoints = CheckpointWriter(
             self._engine, self._run_dir, self._config.checkpoint, lineage=self._task.name, confirm=lock.check
@@ -200,10 +215,16 @@ class _Leader(Generic[Row]):
                 f"expected a checkpoint in {self._run_dir} at the end of training, got none; this is a bug in "
                 f"async-rl, please report it"
             )
+        fault_point("offline.trained_all")
         self._engine.close()  # the export of a large model may outlast the timeout of the other ranks
         with logged(logger, f"exporting the model to {self._section.out}"):
             self._task.export(newest, Path(self._section.out))
         logger.info("wrote %s", self._section.out)
+
+    def _check_stop(self, saved: str) -> None:
+        """Raise StoppedError if a signal asked to stop before training. ``saved`` says what is saved."""
+        if signum := self._stop_signal():
+            raise StoppedError(f"stopped by {signal.Signals(signum).name}: {saved}; the same command goes on there")
 
     def _resume(self, lock: RunLock) -> None:
         """Continue from the newest checkpoint, if there is one."""
@@ -226,7 +247,9 @@ class _Leader(Generic[Row]):
         every, progress = self._section.checkpoint_every, _Progress(self._done, self._num_steps)
         with (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1) as metrics:
             for step in range(self._done + 1, self._num_steps + 1):
-                metrics.write(json.dumps(self._make_step(step, progress)) + "\n")
+                row = self._make_step(step, progress)
+                fault_point("offline.trained")
+                metrics.write(json.dumps(row) + "\n")
                 signum = self._stop_signal()
                 is_last = bool(signum) or step == self._num_steps
                 is_due = is_last or bool(every and step % every == 0)

@@ -1,0 +1,148 @@
+"""Training on preferences: ``async-rl dpo CONFIG`` trains on chosen and rejected answers and exports the model.
+
+A step scores the answers of a batch, computes the loss of their summed log-probabilities (``losses/preference.py``),
+and trains with its slopes (``losses/slopes.py``). The reference model's log-probabilities are scored before the first
+step (``reference.py``). Chosen and rejected answers share their prompt: it is computed once where they are in one
+micro-batch. ``pairs.py`` has the forms of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_rl.config.config import Config
+from async_rl.config.offline import DpoConfig
+from async_rl.data.chat import load_tokenizer
+from async_rl.learner.engine import Engine, UpdateStats
+from async_rl.learner.losses.objective import Objective
+from async_rl.learner.losses.preference import PAIR_LOSSES, PairValues, kto_kl, kto_loss, log_odds_ratio
+from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes
+from async_rl.learner.offline.pairs import LabelledAnswer, Pair, load_labelled, load_pairs, numbered
+from async_rl.learner.offline.reference import reference_logprobs, summed_logprobs
+from async_rl.learner.offline.rows import RowEncoder
+from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
+from async_rl.learner.packing import TrainSequence
+
+Preference = TypeVar("Preference", Pair, LabelledAnswer)
+
+
+def run_dpo(config: Config) -> None:
+    """Train ``model.path`` on ``dpo.data`` and export the trained model to ``dpo.out``, as ``run_offline`` says."""
+    run_offline(LabelledAnswers(config) if config.dpo.loss == "kto" else Pairs(config))
+
+
+class _Preferences(OfflineTask[Preference]):
+    """What the losses have in common: rows of two sequences, and the reference model."""
+
+    name = "dpo"
+
+    @property
+    def section(self) -> DpoConfig:
+        return self.config.dpo
+
+    @property
+    def objective(self) -> Objective:
+        return SlopeObjective()
+
+    def encoder(self) -> RowEncoder:
+        """Return what turns rows into tokens."""
+        tokenizer = load_tokenizer(self.config.model.path, needs_template=False)
+        arguments = self.config.data.template_arguments
+        return RowEncoder(tokenizer, arguments, max_length=self.section.max_length, section=self.name)
+
+    def sequences(self, row: Preference) -> Sequence[TrainSequence]:
+        return row.sequences
+
+    def prepare(
+        self, engine: Engine, rows: Sequence[Preference], directory: Path, check_stop: Callable[[str], None]
+    ) -> list[Preference]:
+        if not self.section.has_reference:
+            return list(rows)
+        of_rows = [row.sequences for row in rows]
+        scored = reference_logprobs(engine, self.config, of_rows, directory / "reference", check_stop)
+        return [replace(row, reference=(first, second)) for row, (first, second) in zip(rows, scored, strict=True)]
+
+
+class Pairs(_Preferences[Pair]):
+    """``async-rl dpo`` with a loss that compares the two answers of each pair."""
+
+    def load_rows(self, source: str, key: str) -> list[Pair]:
+        return load_pairs(source, key, self.encoder())
+
+    def step(self, engine: Engine, batch: Sequence[Pair]) -> tuple[UpdateStats, Metrics]:
+        sums_P2 = torch.tensor(summed_logprobs(engine, [pair.sequences for pair in batch]), dtype=torch.float64)
+        sequences = numbered([*(pair.chosen for pair in batch), *(pair.rejected for pair in batch)])
+        loss, sloped = sequence_slopes(sequences, sums_P2.T.reshape(-1), lambda sums: self._loss(batch, sums).mean())
+        return engine.update(sloped, version=0), {"loss": loss, **self._metrics(batch, sums_P2)}
+
+    def _loss(self, batch: Sequence[Pair], sums: Tensor) -> Tensor:
+        """Return the loss of each pair, [P], from the sums of the chosen and then of the rejected answers, [2 P]."""
+        chosen_P, rejected_P = sums.chunk(2)
+        return PAIR_LOSSES[self.section.loss](pair_values(batch, chosen_P, rejected_P), self.section)
+
+    def _metrics(self, batch: Sequence[Pair], sums_P2: Tensor) -> Metrics:
+        values = pair_values(batch, *sums_P2.unbind(1))
+        chosen_P, rejected_P = values.log_ratios if self.section.has_reference else values.means
+        margin_P = self.section.beta * (chosen_P - rejected_P)
+        found = {
+            "rewards/chosen": self.section.beta * chosen_P.mean(),
+            "rewards/rejected": self.section.beta * rejected_P.mean(),
+            "rewards/margin": margin_P.mean(),
+            "rewards/accuracy": (margin_P > 0).double().mean(),
+            "logprobs/chosen": values.chosen.mean(),
+            "logprobs/rejected": values.rejected.mean(),
+        }
+        if self.section.loss == "orpo":
+            found |= {"nll": -values.means[0].mean(), "log_odds_ratio": log_odds_ratio(values).mean()}
+        return {key: value.item() for key, value in found.items()}
+
+
+def pair_values(batch: Sequence[Pair], chosen_P: Tensor, rejected_P: Tensor) -> PairValues:
+    """Return what the losses read of ``batch``, with the summed log-probabilities of its answers, float64 [P]."""
+
+    def numbers(of: Callable[[Pair], Any]) -> Tensor:
+        return torch.tensor([of(pair) for pair in batch], dtype=torch.float64)
+
+    return PairValues(
+        chosen_P,
+        rejected_P,
+        reference_chosen=numbers(lambda pair: pair.reference[0]),
+        reference_rejected=numbers(lambda pair: pair.reference[1]),
+        chosen_length=numbers(lambda pair: np.count_nonzero(pair.chosen.loss_mask)),
+        rejected_length=numbers(lambda pair: np.count_nonzero(pair.rejected.loss_mask)),
+    )
+
+
+class LabelledAnswers(_Preferences[LabelledAnswer]):
+    """``async-rl dpo`` with ``dpo.loss = "kto"``. The mismatched answers are scored, but not trained on."""
+
+    def load_rows(self, source: str, key: str) -> list[LabelledAnswer]:
+        return load_labelled(source, key, self.encoder(), max_length=self.section.max_length)
+
+    def step(self, engine: Engine, batch: Sequence[LabelledAnswer]) -> tuple[UpdateStats, Metrics]:
+        sums_A2 = torch.tensor(summed_logprobs(engine, [row.sequences for row in batch]), dtype=torch.float64)
+        reference_A2 = torch.tensor([row.reference for row in batch], dtype=torch.float64)
+        is_good_A = torch.tensor([row.is_good for row in batch])
+        kl = kto_kl(sums_A2[:, 1] - reference_A2[:, 1])
+
+        def loss_of(sums_A: Tensor) -> Tensor:
+            return kto_loss(sums_A - reference_A2[:, 0], is_good_A, kl, self.section).mean()
+
+        sequences = numbered([row.answer for row in batch])
+        loss, sloped = sequence_slopes(sequences, sums_A2[:, 0], loss_of)
+        rewards_A = self.section.beta * (sums_A2[:, 0] - reference_A2[:, 0])
+        chosen, rejected = rewards_A[is_good_A].mean().item(), rewards_A[~is_good_A].mean().item()
+        return engine.update(sloped, version=0), {
+            "loss": loss,
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/margin": chosen - rejected,
+            "kl": kl.item(),
+        }

@@ -1,0 +1,98 @@
+"""The reference model's log-probabilities of all rows, scored once before the first step and kept on disk.
+
+The reference model is the one that the run begins with, so the engine itself scores with its starting weights, before
+it reads a checkpoint. Each chunk of rows is a file of the run directory that is written atomically. A run that is
+killed scores only the chunks that are missing. Files of another model, precision or dataset lie in another folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from async_rl.config.config import Config
+from async_rl.learner.engine import Engine
+from async_rl.learner.losses.slopes import sequence_sums
+from async_rl.learner.offline.pairs import numbered
+from async_rl.learner.packing import TrainSequence
+from async_rl.process.fault_points import fault_point
+from async_rl.run.directory import write_atomically
+from async_rl.weights.adapters import BaseWeights
+
+logger = logging.getLogger(__name__)
+
+ROWS_PER_CHUNK = 256
+_PROGRESS_S = 5.0
+
+
+def summed_logprobs(engine: Engine, rows: Sequence[Sequence[TrainSequence]]) -> list[list[float]]:
+    """Return the sum of the log-probabilities of each sequence's trained tokens, in nats, row by row. Rows have equally
+    many sequences.
+    """
+    sequences = numbered([sequence for row in rows for sequence in row])
+    sums = sequence_sums(sequences, engine.score_policy(sequences))
+    return sums.view(len(rows), -1).tolist()
+
+
+def reference_logprobs(
+    engine: Engine,
+    config: Config,
+    rows: Sequence[Sequence[TrainSequence]],
+    directory: Path,
+    check_stop: Callable[[str], None],
+) -> list[list[float]]:
+    """Return ``summed_logprobs`` under the engine's weights, which are those that the run begins with.
+
+    Args:
+        engine: has loaded no checkpoint yet.
+        config: the run's config.
+        rows: the sequences of each row of the dataset.
+        directory: where the chunks are kept, in a folder for this model and these rows.
+        check_stop: called after each chunk with what is saved; raises StoppedError if a signal asked to stop.
+    """
+    folder = directory / _digest(config, rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    found: list[list[float]] = []
+    said = time.monotonic()
+    for start in range(0, len(rows), ROWS_PER_CHUNK):
+        chunk = rows[start : start + ROWS_PER_CHUNK]
+        path = folder / f"{start // ROWS_PER_CHUNK:06d}.json"
+        sums = _read(path, len(chunk))
+        if sums is None:
+            sums = summed_logprobs(engine, chunk)
+            write_atomically(path, json.dumps(sums))
+            fault_point("offline.reference_scored")
+            check_stop(f"the reference model has scored {start + len(chunk)} of {len(rows)} rows")
+        found += sums
+        if time.monotonic() - said >= _PROGRESS_S:
+            logger.info("reference log-probabilities: %d of %d rows", len(found), len(rows))
+            said = time.monotonic()
+    return found
+
+
+def _read(path: Path, num_rows: int) -> list[list[float]] | None:
+    """Return the chunk in the file ``path``. None if it is missing or damaged, so that it must be scored."""
+    with suppress(OSError, ValueError):
+        sums = json.loads(path.read_bytes())
+        if isinstance(sums, list) and len(sums) == num_rows:
+            return sums
+    return None
+
+
+def _digest(config: Config, rows: Sequence[Sequence[TrainSequence]]) -> str:
+    """Return the digest of what the log-probabilities depend on: the model's files, its precision, and the tokens."""
+    hasher = xxhash.xxh3_128()
+    settings = [BaseWeights.of(config.model.path).digest, config.model.dtype, config.model.head_dtype]
+    hasher.update(json.dumps(settings).encode())
+    for row in rows:
+        for sequence in row:
+            hasher.update(len(sequence.token_ids).to_bytes(8, "little"))
+            hasher.update(sequence.token_ids.tobytes())
+            hasher.update(sequence.loss_mask.tobytes())
+    return hasher.hexdigest()
