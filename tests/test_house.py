@@ -16,10 +16,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "output", "terminal", "__init__"),
     ("attention_limits", "sampling_mask", "routes", "records"),
     ("config", "net", "process", "sandbox"),
-    ("run", "rewards", "environments", "data"),
+    ("run", "rewards", "environments", "data", "scoring"),
     ("queue",),
     ("weights",),
-    ("generator", "learner"),
+    ("generator", "learner", "scorer"),
     ("colocated",),
     ("comparison", "evaluation", "doctor", "launch"),
     ("cli",),
@@ -32,7 +32,7 @@ SEPARATE = {("generator", "learner"), ("learner", "generator")}
 HEAVY = ("torch", "transformers")
 LIGHT = (
     "errors", "attention_limits", "sampling_mask", "routes", "records", "config", "net", "process", "sandbox", "run",
-    "rewards", "environments", "data", "queue", "launch", "cli", "comparison",
+    "rewards", "environments", "data", "scoring", "queue", "launch", "cli", "comparison",
     "doctor.check", "doctor.machine", "evaluation.table", "learner.memory_plan",
     "generator.worker", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.offline", "generator.environment_rollouts",
