@@ -7,9 +7,10 @@ which has no null.
 
 from __future__ import annotations
 
+import re
 from typing import Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from async_rl.config.data import DataConfig, EvalConfig, RowField
 from async_rl.config.generator import (
@@ -28,8 +29,11 @@ from async_rl.config.parallel import ParallelConfig
 from async_rl.config.queue import QueueConfig, WeightsConfig
 from async_rl.config.reward import RewardConfig
 from async_rl.config.run import CheckpointConfig, ExperimentalConfig, LogConfig, RunConfig
+from async_rl.config.scorer import ScorerConfig
 from async_rl.config.section import Section
 from async_rl.process.user_code import is_code_name
+
+_SCORER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,40}")
 
 
 class Config(Section):
@@ -41,6 +45,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()
+    scorer: dict[str, ScorerConfig] = Field(default={})
     environment: EnvironmentConfig = EnvironmentConfig()
     queue: QueueConfig = QueueConfig()
     loss: LossConfig = LossConfig()
@@ -65,6 +70,7 @@ class Config(Section):
         self._check_compile()
         self._check_packing()
         self._check_code_keys()
+        self._check_scorers()
         self._check_environment()
         self._check_eval_keys()
         self._check_quantized_base()
@@ -223,6 +229,42 @@ class Config(Section):
                     f"answer that takes so long would expire, so lower {key} or raise queue.lease_timeout_s"
                 )
 
+    def _check_scorers(self) -> None:
+        wanted = self.scorers_by_use
+        for key, name in wanted.items():
+            if name not in self.scorer:
+                tables = ", ".join(f"scorer.{one}" for one in self.scorer) or "no table scorer.NAME"
+                raise ValueError(
+                    f"{key}: expected the name of a scorer, of {tables}, got {name!r}; correct it, or add it"
+                )
+        for name in self.scorer:
+            if not _SCORER_NAME.fullmatch(name):
+                raise ValueError(
+                    f"scorer: expected names of letters, digits, '_' and '-', got {name!r}; choose another name"
+                )
+            if name not in wanted.values():
+                raise ValueError(
+                    f"scorer.{name}: expected a key that names this scorer, such as reward.model, got none; name it "
+                    f"there, or remove the table"
+                )
+        addresses = [scorer.address for scorer in self.scorer.values()]
+        for name, scorer in self.scorer.items():
+            if addresses.count(scorer.address) > 1:
+                raise ValueError(
+                    f"scorer.{name}.address: expected an address for each scorer, got {scorer.address} several times; "
+                    f"change one"
+                )
+        if self.reward.asks_scorer != (self.reward.model is not None):
+            raise ValueError(
+                f'reward.model: expected the name of a scorer if, and only if, a reward is "model", got '
+                f"{self.reward.model!r} with the rewards {', '.join(self.reward.names)}; correct one of them"
+            )
+        if self.reward.types[0].asks_scorer and self.queue.filter_range is not None:
+            raise ValueError(
+                f'queue.filter_range: expected [] with reward.type = "model", whose accuracy is the logistic function '
+                f"of a score and says nothing of right and wrong, got {list(self.queue.filter_range)}; set it to []"
+            )
+
     def _check_environment(self) -> None:
         environment = self.environment
         if not environment.is_set:
@@ -308,6 +350,11 @@ class Config(Section):
         """
         types = () if self.environment.is_set else self.reward.types
         return tuple(dict.fromkeys(key for one in types for key in one.row_fields))
+
+    @property
+    def scorers_by_use(self) -> dict[str, str]:
+        """The key of each use of a scorer -> the name of the scorer."""
+        return {} if self.reward.model is None else {"reward.model": self.reward.model}
 
     @property
     def code_names(self) -> tuple[str, ...]:

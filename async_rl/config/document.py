@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 from async_rl.config.config import Config
 from async_rl.config.loss_names import OFF_VALUES
 from async_rl.config.rules import Rule
+from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ConfigError
 
 _INTRO = """\
@@ -91,7 +92,8 @@ def tables() -> Iterator[Table]:
     """Yield all tables of the config in the order of ``Config``. Tables inside a table follow it."""
     defaults = Config.model_validate({"run": {"dir": "."}, "model": {"path": "."}})
     for name in Config.model_fields:
-        yield from _tables_of(name, getattr(defaults, name))
+        if isinstance(section := getattr(defaults, name), BaseModel):  # others are in ``_entries``
+            yield from _tables_of(name, section)
 
 
 def _tables_of(name: str, section: BaseModel) -> Iterator[Table]:
@@ -111,8 +113,12 @@ def _tables_of(name: str, section: BaseModel) -> Iterator[Table]:
 
 def _entries() -> Iterator[Table]:
     """Yield the tables of which a config may have any number, with the keys of one of them."""
-    keys = [Key(f"loss.rules.{key}", field, field.get_default()) for key, field in Rule.model_fields.items()]
-    yield Table("[loss.rules]", " ".join((Rule.__doc__ or "").split()), tuple(keys))
+    for table, name, model in (("[loss.rules]", "loss.rules", Rule), ("scorer.NAME", "scorer.NAME", ScorerConfig)):
+        keys = [
+            Key(f"{name}.{key}", field, None if field.is_required() else field.get_default())
+            for key, field in model.model_fields.items()
+        ]
+        yield Table(table, " ".join((model.__doc__ or "").split()), tuple(keys))
 
 
 def markdown() -> str:
@@ -159,7 +165,7 @@ def explain(config: Config, name: str | None, *, width: int) -> list[str]:
     lines: list[str] = []
     for key in _keys_of(name):
         facts = f"Values: {key.values}. Default: {key.shown_default}."
-        # A key of [[loss.rules]] has a value in each entry, and these stand above.
+        # A key of [[loss.rules]] has a value in each entry, and these stand above. So has a key of [scorer.NAME].
         head = f"{key.name} (in each entry)" if key.name in _entry_keys() else _assignment(config, key.name)
         lines += [head, *_wrapped(key.description, width), *_wrapped(facts, width), ""]
     return lines[:-1]
@@ -168,7 +174,7 @@ def explain(config: Config, name: str | None, *, width: int) -> list[str]:
 def explain_json(config: Config, name: str | None) -> dict[str, dict[str, str]]:
     """Return what ``explain`` shows as plain data, by the name of the key. ``value`` is TOML, or ``unset``.
 
-    Keys of the entries of a list, such as ``loss.rules``, are left out: they have no single value.
+    Keys of the entries of ``loss.rules`` and of ``scorer`` are left out: they have no single value.
 
     Raises:
         ConfigError: there is no such section or key.

@@ -31,6 +31,7 @@ class RewardType:
         compares_mathematics: whether ``reward.equality`` decides when two answers are equal.
         runs_programs: whether the reward runs programs as ``reward.code`` says, so that it needs a sandbox or a
             verifier.
+        asks_scorer: whether a scorer's model scores the answers, so that ``reward.model`` must name one.
         is_user_code: whether the reward is the user's own function. ``generator.allow_code`` must list it, and
             ``reward.time_limit_s`` limits its async calls.
         system_prompt: the default system message for rows without one. Empty if there is none.
@@ -41,6 +42,7 @@ class RewardType:
     row_fields: tuple[RowField, ...] = ()
     compares_mathematics: bool = False
     runs_programs: bool = False
+    asks_scorer: bool = False
     is_user_code: bool = False
     system_prompt: str = ""
     answer_form: str = "{answer}"
@@ -83,6 +85,8 @@ REWARD_TYPES: Mapping[str, RewardType] = MappingProxyType(
         "code": RewardType(
             row_fields=("test_cases",), runs_programs=True, system_prompt="You are a helpful assistant."
         ),
+        "model": RewardType(asks_scorer=True),
+        "none": RewardType(),
     }
 )
 
@@ -168,8 +172,12 @@ class RewardConfig(Section):
 
     type: str = Field(
         default="boxed",
-        description="Reward that scores answers: boxed, think_answer_tags, exact, xml_format, code, or your own "
-        "function as module:function or file.py:function, which generator.allow_code must list.",
+        description="Reward that scores answers: boxed, think_answer_tags, exact, xml_format, code, model (a reward "
+        "model), none (every answer gets 0), or your own function as module:function or file.py:function, which "
+        "generator.allow_code must list.",
+    )
+    model: str | None = Field(
+        default=None, description="The scorer, one of the tables scorer.NAME, whose model is the reward `model`."
     )
     scale: float = Field(
         default=1.0, gt=0, description="Points that a right answer earns: the factor of the main reward."
@@ -262,3 +270,8 @@ class RewardConfig(Section):
     def runs_programs(self) -> bool:
         """Whether one of the rewards runs programs, so that a sandbox or a verifier is needed."""
         return any(one.runs_programs for one in self.types)
+
+    @property
+    def asks_scorer(self) -> bool:
+        """Whether one of the rewards is a scorer's model."""
+        return any(one.asks_scorer for one in self.types)

@@ -22,6 +22,7 @@ class RewardInput:
         num_tokens: number of sampled tokens, the end-of-sequence token included.
         max_new_tokens: the limit on ``num_tokens`` for this rollout.
         finish_reason: ``length`` if the text was cut at a limit.
+        messages: the messages of the prompt, as in ``records.Prompt``.
     """
 
     text: str
@@ -29,6 +30,7 @@ class RewardInput:
     num_tokens: int
     max_new_tokens: int
     finish_reason: FinishReason
+    messages: Sequence[Mapping[str, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,25 @@ class GroupReward(Protocol):
         Raises:
             RewardError: a rollout can't be scored.
         """
+        ...
+
+
+@runtime_checkable
+class WaitingReward(Protocol):
+    """A reward that asks another process and waits while that is away."""
+
+    @property
+    def trouble(self) -> str:
+        """Why answers are not coming; empty if nothing is known to be wrong."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of rollouts that wait for an answer of the other process."""
+        ...
+
+    def interrupt(self) -> None:
+        """Let the calls that wait raise RewardError, and later ones too."""
         ...
 
 

@@ -13,22 +13,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from async_rl.config.config import Config
-from async_rl.config.reward import REWARD_TYPES
+from async_rl.config.reward import REWARD_TYPES, reward_type
 from async_rl.config.section import look_up
+from async_rl.net.keys import ClientKeys
 from async_rl.process.user_code import digest_of, is_code_name, load_code
 from async_rl.rewards.answers import AnswerReward, XmlFormatReward, same_mathematics, same_text
 from async_rl.rewards.code import CodeReward, local_judge
 from async_rl.rewards.code_remote import RemoteJudge
 from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed, extract_xml_answer
 from async_rl.rewards.functions import FunctionReward
-from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, score_group
+from async_rl.rewards.model import model_reward
+from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, WaitingReward, score_group
 from async_rl.rewards.verifier import MathVerifier
 
 Builder = Callable[[Config, float], Reward]
 """A function of the config and a scale. It builds a reward whose parts are multiplied by the scale."""
 
 
-def build_reward(config: Config, *, code_digests: Mapping[str, str] | None = None) -> RewardSum:
+def build_reward(
+    config: Config, *, code_digests: Mapping[str, str] | None = None, keys: ClientKeys | None = None
+) -> RewardSum:
     """Build and return the reward that ``config`` describes. The caller must close the reward.
 
     A sandbox is started at once. The reward's other processes start when they are needed first.
@@ -36,15 +40,22 @@ def build_reward(config: Config, *, code_digests: Mapping[str, str] | None = Non
     Args:
         code_digests: name -> digest of the user's code on the learner. This machine's code must have the same digests.
             If None, digests are not compared.
+        keys: this machine's keys for a scorer that has keys.
 
     Raises:
         ConfigError: the user's code is not allowed on this machine, is missing, differs from the learner's, or is not a
             reward function.
         SandboxError: the reward runs programs, and the sandbox or the verifier does not work.
     """
-    main = _named(config.reward.type, config, config.reward.scale, code_digests, is_main=True)
+
+    def named(name: str, scale: float, *, is_main: bool) -> Reward:
+        if reward_type(name).asks_scorer:
+            return model_reward(config, scale, keys)
+        return _named(name, config, scale, code_digests, is_main=is_main)
+
+    main = named(config.reward.type, config.reward.scale, is_main=True)
     extras = [
-        Extra(name.rpartition(":")[2], _named(name, config, 1.0, code_digests, is_main=False), weight)
+        Extra(name.rpartition(":")[2], named(name, 1.0, is_main=False), weight)
         for name, weight in config.reward.extra.items()
     ]
     return RewardSum(main, extras, scale=config.reward.scale, overlong=overlong_penalty(config))
@@ -102,6 +113,8 @@ REWARDS: Mapping[str, Builder] = {
     "exact": _answer_reward("exact", extract_xml_answer),
     "xml_format": lambda config, scale: XmlFormatReward(scale=scale),
     "code": _code_reward,
+    "model": model_reward,
+    "none": lambda config, scale: NoReward(),
 }
 """The builder of each built-in reward, by name. ``config.reward.REWARD_TYPES`` has the same names."""
 
@@ -120,6 +133,18 @@ class Extra(NamedTuple):
     name: str
     reward: Reward
     weight: float
+
+
+class NoReward:
+    """Gives every answer reward 0 and accuracy 0, for runs that learn from a teacher alone."""
+
+    def __call__(self, item: RewardInput) -> RewardOutput:
+        return RewardOutput({}, 0.0)
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None: ...
 
 
 class RewardSum:
@@ -144,6 +169,25 @@ class RewardSum:
     @property
     def is_async(self) -> bool:
         return any(isinstance(reward, GroupReward) and reward.is_async for reward in self._rewards)
+
+    @property
+    def _waiting(self) -> list[WaitingReward]:
+        return [reward for reward in self._rewards if isinstance(reward, WaitingReward)]
+
+    @property
+    def trouble(self) -> str:
+        """Why grading waits for another process; empty if nothing is known to be wrong."""
+        return next((reward.trouble for reward in self._waiting if reward.trouble), "")
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of rollouts that wait for another process."""
+        return sum(reward.num_waiting for reward in self._waiting)
+
+    def interrupt(self) -> None:
+        """Let the calls that wait for another process fail. Call it before the threads of callers are joined."""
+        for reward in self._waiting:
+            reward.interrupt()
 
     def __call__(self, item: RewardInput) -> RewardOutput:
         return self.score_group([item])[0]

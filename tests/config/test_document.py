@@ -7,6 +7,7 @@ import pytest
 from async_rl.config.document import Key, explain, explain_json, markdown, tables
 from async_rl.config.loading import load_config, parse_config
 from async_rl.config.rules import Rule
+from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,9 @@ def test_a_section_is_explained_key_by_key_and_nothing_means_all():
     assert lines[0] == "queue.address (unset)"
     assert max(map(len, lines)) <= 80
     shown = {line.split()[0] for line in explain(config, None, width=80) if line and not line.startswith(" ")}
-    assert shown == {key.name for key in KEYS} | {f"loss.rules.{key}" for key in Rule.model_fields}
+    entries = {f"loss.rules.{key}" for key in Rule.model_fields}
+    entries |= {f"scorer.NAME.{key}" for key in ScorerConfig.model_fields}
+    assert shown == {key.name for key in KEYS} | entries
 
 
 def test_rules_are_shown_with_their_keys_and_what_an_entry_may_have():

@@ -1,0 +1,67 @@
+"""The tables ``scorer.NAME``: frozen models that score what generators sampled, each in a process of its own.
+
+``reward.model`` names the scorer of ``reward.type = "model"``. docs/rewards.md describes them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from async_rl.config.section import Section
+from async_rl.errors import AddressError
+from async_rl.net.address import check_address, is_wildcard
+
+
+class ScorerConfig(Section):
+    """A frozen model that scores what generators sampled, in a process of its own: one table for each, with any name.
+
+    `async-rl scorer CONFIG NAME` is the process.
+    """
+
+    model: str = Field(
+        description="The model: a directory or a Hugging Face id. For a reward, a sequence-classification model with "
+        "one label.",
+    )
+    address: str = Field(
+        description="Address that the scorer binds and generators connect to, as in tcp://127.0.0.1:5570. Beyond "
+        "loopback it needs queue.keys, whose directory the scorer reads.",
+    )
+    launch: bool = Field(
+        default=True,
+        description="Whether launch starts this scorer and restarts it. If false, start it with `async-rl scorer`.",
+    )
+    device: int | None = Field(
+        default=None,
+        ge=0,
+        description="GPU of this scorer, as in generator.devices. If unset, launch takes one that no other process "
+        "has, or the only one there is; without a GPU the CPU.",
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        default="auto", description="Precision of the model. auto: bfloat16 on a GPU, float32 on a CPU."
+    )
+    max_tokens: int = Field(
+        default=16384,
+        ge=1,
+        description="Largest size of a batch, in tokens with their padding. A longer sequence is a batch of its own.",
+    )
+    digest: str | None = Field(
+        default=None,
+        description="The digest that the model must have, which the scorer logs at its start. If unset, that of the "
+        "run's first start.",
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        try:
+            host, port = check_address(value)
+        except AddressError as error:
+            raise ValueError(str(error)) from None
+        if not port or is_wildcard(host):
+            raise ValueError(
+                f"expected a host and a port that generators connect to, as in tcp://127.0.0.1:5570, got {value}; "
+                f"name them"
+            )
+        return value

@@ -1,0 +1,73 @@
+"""The reward of a reward model: the score that a scorer's model gives the prompt with the answer.
+
+``registry`` builds it. The scorer (``async-rl scorer``) renders prompt and answer with its own tokenizer. While the
+scorer is away, calls wait, so grading pauses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from async_rl.config.config import Config
+from async_rl.errors import RewardError
+from async_rl.net.keys import ClientKeys
+from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.scoring.client import ScorerClient
+
+
+class ModelReward:
+    """Asks the scorer of ``reward.model``. The part ``model`` is the score times ``scale``.
+
+    The accuracy is the logistic function of the score: the probability that the answer beats one of score 0 under the
+    model of Bradley and Terry.
+    """
+
+    is_async = True
+    needs_whole_group = False
+
+    def __init__(self, client: ScorerClient, *, scale: float) -> None:
+        self._client, self._scale = client, scale
+
+    @property
+    def trouble(self) -> str:
+        """Why grading waits; empty if it does not."""
+        return self._client.trouble
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of answers for whose scores this reward waits."""
+        return self._client.num_waiting
+
+    def __call__(self, item: RewardInput) -> RewardOutput:
+        return self.score_group([item])[0]
+
+    def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
+        futures = [self._client.score([dict(m) for m in item.messages], item.text) for item in items]
+        return [self._output(float(future.result()[0][0])) for future in futures]
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def interrupt(self) -> None:
+        """Let the calls that wait fail. Call it before the threads that call this reward are joined."""
+        self._client.close()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _output(self, score: float) -> RewardOutput:
+        if not math.isfinite(score):
+            raise RewardError(f"expected a finite score from the reward model, got {score}; check the model's weights")
+        accuracy = 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
+        return RewardOutput({"model": self._scale * score}, accuracy)
+
+
+def model_reward(config: Config, scale: float, keys: ClientKeys | None = None) -> ModelReward:
+    """Build the reward of ``reward.model``, which the config's validation has checked. It connects in the
+    background.
+    """
+    assert config.reward.model is not None
+    scorer = config.scorer[config.reward.model]
+    client = ScorerClient(config.reward.model, scorer.address, keys, digest=scorer.digest)
+    return ModelReward(client, scale=scale)

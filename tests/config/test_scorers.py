@@ -1,0 +1,80 @@
+"""The tables of scorers, and the keys that name them."""
+
+from typing import Any
+
+import pytest
+
+from async_rl.config.config import Config
+from async_rl.config.loading import config_from_toml, config_to_toml, load_config, parse_config
+from async_rl.errors import ConfigError
+
+JUDGE = {"model": "rm", "address": "tcp://127.0.0.1:5570"}
+
+
+def raw(**sections: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "run": {"dir": "r"},
+        "model": {"path": "m"},
+        "queue": {"filter_range": []},
+        "reward": {"type": "model", "model": "judge"},
+        "scorer": {"judge": JUDGE},
+        **sections,
+    }
+
+
+def refusal(**sections: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as refused:
+        parse_config(raw(**sections), "test")
+    return str(refused.value)
+
+
+def test_a_reward_model_is_a_scorer_that_reward_model_names():
+    config = parse_config(raw(), "test")
+    assert config.scorers_by_use == {"reward.model": "judge"}
+    assert config.reward.asks_scorer
+    assert config_from_toml(config_to_toml(config), "copy") == config
+
+
+def test_a_table_of_a_scorer_is_read_from_a_file_and_set_by_an_override(tmp_path: Any):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[run]\ndir = "r"\n[model]\npath = "m"\n[queue]\nfilter_range = []\n[reward]\ntype = "model"\nmodel = "judge"\n'
+        '[scorer.judge]\nmodel = "rm"\naddress = "tcp://127.0.0.1:5570"\n',
+        encoding="utf-8",
+    )
+    config = load_config(path, ["scorer.judge.max_tokens=99"])
+    assert (config.scorer["judge"].model, config.scorer["judge"].max_tokens) == ("rm", 99)
+
+
+def test_a_reward_model_may_be_one_of_several_rewards():
+    reward = {"type": "boxed", "model": "judge", "extra": {"model": 0.5}}
+    config = Config.model_validate(raw(reward=reward, queue={}))  # the accuracy is that of boxed
+    assert config.queue.filter_range == (0.01, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"scorer": {}}, "reward.model: expected the name of a scorer, of no table scorer.NAME, got 'judge'"),
+        (
+            {"scorer": {"judge": JUDGE, "other": {**JUDGE, "address": "tcp://127.0.0.1:1"}}},
+            "scorer.other: expected a key",
+        ),
+        ({"scorer": {"a/b": JUDGE}, "reward": {"type": "model", "model": "a/b"}}, "expected names of letters"),
+        ({"scorer": {"judge": {"model": "rm"}}}, "scorer.judge.address: expected a value, got none"),
+        ({"scorer": {"judge": {**JUDGE, "port": 1}}}, "scorer.judge.port: unknown key"),
+        (
+            {"scorer": {"judge": {**JUDGE, "address": "tcp://0.0.0.0:1"}}},
+            "a host and a port that generators connect to",
+        ),
+        ({"reward": {"type": "model"}}, "scorer.judge: expected a key that names this scorer"),
+        ({"reward": {"type": "model"}, "scorer": {}}, "reward.model: expected the name of a scorer if, and only if"),
+        (
+            {"reward": {"type": "boxed", "model": "judge"}},
+            "reward.model: expected the name of a scorer if, and only if",
+        ),
+        ({"queue": {}}, 'queue.filter_range: expected [] with reward.type = "model"'),
+    ],
+)
+def test_what_would_score_nothing_is_refused_by_name(sections: dict[str, Any], message: str):
+    assert message in refusal(**sections)
