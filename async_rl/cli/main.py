@@ -323,6 +323,40 @@ def dpo(config: ConfigPath, overrides: Overrides = None) -> None:
         run_dpo(resolved)
 
 
+@app.command(short_help="Serve a reward model to generators.")
+def scorer(
+    config: ConfigPath,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="NAME", help="The scorer, a table scorer.NAME of CONFIG. If unset, the only one."),
+    ] = None,
+    overrides: Overrides = None,
+    insecure: Insecure = False,
+) -> None:
+    """Score what generators sampled with the frozen model of the table scorer.NAME of CONFIG.
+
+    `launch` starts the scorers of its config itself. Start one by hand to run it on another machine, with
+    scorer.NAME.launch = false. It may be restarted at any time: generators wait for it and ask again.
+
+    \b
+    Example:
+      async-rl scorer run.toml judge --set scorer.judge.address=tcp://10.0.0.3:5570
+    """
+    with _role():
+        from async_rl.config.loading import load_config
+        from async_rl.process.child import set_torch_defaults
+
+        set_torch_defaults(is_learner=False)
+        resolved = load_config(config, overrides or [])
+        from async_rl.data.chat import quiet_progress_bars
+
+        logging.getLogger(__name__).info("loading PyTorch")
+        quiet_progress_bars()
+        from async_rl.scorer.start import run_scorer
+
+        run_scorer(resolved, name, insecure=insecure)
+
+
 @app.command(short_help="Run and judge programs for generators that can't isolate them.")
 def verifier(
     bind: Annotated[

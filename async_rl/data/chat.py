@@ -139,6 +139,36 @@ def render_prompt(
     return np.asarray(ids, dtype=np.int32)
 
 
+def render_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], answer: str) -> np.ndarray:
+    """Return the token ids of a prompt with its answer, int32 [T], as a reward model reads them.
+
+    The tokenizer's chat template renders the answer as the assistant's message, with what ends it. After a plain-text
+    prompt the answer follows as text.
+
+    Raises:
+        ModelError: the tokenizer has no chat template, the template refuses the messages, or there are no tokens.
+    """
+    if len(messages) == 1 and messages[0].get("role") == TEXT_ROLE:
+        ids = tokenizer(messages[0]["content"] + answer)["input_ids"]
+    elif not tokenizer.chat_template:
+        raise ModelError(
+            "the reward model's tokenizer has no chat template, so the messages of a prompt can't be rendered; put a "
+            "chat_template.jinja next to its tokenizer.json"
+        )
+    else:
+        whole = [*messages, {"role": "assistant", "content": answer}]
+        try:
+            ids = apply_template(tokenizer, whole, {}, tokenize=True, open_turn=False)
+        except Exception as error:  # a template raises whatever its author wrote
+            raise ModelError(
+                f"the reward model's chat template fails on messages of the roles {[m.get('role') for m in whole]}: "
+                f"{error}; change the row, data.system_prompt or the template"
+            ) from error
+    if not len(ids):
+        raise ModelError("expected tokens of a prompt with its answer, got none; check the reward model's tokenizer")
+    return np.asarray(ids, dtype=np.int32)
+
+
 def count_unknown(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Iterable[Sequence[Mapping[str, str]]],

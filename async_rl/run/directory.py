@@ -90,6 +90,11 @@ class RunDir:
         return self.path / "logs"
 
     @property
+    def scorers(self) -> Path:
+        """Path of the folder with a file for each scorer, NAME, that has the digest of its model."""
+        return self.path / "scorers"
+
+    @property
     def curve(self) -> Path:
         return self.path / "curve.png"
 
