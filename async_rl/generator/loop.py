@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from async_rl.config.config import Config
 from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend
 from async_rl.generator.parity import answer_probe
-from async_rl.generator.rollouts import ActiveLeases, Graded, Grader, Rollouts, SingleTurnRollouts
+from async_rl.generator.rollouts import ActiveLeases, AsksScorers, Graded, Grader, Rollouts, SingleTurnRollouts
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import (
     Announced,
@@ -132,7 +132,8 @@ class Worker:
 
     ``wait_s`` is how long the queue may be silent. ``clock`` returns the time in seconds. If ``environment`` is None,
     each rollout is one answer that ``grader`` scores; else ``environment`` plays the rollouts. ``device`` is where the
-    backend computes; None: on a device that does nothing else.
+    backend computes; None: on a device that does nothing else. ``scorers`` are what may wait for other processes:
+    leases are kept meanwhile, and heartbeats say why.
 
     While the device does other work, the loop goes on without decode steps: it sends heartbeats, and returns groups
     that are graded meanwhile.
@@ -151,6 +152,7 @@ class Worker:
         clock: Callable[[], float] = time.monotonic,
         environment: Rollouts | None = None,
         device: Device | None = None,
+        scorers: Sequence[AsksScorers] = (),
     ) -> None:
         self._device: Device = device or OwnDevice()
         self._queue = queue
@@ -176,6 +178,7 @@ class Worker:
         self._finished = self._is_paused = False
         self._heartbeat_at_s = self._poll_at_s = clock()
         self._num_graded = 0
+        self._scorers, self._num_waits = tuple(scorers), 0
         self._queue_reason = ""
         self._receiver_trouble: str | None = None
 
@@ -375,9 +378,17 @@ class Worker:
         if now_s < self._heartbeat_at_s:
             return
         self._heartbeat_at_s = now_s + HEARTBEAT_S
-        work = self._backend.num_tokens + self._num_graded
+        # Leases must outlive a scorer's absence, so a heartbeat that waits for one counts as work.
+        self._num_waits += any(scorer.num_waiting for scorer in self._scorers)
+        work = self._backend.num_tokens + self._num_graded + self._num_waits
         progress = self._leases.progress(self._rollouts.progress(), work, is_paused=self._is_paused)
-        self._queue.heartbeat(progress, self._activity.stats(self._backend), self._receiver_trouble or "")
+        trouble = self._receiver_trouble or self._scorer_trouble
+        self._queue.heartbeat(progress, self._activity.stats(self._backend), trouble)
+
+    @property
+    def _scorer_trouble(self) -> str:
+        """Why grading waits for a scorer; empty if it does not, or if the cause is not known."""
+        return next((scorer.trouble for scorer in self._scorers if scorer.trouble), "")
 
     def _handle_events(self) -> None:
         now_s = self._clock()
@@ -443,6 +454,8 @@ class Worker:
                 f"weights of version {announced.version} from {announced.address} (active: {self._backend.version}; "
                 f"{trouble})"
             )
+        if self._scorer_trouble:
+            return f"a scorer ({self._scorer_trouble})"
         return f"a lease ({self._queue_reason or 'the queue gave no reason'})"
 
 

@@ -27,7 +27,7 @@ from async_rl.generator.backend import Backend, Sampled
 from async_rl.process.user_code import describe_error
 from async_rl.queue.messages import FailureCause
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, Span, TokenSequence
-from async_rl.rewards.records import GroupReward, RewardInput, RewardOutput, score_group
+from async_rl.rewards.records import GroupReward, RewardInput, RewardOutput, WaitingReward, score_group
 from async_rl.run.eval_records import Decode
 
 Encode = Callable[[Sequence[Mapping[str, str]]], np.ndarray]
@@ -40,8 +40,9 @@ class ActiveLease:
     """A lease that the generator has not returned yet, with its scored rollouts by index.
 
     ``is_submitted`` is False while the lease waits for newer weights. ``heartbeats_in_line`` counts the heartbeats at
-    which the submitted lease had no sampled token yet, while the generator did other work, or at which the generator
-    was paused.
+    which the backend had no token of the submitted lease (none yet, or all answers are finished), while the generator
+    did other work, or at which the generator was paused. ``most_sampled`` is the largest number of tokens that the
+    backend had.
     """
 
     lease: Lease
@@ -49,6 +50,7 @@ class ActiveLease:
     received_s: float
     is_submitted: bool = False
     heartbeats_in_line: int = 0
+    most_sampled: int = 0
     rollouts: dict[int, Rollout] = field(default_factory=dict)
 
     @property
@@ -140,7 +142,9 @@ class ActiveLeases:
             sampled = num_tokens.get(lease_id, 0)
             if is_paused or (active.is_submitted and not sampled and work > self._work_at_heartbeat):
                 active.heartbeats_in_line += 1
-            found[lease_id] = sampled + active.heartbeats_in_line + len(active.rollouts)
+            # The queue notices a number only if it is the highest yet, and finished answers leave the backend.
+            active.most_sampled = max(active.most_sampled, sampled)
+            found[lease_id] = active.most_sampled + active.heartbeats_in_line + len(active.rollouts)
         self._work_at_heartbeat = work
         return found
 
@@ -180,6 +184,20 @@ class Rollouts(Protocol):
 
     def progress(self) -> dict[str, int]:
         """Return for each lease id a count that grows with every token and turn. Heartbeats report it."""
+        ...
+
+
+class AsksScorers(Protocol):
+    """Something that waits for scorers, processes that may be away."""
+
+    @property
+    def trouble(self) -> str:
+        """Why answers are not coming; empty if nothing is known to be wrong."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of questions that a scorer has not answered."""
         ...
 
 
@@ -302,6 +320,7 @@ def graded_rollouts(
             num_tokens=len(sample.token_ids),
             max_new_tokens=lease.sampling.max_new_tokens,
             finish_reason=sample.finish_reason,
+            messages=lease.prompt.messages,
         )
         for sample in samples
     ]
@@ -421,8 +440,20 @@ class ThreadGrader:
     def forget(self, lease_id: str) -> None:
         self._incomplete.pop(lease_id, None)
 
+    @property
+    def trouble(self) -> str:
+        """Why scores are not coming from another process; empty if nothing is known to be wrong."""
+        return self._reward.trouble if isinstance(self._reward, WaitingReward) else ""
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of samples that wait for another process."""
+        return self._reward.num_waiting if isinstance(self._reward, WaitingReward) else 0
+
     def close(self) -> None:
-        """End the threads. Samples whose scoring has not begun are dropped."""
+        """End the threads. Samples whose scoring has not begun are dropped, and those that wait for a scorer fail."""
+        if isinstance(self._reward, WaitingReward):
+            self._reward.interrupt()
         with suppress(queue.Empty):
             while True:
                 self._todo.get_nowait()

@@ -38,7 +38,7 @@ from async_rl.config.loading import (
 )
 from async_rl.data.chat import load_tokenizer
 from async_rl.environments.pool import EnvironmentPool
-from async_rl.errors import QueueError, RewardError
+from async_rl.errors import AddressError, QueueError, RewardError
 from async_rl.generator.backend import Backend, MultiRankBackend, TextBackend, build_backend, cuda_device
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, TokenizerText
 from async_rl.generator.loop import Worker
@@ -111,15 +111,18 @@ def run_generator(
         with logged(logger, f"loading the backend {config.generator.backend}"):
             backend = stack.enter_context(closing(build_generator_backend(config, overrides, directory, digests)))
         receiver = stack.enter_context(closing(_receiver(config, backend, generator_id, keys, insecure=insecure)))
+        refuse_open_scorers(config, insecure=insecure, has_keys=keys is not None)
+        grader = build_grader(config, digests, stack, directory, keys)
         worker = Worker(
             queue=queue,
             receiver=receiver,
             backend=backend,
-            grader=build_grader(config, digests, stack, directory),
+            grader=grader,
             config=config,
             generator_id=generator_id,
             wait_s=wait_s,
             environment=build_environment(config, directory, backend, digests, stack),
+            scorers=[grader],
         )
         stack.callback(queue.leave)  # first of all: engine and environments may take long to end
         worker.run()
@@ -148,16 +151,33 @@ def build_generator_backend(
     return build_backend(config, directory, code_digests=None if is_own_choice else code_digests)
 
 
+def refuse_open_scorers(config: Config, *, insecure: bool, has_keys: bool) -> None:
+    """Refuse scorers on other machines without keys, unless ``insecure`` is set.
+
+    Raises:
+        AddressError: such a scorer is in use. The message names its key.
+    """
+    for name in dict.fromkeys(config.scorers_by_use.values()):
+        try:
+            refuse_open_connect(config.scorer[name].address, insecure=insecure, has_keys=has_keys)
+        except AddressError as error:
+            raise AddressError(f"scorer.{name}.address: {error}") from None
+
+
 def build_grader(
-    config: Config, code_digests: Mapping[str, str] | None, stack: ExitStack, directory: Path | None = None
+    config: Config,
+    code_digests: Mapping[str, str] | None,
+    stack: ExitStack,
+    directory: Path | None = None,
+    keys: ClientKeys | None = None,
 ) -> ThreadGrader:
     """Build the grader for the config's rewards. ``stack`` closes it at its end.
 
     ``code_digests`` are the learner's digests of the user's own code. They are None if this machine's user chose the
     code. ``directory`` has the tokenizer, which finds the tokens of rewards for parts of a text. None: nobody trains on
-    the rollouts, so these are left out.
+    the rollouts, so these are left out. ``keys`` are this machine's keys, for scorers.
     """
-    reward = stack.enter_context(closing(build_reward(config, code_digests=code_digests)))
+    reward = stack.enter_context(closing(build_reward(config, code_digests=code_digests, keys=keys)))
     decode = None if directory is None else _text_of_tokens(config, directory)
     grader = ThreadGrader(reward, num_threads=grading_threads(config, reward), decode=decode)
     return stack.enter_context(closing(grader))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from async_rl.config.loading import config_to_toml, machine_overrides, parse_con
 from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.loop import HEARTBEAT_S, Device, Worker
+from async_rl.generator.rollouts import AsksScorers, Graded, Grader
 from async_rl.generator.worker import generator_config, write_files
 from async_rl.queue.messages import (
     Announced,
@@ -79,6 +80,7 @@ class FakeQueue:
         self.failed: list[tuple[str, str, str]] = []
         self.heartbeats: list[tuple[dict[str, int], GeneratorStats]] = []
         self.troubles: list[str] = []
+        self.troubles: list[str] = []
         self.timeouts: list[float] = []
 
     def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None:
@@ -89,6 +91,7 @@ class FakeQueue:
 
     def heartbeat(self, progress: dict[str, int], stats: GeneratorStats, trouble: str) -> None:
         self.heartbeats.append((progress, stats))
+        self.troubles.append(trouble)
         self.troubles.append(trouble)
 
     def return_group(self, group: Group) -> None:
@@ -139,6 +142,8 @@ class Scene:
         engine: type[FakeBackend] = FakeBackend,
         mean_tokens: float = 4.0,
         device: Device | None = None,
+        scorers: Sequence[AsksScorers] = (),
+        grader: Grader | None = None,
         **generator: Any,
     ) -> None:
         section = {"backend": "fake", "batch_size": 4} | generator
@@ -158,12 +163,13 @@ class Scene:
             queue=self.queue,
             receiver=self.receiver,
             backend=self.backend,
-            grader=InlineGrader(grade),
+            grader=grader or InlineGrader(grade),
             config=self.config,
             generator_id="g",
             wait_s=60.0,
             clock=self.clock,
             device=device,
+            scorers=scorers,
         )
 
     def announce(
@@ -329,6 +335,43 @@ def test_heartbeats_carry_progress_by_lease_and_cumulative_stats():
     assert 0 < stats.busy_s <= stats.wall_s
     assert stats.busy_sequence_s == pytest.approx(stats.busy_s)
     assert stats.num_tokens >= progress[-1]["a"]
+
+
+class AwayScorer:
+    """A scorer that is away until ``num_waiting`` is 0."""
+
+    def __init__(self) -> None:
+        self.num_waiting, self.trouble = 2, "the scorer judge is away"
+
+
+class HeldGrader(InlineGrader):
+    """Returns nothing while its scorer is away."""
+
+    def __init__(self, scorer: AwayScorer) -> None:
+        super().__init__(grade)
+        self._scorer = scorer
+
+    def collect(self) -> list[Graded]:
+        return [] if self._scorer.num_waiting else super().collect()
+
+
+def test_leases_outlive_the_absence_of_a_scorer_and_heartbeats_say_why():
+    scorer = AwayScorer()
+    scene = Scene(scorers=[scorer], grader=HeldGrader(scorer))
+
+    def back() -> list[GeneratorEvent]:
+        assert scene.queue.returned == []
+        scorer.num_waiting, scorer.trouble = 0, ""
+        return []
+
+    scene.run(scene.announce(0), granted(make_lease("a")), *quiet(2000), back, *quiet(300))
+    progress = [p["a"] for p, _ in scene.queue.heartbeats if "a" in p]
+    # A lease expires if its count stands still: it grows with each heartbeat once nothing else can happen.
+    assert len(progress) >= 3
+    assert progress == sorted(set(progress))
+    assert "the scorer judge is away" in scene.queue.troubles
+    assert scene.queue.troubles[-1] == ""
+    assert [group.lease_id for group in scene.queue.returned] == ["a"]
 
 
 def test_an_idle_worker_blocks_in_poll_and_a_busy_one_does_not(scene):
