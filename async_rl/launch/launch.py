@@ -1,7 +1,8 @@
 """``async-rl launch``: check a config, start all processes of its run on this machine, and report how the run ended.
 
-``RunCommands`` builds the command line of each process (queue server, learner ranks, generators), with its devices and
-threads. ``supervisor`` runs these commands, and ``--dry-run`` prints them. Only the command line calls this module.
+``RunCommands`` builds the command line of each process (queue server, learner ranks, generators, scorers), with its
+devices and threads. ``supervisor`` runs these commands, and ``--dry-run`` prints them. Only the command line calls
+this module.
 """
 
 from __future__ import annotations
@@ -177,7 +178,8 @@ def describe_commands(config: Config, commands: RunCommands) -> list[str]:
 def _all_commands(config: Config, commands: RunCommands) -> list[Command]:
     address = config.queue.advertise or config.queue.address or "tcp://127.0.0.1:0"
     generators = (commands.generator(index, address, 0) for index in range(commands.num_generators))
-    return [commands.queue(None), *commands.learner(29500), *generators]
+    scorers = map(commands.scorer, commands.scorer_names)
+    return [commands.queue(None), *commands.learner(29500), *scorers, *generators]
 
 
 def _has_ended_line(run_dir: RunDir) -> str:
@@ -356,7 +358,9 @@ def _print_line(console: Console, line: str) -> None:
 
 
 class RunCommands:
-    """Builds the command lines and environment variables of a run's processes: queue server, learner, generators."""
+    """Builds the command lines and environment variables of a run's processes: queue server, learner, generators,
+    scorers.
+    """
 
     def __init__(
         self,
@@ -390,15 +394,21 @@ class RunCommands:
         keys = config.queue.keys
         self._generator_flags = self._flags if keys is None else (*self._flags, "--keys", str(Path(keys) / CLIENT_FILE))
         self._inherited = inherited
-        self._num_threads = max(1, num_cores // max(1, config.learner.nproc + config.generator.count))
+        num_processes = config.learner.nproc + config.generator.count + len(self.scorer_names)
+        self._num_threads = max(1, num_cores // max(1, num_processes))
         chosen = (config.learner.num_threads, config.generator.num_threads, inherited.get("OMP_NUM_THREADS"))
         has_choice = any(threads is not None for threads in chosen)
-        self._shares = _shares(() if has_choice else cores, config.learner.nproc + config.generator.count)
+        self._shares = _shares(() if has_choice else cores, num_processes)
         self.placement = place(config, gpus, is_limited=VISIBLE in inherited)
 
     @property
     def num_generators(self) -> int:
         return self._config.generator.count
+
+    @property
+    def scorer_names(self) -> tuple[str, ...]:
+        """The scorers that launch starts."""
+        return tuple(name for name, scorer in self._config.scorer.items() if scorer.launch)
 
     def queue(self, bound_port: int | None) -> Command:
         """Return the command that starts the queue server.
@@ -462,6 +472,14 @@ class RunCommands:
         argv = _python(["generator", "--connect", address, "--id", identity, *self._generator_flags, *own])
         cores = self._shares[self._config.learner.nproc + index]
         return Command(name, argv, self._environment(self._config.generator.num_threads, extra), cores)
+
+    def scorer(self, name: str) -> Command:
+        """Return the command that starts the scorer ``name``."""
+        index = self.scorer_names.index(name)
+        extra = {VISIBLE: self.placement.scorers[index]} if self.placement.scorers else {}
+        cores = self._shares[self._config.learner.nproc + self._config.generator.count + index]
+        argv = _python(["scorer", *self._config_arguments, name, *self._flags])
+        return Command(f"scorer-{name}", argv, self._environment(None, extra), cores)
 
     def _environment(self, num_threads: int | None, extra: Mapping[str, str]) -> dict[str, str]:
         environment = {

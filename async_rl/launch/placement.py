@@ -1,4 +1,4 @@
-"""Deal the GPUs of this machine to the processes that ``launch`` starts: learner ranks first, then generators.
+"""Deal the GPUs of this machine to the processes that ``launch`` starts: learner ranks, generators, then scorers.
 
 The keys ``learner.devices`` and ``generator.devices`` choose devices; what they leave open is dealt in order. Devices
 are the entries of ``CUDA_VISIBLE_DEVICES``: indices, or UUIDs of GPUs and of their MIG parts.
@@ -24,16 +24,19 @@ class Placement:
     Attributes:
         learner: one device for each rank.
         generators: the devices of each generator.
+        scorers: the device of each scorer that ``launch`` starts. Empty without GPUs.
     """
 
     learner: tuple[str, ...] | None = None
     generators: tuple[tuple[str, ...], ...] | None = None
+    scorers: tuple[str, ...] = ()
 
     @property
     def line(self) -> str:
         """The placement as a line of text; empty if no process has a device of its own."""
         named = [(f"learner-{rank}", device) for rank, device in enumerate(self.learner or ())]
         named += [(f"generator-{index}", "+".join(own)) for index, own in enumerate(self.generators or ()) if own]
+        named += [(f"scorer-{index}", device) for index, device in enumerate(self.scorers)]
         return ", ".join(f"{name} on {devices}" for name, devices in named)
 
 
@@ -72,12 +75,40 @@ def place(config: Config, visible: Sequence[str], *, is_limited: bool) -> Placem
         if samplers is None:
             free = [device for device in visible if device not in ranks]
             samplers = _first(free, num_sampling, config, len(visible))
+    scorers = _scorers(config, visible, {*(ranks or ()), *(samplers or ())}, is_limited=is_limited)
     return Placement(
         None if ranks is None else tuple(ranks),
         None if samplers is None else tuple(
             tuple(samplers[index * size : (index + 1) * size]) for index in range(generator.count)
         ),
+        scorers,
     )  # fmt: skip
+
+
+def _scorers(config: Config, visible: Sequence[str], taken: set[str], *, is_limited: bool) -> tuple[str, ...]:
+    """Return the device of each scorer that ``launch`` starts: the one that it names, or one that nobody has. If there
+    is one GPU, it is shared. Empty without GPUs.
+
+    Raises:
+        ConfigError: a device that the config names is not visible, or none is left.
+    """
+    if not visible:
+        return ()
+    found: list[str] = []
+    for name, scorer in config.scorer.items():
+        if not scorer.launch:
+            continue
+        own = None if scorer.device is None else (scorer.device,)
+        chosen = _chosen(f"scorer.{name}.device", own, visible, is_limited=is_limited) or [
+            device for device in visible if len(visible) == 1 or device not in (*taken, *found)
+        ]
+        if not chosen:
+            raise ConfigError(
+                f"scorer.{name}: expected a GPU that no other process has, got {len(visible)} GPUs, all taken; set "
+                f"scorer.{name}.device to share one"
+            )
+        found.append(chosen[0])
+    return tuple(found)
 
 
 def _first(free: Sequence[str], number: int, config: Config, num_visible: int) -> list[str]:

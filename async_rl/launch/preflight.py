@@ -32,6 +32,7 @@ from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError
 from async_rl.launch.capacity import check_disk_space, check_memory, has_gpu
 from async_rl.launch.environment_trial import try_environment
+from async_rl.launch.scorer_checks import check_scorers
 from async_rl.launch.user_code_trial import try_loss, try_reward
 from async_rl.net.address import advertised_address, check_address, host_towards, refuse_open_bind
 from async_rl.net.keys import ServerKeys, client_keys_of
@@ -77,6 +78,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     if problem := unknown_text(config, rows):
         logger.warning("warning: %s", problem)
     check_code_reward(config)
+    check_scorers(config, insecure=insecure)
     check_fake_vocabulary(config)
     check_own_reward(config, rows)
     check_own_environment(config, rows)

@@ -1,9 +1,10 @@
-"""Start the processes of one run (queue server, learner ranks, generators), restart those that die, and end them all.
+"""Start the processes of one run (queue server, learner ranks, generators, scorers), restart those that die, and end
+them all.
 
-``launch`` constructs a ``Supervisor`` and calls ``run``. Dead generators and a dead queue server are restarted, a
-limited number of times and after a growing pause. A dead learner is restarted if it has saved a new checkpoint since
-its last start. Any other death stops the run, and the first cause is reported. A generator or a queue server that exits
-before the learner has written ``finished.json`` counts as dead, even with exit code 0.
+``launch`` constructs a ``Supervisor`` and calls ``run``. Dead generators, scorers and a dead queue server are
+restarted, a limited number of times and after a growing pause. A dead learner is restarted if it has saved a new
+checkpoint since its last start. Any other death stops the run, and the first cause is reported. A generator, a scorer
+or a queue server that exits before the learner has written ``finished.json`` counts as dead, even with exit code 0.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from async_rl.run.lock import LOCK_FD, RunLock
 from async_rl.run.queue_files import QueueRecord, read_record
 
 MAX_RESTARTS = 5
-"""How many times one generator, or the queue server, is restarted. The count starts again at 0 if the process has lived
-longer than ``HEALTHY_S`` seconds before it dies."""
+"""How many times one generator, one scorer or the queue server is restarted. The count starts again at 0 if the process
+has lived longer than ``HEALTHY_S`` seconds before it dies."""
 HEALTHY_S = 600.0
 USER_ERROR = 2
 TAIL_LINES = 25
@@ -130,16 +131,20 @@ class Command:
 
 
 class Commands(Protocol):
-    """Gives the supervisor the commands that start the queue server, the learner's processes and each generator.
+    """Gives the supervisor the commands that start the queue server, the learner's processes, each generator and each
+    scorer.
 
     ``async_rl.launch.launch.RunCommands`` implements this protocol.
     """
 
     @property
     def num_generators(self) -> int: ...
+    @property
+    def scorer_names(self) -> Sequence[str]: ...
     def queue(self, bound_port: int | None) -> Command: ...
     def learner(self, master_port: int) -> list[Command]: ...
     def generator(self, index: int, address: str, num_restarts: int) -> Command: ...
+    def scorer(self, name: str) -> Command: ...
 
 
 class View(Protocol):
@@ -235,6 +240,9 @@ class Supervisor:
         self._deaths: list[tuple[_Unit, Death]] = []
         self._queue = _Unit("queue", lambda: [commands.queue(self._bound_port)])
         self._learner = _Unit("learner", lambda: commands.learner(_free_port()))
+        self._scorers = [
+            _Unit(f"scorer-{name}", lambda name=name: [commands.scorer(name)]) for name in commands.scorer_names
+        ]
         self._generators = [
             _Unit(f"generator-{i}", lambda i=i: self._generator_command(i)) for i in range(commands.num_generators)
         ]
@@ -271,7 +279,7 @@ class Supervisor:
         ]
 
     def _units(self) -> list[_Unit]:
-        return [self._queue, self._learner, *self._generators]
+        return [self._queue, self._learner, *self._scorers, *self._generators]
 
     def _start_all(self) -> None:
         self._start(self._queue)
@@ -279,7 +287,7 @@ class Supervisor:
         self._view.watch_queue(self._address)
         self._checkpoint = self._run_dir.latest_checkpoint
         self._start(self._learner)
-        for unit in self._generators:
+        for unit in (*self._scorers, *self._generators):
             self._start(unit)
 
     def _generator_command(self, index: int) -> list[Command]:
@@ -358,7 +366,7 @@ class Supervisor:
             taken = f"another process has taken over {self._run_dir.path}; to take it back, launch with --takeover"
             raise _Stop(Outcome(1, taken))
         # The queue first: if its death made others die, it is the first cause.
-        for unit in (self._queue, *self._generators):
+        for unit in (self._queue, *self._scorers, *self._generators):
             # In this order: the file exists before the queue server tells anyone to end.
             if unit.restart_at is None and unit.ended() and (unit.dead() or not self._run_dir.is_finished):
                 self._restart_later(unit)
@@ -423,7 +431,8 @@ class Supervisor:
             self._pause()
 
     def _stop_all(self) -> None:
-        """End the learner, then the generators, then the queue server, which the learner needs to save its last step.
+        """End the learner, then generators and scorers, then the queue server, which the learner needs to save its last
+        step.
 
         If this process receives a further signal, all are killed without waiting.
         """
@@ -432,7 +441,8 @@ class Supervisor:
         if can_save:
             self._view.note("the learner saves its last step; a second signal ends everything at once")
         self._end(self._learner.processes, self._timing.learner_grace_s if can_save else 0.0)
-        self._end([p for unit in self._generators for p in unit.processes], self._timing.grace_s)
+        others = (*self._generators, *self._scorers)
+        self._end([p for unit in others for p in unit.processes], self._timing.grace_s)
         # At SIGTERM it would wait for a learner that was killed.
         self._end(self._queue.processes, self._timing.grace_s, signal.SIGINT)
 

@@ -295,9 +295,18 @@ class FakeCommands:
     learner_starts: int = 0
     generator_starts: list[int] = field(default_factory=list)
 
+    scorer_codes: dict[str, str] = field(default_factory=dict)
+
     @property
     def num_generators(self) -> int:
         return len(self.generator_codes)
+
+    @property
+    def scorer_names(self) -> Sequence[str]:
+        return list(self.scorer_codes)
+
+    def scorer(self, name: str) -> Command:
+        return self._python(f"scorer-{name}", self.scorer_codes[name])
 
     def _python(self, name: str, code: str) -> Command:
         return Command(name, (sys.executable, "-c", f"RUN = {str(self.run)!r}\n{code}"))
@@ -362,6 +371,18 @@ def test_a_dead_generator_is_restarted_while_the_others_go_on(tmp_path: Path):
     assert supervise(commands, view) == Outcome(0)
     assert commands.generator_starts == [0, 0, 1]
     assert any("generator-0 exited with code 7; restarting" in note for note in view.notes)
+
+
+def test_a_dead_scorer_is_restarted_and_ends_with_the_run(tmp_path: Path):
+    once = "import os, sys\nif not os.path.exists(RUN + '/died'): open(RUN + '/died', 'w'); sys.exit(7)\n"
+    commands = FakeCommands(
+        tmp_path / "run",
+        learner_codes=[when_it_exists("back", f"{FINISH}sys.exit(0)")],
+        scorer_codes={"judge": f"{once}open(RUN + '/back', 'w')\n{WAIT}"},
+    )
+    view = FakeView()
+    assert supervise(commands, view) == Outcome(0)
+    assert any("scorer-judge exited with code 7; restarting" in note for note in view.notes)
 
 
 @pytest.mark.parametrize("leaver", ["queue", "generator-0"])

@@ -71,6 +71,34 @@ def test_too_few_gpus_are_refused(visible: list[str], learner: dict[str, Any], g
         placed(visible, learner, generator)
 
 
+@pytest.mark.parametrize(
+    ("visible", "device", "expected"),
+    [
+        (["0"], None, ("0",)),  # shared, as by the generator
+        (["0", "1", "2"], None, ("2",)),
+        (["0", "1"], 1, ("1",)),  # chosen, and shared with the generator
+        ([], None, ()),
+    ],
+)
+def test_a_scorer_has_a_gpu_of_its_own_if_there_is_one(
+    visible: list[str], device: int | None, expected: tuple[str, ...]
+):
+    assert place(with_scorer(device), visible, is_limited=False).scorers == expected
+
+
+def test_a_scorer_without_a_free_gpu_is_refused():
+    with pytest.raises(ConfigError, match=r"scorer\.judge: .*set scorer\.judge\.device to share one"):
+        place(with_scorer(None), ["0", "1"], is_limited=False)
+
+
+def with_scorer(device: int | None) -> Config:
+    scorer = {"model": "rm", "address": "tcp://127.0.0.1:1"} | ({} if device is None else {"device": device})
+    return Config.model_validate({
+        "run": {"dir": "run"}, "model": {"path": "model"}, "generator": {"backend": "vllm"},
+        "queue": {"filter_range": []}, "reward": {"type": "model", "model": "judge"}, "scorer": {"judge": scorer},
+    })  # fmt: skip
+
+
 def test_a_limited_environment_is_numbered_from_0():
     slurm = visible_devices({"CUDA_VISIBLE_DEVICES": "4, 5,GPU-x"})
     assert slurm == ["4", "5", "GPU-x"]
