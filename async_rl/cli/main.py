@@ -323,6 +323,20 @@ def dpo(config: ConfigPath, overrides: Overrides = None) -> None:
         run_dpo(resolved)
 
 
+@app.command(short_help="Train a reward model on pairs of answers.")
+def rm(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Train a reward model: the model of CONFIG on the pairs of rm.data, and write a Hugging Face directory to rm.out.
+
+    \b
+    Example:
+      async-rl rm rm.toml --set rm.eval_data=held_out.jsonl
+    """
+    with _offline(config, overrides) as resolved:
+        from async_rl.learner.offline.rm import run_rm
+
+        run_rm(resolved)
+
+
 @app.command(short_help="Serve a reward model to generators.")
 def scorer(
     config: ConfigPath,

@@ -24,7 +24,7 @@ from async_rl.config.generator import (
 from async_rl.config.learner import LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig
 from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import ADVANTAGES
-from async_rl.config.offline import DpoConfig, SftConfig
+from async_rl.config.offline import DpoConfig, RmConfig, SftConfig
 from async_rl.config.parallel import ParallelConfig
 from async_rl.config.queue import QueueConfig, WeightsConfig
 from async_rl.config.reward import RewardConfig
@@ -58,6 +58,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     log: LogConfig = LogConfig()
     sft: SftConfig = SftConfig()
+    rm: RmConfig = RmConfig()
     dpo: DpoConfig = DpoConfig()
     experimental: ExperimentalConfig = ExperimentalConfig()
 

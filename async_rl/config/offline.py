@@ -1,4 +1,6 @@
-"""The sections of the commands that train on given rows: ``sft`` and ``dpo``. Keys of the same name mean the same."""
+"""The sections of the commands that train on given rows: ``sft``, ``rm`` and ``dpo``. Keys of the same name mean the
+same.
+"""
 
 from __future__ import annotations
 
@@ -116,3 +118,15 @@ class DpoConfig(OfflineConfig):
     def has_reference(self) -> bool:
         """Whether the loss compares the policy with a reference model."""
         return self.loss not in ("simpo", "orpo")
+
+
+class RmConfig(OfflineConfig):
+    """Training of a reward model on pairs of answers with `async-rl rm`."""
+
+    max_length: int = Field(
+        default=2048, ge=2, description="Maximum number of tokens of a sequence; a pair with a longer one is left out."
+    )
+    eval_data: str = Field(default="", description="Pairs that are held out, to measure the share in the right order.")
+    eval_every: int = Field(
+        default=0, ge=0, description="Optimizer steps between two measurements on eval_data; 0 measures after the last."
+    )

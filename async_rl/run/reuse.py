@@ -41,7 +41,7 @@ FREE: tuple[str, ...] = (
     "checkpoint", "log",
     "experimental.max_messages_per_s", "experimental.max_malformed_per_minute", "experimental.distributed_timeout_s",
     "experimental.bucket_bytes", "experimental.parity_every", "experimental.parity_limit", "experimental.linger_s",
-    "sft", "dpo", "scorer",
+    "sft", "rm", "dpo", "scorer",
 )  # fmt: skip
 """Keys and sections that may change when a run is resumed. They change where and how fast the run computes and what it
 records, but not what it learns. (A scorer's model may move, but its digest must stay: ``scorer.start``.)"""
@@ -65,7 +65,7 @@ SHARED: tuple[str, ...] = (
 _FILES = frozenset({
     "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
     "checkpoints", "export", "curve.png", "logs", "finished.json", "run.lock", "wandb", "wandb_id", "run_id", "sft",
-    "dpo", "scorer",
+    "rm", "dpo", "scorer", "scorers", "config_changes.jsonl", "origin.json",
 })  # fmt: skip
 """Names of files and folders that may exist in a run directory without ``config.toml``, because the queue server may
 start before the config is written."""

@@ -83,5 +83,15 @@ def make_new_head(model: PreTrainedModel) -> None:
 def with_value_config(files: Mapping[str, bytes], model: PreTrainedModel) -> dict[str, bytes]:
     """Return a model directory's ``files`` for the value ``model`` that was made from it: ``config.json`` changes."""
     config: dict[str, Any] = json.loads(files["config.json"])
+    if config.get("pad_token_id") is None and (pad := _pad_token_id(files)) is not None:
+        config["pad_token_id"] = pad  # without it transformers refuses batches
     config |= {"architectures": [type(model).__name__], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return {**files, "config.json": json.dumps(config, indent=2).encode()}
+
+
+def _pad_token_id(files: Mapping[str, bytes]) -> int | None:
+    """Return the id of the tokenizer's padding token. None if it can't be read from the files."""
+    token = json.loads(files.get("tokenizer_config.json", b"{}")).get("pad_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    added = json.loads(files.get("tokenizer.json", b"{}")).get("added_tokens") or ()
+    return next((int(one["id"]) for one in added if one.get("content") == text), None)

@@ -1,10 +1,10 @@
-"""Training on rows that are given, without a queue and without generators: ``async-rl sft`` and ``async-rl dpo``.
+"""Training on rows that are given, without a queue and without generators: ``async-rl sft``, ``rm`` and ``dpo``.
 
 The engine is that of reinforcement learning: the same packing, ranks, layouts, adapters and checkpoints. Checkpoints
 and ``metrics.jsonl`` are in a folder of the run directory with the command's name.
 
 ``run.py`` does what all commands have in common. A command is an ``OfflineTask``, in a module of its own that reads
-like its algorithm: ``sft.py``, ``dpo.py``. ``rows.py`` and ``pairs.py`` read and tokenise the data. ``batches.py``
-chooses the rows of each step. ``reference.py`` scores rows with the model that a run begins with. The command line
-calls ``sft.run_sft`` and ``dpo.run_dpo``.
+like its algorithm: ``sft.py``, ``rm.py``, ``dpo.py``. ``rows.py`` and ``pairs.py`` read and tokenise the data.
+``batches.py`` chooses the rows of each step. ``reference.py`` scores rows with the model that a run begins with. The
+command line calls ``sft.run_sft``, ``rm.run_rm`` and ``dpo.run_dpo``.
 """

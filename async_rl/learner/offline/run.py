@@ -49,7 +49,7 @@ PROGRESS_S = 5.0
 TICK_S = 0.5
 """Seconds between two signs of life for the other ranks while the first one waits for the files of a checkpoint."""
 _LEARNED_BY = ("model", "lora", "optimizer")
-_NOT_LEARNED_BY = ("out", "checkpoint_every")
+_NOT_LEARNED_BY = ("out", "checkpoint_every", "eval_data", "eval_every")
 
 
 class OfflineTask(ABC, Generic[Row]):
@@ -110,6 +110,15 @@ class OfflineTask(ABC, Generic[Row]):
     def step(self, engine: Engine, batch: Sequence[Row]) -> tuple[UpdateStats, Metrics]:
         """Make one optimizer step on ``batch``. Return its statistics, and its metrics: ``loss`` and others."""
 
+    @property
+    def eval_data(self) -> str:
+        """The dataset of held-out rows, which is the key ``eval_data`` of the section; empty if there is none."""
+        return ""
+
+    def evaluate(self, engine: Engine, rows: Sequence[Row], step: int, num_steps: int) -> Metrics:
+        """Measure the model on the held-out ``rows`` after ``step`` of ``num_steps``, if it is time. Return metrics."""
+        return {}
+
     def export(self, checkpoint: Path, out: Path) -> None:
         """Write the model of ``checkpoint`` to the directory ``out``."""
         export_checkpoint(checkpoint, out)
@@ -138,12 +147,13 @@ def run_offline(task: OfflineTask[Any]) -> None:
     check_export_target(out)
     ranks = init_ranks(config)
     with ranks.together("reading the rows"):
-        rows = _load_rows(task) if ranks.is_leader else []
+        rows = _load_rows(task, task.section.data, "data") if ranks.is_leader else []
+        eval_rows = _load_rows(task, task.eval_data, "eval_data") if ranks.is_leader and task.eval_data else []
         num_steps = _agree(ranks, section.num_steps(len(rows)))
     with logged(logger, f"loading the model {config.model.path}"):
         engine = task.build_engine(ranks, _schedule(config, section, num_steps))
     if ranks.is_leader:
-        exit_code = _Leader(task, engine, rows, done=done, num_steps=num_steps).run(ranks)
+        exit_code = _Leader(task, engine, rows, eval_rows, done=done, num_steps=num_steps).run(ranks)
     else:
         with StopRequest(config.checkpoint.grace_s, on_request=ranks.pass_stop_on):
             exit_code = engine.follow()
@@ -155,9 +165,16 @@ class _Leader(Generic[Row]):
     """Rank 0 of a run: it trains, writes metrics and checkpoints, and exports the model."""
 
     def __init__(
-        self, task: OfflineTask[Row], engine: FsdpEngine, rows: Sequence[Row], *, done: int, num_steps: int
+        self,
+        task: OfflineTask[Row],
+        engine: FsdpEngine,
+        rows: Sequence[Row],
+        eval_rows: Sequence[Row],
+        *,
+        done: int,
+        num_steps: int,
     ) -> None:
-        self._task, self._engine, self._rows = task, engine, rows
+        self._task, self._engine, self._rows, self._eval_rows = task, engine, rows, eval_rows
         self._config, self._section = task.config, task.section
         self._run_dir, self._done, self._num_steps = _run_dir(task), done, num_steps
         self._stop_signal: Callable[[], int] = lambda: 0
@@ -274,6 +291,7 @@ class _Leader(Generic[Row]):
         if not stats.stepped:
             logger.warning("step %d: the optimizer step is skipped: %s", step, stats.reason)
         progress.log(step, stats, metrics["loss"])
+        metrics = {**metrics, **self._task.evaluate(self._engine, self._eval_rows, step, self._num_steps)}
         row = {
             "step": step, "loss": metrics["loss"], "lr": stats.lr, "tokens": stats.tokens_trained,
             "grad_norm": stats.grad_norm,
@@ -314,14 +332,15 @@ def _run_dir(task: OfflineTask[Any]) -> Path:
     return Path(task.config.run.dir) / task.name
 
 
-def _load_rows(task: OfflineTask[Row]) -> list[Row]:
-    """Return the training rows. All fit in a micro-batch."""
+def _load_rows(task: OfflineTask[Row], source: str, name: str) -> list[Row]:
+    """Return the rows of ``source``, the dataset of the section's key ``name``. All fit in a micro-batch."""
     config = task.config
-    rows = task.load_rows(task.section.data, f"{task.name}.data")
+    key = f"{task.name}.{name}"
+    rows = task.load_rows(source, key)
     longest = max(len(sequence.token_ids) for row in rows for sequence in task.sequences(row))
     if longest > config.longest_sequence:
         raise ConfigError(
-            f"{config.longest_sequence_keys}: expected at least the longest row of {task.name}.data, {longest} tokens, "
+            f"{config.longest_sequence_keys}: expected at least the longest row of {key}, {longest} tokens, "
             f"got {config.longest_sequence}; raise it, or lower {task.name}.max_length"
         )
     return rows
@@ -353,7 +372,7 @@ def _settings(task: OfflineTask[Any]) -> dict[str, Any]:
         f"{name}.{key}": value for name, of in sections.items() for key, value in of.model_dump(mode="json").items()
     }
     for key in _NOT_LEARNED_BY:
-        del flat[f"{task.name}.{key}"]
+        flat.pop(f"{task.name}.{key}", None)
     if own.epochs is None:
         flat[f"{task.name}.steps"] = own.num_steps(0)
     return flat | {

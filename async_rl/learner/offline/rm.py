@@ -1,0 +1,216 @@
+"""Reward models: ``async-rl rm CONFIG`` trains a model that scores answers on pairs of a better and a worse one.
+
+The model is a causal LM whose head becomes one number, or a sequence classification model with one label. The score of
+an answer is the value at the last token of prompt and answer. The loss is that of Bradley and Terry on the difference
+of the scores (InstructGPT, arXiv:2203.02155, equation 1), with a margin if rows have one (Llama 2, arXiv:2307.09288,
+equation 2).
+
+A row of ``rm.data`` has ``chosen`` and ``rejected``, and ``prompt`` unless these are whole conversations. Each is text
+or a list of messages. The chat template renders messages, answer included, as the scorer of ``reward.type = "model"``
+renders them; it gets no variables of ``data.chat_template_kwargs``. Text is used as it is. An optional number
+``margin`` says how much better the chosen answer is. Other keys are ignored. A pair with a sequence of more than
+``rm.max_length`` tokens is left out, because its end has the score.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from async_rl.config.config import Config
+from async_rl.config.offline import RmConfig
+from async_rl.data.chat import TEXT_ROLE, load_tokenizer, render_answer
+from async_rl.errors import DataError, ModelError
+from async_rl.learner.engine import Engine, UpdateStats
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.optimizer import Schedule
+from async_rl.learner.engine.ranks import Ranks
+from async_rl.learner.losses.objective import Objective
+from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes, sequence_sums
+from async_rl.learner.offline.rows import load_rows, train_sequence
+from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
+from async_rl.learner.packing import TrainSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+def run_rm(config: Config) -> None:
+    """Train a reward model on ``rm.data`` and export it to ``rm.out``, as ``run_offline`` says."""
+    run_offline(RewardModel(config))
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A better and a worse answer to one prompt, each as a sequence whose only trained token stands for its end.
+
+    Attributes:
+        chosen: the better one.
+        rejected: the worse one.
+        margin: by how much the scores should differ at least; 0 if the row does not say.
+    """
+
+    chosen: TrainSequence
+    rejected: TrainSequence
+    margin: float
+
+
+class RewardModel(OfflineTask[Pair]):
+    """``async-rl rm``: the loss of Bradley and Terry, the mean over pairs."""
+
+    name = "rm"
+
+    @property
+    def section(self) -> RmConfig:
+        return self.config.rm
+
+    @property
+    def objective(self) -> Objective:
+        return SlopeObjective()
+
+    def build_engine(self, ranks: Ranks, schedule: Schedule) -> FsdpEngine:
+        return FsdpEngine(
+            self.config, ranks, objective=self.objective, schedule=schedule, max_length=self.section.max_length,
+            head="value",
+        )  # fmt: skip
+
+    def load_rows(self, source: str, key: str) -> list[Pair]:
+        tokenizer = load_tokenizer(self.config.model.path, needs_template=False)
+        return load_pairs(source, tokenizer, max_length=self.section.max_length, key=key)
+
+    def sequences(self, row: Pair) -> Sequence[TrainSequence]:
+        return [row.chosen, row.rejected]
+
+    def step(self, engine: Engine, batch: Sequence[Pair]) -> tuple[UpdateStats, Metrics]:
+        sequences = [sequence for pair in batch for sequence in self.sequences(pair)]
+        scores_S = sequence_sums(sequences, engine.score_policy(sequences))
+        margins_P = _margins(batch)
+        _, with_slopes = sequence_slopes(
+            sequences, scores_S, lambda scores_S: bradley_terry_loss(*_sides(scores_S), margins_P)
+        )
+        stats = engine.update(with_slopes, version=0)
+        return stats, pair_metrics(*_sides(scores_S), margins_P)
+
+    @property
+    def eval_data(self) -> str:
+        return self.section.eval_data
+
+    def evaluate(self, engine: Engine, rows: Sequence[Pair], step: int, num_steps: int) -> Metrics:
+        every = self.section.eval_every
+        if not rows or (step < num_steps and not (every and step % every == 0)):
+            return {}
+        sequences = [sequence for pair in rows for sequence in self.sequences(pair)]
+        scores_S = sequence_sums(sequences, engine.score_policy(sequences))
+        found = pair_metrics(*_sides(scores_S), _margins(rows))
+        logger.info(
+            "step %d: %.1f %% of %d held-out pairs in the right order", step, 100 * found["accuracy"], len(rows)
+        )
+        return {f"eval/{key}": value for key, value in found.items()}
+
+
+def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, margins_P: Tensor) -> Tensor:
+    """Return the mean of -log sigmoid(chosen - rejected - margin).
+
+    Args:
+        chosen_P: scores of the better answers, float [P].
+        rejected_P: scores of the worse ones.
+        margins_P: margins, 0 for the plain loss.
+    """
+    return -logsigmoid(chosen_P - rejected_P - margins_P).mean()
+
+
+@torch.no_grad()
+def pair_metrics(chosen_P: Tensor, rejected_P: Tensor, margins_P: Tensor) -> dict[str, float]:
+    """Return the loss, the share of pairs in the right order, where a tie counts half, and means of the scores."""
+    difference_P = chosen_P - rejected_P
+    right_P = (difference_P.sign() + 1) / 2
+    return {
+        "loss": bradley_terry_loss(chosen_P, rejected_P, margins_P).item(),
+        "accuracy": right_P.mean().item(),
+        "margin": difference_P.mean().item(),
+        "chosen": chosen_P.mean().item(),
+        "rejected": rejected_P.mean().item(),
+    }
+
+
+def _sides(scores_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scores of the chosen and of the rejected answers, which take turns."""
+    return scores_S[0::2], scores_S[1::2]
+
+
+def _margins(pairs: Sequence[Pair]) -> Tensor:
+    return torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
+
+
+def load_pairs(source: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int, key: str) -> list[Pair]:
+    """Read and tokenise the pairs of the dataset ``source``. ``key`` names it in messages.
+
+    Raises:
+        DataError: the dataset can't be read, or has no row, a bad row, or no pair that is short enough.
+    """
+
+    def encode(index: int, where: str, row: Mapping[str, Any]) -> Pair | None:
+        sides = [_tokens(row, side, where, tokenizer) for side in ("chosen", "rejected")]
+        margin = row.get("margin")
+        if margin is not None and not (isinstance(margin, int | float) and math.isfinite(margin)):
+            raise DataError(f"{where}: margin: expected a finite number, got {margin!r:.80}; correct the row")
+        if any(len(side) > max_length for side in sides):
+            return None
+        chosen, rejected = (_with_end(2 * index + place, side) for place, side in enumerate(sides))
+        return Pair(chosen, rejected, float(margin or 0.0))
+
+    rows = load_rows(source, key, encode)
+    pairs = [pair for pair in rows if pair is not None]
+    if len(pairs) < len(rows):
+        logger.warning(
+            "%d of %d pairs of %s are left out, because a sequence has more than rm.max_length = %d tokens",
+            len(rows) - len(pairs), len(rows), key, max_length,
+        )  # fmt: skip
+    if not pairs:
+        raise DataError(f"{key}: expected a pair of at most rm.max_length = {max_length} tokens, got none; raise it")
+    return pairs
+
+
+def _tokens(row: Mapping[str, Any], side: str, where: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Return the tokens of the prompt with the answer ``side``, int32 [T]."""
+    match row.get("prompt", []), row.get(side):
+        case str(prompt), str(answer):
+            messages: list[Any] = [{"role": TEXT_ROLE, "content": prompt}]
+        case list(messages), str(answer):
+            pass
+        case list(prompt), [*turns, {"role": "assistant", "content": str(answer)}]:
+            messages = [*prompt, *turns]
+        case _:
+            raise DataError(
+                f'{where}: expected "prompt", "chosen" and "rejected", all as text or the first as messages, or the '
+                f"last two as lists of messages that end with an assistant's, got keys {sorted(row)}; correct the row"
+            )
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise DataError(
+                f'{where}: expected messages with "role" and "content" as text, got {message!r:.80}; correct the '
+                f"message"
+            )
+    try:
+        return render_answer(tokenizer, messages, answer)
+    except ModelError as error:
+        raise DataError(f"{where}: {error}") from error
+
+
+def _with_end(index: int, token_ids: np.ndarray) -> TrainSequence:
+    """Return a sequence with one more token, the only trained one: its value is that of the last token before it, and
+    it is not computed itself.
+    """
+    loss_mask = np.zeros(len(token_ids) + 1, dtype=np.bool_)
+    loss_mask[-1] = True
+    return train_sequence(index, [*token_ids.tolist(), token_ids[-1]], loss_mask)
