@@ -563,6 +563,16 @@ def offline(directory: Path) -> None:
     start(directory)
 
 
+def reward_model(directory: Path) -> None:
+    """``async-rl rm``; processes stop at the fault points in ``directory / "faults"``."""
+    from async_rl.config.loading import load_config
+    from async_rl.learner.offline.rm import run_rm
+    from async_rl.process import fault_points
+
+    fault_points._directory = str(directory / "faults")
+    run_rm(load_config(directory / "rm.toml"))
+
+
 RESHARDED: dict[str, dict[str, Any]] = {"all weights": {}, "adapters": {"lora": LORA}}
 SOURCES = {1: (2,), 2: (1, 4), 3: (2,), 4: ()}
 """Number of ranks -> the numbers of ranks whose checkpoints it loads."""
