@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -157,8 +158,16 @@ def learner(
         quiet_progress_bars()
         from async_rl.learner.start import run_learner
 
+        make_sampler = None
+        if resolved.learner.generate:
+            from async_rl.colocated.sampler import LearnerSampler
+
+            make_sampler = partial(LearnerSampler, insecure=insecure)
         # A queue server started by a learner of launch would outlive launch.
-        run_learner(resolved, fresh=fresh, source=source, insecure=insecure, is_launched=is_launched, takeover=takeover)
+        run_learner(
+            resolved, fresh=fresh, source=source, insecure=insecure, is_launched=is_launched, takeover=takeover,
+            make_sampler=make_sampler,
+        )  # fmt: skip
 
 
 @app.command(short_help="Sample rollouts for a run.")

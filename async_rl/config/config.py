@@ -75,6 +75,7 @@ class Config(Section):
         self._check_environment()
         self._check_eval_keys()
         self._check_quantized_base()
+        self._check_generate()
         return self
 
     def _check_staleness_keys(self) -> None:
@@ -312,6 +313,37 @@ class Config(Section):
                 f"got {self.parallel.tensor}; leave one of the two keys out"
             )
 
+    def _check_generate(self) -> None:
+        learner = self.learner
+        if not learner.generate:
+            if learner.generate_groups is not None:
+                raise ValueError(
+                    f"learner.generate_groups: expected learner.generate = true, got false with "
+                    f"{learner.generate_groups}; set learner.generate, or leave learner.generate_groups out"
+                )
+            return
+        whole = "each rank samples with the whole model"
+        for key, got, needed, why in (
+            ("weights.sync_every", self.weights.sync_every, 1, "every version that it samples with must be published"),
+            ("learner.fixed_lag", learner.fixed_lag, None, "it samples with its newest weights"),
+            ("sampling.deterministic", self.sampling.deterministic, False, "its threads are not those of a generator"),
+            ("parallel.tensor", self.parallel.tensor, 1, whole),
+            ("parallel.pipeline", self.parallel.pipeline, 1, whole),
+            ("parallel.experts", self.parallel.experts, 1, whole),
+        ):
+            if got != needed:
+                expected = "no value" if needed is None else str(needed).lower()
+                raise ValueError(
+                    f"{key}: expected {expected} with learner.generate, got {str(got).lower()}; {why}, so leave one of "
+                    f"the two keys out"
+                )
+        if is_code_name(self.generator.backend):
+            raise ValueError(
+                f"generator.backend: expected a built-in backend with learner.generate, got "
+                f"{self.generator.backend!r}; the learner samples with the built-in engine, so leave one of the two "
+                f"keys out"
+            )
+
     def _check_eval_keys(self) -> None:
         for name in self.eval.sets:
             if name not in self.data.eval:
@@ -319,6 +351,11 @@ class Config(Section):
                     f"eval.sets: expected names from data.eval = {sorted(self.data.eval)}, got {name!r}; correct the "
                     f"name, or add the set to data.eval"
                 )
+
+    @property
+    def samples_here(self) -> bool:
+        """Whether processes that ``launch`` starts on this machine sample."""
+        return bool(self.generator.count) or self.learner.generate
 
     @property
     def longest_sequence(self) -> int:

@@ -212,6 +212,19 @@ class LearnerConfig(Section):
         description="CPU threads of each rank; if unset, the cores divided by the processes of the run.",
     )
 
+    generate: bool = Field(
+        default=False,
+        description="Whether the learner samples, too: while a rank waits for groups, its device samples as another "
+        "generator, with the built-in engine and the policy's own weights. With generator.count = 0 it is the only "
+        "one that launch starts.",
+    )
+    generate_groups: int | None = Field(
+        default=None,
+        ge=0,
+        description="Maximum number of groups that each rank begins to sample in one step; if unset, as many as fit "
+        "into its time.",
+    )
+
     @property
     def versions_per_batch(self) -> int:
         """Number of optimizer steps on each batch, in all its epochs. Each makes a version."""

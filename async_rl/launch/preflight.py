@@ -168,7 +168,7 @@ def check_code(config: Config) -> None:
         ConfigError: the code does not exist, or ``generator.allow_code`` does not list it.
     """
     code_digests(config.recorded_code_names)
-    if config.generator.count:
+    if config.samples_here:
         check_allowed(config.code_names, config.generator.allow_code)
 
 
@@ -271,7 +271,7 @@ def check_own_reward(config: Config, rows: Sequence[Row]) -> None:
         ConfigError: a reward function fails, or returns something other than it must.
     """
     is_own = any(kind.is_user_code for kind in config.reward.types)
-    if is_own and config.generator.count and not config.environment.is_set:
+    if is_own and config.samples_here and not config.environment.is_set:
         try_reward(config, [row.reward_data for row in rows])
 
 
@@ -283,7 +283,7 @@ def check_own_environment(config: Config, rows: Sequence[Row]) -> None:
     Raises:
         ConfigError: on each row the environment fails, or returns something other than it must.
     """
-    if config.environment.is_set and config.generator.count and (problem := try_environment(config, rows)):
+    if config.environment.is_set and config.samples_here and (problem := try_environment(config, rows)):
         logger.warning("%s", problem)
 
 

@@ -193,6 +193,8 @@ def test_values_of_a_wrong_type_or_range_are_refused_by_key(section: str, key: s
 
 
 GAME: dict[str, Any] = {"name": "mine.py"}
+GENERATES: dict[str, Any] = {"generate": True}
+FAKE: dict[str, Any] = {"backend": "fake"}
 
 
 @pytest.mark.parametrize(
@@ -212,10 +214,25 @@ GAME: dict[str, Any] = {"name": "mine.py"}
         ({"environment": GAME | {"timeout_s": 20.0}, "queue": {"lease_timeout_s": 20.0}}, "environment.timeout_s"),
         ({"environment": GAME | {"rows": 3}, "data": {"train": "rows.jsonl"}}, "environment.rows"),
         ({"environment": GAME, "data": {"on_long_prompt": "truncate"}}, "data.on_long_prompt"),
+        ({"learner": {"generate_groups": 2}}, "learner.generate_groups"),
+        ({"learner": GENERATES, "weights": {"sync_every": 2}}, "weights.sync_every"),
+        ({"learner": GENERATES | {"fixed_lag": 0}, "queue": {"max_staleness": 0}}, "learner.fixed_lag"),
+        ({"learner": GENERATES, "generator": FAKE, "sampling": {"deterministic": True}}, "sampling.deterministic"),
+        ({"learner": GENERATES, "parallel": {"tensor": 2}}, "parallel.tensor"),
+        ({"learner": GENERATES, "parallel": {"pipeline": 2}}, "parallel.pipeline"),
+        ({"learner": GENERATES, "parallel": {"experts": 2}}, "parallel.experts"),
+        ({"learner": GENERATES, "generator": {"backend": "mine.py:Engine"}}, "generator.backend"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused_by_name(sections: dict[str, dict[str, Any]], key: str):
     assert f"{key}: " in refusal(**sections)
+
+
+def test_a_learner_may_sample_in_layouts_whose_ranks_can_hold_the_whole_model():
+    alone = a_config(learner=GENERATES | {"generate_groups": 0}, generator={"count": 0})
+    assert alone.samples_here
+    assert not a_config(generator={"count": 0}).samples_here
+    a_config(learner=GENERATES | {"nproc": 4}, parallel={"sequence": 2, "replicas": 2}, lora={"rank": 4})
 
 
 def test_the_bound_of_cross_checks_is_inside():
