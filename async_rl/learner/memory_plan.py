@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from async_rl.config.config import Config
+from async_rl.config.generator import has_model
 from async_rl.config.parallel import Layout
 
 STATE_BYTES: Mapping[str, float] = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2 + 8 / 64, "muon": 4.0}
@@ -130,7 +131,8 @@ class MemoryPlan:
     """Peak memory of one rank, in bytes, by what takes it.
 
     Attributes:
-        weights: this rank's part of the parameters, those of a reference model included.
+        weights: this rank's part of the parameters, those of a reference model included, and the whole policy with
+            which it samples (``learner.generate``).
         gradients: its part of the gradients.
         optimizer: its part of the optimizer's state.
         gathered: parameters and gradients that the rank has whole for a while.
@@ -165,12 +167,23 @@ def plan_memory(
         device: "cuda" or "cpu".
         has_reference: whether a second model of this shape is loaded.
     """
-    stored = _stored(shape, config, sizes, device, has_reference=has_reference)
+    weights, gradients, optimizer = _stored(shape, config, sizes, device, has_reference=has_reference)
+    if samples_with_copy(config, sizes.num_ranks, device):
+        weights += shape.num_parameters * compute_bytes(config, device)
     layers, inside, last = _activations(shape, config, sizes, device)
     gathered, gradient = _gathered(shape, config, sizes, device)
     # When a layer's gradient is there, its activations are gone.
     freed = layers / shape.num_layers
-    return MemoryPlan(*stored, gathered + max(0.0, gradient - freed), layers, max(inside, last))
+    gathered += max(0.0, gradient - freed)
+    return MemoryPlan(weights, gradients, optimizer, gathered, layers, max(inside, last))
+
+
+def samples_with_copy(config: Config, num_ranks: int, device: str) -> bool:
+    """Return whether each rank of the learner samples with a copy of the whole policy: if it samples at all, and does
+    not hold that already, in the dtype that it computes in.
+    """
+    holds_it = num_ranks == 1 and device == "cpu" and compute_bytes(config, device) == 4 and not config.lora.is_set
+    return config.learner.generate and has_model(config.generator.backend) and not holds_it
 
 
 def compute_bytes(config: Config, device: str) -> int:

@@ -47,6 +47,18 @@ def test_adapters_and_bfloat16_need_less_and_a_backend_without_a_model_nothing(m
     assert learner_bytes(config) == 500 + 2_000
 
 
+def test_ranks_that_sample_need_a_copy_of_the_weights_unless_they_hold_them_whole(model: Path):
+    generate = {"generate": True}
+    engine = {"backend": "transformers"}
+    one = config_of(model, learner=generate, generator=engine)
+    assert learner_bytes(one) == 16_000 + 4_000 + 12_000
+    two = config_of(model, learner={**generate, "nproc": 2}, generator=engine)
+    assert learner_bytes(two) == 16_000 + 4_000 + 12_000 + 2 * 4_000
+    assert learner_bytes(config_of(model, learner={**generate, "nproc": 2}, generator={"backend": "fake"})) == 32_000
+    adapters = config_of(model, lora={"rank": 4}, learner=generate, generator=engine)
+    assert learner_bytes(adapters) == 4_000 + 4_000 + 4_000
+
+
 def test_weights_that_a_model_has_twice_count_once(model: Path):
     index = {"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
