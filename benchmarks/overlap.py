@@ -3,9 +3,10 @@
 Part a replaces both engines' compute by timed waits, as on devices of their own: steps/s over ``1 / max(gen, train)``
 and over the same run at ``max_staleness = 0``, for 1, 4 and 16 generators. Part b is real compute on this CPU: the
 quickstart's steps/s beside a plain synchronous loop (1 and 2 threads) and beside TRL's GRPOTrainer, the same model,
-prompts, reward and samples a step.
+prompts, reward and samples a step. Part c has the engines of part a, but one generator that is too slow: steps/s of a
+learner that samples while it waits (``learner.generate``) over those of one that does not.
 
-    python -m benchmarks.overlap [--part a|b] [--rounds 3] [--steps 40]
+    python -m benchmarks.overlap [--part a|b|c] [--rounds 3] [--steps 40]
 
 Part b needs the quickstart's warm start (``make quickstart`` once) and ``pip install -e .[bench]``.
 """
@@ -18,6 +19,7 @@ import os
 import platform
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -52,6 +54,21 @@ def _timed_line(fast: TimedResult, slow: TimedResult) -> str:
         f"{fast.step_s:12.3f}  {fast.efficiency:10.3f}  {fast.staleness_mean:9.2f}  {fast.dropped_share:5.1%}  "
         f"{slow.step_s:11.3f}  {slow.step_s / fast.step_s:8.2f}"
     )
+
+
+def generating_table(num_steps: int) -> None:
+    """Part c: one line for each shortage of generation."""
+    print(f"\n(c) timed engines, one generator, its decode time a multiple of training, max_staleness {MAX_STALENESS}")
+    print("multiple  waits s/step  learner idle  samples s/step  of the wait used  of the groups  staleness  speed-up")
+    for shortage in (1.5, 2.0, 4.0):
+        run = partial(measure_timed, num_generators=1, max_staleness=MAX_STALENESS, steps=num_steps, shortage=shortage)
+        waits, samples = run(), run(generates=True)
+        print(
+            f"{shortage:8.1f}  {waits.step_s:12.3f}  {waits.learner_idle:12.1%}  {samples.step_s:14.3f}  "
+            f"{samples.idle_used:16.1%}  {samples.learner_share:13.1%}  {samples.staleness_mean:9.2f}  "
+            f"{waits.step_s / samples.step_s:8.2f}",
+            flush=True,
+        )
 
 
 def quickstart_settings(num_steps: int) -> list[str]:
@@ -125,18 +142,20 @@ _THREADS = ("1 thread", "2 threads")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("a", "b"), help="only this part")
+    parser.add_argument("--part", choices=("a", "b", "c"), help="only this part")
     parser.add_argument("--rounds", type=int, default=3, help="of part b")
-    parser.add_argument("--steps", type=int, default=40, help="measured steps of part a")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps of parts a and c")
     parser.add_argument("--cpu-steps", type=int, default=80, help="steps of part b")
     options = parser.parse_args()
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}, transformers {transformers.__version__}"
     )
-    if options.part != "b":
+    if options.part in (None, "a"):
         timed_table(options.steps)
-    if options.part != "a":
+    if options.part in (None, "c"):
+        generating_table(options.steps)
+    if options.part in (None, "b"):
         cpu_table(options.cpu_steps, options.rounds)
 
 

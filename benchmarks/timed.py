@@ -25,10 +25,12 @@ import numpy as np
 import tomli_w
 import torch
 
+from async_rl.colocated.sampler import LearnerSampler
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config
 from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateStats
 from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sampling import RankSampler, SamplingOrder
 from async_rl.learner.start import LearnerContext, train_with
 
 GROUPS_PER_STEP = 32
@@ -42,7 +44,11 @@ WARMUP_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class TimedResult:
-    """One run: seconds a step, and what a step costs each side."""
+    """One run: seconds a step, and what a step costs each side.
+
+    ``learner_idle`` is the share of time in which the learner waited, ``idle_used`` the share of that in which its
+    device sampled, and ``learner_share`` the share of the groups that it sampled.
+    """
 
     num_generators: int
     max_staleness: int
@@ -51,6 +57,9 @@ class TimedResult:
     train_s: float
     staleness_mean: float
     dropped_share: float
+    learner_idle: float
+    idle_used: float
+    learner_share: float
 
     @property
     def efficiency(self) -> float:
@@ -63,11 +72,23 @@ class TimedResult:
 
 
 class TimedEngine:
-    """An engine whose update takes exactly ``train_s`` seconds and whose weights are one small tensor."""
+    """An engine whose update takes exactly ``train_s`` seconds and whose weights are one small tensor.
 
-    def __init__(self, train_s: float) -> None:
-        self._train_s = train_s
+    ``sampler`` samples on its device while the learner waits. None: nothing does.
+    """
+
+    def __init__(self, train_s: float, sampler: RankSampler | None = None) -> None:
+        self._train_s, self._sampler = train_s, sampler
         self._weights = torch.zeros(1024)
+
+    def sample(self, order: SamplingOrder) -> None:
+        assert self._sampler is not None
+        self._sampler.resume(order, {"weights": self._weights})
+
+    def stop_sampling(self) -> float:
+        assert self._sampler is not None
+        self._sampler.pause()
+        return self._sampler.busy_s
 
     def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
         end = time.monotonic() + self._train_s
@@ -99,26 +120,33 @@ class TimedEngine:
         """There is nothing to restore."""
 
     def tick(self) -> None:
-        pass
+        if self._sampler is not None:
+            self._sampler.check()
 
     def close(self) -> None:
-        pass
+        if self._sampler is not None:
+            self._sampler.close()
 
 
-def timed_config(directory: Path, *, num_generators: int, max_staleness: int, steps: int) -> Config:
+def timed_config(
+    directory: Path, *, num_generators: int, max_staleness: int, steps: int, generates: bool = False
+) -> Config:
     data = directory / "train.jsonl"
     rows = ({"messages": [{"role": "user", "content": f"{i}"}], "gt_answer": str(i)} for i in range(4096))
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = directory / "model"  # of no size: nobody loads it
+    model.mkdir()
+    (model / "config.json").write_text("{}")
     path = directory / "config.toml"
     config: dict[str, Any] = {
         "run": {"dir": str(directory / "run")},
-        "model": {"path": "timed"},
+        "model": {"path": str(model)},
         "data": {"train": str(data), "system_prompt": ""},
         "sampling": {"group_size": GROUP_SIZE, "max_new_tokens": 1024, "max_prompt_tokens": 64},
         "reward": {"soft_overlong": False},
         "queue": {"max_staleness": max_staleness, "filter_range": [], "lease_timeout_s": 60.0},
         "loss": {"mask_truncated": False},
-        "learner": {"steps": steps, "groups_per_step": GROUPS_PER_STEP},
+        "learner": {"steps": steps, "groups_per_step": GROUPS_PER_STEP, "generate": generates},
         "generator": {
             "backend": "fake",
             "batch_size": MAX_RUNNING // num_generators,
@@ -132,16 +160,26 @@ def timed_config(directory: Path, *, num_generators: int, max_staleness: int, st
     return load_config(path)
 
 
-def measure_timed(*, num_generators: int, max_staleness: int, steps: int) -> TimedResult:
-    """One run with generation and training balanced: a step's decode time, spread over the slots, is the train time."""
-    train_s = GROUPS_PER_STEP * GROUP_SIZE * MEAN_TOKENS * DECODE_STEP_S / MAX_RUNNING
+def measure_timed(
+    *, num_generators: int, max_staleness: int, steps: int, shortage: float = 1.0, generates: bool = False
+) -> TimedResult:
+    """One run in which the decode time of a step, spread over the generators' slots, is ``shortage`` times the time of
+    its training; 1: both are balanced.
+
+    If it ``generates``, the learner's device samples while it waits, with as many slots as a generator.
+    """
+    train_s = GROUPS_PER_STEP * GROUP_SIZE * MEAN_TOKENS * DECODE_STEP_S / MAX_RUNNING / shortage
     with tempfile.TemporaryDirectory() as scratch:
         config = timed_config(
             Path(scratch),
             num_generators=num_generators,
             max_staleness=max_staleness,
             steps=WARMUP_STEPS + steps + max_staleness + 1,
+            generates=generates,
         )
+        report: list[str] = []
+        sampler = LearnerSampler(config, rank=0, device=torch.device("cpu"), report=report.append)
+        engine = TimedEngine(train_s, sampler if generates else None)
         generators: list[subprocess.Popen[bytes]] = []
 
         def start_generators(address: str) -> None:
@@ -157,7 +195,8 @@ def measure_timed(*, num_generators: int, max_staleness: int, steps: int) -> Tim
                 )
 
         try:
-            rows = train_with(config, TimedEngine(train_s), LearnerContext(on_queue=start_generators))
+            context = LearnerContext(on_queue=start_generators, sampling=engine if generates else None)
+            rows = train_with(config, engine, context)
         finally:
             for process in generators:
                 process.send_signal(signal.SIGTERM)
@@ -166,6 +205,8 @@ def measure_timed(*, num_generators: int, max_staleness: int, steps: int) -> Tim
         ledger = json.loads((Path(config.run.dir) / "ledger.json").read_text())["groups"]
     # No lease goes past the last step, so the last ones run dry: they belong to the run's end, not to its pace.
     window = [row for row in rows if "version" in row][WARMUP_STEPS : WARMUP_STEPS + steps]
+    used = [row["idle/learner_used"] for row in window if generates]
+    own = [row["learner_sampled/groups"] / GROUPS_PER_STEP for row in window if generates]
     stale = sum(ledger["dropped"].get(cause, 0) for cause in ("stale", "cancelled", "too_slow"))
     return TimedResult(
         num_generators=num_generators,
@@ -175,4 +216,7 @@ def measure_timed(*, num_generators: int, max_staleness: int, steps: int) -> Tim
         train_s=mean(row["time/train_s"] + row["time/publish_s"] for row in window),
         staleness_mean=mean(row["staleness/mean"] for row in window),
         dropped_share=stale / max(ledger["issued"], 1),
+        learner_idle=mean(row["idle/learner"] for row in window),
+        idle_used=mean(used) if used else 0.0,
+        learner_share=mean(own) if own else 0.0,
     )
