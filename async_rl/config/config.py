@@ -12,6 +12,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from async_rl.config.critic import CriticConfig
 from async_rl.config.data import DataConfig, EvalConfig, RowField
 from async_rl.config.generator import (
     EnvironmentConfig,
@@ -49,6 +50,7 @@ class Config(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     queue: QueueConfig = QueueConfig()
     loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     learner: LearnerConfig = LearnerConfig()
     parallel: ParallelConfig = ParallelConfig()
@@ -76,6 +78,7 @@ class Config(Section):
         self._check_eval_keys()
         self._check_quantized_base()
         self._check_generate()
+        self._check_critic()
         return self
 
     def _check_staleness_keys(self) -> None:
@@ -158,8 +161,8 @@ class Config(Section):
                 f"reward.cache_length: expected less than sampling.max_new_tokens = {longest}, got "
                 f"{self.reward.cache_length}; lower it, or leave it out"
             )
-        is_own = self.loss.advantage_function is not None
-        if self.sampling.group_size == 1 and not is_own and not ADVANTAGES[self.loss.advantage].over_step:
+        row, is_own = ADVANTAGES[self.loss.advantage], self.loss.advantage_function is not None
+        if self.sampling.group_size == 1 and not (is_own or row.over_step or row.has_critic):
             raise ValueError(
                 f"sampling.group_size: expected at least 2 with loss.advantage = {self.loss.advantage!r}, got 1; "
                 f"this advantage compares the rollouts of one group, so sample more of them or set loss.advantage = "
@@ -344,6 +347,27 @@ class Config(Section):
                 f"keys out"
             )
 
+    def _check_critic(self) -> None:
+        critic = self.critic
+        if not self.loss.has_critic:
+            plain = CriticConfig()
+            if changed := [key for key in CriticConfig.model_fields if getattr(critic, key) != getattr(plain, key)]:
+                raise ValueError(
+                    f'critic.{changed[0]}: expected loss.advantage = "gae" with the section [critic], got '
+                    f'"{self.loss.advantage}"; set it, or leave the section out'
+                )
+            return
+        if critic.freeze_steps >= self.learner.steps:
+            raise ValueError(
+                f"critic.freeze_steps: expected less than learner.steps = {self.learner.steps}, got "
+                f"{critic.freeze_steps}; the policy would never be trained, so lower it"
+            )
+        if critic.freeze_steps and self.learner.fixed_lag is not None:
+            raise ValueError(
+                f"critic.freeze_steps: expected 0 with learner.fixed_lag, which counts versions, and a frozen policy "
+                f"makes none, got {critic.freeze_steps}; leave one of the two out"
+            )
+
     def _check_eval_keys(self) -> None:
         for name in self.eval.sets:
             if name not in self.data.eval:
@@ -356,6 +380,26 @@ class Config(Section):
     def samples_here(self) -> bool:
         """Whether processes that ``launch`` starts on this machine sample."""
         return bool(self.generator.count) or self.learner.generate
+
+    @property
+    def of_critic(self) -> Config:
+        """The settings with which the critic is loaded and trained as a model of its own: those of ``[critic]`` in the
+        places of the policy's.
+        """
+        critic = self.critic
+        optimizer = {
+            "lr": critic.lr, "schedule": critic.schedule, "min_lr_ratio": critic.min_lr_ratio, "ess_reference": 0.0,
+            "warmup_steps": critic.warmup_steps, "max_grad_norm": critic.max_grad_norm,
+        }  # fmt: skip
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(
+                    update={"path": critic.path or self.model.path, "routing_replay": False}
+                ),
+                "optimizer": self.optimizer.model_copy(update=optimizer),
+                "lora": self.lora.model_copy(update={"publish": "merged"}),
+            }
+        )
 
     @property
     def longest_sequence(self) -> int:

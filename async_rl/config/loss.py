@@ -265,6 +265,11 @@ class LossConfig(Section):
         return self.kl_policy == "trained" or ADVANTAGES[self.advantage].weighs_rollouts
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return ADVANTAGES[self.advantage].has_critic
+
+    @property
     def judges_step(self) -> bool:
         """Whether tokens leave the objective by a statistic of their whole optimizer step, which is known only after a
         forward pass.

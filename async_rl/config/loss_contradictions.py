@@ -178,8 +178,10 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         keys=("best_k", "advantage"),
-        holds=lambda c: c.best_k is not None and ADVANTAGES[c.advantage].per_turn,
-        expected="expected no loss.best_k with an advantage for each turn",
+        holds=lambda c: (
+            c.best_k is not None and (ADVANTAGES[c.advantage].per_turn or ADVANTAGES[c.advantage].has_critic)
+        ),
+        expected="expected no loss.best_k with an advantage for each turn or token",
         reason="it compares one advantage for each rollout; set best_k = 0, or another advantage",
         example={"best_k": 2, "advantage": "per_turn_mean"},
     ),

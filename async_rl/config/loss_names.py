@@ -42,6 +42,7 @@ class Advantage(NamedTuple):
         whitens_tokens: whether the advantages of all trained tokens are normalised at the end.
         weighs_rollouts: whether its baseline weighs rollouts by pi/mu before the batch's first update.
         per_turn: whether it compares the rewards that follow the same turn, so that every turn has its own advantage.
+        has_critic: whether it is computed from the values of a critic (the section ``critic``), token by token.
     """
 
     description: str
@@ -49,6 +50,7 @@ class Advantage(NamedTuple):
     whitens_tokens: bool = False
     weighs_rollouts: bool = False
     per_turn: bool = False
+    has_critic: bool = False
 
 
 class SkipStatistic(NamedTuple):
@@ -104,6 +106,7 @@ ADVANTAGES: Mapping[str, Advantage] = {
         "for each turn, the reward from there on less the group's mean at the same turn", per_turn=True
     ),
     "per_turn_norm": Advantage("as per_turn_mean, divided by the standard deviation", per_turn=True),
+    "gae": Advantage("generalised advantage estimate of each token from the values of a [critic]", has_critic=True),
 }
 
 AGGREGATIONS: Mapping[str, str] = {
@@ -173,6 +176,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:1707.06347 with dual clip (arXiv:1912.09729, c = 3).
     "ppo_clip": {"dual_clip": 3.0},
     # arXiv:2110.00641 and AReaL (arXiv:2505.24298): clipped around recomputed logprobs, times a capped prox/mu.
+    # arXiv:1707.06347 with a critic (arXiv:1506.02438).
+    "ppo": {"advantage": "gae"},
     "decoupled_ppo": {"anchor": "proximal", "importance_cap": 5.0},
     "agpo": {"aggregation": "sequence", "length_bonus": 0.1},
     # arXiv:2511.20347: temperatures 1 and 1.05, the mean over answers of token means.

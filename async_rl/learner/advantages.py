@@ -7,7 +7,7 @@ batch with an advantage for every trained token. The order is fixed:
 2. The estimator, or the user's own function (``own_advantage.py``), turns rewards into advantages.
 3. ``best_k`` chooses among the rollouts of a group.
 4. The KL changes the *advantage*, token by token.
-5. Some estimators (``whitens_tokens``) normalise the advantages over all trained tokens.
+5. Some estimators (``whitens_tokens``, and a critic's) normalise the advantages over all trained tokens.
 
 To add an estimator, add a function here with an entry in ``ADVANTAGE_FUNCTIONS``, and an entry in the config's
 ``ADVANTAGES``. Shape letters: n = rollouts of one group (or of a whole step), N = tokens, R = rollouts of the step. All
@@ -23,12 +23,13 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
+from async_rl.config.critic import CriticConfig
 from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import ADVANTAGES
 from async_rl.config.section import look_up
 from async_rl.errors import TrainingError
 from async_rl.learner.batch import PreparedBatch, along_tokens, leave_out
-from async_rl.learner.credit import Earned, earned_rewards
+from async_rl.learner.credit import Earned, by_critic, earned_rewards
 from async_rl.learner.losses.parts import kl_estimate
 from async_rl.learner.own_advantage import AdvantageInputs, OwnAdvantage, frozen_inputs
 from async_rl.records import NO_VERSION
@@ -47,14 +48,15 @@ TokenKl = Mapping[int, np.ndarray]
 
 
 def with_advantages(
-    prepared: PreparedBatch, loss: LossConfig, *, own: OwnAdvantage | None = None, version: int = 0
-) -> PreparedBatch:
+    prepared: PreparedBatch, loss: LossConfig, *, own: OwnAdvantage | None = None, version: int = 0,
+    critic: CriticConfig | None = None,
+) -> PreparedBatch:  # fmt: skip
     """Return ``prepared`` with advantages according to ``loss``. Rollouts that ``loss.best_k`` excludes are masked.
 
     Baselines include all rollouts except those masked for a cause of ``_WITHOUT_REWARD``. The KL is that of
     ``loss.kl_policy`` to the reference, over trained tokens, which the behavior policy sampled. The reward changes by
     the sum over a rollout (arXiv:1909.08593 section 2, arXiv:2203.02155), a token's advantage by the KL of that token.
-    With advantages for turns, the reward of every token changes by its own KL.
+    With advantages for turns or tokens, the reward of every token changes by its own KL.
     A rollout has no known KL if it is masked or if its logprobs are not all finite (the loss skips it). It gets its
     group's mean KL instead, so it moves no baseline.
 
@@ -64,6 +66,7 @@ def with_advantages(
             read.
         own: the function of ``loss.advantage_function``. None: the estimator of ``loss.advantage``.
         version: the learner's version, for the ages of rollouts that ``own`` gets.
+        critic: the section ``[critic]``, for ``advantage = "gae"``. Then ``prepared`` has the critic's values.
 
     Raises:
         ValueError: a reward is not finite.
@@ -80,17 +83,22 @@ def with_advantages(
     in_reward = kl if loss.kl_placement == "reward" else {}
     if in_reward:
         rewards -= loss.kl_coef * _rollout_kl(prepared, kl, groups)
-    if own is None and ADVANTAGES[loss.advantage].per_turn:
-        penalties = {sequence_id: loss.kl_coef * values for sequence_id, values in in_reward.items()}
-        advantages = _of_turns(list(earned_rewards(prepared, rewards, penalties)), groups, loss)
-    elif own is None:
-        advantages = _estimated(prepared, rewards, groups, loss)
-    else:
+    penalties = {sequence_id: loss.kl_coef * values for sequence_id, values in in_reward.items()}
+    if own is not None:
         advantages = own(_own_inputs(prepared, rewards, groups, loss, version))
+    elif loss.has_critic:
+        assert critic is not None
+        prepared, advantages = by_critic(prepared, list(earned_rewards(prepared, rewards, penalties)), critic)
+    elif ADVANTAGES[loss.advantage].per_turn:
+        advantages = _of_turns(list(earned_rewards(prepared, rewards, penalties)), groups, loss)
+    else:
+        advantages = _estimated(prepared, rewards, groups, loss)
     if loss.best_k is not None:
         assert isinstance(advantages, np.ndarray)  # the call of the user's function has checked it
         prepared = leave_out(prepared, _all_but_best(prepared, advantages, groups, loss.best_k), "best_k")
-    prepared = _with_token_advantages(prepared, advantages, loss, kl if loss.kl_placement == "advantage" else {})
+    whitens = ADVANTAGES[loss.advantage].whitens_tokens or (loss.has_critic and critic is not None and critic.whiten)
+    in_advantages = kl if loss.kl_placement == "advantage" else {}
+    prepared = _with_token_advantages(prepared, advantages, loss, in_advantages, whitens=whitens)
     if not kl:
         return prepared
     values = np.concatenate(list(kl.values()))
@@ -344,8 +352,9 @@ def _baseline_rollouts(prepared: PreparedBatch) -> list[np.ndarray]:
 
 
 def _with_token_advantages(
-    prepared: PreparedBatch, advantages: np.ndarray | Sequence[np.ndarray], loss: LossConfig, kl: TokenKl
-) -> PreparedBatch:
+    prepared: PreparedBatch, advantages: np.ndarray | Sequence[np.ndarray], loss: LossConfig, kl: TokenKl, *,
+    whitens: bool,
+) -> PreparedBatch:  # fmt: skip
     """Give every trained token its advantage. ``advantages`` has one for each rollout, [R], or for each trained token
     of each rollout, whose sequences are in order.
     """
@@ -364,7 +373,7 @@ def _with_token_advantages(
         # The loss skips a sequence that has no KL, so any finite advantages will do.
         values = [kl.get(s.sequence_id, np.zeros(n)) for s, n in zip(sequences, lengths, strict=True)]
         tokens -= loss.kl_coef * np.concatenate(values)
-    if ADVANTAGES[loss.advantage].whitens_tokens:
+    if whitens:
         tokens = whitened(tokens)
     parts = np.split(tokens, np.cumsum(lengths)[:-1])
     return prepared.with_sequences(

@@ -25,8 +25,8 @@ from async_rl.sampling_mask import SamplingMask, contains, largest_id, select
 logger = logging.getLogger(__name__)
 
 MASK_CAUSES = (
-    "invalid", "unknown_weights", "quarantined", "failed", "filter", "truncated", "too_long", "best_k", "stale",
-    "skip_threshold", "loss_function", "step_skipped",
+    "invalid", "unknown_weights", "quarantined", "failed", "filter", "truncated", "too_long", "best_k",
+    "policy_frozen", "stale", "skip_threshold", "loss_function", "step_skipped",
 )  # fmt: skip
 """Why a rollout, or some of its tokens, are left out of the loss. The first cause that applies counts:
 
@@ -38,6 +38,7 @@ MASK_CAUSES = (
 - ``truncated``: it was cut at ``sampling.max_new_tokens``, and ``loss.mask_truncated`` is set.
 - ``too_long``: one of its sequences has more than ``Config.longest_sequence`` tokens, so no micro-batch can hold it.
 - ``best_k``: it is not among the best ``loss.best_k`` of its group.
+- ``policy_frozen``: its step trains only the critic (``critic.freeze_steps``).
 - ``stale``: some of its tokens exceed the staleness bound, and ``queue.on_stale`` is "mask". Only these are left out.
 - ``skip_threshold``: its ratios are beyond ``loss.skip_threshold``, or a rule of ``loss.rules`` masks all its tokens.
 - ``loss_function``: the user's own loss (``loss.function``) masks it, or a behavior logprob of it is not finite.
@@ -65,6 +66,11 @@ class PreparedBatch:
             KL is part of the reward or the advantage.
         policy_scores: for each sequence id, what the policy says of it before the batch's first update. Empty if
             nothing needs it (``with_scores``).
+        values: for each sequence id, the critic's values before the batch's first update, float32 [its trained tokens].
+            Empty without a critic.
+        value_targets: for each sequence id, what they should be, float64 [its trained tokens] (``with_advantages``).
+        target_shift: mean over trained tokens of the absolute change of the value targets by the importance weights of
+            ``critic.importance_cap``. None without them.
     """
 
     updates: tuple[tuple[TrainSequence, ...], ...]
@@ -80,6 +86,9 @@ class PreparedBatch:
     groups: tuple[TakenGroup, ...]
     reference_kl: float | None = None
     policy_scores: Mapping[int, PolicyScores] = field(default_factory=dict)
+    values: Mapping[int, np.ndarray] = field(default_factory=dict)
+    value_targets: Mapping[int, np.ndarray] = field(default_factory=dict)
+    target_shift: float | None = None
 
     @property
     def sequences(self) -> list[TrainSequence]:
@@ -290,13 +299,15 @@ def _sampling_mask(sequence: TokenSequence, mask: np.ndarray) -> SamplingMask | 
     return select(sequence.sampling_mask, mask[sequence.loss_mask])
 
 
-def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig, *, num_epochs: int = 1) -> PreparedBatch:
+def with_scores(
+    prepared: PreparedBatch, engine: Engine, loss: LossConfig, *, num_epochs: int = 1, needs_policy: bool = False
+) -> PreparedBatch:
     """Return the batch with the log-probabilities of the reference model and of the policy, if ``loss`` needs them.
 
     The sequences of all parts are scored at once, because the proximal policy is the one before the *batch's* first
     update. If there is only that update, nothing is scored for it: the proximal policy is the trained one
     (``PolicyInputs``). One forward pass of the policy serves all settings that need one. ``num_epochs`` is the value of
-    ``learner.epochs_per_batch``.
+    ``learner.epochs_per_batch``. ``needs_policy`` says that something else needs the policy's.
     """
     if not prepared.sequences:
         return prepared
@@ -306,7 +317,7 @@ def with_scores(prepared: PreparedBatch, engine: Engine, loss: LossConfig, *, nu
             replace(s, reference_logprobs=along_tokens(s, reference[s.sequence_id])) for s in prepared.sequences
         )
     needs_proximal = loss.needs_proximal and len(prepared.updates) * num_epochs > 1
-    if not needs_proximal and not loss.scores_policy:
+    if not needs_proximal and not loss.scores_policy and not needs_policy:
         return prepared
     prepared = replace(prepared, policy_scores=engine.score_policy(prepared.sequences))
     if not needs_proximal:

@@ -12,11 +12,13 @@ of them that are trained, R = rollouts of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from async_rl.config.critic import CriticConfig
 from async_rl.learner.batch import PreparedBatch
 from async_rl.records import Rollout
 
@@ -122,3 +124,47 @@ def generalised_advantages(
     for place, delta, decay in zip(range(len(values))[::-1], deltas[::-1].tolist(), decays[::-1].tolist()):
         advantages[place] = following = delta + decay * following
     return Credit(advantages, values + rho * advantages)
+
+
+def by_critic(
+    prepared: PreparedBatch, earned: Sequence[Earned], critic: CriticConfig
+) -> tuple[PreparedBatch, list[np.ndarray]]:
+    """Return the step with value targets, and each rollout's advantages, float64 [N], not whitened.
+
+    The values are those of the critic before the batch's first update. With ``critic.importance_cap`` the weights are
+    those of the policy at that time to the one that sampled; a ratio that is not finite has weight 0.
+    """
+    of_rollout: dict[int, list[int]] = {}
+    for sequence in prepared.sequences:
+        of_rollout.setdefault(prepared.rollout_of[sequence.sequence_id], []).append(sequence.sequence_id)
+    weights = _weights(prepared, critic.importance_cap) if critic.importance_cap else {}
+    advantages: list[np.ndarray] = []
+    targets: dict[int, np.ndarray] = {}
+    shift = 0.0
+    for index, of in enumerate(earned):
+        ids = of_rollout.get(index, [])
+        if not ids:
+            advantages.append(np.zeros(0))
+            continue
+        values = np.concatenate([prepared.values[i] for i in ids])
+        rewards, rho = of.rewards[of.is_trained], np.concatenate([weights[i] for i in ids]) if weights else None
+        credit = generalised_advantages(rewards, values, gamma=critic.gamma, lam=critic.lam, weights=rho)
+        if weights:
+            plain = generalised_advantages(rewards, values, gamma=critic.gamma, lam=critic.lam)
+            shift += float(np.abs(credit.value_targets - plain.value_targets).sum())
+        ends = np.cumsum([prepared.sequence_tokens[i] for i in ids])[:-1]
+        targets |= dict(zip(ids, np.split(credit.value_targets, ends), strict=True))
+        advantages.append(credit.advantages)
+    num_tokens = sum(map(len, targets.values()))
+    mean_shift = shift / max(1, num_tokens) if weights else None
+    return replace(prepared, value_targets=targets, target_shift=mean_shift), advantages
+
+
+def _weights(prepared: PreparedBatch, cap: float) -> dict[int, np.ndarray]:
+    """Return min(pi/mu, cap) of each sequence's trained tokens, float64, by sequence id."""
+    weights: dict[int, np.ndarray] = {}
+    for sequence in prepared.sequences:
+        policy = prepared.policy_scores[sequence.sequence_id].logprobs.astype(np.float64)
+        log_ratio = np.minimum(policy - sequence.behavior_logprobs[sequence.loss_mask], np.log(cap))
+        weights[sequence.sequence_id] = np.where(np.isfinite(log_ratio), np.exp(log_ratio), 0.0)
+    return weights

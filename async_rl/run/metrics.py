@@ -69,6 +69,23 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "routing/different": "Share of the tokens and layers at which the replayed experts differ from those that the "
         "learner's routers would choose; only with model.routing_replay.",
     },
+    "The critic": {
+        "critic/loss": "Value loss of the step, half the squared error of values to their targets; this and the other "
+        'keys of this section only with loss.advantage = "gae".',
+        "critic/grad_norm": "Norm of the critic's gradient before clipping.",
+        "critic/lr": "Learning rate of the critic.",
+        "critic/clip_fraction": "Share of tokens at which critic.value_clip decided the loss.",
+        "critic/skipped_steps": "Number of the critic's optimizer steps that were skipped for a gradient that is not "
+        "finite.",
+        "critic/value_mean": "Mean value before the batch's first update, in reward units.",
+        "critic/target_mean": "Mean value target, in reward units.",
+        "critic/explained_variance": "1 minus the variance of target - value, divided by the variance of the targets: "
+        "1 is a perfect critic, 0 one that knows only the mean, less is worse than that.",
+        "critic/target_error_lag_N": "Mean of target - value over tokens of staleness N, in reward units. If it falls "
+        "with N, older policies earned less, and their value targets are out of date.",
+        "critic/target_shift": "Mean absolute change of the value targets by the importance weights of "
+        "critic.importance_cap, in reward units; only with them.",
+    },
     "The step's rollouts": {
         "reward/mean": "Mean reward of the step's rollouts.",
         "reward/<part>": "Mean of this part of the reward over the step's rollouts.",
@@ -166,9 +183,11 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
     "Time": {
         "time/step_s": "Seconds that the step took.",
         "time/wait_s": "Seconds in which the learner waited for groups.",
-        "time/train_s": "Seconds in which the learner trained; the next six are parts of it.",
+        "time/train_s": "Seconds in which the learner trained; the next seven are parts of it.",
         "time/prepare_s": "Seconds in which the learner prepared the batch: masks, advantages, and the scores that "
         "the loss needs.",
+        "time/critic_s": "Seconds of the critic's scores and optimizer steps, a part of time/train_s; only with a "
+        "critic.",
         "time/pack_s": "Seconds in which rank 0 packed the sequences into micro-batches.",
         "time/scatter_s": "Seconds in which rank 0 sent the other ranks their micro-batches.",
         "time/forward_s": "Seconds of rank 0's forward passes, with head and loss. On a GPU this and the next two are "

@@ -131,7 +131,7 @@ def toml_free(example: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("clip_low", 1.5), ("dual_clip", 1.0), ("importance_cap", 0.5), ("min_ess", 1.0), ("preset", "ppo"),
+    [("clip_low", 1.5), ("dual_clip", 1.0), ("importance_cap", 0.5), ("min_ess", 1.0), ("preset", "trpo"),
      ("skip_threshold", True), ("best_k", -1), ("kl_coef", -0.1), ("token_range", [0.5])],
 )  # fmt: skip
 def test_values_out_of_range_are_refused_by_key(key: str, value: Any):

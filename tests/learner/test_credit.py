@@ -10,9 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_rl.learner.advantages import with_advantages
+from async_rl.config.critic import CriticConfig
+from async_rl.learner.advantages import whitened, with_advantages
 from async_rl.learner.batch import PreparedBatch
 from async_rl.learner.credit import earned_rewards, generalised_advantages
+from async_rl.learner.engine import PolicyScores
 from async_rl.records import Rollout, Turn
 from tests.learner.test_advantages import along_tokens, loss, prepare, rollout, token_advantages
 
@@ -131,3 +133,56 @@ def test_stale_tokens_have_no_advantage_and_their_turns_reward_still_belongs_to_
     step = replace(step.with_sequences(young), sequence_tokens={0: 1, 1: 1})
     got = token_advantages(with_advantages(step, loss(advantage="per_turn_mean")))
     assert got == [[1.0], [-1.0]]
+
+
+def valued(step: PreparedBatch, *values: Sequence[float]) -> PreparedBatch:
+    return replace(step, values={i: np.array(of, np.float32) for i, of in enumerate(values)})
+
+
+GAE = loss(advantage="gae", mask_truncated=True)
+
+
+def test_a_critic_gives_credit_across_turns_and_sequences():
+    # Rewards 1 after two tokens, 4 at the end, gamma = lambda = 0.5; values 2, 4 | 6. The deltas are
+    # 0 + 2 - 2 = 0, 1 + 3 - 4 = 0, 4 - 6 = -2, so A: -2, -0.5, -0.125, and value targets 1.875, 3.5, 4.
+    step = valued(prepare([played([(2, 1.0), (1, 4.0)], [2, 1])]), [2, 4], [6])
+    got = with_advantages(step, GAE, critic=CriticConfig(gamma=0.5, lam=0.5, whiten=False))
+    assert token_advantages(got) == [[-0.125, -0.5], [-2.0]]
+    assert {i: of.tolist() for i, of in got.value_targets.items()} == {0: [1.875, 3.5], 1: [4.0]}
+    assert got.target_shift is None
+
+
+def test_advantages_are_whitened_over_the_step_and_value_targets_are_not():
+    step = valued(prepare([rollout(1, 2)], [rollout(0, 1), rollout(3, 1)]), [0, 0], [1], [1])
+    got = with_advantages(step, GAE, critic=CriticConfig())
+    tokens = np.concatenate(token_advantages(got))
+    np.testing.assert_allclose(tokens, whitened(np.array([1.0, 1.0, -1.0, 2.0])), atol=1e-6)
+    assert np.concatenate(list(got.value_targets.values())).tolist() == [1.0, 1.0, 0.0, 3.0]
+
+
+def test_a_kl_in_the_reward_is_on_its_token_with_a_critic():
+    # Reward 1 at the end, KL 1 at both tokens, coefficient 0.25, values 0: rewards -0.25 and 0.75.
+    step = valued(prepare([rollout(1, 2)]), [0, 0])
+    step = step.with_sequences(replace(s, reference_logprobs=along_tokens(s, np.full(2, -2.0))) for s in step.sequences)
+    settings = loss(advantage="gae", kl_coef=0.25, kl_placement="reward")
+    got = with_advantages(step, settings, critic=CriticConfig(lam=0.0, whiten=False))
+    assert token_advantages(got) == [[-0.25, 0.75]]
+
+
+def test_importance_weights_correct_the_targets_of_stale_rollouts_and_say_by_how_much():
+    # pi/mu: e (cut at 1), 0.5, and a logprob that is not finite (0). Rewards 0, 0, 8; values 2, 4, 6; lambda 1.
+    # Deltas 2, 2, 2. A: 2, 2 + 0 * 2, 2 + 0.5 * 2 = 3. Targets: 2 + 1 * 3, 4 + 0.5 * 2, 6 + 0. Plain ones: 8.
+    step = valued(prepare([rollout(8, 3)]), [2, 4, 6])
+    logprobs = np.array([0.0, -1.0 + np.log(0.5), np.nan], np.float32)
+    step = replace(step, policy_scores={0: PolicyScores(logprobs, logprobs)})
+    got = with_advantages(step, GAE, critic=CriticConfig(importance_cap=1.0, whiten=False))
+    np.testing.assert_allclose(token_advantages(got), [[3.0, 2.0, 2.0]], rtol=1e-6)
+    np.testing.assert_allclose(got.value_targets[0], [5.0, 5.0, 6.0], rtol=1e-6)
+    assert got.target_shift == pytest.approx((3 + 3 + 2) / 3, rel=1e-6)
+
+
+def test_rollouts_that_are_masked_have_neither_advantages_nor_targets():
+    step = valued(prepare([rollout(1, 2), rollout(0, 2, "length")]), [0, 0])
+    got = with_advantages(step, GAE, critic=CriticConfig(whiten=False))
+    assert token_advantages(got) == [[1.0, 1.0]]
+    assert list(got.value_targets) == [0]

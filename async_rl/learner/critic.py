@@ -1,0 +1,84 @@
+"""What the trainer does with a critic in a step: values, then value targets (``advantages.py``), then training.
+
+The values that advantages and value targets are made of, and from which the clip of the value loss counts, are those of
+the critic before the batch's first update. The critic is trained on the same tokens as the policy, in the same parts
+and epochs, before it. The first ``critic.freeze_steps`` steps train only the critic.
+
+Value targets are made of rewards that the *behavior* policy earned, up to ``queue.max_staleness`` versions ago. So
+without ``critic.importance_cap`` the critic learns the values of a mixture of the last policies, which lag behind the
+trained one: while rewards rise, targets of stale tokens are too low. ``critic/target_error_lag_N`` shows it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from async_rl.learner.batch import PreparedBatch, leave_out
+from async_rl.learner.engine import Critic, UpdateStats
+from async_rl.learner.losses.value import CLIP_FRACTION, critic_sequences
+
+logger = logging.getLogger(__name__)
+
+POLICY_FROZEN = "policy_frozen"
+"""Why rollouts are masked in steps that train only the critic."""
+
+
+def with_values(prepared: PreparedBatch, critic: Critic) -> PreparedBatch:
+    """Return the batch with the critic's values of all trained tokens."""
+    return replace(prepared, values=critic.score(prepared.sequences) if prepared.sequences else {})
+
+
+def train_critic(critic: Critic, prepared: PreparedBatch, *, num_epochs: int, version: int) -> list[UpdateStats]:
+    """Make the critic's optimizer steps on a batch: one on each part that has tokens, in every epoch.
+
+    ``version`` is the policy's version before the batch.
+    """
+    updates: list[UpdateStats] = []
+    for sequences in prepared.updates * num_epochs:
+        if not sequences:
+            continue
+        made = critic_sequences(sequences, prepared.value_targets, prepared.values)
+        updates.append(critic.update(made, version=version))
+        if not updates[-1].stepped:
+            logger.warning("an optimizer step of the critic is skipped: %s", updates[-1].reason)
+    return updates
+
+
+def without_policy(prepared: PreparedBatch) -> PreparedBatch:
+    """Return the batch with all rollouts masked, so that the policy is not trained on it."""
+    return leave_out(prepared, set(prepared.rollout_of.values()), POLICY_FROZEN)
+
+
+def critic_metrics(prepared: PreparedBatch, updates: Sequence[UpdateStats], *, version: int) -> dict[str, float]:
+    """Return the critic's metrics of a step. Empty if it was not trained.
+
+    Args:
+        prepared: the batch, with values and value targets, before anything was masked for the policy's sake.
+        updates: the critic's optimizer steps.
+        version: the policy's version before the batch.
+    """
+    if not updates:
+        return {}
+    ids = [s.sequence_id for s in prepared.sequences]
+    values = np.concatenate([prepared.values[i] for i in ids]).astype(np.float64)
+    targets = np.concatenate([prepared.value_targets[i] for i in ids])
+    lag = version - np.concatenate([s.versions[s.loss_mask] for s in prepared.sequences])
+    errors, variance = targets - values, float(targets.var())
+    weights = np.array([update.tokens_trained for update in updates], np.float64)
+    weights /= max(1.0, weights.sum())
+    return {
+        "critic/loss": float(np.dot(weights, [update.loss for update in updates])),
+        "critic/grad_norm": float(np.dot(weights, [update.grad_norm for update in updates])),
+        "critic/lr": updates[-1].lr,
+        CLIP_FRACTION: float(np.dot(weights, [update.own_metrics.get(CLIP_FRACTION, 0.0) for update in updates])),
+        "critic/skipped_steps": sum(not update.stepped for update in updates),
+        "critic/value_mean": float(values.mean()),
+        "critic/target_mean": float(targets.mean()),
+        "critic/explained_variance": 1.0 - float(errors.var()) / variance if variance else float("nan"),
+        **({} if prepared.target_shift is None else {"critic/target_shift": prepared.target_shift}),
+        **{f"critic/target_error_lag_{n}": float(errors[lag == n].mean()) for n in np.unique(lag).tolist()},
+    }

@@ -1,0 +1,109 @@
+"""The loss of a critic: the squared error of its values, as an objective of the engine. N = trained tokens.
+
+For the critic, the arrays of a ``TrainSequence`` mean something else than for a policy (``critic_sequences``):
+``advantages`` are the value targets, and ``proximal_logprobs`` the values before the batch's first update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_rl.learner.batch import along_tokens
+from async_rl.learner.engine.logprobs import IndexedSlopeFunction, TokenLogprobs
+from async_rl.learner.engine.model import DeviceBatch
+from async_rl.learner.losses.objective import SUM_NAMES, MicroBatchResult
+from async_rl.learner.packing import TrainSequence
+
+CLIP_FRACTION = "critic/clip_fraction"
+
+
+def value_loss(values_N: Tensor, targets_N: Tensor, old_values_N: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Return the loss of each token and whether the clip decided it: float64 [N] and bool [N].
+
+    The loss is ``1/2 max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2)``, as in the code of PPO (arXiv:2005.12729
+    section 3): a value that has moved by more than c towards its target gets no gradient any more. RL2 leaves out the
+    factor 1/2.
+
+    Args:
+        values_N: V, the critic's values, reward units, with grad.
+        targets_N: G, the value targets.
+        old_values_N: V_old, before the batch's first update.
+        clip: c, reward units. 0: the plain squared error.
+    """
+    values_N, targets_N, old_values_N = values_N.double(), targets_N.double(), old_values_N.double()
+    plain_N = (values_N - targets_N).square() / 2
+    if not clip:
+        return plain_N, torch.zeros_like(plain_N, dtype=torch.bool)
+    clipped_N = (values_N.clamp(old_values_N - clip, old_values_N + clip) - targets_N).square() / 2
+    return torch.maximum(plain_N, clipped_N), clipped_N.detach() > plain_N.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class ValueObjective:
+    """The mean of ``value_loss`` over all trained tokens of the step. It skips no step.
+
+    Attributes:
+        clip: the value of ``critic.value_clip``.
+    """
+
+    clip: float
+
+    @property
+    def needs_entropy_grad(self) -> bool:
+        return False
+
+    @property
+    def has_reference_kl(self) -> bool:
+        return False
+
+    @property
+    def rule_labels(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def own_metric_keys(self) -> tuple[str, ...]:
+        return (CLIP_FRACTION,)
+
+    @property
+    def num_sums(self) -> int:
+        return len(SUM_NAMES) + 1
+
+    def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
+        losses_N, clipped_N = value_loss(scored.logprobs, batch.advantages, batch.proximal_logprobs, self.clip)
+        loss_sum = losses_N.sum()
+        sums = loss_sum.new_zeros(self.num_sums)
+        sums[SUM_NAMES.index("loss")] = loss_sum.detach()
+        sums[SUM_NAMES.index("denominator")] = sums[SUM_NAMES.index("tokens")] = len(losses_N)
+        sums[-1] = clipped_N.sum()
+        nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
+        return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
+
+    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> IndexedSlopeFunction | None:
+        return None
+
+    def why_skip(self, sums: Tensor) -> str:
+        return ""
+
+    def denominator(self, sums: Tensor) -> float:
+        return float(sums[SUM_NAMES.index("tokens")])
+
+
+def critic_sequences(
+    sequences: Iterable[TrainSequence], targets: Mapping[int, np.ndarray], values: Mapping[int, np.ndarray]
+) -> list[TrainSequence]:
+    """Return ``sequences`` for the critic's update: with value targets and old values, both by sequence id, [N]."""
+    return [
+        replace(
+            s,
+            advantages=along_tokens(s, targets[s.sequence_id]),
+            proximal_logprobs=along_tokens(s, values[s.sequence_id]),
+            reference_logprobs=np.zeros(0, np.float32),
+            sampling_mask=None,
+        )
+        for s in sequences
+    ]

@@ -1,0 +1,199 @@
+"""A critic beside the policy: its update by plain torch, checkpoint and export, and what the trainer does with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_rl.config.config import Config
+from async_rl.errors import ModelError, RunError
+from async_rl.learner.critic import critic_metrics, train_critic, with_values, without_policy
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.export import export_checkpoint
+from async_rl.learner.file_digests import write_manifest
+from async_rl.learner.losses.value import critic_sequences, value_loss
+from async_rl.learner.packing import TrainSequence
+from async_rl.learner.step_result import trained_counts
+from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
+from async_rl.run.metrics import METRIC_KEYS
+from tests.learner.engine.test_value_model import classifier, plain_values
+from tests.learner.layouts import LORA, layout_model, layout_sequences
+from tests.learner.rank_scenarios import PLAIN, save
+from tests.learner.test_advantages import prepare, rollout
+from tests.learner.tiny import tiny_config
+from tests.run.metric_keys import declared_key
+
+CRITIC = {"path": "values", "lr": 1e-2, "schedule": "cosine", "max_grad_norm": 1e9, "value_clip": 0.1}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models: the policy ``qwen2``, and the reward model ``values``."""
+    root = tmp_path_factory.mktemp("critic")
+    layout_model(root / "qwen2", "qwen2")
+    layout_model(root / "values", "qwen2")
+    torch.manual_seed(1)
+    classifier(root / "values", num_labels=1).save_pretrained(root / "values")
+    return root
+
+
+def config_of(directory: Path, critic: dict[str, Any] | None = None, **sections: Any) -> Config:
+    own = dict(CRITIC if critic is None else critic)
+    if "path" in own:
+        own["path"] = str(directory / own["path"])
+    base = PLAIN | {"learner": {"max_tokens": 40}, "loss": {"advantage": "gae", "skip_threshold": 0}, "critic": own}
+    return tiny_config(directory, "qwen2", **(base | sections))
+
+
+def engine_of(config: Config) -> FsdpEngine:
+    return FsdpEngine(config, init_ranks(config))
+
+
+def with_targets(sequences: list[TrainSequence], values: dict[int, np.ndarray]) -> list[TrainSequence]:
+    """Old values near the critic's, and random targets."""
+    rng = np.random.default_rng(3)
+    old = {i: of + rng.normal(0, 0.2, len(of)) for i, of in values.items()}
+    targets = {i: rng.normal(0, 1, len(of)) for i, of in values.items()}
+    return critic_sequences(sequences, targets, old)
+
+
+def test_an_update_of_the_critic_is_that_of_plain_torch_and_leaves_the_policy_alone(directory: Path, tmp_path: Path):
+    sequences, engine = layout_sequences(), engine_of(config_of(directory))
+    engine.self_test()
+    assert engine.critic is not None
+    values = engine.critic.score(sequences)
+    made = with_targets(sequences, values)
+    before = engine.score(sequences, of="policy")
+    stats = engine.critic.update(made, version=0)
+    save(engine, tmp_path / "saved", 1)
+    model, num_tokens = classifier(directory / "values"), sum(map(len, values.values()))
+    losses, clipped = [], []
+    for sequence in made:
+        mask = sequence.loss_mask
+        of_model = plain_values(model, sequence)
+        np.testing.assert_allclose(values[sequence.sequence_id], of_model.detach(), atol=1e-5, rtol=1e-5)
+        arrays = (torch.from_numpy(a[mask]) for a in (sequence.advantages, sequence.proximal_logprobs))
+        loss, is_clipped = value_loss(of_model, *arrays, 0.1)
+        losses.append(loss.sum())
+        clipped.append(is_clipped.sum())
+    total = torch.stack(losses).sum() / num_tokens
+    total.backward()
+    assert stats.loss == pytest.approx(total.item(), rel=1e-5)
+    assert stats.own_metrics == {"critic/clip_fraction": pytest.approx(sum(clipped).item() / num_tokens)}
+    assert 0 < stats.own_metrics["critic/clip_fraction"] < 1
+    assert (stats.tokens_trained, stats.lr) == (num_tokens, 1e-2)
+    moments = load_tensors(tmp_path / "saved" / "critic", OPTIMIZER)  # beta1 is 0
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(moments[f"exp_avg.{name}"], parameter.grad, atol=1e-5, rtol=1e-5)
+    after = engine.score(sequences, of="policy")
+    assert all((after[i] == before[i]).all() for i in before)
+    assert any((of != values[i]).any() for i, of in engine.critic.score(sequences).items())
+
+
+def test_the_policys_update_is_the_same_with_and_without_a_critic(directory: Path):
+    sequences = layout_sequences()
+    with_critic, alone = engine_of(config_of(directory)), engine_of(tiny_config(
+        directory, "qwen2", **PLAIN, learner={"max_tokens": 40}, loss={"skip_threshold": 0}))  # fmt: skip
+    for engine in (with_critic, alone):
+        engine.update(sequences, version=0)
+    one, other = dict(with_critic.gather()), dict(alone.gather())
+    assert one.keys() == other.keys()  # a version has nothing of the critic
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+def test_a_critic_is_saved_restored_and_exported_with_the_policy(directory: Path, tmp_path: Path, lora: bool):
+    sections = LORA if lora else {}
+    config = config_of(directory, {"lr": 1e-2}, **sections)
+    engine, sequences = engine_of(config), layout_sequences()
+    assert engine.critic is not None
+    first = engine.critic.score(sequences)
+    assert not any(of.any() for of in first.values())  # a new head
+    for _ in range(2):
+        engine.critic.update(with_targets(sequences, first), version=0)
+    values = engine.critic.score(sequences)
+    save(engine, tmp_path / "saved", 1)
+    write_manifest(tmp_path / "saved")
+    again = engine_of(config)
+    again.load(tmp_path / "saved")
+    assert again.critic is not None
+    assert all(np.array_equal(of, values[i]) for i, of in again.critic.score(sequences).items())
+    export_checkpoint(tmp_path / "saved", tmp_path / "out")
+    exported = classifier(tmp_path / "out" / "critic")
+    for sequence in sequences[:2]:
+        expected = plain_values(exported, sequence).detach()
+        np.testing.assert_allclose(values[sequence.sequence_id], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_checkpoint_without_a_critic_is_refused_by_a_run_with_one(directory: Path, tmp_path: Path):
+    alone = engine_of(tiny_config(directory, "qwen2"))
+    save(alone, tmp_path / "saved", 1)
+    with pytest.raises(RunError, match="expected a critic in the checkpoint"):
+        engine_of(config_of(directory)).load(tmp_path / "saved")
+
+
+def test_a_critics_model_that_can_t_be_used_is_named(directory: Path):
+    with pytest.raises(ModelError, match=r"can't use the critic's model .*none.* \(critic\.path"):
+        engine_of(config_of(directory, {"path": "none"}))
+
+
+class FakeCritic:
+    """Its values are 0.5, and it notes what it is trained on."""
+
+    def __init__(self) -> None:
+        self.trained: list[list[TrainSequence]] = []
+
+    def score(self, sequences: list[TrainSequence]) -> dict[int, np.ndarray]:
+        return {s.sequence_id: np.full(int(s.loss_mask.sum()), 0.5, np.float32) for s in sequences}
+
+    def update(self, sequences: list[TrainSequence], *, version: int) -> Any:
+        self.trained.append(sequences)
+        return SimpleNamespace(stepped=True)
+
+
+def test_the_critic_is_trained_on_each_part_in_every_epoch_with_targets_and_old_values():
+    step = prepare([rollout(1, 2)], [rollout(0, 1)], num_updates=2)
+    critic: Any = FakeCritic()
+    valued = replace(with_values(step, critic), value_targets={0: np.array([2.0, 3.0]), 1: np.array([4.0])})
+    train_critic(critic, valued, num_epochs=2, version=5)
+    assert [[s.sequence_id for s in part] for part in critic.trained] == [[0], [1], [0], [1]]
+    (sequence,) = critic.trained[0]
+    assert sequence.advantages.tolist() == [0, 0, 2, 3]
+    assert sequence.proximal_logprobs.tolist() == [0, 0, 0.5, 0.5]
+
+
+def test_the_metrics_of_a_critic_by_hand(directory: Path):
+    # Values 1, 2, 3, 0 and targets 2, 2, 4, 0; the last rollout's token is of lag 0, the others' of lag 1.
+    # Errors 1, 0, 1, 0: variance 1/4. Targets: mean 2, variance (0 + 0 + 4 + 4) / 4 = 2. So 1 - 1/8.
+    step = prepare([rollout(1, 3), rollout(0, 1)])
+    last = step.sequences[1]
+    step = step.with_sequences([step.sequences[0], replace(last, versions=last.versions + 1)])
+    step = replace(
+        step,
+        values={0: np.array([1, 2, 3], np.float32), 1: np.array([0], np.float32)},
+        value_targets={0: np.array([2.0, 2.0, 4.0]), 1: np.array([0.0])},
+        target_shift=0.25,
+    )
+    engine = engine_of(config_of(directory))
+    assert engine.critic is not None
+    updates = train_critic(engine.critic, step, num_epochs=1, version=6)
+    row = critic_metrics(step, updates, version=6)
+    assert row["critic/explained_variance"] == pytest.approx(1 - 1 / 8)
+    assert (row["critic/value_mean"], row["critic/target_mean"], row["critic/target_shift"]) == (1.5, 2.0, 0.25)
+    assert (row["critic/target_error_lag_0"], row["critic/target_error_lag_1"]) == (0.0, pytest.approx(2 / 3))
+    assert {declared_key(key) for key in row} <= METRIC_KEYS.keys()
+    assert critic_metrics(step, [], version=6) == {}
+
+
+def test_a_step_that_trains_only_the_critic_masks_every_rollout_for_that_cause():
+    step = without_policy(prepare([rollout(1, 2), rollout(0, 1, "length")]))
+    facts = trained_counts(step, [], stepped=[False])
+    assert facts.rollouts_masked == {"policy_frozen": 1, "truncated": 1}
+    assert (facts.tokens_trained, facts.tokens_masked) == (0, {"policy_frozen": 2, "truncated": 1})
