@@ -5,7 +5,7 @@
     checkpoints/
         latest           the name of the newest committed checkpoint, one line
         step-000100/     engine files, extra.msgpack (trainer's state, queue's snapshot), hf/ (config, tokenizer),
-                         digests.json (``file_digests.py``)
+                         digests.json (``file_digests.py``); critic/ (engine files, hf/) with a critic
         step-*.damaged-* a checkpoint that was damaged when a learner started (``resume.py``)
         .partial-*/      a checkpoint that is being written, or that a dead process left incomplete
 
@@ -115,6 +115,13 @@ class TrainerState:
         if values.get("bound_state") is not None:
             values["bound_state"] = BoundState(**values["bound_state"])
         return cls(**values)
+
+
+def model_part(directory: Path, model: str) -> Path:
+    """Return where the checkpoint ``directory`` has a model that the engine trains: the policy in the directory itself,
+    others in a subdirectory of their name.
+    """
+    return directory if model == "policy" else directory / model
 
 
 def checkpoint_name(step: int) -> str:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from async_rl.data.chat import quiet_progress_bars
 from async_rl.errors import ModelError, RunError
-from async_rl.learner.checkpoint import MODEL_FILES, reading
+from async_rl.learner.checkpoint import MODEL_FILES, model_part, reading
 from async_rl.learner.engine.heads import auto_class, is_value_config
 from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
 from async_rl.learner.file_digests import find_damage
@@ -48,14 +48,15 @@ def export_checkpoint(checkpoint_dir: Path, out_dir: Path, report: Report = igno
     """Write the checkpoint's model to ``out_dir``, completely or not at all, so that ``from_pretrained`` can load it.
 
     ``checkpoint_dir`` is a checkpoint, or a run directory that has one. The weights get the dtype in the model's
-    config, or float32 if it has none. ``report`` gets the progress.
+    config, or float32 if it has none. A critic is written to ``out_dir / "critic"``, a sequence classification model.
+    ``report`` gets the progress.
 
     Raises:
         RunError: the checkpoint does not exist or is damaged, ``out_dir`` is not empty, or the adapters' frozen weights
             have changed.
         ModelError: the checkpoint's weights don't fit its config, or the model of its adapters is gone.
     """
-    _export(checkpoint_dir, out_dir, _write, report)
+    _export(checkpoint_dir, out_dir, _write_models, report)
 
 
 def export_adapter(checkpoint_dir: Path, out_dir: Path, report: Report = ignore) -> None:
@@ -86,8 +87,9 @@ def _export_one(
         write(checkpoint_dir, partial, report)
         # safetensors writes files that only the user may read: give all files the modes that the umask allows.
         mode = partial.stat().st_mode & 0o666
-        for path in partial.iterdir():
-            path.chmod(mode)
+        for path in partial.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)
         if out_dir.exists():
             out_dir.rmdir()
         os.rename(partial, out_dir)
@@ -105,6 +107,14 @@ def _write_adapter(checkpoint_dir: Path, target: Path, report: Report) -> None:
     report(f"writing {ADAPTER_WEIGHTS}")
     save_file(peft_names(load_tensors(checkpoint_dir)), target / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     shutil.copy2(checkpoint_dir / ADAPTER_CONFIG, target / ADAPTER_CONFIG)
+
+
+def _write_models(checkpoint_dir: Path, target: Path, report: Report) -> None:
+    _write(checkpoint_dir, target, report)
+    critic = model_part(checkpoint_dir, "critic")
+    if critic.is_dir():
+        (target / critic.name).mkdir()
+        _write(critic, target / critic.name, report)
 
 
 def _write(checkpoint_dir: Path, target: Path, report: Report) -> None:

@@ -37,7 +37,9 @@ Entry = tuple[int, str]
 
 
 def write_part(directory: Path, rank: int, paths: Iterable[Path]) -> None:
-    """Write the digests of ``paths``, the files that this rank has written, into the checkpoint ``directory``."""
+    """Write the digests of ``paths``, the files that this rank has written, into ``directory``: the checkpoint, or a
+    directory in it.
+    """
     entries = {path.relative_to(directory).as_posix(): digest_of(path) for path in paths}
     (directory / f"{_PART}{rank:05d}.json").write_text(json.dumps(entries), encoding="utf-8")
 
@@ -48,8 +50,9 @@ def write_manifest(directory: Path) -> None:
     The files of ``write_part`` are read and removed.
     """
     entries: dict[str, Entry] = {}
-    for part in directory.glob(f"{_PART}*"):
-        entries |= json.loads(part.read_text(encoding="utf-8"))
+    for part in directory.rglob(f"{_PART}*"):
+        for name, entry in json.loads(part.read_text(encoding="utf-8")).items():
+            entries[(part.parent / name).relative_to(directory).as_posix()] = entry
         part.unlink()
     for path in directory.rglob("*"):
         name = path.relative_to(directory).as_posix()

@@ -198,7 +198,8 @@ class StepClock:
     def part(self, name: str) -> Iterator[None]:
         """Add the duration of the ``with`` block to the step's part ``name``. In a trace the block is a range.
 
-        The parts are ``wait``, ``train``, ``prepare`` (a part of ``train``), ``publish`` and ``checkpoint``.
+        The parts are ``wait``, ``train``, ``prepare`` (a part of ``train``), ``critic`` (likewise, with one only),
+        ``publish`` and ``checkpoint``.
         """
         start = time.monotonic()
         try:
@@ -230,6 +231,7 @@ class StepClock:
             "time/train_s": parts["train"],
             "time/publish_s": parts["publish"],
             "time/checkpoint_s": parts["checkpoint"],
+            **({"time/critic_s": self._parts["critic"]} if "critic" in self._parts else {}),
             "idle/learner": min(parts["wait"] / wall, 1.0),
             "throughput/trained_tokens_per_s": trained_tokens / wall,
             **self._generator_metrics(alive_generators, generators, wall, busy),

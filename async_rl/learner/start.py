@@ -24,7 +24,7 @@ from async_rl.config.loading import config_from_toml, config_to_toml, show_chang
 from async_rl.data.chat import load_tokenizer, model_files, model_routing, vocabulary_size
 from async_rl.errors import QueueError, StoppedError
 from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, read_extra
-from async_rl.learner.engine import Engine
+from async_rl.learner.engine import Critic, Engine
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import Ranks, compute_dtype, init_ranks
 from async_rl.learner.export import export_checkpoint
@@ -77,6 +77,7 @@ class LearnerContext:
         lock: the run directory's; if unset, nobody else can use the directory.
         stop_signal: returns the signal that asks the learner to save and end, 0 if there is none.
         sampling: the engine, if its ranks sample while the learner waits.
+        critic: the engine's commands to the critic. None if there is none.
     """
 
     is_launched: bool = False
@@ -89,6 +90,7 @@ class LearnerContext:
     lock: RunLock | None = None
     stop_signal: Callable[[], int] = lambda: 0
     sampling: SamplingEngine | None = None
+    critic: Critic | None = None
 
     def check_lock(self) -> None:
         """Raise LineageError if another process has taken over the run directory."""
@@ -184,8 +186,11 @@ def _lead(
             with logged(logger, "testing the engine"):
                 engine.self_test()
             files = {**context.files, **_base_file(config, engine)}
-            context = replace(context, files=files, sampling=None if sampler is None else engine)
-            train_with(config, engine, replace(context, stop_signal=stop.check))
+            context = replace(
+                context, stop_signal=stop.check, files=files, critic=engine.critic,
+                sampling=None if sampler is None else engine,
+            )  # fmt: skip
+            train_with(config, engine, context)
         except StoppedError as stopped:
             stop.note_saved()
             logger.info("%s%s", stopped, ", without --fresh" if fresh else "")
@@ -245,6 +250,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             vocab_size=vocabulary_size(config.model.path),
             routing=model_routing(config.model.path) if config.model.routing_replay else None,
             sampling=_idle_sampling(queue, state, context),
+            critic=context.critic,
         ).run()
         # Release the other ranks now: the export of a large model may outlast their timeout.
         engine.close()

@@ -122,6 +122,7 @@ def write_training_state(directory: Path, state: TrainingState, ranks: Ranks) ->
     # The files of this rank are __RANK_N.distcp.
     _silence_torch()
     with _storage_errors("write", directory, CHECK_DISK):
+        directory.mkdir(exist_ok=True)
         dcp.save(
             state.tensors,
             storage_writer=dcp.FileSystemWriter(directory),

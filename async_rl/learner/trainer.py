@@ -2,7 +2,8 @@
 
     take G groups        _take          the queue sends a batch, or the reason why it has none yet; meanwhile the
                                         ranks sample if learner.generate says so (sampling.py)
-    advantages           _prepare       groups -> sequences with masks, scores, advantages
+    advantages           _prepare       groups -> sequences with masks, scores, values, advantages
+    train the critic     _train_critic  only with loss.advantage = "gae" (critic.py)
     judge, pack, train   _update        rules over a whole step (step_masks.py); engine: pack, log-probs, loss, clip,
                                         optimizer step; then version + 1
     acknowledge          _acknowledge   send the queue the counts of the step and the new version; then trained.jsonl
@@ -38,7 +39,8 @@ from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, prepare_batch, with_scores
 from async_rl.learner.checkpoint import TrainerState, checkpoint_name
 from async_rl.learner.checkpoint_writer import CheckpointWriter
-from async_rl.learner.engine import Engine, PolicyScores, UpdateStats
+from async_rl.learner.critic import critic_metrics, train_critic, with_values, without_policy
+from async_rl.learner.engine import Critic, Engine, PolicyScores, UpdateStats
 from async_rl.learner.evaluations import Evaluations
 from async_rl.learner.nonfinite import record_nonfinite
 from async_rl.learner.own_advantage import load_own_advantage
@@ -92,13 +94,16 @@ class Trainer:
         vocab_size: int | None = None,
         routing: RoutingShape | None = None,
         sampling: IdleSampling | None = None,
+        critic: Critic | None = None,
     ) -> None:
         """``parity`` compares the generators' engines with the learner's; if unset, they are not compared.
 
         ``sampling`` samples while the learner waits; None: nobody does. ``stop_signal`` returns the signal that asks
         this learner to stop, 0 if there is none. ``vocab_size`` limits token ids. None: no limit. ``routing`` is the
-        shape of the routes to replay. None: the model's routers choose.
+        shape of the routes to replay. None: the model's routers choose. ``critic`` is needed if ``loss.advantage``
+        needs one.
         """
+        self._critic = critic
         self._stop_signal, self._sampling = stop_signal, sampling
         self.config, self.state, self.engine, self.queue = config, state, engine, queue
         self._run_dir, self._parity, self._vocab_size, self._decode = run_dir, parity, vocab_size, decode
@@ -181,7 +186,12 @@ class Trainer:
             with self._clock.part("prepare"):
                 prepared = self._prepare(batch)
             self._check_stop()  # after the first update the step must be finished
-            updates = self._update(prepared)
+            critic_updates, judged = self._train_critic(prepared), prepared
+            if self.state.step < self.config.critic.freeze_steps:
+                prepared = without_policy(prepared)
+                updates = [None] * len(prepared.updates) * self.config.learner.epochs_per_batch
+            else:
+                updates = self._update(prepared)
         has_own_loss = self.config.loss.function is not None
         result = step_result(batch.groups, prepared, updates, version=version, has_own_loss=has_own_loss)
         fault_point("learner.trained")
@@ -194,7 +204,8 @@ class Trainer:
                 self._check_stop()
                 self._publish(is_last=self._is_last_step)
         sampled = {} if self._sampling is None else self._sampling.metrics(batch.groups)
-        self._recorder.record_step(result, acked, {**bound_metrics, **self._saved_metrics, **sampled})
+        of_critic = critic_metrics(judged, critic_updates, version=version)
+        self._recorder.record_step(result, acked, {**bound_metrics, **of_critic, **self._saved_metrics, **sampled})
         self._saved_metrics = {}
         self._evaluations.collect()
         if not self._is_last_step:
@@ -263,8 +274,22 @@ class Trainer:
         check_staleness(prepared, version=last_version, max_staleness=max_staleness)
         if self._parity is not None:
             prepared = self._parity.check_sampled(batch.groups, prepared, self.state.lineage, version=version)
-        scored = with_scores(prepared, self.engine, config.loss, num_epochs=config.learner.epochs_per_batch)
-        return with_advantages(scored, config.loss, own=self._own_advantage, version=version)
+        scored = with_scores(
+            prepared, self.engine, config.loss,
+            num_epochs=config.learner.epochs_per_batch, needs_policy=config.critic.importance_cap > 0,
+        )  # fmt: skip
+        if self._critic is not None:
+            with self._clock.part("critic"):
+                scored = with_values(scored, self._critic)
+        return with_advantages(scored, config.loss, own=self._own_advantage, version=version, critic=config.critic)
+
+    def _train_critic(self, prepared: PreparedBatch) -> list[UpdateStats]:
+        """Make the critic's optimizer steps on the batch. Empty without a critic."""
+        if self._critic is None:
+            return []
+        with self._clock.part("critic"):
+            epochs = self.config.learner.epochs_per_batch
+            return train_critic(self._critic, prepared, num_epochs=epochs, version=self.state.version)
 
     def _update(self, prepared: PreparedBatch) -> list[UpdateStats | None]:
         """Make an optimizer step on each part of the batch, in every epoch. The result is None for a part in which all

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from async_rl.learner.checkpoint import latest_checkpoint
+from async_rl.learner.checkpoint import latest_checkpoint, model_part
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.stored_tensors import MODEL, OPTIMIZER, load_tensors
@@ -47,8 +47,8 @@ def _rollout(generator: np.random.Generator, version: int, accuracy: float) -> R
 
 
 def build_run(directory: Path) -> Run:
-    """The run in ``directory``: its files ``steps``, ``bound`` and ``parallel.json`` have the number of steps, the
-    staleness bound and the layout.
+    """The run in ``directory``: its files ``steps``, ``bound`` and ``sections.json`` have the number of steps, the
+    staleness bound, and the sections of the layout and the like.
     """
     bound = int((directory / "bound").read_text())
     return make_run(
@@ -62,7 +62,7 @@ def build_run(directory: Path) -> Run:
         optimizer={"lr": 1e-3},
         checkpoint={"every": 2, "asynchronous": True},
         generator={"backend": "fake"},
-        parallel=json.loads((directory / "parallel.json").read_text()),
+        **json.loads((directory / "sections.json").read_text()),
     )
 
 
@@ -102,7 +102,14 @@ def start(directory: Path) -> None:
 
 
 def tensors_of(directory: Path) -> dict[str, Any]:
-    """Model and optimizer of the run's last checkpoint."""
+    """Model and optimizer of the run's last checkpoint, and those of its critic."""
     latest = latest_checkpoint(directory / "run")
     assert latest is not None
-    return {p + n: tensor for p in (MODEL, OPTIMIZER) for n, tensor in load_tensors(latest, p).items()}
+    parts = {"": latest, "critic.": model_part(latest, "critic")}
+    return {
+        of + prefix + name: tensor
+        for of, part in parts.items()
+        if part.is_dir()
+        for prefix in (MODEL, OPTIMIZER)
+        for name, tensor in load_tensors(part, prefix).items()
+    }

@@ -79,14 +79,14 @@ def test_an_update_of_the_critic_is_that_of_plain_torch_and_leaves_the_policy_al
         mask = sequence.loss_mask
         of_model = plain_values(model, sequence)
         np.testing.assert_allclose(values[sequence.sequence_id], of_model.detach(), atol=1e-5, rtol=1e-5)
-        arrays = (torch.from_numpy(a[mask]) for a in (sequence.advantages, sequence.proximal_logprobs))
-        loss, is_clipped = value_loss(of_model, *arrays, 0.1)
+        targets, old = (torch.from_numpy(a[mask]) for a in (sequence.advantages, sequence.proximal_logprobs))
+        loss, is_clipped = value_loss(of_model, targets, old, 0.1)
         losses.append(loss.sum())
         clipped.append(is_clipped.sum())
     total = torch.stack(losses).sum() / num_tokens
     total.backward()
     assert stats.loss == pytest.approx(total.item(), rel=1e-5)
-    assert stats.own_metrics == {"critic/clip_fraction": pytest.approx(sum(clipped).item() / num_tokens)}
+    assert stats.own_metrics == {"critic/clip_fraction": pytest.approx(torch.stack(clipped).sum().item() / num_tokens)}
     assert 0 < stats.own_metrics["critic/clip_fraction"] < 1
     assert (stats.tokens_trained, stats.lr) == (num_tokens, 1e-2)
     moments = load_tensors(tmp_path / "saved" / "critic", OPTIMIZER)  # beta1 is 0

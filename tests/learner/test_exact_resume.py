@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch
 from async_rl.process.fault_points import FAULT_POINTS
 from async_rl.run.step_log import read_rows
 from tests.forked import preload
-from tests.learner.layouts import LAYOUTS, layout_model, model_for
+from tests.learner.layouts import LAYOUTS, LORA, layout_model, model_for
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.resumed_run import tensors_of
 
@@ -27,15 +28,20 @@ ALL = tuple(point for point in FAULT_POINTS if point.startswith("learner.") and 
 OF_RANK_1 = ("learner.forward-rank-1", "learner.backward-rank-1")
 OF_ONE = ("learner.taken", "learner.backward", "learner.acknowledged", "learner.checkpoint_writing")
 OF_STALE = ("learner.forward", "learner.acknowledged")
+OF_CRITIC = ("learner.backward", "learner.checkpoint_writing")
+CRITIC = {
+    "loss": {"preset": "ppo", "skip_threshold": 0},
+    "critic": {"lr": 1e-3, "lam": 0.9, "freeze_steps": 3, "importance_cap": 1.0},
+}
 OF_TWO = ("learner.forward-rank-1", "learner.backward", "learner.trained", "learner.checkpoint_saved")
 
 
-def begin(directory: Path, num_steps: int, parallel: dict[str, int], bound: int) -> Path:
+def begin(directory: Path, num_steps: int, sections: dict[str, Any], bound: int) -> Path:
     (directory / "gates").mkdir(parents=True)
     (directory / "bound").write_text(str(bound))
     (directory / "steps").write_text(str(num_steps))
-    (directory / "parallel.json").write_text(json.dumps(parallel))
-    layout_model(directory / "model", model_for(parallel, "qwen2"))
+    (directory / "sections.json").write_text(json.dumps(sections))
+    layout_model(directory / "model", model_for(sections.get("parallel", {}), "qwen2"))
     return directory
 
 
@@ -48,24 +54,31 @@ def kill_at(directory: Path, point: str, world_size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "parallel", "points", "bound"),
+    ("world_size", "sections", "points", "bound"),
     [
         pytest.param(1, {}, OF_ONE, 0, marks=pytest.mark.slow, id="one rank"),
         pytest.param(2, {}, OF_TWO, 0, marks=pytest.mark.slow, id="two ranks"),
         pytest.param(1, {}, OF_STALE, 2, marks=pytest.mark.slow, id="one rank, stale"),
         pytest.param(1, {}, ALL, 0, marks=pytest.mark.long, id="one rank, all"),
+        pytest.param(1, CRITIC, OF_CRITIC, 2, marks=pytest.mark.slow, id="critic"),
+        pytest.param(1, CRITIC, ALL, 2, marks=pytest.mark.long, id="critic, all"),
+        pytest.param(2, CRITIC, (*ALL, *OF_RANK_1), 0, marks=pytest.mark.long, id="critic, two ranks, all"),
+        pytest.param(1, CRITIC | LORA, ALL, 0, marks=pytest.mark.long, id="critic, adapters, all"),
+        pytest.param(
+            2, CRITIC | {"parallel": {"sequence": 2}}, ALL, 0, marks=pytest.mark.long, id="critic, sequence 2, all"
+        ),
         *(
-            pytest.param(size, parallel, (*ALL, *OF_RANK_1), 0, marks=pytest.mark.long, id=f"{name}, all")
+            pytest.param(size, {"parallel": parallel}, (*ALL, *OF_RANK_1), 0, marks=pytest.mark.long, id=f"{name}, all")
             for name, (size, parallel) in LAYOUTS.items()
         ),
         pytest.param(2, {}, (*ALL, *OF_RANK_1), 2, marks=pytest.mark.long, id="two ranks, all, stale"),
     ],
 )
 def test_a_run_killed_at_every_fault_point_ends_with_the_bits_of_an_undisturbed_one(
-    tmp_path: Path, world_size: int, parallel: dict[str, int], points: tuple[str, ...], bound: int
+    tmp_path: Path, world_size: int, sections: dict[str, Any], points: tuple[str, ...], bound: int
 ):
     num_steps = 6 * len(points) + 6
-    whole, killed = (begin(tmp_path / name, num_steps, parallel, bound) for name in ("whole", "killed"))
+    whole, killed = (begin(tmp_path / name, num_steps, sections, bound) for name in ("whole", "killed"))
     (whole / "point").write_text("")
     run_ranks("resumed", whole, world_size=world_size)
     for point in points:

@@ -171,6 +171,7 @@ class Run:
             parity=ParityGate(self.config, engine, queue, dtype="float32") if has_parity else None,
             stop_signal=stop_signal,
             sampling=None if sampling is None else IdleSampling(sampling, address="tcp://q:1", lineage=state.lineage),
+            critic=getattr(self.engine, "critic", None),
         )
         try:
             trainer.run()

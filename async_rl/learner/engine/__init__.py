@@ -25,6 +25,10 @@ ScoredBy = Literal["policy", "reference"]
 """The model that ``Engine.score`` uses: the policy with its current weights, or the frozen reference."""
 
 
+ModelName = Literal["policy", "critic"]
+"""A model that the engine trains."""
+
+
 class PolicyScores(NamedTuple):
     """What the policy, with its current weights, says of one sequence's trained tokens: float32 [N] each, nats."""
 
@@ -108,6 +112,18 @@ class UpdateStats:
     own_metrics: Mapping[str, float] = field(default_factory=dict)
     routing: tuple[int, int] | None = None
     cost: UpdateCost | None = field(default=None, compare=False)
+
+
+class Critic(Protocol):
+    """The learner's model of values, on the same ranks as the policy."""
+
+    def score(self, sequences: Sequence[TrainSequence]) -> Mapping[int, np.ndarray]:
+        """Return the value of the state before each trained token: sequence id to float32 [N], reward units."""
+        ...
+
+    def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
+        """Make one optimizer step of the critic on ``sequences`` (``losses.value.critic_sequences``)."""
+        ...
 
 
 class Engine(Protocol):

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from async_rl.config.config import Config
-from async_rl.errors import TrainingError
-from async_rl.learner.checkpoint import write_extra
-from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateStats
+from async_rl.errors import ModelError, RunError, TrainingError
+from async_rl.learner.checkpoint import model_part, write_extra
+from async_rl.learner.engine import ModelName, PolicyScores, ScoredBy, UpdateStats
 from async_rl.learner.engine.heads import Head
 from async_rl.learner.engine.mesh import Mesh
 from async_rl.learner.engine.optimizer import Schedule, check_optimizer
@@ -33,6 +33,7 @@ from async_rl.learner.engine.ranks import Ranks, check_same_code
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, short_sequences
 from async_rl.learner.engine.trained_model import TrainedModel
 from async_rl.learner.losses.objective import Objective, policy_objective
+from async_rl.learner.losses.value import ValueObjective
 from async_rl.learner.packing import MicroBatch, TrainSequence, by_sequence, from_arrays, padded_cost, to_arrays
 from async_rl.learner.sampling import RankSampler, SamplingOrder
 from async_rl.learner.stored_tensors import write_training_state
@@ -50,7 +51,7 @@ def policy_schedule(config: Config) -> Schedule:
         kind=optimizer.schedule,
         lr=optimizer.lr,
         warmup_updates=optimizer.warmup_steps,
-        total_updates=learner.steps * learner.versions_per_batch,
+        total_updates=(learner.steps - config.critic.freeze_steps) * learner.versions_per_batch,
         min_ratio=optimizer.min_lr_ratio,
     )
 
@@ -59,7 +60,8 @@ class FsdpEngine:
     """The models on this rank. Rank 0 calls the methods of ``Engine``, other ranks ``follow``.
 
     Attributes:
-        policy: the model that is trained.
+        models: the models that are trained, by name: the policy, and a critic if ``loss.advantage`` needs one.
+        critic: the commands to the critic. None if there is none.
     """
 
     def __init__(
@@ -102,15 +104,25 @@ class FsdpEngine:
             mesh = Mesh.build(ranks.layout, ranks.device.type) if ranks.has_group else None
             self._clock = PhaseClock(ranks.device)
             sampling = config.sampling
-            self.policy = TrainedModel(
+            max_length = max_length or sampling.max_prompt_tokens + sampling.max_new_tokens
+            policy = TrainedModel(
                 config, ranks, mesh, self._clock, objective=of_policy, schedule=schedule or policy_schedule(config),
-                head=head, max_length=max_length or sampling.max_prompt_tokens + sampling.max_new_tokens,
-                is_policy=objective is None,
+                head=head, max_length=max_length, is_policy=objective is None,
             )  # fmt: skip
+            self.models: dict[ModelName, TrainedModel] = {"policy": policy}
+            self.critic: CriticCommands | None = None
+            if objective is None and config.loss.has_critic:
+                self.models["critic"] = _load_critic(config, ranks, mesh, self._clock, policy, max_length=max_length)
+                self.critic = CriticCommands(self)
             self._gathering = False
             self._is_closed = False
             self._saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-tensors")
             self._saving: Future[None] | None = None
+
+    @property
+    def policy(self) -> TrainedModel:
+        """The policy, or the only model that is trained."""
+        return self.models["policy"]
 
     def self_test(self) -> None:
         """Check that the sequences of a micro-batch do not change each other's values, and that compiled layers compute
@@ -126,33 +138,38 @@ class FsdpEngine:
             return
         layout = self._ranks.layout
         copies = layout.num_data_ranks * layout.pipeline
-        if self._config.learner.compile:
-            parts = self.policy.pack(short_sequences(self.policy.model, copies=copies))
-            with self._command("check_compiled"):
-                self._scatter("check_compiled", {}, parts)
-                self.policy.check_compiled(parts[0])
-        if layout.tensor <= 2:
-            model = self.policy.model
-            check_neighbours(self, model.causal_lm.config, num_ranks=copies, packing=model.packing)
+        for name, trained in self.models.items():
+            if self._config.learner.compile:
+                parts = trained.pack(short_sequences(trained.model, copies=copies))
+                with self._command("check_compiled"):
+                    self._scatter("check_compiled", {"model": name}, parts)
+                    trained.check_compiled(parts[0])
+            if layout.tensor <= 2:
+                model = trained.model
+                check_neighbours(
+                    lambda sequences, name=name: self._scores(sequences, name)[0], model.causal_lm.config,
+                    num_ranks=copies, packing=model.packing,
+                )  # fmt: skip
 
-    def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
-        """Make one optimizer step, as ``Engine.update`` says.
+    def update(self, sequences: Sequence[TrainSequence], *, version: int, model: ModelName = "policy") -> UpdateStats:
+        """Make one optimizer step of a ``model``, as ``Engine.update`` says.
 
         Raises:
             ValueError: a sequence can't be packed (``packing.pack``), or is newer than ``version``.
             TrainingError: another rank failed.
         """
         with self._clock.phase("pack"):
-            parts = self.policy.pack(sequences)
+            trained = self.models[model]
+            parts = trained.pack(sequences)
         with self._command("update"):
             with self._clock.phase("scatter"):
-                self._scatter("update", {"version": version}, parts)
-            stats, peak_bytes = self.policy.update(parts[0], version)
-        self.policy.log_graphs()
+                self._scatter("update", {"model": model, "version": version}, parts)
+            stats, peak_bytes = trained.update(parts[0], version)
+        trained.log_graphs()
         return replace(
             stats,
-            padded_cost=padded_cost(parts) if self.policy.model.packing == "padded" else None,
-            cost=self.policy.cost(parts, peak_bytes),
+            padded_cost=padded_cost(parts) if trained.model.packing == "padded" else None,
+            cost=trained.cost(parts, peak_bytes),
         )
 
     def score(self, sequences: Sequence[TrainSequence], *, of: ScoredBy) -> dict[int, np.ndarray]:
@@ -166,7 +183,7 @@ class FsdpEngine:
             raise ValueError(
                 "expected a reference model for the scores, but none is loaded: loss.kl_coef is 0; set loss.kl_coef"
             )
-        return self._scores(sequences, of)[0]
+        return self._scores(sequences, by_reference=of == "reference")[0]
 
     def score_policy(self, sequences: Sequence[TrainSequence]) -> dict[int, PolicyScores]:
         """Return the policy's log-probabilities and entropies, as ``Engine.score_policy`` says.
@@ -175,15 +192,26 @@ class FsdpEngine:
             ValueError: a sequence can't be packed (``packing.pack``).
             TrainingError: another rank failed.
         """
-        logprobs, entropies = self._scores(sequences, "policy")
+        logprobs, entropies = self._scores(sequences)
         return {i: PolicyScores(values, entropies[i]) for i, values in logprobs.items()}
 
-    def _scores(self, sequences: Sequence[TrainSequence], of: ScoredBy) -> list[dict[int, np.ndarray]]:
-        """Return the log-probabilities and the entropies, each by sequence id."""
-        parts = self.policy.pack(sequences)
+    def values(self, sequences: Sequence[TrainSequence]) -> dict[int, np.ndarray]:
+        """Return the critic's values, as ``Critic.score`` says.
+
+        Raises:
+            ValueError: a sequence can't be packed (``packing.pack``).
+            TrainingError: another rank failed.
+        """
+        return self._scores(sequences, "critic")[0]
+
+    def _scores(
+        self, sequences: Sequence[TrainSequence], model: ModelName = "policy", *, by_reference: bool = False
+    ) -> list[dict[int, np.ndarray]]:
+        """Return the log-probabilities and the entropies (or values and zeros), each by sequence id."""
+        parts = self.models[model].pack(sequences)
         with self._command("score"):
-            self._scatter("score", {"of": of}, parts)
-            of_ranks = self.policy.score(parts[0], of)
+            self._scatter("score", {"model": model, "by_reference": by_reference}, parts)
+            of_ranks = self.models[model].score(parts[0], by_reference=by_reference)
         return [by_sequence(parts, values) for values in zip(*of_ranks, strict=True)]
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
@@ -205,14 +233,14 @@ class FsdpEngine:
 
     def save(self, directory: Path, extra: Mapping[str, Any]) -> None:
         """Write a checkpoint, as ``Engine.save`` says, with the model's config and tokenizer files for an export
-        without the run.
+        without the run. The critic is in a subdirectory of its own.
 
         For a model with adapters only the adapters are written, and the path of the frozen weights. Exporting such a
         checkpoint needs ``model.path``.
         """
         with self._command("save"):
             self._ranks.broadcast(encode("save", {"directory": str(directory)}))
-            write_training_state(directory, self.policy.training_state(), self._ranks)
+            self._save(directory)
             self._write_files(directory, extra)
 
     def begin_save(self, directory: Path, extra: Mapping[str, Any]) -> Future[None]:
@@ -229,17 +257,19 @@ class FsdpEngine:
     def _write_files(self, directory: Path, extra: Mapping[str, Any]) -> None:
         """On rank 0, write the files of a checkpoint that have no tensors."""
         write_extra(directory, extra)
-        self.policy.write_files(directory)
+        for name, trained in self.models.items():
+            trained.write_files(model_part(directory, name))
 
     def load(self, directory: Path) -> None:
         """Restore a checkpoint, as ``Engine.load`` says.
 
         Raises:
-            RunError: ``directory`` is no checkpoint, or the checkpoint or its adapters belong to another model.
+            RunError: ``directory`` is no checkpoint, or the checkpoint or its adapters belong to another model, or it
+                has no critic and this run needs one.
         """
         with self._command("load"):
             self._ranks.broadcast(encode("load", {"directory": str(directory)}))
-            self.policy.load(directory)
+            self._load(directory)
 
     def tick(self) -> None:
         """Notify the other ranks that rank 0 is alive. Nothing happens after the engine is closed.
@@ -324,27 +354,31 @@ class FsdpEngine:
     def _execute(self, message: Message) -> None:
         match message.type:
             case "update":
-                self.policy.update(_micro_batches(message), int(message.fields["version"]))
+                self._addressed(message).update(_micro_batches(message), int(message.fields["version"]))
                 self._clock.read()  # only rank 0's phases are reported
             case "score":
-                self.policy.score(_micro_batches(message), message.fields["of"])
+                by_reference = bool(message.fields["by_reference"])
+                self._addressed(message).score(_micro_batches(message), by_reference=by_reference)
             case "check_compiled":
-                self.policy.check_compiled(_micro_batches(message))
+                self._addressed(message).check_compiled(_micro_batches(message))
             case "gather":
                 for _ in self.policy.gather():
                     pass
             case "save":
-                write_training_state(Path(message.fields["directory"]), self.policy.training_state(), self._ranks)
+                self._save(Path(message.fields["directory"]))
             case "begin_save":
                 self._begin_save(Path(message.fields["directory"]), lambda: None)
             case "load":
-                self.policy.load(Path(message.fields["directory"]))
+                self._load(Path(message.fields["directory"]))
             case "sample":
                 self._resume_sampling(SamplingOrder(**message.fields["order"]), is_new=message.fields["is_new"])
             case "tick":
                 pass
             case _:
                 raise ValueError(f"expected a known command of rank 0, got {message.type!r}; {SAME_VERSION}")
+
+    def _addressed(self, message: Message) -> TrainedModel:
+        return self.models[message.fields["model"]]
 
     @contextmanager
     def _command(self, what: str) -> Iterator[None]:
@@ -368,13 +402,28 @@ class FsdpEngine:
                 lambda data_rank: encode(command, fields, [a for mb in parts[data_rank] for a in to_arrays(mb)])
             )
 
+    def _save(self, directory: Path) -> None:
+        for name, trained in self.models.items():
+            write_training_state(model_part(directory, name), trained.training_state(), self._ranks)
+
+    def _load(self, directory: Path) -> None:
+        for name, trained in self.models.items():
+            part = model_part(directory, name)
+            if directory.is_dir() and not part.is_dir():
+                raise RunError(
+                    f"expected a {name} in the checkpoint {directory}, got none: it was written without one; resume "
+                    f"with the loss.advantage that the run began with, or start over with --fresh"
+                )
+            trained.load(part)
+
     def _begin_save(self, directory: Path, then: Callable[[], None]) -> Future[None]:
         """Copy this rank's state, and write it in a thread that then calls ``then``."""
         self._finish_save()  # another rank may know earlier that all have written
-        state = self.policy.host_copy.take(self.policy.training_state())
+        states = {name: trained.copied_state() for name, trained in self.models.items()}
 
         def write() -> None:
-            write_training_state(directory, state, self._ranks)
+            for name, state in states.items():
+                write_training_state(model_part(directory, name), state, self._ranks)
             then()
 
         self._saving = self._saver.submit(write)
@@ -385,6 +434,45 @@ class FsdpEngine:
         if self._saving is not None:
             wait([self._saving])
         self._saving = None
+
+
+class CriticCommands:
+    """Rank 0's commands to an engine's critic. It implements ``engine.Critic``."""
+
+    def __init__(self, engine: FsdpEngine) -> None:
+        self._engine = engine
+
+    def score(self, sequences: Sequence[TrainSequence]) -> dict[int, np.ndarray]:
+        return self._engine.values(sequences)
+
+    def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
+        return self._engine.update(sequences, version=version, model="critic")
+
+
+def _load_critic(
+    config: Config, ranks: Ranks, mesh: Mesh | None, clock: PhaseClock, policy: TrainedModel, *, max_length: int
+) -> TrainedModel:
+    """Load the critic of ``[critic]``. All ranks do so at the same time.
+
+    Raises:
+        ModelError: its model can't be used, or has another vocabulary than the policy's.
+    """
+    settings = config.of_critic
+    try:
+        critic = TrainedModel(
+            settings, ranks, mesh, clock, objective=ValueObjective(config.critic.value_clip),
+            schedule=policy_schedule(settings), head="value", max_length=max_length, is_policy=False,
+        )  # fmt: skip
+    except ModelError as error:
+        raise ModelError(
+            f"can't use the critic's model {settings.model.path} (critic.path, or model.path if that is unset): {error}"
+        ) from error
+    if critic.model.vocab_size != policy.model.vocab_size:
+        raise ModelError(
+            f"critic.path: expected a model of the policy's vocabulary, {policy.model.vocab_size} tokens, got "
+            f"{critic.model.vocab_size}; choose one with the same tokenizer"
+        )
+    return critic
 
 
 def _optimizer_device(config: Config, ranks: Ranks) -> torch.device:

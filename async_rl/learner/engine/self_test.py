@@ -15,7 +15,7 @@ values do not depend on its neighbours' tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any, cast
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from async_rl.attention_limits import NARROW_WINDOW, narrow_windows
 from async_rl.errors import ModelError
-from async_rl.learner.engine import Engine
 from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
 from async_rl.learner.packing import Packing, TrainSequence, pack
 
@@ -112,14 +111,17 @@ def check_replay(policy: PolicyModel) -> None:
         )
 
 
-def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int, packing: Packing = "packed") -> None:
+def check_neighbours(
+    score: Callable[[Sequence[TrainSequence]], Mapping[int, np.ndarray]], model_config: Any, *, num_ranks: int,
+    packing: Packing = "packed",
+) -> None:  # fmt: skip
     """Check that a sequence's logprobs stay the same, bit for bit, if its neighbours in a micro-batch change.
 
     Models with experts are not checked here. The tokens that an expert computes together, and so its rounding, depend
     on the neighbours. ``check_packing`` checks such models in float32.
 
     Args:
-        engine: computes the logprobs.
+        score: returns the engine's logprobs of sequences, or values, by sequence id.
         model_config: the model's transformers config.
         num_ranks: number of ranks. With more ranks the test needs more neighbours, so that some share a row with the
             sequence.
@@ -132,7 +134,7 @@ def check_neighbours(engine: Engine, model_config: Any, *, num_ranks: int, packi
     if any((getattr(text, key, None) or 0) > 1 for key in _EXPERT_KEYS):
         return
     before, after = (_sequences(text.vocab_size, neighbours_seed=seed, copies=num_ranks) for seed in (1, 2))
-    value, changed = (engine.score(sequences, of="policy")[0] for sequences in (before, after))
+    value, changed = (score(sequences)[0] for sequences in (before, after))
     if not np.array_equal(value, changed):
         raise _refusal(
             ", ".join(model_config.architectures or ["the model"]),

@@ -22,7 +22,7 @@ from async_rl.config.config import Config
 from async_rl.data.chat import model_files
 from async_rl.errors import ModelError
 from async_rl.learner.checkpoint import write_model_files
-from async_rl.learner.engine import ScoredBy, UpdateCost, UpdateStats
+from async_rl.learner.engine import UpdateCost, UpdateStats
 from async_rl.learner.engine.compilation import GraphCount, check_compiled, compile_layers
 from async_rl.learner.engine.flops import StepFlops, device_peak
 from async_rl.learner.engine.heads import Head, with_value_config
@@ -63,6 +63,7 @@ class TrainedModel:
         parameters: what is trained, by name.
         optimizer: the optimizer.
         host_copy: memory for copies of the training state.
+        flops: counts floating-point operations.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class TrainedModel:
         self._files = model_files(config.model.path) if ranks.is_leader else {}
         if ranks.is_leader and head == "value":
             self._files = with_value_config(self._files, self.model.causal_lm)
-        self.host_copy = HostCopy()
+        self._host_copy = HostCopy()
 
     def _test_model(self, weights: Weights | None, *, max_length: int, may_replay: bool) -> None:
         """Test the model on rank 0, choose how it computes micro-batches, and prepare it to replay routes."""
@@ -200,20 +201,20 @@ class TrainedModel:
         )
 
     @torch.no_grad()
-    def score(self, micro_batches: Sequence[MicroBatch], of: ScoredBy) -> list[tuple[np.ndarray, ...]]:
-        """Return, on rank 0, the log-probabilities and entropies of each data rank's trained tokens, float32, in the
-        order of its micro-batches.
+    def score(self, micro_batches: Sequence[MicroBatch], *, by_reference: bool) -> list[tuple[np.ndarray, ...]]:
+        """Return, on rank 0, the log-probabilities and entropies (or values and zeros) of each data rank's trained
+        tokens, float32, in the order of its micro-batches. They are the model's own, or the reference's.
 
         On the other ranks the list is empty.
         """
         model, context = self.model, nullcontext()
-        if of == "reference" and self.reference is not None:
+        if by_reference and self.reference is not None:
             model = self.reference
-        elif of == "reference":
+        elif by_reference:
             context = cast(Adapters, self.adapters).off()
         with context:
             # The reference routes as it would sample.
-            scored = self.passes.score(model, micro_batches, replays=of != "reference")
+            scored = self.passes.score(model, micro_batches, replays=not by_reference)
         if self._is_sharded:
             end_forward(model)
         arrays = [torch.cat(values).numpy() for values in zip(*scored, strict=True)]
@@ -339,6 +340,12 @@ class TrainedModel:
         if self.passes.stage is not None:
             tensors = self.passes.stage.owned(tensors)
         return TrainingState.of(tensors, self.optimizer.tensors(), num_updates=self._num_updates, ranks=self._ranks)
+
+    def copied_state(self) -> TrainingState:
+        """Return a copy of ``training_state`` that the next optimizer step does not change, valid until the next
+        call.
+        """
+        return self._host_copy.take(self.training_state())
 
     def load(self, directory: Path) -> None:
         if self.adapters is not None:

@@ -14,7 +14,6 @@ import transformers
 from torch import Tensor, nn
 
 from async_rl.errors import ModelError
-from async_rl.learner.engine import Engine
 from async_rl.learner.engine import self_test as module
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.self_test import check_neighbours, check_packing
@@ -221,26 +220,25 @@ def test_of_a_large_model_only_layers_up_to_the_last_new_kind_run(monkeypatch: p
     assert policy.decoder_layers is layers
 
 
-class ScoringEngine:
+def scoring(score: Callable[[np.ndarray, int], float]) -> Callable[[Sequence[TrainSequence]], dict[int, np.ndarray]]:
     """An engine whose logprobs of a sequence are a function of it and of the row's tokens."""
 
-    def __init__(self, score: Callable[[np.ndarray, int], float]) -> None:
-        self._score = score
-
-    def score(self, sequences: Sequence[TrainSequence], *, of: str) -> dict[int, np.ndarray]:
+    def of_row(sequences: Sequence[TrainSequence]) -> dict[int, np.ndarray]:
         total = sum(int(sequence.token_ids.sum()) for sequence in sequences)
-        return {s.sequence_id: np.array([self._score(s.token_ids, total)], np.float32) for s in sequences}
+        return {s.sequence_id: np.array([score(s.token_ids, total)], np.float32) for s in sequences}
+
+    return of_row
 
 
 def test_values_that_change_with_the_neighbours_are_refused():
     config = transformers.LlamaConfig(**SHAPE, architectures=["LlamaForCausalLM"])
-    independent = ScoringEngine(lambda ids, total: float(ids.sum()))
-    leaking = ScoringEngine(lambda ids, total: float(ids.sum()) + 1e-3 * total)
-    check_neighbours(cast(Engine, independent), config, num_ranks=2)
+    independent = scoring(lambda ids, total: float(ids.sum()))
+    leaking = scoring(lambda ids, total: float(ids.sum()) + 1e-3 * total)
+    check_neighbours(independent, config, num_ranks=2)
     with pytest.raises(ModelError, match=r"LlamaForCausalLM .* logprobs change by up to"):
-        check_neighbours(cast(Engine, leaking), config, num_ranks=2)
+        check_neighbours(leaking, config, num_ranks=2)
     # Experts compute tokens of several sequences together, so rounding may change.
-    check_neighbours(cast(Engine, leaking), transformers.MixtralConfig(**SHAPE), num_ranks=2)
+    check_neighbours(leaking, transformers.MixtralConfig(**SHAPE), num_ranks=2)
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
