@@ -18,6 +18,7 @@ from tests.end_to_end.harness import ROOT, check_ledger, metrics, processes_of, 
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 RECIPES = ("gsm8k_qwen2.5_0.5b", "one_node_8gpu")
+MORE_RECIPES = ("math_qwen2.5_7b", "countdown_qwen2.5_3b")
 
 
 @pytest.mark.slow
@@ -65,7 +66,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return output.out
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, *MORE_RECIPES])
 def test_a_gpu_recipe_passes_config_and_dry_run(
     tmp_path: Path, recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -87,7 +88,7 @@ def test_a_gpu_recipe_passes_config_and_dry_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, pytest.param("math_qwen2.5_7b", marks=pytest.mark.long)])
 def test_a_shrunken_gpu_recipe_trains_two_steps_on_the_cpu(tmp_path: Path, recipe: str):
     task = write_tiny_task(tmp_path)
     config = write_config(tmp_path / "config.toml", shrunken(recipe, tmp_path, task))
