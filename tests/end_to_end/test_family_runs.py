@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from tests.end_to_end.family_run import learn_sums
         pytest.param("granite 4 hybrid", {"mamba_n_heads": 6}, marks=pytest.mark.long),
     ],
 )
-def test_a_family_learns_sums(tmp_path: Path, family: str, changes: dict[str, int]):
+def test_a_family_learns_sums(tmp_path: Path, family: str, changes: dict[str, Any]):
     learned = learn_sums(tmp_path, family, backend="transformers", **changes)
     assert learned.accuracy_after > learned.accuracy_before + 0.1
     assert learned.parity < 1e-4

@@ -101,7 +101,7 @@ class TrainedModel:
             )
         self.has_reference = is_policy and config.loss.needs_reference
         self.reference, reference_weights = self._load_reference()
-        self._flops = StepFlops.of_model(self.model.causal_lm)
+        self.flops = StepFlops.of_model(self.model.causal_lm)
         self.passes = self._divided()
         self._shard(weights, reference_weights)
         copy = self.passes.copied_weight
@@ -196,7 +196,7 @@ class TrainedModel:
             max_tokens=self.config.longest_sequence,
             num_ranks=self._ranks.layout.num_data_ranks,
             packing=self.model.packing,
-            work=self._flops.work,
+            work=self.flops.work,
             min_rounds=self._ranks.layout.pipeline,
         )
 
@@ -230,7 +230,7 @@ class TrainedModel:
         peak = device_peak(self._ranks.device, self._dtype)
         return UpdateCost(
             phase_s=self._clock.read(),
-            flops=sum(self._flops.of(micro_batch) for part in parts for micro_batch in part),
+            flops=sum(self.flops.of(micro_batch) for part in parts for micro_batch in part),
             peak_flops_per_s=None if peak is None else peak * self._ranks.world_size,
             peak_memory_bytes=peak_bytes,
         )

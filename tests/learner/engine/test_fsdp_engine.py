@@ -15,7 +15,7 @@ import torch
 from async_rl.config.loss import LossConfig
 from async_rl.errors import ConfigError, ModelError, RunError
 from async_rl.learner.batch import along_tokens
-from async_rl.learner.engine import ScoredBy, UpdateStats, fsdp_engine
+from async_rl.learner.engine import ScoredBy, UpdateStats, trained_model
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.engine.sharding import check_offload
@@ -234,16 +234,17 @@ def test_a_step_past_a_limit_leaves_weights_optimizer_and_schedule_untouched(
     optimizer = PLAIN["optimizer"] | {"betas": [0.9, 0.999], "warmup_steps": 4, "weight_decay": 0.1}
     guarded = make_engine(directory, {"optimizer": optimizer, "loss": limit})
     free = make_engine(directory, {"optimizer": optimizer})
-    lenient, strict = policy_objective(guarded._config.model_copy(update={"loss": LossConfig()})), guarded._objective
+    strict = guarded.policy.objective
+    lenient = policy_objective(guarded.policy.config.model_copy(update={"loss": LossConfig()}))
     for engine in (guarded, free):
         engine.policy.objective = lenient
         assert engine.update(batch_for(0), version=0).stepped
-    guarded._objective = strict
+    guarded.policy.objective = strict
     skipped = guarded.update(batch_for(1), version=0)
     assert not skipped.stepped
     assert f"loss.{next(iter(limit))}" in skipped.reason
     assert skipped.grad_norm > 0
-    guarded._objective = lenient
+    guarded.policy.objective = lenient
     after, straight = (engine.update(batch_for(2), version=0) for engine in (guarded, free))
     assert after.lr == straight.lr
     for engine, name in ((guarded, "guarded"), (free, "free")):
@@ -457,7 +458,7 @@ def test_an_offloaded_engine_takes_the_same_steps(
     directory: Path, reference: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # FSDP's code for offloaded shards, without a device to move them to.
-    monkeypatch.setattr(fsdp_engine, "check_offload", lambda *_, **__: None)
+    monkeypatch.setattr(trained_model, "check_offload", lambda *_, **__: None)
     found: dict[str, tuple[UpdateStats, Tensors, Tensors]] = {}
     for offload in ("none", "reference", "all"):
         sections: Any = {"model": {"dtype": "bfloat16"}, "loss": reference, "learner": {"offload": offload}}

@@ -96,12 +96,12 @@ def test_only_the_decoders_linear_layers_are_quantised_and_they_take_less_memory
     plain, four = map(weights_of, engines)
     changed = {name for name, tensor in plain.items() if not torch.equal(tensor, four[name])}
     assert changed == {n for n in plain if ".layers." in n and n.endswith("proj.weight")}
-    layers = [m for m in engines[1]._model.modules() if isinstance(m, QuantizedLinear)]
+    layers = [m for m in engines[1].policy.model.modules() if isinstance(m, QuantizedLinear)]
     # Half a byte for each weight, and four bytes for 64 of them.
     assert sum(b.nbytes for m in layers for b in m.buffers()) == sum(
         m.in_features * m.out_features * (0.5 + 4 / 64) for m in layers
     )
-    assert engines[1]._flops.per_token == engines[0]._flops.per_token
+    assert engines[1].policy.flops.per_token == engines[0].policy.flops.per_token
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -23,7 +23,7 @@ NUM_TOKENS, HIDDEN, INTERMEDIATE = 96, 64, 256
 
 def kept(config: Config) -> tuple[int, list[torch.Tensor]]:
     """The bytes that the decoder's forward pass leaves allocated, and the gradients."""
-    model = FsdpEngine(config, init_ranks(config))._model
+    model = FsdpEngine(config, init_ranks(config)).policy.model
     ((micro_batch,),) = pack(random_sequences(2, NUM_TOKENS // 2), max_tokens=1 << 20, num_ranks=1, packing="packed")
     batch = to_device(micro_batch, torch.device("cpu"))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

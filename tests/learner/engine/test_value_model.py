@@ -197,7 +197,7 @@ def test_several_labels_and_families_without_a_class_are_refused(tmp_path: Path)
     value_weights(tmp_path / "labels", num_labels=3)
     with pytest.raises(ModelError, match="one label, which is the value, got 3 labels"):
         open_model(tiny_config(tmp_path, "labels").model, "value")
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape: Any = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     GraniteForCausalLM(GraniteConfig(vocab_size=8, pad_token_id=0, **shape)).save_pretrained(tmp_path / "granite")
     with pytest.raises(ModelError, match="has a SequenceClassification class"):
         open_model(tiny_config(tmp_path, "granite").model, "value")
