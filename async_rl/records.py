@@ -105,6 +105,24 @@ class Lease(msgspec.Struct, frozen=True):
         return self.kind == "train" and not self.sampling.keeps_all
 
 
+class TeacherScores(msgspec.Struct, frozen=True, eq=False):
+    """What a teacher says of the sampled tokens of a sequence, at the sampling temperature. S = sampled tokens.
+
+    Attributes:
+        logprobs: float32 [S, 1 + K], nats: the teacher's log-probabilities of the sampled token, then of its K
+            likeliest tokens.
+        top_ids: int32 [S, K], the ids of these.
+    """
+
+    logprobs: Float32Array
+    top_ids: Int32Array
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.top_ids.shape[1]
+
+
 class TokenSequence(msgspec.Struct, frozen=True, eq=False):
     """One contiguous sequence of tokens: the context that the policy saw and the tokens that it sampled.
 
@@ -119,6 +137,7 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
             log-probability is normalised over this set. None if top-p and top-k left every token.
         routes: uint8 or uint16 [P, L, K], the experts that computed the first P tokens (``async_rl.routes``). None
             unless the lease wants routes.
+        teacher: what the run's teacher says of the sampled tokens. None without a teacher.
     """
 
     token_ids: Int32Array
@@ -127,6 +146,7 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
     versions: Int32Array
     sampling_mask: SamplingMask | None = None
     routes: RouteArray | None = None
+    teacher: TeacherScores | None = None
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.loss_mask) == len(self.behavior_logprobs) == len(self.versions):
@@ -147,6 +167,17 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
                 f"a token sequence: expected routes [P, layers, top-k] of at most its {len(self.token_ids)} tokens, "
                 f"got {list(self.routes.shape)}; this is a bug in async-rl, please report it"
             )
+        if self.teacher is not None:
+            _check_teacher(self.teacher, int(np.count_nonzero(self.loss_mask)))
+
+
+def _check_teacher(teacher: TeacherScores, num_sampled: int) -> None:
+    logprobs, ids = teacher.logprobs.shape, teacher.top_ids.shape
+    if len(logprobs) != 2 or len(ids) != 2 or logprobs != (num_sampled, 1 + ids[1]) or ids[0] != num_sampled:
+        raise ValueError(
+            f"a token sequence: expected a teacher's logprobs [{num_sampled}, 1 + K] and top_ids [{num_sampled}, K], "
+            f"got {list(logprobs)} and {list(ids)}; this is a bug in async-rl, please report it"
+        )
 
 
 class Turn(msgspec.Struct, frozen=True):

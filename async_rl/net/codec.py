@@ -25,6 +25,7 @@ from async_rl.records import (
     LeaseKind,
     Rollout,
     Span,
+    TeacherScores,
     TokenSequence,
     Turn,
 )
@@ -130,6 +131,8 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         turns: the turns of all rollouts. None if the group was sampled without an environment.
         routes: the shape of the routes. None if the group has none.
         spans: the spans of all rollouts. None if there are none.
+        teacher_top_k: K of the teacher's scores, whose two arrays are the last of the message. None if the group has
+            none.
     """
 
     lease_id: str
@@ -149,6 +152,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     turns: TurnFields | None = None
     routes: RouteFields | None = None
     spans: SpanFields | None = None
+    teacher_top_k: Annotated[int, msgspec.Meta(ge=0, le=1024)] | None = None
 
 
 def encode_group(group: Group) -> bytes:
@@ -163,6 +167,7 @@ def encode_group(group: Group) -> bytes:
     turns = [turn for r in rollouts for turn in r.turns]
     spans = [span for r in rollouts for span in r.spans]
     routes = _all_or_none("routes", [s.routes for s in sequences])
+    teachers = _all_or_none("a teacher's scores", [s.teacher for s in sequences])
     fields = GroupFields(
         lease_id=group.lease_id,
         kind=group.kind,
@@ -190,6 +195,7 @@ def encode_group(group: Group) -> bytes:
         spans=SpanFields([len(r.spans) for r in rollouts], [s.end for s in spans], [s.reward for s in spans])
         if spans
         else None,
+        teacher_top_k=teachers[0].top_k if teachers else None,
     )
     arrays = [
         _column("<i4", [s.token_ids for s in sequences]),
@@ -201,6 +207,9 @@ def encode_group(group: Group) -> bytes:
         arrays += [_column("<i4", [mask.sizes for mask in masks]), _column("<i4", [mask.words for mask in masks])]
     if routes:
         arrays.append(_column(routes[0].dtype.str, routes))
+    if teachers:
+        arrays.append(_column("<f4", [teacher.logprobs for teacher in teachers]))
+        arrays.append(_column("<i4", [teacher.top_ids for teacher in teachers]))
     return encode("group", fields, arrays)
 
 
@@ -217,7 +226,7 @@ def _all_or_none(what: str, of_sequences: Sequence[_T | None]) -> list[_T]:
 
 def _column(dtype: str, arrays: Iterable[np.ndarray]) -> Pieces:
     # The memory of an empty array can't be cast.
-    return Pieces(dtype, [np.ascontiguousarray(array, dtype).data.cast("B") for array in arrays if len(array)])
+    return Pieces(dtype, [np.ascontiguousarray(array, dtype).data.cast("B") for array in arrays if array.size])
 
 
 _READER = TypedReader("group", GroupFields)
@@ -236,6 +245,7 @@ class FlatGroup:
         sampling_mask: the token sets of all sampled tokens. None if top-p and top-k left every token.
         routes: uint8 or uint16 [P, L, K], the routes of all sequences, one after the other; ``fields.routes`` counts
             them. None if the group has none.
+        teacher: the teacher's scores of all sampled tokens. None if the group has none.
     """
 
     fields: GroupFields
@@ -245,6 +255,7 @@ class FlatGroup:
     versions: Int32Array
     sampling_mask: SamplingMask | None
     routes: RouteArray | None
+    teacher: TeacherScores | None = None
 
     @property
     def num_rollouts(self) -> int:
@@ -262,10 +273,12 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
     token_ids, loss_mask, logprobs, versions = flat.token_ids, flat.loss_mask, flat.behavior_logprobs, flat.versions
     sequences: list[TokenSequence] = []
     start = 0
-    parts_by_sequence = zip(fields.lengths, _masks_by_sequence(flat), _routes_by_sequence(flat), strict=True)
-    for length, mask, routes in parts_by_sequence:
+    parts_by_sequence = zip(
+        fields.lengths, _masks_by_sequence(flat), _routes_by_sequence(flat), _teachers_by_sequence(flat), strict=True
+    )
+    for length, mask, routes, teacher in parts_by_sequence:
         at = slice(start, start + length)
-        sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], mask, routes))
+        sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], mask, routes, teacher))
         start = at.stop
     turns, spans = _turns_by_rollout(flat), _spans_by_rollout(flat)
     rollouts: list[Rollout] = []
@@ -300,8 +313,22 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
 def _masks_by_sequence(flat: FlatGroup) -> Sequence[SamplingMask | None]:
     if flat.sampling_mask is None or not flat.fields.lengths:
         return [None] * len(flat.fields.lengths)
-    ends = np.concatenate([[0], np.cumsum(flat.loss_mask)])[np.cumsum(flat.fields.lengths)]
-    return split(flat.sampling_mask, np.diff(ends, prepend=0).tolist())
+    return split(flat.sampling_mask, np.diff(_sampled_ends(flat), prepend=0).tolist())
+
+
+def _teachers_by_sequence(flat: FlatGroup) -> Sequence[TeacherScores | None]:
+    if flat.teacher is None or not flat.fields.lengths:
+        return [None] * len(flat.fields.lengths)
+    ends = _sampled_ends(flat).tolist()
+    return [
+        TeacherScores(flat.teacher.logprobs[start:end], flat.teacher.top_ids[start:end])
+        for start, end in zip([0, *ends], ends)
+    ]
+
+
+def _sampled_ends(flat: FlatGroup) -> np.ndarray:
+    """Return how many tokens are sampled up to the end of each sequence, int64 [S]."""
+    return np.concatenate([[0], np.cumsum(flat.loss_mask)])[np.cumsum(flat.fields.lengths)]
 
 
 def _routes_by_sequence(flat: FlatGroup) -> Sequence[RouteArray | None]:
@@ -334,11 +361,14 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
         WireError: as for ``decode_group``.
     """
     fields, arrays = _READER.read(frame, limits)
-    num_others = len(arrays) - (fields.routes is not None)
+    num_taught = 0 if fields.teacher_top_k is None else 2
+    num_others = len(arrays) - (fields.routes is not None) - num_taught
     if num_others not in (4, 6):
         raise WireError(
-            f"expected a 'group' message with 4 or 6 arrays besides its routes, got {num_others}; {SAME_VERSION}"
+            f"expected a 'group' message with 4 or 6 arrays besides its routes and its teacher's scores, got "
+            f"{num_others}; {SAME_VERSION}"
         )
+    arrays, taught = arrays[: len(arrays) - num_taught], arrays[len(arrays) - num_taught :]
     token_ids, loss_mask, logprobs, versions = arrays[:4]
     num_tokens = token_ids.size
     for array, dtype in zip(arrays, _COLUMN_DTYPES):
@@ -366,7 +396,20 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
         _check_spans(fields.spans, num_rollouts)
     mask = None if num_others == 4 else _sampling_mask(arrays[:6])
     routes = None if fields.routes is None else _routes(fields.routes, fields.lengths, arrays[-1])
-    return FlatGroup(fields, token_ids, loss_mask, logprobs, versions, mask, routes)
+    teacher = None if fields.teacher_top_k is None else _teacher(taught, fields.teacher_top_k, loss_mask)
+    return FlatGroup(fields, token_ids, loss_mask, logprobs, versions, mask, routes, teacher)
+
+
+def _teacher(arrays: Sequence[np.ndarray], top_k: int, loss_mask: np.ndarray) -> TeacherScores:
+    num_sampled = int(np.count_nonzero(loss_mask))
+    sizes = ((num_sampled * (1 + top_k),), (num_sampled * top_k,))
+    found = [(array.dtype.str, array.shape) for array in arrays]
+    if found != [("<f4", sizes[0]), ("<i4", sizes[1])]:
+        raise WireError(
+            f"expected a teacher's scores of {num_sampled} tokens with top_k {top_k} in a 'group' message, got arrays "
+            f"{found}; {SAME_VERSION}"
+        )
+    return TeacherScores(arrays[0].reshape(num_sampled, 1 + top_k), arrays[1].reshape(num_sampled, top_k))
 
 
 def _check_turns(turns: TurnFields, num_rollouts: int) -> None:

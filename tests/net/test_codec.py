@@ -11,7 +11,7 @@ from async_rl.errors import WireError
 from async_rl.net.codec import decode_group, encode_group, read_as
 from async_rl.net.wire import decode, encode
 from async_rl.queue.messages import LeasesGranted
-from async_rl.records import Group, Lease, Prompt, Rollout, Sampling, TokenSequence, Turn
+from async_rl.records import Group, Lease, Prompt, Rollout, Sampling, TeacherScores, TokenSequence, Turn
 from async_rl.sampling_mask import SamplingMask, pack_ids
 
 
@@ -224,7 +224,7 @@ def test_sampling_masks_that_do_not_fit_their_tokens_are_refused(column: int, ar
 
 def test_half_of_the_sampling_masks_columns_are_refused():
     sent = decode(encode_group(with_kept(group([[5]]))))
-    with pytest.raises(WireError, match="4 or 6 arrays besides its routes, got 5"):
+    with pytest.raises(WireError, match="4 or 6 arrays besides its routes and its teacher's scores, got 5"):
         decode_group(encode("group", sent.fields, sent.arrays[:5]))
 
 
@@ -292,9 +292,9 @@ def test_routes_that_do_not_fit_are_refused(shape: dict[str, object], array: np.
 
 def test_routes_that_are_announced_or_sent_alone_are_refused():
     sent = decode(encode_group(with_routes(group([[5]]))))
-    with pytest.raises(WireError, match="4 or 6 arrays besides its routes, got 3"):
+    with pytest.raises(WireError, match="4 or 6 arrays besides its routes and its teacher's scores, got 3"):
         decode_group(encode("group", sent.fields, sent.arrays[:4]))
-    with pytest.raises(WireError, match="4 or 6 arrays besides its routes, got 5"):
+    with pytest.raises(WireError, match="4 or 6 arrays besides its routes and its teacher's scores, got 5"):
         decode_group(encode("group", {**sent.fields, "routes": None}, sent.arrays))
 
 
@@ -335,3 +335,51 @@ def test_turns_that_do_not_fit_their_rollouts_are_refused(turns: object, message
     sent = decode(encode_group(group([[3]])))
     with pytest.raises(WireError, match=message):
         decode_group(encode("group", {**sent.fields, "turns": turns}, sent.arrays))
+
+
+def taught(length: int, top_k: int) -> TokenSequence:
+    n = max(0, length - 1)
+    scores = TeacherScores(
+        np.linspace(-3, 0, n * (1 + top_k), dtype=np.float32).reshape(n, 1 + top_k),
+        np.arange(n * top_k, dtype=np.int32).reshape(n, top_k),
+    )
+    return replace(sequence(length), teacher=scores)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=3))
+def test_a_teachers_scores_survive_the_wire_with_their_sequences(top_k: int, lengths: list[list[int]]):
+    whole = group(lengths)
+    rollouts = tuple(
+        replace(r, sequences=tuple(taught(len(s.token_ids), top_k) for s in r.sequences)) for r in whole.rollouts
+    )
+    decoded = decode_group(encode_group(replace(whole, rollouts=rollouts)))
+    for sent, got in zip(rollouts, decoded.rollouts, strict=True):
+        for a, b in zip(sent.sequences, got.sequences, strict=True):
+            assert a.teacher is not None
+            assert b.teacher is not None
+            np.testing.assert_array_equal(a.teacher.logprobs, b.teacher.logprobs)
+            np.testing.assert_array_equal(a.teacher.top_ids, b.teacher.top_ids)
+
+
+def test_a_group_without_a_teacher_is_written_as_ever():
+    # So journals of older versions stay readable, and these can read ours.
+    message = decode(encode_group(group([[3]])))
+    assert "teacher_top_k" not in message.fields
+    assert len(message.arrays) == 4
+
+
+@pytest.mark.parametrize(
+    ("top_k", "logprobs"), [(0, np.zeros(1, np.float32)), (1, np.zeros(2, np.float32)), (0, np.zeros(2, np.float64))]
+)
+def test_a_teachers_scores_that_do_not_fit_their_tokens_are_refused(top_k: int, logprobs: np.ndarray):
+    message = decode(encode_group(group([[3]])))  # two sampled tokens
+    arrays = (*message.arrays, logprobs, np.zeros(2 * top_k, np.int32))
+    with pytest.raises(WireError, match="a teacher's scores of 2 tokens"):
+        decode_group(encode("group", {**message.fields, "teacher_top_k": top_k}, arrays))
+
+
+def test_a_teachers_scores_of_some_sequences_only_are_refused():
+    rollout = replace(group([[3, 3]]).rollouts[0], sequences=(sequence(3), taught(3, 0)))
+    with pytest.raises(ValueError, match="a teacher's scores for all 2 sequences"):
+        encode_group(replace(group([]), rollouts=(rollout,)))
