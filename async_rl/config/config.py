@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from async_rl.config.critic import CriticConfig
 from async_rl.config.data import DataConfig, EvalConfig, RowField
+from async_rl.config.distill import DistillConfig, check_distillation
 from async_rl.config.generator import (
     EnvironmentConfig,
     GeneratorConfig,
@@ -47,6 +48,7 @@ class Config(Section):
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()
     scorer: dict[str, ScorerConfig] = Field(default={})
+    distill: DistillConfig = DistillConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     queue: QueueConfig = QueueConfig()
     loss: LossConfig = LossConfig()
@@ -74,6 +76,7 @@ class Config(Section):
         self._check_packing()
         self._check_code_keys()
         self._check_scorers()
+        check_distillation(self, has_model=has_model(self.generator.backend))
         self._check_environment()
         self._check_eval_keys()
         self._check_quantized_base()
@@ -161,7 +164,8 @@ class Config(Section):
                 f"reward.cache_length: expected less than sampling.max_new_tokens = {longest}, got "
                 f"{self.reward.cache_length}; lower it, or leave it out"
             )
-        row, is_own = ADVANTAGES[self.loss.advantage], self.loss.advantage_function is not None
+        row = ADVANTAGES[self.loss.advantage]
+        is_own = self.loss.advantage_function is not None or not self.distill.rewards
         if self.sampling.group_size == 1 and not (is_own or row.over_step or row.has_critic):
             raise ValueError(
                 f"sampling.group_size: expected at least 2 with loss.advantage = {self.loss.advantage!r}, got 1; "
@@ -436,7 +440,8 @@ class Config(Section):
     @property
     def scorers_by_use(self) -> dict[str, str]:
         """The key of each use of a scorer -> the name of the scorer."""
-        return {} if self.reward.model is None else {"reward.model": self.reward.model}
+        reward = {} if self.reward.model is None else {"reward.model": self.reward.model}
+        return reward | self.distill.by_use
 
     @property
     def code_names(self) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ TUNABLE: tuple[str, ...] = (
     "learner.steps", "data.epochs", "data.eval", "eval", "generator",
     "queue.max_staleness", "queue.on_stale", "queue.wait_s", "queue.adaptive",
     "queue.max_filtered", "queue.max_attempts", "queue.max_refused_share",
-    "optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.warmup_steps",
+    "distill.coef", "optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.warmup_steps",
     "experimental.adaptive_min_ess", "experimental.adaptive_max_kl", "experimental.max_skipped_steps",
 )  # fmt: skip
 """Keys and sections that may change, too. They affect what the run learns from the next step on, and not what it has

@@ -76,6 +76,8 @@ class QueueSettings:
     adaptive: bool
     routing: RoutingShape | None = None
     """The shape of the routes that training leases want. None: they want none."""
+    teacher_bytes: int = 0
+    """Bytes of a teacher's scores of one sampled token. 0 without a teacher."""
 
     def __post_init__(self) -> None:
         if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
@@ -141,6 +143,7 @@ class QueueSettings:
             max_refused_share=config.queue.max_refused_share,
             adaptive=config.queue.adaptive,
             routing=routing,
+            teacher_bytes=_BYTES_PER_WORD * (1 + 2 * config.distill.top_k) if config.distill.is_set else 0,
         )
 
     @property
@@ -153,6 +156,7 @@ class QueueSettings:
         sampling = self.sampling
         tokens = self.max_turns * (sampling.max_prompt_tokens + sampling.max_new_tokens)
         kept = 0 if sampling.keeps_all else sampling.max_new_tokens * _BYTES_PER_WORD * (1 + self._most_mask_words)
+        kept += sampling.max_new_tokens * self.teacher_bytes
         token_bytes = BYTES_PER_TOKEN + (0 if self.routing is None else self.routing.bytes_per_token)
         return self.group_size * (tokens * token_bytes + kept + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
 
