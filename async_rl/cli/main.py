@@ -346,7 +346,7 @@ def rm(config: ConfigPath, overrides: Overrides = None) -> None:
         run_rm(resolved)
 
 
-@app.command(short_help="Serve a reward model to generators.")
+@app.command(short_help="Serve a reward model or a teacher to generators.")
 def scorer(
     config: ConfigPath,
     name: Annotated[

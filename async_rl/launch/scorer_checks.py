@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.data.chat import model_directory
+from async_rl.data.chat import load_tokenizer, model_directory
+from async_rl.data.vocabulary import vocabulary_digest
 from async_rl.errors import AddressError, ModelError
 from async_rl.net.address import check_address, refuse_open_bind
 from async_rl.net.link import why_unreachable
@@ -34,6 +35,8 @@ def check_scorers(config: Config, *, insecure: bool) -> None:
             directory = model_directory(scorer.model)
             if key == "reward.model":
                 check_reward_model(directory)
+            else:
+                check_teacher(directory, config.model.path)
         except ModelError as error:
             raise ModelError(f"scorer.{name}.model: {str(error).removeprefix('model.path: ')}") from None
 
@@ -64,6 +67,20 @@ def check_reward_model(directory: Path) -> None:
         raise ModelError(
             f"expected a sequence-classification model with one label, got {', '.join(map(str, names)) or 'no'} "
             f"architecture with {len(labels)} labels in {path}; choose a reward model"
+        )
+
+
+def check_teacher(directory: Path, student: str) -> None:
+    """Check that the teacher in ``directory`` has the vocabulary of the model ``student``.
+
+    Raises:
+        ModelError: it has another one, or a tokenizer is missing.
+    """
+    digests = [vocabulary_digest(load_tokenizer(path, needs_template=False)) for path in (directory, student)]
+    if digests[0] != digests[1]:
+        raise ModelError(
+            f"expected a teacher with the vocabulary of model.path = {student}, because it scores the same tokens, got "
+            f"another tokenizer in {directory}; choose a model of the same family"
         )
 
 

@@ -1,16 +1,11 @@
-"""Digests of a scorer's model, so that no run goes on with another one."""
+"""The digest of a scorer's model, so that no run goes on with another one."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from async_rl.errors import ModelError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _LENGTH = 16
 
@@ -33,9 +28,3 @@ def model_digest(directory: Path) -> str:
         with path.open("rb") as file:
             total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     return total.hexdigest()[:_LENGTH]
-
-
-def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256, in short, of a tokenizer's tokens and their ids, added ones included."""
-    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:_LENGTH]

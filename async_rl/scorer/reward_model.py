@@ -17,8 +17,9 @@ from torch import nn
 
 from async_rl.config.scorer import ScorerConfig
 from async_rl.data.chat import context_length, load_tokenizer, render_answer
+from async_rl.data.vocabulary import vocabulary_digest
 from async_rl.errors import ModelError
-from async_rl.scorer.model_files import model_digest, vocabulary_digest
+from async_rl.scorer.model_files import model_digest
 from async_rl.scorer.server import Scored
 from async_rl.scoring.messages import Received, TextQuestion
 

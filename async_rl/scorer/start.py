@@ -19,6 +19,7 @@ from async_rl.output import logged
 from async_rl.run.directory import RunDir, write_atomically
 from async_rl.scorer.reward_model import RewardModel
 from async_rl.scorer.server import ScorerServer, ScoringModel
+from async_rl.scorer.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,9 @@ def load_scorer(config: Config, name: str) -> ScoringModel:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         directory = model_directory(scorer.model, weights=True)
-        return RewardModel(directory, scorer, device=device, dtype=_dtype(scorer, device))
+        is_reward = name == config.reward.model
+        kind = RewardModel if is_reward else Teacher
+        return kind(directory, scorer, device=device, dtype=_dtype(scorer, device))
     except ModelError as error:
         raise ModelError(f"scorer.{name}.model: {str(error).removeprefix('model.path: ')}") from error
 
