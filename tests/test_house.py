@@ -35,7 +35,7 @@ LIGHT = (
     "rewards", "environments", "data", "scoring", "queue", "launch", "cli", "comparison",
     "doctor.check", "doctor.machine", "evaluation.table", "learner.memory_plan",
     "generator.worker", "generator.backend", "generator.conformance", "generator.parity",
-    "generator.fake", "generator.rollouts", "generator.offline", "generator.environment_rollouts",
+    "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",
     "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.adapter",
     "generator.vllm.shared_staging",
     "weights.receiver", "weights.transport", "weights.tcp.server", "weights.tcp.delta",

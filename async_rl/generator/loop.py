@@ -21,6 +21,7 @@ from async_rl.errors import QueueError
 from async_rl.generator.backend import Backend
 from async_rl.generator.parity import answer_probe
 from async_rl.generator.rollouts import ActiveLeases, AsksScorers, Graded, Grader, Rollouts, SingleTurnRollouts
+from async_rl.generator.teachers import TaughtRollouts, Teachers
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import (
     Announced,
@@ -133,7 +134,7 @@ class Worker:
     ``wait_s`` is how long the queue may be silent. ``clock`` returns the time in seconds. If ``environment`` is None,
     each rollout is one answer that ``grader`` scores; else ``environment`` plays the rollouts. ``device`` is where the
     backend computes; None: on a device that does nothing else. ``scorers`` are what may wait for other processes:
-    leases are kept meanwhile, and heartbeats say why.
+    leases are kept meanwhile, and heartbeats say why. ``teachers`` score what is sampled for training.
 
     While the device does other work, the loop goes on without decode steps: it sends heartbeats, and returns groups
     that are graded meanwhile.
@@ -153,13 +154,15 @@ class Worker:
         environment: Rollouts | None = None,
         device: Device | None = None,
         scorers: Sequence[AsksScorers] = (),
+        teachers: Teachers | None = None,
     ) -> None:
         self._device: Device = device or OwnDevice()
         self._queue = queue
         self._receiver = receiver
         self._backend = backend
         single = SingleTurnRollouts(backend, grader, truncates=config.data.on_long_prompt == "truncate")
-        self._rollouts: Rollouts = single if environment is None else environment
+        rollouts: Rollouts = single if environment is None else environment
+        self._rollouts = rollouts if teachers is None else TaughtRollouts(rollouts, teachers)
         self._max_groups = config.generator.max_concurrent_groups
         self._generator_id = generator_id
         self._wait_s = wait_s
@@ -178,7 +181,7 @@ class Worker:
         self._finished = self._is_paused = False
         self._heartbeat_at_s = self._poll_at_s = clock()
         self._num_graded = 0
-        self._scorers, self._num_waits = tuple(scorers), 0
+        self._scorers, self._num_waits = (*scorers, *(() if teachers is None else (teachers,))), 0
         self._queue_reason = ""
         self._receiver_trouble: str | None = None
 

@@ -43,6 +43,7 @@ from async_rl.generator.backend import Backend, MultiRankBackend, TextBackend, b
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, TokenizerText
 from async_rl.generator.loop import Worker
 from async_rl.generator.rollouts import ThreadGrader
+from async_rl.generator.teachers import build_teachers
 from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.net.keys import SECRET_VARIABLE, ClientKeys
 from async_rl.output import logged
@@ -123,6 +124,7 @@ def run_generator(
             wait_s=wait_s,
             environment=build_environment(config, directory, backend, digests, stack),
             scorers=[grader],
+            teachers=build_teachers(config, directory, keys, stack),
         )
         stack.callback(queue.leave)  # first of all: engine and environments may take long to end
         worker.run()
