@@ -32,11 +32,15 @@ _ROW_TOKENS_ONLY = Work()
 _SEQUENCES_AT_ONCE = 32
 _DUMMY_ID = -1
 _BUG = "this is a bug in async-rl, please report it"
-_OPTIONAL = ("reference_logprobs", "proximal_logprobs", "verdicts")
+_OPTIONAL = ("reference_logprobs", "proximal_logprobs", "verdicts", "teacher_logprobs", "top_ids", "top_logprobs")
 
 
 def _no_logprobs() -> np.ndarray:
     return np.zeros(0, dtype=np.float32)
+
+
+def _no_ids() -> np.ndarray:
+    return np.zeros(0, dtype=np.int32)
 
 
 def _no_verdicts() -> np.ndarray:
@@ -61,6 +65,9 @@ class TrainSequence:
         verdicts: uint8 [T], a ``losses.rules.Verdict`` on each token. [0] if nothing judges tokens by the whole step.
         routes: [P, L, K], the experts to compute the first P tokens with (``async_rl.routes``): at least those before
             the last token under the loss mask. None if the model's routers choose.
+        teacher_logprobs: float32 [T], nats, of the teacher. [0] without a teacher.
+        top_ids: int32 [T, K], the teacher's likeliest tokens, and top_logprobs: float32 [T, K], their log-probabilities
+            in nats. [0] if the loss needs none.
     """
 
     sequence_id: int
@@ -75,6 +82,9 @@ class TrainSequence:
     sampling_mask: SamplingMask | None = None
     verdicts: np.ndarray = field(default_factory=_no_verdicts)
     routes: RouteArray | None = None
+    teacher_logprobs: np.ndarray = field(default_factory=_no_logprobs)
+    top_ids: np.ndarray = field(default_factory=_no_ids)
+    top_logprobs: np.ndarray = field(default_factory=_no_logprobs)
 
     @property
     def after_update(self) -> np.ndarray:
@@ -98,7 +108,9 @@ class MicroBatch:
         predict_index: int32 [N], the place in T of the hidden state that predicts each trained token.
         targets: int32 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N];
             after_update: bool [N], as ``TrainSequence.after_update``.
-        reference_logprobs, proximal_logprobs: float32 [N]; [0] if the loss needs none. verdicts: uint8 [N], or [0].
+        reference_logprobs, proximal_logprobs, teacher_logprobs: float32 [N]; [0] if the loss needs none. verdicts:
+            uint8 [N], or [0].
+        top_ids: int32 [N * K], top_logprobs: float32 [N * K], as in ``TrainSequence``; [0] if the loss needs none.
         routes: uint16 [T * L * K], the experts of the row's tokens; [0] if the model's routers choose. Sequences share
             a prompt only if its routes are the same.
         mask_sizes: int32 [N], mask_words: int32 [W], as in ``SamplingMask``; both [0] if nothing was left out.
@@ -117,6 +129,9 @@ class MicroBatch:
     reference_logprobs: np.ndarray
     proximal_logprobs: np.ndarray
     verdicts: np.ndarray
+    teacher_logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
     routes: np.ndarray
     mask_sizes: np.ndarray
     mask_words: np.ndarray
@@ -401,7 +416,7 @@ def _micro_batches(
                 mask_sizes=mask.sizes,
                 mask_words=mask.words,
                 sequence_ids=ids[first:last],
-                **{name: column[trained] for name, column in columns.items()},
+                **{name: column[trained].reshape(-1) for name, column in columns.items()},
             )
         )
     return found
@@ -468,6 +483,9 @@ def _trained(
         "reference_logprobs": optional([s.reference_logprobs for s in sequences]),
         "proximal_logprobs": optional([s.proximal_logprobs for s in sequences]),
         "verdicts": optional([s.verdicts for s in sequences], np.uint8),
+        "teacher_logprobs": optional([s.teacher_logprobs for s in sequences]),
+        "top_ids": optional([s.top_ids for s in sequences], np.int32),
+        "top_logprobs": optional([s.top_logprobs for s in sequences]),
         "temperatures": np.repeat(temperatures, num_trained),
         "versions": trained((s.versions for s in sequences), np.int32),
         "after_update": trained(_after_update([s.versions for s in sequences]), np.bool_),

@@ -427,7 +427,7 @@ def test_dummy_survives_the_wire():
 
 
 def test_micro_batch_with_an_array_missing_is_refused():
-    with pytest.raises(WireError, match="expected the 19 arrays of a micro-batch, got 18"):
+    with pytest.raises(WireError, match="expected the 22 arrays of a micro-batch, got 21"):
         from_arrays(to_arrays(dummy_micro_batch())[:-1])
 
 

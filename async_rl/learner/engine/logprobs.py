@@ -47,19 +47,25 @@ _SLOPE_TOLERANCE = 1e-6
 
 
 class TokenLogprobs(NamedTuple):
-    """The log-probabilities and entropies of ``token_logprobs``: float32 [N], nats, under the sampling distribution."""
+    """The log-probabilities and entropies of ``token_logprobs``: float32 [N], nats, under the sampling distribution.
+
+    ``others`` are the log-probabilities of other tokens at the same places, float32 [N, K]. None if none were asked
+    for.
+    """
 
     logprobs: Tensor
     entropies: Tensor
+    others: Tensor | None = None
 
 
 class Slopes(NamedTuple):
-    """Derivatives of a loss by log-probabilities and by entropies, float32 [C] each. ``entropies`` is None if the loss
-    does not depend on them.
+    """Derivatives of a loss by log-probabilities and by entropies, float32 [C] each, and by the log-probabilities of
+    other tokens, float32 [C, K]. ``entropies`` and ``others`` are None if the loss does not depend on them.
     """
 
     logprobs: Tensor
     entropies: Tensor | None = None
+    others: Tensor | None = None
 
 
 SlopeFunction = Callable[[slice, TokenLogprobs], Slopes]
@@ -77,6 +83,7 @@ def token_logprobs(
     cap: float | None = None,
     chunk_bytes: int | None = None,
     sampling_mask: MaskTensors | None = None,
+    others_NK: Tensor | None = None,
     entropy_grad: bool = False,
     predict: SlopeFunction | None = None,
     dtype: torch.dtype | None = None,
@@ -103,13 +110,16 @@ def token_logprobs(
         cap: soft cap of the head's output, > 0; None: no cap.
         chunk_bytes: upper bound on one chunk's float32 logits (at least one row). None: ``CHUNK_BYTES``.
         sampling_mask: the tokens that could be sampled, with the target among them; the softmax is over these only.
+        others_NK: int64 ids of further tokens whose log-probabilities are wanted. Only for a whole head, and without
+            ``predict``.
         entropy_grad: whether the entropies carry a gradient.
         predict: predicts the slopes of the loss. None: all chunks but the last are computed again in the backward pass.
         dtype: in which the head and its gradients are computed. None: the weight's. Another one takes a copy of the
             weight.
 
     Raises:
-        ValueError: the numbers of rows of the hidden states, targets and temperatures differ.
+        ValueError: the numbers of rows of the hidden states, targets and temperatures differ; or others are wanted of
+            a divided head, or with a prediction.
     """
     if not hidden_Nd.ndim == 2 or not len(hidden_Nd) == len(targets_N) == len(temperatures_N):
         raise ValueError(
@@ -119,24 +129,30 @@ def token_logprobs(
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES.get(hidden_Nd.device.type, CHUNK_BYTES["cuda"])
     part = VocabularyPart.of(head.weight)
+    if others_NK is not None and (part is not None or predict is not None):
+        raise ValueError(
+            "expected a whole head and no prediction with others_NK; this is a bug in async-rl, please report it"
+        )
     rows = max(1, chunk_bytes // (4 * (head.weight.shape[0] if part is None else part.largest_size)))
     rows = rows // _ROWS_MULTIPLE * _ROWS_MULTIPLE or rows
-    chunks = _chunks(targets_N, temperatures_N.float(), sampling_mask, rows)
+    chunks = _chunks(targets_N, temperatures_N.float(), sampling_mask, others_NK, rows)
     settings = _Settings(chunks, cap, entropy_grad, predict if torch.is_grad_enabled() else None, part)
     own = (t.to_local() if isinstance(t, DTensor) else t for t in (hidden_Nd, head.weight, head.bias))
     tensors = (None if t is None else t.to(dtype or t.dtype) for t in own)
-    return TokenLogprobs(*_HeadLogprobs.apply(*tensors, settings))
+    logprobs_N, entropies_N, found_NK = _HeadLogprobs.apply(*tensors, settings)
+    return TokenLogprobs(logprobs_N, entropies_N, None if others_NK is None else found_NK)
 
 
 class _Chunk(NamedTuple):
     """A chunk's place in N, and what its log-probabilities depend on besides the head's output: targets and inverse
-    temperatures [C, 1], and masks.
+    temperatures [C, 1], masks, and the ids of other tokens [C, K].
     """
 
     place: slice
     targets: Tensor
     inverse: Tensor
     sampling_mask: MaskTensors | None
+    others: Tensor | None
 
 
 class _Settings(NamedTuple):
@@ -157,13 +173,22 @@ class _Head(NamedTuple):
     bias: Tensor | None
 
 
-def _chunks(targets_N: Tensor, temperatures_N: Tensor, mask: MaskTensors | None, rows: int) -> list[_Chunk]:
+def _chunks(
+    targets_N: Tensor, temperatures_N: Tensor, mask: MaskTensors | None, others_NK: Tensor | None, rows: int
+) -> list[_Chunk]:
     if not len(targets_N):
         return []
     parts = zip(targets_N[:, None].split(rows), temperatures_N.reciprocal()[:, None].split(rows), strict=True)
     masks = None if mask is None else mask.split(rows)
+    others = None if others_NK is None else others_NK.split(rows)
     return [
-        _Chunk(slice(i * rows, i * rows + len(targets)), targets, inverse, None if masks is None else masks[i])
+        _Chunk(
+            slice(i * rows, i * rows + len(targets)),
+            targets,
+            inverse,
+            None if masks is None else masks[i],
+            None if others is None else others[i],
+        )
         for i, (targets, inverse) in enumerate(parts)
     ]
 
@@ -213,7 +238,10 @@ class _Pass:
             self.bias_grad = torch.zeros_like(head.bias, dtype=torch.float32)
 
     def compute(self, head: _Head, chunk: _Chunk) -> TokenLogprobs:
-        """Compute the chunk's probabilities. Return its log-probabilities and entropies, [C]."""
+        """Compute the chunk's probabilities. Return its log-probabilities and entropies, [C], and those of others,
+        [C, K].
+        """
+        others_CK: Tensor | None = None
         logits_CV, probs_CV = (buffer[: len(chunk.targets)] for buffer in (self._products, self._probs))
         self._compute_logits(head, chunk, logits_CV)
         if self._cap is not None and self._cap_slopes is not None:
@@ -231,6 +259,7 @@ class _Pass:
             # The largest logit is 0 now, so the largest probability is 1 over the sum of exp.
             log_sum_C1 = probs_CV.amax(-1, keepdim=True).log_().neg_()
             logprobs_C1 = logits_CV.gather(-1, chunk.targets) - log_sum_C1
+            others_CK = None if chunk.others is None else logits_CV.gather(-1, chunk.others) - log_sum_C1
             entropies_C1 = log_sum_C1 - logits_CV.mul_(probs_CV).sum(-1, keepdim=True)
             self._rows = _Rows(log_sum_C1, logprobs_C1, entropies_C1, None)
         else:
@@ -238,7 +267,7 @@ class _Pass:
             found = self._part.normaliser(logits_CV, probs_CV, largest_C1, chunk.targets)
             logprobs_C1, entropies_C1 = found.target - found.log_sum, found.log_sum - found.mean
             self._rows = _Rows(found.log_sum, logprobs_C1, entropies_C1, found.share)
-        return TokenLogprobs(logprobs_C1[:, 0], entropies_C1[:, 0])
+        return TokenLogprobs(logprobs_C1[:, 0], entropies_C1[:, 0], others_CK)
 
     def _mask(self, sampling_mask: MaskTensors, size: int) -> Tensor:
         """Return which of the tokens that this rank has could be sampled, bool [C, V]."""
@@ -275,25 +304,32 @@ class _Pass:
         """Return the gradient of the head's output, float32 [C, V], but for a factor of each row, float32 [C, 1].
 
         With s = logits / temperature, p = softmax(s) and the entropy H: d log p[target] / ds = onehot(target) - p, and
-        dH / ds = -p (log p + H). At the target the first is -expm1(log p), exact where p is nearly 1.
+        dH / ds = -p (log p + H). At the target the first is -expm1(log p), exact where p is nearly 1. Other tokens add
+        as targets do.
         """
         assert self._rows is not None
         log_sum_C1, logprobs_C1, entropies_C1, share_C1 = self._rows
         grad_CV, slope_C1 = self._probs[: len(chunk.targets)], slopes.logprobs[:, None]
         at_target_C1 = logprobs_C1.expm1()
-        if slopes.entropies is None:
+        if slopes.entropies is None and slopes.others is None:
             scale_C1 = -slope_C1 * chunk.inverse
             if share_C1 is not None:
                 grad_CV.mul_(share_C1)
         else:
-            of_entropies_C1 = slopes.entropies[:, None]
+            nothing_C1 = torch.zeros_like(slope_C1)
+            of_entropies_C1 = nothing_C1 if slopes.entropies is None else slopes.entropies[:, None]
+            of_others_C1 = nothing_C1 if slopes.others is None else slopes.others.sum(-1, keepdim=True)
             share_C1 = 1.0 if share_C1 is None else share_C1
-            grad_CV.mul_((slope_C1 + of_entropies_C1 * (entropies_C1 - log_sum_C1)) * share_C1)
+            factor_C1 = slope_C1 + of_others_C1 + of_entropies_C1 * (entropies_C1 - log_sum_C1)
+            grad_CV.mul_(factor_C1 * share_C1)
             grad_CV.addcmul_(self._products[: len(grad_CV)], of_entropies_C1 * share_C1)
-            at_target_C1 = at_target_C1 * slope_C1 + of_entropies_C1 * logprobs_C1.exp() * (logprobs_C1 + entropies_C1)
+            of_probs_C1 = of_others_C1 + of_entropies_C1 * (logprobs_C1 + entropies_C1)
+            at_target_C1 = at_target_C1 * slope_C1 + of_probs_C1 * logprobs_C1.exp()
             scale_C1 = -chunk.inverse
         if self._part is None:
             grad_CV.scatter_(-1, chunk.targets, at_target_C1)
+            if slopes.others is not None and chunk.others is not None:
+                grad_CV.scatter_add_(-1, chunk.others, -slopes.others)
         else:
             places_C1, is_own_C1 = self._part.places(chunk.targets)
             grad_CV.scatter_(-1, places_C1, torch.where(is_own_C1, at_target_C1, grad_CV.gather(-1, places_C1)))
@@ -308,24 +344,29 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden_Nd: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, settings: _Settings
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         head, chunks, predict = _Head(hidden_Nd, weight_Vd, bias_V), settings.chunks, settings.predict
         run = _Pass(head, settings)
         if predict is not None and len(chunks) > 1:
             run.start_gradients(head, ctx.needs_input_grad)
         logprobs_N, entropies_N = (torch.empty(len(hidden_Nd), device=hidden_Nd.device) for _ in range(2))
+        others: list[Tensor] = []
         predicted: list[Slopes] = []
         for chunk in chunks:
             scored = run.compute(head, chunk)
-            logprobs_N[chunk.place], entropies_N[chunk.place] = scored
+            logprobs_N[chunk.place], entropies_N[chunk.place] = scored[:2]
+            if scored.others is not None:
+                others.append(scored.others)
             if predict is not None and chunk is not chunks[-1]:
                 predicted.append(_usable(predict(chunk.place, scored), settings.entropy_grad))
                 run.add(head, chunk, predicted[-1])
         ctx.save_for_backward(hidden_Nd, weight_Vd, bias_V)
         ctx.settings, ctx.run, ctx.predicted = settings, run, predicted
-        if not settings.entropy_grad:
-            ctx.mark_non_differentiable(entropies_N)
-        return logprobs_N, entropies_N
+        others_NK = torch.cat(others) if others else logprobs_N.new_zeros(len(logprobs_N), 0)
+        ctx.has_others = bool(others)
+        constant = [*([] if settings.entropy_grad else [entropies_N]), *([] if others else [others_NK])]
+        ctx.mark_non_differentiable(*constant)
+        return logprobs_N, entropies_N, others_NK
 
     @staticmethod
     @once_differentiable
@@ -333,7 +374,11 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         head, settings = _Head(*ctx.saved_tensors), ctx.settings
-        slopes = Slopes(grad_outputs[0], grad_outputs[1] if settings.entropy_grad else None)
+        slopes = Slopes(
+            grad_outputs[0],
+            grad_outputs[1] if settings.entropy_grad else None,
+            grad_outputs[2] if ctx.has_others else None,
+        )
         # The pass of the forward pass serves once: a second backward pass computes everything again.
         run, predicted, todo = ctx.run, ctx.predicted, list(settings.chunks)
         ctx.run, ctx.predicted, is_kept = None, [], run is not None
@@ -362,7 +407,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 def _usable(slopes: Slopes, entropy_grad: bool) -> Slopes:
     """Return predicted slopes, with 0 for those that are too large or not finite."""
-    logprobs_C, entropies_C = slopes
+    logprobs_C, entropies_C = slopes[:2]
     logprobs_C = torch.where(logprobs_C.abs() <= _SLOPE_LIMIT, logprobs_C, 0.0)
     if not entropy_grad:
         return Slopes(logprobs_C)
@@ -372,7 +417,8 @@ def _usable(slopes: Slopes, entropy_grad: bool) -> Slopes:
 
 
 def _at(slopes: Slopes, place: slice) -> Slopes:
-    return Slopes(slopes.logprobs[place], None if slopes.entropies is None else slopes.entropies[place])
+    entropies, others = (None if values is None else values[place] for values in slopes[1:])
+    return Slopes(slopes.logprobs[place], entropies, others)
 
 
 def _difference(

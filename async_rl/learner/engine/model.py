@@ -39,7 +39,7 @@ _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_
 """Config keys with which models cap the logits z after the head at c, as c * tanh(z / c)."""
 _LOGIT_FACTORS: dict[str, int] = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Config keys with which models multiply (1) or divide (-1) the logits after the head, before the cap."""
-_INT64_ON_DEVICE = ("token_ids", "position_ids", "predict_index", "targets", "sequence_index")
+_INT64_ON_DEVICE = ("token_ids", "position_ids", "predict_index", "targets", "sequence_index", "top_ids")
 _LAYERS_NAMES = ("layers", "h", "decoder.layers", "blocks", "block", "transformer.blocks", "encoder.layer")
 """Where the bodies of causal LMs have their decoder layers."""
 
@@ -64,6 +64,9 @@ class DeviceBatch:
     reference_logprobs: Tensor
     proximal_logprobs: Tensor
     verdicts: Tensor
+    teacher_logprobs: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
     sampling_mask: MaskTensors | None
     routes: Tensor | None
     temperatures: Tensor
@@ -297,7 +300,7 @@ class PolicyModel(nn.Module):
         """Return log-probabilities (with grad) and entropies under the sampling distribution, float32 [N], nats.
 
         Hidden states are computed for the whole row, but logits only at ``predict_index``. ``predict`` predicts the
-        slopes of the loss (``token_logprobs``).
+        slopes of the loss (``token_logprobs``). If the batch has ``top_ids``, so do the log-probabilities.
         """
         return token_logprobs(
             self.hidden_states(batch).index_select(0, batch.predict_index),
@@ -306,6 +309,7 @@ class PolicyModel(nn.Module):
             batch.temperatures / self.logit_factor,
             cap=None if self.logit_cap is None else self.logit_cap / self.logit_factor,
             sampling_mask=batch.sampling_mask,
+            others_NK=batch.top_ids.view(len(batch.targets), -1) if len(batch.top_ids) else None,
             entropy_grad=entropy_grad,
             predict=predict,
             dtype=self.head_dtype,

@@ -107,12 +107,12 @@ class Passes:
 
         def forward(index: int, received: Tensor | None = None) -> Tensor:
             batch = to_device(micro_batches[index], self._ranks.device, model.packing)
-            if not replays:
-                batch = replace(batch, routes=None)
+            batch = replace(batch, top_ids=batch.top_ids[:0], **({} if replays else {"routes": None}))
             with self._entered(model, batch, received):
                 if not self._has_loss:
                     return model(self._own_part(micro_batches[index], batch))
-                scored.append(tuple(values.cpu() for values in self._compute(model, micro_batches[index], batch)))
+                found = self._compute(model, micro_batches[index], batch)
+                scored.append((found.logprobs.cpu(), found.entropies.cpu()))
             return scored[-1][0]
 
         if self.pipeline is not None:

@@ -29,9 +29,11 @@ from async_rl.learner.packing import MicroBatch, Packing
 
 _OF_TOKENS = (
     "targets", "behavior_logprobs", "advantages", "reference_logprobs", "proximal_logprobs", "verdicts", "temperatures",
-    "versions", "after_update", "sequence_index",
+    "versions", "after_update", "sequence_index", "teacher_logprobs",
 )  # fmt: skip
 """Fields of ``DeviceBatch`` that are [N], or [0] without values."""
+_OF_TOP_TOKENS = ("top_ids", "top_logprobs")
+"""Fields that are [N * K], or [0]."""
 
 
 def check_packing(packing: Packing, num_parts: int) -> None:
@@ -77,6 +79,8 @@ class Part:
             cu_seqlens=micro_batch.cu_seqlens, token_index=micro_batch.token_index, device=device,
         )  # fmt: skip
         of_tokens = {name: getattr(whole, name) for name in _OF_TOKENS}
+        of_top = {name: getattr(whole, name) for name in _OF_TOP_TOKENS}
+        num_tokens = len(micro_batch.targets)
         batch = replace(
             whole,
             token_ids=_padded(whole.token_ids[row], size),
@@ -86,8 +90,13 @@ class Part:
             sampling_mask=None if whole.sampling_mask is None else _chosen(whole.sampling_mask, is_own),
             routes=None if whole.routes is None else _padded(whole.routes.view(num_row, -1)[row], size).flatten(),
             **{name: values.index_select(0, tokens) for name, values in of_tokens.items() if len(values)},
+            **{
+                name: values.view(num_tokens, -1).index_select(0, tokens).flatten()
+                for name, values in of_top.items()
+                if len(values)
+            },
         )
-        return cls(batch, tokens, len(micro_batch.targets), group)
+        return cls(batch, tokens, num_tokens, group)
 
     def predicts(self, predict: IndexedSlopeFunction | None) -> SlopeFunction | None:
         """Return ``predict``, which takes places in N, for places in M."""
@@ -107,7 +116,11 @@ class Part:
         """
         if not self.num_tokens:  # a dummy
             return scored
-        return TokenLogprobs(*_Gather.apply(*scored, self.tokens, self.num_tokens, self.group))
+        others_MK = scored.logprobs.new_zeros(len(scored.logprobs), 0) if scored.others is None else scored.others
+        logprobs_N, entropies_N, others_NK = _Gather.apply(
+            scored.logprobs, scored.entropies, others_MK, self.tokens, self.num_tokens, self.group
+        )
+        return TokenLogprobs(logprobs_N, entropies_N, None if scored.others is None else others_NK)
 
 
 def _moved(array: np.ndarray, device: torch.device) -> Tensor:
@@ -129,16 +142,18 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logprobs_M: Tensor, entropies_M: Tensor, tokens_M: Tensor, num_tokens: int, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
-        values = logprobs_M.new_zeros(2, num_tokens)
-        values[:, tokens_M] = torch.stack([logprobs_M, entropies_M])
+        ctx: Any, logprobs_M: Tensor, entropies_M: Tensor, others_MK: Tensor, tokens_M: Tensor, num_tokens: int,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        values = logprobs_M.new_zeros(2 + others_MK.shape[1], num_tokens)
+        values[:, tokens_M] = torch.stack([logprobs_M, entropies_M, *others_MK.unbind(1)])
         dist.all_reduce(values, group=group)
         ctx.save_for_backward(tokens_M)
-        logprobs_N, entropies_N = (row.clone() for row in values)
-        if not ctx.needs_input_grad[1]:
-            ctx.mark_non_differentiable(entropies_N)
-        return logprobs_N, entropies_N
+        logprobs_N, entropies_N = (row.clone() for row in values[:2])
+        others_NK = values[2:].T.contiguous()
+        found = (logprobs_N, entropies_N, others_NK)
+        ctx.mark_non_differentiable(*(t for t, needed in zip(found, ctx.needs_input_grad, strict=False) if not needed))
+        return found
 
     @staticmethod
     @once_differentiable

@@ -195,3 +195,34 @@ def test_predictions_use_the_weights_of_whole_sequences():
     assert predict is not None
     slopes = predict(slice(0, 4), TokenLogprobs(torch.full((4,), -1.0), torch.zeros(4)))
     torch.testing.assert_close(slopes.logprobs, -batch.advantages[:4] / 9)
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_other_tokens_have_the_values_and_gradients_of_plain_autograd(cap: float | None, entropy_grad: bool):
+    # Among the others: the target itself, and one token twice.
+    batch = batch_of(sequences())
+    n = len(batch.targets)
+    hidden, head = inputs(n)
+    others = torch.randint(VOCAB, (n, 4), generator=torch.Generator().manual_seed(2))
+    others[:, 0], others[:, 3] = batch.targets, others[:, 2]
+    weights = torch.randn(n, 6, generator=torch.Generator().manual_seed(3))
+    logits = head(hidden)
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    logprobs = (logits / batch.temperatures[:, None]).log_softmax(-1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+
+    def total(target: Tensor, entropies: Tensor, found: Tensor) -> Tensor:
+        of_entropies = (weights[:, 1] * entropies).sum() if entropy_grad else 0.0
+        return (weights[:, 0] * target).sum() + of_entropies + (weights[:, 2:] * found).sum()
+
+    of = (hidden, head.weight, head.bias)
+    found = token_logprobs(
+        hidden, head, batch.targets, batch.temperatures, cap=cap, chunk_bytes=4 * VOCAB * ROWS, others_NK=others,
+        entropy_grad=entropy_grad,
+    )  # fmt: skip
+    assert found.others is not None
+    torch.testing.assert_close(found.others, logprobs.gather(-1, others))
+    want = torch.autograd.grad(total(logprobs[range(n), batch.targets], entropies, logprobs.gather(-1, others)), of)
+    got = torch.autograd.grad(total(found.logprobs, found.entropies, found.others), of)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

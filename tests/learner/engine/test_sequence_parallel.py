@@ -89,8 +89,8 @@ def test_slopes_of_a_part_are_predicted_as_those_of_the_whole(place: int, aggreg
     assert predict is not None
     scored = TokenLogprobs(batch.behavior_logprobs + 0.1, torch.ones_like(batch.behavior_logprobs))
     expected = whole(slice(None), scored).logprobs[part.tokens]
-    own = TokenLogprobs(*(values[part.tokens] for values in scored))
-    found = [predict(at, TokenLogprobs(*(v[at] for v in own))).logprobs for at in (slice(0, 20), slice(20, None))]
+    own = TokenLogprobs(*(values[part.tokens] for values in scored[:2]))
+    found = [predict(at, TokenLogprobs(*(v[at] for v in own[:2]))).logprobs for at in (slice(0, 20), slice(20, None))]
     torch.testing.assert_close(torch.cat(found), expected)
     assert expected.abs().max() > 0
 
