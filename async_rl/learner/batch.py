@@ -14,11 +14,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
 from async_rl.learner.engine import Engine, PolicyScores
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup
-from async_rl.records import Group, Rollout, TokenSequence
+from async_rl.records import Group, Rollout, TeacherScores, TokenSequence
 from async_rl.routes import RoutingShape, why_misfit
 from async_rl.sampling_mask import SamplingMask, contains, largest_id, select
 
@@ -124,6 +125,7 @@ def prepare_batch(
     vocab_size: int | None = None,
     max_tokens: int | None = None,
     routing: RoutingShape | None = None,
+    distill: DistillConfig | None = None,
 ) -> PreparedBatch:
     """Turn the groups of a step into sequences, in order, in ``num_updates`` equal parts. Advantages are still 0.
 
@@ -138,6 +140,7 @@ def prepare_batch(
         vocab_size: token ids must be below it. None: no limit.
         max_tokens: ``Config.longest_sequence``; rollouts with a longer sequence are masked. None: no limit.
         routing: the shape of the routes to replay. None: the model's routers choose, and routes are left out.
+        distill: the section ``[distill]``. None: there is no teacher, and a teacher's scores are left out.
     """
     builder = _Builder(oldest_version)
     per_update = max(1, len(taken) // num_updates)
@@ -147,14 +150,15 @@ def prepare_batch(
         for item in taken[start : start + per_update]:
             trusted = known_weights(item.group)
             for rollout in item.group.rollouts:
-                if fault := _fault(rollout, item.group.temperature, vocab_size, routing):
+                fault = _fault(rollout, item.group.temperature, vocab_size, routing)
+                if fault := fault or _teacher_fault(rollout, vocab_size, distill):
                     logger.warning("a group of generator %s can't be trained: %s", item.group.generator_id, fault)
                     cause = "invalid"
                 else:
                     cause = _mask_cause(
                         rollout, item, trusted=trusted, mask_truncated=mask_truncated, max_tokens=max_tokens
                     )
-                sequences += _sequences(builder, item, rollout, cause, has_routes=routing is not None)
+                sequences += _sequences(builder, item, rollout, cause, routing=routing, distill=distill)
         updates.append(tuple(sequences))
     rollouts = [rollout for item in taken for rollout in item.group.rollouts]
     _warn_of_too_long([rollouts[index] for index, cause in builder.masked.items() if cause == "too_long"], max_tokens)
@@ -207,6 +211,22 @@ def _fault(rollout: Rollout, temperature: float, vocab_size: int | None, routing
     return ""
 
 
+def _teacher_fault(rollout: Rollout, vocab_size: int | None, distill: DistillConfig | None) -> str:
+    """Return why a rollout can't be learned from its teacher, empty if it can or if there is none."""
+    if distill is None:
+        return ""
+    for sequence in rollout.sequences:
+        teacher = sequence.teacher
+        if teacher is None or teacher.top_k != distill.top_k:
+            got = "none" if teacher is None else f"those of {teacher.top_k}"
+            return f"expected a teacher's scores with distill.top_k = {distill.top_k}, got {got}"
+        if not np.isfinite(teacher.logprobs).all():
+            return "a teacher's log-probability is not finite"
+        if teacher.top_ids.size and not 0 <= teacher.top_ids.min() <= teacher.top_ids.max() < (vocab_size or 1 << 31):
+            return f"expected token ids of a teacher below {vocab_size}"
+    return ""
+
+
 def leave_out(prepared: PreparedBatch, rollouts: Collection[int], cause: str) -> PreparedBatch:
     """Return ``prepared`` with the unmasked rollouts of indices ``rollouts`` masked for ``cause``.
 
@@ -254,8 +274,9 @@ def _mask_cause(
 
 
 def _sequences(
-    builder: _Builder, item: TakenGroup, rollout: Rollout, cause: str | None, *, has_routes: bool
-) -> list[TrainSequence]:
+    builder: _Builder, item: TakenGroup, rollout: Rollout, cause: str | None, *, routing: RoutingShape | None,
+    distill: DistillConfig | None,
+) -> list[TrainSequence]:  # fmt: skip
     index, sampled = len(builder.rollout_tokens), rollout.num_sampled
     builder.rollout_tokens.append(sampled)
     masks = [_young_enough(sequence, builder.oldest_version) for sequence in rollout.sequences]
@@ -281,11 +302,25 @@ def _sequences(
                 advantages=np.zeros(len(sequence.token_ids), dtype=np.float32),
                 temperature=item.group.temperature,
                 sampling_mask=_sampling_mask(sequence, mask),
-                routes=sequence.routes if has_routes else None,
+                routes=None if routing is None else sequence.routes,
+                **({} if distill is None or sequence.teacher is None else _taught(sequence, sequence.teacher, distill)),
             )
         )
         builder.next_id += 1
     return sequences
+
+
+def _taught(sequence: TokenSequence, teacher: TeacherScores, distill: DistillConfig) -> dict[str, np.ndarray]:
+    """Return the teacher's scores along the tokens, as fields of ``TrainSequence``."""
+    mask, num_tokens = sequence.loss_mask, len(sequence.token_ids)
+    logprobs = np.zeros((num_tokens, 1 + distill.top_k), np.float32)
+    logprobs[mask] = teacher.logprobs
+    fields = {"teacher_logprobs": logprobs[:, 0]}
+    if distill.top_k:
+        ids = np.zeros((num_tokens, distill.top_k), np.int32)
+        ids[mask] = teacher.top_ids
+        fields |= {"top_ids": ids, "top_logprobs": logprobs[:, 1:]}
+    return fields
 
 
 def _young_enough(sequence: TokenSequence, oldest_version: int | None) -> np.ndarray:

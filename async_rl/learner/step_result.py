@@ -239,6 +239,7 @@ def _sampled_metrics(taken: Sequence[TakenGroup], prepared: PreparedBatch) -> di
         "length/truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         **{f"reward/{name}": float(np.mean([r.reward_parts.get(name, 0.0) for r in rollouts])) for name in parts},
         **turn_metrics(rollouts),
+        **teacher_metrics(rollouts),
         **source_metrics(taken),
     }
 
@@ -257,6 +258,24 @@ def source_metrics(taken: Sequence[TakenGroup]) -> dict[str, float]:
             f"source/{name}/accuracy": float(np.mean([rollout.accuracy for rollout in rollouts])),
             f"source/{name}/reward": float(np.mean([rollout.reward for rollout in rollouts])),
         }
+        if (kl := teacher_metrics(rollouts).get("distill/kl")) is not None:
+            metrics[f"source/{name}/distill_kl"] = kl
+    return metrics
+
+
+def teacher_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return how far the behavior policy is from its teacher, over all sampled tokens. Empty without a teacher.
+
+    The mean of log mu - log teacher over tokens of mu is an unbiased estimate of KL(mu || teacher).
+    """
+    pairs = [(s, s.teacher) for rollout in rollouts for s in rollout.sequences if s.teacher is not None]
+    if not pairs or not sum(len(teacher.logprobs) for _, teacher in pairs):
+        return {}
+    behavior = np.concatenate([s.behavior_logprobs[s.loss_mask] for s, _ in pairs]).astype(np.float64)
+    scores = np.concatenate([teacher.logprobs for _, teacher in pairs]).astype(np.float64)
+    metrics = {"distill/kl": float((behavior - scores[:, 0]).mean())}
+    if scores.shape[1] > 1:
+        metrics["distill/top_k_mass"] = float(np.exp(scores[:, 1:]).sum(1).mean())
     return metrics
 
 

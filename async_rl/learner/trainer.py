@@ -270,6 +270,7 @@ class Trainer:
             vocab_size=self._vocab_size,
             max_tokens=config.longest_sequence,
             routing=self._routing,
+            distill=config.distill if config.distill.is_set else None,
         )
         check_staleness(prepared, version=last_version, max_staleness=max_staleness)
         if self._parity is not None:

@@ -99,9 +99,13 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "source/<source>/groups": "Number of the step's groups from this source; only if data.train is a table.",
         "source/<source>/accuracy": "Mean accuracy of the step's rollouts from this source, 0 to 1.",
         "source/<source>/reward": "Mean reward of the step's rollouts from this source.",
+        "source/<source>/distill_kl": "distill/kl of the step's rollouts from this source.",
         "source/<source>/aside": "curriculum/aside of this source's rows, with a curriculum.",
         "source/<source>/known": "curriculum/known of this source's rows, with a curriculum.",
         "source/<source>/pass_rate": "curriculum/pass_rate of this source's rows, with a curriculum.",
+        "distill/kl": "Mean of log behavior policy - log teacher over the step's sampled tokens, in nats: an unbiased "
+        "estimate of KL(behavior policy || teacher) per token; only with a teacher.",
+        "distill/top_k_mass": "Mean probability of the teacher's distill.top_k likeliest tokens at the sampled tokens.",
     },
     "Curriculum": {
         "curriculum/aside": "Share of the rows that are set aside now; only with data.curriculum, as all of these.",

@@ -33,6 +33,7 @@ MAY_BE_ABSENT = {
     "mismatch_kl/after_update_lag_N", "mismatch_kl/no_update_lag_N", "mismatch_kl/update_effect",
     "mismatch_kl/after_update_tokens", "parity/mean", "parity/<name>", "parity/sampled_<name>", "packing/padding",
     "packing/repeated", "rule/<name>", "loss_mask/<name>", "loss_metric/<name>", "routing/different",
+    "distill/kl", "distill/top_k_mass", "source/<source>/distill_kl",
     *(f"source/<source>/{name}" for name in ("groups", "accuracy", "reward", "aside", "known", "pass_rate")),
     *(f"curriculum/{name}" for name in ("aside", "known", "pass_rate", "passed_aside", "passed_thinned")),
     "time/checkpoint_write_s", "idle/learner_used", "learner_sampled/groups", "learner_sampled/tokens",

@@ -1,19 +1,22 @@
 """Taken groups to sequences: masks and their causes, staleness, and the facts for the ledger."""
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import structs
 
+from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
 from async_rl.errors import StaleRolloutError
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import prepare_batch
+from async_rl.learner.packing import pack
 from async_rl.learner.staleness import check_staleness, staleness_summary
-from async_rl.learner.step_result import trained_counts
+from async_rl.learner.step_result import teacher_metrics, trained_counts
 from async_rl.queue.messages import TakenGroup, TrainedCounts
-from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
+from async_rl.records import FinishReason, Group, Prompt, Rollout, TeacherScores, TokenSequence
 from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import SamplingMask, pack_ids
 
@@ -41,6 +44,7 @@ def prepare(
     oldest_version: int | None = None,
     max_tokens: int | None = None,
     routing: RoutingShape | None = None,
+    distill: DistillConfig | None = None,
 ):
     return prepare_batch(
         groups,
@@ -49,6 +53,8 @@ def prepare(
         oldest_version=oldest_version,
         max_tokens=max_tokens,
         routing=routing,
+        distill=distill,
+        vocab_size=None if distill is None else 50,
         known_weights=lambda group: group.weights_digest[0] == "good",
     )
 
@@ -260,3 +266,49 @@ def test_a_rollout_that_cant_be_trained_is_masked_as_invalid_and_its_neighbour_i
     assert prepared.masked == {0: "invalid"}
     assert [sequence.token_ids.tolist() for sequence in prepared.sequences] == [[1, 2, 3]]
     assert prepared.rewards.tolist() == [0.0, 1.0]
+
+
+def taught(versions: list[int], top_k: int = 2, *, top_id: int = 7, logprob: float = -0.5) -> Rollout:
+    whole = rollout(1, versions)
+    n = len(versions)
+    scores = TeacherScores(
+        np.arange(n * (1 + top_k), dtype=np.float32).reshape(n, -1) + np.float32(logprob),
+        np.full((n, top_k), top_id, np.int32),
+    )
+    return structs.replace(whole, sequences=(structs.replace(whole.sequences[0], teacher=scores),))
+
+
+def test_a_teachers_scores_lie_along_the_tokens_that_were_sampled():
+    # Two prompt tokens, two sampled ones; logprobs [[-0.5, 0.5, 1.5], [2.5, 3.5, 4.5]].
+    distill = DistillConfig(teacher="t", form="loss", top_k=2)
+    (sequence,) = prepare(taken(taught([0, 0])), distill=distill).sequences
+    assert sequence.teacher_logprobs.tolist() == [0, 0, -0.5, 2.5]
+    assert sequence.top_logprobs.tolist() == [[0, 0], [0, 0], [0.5, 1.5], [3.5, 4.5]]
+    assert sequence.top_ids.tolist() == [[0, 0], [0, 0], [7, 7], [7, 7]]
+    # In a micro-batch they are those of the trained tokens, one after the other.
+    (((micro_batch,),)) = pack([sequence], max_tokens=9, num_ranks=1)
+    assert micro_batch.teacher_logprobs.tolist() == [-0.5, 2.5]
+    assert micro_batch.top_logprobs.tolist() == [0.5, 1.5, 3.5, 4.5]
+    # Without a teacher they are left out, and with one a stale token's are not trained.
+    (sequence,) = prepare(taken(taught([0, 0]))).sequences
+    assert (len(sequence.teacher_logprobs), len(sequence.top_ids)) == (0, 0)
+    (sequence,) = prepare(taken(taught([0, 1])), distill=distill, oldest_version=1).sequences
+    (((micro_batch,),)) = pack([sequence], max_tokens=9, num_ranks=1)
+    assert micro_batch.top_logprobs.tolist() == [3.5, 4.5]
+
+
+@pytest.mark.parametrize(
+    "unfit", [rollout(1, [0]), taught([0], 1), taught([0], top_id=50), taught([0], logprob=math.nan)]
+)
+def test_a_rollout_that_its_teacher_did_not_score_is_invalid(unfit: Rollout):
+    prepared = prepare(taken(taught([0]), unfit), distill=DistillConfig(teacher="t", form="loss", top_k=2))
+    assert dict(prepared.masked) == {1: "invalid"}
+
+
+def test_the_distance_from_the_teacher_is_the_mean_log_ratio_of_the_sampled_tokens():
+    # Behavior -1 everywhere; the teacher's -0.5 and 2.5 and, alone, -0.5: mean of -0.5, -3.5, -0.5.
+    metrics = teacher_metrics([taught([0, 0]), taught([0]), rollout(1, [0])])
+    assert metrics["distill/kl"] == pytest.approx(-1.5)
+    expected = np.exp([0.5, 1.5, 3.5, 4.5, 0.5, 1.5]).sum() / 3
+    assert metrics["distill/top_k_mass"] == pytest.approx(expected)
+    assert teacher_metrics([rollout(1, [0])]) == {}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from async_rl.config.config import Config
+from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.logprobs import IndexedSlopeFunction, Slopes, TokenLogprobs
@@ -26,7 +27,7 @@ from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, k3_sum
 from async_rl.learner.losses.own import OwnLoss
 from async_rl.learner.losses.own_trial import load_own_loss
 from async_rl.learner.losses.parts import LOG_RATIO_LIMIT, aggregate, sum_by
-from async_rl.learner.losses.policy import PolicyInputs, PolicyLoss, policy_loss
+from async_rl.learner.losses.policy import PolicyInputs, PolicyLoss, policy_loss, with_teacher
 from async_rl.learner.losses.rules import Verdict, why_skip
 
 SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl", "sequences", "weight", "weight_square")
@@ -109,12 +110,14 @@ class PolicyObjective:
         max_lag: statistics are separate for each staleness up to this.
         max_length: the value of ``sampling.max_new_tokens``, the divisor under ``aggregation = "sequence_sum"``.
         own: the function of ``loss.function``. None: the built-in loss.
+        distill: the section ``[distill]``. None: there is no teacher.
     """
 
     loss: LossConfig
     max_lag: int
     max_length: int
     own: OwnLoss | None = None
+    distill: DistillConfig | None = None
 
     @property
     def needs_entropy_grad(self) -> bool:
@@ -149,8 +152,10 @@ class PolicyObjective:
         inputs = _inputs(batch, scored, version)
         counts = batch.advantages.new_zeros(0, dtype=torch.float64)
         if self.own is None:
-            out = policy_loss(inputs, self.loss, max_length=self.max_length)
+            out = policy_loss(inputs, self.loss, max_length=self.max_length, distill=self.distill)
         else:
+            if self.distill is not None:
+                inputs = with_teacher(inputs, self.distill)
             out, counts = self.own(inputs, self.loss, max_length=self.max_length)
         entropy = scored.entropies.detach().masked_fill(~out.kept, 0.0).sum(dtype=torch.float64)
         fixed = [out.denominator.double(), out.loss_sum.detach(), out.kept.sum().double(), entropy, out.kl_sum]
@@ -170,20 +175,22 @@ class PolicyObjective:
         is right unless a rule judges the whole sequence otherwise than its part, or masks some of its tokens under
         ``aggregation = "sequence"``.
         """
-        if self.own is not None or not self.loss.separates_by_token:
+        has_top_k = self.distill is not None and self.distill.top_k > 0
+        if self.own is not None or has_top_k or not self.loss.separates_by_token:
             return None
         may_keep_N = torch.ones_like(batch.advantages, dtype=torch.bool)
         if len(batch.verdicts):
             may_keep_N = batch.verdicts != Verdict.MASK
         index_N, num_sequences, max_length = batch.sequence_index, batch.num_sequences, self.max_length
         weight_N = aggregate(may_keep_N, index_N, num_sequences, self.loss.aggregation, max_length=max_length).weight
-        unweighted = self.loss.model_copy(update={"aggregation": "token"})
+        unweighted, distill = self.loss.model_copy(update={"aggregation": "token"}), self.distill
 
         @torch.enable_grad()
         def predict(place: slice | Tensor, scored: TokenLogprobs) -> Slopes:
-            leaves = TokenLogprobs(*(values.detach().requires_grad_() for values in scored))
-            out = policy_loss(_inputs(batch, leaves, version, place), unweighted, max_length=max_length)
-            by_logprobs, by_entropies = torch.autograd.grad(out.loss_sum, leaves, allow_unused=True)
+            leaves = TokenLogprobs(*(values.detach().requires_grad_() for values in scored[:2]))
+            inputs = _inputs(batch, leaves, version, place)
+            out = policy_loss(inputs, unweighted, max_length=max_length, distill=distill)
+            by_logprobs, by_entropies = torch.autograd.grad(out.loss_sum, leaves[:2], allow_unused=True)
             weight = weight_N[place] if isinstance(weight_N, Tensor) else weight_N
             entropies = None if by_entropies is None else (by_entropies * weight).float()  # the loss may not use them
             return Slopes((by_logprobs * weight).float(), entropies)
@@ -284,7 +291,11 @@ def _inputs(
         proximal_logprobs=optional(batch.proximal_logprobs),
         verdicts=optional(batch.verdicts),
         is_finite=batch.is_finite,
-    )
+        teacher_logprobs=optional(batch.teacher_logprobs),
+        **{} if scored.others is None else {
+            "top_logprobs": scored.others, "teacher_top_logprobs": batch.top_logprobs.view_as(scored.others),
+        },
+    )  # fmt: skip
 
 
 def sequence_weights(out: PolicyLoss, sequence_index_N: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,7 +331,8 @@ def policy_objective(config: Config, *, device: torch.device | None = None) -> P
         ConfigError: ``loss.function`` can't be imported, or fails its trial.
     """
     own = load_own_loss(config, device=device)
-    return PolicyObjective(config.loss, config.queue.max_staleness, config.sampling.max_new_tokens, own)
+    distill = config.distill if config.distill.is_set else None
+    return PolicyObjective(config.loss, config.queue.max_staleness, config.sampling.max_new_tokens, own, distill)
 
 
 @dataclass(frozen=True, slots=True)

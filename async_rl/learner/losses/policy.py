@@ -14,14 +14,16 @@ Shape letters: N = trained tokens, S = sequences, R = rules. Called by ``objecti
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
 from async_rl.config.section import look_up
+from async_rl.learner.losses.distill import sampled_kl, taught_advantages, top_k_kl
 from async_rl.learner.losses.parts import (
     SURROGATE_FUNCTIONS,
     SurrogateInputs,
@@ -55,6 +57,9 @@ class PolicyInputs:
             the first update on a batch, where both have the same weights.
         verdicts: uint8 [N], a ``rules.Verdict`` on each token. [0] if nothing judges tokens by the whole step.
         is_finite: whether the host knows that all ``behavior_logprobs`` are finite.
+        teacher_logprobs: float [N], nats; [0] without a teacher.
+        top_logprobs: float [N, K], nats, the learner's of the teacher's likeliest tokens; carries grad. [0] if the loss
+            needs none. teacher_top_logprobs: float [N, K], the teacher's.
     """
 
     logprobs: Tensor
@@ -68,6 +73,9 @@ class PolicyInputs:
     proximal_logprobs: Tensor
     verdicts: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.uint8))
     is_finite: bool = False
+    teacher_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
+    top_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
+    teacher_top_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
     def has_proximal(self) -> bool:
@@ -92,7 +100,9 @@ class PolicyLoss(NamedTuple):
     rule_sums: Tensor  # float64 [R], sum over kept tokens of the statistic of each rule that skips steps
 
 
-def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> PolicyLoss:
+def policy_loss(
+    inputs: PolicyInputs, loss: LossConfig, *, max_length: int, distill: DistillConfig | None = None
+) -> PolicyLoss:
     """Return the sum of the losses of one micro-batch, and which of its tokens count.
 
     A NaN in a token that is left out (behavior logprob or advantage) does not reach the gradient of the others: its log
@@ -103,12 +113,15 @@ def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> P
         inputs: the micro-batch.
         loss: all keys but those of the advantages.
         max_length: ``sampling.max_new_tokens``, the constant of ``aggregation = "sequence_sum"``.
+        distill: the section ``[distill]``. None: there is no teacher.
 
     Raises:
         ValueError: shapes differ, or the settings need reference logprobs or entropies with a gradient, and these are
             missing.
     """
     _check(inputs, loss)
+    if distill is not None:
+        inputs = with_teacher(inputs, distill)
     finite_N = inputs.behavior_logprobs.isfinite()
     log_ratio_N = log_ratio(inputs.logprobs.detach(), inputs.behavior_logprobs, finite_N).double()
     anchor_N = _anchor_logprobs(inputs, loss)
@@ -125,6 +138,8 @@ def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> P
             kl_N = kl_N * log_ratio(inputs.logprobs, inputs.behavior_logprobs, kept_N).exp()
         loss_N = loss_N + loss.kl_coef * kl_N
         kl_sum = kl_N.detach().sum(dtype=torch.float64)
+    if distill is not None and distill.form == "loss":
+        loss_N = loss_N + distill.coef * _teacher_kl(inputs, kept_N)
     if loss.entropy_coef:
         loss_N = loss_N - loss.entropy_coef * inputs.entropies.masked_fill(~kept_N, 0.0)
     weights = aggregate(kept_N, inputs.sequence_index, inputs.num_sequences, loss.aggregation, max_length=max_length)
@@ -141,6 +156,24 @@ def policy_loss(inputs: PolicyInputs, loss: LossConfig, *, max_length: int) -> P
         rule_counts=hits.counts,
         rule_sums=step_sums(loss.all_rules, log_ratio_N, inputs.behavior_logprobs.double(), kept_N),
     )
+
+
+def with_teacher(inputs: PolicyInputs, distill: DistillConfig) -> PolicyInputs:
+    """Return the inputs with the teacher's advantages, or without those of rewards if only the teacher counts."""
+    check_shapes(inputs.logprobs, inputs.teacher_logprobs)
+    advantages_N = inputs.advantages
+    if distill.form == "advantage":
+        advantages_N = taught_advantages(advantages_N, inputs.logprobs, inputs.teacher_logprobs, distill)
+    elif not distill.rewards:
+        advantages_N = torch.zeros_like(advantages_N)
+    return replace(inputs, advantages=advantages_N)
+
+
+def _teacher_kl(inputs: PolicyInputs, kept_N: Tensor) -> Tensor:
+    """Return KL(pi || teacher) at each token, [N]: over the likeliest tokens if there are any, else estimated."""
+    if inputs.teacher_top_logprobs.numel():
+        return top_k_kl(inputs.top_logprobs, inputs.teacher_top_logprobs, kept_N)
+    return sampled_kl(inputs.logprobs, inputs.behavior_logprobs, inputs.teacher_logprobs, kept_N)
 
 
 def _judge(inputs: PolicyInputs, anchor_N: Tensor, log_ratio_N: Tensor, finite_N: Tensor, loss: LossConfig) -> RuleHits:
