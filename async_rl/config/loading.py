@@ -291,11 +291,16 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 def config_to_toml(config: Config) -> str:
     """Return the config as TOML text with all defaults. Reading the text back gives an equal config."""
+    return tomli_w.dumps(config_data(config))
+
+
+def config_data(config: Config) -> dict[str, Any]:
+    """Return the config as plain data that TOML and JSON have. ``parse_config`` makes an equal config of it."""
     data = config.model_dump(mode="json", exclude_none=True)
     if config.queue.filter_range is None:
         data["queue"]["filter_range"] = []
     data["loss"] = {**OFF_VALUES, **data["loss"]}
-    return tomli_w.dumps(data)
+    return data
 
 
 def plain_values(config: Config) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import IO, Any, Literal, Self
 
 from async_rl.config.config import Config
+from async_rl.config.loading import config_data
 from async_rl.errors import AddressError, AsyncRLError
 from async_rl.output import Report, ignore
 from async_rl.process.child import module_command, package_environment
@@ -229,7 +230,7 @@ def run_checks(
     from async_rl.doctor import machine, task  # they import Finding from here
     from async_rl.weights.transport import collectives
 
-    plain = {"config": config.model_dump(mode="json", exclude_none=True)}
+    plain = {"config": config_data(config)}
     found: list[Finding] = []
 
     def run_all(checks: list[Check]) -> None:
@@ -286,6 +287,7 @@ def _machine_checks(config: Config, *, insecure: bool) -> list[Check]:
         Check("learner memory", lambda: machine.check_learner_room(config), 60.0),
         Check("keys", lambda: machine.check_key_files(config)),
         Check("queue.address", lambda: machine.check_queue_address(config, insecure=insecure), 20.0),
+        Check("scorers", lambda: machine.check_scorer_models(config, insecure=insecure), 60.0),
         Check("interface", lambda: machine.check_interfaces(config)),
     ]
 

@@ -38,6 +38,7 @@ from async_rl.launch.preflight import (
     check_weights_ports,
     others_address,
 )
+from async_rl.launch.scorer_checks import check_scorers, why_scorers_are_away
 from async_rl.net.address import check_address, host_towards, is_loopback, refuse_open_bind, refuse_open_connect
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.net.link import why_unreachable
@@ -455,3 +456,19 @@ def check_collective(host: str, backend: str) -> list[Finding]:
     took_ms = 1000 * (time.monotonic() - started)
     alone = " (one rank only, because there is one device)" if size == 1 else ""
     return [Finding(name, "OK", f"connected on {host}{alone} and broadcast 1 MiB in {took_ms:.0f} ms")]
+
+
+def check_scorer_models(config: Config, *, insecure: bool) -> list[Finding]:
+    """Check that the scorers that ``launch`` starts can start, and that those of others can be reached."""
+    if not config.scorer:
+        return []
+    try:
+        check_scorers(config, insecure=insecure)
+    except UserError as error:
+        return [Finding.of_error("scorers", error)]
+    away = {name: why for name, why in why_scorers_are_away(config).items() if why}
+    if away:
+        return [
+            Finding(f"scorer.{name}", "WARN", why, fix=f"async-rl scorer CONFIG {name}") for name, why in away.items()
+        ]
+    return [Finding("scorers", "OK", ", ".join(config.scorer))]

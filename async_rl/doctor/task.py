@@ -173,13 +173,15 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
     resolved = parse_config(dict(config), "the doctor's config")
     if resolved.environment.is_set:
         return _environment_rows(resolved)
+    if resolved.reward.types[0].asks_scorer or resolved.reward.type == "none":
+        return [Finding("reward", "skip", f"{resolved.reward.type} calls no answer right or wrong")]
     try:
         rows = load_train_rows(resolved).rows[:_SAMPLE_ROWS]
     except UserError as error:
         return [Finding("reward", "skip", f"there are no rows: {error}")]
     try:
         check_code(resolved)
-        reward = build_reward(resolved)
+        reward = build_reward(resolved, has_scorers=False)
     except SandboxError as error:
         fix = "run generators where programs can be isolated, or set reward.code.endpoint to an `async-rl verifier`"
         return [Finding("sandbox", "FAIL", str(error), fix=fix)]

@@ -97,7 +97,7 @@ def _score_two_answers(config: Config, reward: RewardSum, data: Mapping[str, Any
 def _first_error(config: Config, rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a message about the first row that can't be scored. Return an empty text if there is none."""
     try:
-        reward = build_reward(config)
+        reward = build_reward(config, has_scorers=False)
     except UserError as error:
         return str(error)
     try:

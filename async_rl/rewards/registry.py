@@ -31,8 +31,9 @@ Builder = Callable[[Config, float], Reward]
 
 
 def build_reward(
-    config: Config, *, code_digests: Mapping[str, str] | None = None, keys: ClientKeys | None = None
-) -> RewardSum:
+    config: Config, *, code_digests: Mapping[str, str] | None = None, keys: ClientKeys | None = None,
+    has_scorers: bool = True,
+) -> RewardSum:  # fmt: skip
     """Build and return the reward that ``config`` describes. The caller must close the reward.
 
     A sandbox is started at once. The reward's other processes start when they are needed first.
@@ -41,6 +42,8 @@ def build_reward(
         code_digests: name -> digest of the user's code on the learner. This machine's code must have the same digests.
             If None, digests are not compared.
         keys: this machine's keys for a scorer that has keys.
+        has_scorers: whether scorers run. If not, as before a run, their rewards are 0, because they would be waited
+            for.
 
     Raises:
         ConfigError: the user's code is not allowed on this machine, is missing, differs from the learner's, or is not a
@@ -50,7 +53,7 @@ def build_reward(
 
     def named(name: str, scale: float, *, is_main: bool) -> Reward:
         if reward_type(name).asks_scorer:
-            return model_reward(config, scale, keys)
+            return model_reward(config, scale, keys) if has_scorers else NoReward()
         return _named(name, config, scale, code_digests, is_main=is_main)
 
     main = named(config.reward.type, config.reward.scale, is_main=True)

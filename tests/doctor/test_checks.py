@@ -14,12 +14,13 @@ import sums
 
 from async_rl.cli.main import main
 from async_rl.config.config import Config
-from async_rl.config.loading import config_to_toml
+from async_rl.config.loading import config_data, config_to_toml, parse_config
 from async_rl.doctor import machine, task
 from async_rl.doctor.check import Finding
 from async_rl.errors import AddressError
 from async_rl.generator.hf.backend import TransformersBackend
 from tests.learner.tiny import tiny_config, tiny_model
+from tests.scoring.scripted import RunningScorer, ScriptedModel, free_address
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def make_config(root: Path, model: str = "model", train: str = "train.jsonl", **
 
 
 def plain(config: Config) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude_none=True)
+    return config_data(config)
 
 
 def red(rows: Sequence[Finding]) -> Finding:
@@ -301,3 +302,22 @@ def test_a_loss_of_the_user_s_own(root: Path, tmp_path: Path):
     assert (row.check, row.state) == ("loss", "OK")
     row = red(task.check_own_loss(make_config(root, loss={"function": f"{source}:wrong"})))
     assert "expected the same loss however a step is cut" in row.found
+
+
+def test_a_scorer_that_somebody_else_starts_is_looked_for_and_a_model_of_another_kind_is_found(root: Path):
+    scorer = {"model": str(root / "model"), "address": free_address(), "launch": False}
+    sections = {"reward": {"type": "model", "model": "judge"}, "queue": {"filter_range": []}}
+    config = make_config(root, scorer={"judge": scorer}, **sections)
+    (row,) = machine.check_scorer_models(config, insecure=False)
+    assert (row.check, row.state, "nothing listens" in row.found) == ("scorer.judge", "WARN", True)
+    assert [row.state for row in task.check_reward(plain(config))] == ["skip"]
+    with RunningScorer(scorer["address"], ScriptedModel()):
+        assert [row.state for row in machine.check_scorer_models(config, insecure=False)] == ["OK"]
+    config = make_config(root, scorer={"judge": {**scorer, "launch": True}}, **sections)
+    assert "one label" in red(machine.check_scorer_models(config, insecure=False)).found
+    assert machine.check_scorer_models(make_config(root), insecure=False) == []
+
+
+def test_the_checks_get_the_keys_that_are_switched_off(root: Path):
+    config = make_config(root, queue={"filter_range": []}, loss={"dual_clip": 0})
+    assert parse_config(plain(config), "copy") == config
