@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import sums
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -34,14 +35,19 @@ def process_of(marker: str, command: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_scorer_is_started_again_and_loses_nothing(tmp_path: Path):
+def test_killed_scorers_are_started_again_and_lose_nothing(tmp_path: Path):
     task = write_tiny_task(tmp_path)
     judge = write_reward_model(tmp_path / "rm", Path(task["model"]))
+    sums.write_model(tmp_path / "teacher", seed=1)
     config = tiny_config(
         tmp_path,
         task,
         reward={"type": "model", "model": "judge", "soft_overlong": False},
-        scorer={"judge": {"model": str(judge), "address": free_address()}},
+        scorer={
+            "judge": {"model": str(judge), "address": free_address()},
+            "teacher": {"model": str(tmp_path / "teacher"), "address": free_address()},
+        },
+        distill={"teacher": "teacher", "form": "loss", "top_k": 4, "coef": 0.5},
         queue={"lease_timeout_s": 2.0},  # a scorer's start takes longer
         eval={"every": 0},
         learner={"steps": 3},
@@ -50,15 +56,16 @@ def test_a_killed_scorer_is_started_again_and_loses_nothing(tmp_path: Path):
     with roles(tmp_path / "logs") as start:
         launch = start("launch", "launch", str(path), env={"ASYNC_RL_TEST": str(tmp_path)})
         wait_until("a step", lambda: steps(run_dir), deadline_s=150)
-        os.kill(process_of(f"ASYNC_RL_TEST={tmp_path}", "scorer"), signal.SIGKILL)
+        for name in ("judge", "teacher"):
+            os.kill(process_of(f"ASYNC_RL_TEST={tmp_path}", name), signal.SIGKILL)
         launch.succeed()
     rows = metrics(run_dir)
     assert steps(run_dir) == [1, 2, 3]
     assert all(row["reward/model"] != 0 for row in rows if "version" in row)
-    log = (run_dir / "logs" / "scorer-judge.log").read_text()
-    assert log.count("scorer judge at") == 2
+    assert all(row["distill/kl"] != 0 and 0 < row["distill/top_k_mass"] < 1 for row in rows if "version" in row)
     generator_log = (run_dir / "logs" / "generator-0.log").read_text()
+    for name in ("judge", "teacher"):
+        assert (run_dir / "logs" / f"scorer-{name}.log").read_text().count(f"scorer {name} at") == 2
     assert "grading waits: nothing listens" in generator_log
-    assert "the scorer judge answers again" in generator_log
     ledger = check_ledger(run_dir)
     assert not any(ledger["groups"]["dropped"].values())
