@@ -33,6 +33,7 @@ from async_rl.generator.backend import Backend, build_backend
 from async_rl.generator.offline import OfflineSamples, sample_offline
 from async_rl.generator.rollouts import Grader, Rollouts, SingleTurnRollouts
 from async_rl.generator.worker import build_environment, build_grader
+from async_rl.net.keys import client_keys_of
 from async_rl.output import Report, ignore
 from async_rl.process.user_code import is_code_name
 from async_rl.queue.core.admission import eval_sampling, lease_seed
@@ -89,7 +90,8 @@ def run_eval(
     found: list[Evaluated] = []
     with ExitStack() as stack:
         report("preparing the reward")
-        grader = None if config.environment.is_set else build_grader(config, None, stack)
+        keys = client_keys_of(config.queue.keys) if config.reward.asks_scorer else None
+        grader = None if config.environment.is_set else build_grader(config, None, stack, keys)
         for model in models:
             with ExitStack() as of_model:
                 backend, rollouts, decode = _player(config, model, grader, of_model, report)
@@ -400,6 +402,9 @@ def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
                 own.pop(name, None)
     evaluation["sets"] = sets
     reward = options.values.get("reward.type")
+    if reward is not None and "model" not in (reward, *raw["reward"].get("extra", ())):
+        # No reward asks the run's reward model any more.
+        raw.get("scorer", {}).pop(raw["reward"].pop("model", None), None)
     if reward is not None and is_code_name(reward):
         # Naming code on the command line allows it.
         generator = raw.setdefault("generator", {})

@@ -141,3 +141,14 @@ def test_how_a_set_is_answered_is_said_in_words(run: Path):
     assert describe_settings(config, "math") == "8 answers a row, temperature 0.6, at most 200 tokens"
     config = settings(run, eval__num_samples=1, eval__temperature=0.0, eval__top_k=3).config
     assert describe_settings(config, "math") == "1 answer a row, temperature 0 (greedy), top-k 3, at most 200 tokens"
+
+
+def test_another_reward_needs_no_reward_model(run: Path):
+    judged = RUN.replace('type = "mine.py:right"', 'type = "model"\nmodel = "judge"').replace(
+        "[queue]", '[scorer.judge]\nmodel = "rm"\naddress = "tcp://127.0.0.1:1"\n\n[queue]\nfilter_range = []'
+    )
+    (run / "config.toml").write_text(judged)
+    asks = eval_settings([str(run)], eval_options()).config
+    assert (asks.reward.model, list(asks.scorer)) == ("judge", ["judge"])
+    boxed = eval_settings([str(run)], eval_options(reward__type="boxed")).config
+    assert (boxed.reward.type, boxed.reward.model, boxed.scorer) == ("boxed", None, {})
