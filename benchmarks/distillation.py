@@ -6,7 +6,7 @@ three. The teacher is a model of the same size that was trained on faultless wor
 answers the held-out prompts, and KL(student || teacher) over the whole vocabulary is computed at every token that it
 sampled. TRL's GKD and server distillation (the program's environment must have them) score the same tensors as ours.
 
-    python -m benchmarks.distillation [--seeds 3] [--steps 60] [--compare-only]
+    python -m benchmarks.distillation [--seeds 3] [--steps 150] [--forms FORM ...] [--compare-only]
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ FORMS: Mapping[str, Mapping[str, Any]] = {
     "loss": {"form": "loss"},
     "loss, top_k = 4": {"form": "loss", "top_k": 4},
 }
+LR, GROUPS_PER_STEP = 4e-4, 16
 NUM_PROMPTS = 256
 MAX_NEW_TOKENS = 40
 
@@ -47,7 +48,8 @@ MAX_NEW_TOKENS = 40
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS), help="which forms to train with")
     parser.add_argument("--compare-only", action="store_true", help="compare with TRL, and train nothing")
     options = parser.parse_args()
     for name, (values, gradients) in compare_with_trl().items():
@@ -57,8 +59,12 @@ def main() -> None:
     student, teacher = models()
     before = reverse_kl(student, teacher)
     print(f"KL(student || teacher) before: {before:.4f} nats a token", flush=True)
-    for form, settings in FORMS.items():
-        after = [run(form, settings, student, teacher, seed, options.steps) for seed in range(options.seeds)]
+    results: dict[str, list[float]] = {form: [] for form in options.forms}
+    for seed in range(options.seeds):
+        for form in options.forms:
+            results[form].append(run(form, FORMS[form], student, teacher, seed, options.steps))
+            print(f"{form}, seed {seed}: {results[form][-1]:.5f}", flush=True)
+    for form, after in results.items():
         error = stdev(after) / math.sqrt(len(after)) if len(after) > 1 else math.nan
         shares = f"{mean(after) / before:.3f} of the start, at most {max(after) / before:.3f}"
         print(f"{form}: {mean(after):.5f} +- {error:.5f} after {options.steps} steps, {shares}", flush=True)
@@ -145,7 +151,7 @@ def models() -> tuple[Path, Path]:
 
 def run(form: str, settings: Mapping[str, Any], student: Path, teacher: Path, seed: int, steps: int) -> float:
     """Distil ``student`` and return its KL to ``teacher`` afterwards, nats a token."""
-    directory = STUDY / f"{form.replace(', ', '-').replace(' = ', '-')}-{steps}-{seed}"
+    directory = STUDY / f"{form.replace(', ', '-').replace(' = ', '-')}-{steps}-{LR}-{seed}"
     if not (directory / "export" / "config.json").exists():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -156,7 +162,9 @@ def run(form: str, settings: Mapping[str, Any], student: Path, teacher: Path, se
             *_set({
                 "run.dir": directory, "run.seed": seed, "model.path": student, "data.train": task / "train.jsonl",
                 "data.eval": {"held_out": str(task / "held_out.jsonl")}, "eval.every": 0,
-                "learner.steps": steps, "optimizer.lr": 3e-4, "queue.filter_range": [],
+                "learner.steps": steps, "optimizer.lr": LR,
+                "optimizer.schedule": "linear", "learner.groups_per_step": GROUPS_PER_STEP,
+                "queue.filter_range": [],
                 "scorer.teacher.model": teacher, "scorer.teacher.address": f"tcp://127.0.0.1:{port}",
                 "distill.teacher": "teacher", "distill.rewards": False,
                 **{f"distill.{key}": value for key, value in settings.items()},
