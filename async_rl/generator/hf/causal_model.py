@@ -189,13 +189,14 @@ class WeightTable:
     def replace(self, weights: Mapping[str, Tensor], *, copy: bool = False) -> None:
         """Give the model ``weights`` as its parameters and buffers.
 
-        Parameters keep the model's dtype, and buffers get that of ``weights``, because the learner computes in it. On
-        the CPU, tensors that need no other dtype are shared with the caller, unless ``copy``. All others are copied.
+        Parameters keep the model's dtype, and buffers get that of ``weights``, because the learner computes in it.
+        Tensors on the model's device that need no other dtype are shared with the caller, unless ``copy``. All others
+        are copied.
         """
         for name, parameter in self._parameters.items():
             tensor = weights[name]
-            if parameter.device.type == "cpu" and not copy:
-                parameter.data = tensor.detach().to(device="cpu", dtype=parameter.dtype)
+            if parameter.device == tensor.device and not copy:
+                parameter.data = tensor.detach().to(parameter.dtype)
             else:
                 parameter.data.copy_(tensor, non_blocking=True)
         for name, buffer in self._buffers.items():
