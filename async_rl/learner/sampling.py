@@ -118,12 +118,17 @@ class IdleSampling:
             self._used = min(1.0, (busy_s - self._busy_s) / max(time.monotonic() - started_s, 1e-9))
             self._busy_s = busy_s
 
+    def start_lap(self) -> None:
+        """Begin the first step now. What was sampled before belongs to no step."""
+        self._used = 0.0
+
     def metrics(self, taken: Sequence[TakenGroup]) -> dict[str, float]:
         """Return the step's metrics: what the ranks sampled of its groups, and how much of the wait rank 0 used."""
         own = [item.group for item in taken if item.group.generator_id.startswith(_ID_PREFIX)]
         tokens = sum(int(s.loss_mask.sum()) for group in own for r in group.rollouts for s in r.sequences)
+        used, self._used = self._used, 0.0  # a step that does not wait does not sample
         return {
             "learner_sampled/groups": len(own),
             "learner_sampled/tokens": tokens,
-            "idle/learner_used": self._used,
+            "idle/learner_used": used,
         }

@@ -28,7 +28,7 @@ import logging
 import math
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,8 +218,13 @@ class Trainer:
     def _take(self) -> Batch | None:
         """Return the next batch. None at the end of the data."""
         wait = WaitLog()
-        with self._clock.part("wait"), self._sampled():
+        with self._clock.part("wait"), ExitStack() as waiting:
+            is_waiting = False
             while True:
+                if not is_waiting and not self.queue.is_take_answered:
+                    # Not for a batch that is there: leases that are granted for a moment would only be held up.
+                    waiting.enter_context(self._sampled())
+                    is_waiting = True
                 answer = self.queue.take(
                     lineage=self.state.lineage, step=self.state.step, version=self.state.version, wait_s=TAKE_WAIT_S
                 )
@@ -431,6 +436,8 @@ class Trainer:
             self._publish()
             self._await_evaluations("the evaluation before training")
         self._clock.start_lap()
+        if self._sampling is not None:
+            self._sampling.start_lap()
 
     def _finish(self) -> None:
         """Publish, checkpoint and evaluate the final version, even if the run ended early.

@@ -31,6 +31,8 @@ NUM_EVAL_ROWS = 2
 class DirectQueue:
     """As ``LearnerQueue``. ``answer`` makes a lease's group, sampled with the version given."""
 
+    is_take_answered = False
+
     def __init__(
         self,
         queue_state: QueueState,

@@ -14,6 +14,7 @@ from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease
 from async_rl.run.step_log import read_rows
 from tests.generator.leases import make_lease
+from tests.learner.direct_queue import DirectQueue
 from tests.learner.test_trainer import ScriptedEngine, answered, make_run
 from tests.queue.builders import group
 
@@ -51,6 +52,17 @@ def test_the_ranks_sample_in_every_wait_and_in_nothing_else(tmp_path: Path):
     assert engine.log == [0, "stop", 0, "stop", "update of 0", 1, "stop", "update of 1", 2, "stop"]
     assert [order.digest for order in engine.orders] == ["digest-0", "digest-0", "digest-1", "digest-2"]
     assert {(order.address, len(order.lineage)) for order in engine.orders} == {("tcp://q:1", 12)}
+
+
+def test_nothing_is_sampled_for_a_batch_that_is_there_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(DirectQueue, "is_take_answered", True)
+    run = make_run(tmp_path, learner={"steps": 2}, eval={"every": 0})
+    engine = LoggedEngine(run.engine)
+    run.start(sampling=engine)
+    # Only in the evaluations before the first and after the last step.
+    assert [order.version for order in engine.orders] == [0, 2]
+    rows = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
+    assert [row["idle/learner_used"] for row in rows] == [0.0, 0.0]
 
 
 def test_a_skipped_step_samples_on_with_its_version(tmp_path: Path):

@@ -175,11 +175,14 @@ def test_a_begun_take_is_answered_while_other_requests_are_made(servers, tmp_pat
     learner, generator = servers.learner(server.address), servers.generator(server.address)
     attach(learner)
     generator.hello(10.0, "fake")
+    assert not learner.is_take_answered, "none was begun"
     learner.begin_take("line-a", 0, 0, 20.0)
+    assert not learner.is_take_answered
     assert return_all(generator, get_leases(generator), 0) == ["queued", "queued"]
     # The batch is on its way or here; requests made meanwhile get their own answers.
     assert learner.ping() == "run"
     assert learner.status()["run_id"] == "run"
+    wait_until(lambda: learner.is_take_answered, "the batch")
     batch = learner.take("line-a", 0, 0, 5.0)
     assert isinstance(batch, Batch)
     assert [taken.prompt.position for taken in batch.groups] == [0, 1]

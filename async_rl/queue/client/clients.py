@@ -230,6 +230,16 @@ class LearnerQueue:
         request = Take(lineage, step, version)
         self._begun_take = (request, self._connection.post(request, wait_s=wait_s))
 
+    @property
+    def is_take_answered(self) -> bool:
+        """Whether the answer to the take that was begun has arrived, so that ``take`` returns it without a wait."""
+        if self._begun_take is None:
+            return False
+        _, request_id = self._begun_take
+        if request_id not in self._answers:
+            self._receive(0.0)
+        return request_id in self._answers
+
     def take(self, lineage: str, step: int, version: int, wait_s: float) -> Batch | NotReady:
         """Return the groups of the learner's next step, or ``NotReady`` with the reason after ``wait_s`` seconds.
 
@@ -316,16 +326,9 @@ class LearnerQueue:
                     f"the queue at {self.address} did not answer request {type_!r} within "
                     f"{self._timeout_s + wait_s:g} s: {self._connection.why_silent}"
                 )
-            for request, answer in self._connection.poll(min(left_s, _LOOK_EVERY_S)):
-                if request is not None and request.request_id in self._unawaited:
-                    version = self._unawaited.pop(request.request_id)
-                    raise_error(answer)
-                    self._announced = version if self._announced is None else max(version, self._announced)
-                elif request is not None:
-                    self._note(request.request_id, answer)
-                elif answer.fields.get("storage_full"):
-                    # The answer comes when the queue's disk has room again.
-                    deadline = time.monotonic() + self._timeout_s + wait_s
+            if self._receive(min(left_s, _LOOK_EVERY_S)):
+                # The answer comes when the queue's disk has room again.
+                deadline = time.monotonic() + self._timeout_s + wait_s
             if request_id in self._answers:
                 continue
             self._while_waiting()
@@ -335,6 +338,20 @@ class LearnerQueue:
         self._num_restarts = 0
         raise_error(message)
         return message
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Keep the replies that arrive within ``timeout_s``. Return whether the queue says that its disk is full."""
+        is_full = False
+        for request, answer in self._connection.poll(timeout_s):
+            if request is not None and request.request_id in self._unawaited:
+                version = self._unawaited.pop(request.request_id)
+                raise_error(answer)
+                self._announced = version if self._announced is None else max(version, self._announced)
+            elif request is not None:
+                self._note(request.request_id, answer)
+            elif answer.fields.get("storage_full"):
+                is_full = True
+        return is_full
 
     def _note(self, request_id: str, answer: Message) -> None:
         """Keep a reply until it is awaited.
