@@ -338,7 +338,7 @@ def rm(config: ConfigPath, overrides: Overrides = None) -> None:
 
     \b
     Example:
-      async-rl rm rm.toml --set rm.eval_data=held_out.jsonl
+      async-rl rm rm.toml --set rm.eval.held_out=held_out.jsonl
     """
     with _offline(config, overrides) as resolved:
         from async_rl.learner.offline.rm import run_rm

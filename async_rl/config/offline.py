@@ -45,6 +45,15 @@ class OfflineConfig(Section):
         default=0, ge=0, description="Optimizer steps between two checkpoints; 0 writes one only at the end."
     )
 
+    eval: dict[str, str] = Field(
+        default={}, description="Datasets of rows that are evaluated but not trained on, by name."
+    )
+    eval_every: int = Field(
+        default=0,
+        ge=0,
+        description="Optimizer steps between two evaluations of eval; 0 evaluates only after the last step.",
+    )
+
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if self.steps is not None and self.epochs is not None:
@@ -125,8 +134,4 @@ class RmConfig(OfflineConfig):
 
     max_length: int = Field(
         default=2048, ge=2, description="Maximum number of tokens of a sequence; a pair with a longer one is left out."
-    )
-    eval_data: str = Field(default="", description="Pairs that are held out, to measure the share in the right order.")
-    eval_every: int = Field(
-        default=0, ge=0, description="Optimizer steps between two measurements on eval_data; 0 measures after the last."
     )

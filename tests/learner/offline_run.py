@@ -9,7 +9,7 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml, load_config
-from async_rl.learner.offline import reference, run
+from async_rl.learner.offline import run, scores
 from async_rl.learner.offline.dpo import run_dpo
 from async_rl.learner.offline.sft import run_sft
 from tests.learner.resumed_run import die_at
@@ -62,7 +62,7 @@ def start(directory: Path) -> None:
     """One start on this rank. The file ``directory / "point"`` names the fault point at which it ends, if any."""
     point, gates = (directory / "point").read_text(), directory / "gates"
     die_at(point, gates)
-    reference.ROWS_PER_CHUNK = 5
+    scores.ROWS_PER_CHUNK = 5
     steps: list[int] = []
     real_batch_of = run.batch_of
 

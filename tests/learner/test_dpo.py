@@ -64,8 +64,11 @@ def test_every_loss_begins_at_its_value_and_separates_chosen_from_rejected(
 
 def test_the_metrics_are_those_of_the_values_before_the_step(tmp_path: Path):
     # With a learning rate that moves nothing, the margin stays 0 and the loss ln 2, in every step.
-    run_dpo(offline_config(tmp_path, "dpo", dpo={"lr": 1e-30, "steps": 3, "label_smoothing": 0.2}))
+    evaluation = {"eval": {"same": str(tmp_path / "rows.jsonl")}, "eval_every": 2}
+    run_dpo(offline_config(tmp_path, "dpo", dpo={"lr": 1e-30, "steps": 3, "label_smoothing": 0.2, **evaluation}))
+    assert ["eval/same/loss" in row for row in metrics(tmp_path, "dpo")] == [False, True, True]
     for row in metrics(tmp_path, "dpo"):
+        assert row.get("eval/same/loss", math.log(2)) == pytest.approx(math.log(2), abs=1e-6)
         assert row["loss"] == pytest.approx(math.log(2), abs=1e-6)
         assert row["rewards/chosen"] == pytest.approx(0.0, abs=1e-6)
         assert row["logprobs/chosen"] > row["logprobs/rejected"]  # which has more tokens

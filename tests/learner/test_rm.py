@@ -43,7 +43,7 @@ def rm_config(root: Path, *, lora: bool = False, parallel: dict[str, int] | None
             (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     section = {
         "data": str(root / "rows.jsonl"), "out": str(root / "out"), "steps": 12, "batch_size": 8, "lr": 1e-2,
-        "schedule": "constant", "checkpoint_every": 5, "eval_data": str(root / "held_out.jsonl"), **settings,
+        "schedule": "constant", "checkpoint_every": 5, "eval": {"held_out": str(root / "held_out.jsonl")}, **settings,
     }  # fmt: skip
     more = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}} if lora else {}
     # Pairs lie in different micro-batches.
@@ -87,8 +87,8 @@ def test_training_begins_at_log_2_puts_pairs_in_order_and_writes_a_classifier(tm
     rows = metrics(tmp_path)
     assert rows[0]["loss"] == pytest.approx(math.log(2))  # the head is 0
     assert rows[0]["accuracy"] == 0.5
-    assert [row["step"] for row in rows if "eval/accuracy" in row] == [30, 60]
-    assert rows[-1]["eval/accuracy"] > 0.9
+    assert [row["step"] for row in rows if "eval/held_out/accuracy" in row] == [30, 60]
+    assert rows[-1]["eval/held_out/accuracy"] > 0.9
     # transformers' own scores, in a batch with padding, put the held-out pairs in order too.
     tokenizer = load_tokenizer(tmp_path / "out")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
@@ -100,7 +100,7 @@ def test_training_begins_at_log_2_puts_pairs_in_order_and_writes_a_classifier(tm
         with torch.no_grad():
             better, worse = model(**batch).logits[:, 0].tolist()
         right += better > worse
-    assert right / len(held_out) == pytest.approx(rows[-1]["eval/accuracy"], abs=1e-9)
+    assert right / len(held_out) == pytest.approx(rows[-1]["eval/held_out/accuracy"], abs=1e-9)
 
 
 @pytest.mark.parametrize("lora", [False, True])

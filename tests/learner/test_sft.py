@@ -185,6 +185,24 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path):
     assert len(metrics(tmp_path)) == 2
 
 
+def test_evaluations_are_of_the_weights_after_the_step_and_train_nothing(tmp_path: Path):
+    # The learning rate moves nothing, and a step has all ten rows: the training loss is that of the evaluation.
+    data = str(tmp_path / "rows.jsonl")
+    config = sft_config(tmp_path, steps=3, lr=1e-30, batch_size=10, eval={"same": data}, eval_every=2)
+    run_sft(config)
+    rows = metrics(tmp_path)
+    assert [row.get("eval/same/loss") for row in rows] == [None, *[pytest.approx(rows[0]["loss"], rel=1e-6)] * 2]
+    run_sft(sft_config(tmp_path, steps=3, lr=1e-30, batch_size=10))  # the same run, without the evaluation
+
+
+def test_a_bad_row_of_an_evaluation_is_named(tmp_path: Path):
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=r"bad\.jsonl:1: "):
+        run_sft(sft_config(tmp_path, eval={"held_out": str(tmp_path / "bad.jsonl")}))
+    with pytest.raises(DataError, match=r"sft\.eval\.none: no dataset at"):
+        run_sft(sft_config(tmp_path, eval={"none": "none.jsonl"}))
+
+
 def test_a_run_of_an_older_version_goes_on(tmp_path: Path):
     # It knew neither sft.epochs nor how many steps its checkpoints' run has.
     run_sft(sft_config(tmp_path, steps=2))

@@ -8,6 +8,7 @@ micro-batch. ``pairs.py`` has the forms of rows.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +25,11 @@ from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
 from async_rl.learner.losses.preference import PAIR_LOSSES, PairValues, kto_kl, kto_loss, log_odds_ratio
 from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes
-from async_rl.learner.offline.pairs import LabelledAnswer, Pair, load_labelled, load_pairs, numbered
-from async_rl.learner.offline.reference import reference_logprobs, summed_logprobs
+from async_rl.learner.offline.pairs import LabelledAnswer, Pair, load_labelled, load_pairs
+from async_rl.learner.offline.reference import reference_logprobs
 from async_rl.learner.offline.rows import RowEncoder
 from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
+from async_rl.learner.offline.scores import chunks_of, numbered, summed_logprobs
 from async_rl.learner.packing import TrainSequence
 
 Preference = TypeVar("Preference", Pair, LabelledAnswer)
@@ -69,6 +71,14 @@ class _Preferences(OfflineTask[Preference]):
         scored = reference_logprobs(engine, self.config, of_rows, directory / "reference", check_stop)
         return [replace(row, reference=(first, second)) for row, (first, second) in zip(rows, scored, strict=True)]
 
+    def evaluate(self, engine: Engine, rows: Sequence[Preference]) -> Metrics:
+        scored = [sums for chunk in chunks_of(rows) for sums in summed_logprobs(engine, [r.sequences for r in chunk])]
+        return self.metrics(rows, torch.tensor(scored, dtype=torch.float64))
+
+    @abstractmethod
+    def metrics(self, rows: Sequence[Preference], sums_R2: Tensor) -> Metrics:
+        """Return the loss and the other metrics of rows, from the sums of their two sequences, [rows, 2]."""
+
 
 class Pairs(_Preferences[Pair]):
     """``async-rl dpo`` with a loss that compares the two answers of each pair."""
@@ -79,19 +89,19 @@ class Pairs(_Preferences[Pair]):
     def step(self, engine: Engine, batch: Sequence[Pair]) -> tuple[UpdateStats, Metrics]:
         sums_P2 = torch.tensor(summed_logprobs(engine, [pair.sequences for pair in batch]), dtype=torch.float64)
         sequences = numbered([*(pair.chosen for pair in batch), *(pair.rejected for pair in batch)])
-        loss, sloped = sequence_slopes(sequences, sums_P2.T.reshape(-1), lambda sums: self._loss(batch, sums).mean())
-        return engine.update(sloped, version=0), {"loss": loss, **self._metrics(batch, sums_P2)}
+        sloped = sequence_slopes(sequences, sums_P2.T.reshape(-1), lambda sums: self._loss(batch, *sums.chunk(2)))[1]
+        return engine.update(sloped, version=0), self.metrics(batch, sums_P2)
 
-    def _loss(self, batch: Sequence[Pair], sums: Tensor) -> Tensor:
-        """Return the loss of each pair, [P], from the sums of the chosen and then of the rejected answers, [2 P]."""
-        chosen_P, rejected_P = sums.chunk(2)
-        return PAIR_LOSSES[self.section.loss](pair_values(batch, chosen_P, rejected_P), self.section)
+    def _loss(self, batch: Sequence[Pair], chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+        """Return the mean loss of pairs from the sums of their answers."""
+        return PAIR_LOSSES[self.section.loss](pair_values(batch, chosen_P, rejected_P), self.section).mean()
 
-    def _metrics(self, batch: Sequence[Pair], sums_P2: Tensor) -> Metrics:
-        values = pair_values(batch, *sums_P2.unbind(1))
+    def metrics(self, rows: Sequence[Pair], sums_R2: Tensor) -> Metrics:
+        values = pair_values(rows, *sums_R2.unbind(1))
         chosen_P, rejected_P = values.log_ratios if self.section.has_reference else values.means
         margin_P = self.section.beta * (chosen_P - rejected_P)
         found = {
+            "loss": self._loss(rows, *sums_R2.unbind(1)),
             "rewards/chosen": self.section.beta * chosen_P.mean(),
             "rewards/rejected": self.section.beta * rejected_P.mean(),
             "rewards/margin": margin_P.mean(),
@@ -128,19 +138,24 @@ class LabelledAnswers(_Preferences[LabelledAnswer]):
 
     def step(self, engine: Engine, batch: Sequence[LabelledAnswer]) -> tuple[UpdateStats, Metrics]:
         sums_A2 = torch.tensor(summed_logprobs(engine, [row.sequences for row in batch]), dtype=torch.float64)
-        reference_A2 = torch.tensor([row.reference for row in batch], dtype=torch.float64)
-        is_good_A = torch.tensor([row.is_good for row in batch])
-        kl = kto_kl(sums_A2[:, 1] - reference_A2[:, 1])
+        answers = numbered([row.answer for row in batch])
+        sloped = sequence_slopes(answers, sums_A2[:, 0], lambda sums_A: self._loss(batch, sums_A, sums_A2[:, 1])[0])[1]
+        return engine.update(sloped, version=0), self.metrics(batch, sums_A2)
 
-        def loss_of(sums_A: Tensor) -> Tensor:
-            return kto_loss(sums_A - reference_A2[:, 0], is_good_A, kl, self.section).mean()
+    def _loss(self, rows: Sequence[LabelledAnswer], answers_A: Tensor, mismatched_A: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean loss and the reference point, from the sums of the answers and of the mismatched ones."""
+        reference_A2 = torch.tensor([row.reference for row in rows], dtype=torch.float64)
+        is_good_A = torch.tensor([row.is_good for row in rows])
+        kl = kto_kl(mismatched_A - reference_A2[:, 1])
+        return kto_loss(answers_A - reference_A2[:, 0], is_good_A, kl, self.section).mean(), kl
 
-        sequences = numbered([row.answer for row in batch])
-        loss, sloped = sequence_slopes(sequences, sums_A2[:, 0], loss_of)
-        rewards_A = self.section.beta * (sums_A2[:, 0] - reference_A2[:, 0])
+    def metrics(self, rows: Sequence[LabelledAnswer], sums_R2: Tensor) -> Metrics:
+        loss, kl = self._loss(rows, *sums_R2.unbind(1))
+        is_good_A = torch.tensor([row.is_good for row in rows])
+        rewards_A = self.section.beta * (sums_R2[:, 0] - torch.tensor([row.reference[0] for row in rows]))
         chosen, rejected = rewards_A[is_good_A].mean().item(), rewards_A[~is_good_A].mean().item()
-        return engine.update(sloped, version=0), {
-            "loss": loss,
+        return {
+            "loss": loss.item(),
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
             "rewards/margin": chosen - rejected,

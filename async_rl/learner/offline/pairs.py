@@ -8,8 +8,8 @@ label is true if the answer is good. Other keys are ignored, but for ``tools``. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -160,8 +160,3 @@ def _split(chosen: list[Any], rejected: list[Any], prompt: Any, where: str) -> t
             f"{prompt!r:.80}; leave the prompt out, or write it as a list of messages"
         )
     return chosen[:size], *rests
-
-
-def numbered(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """Return the sequences with ids that are unique: a step may hold a row twice, and a row has two sequences."""
-    return [replace(sequence, sequence_id=number) for number, sequence in enumerate(sequences)]

@@ -18,8 +18,7 @@ import xxhash
 
 from async_rl.config.config import Config
 from async_rl.learner.engine import Engine
-from async_rl.learner.losses.slopes import sequence_sums
-from async_rl.learner.offline.pairs import numbered
+from async_rl.learner.offline.scores import chunks_of, summed_logprobs
 from async_rl.learner.packing import TrainSequence
 from async_rl.process.fault_points import fault_point
 from async_rl.run.directory import write_atomically
@@ -27,17 +26,7 @@ from async_rl.weights.adapters import BaseWeights
 
 logger = logging.getLogger(__name__)
 
-ROWS_PER_CHUNK = 256
 _PROGRESS_S = 5.0
-
-
-def summed_logprobs(engine: Engine, rows: Sequence[Sequence[TrainSequence]]) -> list[list[float]]:
-    """Return the sum of the log-probabilities of each sequence's trained tokens, in nats, row by row. Rows have equally
-    many sequences.
-    """
-    sequences = numbered([sequence for row in rows for sequence in row])
-    sums = sequence_sums(sequences, engine.score_policy(sequences))
-    return sums.view(len(rows), -1).tolist()
 
 
 def reference_logprobs(
@@ -60,15 +49,14 @@ def reference_logprobs(
     folder.mkdir(parents=True, exist_ok=True)
     found: list[list[float]] = []
     said = time.monotonic()
-    for start in range(0, len(rows), ROWS_PER_CHUNK):
-        chunk = rows[start : start + ROWS_PER_CHUNK]
-        path = folder / f"{start // ROWS_PER_CHUNK:06d}.json"
+    for number, chunk in enumerate(chunks_of(rows)):
+        path = folder / f"{number:06d}.json"
         sums = _read(path, len(chunk))
         if sums is None:
             sums = summed_logprobs(engine, chunk)
             write_atomically(path, json.dumps(sums))
             fault_point("offline.reference_scored")
-            check_stop(f"the reference model has scored {start + len(chunk)} of {len(rows)} rows")
+            check_stop(f"the reference model has scored {len(found) + len(chunk)} of {len(rows)} rows")
         found += sums
         if time.monotonic() - said >= _PROGRESS_S:
             logger.info("reference log-probabilities: %d of %d rows", len(found), len(rows))

@@ -101,21 +101,10 @@ class RewardModel(OfflineTask[Pair]):
         stats = engine.update(with_slopes, version=0)
         return stats, pair_metrics(*_sides(scores_S), margins_P)
 
-    @property
-    def eval_data(self) -> str:
-        return self.section.eval_data
-
-    def evaluate(self, engine: Engine, rows: Sequence[Pair], step: int, num_steps: int) -> Metrics:
-        every = self.section.eval_every
-        if not rows or (step < num_steps and not (every and step % every == 0)):
-            return {}
+    def evaluate(self, engine: Engine, rows: Sequence[Pair]) -> Metrics:
         sequences = [sequence for pair in rows for sequence in self.sequences(pair)]
         scores_S = sequence_sums(sequences, engine.score_policy(sequences))
-        found = pair_metrics(*_sides(scores_S), _margins(rows))
-        logger.info(
-            "step %d: %.1f %% of %d held-out pairs in the right order", step, 100 * found["accuracy"], len(rows)
-        )
-        return {f"eval/{key}": value for key, value in found.items()}
+        return pair_metrics(*_sides(scores_S), _margins(rows))
 
 
 def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, margins_P: Tensor) -> Tensor:

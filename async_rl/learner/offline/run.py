@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -49,7 +50,7 @@ PROGRESS_S = 5.0
 TICK_S = 0.5
 """Seconds between two signs of life for the other ranks while the first one waits for the files of a checkpoint."""
 _LEARNED_BY = ("model", "lora", "optimizer")
-_NOT_LEARNED_BY = ("out", "checkpoint_every", "eval_data", "eval_every")
+_NOT_LEARNED_BY = ("out", "checkpoint_every", "eval", "eval_every")
 
 
 class OfflineTask(ABC, Generic[Row]):
@@ -110,14 +111,9 @@ class OfflineTask(ABC, Generic[Row]):
     def step(self, engine: Engine, batch: Sequence[Row]) -> tuple[UpdateStats, Metrics]:
         """Make one optimizer step on ``batch``. Return its statistics, and its metrics: ``loss`` and others."""
 
-    @property
-    def eval_data(self) -> str:
-        """The dataset of held-out rows, which is the key ``eval_data`` of the section; empty if there is none."""
-        return ""
-
-    def evaluate(self, engine: Engine, rows: Sequence[Row], step: int, num_steps: int) -> Metrics:
-        """Measure the model on the held-out ``rows`` after ``step`` of ``num_steps``, if it is time. Return metrics."""
-        return {}
+    @abstractmethod
+    def evaluate(self, engine: Engine, rows: Sequence[Row]) -> Metrics:
+        """Return the metrics of ``rows`` under the current weights: ``loss`` and others. Nothing is trained."""
 
     def export(self, checkpoint: Path, out: Path) -> None:
         """Write the model of ``checkpoint`` to the directory ``out``."""
@@ -147,13 +143,12 @@ def run_offline(task: OfflineTask[Any]) -> None:
     check_export_target(out)
     ranks = init_ranks(config)
     with ranks.together("reading the rows"):
-        rows = _load_rows(task, task.section.data, "data") if ranks.is_leader else []
-        eval_rows = _load_rows(task, task.eval_data, "eval_data") if ranks.is_leader and task.eval_data else []
-        num_steps = _agree(ranks, section.num_steps(len(rows)))
+        rows = _load_rows(task) if ranks.is_leader else _Rows([], {})
+        num_steps = _agree(ranks, section.num_steps(len(rows.train)))
     with logged(logger, f"loading the model {config.model.path}"):
         engine = task.build_engine(ranks, _schedule(config, section, num_steps))
     if ranks.is_leader:
-        exit_code = _Leader(task, engine, rows, eval_rows, done=done, num_steps=num_steps).run(ranks)
+        exit_code = _Leader(task, engine, rows, done=done, num_steps=num_steps).run(ranks)
     else:
         with StopRequest(config.checkpoint.grace_s, on_request=ranks.pass_stop_on):
             exit_code = engine.follow()
@@ -161,20 +156,21 @@ def run_offline(task: OfflineTask[Any]) -> None:
         raise SystemExit(exit_code)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows(Generic[Row]):
+    """The training rows, and those of each evaluation."""
+
+    train: Sequence[Row]
+    evaluations: Mapping[str, Sequence[Row]]
+
+
 class _Leader(Generic[Row]):
     """Rank 0 of a run: it trains, writes metrics and checkpoints, and exports the model."""
 
     def __init__(
-        self,
-        task: OfflineTask[Row],
-        engine: FsdpEngine,
-        rows: Sequence[Row],
-        eval_rows: Sequence[Row],
-        *,
-        done: int,
-        num_steps: int,
+        self, task: OfflineTask[Row], engine: FsdpEngine, rows: _Rows[Row], *, done: int, num_steps: int
     ) -> None:
-        self._task, self._engine, self._rows, self._eval_rows = task, engine, rows, eval_rows
+        self._task, self._engine, self._rows = task, engine, rows
         self._config, self._section = task.config, task.section
         self._run_dir, self._done, self._num_steps = _run_dir(task), done, num_steps
         self._stop_signal: Callable[[], int] = lambda: 0
@@ -209,12 +205,15 @@ class _Leader(Generic[Row]):
         Raises:
             StoppedError: a signal asked to stop, and the last step is saved.
         """
-        num_tokens = sum(len(s.token_ids) for row in self._rows for s in self._task.sequences(row))
+        num_tokens = sum(len(s.token_ids) for row in self._rows.train for s in self._task.sequences(row))
         logger.info(
-            "%d rows, %d tokens; %d steps of %d rows", len(self._rows), num_tokens, self._num_steps,
+            "%d rows, %d tokens; %d steps of %d rows", len(self._rows.train), num_tokens, self._num_steps,
             self._section.batch_size,
         )  # fmt: skip
-        self._rows = self._task.prepare(self._engine, self._rows, self._run_dir, self._check_stop)
+        self._rows = _Rows(
+            self._prepared(self._rows.train),
+            {name: self._prepared(rows) for name, rows in self._rows.evaluations.items()},
+        )
         self._resume(lock)
         checkpoints = CheckpointWriter(
             self._engine, self._run_dir, self._config.checkpoint, lineage=self._task.name, confirm=lock.check
@@ -237,6 +236,9 @@ class _Leader(Generic[Row]):
         with logged(logger, f"exporting the model to {self._section.out}"):
             self._task.export(newest, Path(self._section.out))
         logger.info("wrote %s", self._section.out)
+
+    def _prepared(self, rows: Sequence[Row]) -> Sequence[Row]:
+        return self._task.prepare(self._engine, rows, self._run_dir, self._check_stop)
 
     def _check_stop(self, saved: str) -> None:
         """Raise StoppedError if a signal asked to stop before training. ``saved`` says what is saved."""
@@ -285,21 +287,34 @@ class _Leader(Generic[Row]):
         """Make one step. Return its row of ``metrics.jsonl``."""
         section = self._section
         batch = batch_of(
-            self._rows, step - 1, batch_size=section.batch_size, seed=self._config.run.seed, epochs=section.epochs
+            self._rows.train, step - 1, batch_size=section.batch_size, seed=self._config.run.seed, epochs=section.epochs
         )
         stats, metrics = self._task.step(self._engine, batch)
         if not stats.stepped:
             logger.warning("step %d: the optimizer step is skipped: %s", step, stats.reason)
         progress.log(step, stats, metrics["loss"])
-        metrics = {**metrics, **self._task.evaluate(self._engine, self._eval_rows, step, self._num_steps)}
         row = {
             "step": step, "loss": metrics["loss"], "lr": stats.lr, "tokens": stats.tokens_trained,
             "grad_norm": stats.grad_norm,
         }  # fmt: skip
         if stats.padded_cost is not None:
             row["packing/padding"] = stats.padded_cost.padding
+        row |= metrics
+        if step == self._num_steps or (section.eval_every and step % section.eval_every == 0):
+            row |= self._evaluate(step)
         # JSON has no NaN and no infinities.
-        return {key: value if math.isfinite(value) else None for key, value in {**row, **metrics}.items()}
+        return {key: value if math.isfinite(value) else None for key, value in row.items()}
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics of all evaluations."""
+        found: dict[str, float] = {}
+        for name, rows in self._rows.evaluations.items():
+            metrics = self._task.evaluate(self._engine, rows)
+            logger.info(
+                "step %d: %s: %s", step, name, "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
+            )
+            found |= {f"eval/{name}/{key}": value for key, value in metrics.items()}
+        return found
 
     def _commit(self, writer: CheckpointWriter, *, wait: bool) -> None:
         """Commit the checkpoint that is being written, if its files are written. With ``wait``, wait for them."""
@@ -332,18 +347,22 @@ def _run_dir(task: OfflineTask[Any]) -> Path:
     return Path(task.config.run.dir) / task.name
 
 
-def _load_rows(task: OfflineTask[Row], source: str, name: str) -> list[Row]:
-    """Return the rows of ``source``, the dataset of the section's key ``name``. All fit in a micro-batch."""
-    config = task.config
-    key = f"{task.name}.{name}"
-    rows = task.load_rows(source, key)
-    longest = max(len(sequence.token_ids) for row in rows for sequence in task.sequences(row))
-    if longest > config.longest_sequence:
-        raise ConfigError(
-            f"{config.longest_sequence_keys}: expected at least the longest row of {key}, {longest} tokens, "
-            f"got {config.longest_sequence}; raise it, or lower {task.name}.max_length"
-        )
-    return rows
+def _load_rows(task: OfflineTask[Row]) -> _Rows[Row]:
+    """Return the rows of all datasets. All fit in a micro-batch."""
+    config, section = task.config, task.section
+    sources = {f"{task.name}.data": section.data} | {
+        f"{task.name}.eval.{n}": source for n, source in section.eval.items()
+    }
+    found: dict[str, list[Row]] = {}
+    for key, source in sources.items():
+        found[key] = task.load_rows(source, key)
+        longest = max(len(sequence.token_ids) for row in found[key] for sequence in task.sequences(row))
+        if longest > config.longest_sequence:
+            raise ConfigError(
+                f"{config.longest_sequence_keys}: expected at least the longest row of {key}, {longest} tokens, got "
+                f"{config.longest_sequence}; raise it, or lower {task.name}.max_length"
+            )
+    return _Rows(found[f"{task.name}.data"], {name: found[f"{task.name}.eval.{name}"] for name in section.eval})
 
 
 def _agree(ranks: Ranks, num_steps: int) -> int:

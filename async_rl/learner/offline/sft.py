@@ -17,6 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from async_rl.config.config import Config
 from async_rl.config.offline import OfflineConfig
 from async_rl.data.chat import load_tokenizer
@@ -25,6 +27,7 @@ from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective, SupervisedObjective
 from async_rl.learner.offline.rows import RowEncoder, load_rows
 from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
+from async_rl.learner.offline.scores import chunks_of, summed_logprobs
 from async_rl.learner.packing import TrainSequence
 
 if TYPE_CHECKING:
@@ -64,6 +67,10 @@ class Supervised(OfflineTask[TrainSequence]):
     def step(self, engine: Engine, batch: Sequence[TrainSequence]) -> tuple[UpdateStats, Metrics]:
         stats = engine.update(batch, version=0)
         return stats, {"loss": stats.loss}
+
+    def evaluate(self, engine: Engine, rows: Sequence[TrainSequence]) -> Metrics:
+        scored = [sums for chunk in chunks_of(rows) for (sums,) in summed_logprobs(engine, [[row] for row in chunk])]
+        return {"loss": -sum(scored) / sum(np.count_nonzero(row.loss_mask) for row in rows)}
 
 
 def load_sft_rows(
