@@ -131,8 +131,8 @@ class MemoryPlan:
     """Peak memory of one rank, in bytes, by what takes it.
 
     Attributes:
-        weights: this rank's part of the parameters, those of a reference model included, and the whole policy with
-            which it samples (``learner.generate``).
+        weights: this rank's part of the parameters, those of a reference model and of a critic included, and the whole
+            policy with which it samples (``learner.generate``).
         gradients: its part of the gradients.
         optimizer: its part of the optimizer's state.
         gathered: parameters and gradients that the rank has whole for a while.
@@ -158,7 +158,8 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict the peak memory of a rank of the learner of ``config``, in the layout ``sizes``.
 
-    With ``learner.offload = "all"`` weights, gradients and state are on the host, and not in the plan.
+    With ``learner.offload = "all"`` weights, gradients and state are on the host, and not in the plan. A critic counts
+    as a second model of this shape.
 
     Args:
         shape: the model's.
@@ -167,15 +168,18 @@ def plan_memory(
         device: "cuda" or "cpu".
         has_reference: whether a second model of this shape is loaded.
     """
-    weights, gradients, optimizer = _stored(shape, config, sizes, device, has_reference=has_reference)
+    weights, gradients, state = _stored(shape, config, sizes, device, has_reference=has_reference)
     if samples_with_copy(config, sizes.num_ranks, device):
         weights += shape.num_parameters * compute_bytes(config, device)
+    if config.loss.has_critic:  # gradients are those of one model at a time
+        of_critic = _stored(shape, config.of_critic, sizes, device, has_reference=False)
+        weights, state = weights + of_critic[0], state + of_critic[2]
     layers, inside, last = _activations(shape, config, sizes, device)
     gathered, gradient = _gathered(shape, config, sizes, device)
     # When a layer's gradient is there, its activations are gone.
     freed = layers / shape.num_layers
     gathered += max(0.0, gradient - freed)
-    return MemoryPlan(weights, gradients, optimizer, gathered, layers, max(inside, last))
+    return MemoryPlan(weights, gradients, state, gathered, layers, max(inside, last))
 
 
 def samples_with_copy(config: Config, num_ranks: int, device: str) -> bool:

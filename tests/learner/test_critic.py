@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from async_rl.config.config import Config
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.critic import critic_metrics, train_critic, with_values, without_policy
+from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.export import export_checkpoint
@@ -23,10 +24,12 @@ from async_rl.learner.packing import TrainSequence
 from async_rl.learner.step_result import trained_counts
 from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.run.metrics import METRIC_KEYS
+from async_rl.run.step_log import read_rows
 from tests.learner.engine.test_value_model import classifier, plain_values
 from tests.learner.layouts import LORA, layout_model, layout_sequences
 from tests.learner.rank_scenarios import PLAIN, save
 from tests.learner.test_advantages import prepare, rollout
+from tests.learner.test_trainer import ScriptedEngine, make_run
 from tests.learner.tiny import tiny_config
 from tests.run.metric_keys import declared_key
 
@@ -190,6 +193,35 @@ def test_the_metrics_of_a_critic_by_hand(directory: Path):
     assert (row["critic/target_error_lag_0"], row["critic/target_error_lag_1"]) == (0.0, pytest.approx(2 / 3))
     assert {declared_key(key) for key in row} <= METRIC_KEYS.keys()
     assert critic_metrics(step, [], version=6) == {}
+
+
+@dataclass
+class EngineWithCritic(ScriptedEngine):
+    """Its critic is trained with the steps that ``ScriptedEngine`` scripts, and says 0.5."""
+
+    critic_versions: list[int] = field(default_factory=list)
+
+    @property
+    def critic(self) -> Any:
+        of_critic: Any = FakeCritic()
+
+        def update(sequences: list[TrainSequence], *, version: int) -> UpdateStats:
+            self.critic_versions.append(version)
+            return ScriptedEngine().update(sequences, version=version)
+
+        of_critic.update = update
+        return of_critic
+
+
+def test_the_first_steps_train_only_the_critic_and_make_no_version(tmp_path: Path):
+    run = make_run(tmp_path, loss={"preset": "ppo"}, critic={"freeze_steps": 2}, learner={"steps": 4})
+    run.engine = engine = EngineWithCritic()
+    assert run.start().version == 2
+    assert (engine.critic_versions, engine.versions) == ([0, 0, 0, 1], [0, 1])
+    rows = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
+    assert [row["version"] for row in rows] == [0, 0, 1, 2]
+    assert [row.get("masked/policy_frozen", 0) > 0 for row in rows] == [True, True, False, False]
+    assert all("critic/loss" in row and "time/critic_s" in row for row in rows)
 
 
 def test_a_step_that_trains_only_the_critic_masks_every_rollout_for_that_cause():

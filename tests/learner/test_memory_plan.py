@@ -111,6 +111,16 @@ def test_layouts_divide_weights_over_shards_and_layers_over_tensor_and_pipeline(
     assert of(pipeline=2) == (8 * (2 * layer + shape.table_parameters), activations)
 
 
+def test_a_critic_adds_weights_and_optimizer_state_but_no_gradients(directory: Path):
+    shape = ModelShape.of(json.loads((directory / "model" / "config.json").read_text()))
+    alone, beside = (
+        plan_memory(shape, measured_config(directory, "model", sections), Layout(), device="cpu")
+        for sections in ({}, {"loss": {"advantage": "gae"}})
+    )
+    assert (beside.weights, beside.optimizer) == (2 * alone.weights, 2 * alone.optimizer)
+    assert (beside.gradients, beside.activations) == (alone.gradients, alone.activations)
+
+
 def test_an_unknown_kind_of_model_is_named():
     with pytest.raises(UnknownShapeError, match="no hidden_size, intermediate_size"):
         ModelShape.of({"d_model": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10})
