@@ -25,6 +25,8 @@ def settings_of(row: str) -> list[Setting]:
     """The settings that the last cell of a row names in backticks, each with its value in TOML if it has one."""
     cell = row.strip("| ").split(" | ")[-1]
     found = re.findall(r"`([a-z]+(?:\.[a-z_]+)+)(?: = ([^`]+))?`", cell)
+    unknown = [key for key, value in found if value and key.split(".")[0] not in Config.model_fields]
+    assert unknown == [], f"no such section: {unknown}"
     return [(key, value or None) for key, value in found if key.split(".")[0] in Config.model_fields]
 
 
