@@ -15,6 +15,7 @@ import gsm8k
 import hub_rows
 import limo
 import mbpp
+import preferences
 import pytest
 
 from async_rl.config.loading import parse_config
@@ -82,6 +83,18 @@ def test_the_asserts_of_mbpp_become_a_check_of_the_function_that_they_call(tmp_p
         {"model": {"path": "m"}, "data": {"train": "t"}, "reward": {"type": "code"}, "run": {"dir": "r"}}, "test"
     )
     assert len(load_rows_of(config, str(tmp_path / "rows.jsonl")).rows) == 1
+
+
+def test_pairs_are_whole_conversations_without_other_columns():
+    chosen = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "score": 1}]
+    rejected = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "b"}]
+    row = preferences.pair({"prompt": "q", "chosen": chosen, "rejected": rejected, "score_chosen": 8.0})
+    assert row == {
+        "chosen": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+        "rejected": rejected,
+    }
+    with pytest.raises(ValueError, match="expected rejected as messages"):
+        preferences.pair({"chosen": chosen, "rejected": chosen[:1]})
 
 
 def test_a_row_of_limo_becomes_a_chat():
