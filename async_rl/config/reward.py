@@ -13,11 +13,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.data import RowField
+from async_rl.config.judge import JudgeConfig
 from async_rl.config.section import Section
 from async_rl.process.user_code import is_code_name
 
@@ -31,6 +32,7 @@ class RewardType:
         compares_mathematics: whether ``reward.equality`` decides when two answers are equal.
         runs_programs: whether the reward runs programs as ``reward.code`` says, so that it needs a sandbox or a
             verifier.
+        asks_judge: whether a language model judges the answers, so that ``reward.judge`` must name one.
         asks_scorer: whether a scorer's model scores the answers, so that ``reward.model`` must name one.
         is_user_code: whether the reward is the user's own function. ``generator.allow_code`` must list it, and
             ``reward.time_limit_s`` limits its async calls.
@@ -42,6 +44,7 @@ class RewardType:
     row_fields: tuple[RowField, ...] = ()
     compares_mathematics: bool = False
     runs_programs: bool = False
+    asks_judge: bool = False
     asks_scorer: bool = False
     is_user_code: bool = False
     system_prompt: str = ""
@@ -86,6 +89,7 @@ REWARD_TYPES: Mapping[str, RewardType] = MappingProxyType(
             row_fields=("test_cases",), runs_programs=True, system_prompt="You are a helpful assistant."
         ),
         "model": RewardType(asks_scorer=True),
+        "judge": RewardType(asks_judge=True),
         "none": RewardType(),
     }
 )
@@ -173,8 +177,8 @@ class RewardConfig(Section):
     type: str = Field(
         default="boxed",
         description="Reward that scores answers: boxed, think_answer_tags, exact, xml_format, code, model (a reward "
-        "model), none (every answer gets 0), or your own function as module:function or file.py:function, which "
-        "generator.allow_code must list.",
+        "model), judge (a language model judges), none (every answer gets 0), or your own function as "
+        "module:function or file.py:function, which generator.allow_code must list.",
     )
     model: str | None = Field(
         default=None, description="The scorer, one of the tables scorer.NAME, whose model is the reward `model`."
@@ -231,6 +235,7 @@ class RewardConfig(Section):
         "of your own async reward.",
     )
     code: CodeRewardConfig = Field(default=CodeRewardConfig(), description="How programs are run and judged.")
+    judge: JudgeConfig = Field(default=JudgeConfig(), description="The language model that judges answers.")
 
     @field_validator("type")
     @classmethod
@@ -248,6 +253,14 @@ class RewardConfig(Section):
                     f"expected a finite weight other than 0 for {name}, got {weight}; correct it, or leave {name} out"
                 )
         return value
+
+    @model_validator(mode="after")
+    def _has_judge(self) -> Self:
+        if any(one.asks_judge for one in self.types):
+            for key in ("endpoint", "model"):
+                if not getattr(self.judge, key):
+                    raise ValueError(f'judge.{key}: expected a value with the reward "judge", got none; set it')
+        return self
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -39,6 +39,7 @@ from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.net.streams import listening_socket
 from async_rl.process.child import DEVICES_ARE_DEALT
 from async_rl.process.user_code import check_allowed, code_digests
+from async_rl.rewards.judge import judge_reward
 from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_writable
 from async_rl.run.metrics import check_wandb
@@ -79,10 +80,21 @@ def check_launch(config: Config, *, insecure: bool) -> None:
         logger.warning("warning: %s", problem)
     check_code_reward(config)
     check_scorers(config, insecure=insecure)
+    check_judge(config)
     check_fake_vocabulary(config)
     check_own_reward(config, rows)
     check_own_environment(config, rows)
     try_loss(config)
+
+
+def check_judge(config: Config) -> None:
+    """Check the files and the key of ``reward.judge``, if a reward asks a judge. The judge itself may be away.
+
+    Raises:
+        ConfigError: one of them is missing or can't be read.
+    """
+    if any(one.asks_judge for one in config.reward.types):
+        judge_reward(config, 1.0).close()
 
 
 def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:

@@ -22,6 +22,7 @@ from async_rl.rewards.code import CodeReward, local_judge
 from async_rl.rewards.code_remote import RemoteJudge
 from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed, extract_xml_answer
 from async_rl.rewards.functions import FunctionReward
+from async_rl.rewards.judge import judge_reward
 from async_rl.rewards.model import model_reward
 from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, WaitingReward, score_group
 from async_rl.rewards.verifier import MathVerifier
@@ -117,6 +118,7 @@ REWARDS: Mapping[str, Builder] = {
     "xml_format": lambda config, scale: XmlFormatReward(scale=scale),
     "code": _code_reward,
     "model": model_reward,
+    "judge": judge_reward,
     "none": lambda config, scale: NoReward(),
 }
 """The builder of each built-in reward, by name. ``config.reward.REWARD_TYPES`` has the same names."""
