@@ -24,7 +24,9 @@ BY_HAND: dict[str, Example] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name, kind in REWARD_TYPES.items() if not kind.asks_scorer])
+@pytest.mark.parametrize(
+    "name", [name for name, kind in REWARD_TYPES.items() if not (kind.asks_scorer or kind.asks_judge)]
+)
 def test_every_built_in_reward_conforms(name: str):
     raw = {
         "run": {"dir": "r"},
