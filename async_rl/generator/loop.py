@@ -135,6 +135,7 @@ class Worker:
     each rollout is one answer that ``grader`` scores; else ``environment`` plays the rollouts. ``device`` is where the
     backend computes; None: on a device that does nothing else. ``scorers`` are what may wait for other processes:
     leases are kept meanwhile, and heartbeats say why. ``teachers`` score what is sampled for training.
+    ``counters`` returns the counts of the rewards.
 
     While the device does other work, the loop goes on without decode steps: it sends heartbeats, and returns groups
     that are graded meanwhile.
@@ -155,6 +156,7 @@ class Worker:
         device: Device | None = None,
         scorers: Sequence[AsksScorers] = (),
         teachers: Teachers | None = None,
+        counters: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._device: Device = device or OwnDevice()
         self._queue = queue
@@ -182,6 +184,7 @@ class Worker:
         self._heartbeat_at_s = self._poll_at_s = clock()
         self._num_graded = 0
         self._scorers, self._num_waits = (*scorers, *(() if teachers is None else (teachers,))), 0
+        self._counters = counters
         self._queue_reason = ""
         self._receiver_trouble: str | None = None
 
@@ -386,7 +389,7 @@ class Worker:
         work = self._backend.num_tokens + self._num_graded + self._num_waits
         progress = self._leases.progress(self._rollouts.progress(), work, is_paused=self._is_paused)
         trouble = self._receiver_trouble or self._scorer_trouble
-        self._queue.heartbeat(progress, self._activity.stats(self._backend), trouble)
+        self._queue.heartbeat(progress, self._activity.stats(self._backend, self._counters()), trouble)
 
     @property
     def _scorer_trouble(self) -> str:
@@ -482,7 +485,7 @@ class Activity:
         self._pause_s += pause_s
         self._num_activations += 1
 
-    def stats(self, backend: Backend) -> GeneratorStats:
+    def stats(self, backend: Backend, counters: Mapping[str, int]) -> GeneratorStats:
         """Return what has been counted since this object was created, as the record for a heartbeat."""
         return GeneratorStats(
             max_running=backend.max_running,
@@ -492,6 +495,7 @@ class Activity:
             pause_s=self._pause_s,
             num_activations=self._num_activations,
             num_tokens=backend.num_tokens,
+            counters=dict(counters),
         )
 
     def check_idle(self, generator_id: str, *, is_running: bool, awaited: Callable[[], str]) -> None:

@@ -27,7 +27,7 @@ from async_rl.generator.backend import Backend, Sampled
 from async_rl.process.user_code import describe_error
 from async_rl.queue.messages import FailureCause
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, Span, TokenSequence
-from async_rl.rewards.records import GroupReward, RewardInput, RewardOutput, WaitingReward, score_group
+from async_rl.rewards.records import CountingReward, GroupReward, RewardInput, RewardOutput, WaitingReward, score_group
 from async_rl.run.eval_records import Decode
 
 Encode = Callable[[Sequence[Mapping[str, str]]], np.ndarray]
@@ -449,6 +449,10 @@ class ThreadGrader:
     def num_waiting(self) -> int:
         """The number of samples that wait for another process."""
         return self._reward.num_waiting if isinstance(self._reward, WaitingReward) else 0
+
+    def counters(self) -> dict[str, int]:
+        """Return the counts of the reward, if it counts anything."""
+        return self._reward.counters() if isinstance(self._reward, CountingReward) else {}
 
     def close(self) -> None:
         """End the threads. Samples whose scoring has not begun are dropped, and those that wait for a scorer fail."""

@@ -125,6 +125,7 @@ def run_generator(
             environment=build_environment(config, directory, backend, digests, stack),
             scorers=[grader],
             teachers=build_teachers(config, directory, keys, stack),
+            counters=grader.counters,
         )
         stack.callback(queue.leave)  # first of all: engine and environments may take long to end
         worker.run()

@@ -234,6 +234,7 @@ class StepClock:
             **({"time/critic_s": self._parts["critic"]} if "critic" in self._parts else {}),
             "idle/learner": min(parts["wait"] / wall, 1.0),
             "throughput/trained_tokens_per_s": trained_tokens / wall,
+            **{f"grading/{name}": float(count) for name, count in generators.counters.items()},
             **self._generator_metrics(alive_generators, generators, wall, busy),
         }
         self._lap_start, self._parts, self._generators = now, {}, (alive_generators, generators)
@@ -247,7 +248,8 @@ class StepClock:
         if self._generators is None or now.max_running == 0 or tuple(alive_generators) != tuple(self._generators[0]):
             return {}
         before = self._generators[1]
-        shrunk = any(getattr(now, name) < getattr(before, name) for name in GeneratorStats.__struct_fields__)
+        numbers = [name for name in GeneratorStats.__struct_fields__ if name != "counters"]
+        shrunk = any(getattr(now, name) < getattr(before, name) for name in numbers)
         if shrunk or now.max_running != before.max_running or now.wall_s <= before.wall_s:
             return {}
         # Readings come with heartbeats, which may be rarer than steps, so they give a rate and not this step's count.

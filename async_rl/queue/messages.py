@@ -24,6 +24,8 @@ RECEIVE_HIGH_WATER_MARK = 64
 """Maximum number of received messages of one peer that wait in the socket's memory."""
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 """The type of a name that the server stores. Its length is limited."""
+MAX_COUNTERS = 64
+"""Maximum number of counters that a generator reports."""
 MAX_TROUBLE = 1000
 """Maximum number of characters of the text with which a generator says what is wrong."""
 
@@ -88,6 +90,7 @@ class GeneratorStats(msgspec.Struct, frozen=True):
         pause_s: the time in which it paused to activate versions.
         num_activations: the number of activated versions.
         num_tokens: the number of sampled tokens.
+        counters: the counts of its rewards, by name (``Reward.counters``).
     """
 
     max_running: int = 0
@@ -97,6 +100,7 @@ class GeneratorStats(msgspec.Struct, frozen=True):
     pause_s: float = 0.0
     num_activations: int = 0
     num_tokens: int = 0
+    counters: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_COUNTERS)] = {}
 
 
 class LeasesGranted(msgspec.Struct, frozen=True):

@@ -100,6 +100,13 @@ class GroupReward(Protocol):
 
 
 @runtime_checkable
+class CountingReward(Protocol):
+    """A reward that counts events. Every ``Reward`` does."""
+
+    def counters(self) -> dict[str, int]: ...
+
+
+@runtime_checkable
 class WaitingReward(Protocol):
     """A reward that asks another process and waits while that is away."""
 

@@ -89,6 +89,8 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
     "The step's rollouts": {
         "reward/mean": "Mean reward of the step's rollouts.",
         "reward/<part>": "Mean of this part of the reward over the step's rollouts.",
+        "grading/<counter>": "Count of the rewards, over the generators that are alive, since their start, such as "
+        "judge_requests, judge_cost_millionths, verifier_timed_out or code_tests_passed.",
         "accuracy/mean": "Mean accuracy of the step's rollouts, 0 to 1, without any shaping.",
         "length/mean": "Mean sampled tokens per rollout.",
         "length/max": "Most sampled tokens of a rollout.",

@@ -96,6 +96,12 @@ def test_generator_figures_are_differences_between_laps():
     assert row["time_s"] >= 100.0
 
 
+def test_counters_of_rewards_are_metrics():
+    clock = StepClock(elapsed_s=0.0)
+    stats = GeneratorStats(max_running=4, wall_s=10, counters={"judge_requests": 3})
+    assert clock.lap(stats, alive_generators=ALIVE, trained_tokens=1)["grading/judge_requests"] == 3.0
+
+
 def test_rates_do_not_depend_on_how_often_heartbeats_come():
     # Two generators with 4 slots each. In 10 s each was busy for 8 s with all slots: 64 of 80 sequence-seconds.
     clock = StepClock(elapsed_s=0.0)

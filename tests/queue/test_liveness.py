@@ -200,3 +200,10 @@ def test_the_log_names_a_generator_s_problem_at_once_and_no_more_than_every_ten_
         if entry.must_log_trouble(world.now):
             logged.append(trouble)
     assert logged == ["a", "c", ""]
+
+
+def test_counters_of_rewards_are_summed_over_the_generators_that_are_alive():
+    world = World(Knobs())
+    for name, counts in (("g0", {"judge_requests": 3}), ("g1", {"judge_requests": 4, "judge_failed": 1})):
+        generator_requests.heartbeat(world.state, name, {}, GeneratorStats(counters=counts), world.now)
+    assert world.state.stats().generators.counters == {"judge_requests": 7, "judge_failed": 1}

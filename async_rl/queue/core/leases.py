@@ -415,9 +415,13 @@ class GeneratorTable:
 
     def total(self, now: float) -> GeneratorStats:
         """Return the sum of the statistics of all generators that are alive."""
-        names = GeneratorStats.__struct_fields__
         alive = self.alive(now)
-        return GeneratorStats(**{name: sum(getattr(e.stats, name) for e in alive) for name in names})
+        numbers = [name for name in GeneratorStats.__struct_fields__ if name != "counters"]
+        counters: Counter[str] = Counter()
+        for entry in alive:
+            counters.update(entry.stats.counters)
+        sums = {name: sum(getattr(e.stats, name) for e in alive) for name in numbers}
+        return GeneratorStats(**sums, counters=dict(counters))
 
     def as_dicts(self, now: float) -> list[dict[str, Any]]:
         return [
