@@ -71,7 +71,6 @@ def test_the_checklist_has_a_row_for_each_of_its_lines_and_each_row_an_answer():
         reasons = (
             "not planned: ",
             "not needed: ",
-            "not yet",
             "always",
             "the same",
             "the default",
