@@ -28,7 +28,7 @@ def start_ranks(scenario: str, directory: Path, *, world_size: int = 2) -> list[
     ]
 
 
-def finish_ranks(processes: list[Forked], timeout_s: float = 90.0) -> list[tuple[int, str]]:
+def finish_ranks(processes: list[Forked], timeout_s: float = 300.0) -> list[tuple[int, str]]:
     """Exit code and output of each; none is left behind."""
     try:
         return [(process.wait(timeout_s), "".join(process.communicate())) for process in processes]

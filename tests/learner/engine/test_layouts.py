@@ -80,6 +80,7 @@ def test_a_step_is_the_same_under_every_layout(tmp_path: Path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3000)
 def test_a_step_is_the_same_under_every_layout_with_every_model(tmp_path: Path):
     compare_with_one_process(tmp_path, EVERY_CASE)
 
