@@ -6,7 +6,7 @@ three. The teacher is a model of the same size that was trained on faultless wor
 answers the held-out prompts, and KL(student || teacher) over the whole vocabulary is computed at every token that it
 sampled. TRL's GKD and server distillation (the program's environment must have them) score the same tensors as ours.
 
-    python -m benchmarks.distillation [--seeds 3] [--steps 150] [--forms FORM ...] [--compare-only]
+    python -m benchmarks.distillation [--seeds 3] [--steps 400] [--forms FORM ...] [--compare-only]
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_NEW_TOKENS = 40
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS), help="which forms to train with")
     parser.add_argument("--compare-only", action="store_true", help="compare with TRL, and train nothing")
     options = parser.parse_args()
