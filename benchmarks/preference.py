@@ -41,7 +41,7 @@ NUM_ANSWERS, LENGTH = 6, 9
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", choices=("losses", "curves"), help="only one of the parts")
     part = parser.parse_args().part
     quiet_progress_bars()
