@@ -58,13 +58,13 @@ def train(seed: int) -> tuple[float, float, float]:
     write_pairs(ROOT / base / "pairs", seed)
     settings = [
         f"run.seed={seed}", f"run.dir={base}", f"model.path={start}", f"dpo.data={base}/pairs/train.jsonl",
-        f"dpo.out={base}/model", f"rm.data={base}/pairs/train.jsonl", f"rm.eval_data={base}/pairs/test.jsonl",
+        f"dpo.out={base}/model", f"rm.data={base}/pairs/train.jsonl", f"rm.eval.test={base}/pairs/test.jsonl",
         f"rm.out={base}/reward_model",
     ]  # fmt: skip
     for command in ("dpo", "rm"):
         run(command, CONFIG, *(word for setting in settings for word in ("--set", setting)))
     lines = (ROOT / base / "rm" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return accuracy(seed, start), accuracy(seed, f"{base}/model"), json.loads(lines[-1])["eval/accuracy"]
+    return accuracy(seed, start), accuracy(seed, f"{base}/model"), json.loads(lines[-1])["eval/test/accuracy"]
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.generator.backend import Backend, build_backend
 from async_rl.generator.loop import Worker
-from async_rl.generator.worker import build_environment, build_grader, scratch_directory, write_files
+from async_rl.generator.worker import build_worker, scratch_directory, write_files
 from async_rl.learner.sampling import SamplingOrder, sampler_id
 from async_rl.net.address import refuse_open_connect
 from async_rl.net.keys import SECRET_VARIABLE, client_keys_of
@@ -154,17 +154,12 @@ class LearnerSampler:
             directory = stack.enter_context(scratch_directory())
             write_files(directory, welcome.files)
             backend: Backend = stack.enter_context(closing(build_backend(config, directory)))
-            worker = Worker(
-                queue=queue,
-                receiver=self._weights,
-                backend=backend,
-                grader=build_grader(config, None, stack),
-                config=config,
-                generator_id=own_id,
+            worker = build_worker(
+                config, queue=queue, receiver=self._weights, backend=backend, generator_id=own_id,
                 wait_s=math.inf,  # the learner's own client decides how long the queue may be silent
-                environment=build_environment(config, directory, backend, None, stack),
+                directory=directory, code_digests=None, keys=keys, insecure=self._insecure, stack=stack,
                 device=self._device,
-            )
+            )  # fmt: skip
             self._worker = worker
             stack.callback(queue.leave)  # first of all: engine and environments may take long to end
             logger.info("the learner samples while it waits, as generator %s", own_id)

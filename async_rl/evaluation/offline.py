@@ -91,7 +91,7 @@ def run_eval(
     with ExitStack() as stack:
         report("preparing the reward")
         keys = client_keys_of(config.queue.keys) if config.reward.asks_scorer else None
-        grader = None if config.environment.is_set else build_grader(config, None, stack, keys)
+        grader = None if config.environment.is_set else build_grader(config, None, stack, keys=keys)
         for model in models:
             with ExitStack() as of_model:
                 backend, rollouts, decode = _player(config, model, grader, of_model, report)

@@ -41,7 +41,7 @@ from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import AddressError, QueueError, RewardError
 from async_rl.generator.backend import Backend, MultiRankBackend, TextBackend, build_backend, cuda_device
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, TokenizerText
-from async_rl.generator.loop import Worker
+from async_rl.generator.loop import Device, Queue, WeightsReceiver, Worker
 from async_rl.generator.rollouts import ThreadGrader
 from async_rl.generator.teachers import build_teachers
 from async_rl.net.address import check_address, refuse_open_connect
@@ -112,23 +112,37 @@ def run_generator(
         with logged(logger, f"loading the backend {config.generator.backend}"):
             backend = stack.enter_context(closing(build_generator_backend(config, overrides, directory, digests)))
         receiver = stack.enter_context(closing(_receiver(config, backend, generator_id, keys, insecure=insecure)))
-        refuse_open_scorers(config, insecure=insecure, has_keys=keys is not None)
-        grader = build_grader(config, digests, stack, directory, keys)
-        worker = Worker(
-            queue=queue,
-            receiver=receiver,
-            backend=backend,
-            grader=grader,
-            config=config,
-            generator_id=generator_id,
-            wait_s=wait_s,
-            environment=build_environment(config, directory, backend, digests, stack),
-            scorers=[grader],
-            teachers=build_teachers(config, directory, keys, stack),
-            counters=grader.counters,
-        )
+        worker = build_worker(
+            config, queue=queue, receiver=receiver, backend=backend, generator_id=generator_id, wait_s=wait_s,
+            directory=directory, code_digests=digests, keys=keys, insecure=insecure, stack=stack,
+        )  # fmt: skip
         stack.callback(queue.leave)  # first of all: engine and environments may take long to end
         worker.run()
+
+
+def build_worker(
+    config: Config, *, queue: Queue, receiver: WeightsReceiver, backend: Backend, generator_id: str, wait_s: float,
+    directory: Path, code_digests: Mapping[str, str] | None, keys: ClientKeys | None, insecure: bool, stack: ExitStack,
+    device: Device | None = None,
+) -> Worker:  # fmt: skip
+    """Build the loop, with the rewards, scorers, teachers and environment of ``config``. ``stack`` closes them.
+
+    Args:
+        config: the run's, with this generator's own settings.
+        queue, receiver, backend, generator_id, wait_s, device: as in ``Worker``.
+        directory: has the files of model and tokenizer.
+        code_digests: the learner's digests of the user's own code. None: code that is here is the learner's.
+        keys: this machine's keys, for scorers.
+        insecure: connect to scorers on other machines without keys.
+        stack: closes what is built.
+    """
+    refuse_open_scorers(config, insecure=insecure, has_keys=keys is not None)
+    grader = build_grader(config, code_digests, stack, directory, keys)
+    return Worker(
+        queue=queue, receiver=receiver, backend=backend, grader=grader, config=config, generator_id=generator_id,
+        wait_s=wait_s, environment=build_environment(config, directory, backend, code_digests, stack), device=device,
+        scorers=[grader], teachers=build_teachers(config, directory, keys, stack), counters=grader.counters,
+    )  # fmt: skip
 
 
 def _receiver(

@@ -78,8 +78,8 @@ def test_a_missing_config_file_is_named(command: str, capsys: pytest.CaptureFixt
         ("learner.steps=1.5", "learner.steps: expected a whole number, got 1.5"),
         (
             "reward.type=best",
-            "reward.type: expected boxed, think_answer_tags, exact, xml_format, code, model, none, module:function or "
-            "file.py:function, got 'best'",
+            "reward.type: expected boxed, think_answer_tags, exact, xml_format, code, model, judge, none, "
+            "module:function or file.py:function, got 'best'",
         ),
         ("weights.sync_every=9", "weights.sync_every: expected at most queue.max_staleness + 1 = 5, got 9"),
         (

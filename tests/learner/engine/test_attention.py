@@ -215,7 +215,7 @@ def run_micro_batch(model: PreTrainedModel, batch: MicroBatch) -> int:
         packed_layout=packed_layout(batch.cu_seqlens, batch.token_index),
         use_cache=False,
     ).last_hidden_state[0]
-    logprobs, _ = token_logprobs(
+    logprobs, *_ = token_logprobs(
         hidden[torch.from_numpy(batch.predict_index)],
         model.lm_head,
         torch.from_numpy(batch.targets).long(),
