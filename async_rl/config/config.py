@@ -393,7 +393,7 @@ class Config(Section):
         critic = self.critic
         optimizer = {
             "lr": critic.lr, "schedule": critic.schedule, "min_lr_ratio": critic.min_lr_ratio, "ess_reference": 0.0,
-            "warmup_steps": critic.warmup_steps, "max_grad_norm": critic.max_grad_norm,
+            "warmup_steps": critic.warmup_steps, "max_grad_norm": critic.max_grad_norm, "adamw_lr": None,
         }  # fmt: skip
         return self.model_copy(
             update={
@@ -401,6 +401,7 @@ class Config(Section):
                     update={"path": critic.path or self.model.path, "routing_replay": False}
                 ),
                 "optimizer": self.optimizer.model_copy(update=optimizer),
+                "critic": critic.model_copy(update={"freeze_steps": 0}),  # they are the critic's own steps, too
                 "lora": self.lora.model_copy(update={"publish": "merged"}),
             }
         )
@@ -484,11 +485,18 @@ class Config(Section):
         return self.weights.sync_every + self.learner.versions_per_batch - 2
 
     @property
+    def last_version(self) -> int:
+        """The version after the run's last step, if no optimizer step is skipped. Steps that train only the critic make
+        none.
+        """
+        return (self.learner.steps - self.critic.freeze_steps) * self.learner.versions_per_batch
+
+    @property
     def temperature_steps(self) -> int:
         """The version from which on the temperature is ``sampling.temperature_end``. By default, the run's last
         version.
         """
-        return self.sampling.temperature_steps or self.learner.steps * self.learner.versions_per_batch
+        return self.sampling.temperature_steps or self.last_version
 
     @property
     def max_filtered(self) -> int:

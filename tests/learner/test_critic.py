@@ -15,7 +15,7 @@ from async_rl.config.config import Config
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.critic import critic_metrics, train_critic, with_values, without_policy
 from async_rl.learner.engine import UpdateStats
-from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.fsdp_engine import FsdpEngine, policy_schedule
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.export import export_checkpoint
 from async_rl.learner.file_digests import write_manifest
@@ -222,6 +222,24 @@ def test_the_first_steps_train_only_the_critic_and_make_no_version(tmp_path: Pat
     assert [row["version"] for row in rows] == [0, 0, 1, 2]
     assert [row.get("masked/policy_frozen", 0) > 0 for row in rows] == [True, True, False, False]
     assert all("critic/loss" in row and "time/critic_s" in row for row in rows)
+
+
+def test_steps_that_train_only_the_critic_are_steps_of_its_schedule_and_not_of_the_versions():
+    def annealed(**section: object) -> dict[str, object]:
+        return {"schedule": "linear", "min_lr_ratio": 0.0, **section}
+
+    config = Config.model_validate({
+        "run": {"dir": "r"}, "model": {"path": "m"}, "loss": {"preset": "ppo"},
+        "critic": annealed(lr=1e-2, freeze_steps=4), "optimizer": annealed(lr=1e-3, name="muon", adamw_lr=1e-4),
+        "learner": {"steps": 10, "updates_per_batch": 2, "groups_per_step": 4},
+        "queue": {"max_staleness": 2}, "sampling": {"temperature": 1.0, "temperature_end": 0.5},
+    })  # fmt: skip
+    # The policy makes 6 x 2 updates and versions, the critic 10 x 2 updates, all of whose weights have its own rate.
+    assert config.temperature_steps == 12
+    policy, critic = policy_schedule(config), policy_schedule(config.of_critic)
+    assert [policy.lr_at(6), policy.lr_at(12)] == pytest.approx([5e-4, 0.0])
+    assert [critic.lr_at(10), critic.lr_at(20)] == pytest.approx([5e-3, 0.0])
+    assert config.of_critic.optimizer.adamw_lr is None
 
 
 def test_a_step_that_trains_only_the_critic_masks_every_rollout_for_that_cause():

@@ -46,12 +46,12 @@ _ARRAYS_PER_BATCH = len(MicroBatch.__dataclass_fields__)
 
 def policy_schedule(config: Config) -> Schedule:
     """Return the learning-rate schedule of a reinforcement learning run. Skipped optimizer steps don't advance it."""
-    optimizer, learner = config.optimizer, config.learner
+    optimizer = config.optimizer
     return Schedule(
         kind=optimizer.schedule,
         lr=optimizer.lr,
         warmup_updates=optimizer.warmup_steps,
-        total_updates=(learner.steps - config.critic.freeze_steps) * learner.versions_per_batch,
+        total_updates=config.last_version,
         min_ratio=optimizer.min_lr_ratio,
     )
 
