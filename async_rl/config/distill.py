@@ -106,9 +106,26 @@ def check_distillation(config: Config, *, has_model: bool) -> None:
         (any(rule.masks_step and rule.when != "always" for rule in config.loss.rules), "loss.rules.when",
          '"always" in rules of a step, with a teacher', "another",
          "they are decided before the teacher's advantages are known"),
-        (not distill.rewards and config.queue.filter_range is not None, "queue.filter_range",
-         "[] with distill.rewards = false", list(config.queue.filter_range or ()),
-         "prompts that are all right or all wrong teach as well"),
     ):  # fmt: skip
         if wrong:
             raise ValueError(f"{key}: expected {expected}, got {got}; {remedy}")
+    if not distill.rewards:
+        _check_teacher_alone(config)
+
+
+def _check_teacher_alone(config: Config) -> None:
+    """Refuse what chooses by rewards, and what only changes the advantages of rewards, which are not used."""
+    loss = config.loss
+    unused = "rewards and their advantages are not used, so leave it out, or set distill.rewards = true"
+    for wrong, key, expected, got, remedy in (
+        (config.queue.filter_range is not None, "queue.filter_range", "[]", list(config.queue.filter_range or ()),
+         "prompts that are all right or all wrong teach as well"),
+        (loss.best_k is not None, "loss.best_k", "0", loss.best_k, "it would choose answers by their rewards"),
+        (loss.length_bonus > 0, "loss.length_bonus", "0", loss.length_bonus, unused),
+        (loss.advantage_function is not None, "loss.advantage_function", "no value", loss.advantage_function, unused),
+        (loss.has_critic, "loss.advantage", "no critic", loss.advantage, unused),
+        (loss.is_kl_in_advantages, "loss.kl_placement", '"loss"', loss.kl_placement, unused),
+        (config.data.curriculum.is_on, "data.curriculum", "none", "one", "it would choose prompts by their accuracy"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(f"{key}: expected {expected} with distill.rewards = false, got {got}; {remedy}")

@@ -61,6 +61,26 @@ def test_the_queue_reserves_bytes_for_a_teachers_scores():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
+        ({"loss": {"best_k": 2}}, "loss.best_k: expected 0"),
+        ({"loss": {"length_bonus": 0.5}}, "loss.length_bonus: expected 0"),
+        ({"loss": {"advantage_function": "mine.py:f"}}, "loss.advantage_function: expected no value"),
+        ({"loss": {"preset": "ppo"}}, "loss.advantage: expected no critic"),
+        ({"loss": {"kl_coef": 0.1, "kl_placement": "reward"}}, 'loss.kl_placement: expected "loss"'),
+        ({"loss": {"kl_coef": 0.1, "kl_placement": "advantage"}}, 'loss.kl_placement: expected "loss"'),
+        ({"data": {"curriculum": {"solved_at": 1.0}}}, "data.curriculum: expected none"),
+    ],
+)
+def test_what_needs_rewards_is_refused_if_the_teacher_alone_counts(sections: dict[str, Any], message: str):
+    alone = raw(distill={"teacher": "big", "rewards": False}, queue={"filter_range": []})
+    with pytest.raises(ConfigError) as refused:
+        parse_config(alone | sections, "test")
+    assert f"{message} with distill.rewards = false, got" in str(refused.value)
+    parse_config(alone | sections | {"distill": {"teacher": "big"}}, "with rewards")
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
         ({"distill": {"teacher": "none"}}, "distill.teacher: expected the name of a scorer"),
         ({"distill": {"teachers": {"maths": "big"}}}, "distill.teachers: expected sources of data.train = ['']"),
         (
