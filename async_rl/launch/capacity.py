@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -39,11 +40,18 @@ def check_disk_space(config: Config) -> None:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return the size of a checkpoint. Return 0 if the model's size is unknown.
+    """Return the size of a checkpoint, with that of a critic. Return 0 if the models' sizes are unknown.
 
     A checkpoint with low-rank adapters counts as 0, too.
     """
-    return 0 if config.lora.rank is not None else _CHECKPOINT_BYTES * num_parameters(config)
+    if config.lora.rank is not None:
+        return 0
+    return _CHECKPOINT_BYTES * (num_parameters(config) + _of_critic(config, num_parameters))
+
+
+def _of_critic(config: Config, measure: Callable[[Config], int]) -> int:
+    """Return ``measure`` of the critic's settings. 0 if there is none."""
+    return measure(config.of_critic) if config.loss.has_critic else 0
 
 
 def num_parameters(config: Config) -> int:
@@ -117,16 +125,23 @@ def learner_bytes(config: Config) -> int:
     That is the weights, gradients and AdamW's moments, one version of the weights for the generators, and the copy of
     weights and moments that is written as a checkpoint (``checkpoint.asynchronous``). With low-rank adapters only the
     weights (in ``lora.base_bits``) and the version are counted, and a version of the adapters alone not even that. With
-    ``learner.generate`` each rank may need a copy of the weights to sample with.
+    ``learner.generate`` each rank may need a copy of the weights to sample with. A critic has weights, gradients and
+    moments of its own.
     """
     number, size = num_parameters(config), _dtype_bytes(config)
     copied = checkpoint_bytes(config) if config.checkpoint.asynchronous else 0
     if samples_with_copy(config, config.learner.nproc, "cpu"):
         copied += config.learner.nproc * number * size
     version = 0 if config.lora.publishes_adapters else number * size
+    return version + _trained_bytes(config) + _of_critic(config, _trained_bytes) + copied
+
+
+def _trained_bytes(config: Config) -> int:
+    """Return how much memory the model of ``model.path`` takes in the learner on the CPU while it is trained."""
+    number = num_parameters(config)
     if config.lora.base_bits is not None:
-        return version + number * config.lora.base_bits // 8 + copied
-    return version + number * (_TRAINING_BYTES if config.lora.rank is None else size) + copied
+        return number * config.lora.base_bits // 8
+    return number * (_TRAINING_BYTES if config.lora.rank is None else _dtype_bytes(config))
 
 
 def generator_bytes(config: Config) -> int:

@@ -59,6 +59,18 @@ def test_ranks_that_sample_need_a_copy_of_the_weights_unless_they_hold_them_whol
     assert learner_bytes(adapters) == 4_000 + 4_000 + 4_000
 
 
+def test_a_critic_has_weights_gradients_and_moments_and_a_checkpoint_of_its_own(model: Path):
+    (model / "values").mkdir()
+    save_file({"a": np.zeros((10, 50), np.float32)}, model / "values" / "model.safetensors")
+    ppo = {"loss": {"preset": "ppo"}, "generator": {"backend": "transformers"}}
+    same = config_of(model, **ppo)
+    assert (checkpoint_bytes(same), learner_bytes(same)) == (2 * 12_000, 2 * 16_000 + 4_000 + 2 * 12_000)
+    smaller = config_of(model, critic={"path": str(model / "values")}, **ppo)
+    assert (checkpoint_bytes(smaller), learner_bytes(smaller)) == (18_000, 24_000 + 4_000 + 18_000)
+    adapters = config_of(model, lora={"rank": 4, "base_bits": 8}, **ppo)
+    assert (checkpoint_bytes(adapters), learner_bytes(adapters)) == (0, 2 * 1_000 + 4_000)
+
+
 def test_weights_that_a_model_has_twice_count_once(model: Path):
     index = {"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
