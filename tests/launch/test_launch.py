@@ -825,12 +825,15 @@ def test_most_answers_cut_at_the_limit_are_told_once_with_what_it_costs(tmp_path
 def test_a_step_that_trained_nothing_says_why_once(tmp_path: Path):
     empty = {"skip/steps": 1, "masked/truncated": 16}
     skipped = {"skip/steps": 1, "loss/policy": 0.1, "grad_norm": 1.0}
-    lines = shown_lines(tmp_path, a_row(1, **empty), a_row(2, **empty), a_row(3, **skipped), a_row(4, **skipped))
-    assert [line.partition(" (")[0] for line in lines if line.startswith("note")] == [
+    of_critic = {"skip/steps": 1, "masked/policy_frozen": 16}
+    rows = [of_critic, empty, empty, skipped, skipped]
+    lines = shown_lines(tmp_path, *(a_row(step, **row) for step, row in enumerate(rows)))
+    notes = [line for line in lines if line.startswith("note")]
+    assert [note.partition(" (")[0] for note in notes] == [
         "note: step 1 trained nothing, because all its answers are left out of the loss",
         "note: an optimizer step of step 3 was skipped",
     ]
-    assert "(16 truncated); raise sampling.max_new_tokens" in lines[1]
+    assert "(16 truncated); raise sampling.max_new_tokens" in notes[0]
 
 
 def test_the_live_view_shows_step_members_and_evaluations(tmp_path: Path):
