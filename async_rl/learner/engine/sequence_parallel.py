@@ -57,12 +57,14 @@ class Part:
         batch: its tokens, for the model. Its row has P tokens, the last of which may be padding, and M predictions.
         tokens: int64 [M], their places in N.
         num_tokens: N.
+        num_others: K, the number of other tokens at each place whose log-probabilities are computed.
         group: the ranks of the parts.
     """
 
     batch: DeviceBatch
     tokens: Tensor
     num_tokens: int
+    num_others: int
     group: dist.ProcessGroup
 
     @classmethod
@@ -96,7 +98,7 @@ class Part:
                 if len(values)
             },
         )
-        return cls(batch, tokens, num_tokens, group)
+        return cls(batch, tokens, num_tokens, len(whole.top_ids) // max(1, num_tokens), group)
 
     def predicts(self, predict: IndexedSlopeFunction | None) -> SlopeFunction | None:
         """Return ``predict``, which takes places in N, for places in M."""
@@ -116,11 +118,13 @@ class Part:
         """
         if not self.num_tokens:  # a dummy
             return scored
-        others_MK = scored.logprobs.new_zeros(len(scored.logprobs), 0) if scored.others is None else scored.others
+        # A rank without predictions has none of other tokens, too, but must take part in their sum.
+        nothing_MK = scored.logprobs.new_zeros(len(scored.logprobs), self.num_others)
+        others_MK = nothing_MK if scored.others is None else scored.others
         logprobs_N, entropies_N, others_NK = _Gather.apply(
             scored.logprobs, scored.entropies, others_MK, self.tokens, self.num_tokens, self.group
         )
-        return TokenLogprobs(logprobs_N, entropies_N, None if scored.others is None else others_NK)
+        return TokenLogprobs(logprobs_N, entropies_N, others_NK if self.num_others else None)
 
 
 def _moved(array: np.ndarray, device: torch.device) -> Tensor:

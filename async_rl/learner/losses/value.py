@@ -96,13 +96,19 @@ class ValueObjective:
 def critic_sequences(
     sequences: Iterable[TrainSequence], targets: Mapping[int, np.ndarray], values: Mapping[int, np.ndarray]
 ) -> list[TrainSequence]:
-    """Return ``sequences`` for the critic's update: with value targets and old values, both by sequence id, [N]."""
+    """Return ``sequences`` for the critic's update: with value targets and old values, both by sequence id, [N], and
+    without what only the policy's loss needs.
+    """
+    nothing = np.zeros(0, np.float32)
     return [
         replace(
             s,
             advantages=along_tokens(s, targets[s.sequence_id]),
             proximal_logprobs=along_tokens(s, values[s.sequence_id]),
-            reference_logprobs=np.zeros(0, np.float32),
+            reference_logprobs=nothing,
+            teacher_logprobs=nothing,
+            top_ids=np.zeros(0, np.int32),
+            top_logprobs=nothing,
             sampling_mask=None,
         )
         for s in sequences

@@ -95,6 +95,19 @@ def test_slopes_of_a_part_are_predicted_as_those_of_the_whole(place: int, aggreg
     assert expected.abs().max() > 0
 
 
+def test_a_part_of_the_prompt_takes_part_in_the_sum_of_other_tokens(place: int):
+    # The row is 1 2 3 4 5 6, and 5 and 6 predict the two trained tokens: the first rank has none of them.
+    (one,) = random_sequences(1, 7)
+    top = {"top_ids": np.ones((7, 3), np.int32), "top_logprobs": np.zeros((7, 3), np.float32)}
+    micro_batch, batch = batches([replace(one, token_ids=np.arange(1, 8), loss_mask=np.arange(7) >= 5, **top)])
+    part = part_of(micro_batch, batch)
+    assert (len(part.tokens), part.num_tokens) == ((0, 2)[place], 2)
+    own = torch.full((len(part.tokens),), 0.5, requires_grad=True)
+    gathered = part.gather(TokenLogprobs(own, own.detach(), own[:, None].expand(-1, 3) if len(own) else None))
+    assert gathered.others is not None
+    assert gathered.others.tolist() == [[0.5 * place] * 3] * 2  # the other rank's are added
+
+
 def test_padded_rows_cannot_be_divided():
     check_packing("packed", 2)
     check_packing("padded", 1)
