@@ -76,6 +76,7 @@ class Config(Section):
         self._check_packing()
         self._check_code_keys()
         self._check_scorers()
+        self._check_no_reward()
         check_distillation(self, has_model=has_model(self.generator.backend))
         self._check_environment()
         self._check_eval_keys()
@@ -273,6 +274,24 @@ class Config(Section):
                 f'queue.filter_range: expected [] with reward.type = "model", whose accuracy is the logistic function '
                 f"of a score and says nothing of right and wrong, got {list(self.queue.filter_range)}; set it to []"
             )
+
+    def _check_no_reward(self) -> None:
+        if self.reward.type != "none":
+            return
+        if len(self.reward.names) == 1 and not self.distill.is_set:
+            raise ValueError(
+                "reward.type: expected a reward that scores answers, unless distill.teacher or reward.extra is set, "
+                'got "none"; nothing would be learned, so choose another reward, or set one of them'
+            )
+        for key, is_set in (
+            ("queue.filter_range", self.queue.filter_range is not None),
+            ("data.curriculum", self.data.curriculum.is_on),
+        ):
+            if is_set:
+                raise ValueError(
+                    f'{key}: expected no choice by accuracy with reward.type = "none", whose accuracy is always 0, got '
+                    f"one; {'set it to []' if key.startswith('queue') else 'leave the section out'}"
+                )
 
     def _check_environment(self) -> None:
         environment = self.environment

@@ -42,6 +42,20 @@ def test_a_teacher_alone_needs_no_second_answer_to_a_prompt():
     assert config.sampling.group_size == 1
 
 
+def test_the_reward_none_needs_something_else_to_learn_from_and_nothing_that_chooses_by_accuracy():
+    none, off = {"type": "none"}, {"filter_range": []}
+    with pytest.raises(
+        ConfigError, match=r"reward.type: expected a reward that scores answers, unless distill.teacher"
+    ):
+        parse_config({**raw(reward=none, queue=off), "scorer": {}, "distill": {}}, "test")
+    with pytest.raises(ConfigError, match=r'queue.filter_range: expected no choice by accuracy with reward.type = "n'):
+        parse_config(raw(reward=none), "test")
+    with pytest.raises(ConfigError, match=r'data.curriculum: expected no choice by accuracy with reward.type = "none"'):
+        parse_config(raw(reward=none, queue=off, data={"curriculum": {"unsolved_at": 0.0}}), "test")
+    parse_config(raw(reward=none, queue=off), "test")
+    parse_config({**raw(reward={**none, "extra": {"xml_format": 1.0}}, queue=off), "scorer": {}, "distill": {}}, "test")
+
+
 def test_the_queue_reserves_bytes_for_a_teachers_scores():
     def worst(**distill: Any) -> int:
         section = (

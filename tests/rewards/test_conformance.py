@@ -34,6 +34,9 @@ def test_every_built_in_reward_conforms(name: str):
         "sampling": {"max_new_tokens": 100},
         "reward": {"type": name, "time_limit_s": 1.0, "code": {"time_limit_s": 1.0, "packages": []}},
     }
+    if name == "none":
+        teacher = {"model": "t", "address": "tcp://127.0.0.1:5571"}
+        raw |= {"scorer": {"t": teacher}, "distill": {"teacher": "t"}, "queue": {"filter_range": []}}
     with closing(build_reward(Config.model_validate(raw))) as reward:
         assert check_reward(reward, BY_HAND.get(name) or example_of(REWARD_TYPES[name], {"gt_answer": "42"})) == []
 
