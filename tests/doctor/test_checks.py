@@ -181,7 +181,7 @@ def test_programs_that_cant_be_isolated(root: Path, monkeypatch: pytest.MonkeyPa
     from async_rl.errors import SandboxError
     from async_rl.rewards import registry
 
-    def refuse(config: Config) -> Any:
+    def refuse(config: Config, *, has_scorers: bool) -> Any:
         raise SandboxError("no user namespaces here")
 
     monkeypatch.setattr(registry, "build_reward", refuse)
