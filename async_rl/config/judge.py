@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -16,6 +17,16 @@ _RUBRIC = (
     "Judge the answer to the question by how right, complete and clear it is.\n\n"
     "# Question\n{prompt}\n\n# Answer\n{answer}\n"
 )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        return False
+    is_plain = text.isascii() and text.isprintable() and not set(text) & set(" @?#")
+    return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
 
 
 class JudgeConfig(Section):
@@ -67,8 +78,12 @@ class JudgeConfig(Section):
     @field_validator("endpoint")
     @classmethod
     def _is_http(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("http://", "https://")):
-            raise ValueError(f"expected an address like https://host/v1, got {value!r}; correct it")
+        if value is not None and not _is_address(value):
+            # It is not quoted, because it may have a password or a key.
+            raise ValueError(
+                "expected an address like https://host/v1, without a user, a query or a blank, got another form; "
+                "correct it (a key belongs into the variable of reward.judge.api_key_env)"
+            )
         return value
 
     @model_validator(mode="after")

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 _PATH = "/chat/completions"
 _LARGEST_REPLY_BYTES = 16 << 20
+_LARGEST_ERROR_BYTES = 1 << 16
+_MOST_TOKENS = 1 << 31
+"""Most tokens of a request or a verdict. A service that counts more is broken."""
 _COUNTS = ("requests", "failed", "cached", "unreadable", "prompt_tokens", "completion_tokens", "cost_millionths")
 _CLOSED = "the judge gave no verdict before this process ended"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
@@ -72,6 +75,12 @@ class JudgeClient:
                 raise ConfigError(
                     f"reward.judge.api_key_env: expected the key in the environment variable {config.api_key_env}, "
                     f"got none; set it where the generator starts, or leave the key out"
+                )
+            if not self._key.isascii() or not self._key.isprintable():
+                # http.client would refuse the header, and quote it.
+                raise ConfigError(
+                    f"reward.judge.api_key_env: expected a key of printable ASCII characters in the environment "
+                    f"variable {config.api_key_env}, got others, such as the end of a line; remove them"
                 )
             self._headers["Authorization"] = f"Bearer {self._key}"
         self._opener = urllib.request.build_opener(_NoRedirections)
@@ -170,18 +179,16 @@ class JudgeClient:
                 return json.loads(reply.read(_LARGEST_REPLY_BYTES))
         except urllib.error.HTTPError as error:
             with error:
-                said = error.read(500).decode(errors="replace")
-            if self._key:  # services quote it
-                said = said.replace(self._key, "(the key)")
-            cause = f"HTTP {error.code} {error.reason}: {said}"
+                said = self._without_key(error.read(_LARGEST_ERROR_BYTES).decode(errors="replace"))
+            cause = f"HTTP {error.code} {self._without_key(error.reason)}: {said[:500]}"
             if error.code < 500 and error.code not in _AGAIN:
                 raise RewardError(
                     f"reward.judge: expected a completion from {self._url}, got {cause}; correct reward.judge.endpoint "
                     f"and reward.judge.model, or the key in the variable that reward.judge.api_key_env names"
                 ) from None
             raise _UnavailableError(cause, _seconds(error.headers.get("Retry-After"))) from None
-        except (OSError, ValueError, HTTPException) as error:
-            raise _UnavailableError(f"{type(error).__name__}: {error}") from None
+        except (OSError, ValueError, HTTPException, RecursionError) as error:  # the last: nested too deeply
+            raise _UnavailableError(self._without_key(f"{type(error).__name__}: {error}")) from None
 
     def _text_of(self, reply: Any) -> str:
         """Return the completion's text, and count its tokens.
@@ -193,11 +200,17 @@ class JudgeClient:
             text = reply["choices"][0]["message"]["content"]
             usage = reply.get("usage") or {}
             counts = [int(usage.get(key) or 0) for key in ("prompt_tokens", "completion_tokens")]
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError):
-            raise _UnavailableError(f"no completion, but {json.dumps(reply)[:200]}") from None
+            if not 0 <= min(counts) <= max(counts) <= _MOST_TOKENS:
+                raise ValueError("not numbers of tokens")
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
+            raise _UnavailableError(f"no completion, but {self._without_key(json.dumps(reply))[:200]}") from None
         price = counts[0] * self._prices[0] + counts[1] * self._prices[1]
         self.count(prompt_tokens=counts[0], completion_tokens=counts[1], cost_millionths=round(price))
         return text if isinstance(text, str) else ""  # a refusal has null
+
+    def _without_key(self, text: str) -> str:
+        """Return ``text`` without the key, which services quote."""
+        return text.replace(self._key, "(the key)") if self._key else text
 
     def count(self, **counts: int) -> None:
         """Add to counters, by name."""

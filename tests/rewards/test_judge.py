@@ -195,6 +195,52 @@ def test_a_refusal_fails_at_once_without_the_key(monkeypatch: pytest.MonkeyPatch
             assert len(server.requests) == 1
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"choices": [{"message": {"content": "Score: 1"}}], "usage": {"prompt_tokens": 1e999}}',
+        completion("Score: 1", (10**400, 1))[1],
+        completion("Score: 1", (-5, 1))[1],
+        completion("Score: 1", (1 << 40, 1))[1],
+    ],
+    ids=["nested", "infinite", "huge", "negative", "more than a counter holds"],
+)
+def test_a_reply_that_no_service_would_send_is_asked_for_again(body: Any):
+    with judge([(200, body), completion("Score: 10")]) as server, closing(reward_of(server.url)) as reward:
+        assert reward(item("a")).accuracy == 1.0
+        assert (reward.counters()["judge_failed"], reward.counters()["judge_prompt_tokens"]) == (1, 100)
+
+
+def test_a_key_that_no_header_can_have_is_refused_unquoted(monkeypatch: pytest.MonkeyPatch):
+    for key in ("secret\n", "secr\u00e9t", "se\rcret"):
+        monkeypatch.setenv("THE_KEY", key)
+        with pytest.raises(ConfigError, match="printable ASCII characters in the environment variable") as refused:
+            reward_of("http://127.0.0.1:1/v1", api_key_env="THE_KEY")
+        assert "sec" not in str(refused.value)
+
+
+def test_no_part_of_the_key_is_quoted_where_an_error_is_cut(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("THE_KEY", "secret")
+    with (
+        judge([(401, b"x" * 497 + b"secret")]) as server,
+        closing(reward_of(server.url, api_key_env="THE_KEY")) as reward,
+        pytest.raises(RewardError, match=r"x{497}\(th;") as refused,
+    ):
+        reward(item("a"))
+    assert "sec" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://user:secret@host/v1", "http://host:port/v1", "http:///v1", "http://ho st/v1", "http://host/v1?key=secret"],
+)
+def test_an_address_that_hides_a_key_or_is_none_is_refused(endpoint: str):
+    with pytest.raises(ValueError, match="endpoint") as refused:
+        JudgeConfig(endpoint=endpoint)
+    assert "expected an address like https://host/v1" in str(refused.value)
+
+
 def test_the_same_answer_is_judged_once_also_by_the_next_process(tmp_path: Path):
     path, counted = str(tmp_path / "cache" / "verdicts.sqlite"), list[int]()
     with judge([completion("Score: 3")]) as server:
