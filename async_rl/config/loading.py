@@ -15,11 +15,14 @@ from pydantic import BaseModel, ValidationError
 from async_rl.config.config import Config
 from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loss_names import OFF_VALUES
-from async_rl.config.reward import CodeRewardConfig, RewardConfig
+from async_rl.config.reward import RewardConfig
 from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import ConfigError
 
-MACHINE_KEYS = ("reward.code.allow_unsafe", "reward.code.endpoint", "reward.code.packages")
+MACHINE_KEYS = (
+    "reward.code.allow_unsafe", "reward.code.endpoint", "reward.code.packages",
+    "reward.judge.endpoint", "reward.judge.api_key_env", "reward.judge.rubric_file", "reward.judge.cache",
+)  # fmt: skip
 """Keys that only the operator of a generator's machine may set for it, in addition to ``generator.allow_code``."""
 _GENERATORS_OWN = ("generator.", "experimental.fake.", "experimental.vllm.", *MACHINE_KEYS)
 """Keys, or prefixes of keys, that a generator may set for its machine alone."""
@@ -207,17 +210,24 @@ def machine_overrides(config: Config) -> list[str]:
     """Return the ``--set`` options that a generator must be started with, so that it accepts ``config``.
 
     They set the keys that a generator never takes from the queue's config. The queue server must not decide which code
-    another machine runs, without which protection, or where that machine sends programs.
+    another machine runs, without which protection, or where that machine sends programs, answers, and what is in its
+    environment and its files.
     """
     names = json.dumps(config.generator.allow_code, ensure_ascii=False)
     overrides = [f"generator.allow_code={names}"] if config.generator.allow_code else []
-    if config.reward.runs_programs:
-        for key in MACHINE_KEYS:
-            name = key.rpartition(".")[2]
-            value, default = getattr(config.reward.code, name), CodeRewardConfig.model_fields[name].default
-            is_less = isinstance(value, tuple) and set(value) <= set(default)
-            if value != default and not is_less:
-                overrides.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
+    reward = config.reward
+    sections = {
+        "code": reward.code if reward.runs_programs else None,
+        "judge": reward.judge if reward.asks_judge else None,
+    }
+    for key in MACHINE_KEYS:
+        _, section, name = key.split(".")
+        if (own := sections[section]) is None:
+            continue
+        value, default = getattr(own, name), type(own).model_fields[name].default
+        is_less = isinstance(value, tuple) and set(value) <= set(default)
+        if value != default and not is_less:
+            overrides.append(f"{key}={json.dumps(value, ensure_ascii=False)}")
     return overrides
 
 

@@ -256,7 +256,7 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _has_judge(self) -> Self:
-        if any(one.asks_judge for one in self.types):
+        if self.asks_judge:
             for key in ("endpoint", "model"):
                 if not getattr(self.judge, key):
                     raise ValueError(f'judge.{key}: expected a value with the reward "judge", got none; set it')
@@ -288,3 +288,8 @@ class RewardConfig(Section):
     def asks_scorer(self) -> bool:
         """Whether one of the rewards is a scorer's model."""
         return any(one.asks_scorer for one in self.types)
+
+    @property
+    def asks_judge(self) -> bool:
+        """Whether one of the rewards is a judge's verdict."""
+        return any(one.asks_judge for one in self.types)

@@ -323,11 +323,31 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     raw.setdefault("queue", {})["lease_timeout_s"] = _NEVER_S
     read_tools(raw)
     config = parse_config(raw, "the config with this command line")
+    if options.config is None and config.reward.asks_judge:
+        _refuse_foreign_secrets(config, options.overrides)
     if not config.data.eval:
         raise ConfigError(
             "async-rl eval: expected --dataset FILE, or a config with data.eval, got neither; pass --dataset"
         )
     return EvalSettings(config, tuple(notes))
+
+
+def _refuse_foreign_secrets(config: Config, overrides: Sequence[str]) -> None:
+    """Refuse a judge that gets what is in the environment or in files, if only the config beside the weights says so:
+    it may come from the weights' author.
+
+    Raises:
+        ConfigError: the config sets such a key, and none of ``overrides`` does.
+    """
+    named = {override.partition("=")[0].strip() for override in overrides}
+    for key in ("api_key_env", "rubric_file"):
+        value = getattr(config.reward.judge, key)
+        if value is not None and f"reward.judge.{key}" not in named:
+            raise ConfigError(
+                f"reward.judge.{key}: expected a config that you name, because what {value} has is sent to "
+                f"{config.reward.judge.endpoint}, got it from the config beside the model; if you trust it, pass it "
+                f"with --config"
+            )
 
 
 def _is_usable_offline(raw: Mapping[str, Any]) -> bool:

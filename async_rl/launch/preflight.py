@@ -88,12 +88,13 @@ def check_launch(config: Config, *, insecure: bool) -> None:
 
 
 def check_judge(config: Config) -> None:
-    """Check the files and the key of ``reward.judge``, if a reward asks a judge. The judge itself may be away.
+    """Check the files and the key of ``reward.judge``, if a reward asks a judge and this machine samples. The judge
+    itself may be away.
 
     Raises:
         ConfigError: one of them is missing or can't be read.
     """
-    if any(one.asks_judge for one in config.reward.types):
+    if config.reward.asks_judge and config.samples_here:
         judge_reward(config, 1.0).close()
 
 

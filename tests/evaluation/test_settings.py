@@ -85,6 +85,21 @@ def test_only_a_config_that_somebody_named_says_which_code_may_run(run: Path):
     assert settings("base", datasets=("a.jsonl",), reward__type="b.py:f").config.generator.allow_code == ("b.py",)
 
 
+def test_only_a_config_that_somebody_named_says_what_a_judge_gets_of_this_machine(run: Path):
+    judge = '[reward.judge]\nendpoint = "http://x/v1"\nmodel = "m"\n'
+    file = run / "config.toml"
+    for key in ("api_key_env", "rubric_file"):
+        file.write_text(RUN.replace("mine.py:right", "judge") + judge + f'{key} = "OTHERS"\n')
+        with pytest.raises(ConfigError, match=rf"reward\.judge\.{key}: .*what OTHERS has is sent to http://x/v1"):
+            settings(run)
+        assert getattr(settings("base", config=file).config.reward.judge, key) == "OTHERS"
+        override = f"reward.judge.{key}=MINE"
+        assert getattr(settings(run, overrides=(override,)).config.reward.judge, key) == "MINE"
+        assert settings(run, reward__type="boxed").config.reward.type == "boxed"
+    file.write_text(RUN.replace("mine.py:right", "judge") + judge)
+    assert settings(run).config.reward.asks_judge
+
+
 def test_what_is_of_the_runs_machines_is_left_out(run: Path):
     generator = settings(run).config.generator
     assert (generator.backend, generator.devices) == ("transformers", None)

@@ -470,6 +470,19 @@ def test_a_queue_does_not_decide_how_programs_run_on_another_machine(scene, key:
     generator_config(config_to_toml(other), [])
 
 
+def test_a_queue_does_not_decide_what_another_machine_tells_a_judge(scene):
+    # A queue could else ask for any variable of the environment, or any file, at any address.
+    judge = {"endpoint": "http://10.0.0.1:8000", "model": "m", "api_key_env": "OTHERS_KEY", "rubric_file": "notes.txt"}
+    reward = {**scene.config.reward.model_dump(), "type": "judge", "judge": judge}
+    asking = Config.model_validate({**scene.config.model_dump(), "reward": reward})
+    text, overrides = config_to_toml(asking), machine_overrides(asking)
+    assert overrides == [f'reward.judge.{key}="{judge[key]}"' for key in ("endpoint", "api_key_env", "rubric_file")]
+    for missing in overrides:
+        with pytest.raises(ConfigError, match=f"the queue's config sets {missing}"):
+            generator_config(text, [one for one in overrides if one != missing])
+    assert generator_config(text, overrides).reward == asking.reward
+
+
 def test_deterministic_runs_use_one_thread_on_every_machine(scene):
     changed = scene.config.model_copy(
         update={"sampling": scene.config.sampling.model_copy(update={"deterministic": True})}
