@@ -34,6 +34,7 @@ from async_rl.generator.worker import generator_config, scratch_directory, write
 from async_rl.launch.environment_trial import NUM_ROWS, try_environment
 from async_rl.launch.preflight import (
     check_code,
+    check_judge,
     check_lengths,
     check_stop_tokens,
     check_train_is_set,
@@ -173,7 +174,12 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
     resolved = parse_config(dict(config), "the doctor's config")
     if resolved.environment.is_set:
         return _environment_rows(resolved)
-    if resolved.reward.types[0].asks_scorer or resolved.reward.type == "none":
+    try:
+        check_judge(resolved)
+    except UserError as error:
+        return [Finding.of_error("reward", error)]
+    main = resolved.reward.types[0]
+    if main.asks_scorer or main.asks_judge or resolved.reward.type == "none":
         return [Finding("reward", "skip", f"{resolved.reward.type} calls no answer right or wrong")]
     try:
         rows = load_train_rows(resolved).rows[:_SAMPLE_ROWS]

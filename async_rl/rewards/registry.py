@@ -43,8 +43,8 @@ def build_reward(
         code_digests: name -> digest of the user's code on the learner. This machine's code must have the same digests.
             If None, digests are not compared.
         keys: this machine's keys for a scorer that has keys.
-        has_scorers: whether scorers run. If not, as before a run, their rewards are 0, because they would be waited
-            for.
+        has_scorers: whether scorers and judges may be asked. If not, as before a run, their rewards are 0, because
+            they would be waited for, and a judge costs.
 
     Raises:
         ConfigError: the user's code is not allowed on this machine, is missing, differs from the learner's, or is not a
@@ -53,8 +53,10 @@ def build_reward(
     """
 
     def named(name: str, scale: float, *, is_main: bool) -> Reward:
+        if not has_scorers and (reward_type(name).asks_scorer or reward_type(name).asks_judge):
+            return NoReward()
         if reward_type(name).asks_scorer:
-            return model_reward(config, scale, keys) if has_scorers else NoReward()
+            return model_reward(config, scale, keys)
         return _named(name, config, scale, code_digests, is_main=is_main)
 
     main = named(config.reward.type, config.reward.scale, is_main=True)

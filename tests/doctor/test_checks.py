@@ -19,6 +19,7 @@ from async_rl.doctor import machine, task
 from async_rl.doctor.check import Finding
 from async_rl.errors import AddressError
 from async_rl.generator.hf.backend import TransformersBackend
+from async_rl.launch.preflight import check_judge
 from tests.learner.tiny import tiny_config, tiny_model
 from tests.scoring.scripted import RunningScorer, ScriptedModel, free_address
 
@@ -321,3 +322,18 @@ def test_a_scorer_that_somebody_else_starts_is_looked_for_and_a_model_of_another
 def test_the_checks_get_the_keys_that_are_switched_off(root: Path):
     config = make_config(root, queue={"filter_range": []}, loss={"dual_clip": 0})
     assert parse_config(plain(config), "copy") == config
+
+
+def test_a_judge_is_not_asked_before_a_run_but_its_key_is_looked_for(root: Path, monkeypatch: pytest.MonkeyPatch):
+    judge = {"endpoint": "http://127.0.0.1:1/v1", "model": "m", "api_key_env": "THE_KEY"}
+    alone, extra = ({"type": "judge", "judge": judge}, {"extra": {"judge": 0.5}, "judge": judge})
+    monkeypatch.delenv("THE_KEY", raising=False)
+    for reward in (alone, extra):
+        assert "environment variable THE_KEY" in red(task.check_reward(plain(make_config(root, reward=reward)))).found
+    monkeypatch.setenv("THE_KEY", "secret")
+    # It would be asked for ever, because nothing listens there.
+    assert [row.state for row in task.check_reward(plain(make_config(root, reward=alone)))] == ["skip"]
+    assert [row.state for row in task.check_reward(plain(make_config(root, reward=extra)))] == ["OK"]
+    # Generators elsewhere have keys of their own.
+    monkeypatch.delenv("THE_KEY")
+    check_judge(make_config(root, reward=alone, generator={"count": 0}))
