@@ -23,6 +23,7 @@ from async_rl.config.generator import (
     has_model,
     known_capabilities,
 )
+from async_rl.config.judge import JudgeConfig
 from async_rl.config.learner import LearnerConfig, LoraConfig, ModelConfig, OptimizerConfig
 from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import ADVANTAGES
@@ -76,6 +77,8 @@ class Config(Section):
         self._check_packing()
         self._check_code_keys()
         self._check_scorers()
+        self._check_judge()
+        self._check_accuracy()
         self._check_no_reward()
         check_distillation(self, has_model=has_model(self.generator.backend))
         self._check_environment()
@@ -269,29 +272,46 @@ class Config(Section):
                 f'reward.model: expected the name of a scorer if, and only if, a reward is "model", got '
                 f"{self.reward.model!r} with the rewards {', '.join(self.reward.names)}; correct one of them"
             )
-        if self.reward.types[0].asks_scorer and self.queue.filter_range is not None:
+
+    def _check_judge(self) -> None:
+        plain = JudgeConfig()
+        if not self.reward.asks_judge and self.reward.judge != plain:
+            changed = next(
+                key for key in JudgeConfig.model_fields if getattr(self.reward.judge, key) != getattr(plain, key)
+            )
             raise ValueError(
-                f'queue.filter_range: expected [] with reward.type = "model", whose accuracy is the logistic function '
-                f"of a score and says nothing of right and wrong, got {list(self.queue.filter_range)}; set it to []"
+                f'reward.judge.{changed}: expected the reward "judge" with the section [reward.judge], got the rewards '
+                f"{', '.join(self.reward.names)}; set reward.type, or leave the section out"
+            )
+
+    def _check_accuracy(self) -> None:
+        """Check that nothing chooses prompts by an accuracy that does not say how often a prompt is solved."""
+        main, kind = self.reward.types[0], self.reward.type
+        if kind == "none":
+            why = "is always 0"
+        elif main.asks_scorer:
+            why = "is the logistic function of a score and says nothing of right and wrong"
+        elif main.asks_judge:
+            why = "is the score's place in its range and says nothing of right and wrong"
+        else:
+            return
+        if self.queue.filter_range is not None and not main.asks_judge:
+            raise ValueError(
+                f"queue.filter_range: expected [] with reward.type = {kind!r}, whose accuracy {why}, got "
+                f"{list(self.queue.filter_range)}; set it to []"
+            )
+        if self.data.curriculum.is_on:
+            raise ValueError(
+                f"data.curriculum: expected none with reward.type = {kind!r}, whose accuracy {why}; leave the section "
+                f"out"
             )
 
     def _check_no_reward(self) -> None:
-        if self.reward.type != "none":
-            return
-        if len(self.reward.names) == 1 and not self.distill.is_set:
+        if self.reward.type == "none" and len(self.reward.names) == 1 and not self.distill.is_set:
             raise ValueError(
                 "reward.type: expected a reward that scores answers, unless distill.teacher or reward.extra is set, "
                 'got "none"; nothing would be learned, so choose another reward, or set one of them'
             )
-        for key, is_set in (
-            ("queue.filter_range", self.queue.filter_range is not None),
-            ("data.curriculum", self.data.curriculum.is_on),
-        ):
-            if is_set:
-                raise ValueError(
-                    f'{key}: expected no choice by accuracy with reward.type = "none", whose accuracy is always 0, got '
-                    f"one; {'set it to []' if key.startswith('queue') else 'leave the section out'}"
-                )
 
     def _check_environment(self) -> None:
         environment = self.environment

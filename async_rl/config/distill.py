@@ -71,10 +71,11 @@ def check_distillation(config: Config, *, has_model: bool) -> None:
     """
     distill, sampling = config.distill, config.sampling
     if not distill.is_set:
-        if not distill.rewards:
+        plain = DistillConfig()
+        if changed := [key for key in DistillConfig.model_fields if getattr(distill, key) != getattr(plain, key)]:
             raise ValueError(
-                "distill.rewards: expected true without a teacher, got false; nothing would be learned, so name one in "
-                "distill.teacher, or leave the key out"
+                f"distill.{changed[0]}: expected a teacher in distill.teacher with the section [distill], got none; "
+                f"name one, or leave the key out"
             )
         return
     sources = set(config.data.train) if isinstance(config.data.train, dict) else {""}

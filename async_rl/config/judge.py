@@ -92,6 +92,8 @@ class JudgeConfig(Section):
             raise ValueError(
                 f"max_score: expected more than min_score = {self.min_score:g}, got {self.max_score:g}; correct one"
             )
+        if self.rubric_file is not None and self.rubric != _RUBRIC:
+            raise ValueError("rubric_file: expected no value with rubric, got both; leave one of the two out")
         if "{answer}" not in self.rubric:
             raise ValueError("rubric: expected {answer}, where the judge reads the answer, got none; add it")
         return self

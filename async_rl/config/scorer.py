@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.section import Section
 from async_rl.errors import AddressError
@@ -51,6 +51,15 @@ class ScorerConfig(Section):
         description="The digest that the model must have, which the scorer logs at its start. If unset, that of the "
         "run's first start.",
     )
+
+    @model_validator(mode="after")
+    def _device_is_used(self) -> Self:
+        if self.device is not None and not self.launch:
+            raise ValueError(
+                f"device: expected no value with launch = false, got {self.device}; set CUDA_VISIBLE_DEVICES where you "
+                f"start the scorer"
+            )
+        return self
 
     @field_validator("address")
     @classmethod

@@ -319,8 +319,9 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     _apply(raw, options)
     raw.setdefault("run", {}).setdefault("dir", "unused")
     raw.setdefault("model", {})["path"] = models[0]
-    # Offline there are no leases that could expire.
-    raw.setdefault("queue", {})["lease_timeout_s"] = _NEVER_S
+    # Offline there are no leases that could expire, and nothing chooses prompts by their accuracy.
+    raw.setdefault("queue", {}).update(lease_timeout_s=_NEVER_S, filter_range=[])
+    raw.setdefault("data", {}).pop("curriculum", None)
     read_tools(raw)
     config = parse_config(raw, "the config with this command line")
     if options.config is None and config.reward.asks_judge:
@@ -425,6 +426,8 @@ def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
     if reward is not None and "model" not in (reward, *raw["reward"].get("extra", ())):
         # No reward asks the run's reward model any more.
         raw.get("scorer", {}).pop(raw["reward"].pop("model", None), None)
+    if reward is not None and "judge" not in (reward, *raw["reward"].get("extra", ())):
+        raw["reward"].pop("judge", None)
     if reward is not None and is_code_name(reward):
         # Naming code on the command line allows it.
         generator = raw.setdefault("generator", {})

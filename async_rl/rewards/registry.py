@@ -134,7 +134,8 @@ penalty, which is at most 0. Reward and penalty are shares of ``reward.scale``."
 class Extra(NamedTuple):
     """A reward that is added to the main reward.
 
-    The sum of its parts, times ``weight``, becomes one part called ``name``. Its accuracy is ignored.
+    The sum of its parts, times ``weight``, becomes one part called ``name``, or is added to the part of that name. Its
+    accuracy is ignored.
     """
 
     name: str
@@ -204,7 +205,7 @@ class RewardSum:
         parts, spans = [dict(output.parts) for output in outputs], [Counter(dict(output.spans)) for output in outputs]
         for extra in self._extras:
             for sums, judged, output in zip(parts, spans, score_group(extra.reward, items), strict=True):
-                sums[extra.name] = extra.weight * sum(output.parts.values())
+                sums[extra.name] = sums.get(extra.name, 0.0) + extra.weight * sum(output.parts.values())
                 judged.update({end: extra.weight * reward for end, reward in output.spans})
         if self._overlong is not None:
             for item, output, sums in zip(items, outputs, parts, strict=True):

@@ -48,9 +48,9 @@ def test_the_reward_none_needs_something_else_to_learn_from_and_nothing_that_cho
         ConfigError, match=r"reward.type: expected a reward that scores answers, unless distill.teacher"
     ):
         parse_config({**raw(reward=none, queue=off), "scorer": {}, "distill": {}}, "test")
-    with pytest.raises(ConfigError, match=r'queue.filter_range: expected no choice by accuracy with reward.type = "n'):
+    with pytest.raises(ConfigError, match=r"queue.filter_range: expected \[\] with reward.type = 'none'"):
         parse_config(raw(reward=none), "test")
-    with pytest.raises(ConfigError, match=r'data.curriculum: expected no choice by accuracy with reward.type = "none"'):
+    with pytest.raises(ConfigError, match=r"data.curriculum: expected none with reward.type = 'none'"):
         parse_config(raw(reward=none, queue=off, data={"curriculum": {"unsolved_at": 0.0}}), "test")
     parse_config(raw(reward=none, queue=off), "test")
     parse_config({**raw(reward={**none, "extra": {"xml_format": 1.0}}, queue=off), "scorer": {}, "distill": {}}, "test")
@@ -101,7 +101,16 @@ def test_what_needs_rewards_is_refused_if_the_teacher_alone_counts(sections: dic
             {"distill": {"teachers": {"a": "big"}}, "data": {"train": {"a": "a.jsonl", "b": "b.jsonl"}}},
             "expected a teacher for each source of data.train, got none for 'b'",
         ),
-        ({"distill": {"rewards": False}, "scorer": {}}, "distill.rewards: expected true without a teacher"),
+        ({"distill": {"rewards": False}, "scorer": {}}, "distill.rewards: expected a teacher in distill.teacher"),
+        ({"distill": {"form": "loss"}, "scorer": {}}, "distill.form: expected a teacher in distill.teacher"),
+        (
+            {
+                "distill": {"teacher": "big", "rewards": False},
+                "queue": {"filter_range": []},
+                "loss": {"advantage": "gae"},
+            },
+            "loss.advantage: expected no critic with distill.rewards = false",
+        ),
         ({"distill": {"teacher": "big", "rewards": False}}, "queue.filter_range: expected [] with distill.rewards"),
         ({"distill": {"teacher": "big", "top_k": 3}}, 'distill.top_k: expected 0 with distill.form = "advantage"'),
         ({"sampling": {"top_p": 0.9}}, "sampling.top_p, top_k, min_p: expected no limit with a teacher"),

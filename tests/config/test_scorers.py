@@ -10,6 +10,9 @@ from async_rl.errors import ConfigError
 
 JUDGE = {"model": "rm", "address": "tcp://127.0.0.1:5570"}
 
+ASKS: dict[str, Any] = {"type": "judge", "judge": {"endpoint": "http://x/v1", "model": "m"}}
+SOLVED = {"curriculum": {"solved_at": 0.9}}
+
 
 def raw(**sections: dict[str, Any]) -> dict[str, Any]:
     return {
@@ -73,7 +76,29 @@ def test_a_reward_model_may_be_one_of_several_rewards():
             {"reward": {"type": "boxed", "model": "judge"}},
             "reward.model: expected the name of a scorer if, and only if",
         ),
-        ({"queue": {}}, 'queue.filter_range: expected [] with reward.type = "model"'),
+        ({"queue": {}}, "queue.filter_range: expected [] with reward.type = 'model'"),
+        ({"data": SOLVED}, "data.curriculum: expected none with reward.type = 'model'"),
+        (
+            {"reward": {"type": "none"}, "scorer": {}, "queue": {}},
+            "queue.filter_range: expected [] with reward.type = 'no",
+        ),
+        (
+            {"reward": {"type": "none"}, "scorer": {}, "data": SOLVED},
+            "data.curriculum: expected none with reward.type = 'no",
+        ),
+        (
+            {"reward": ASKS, "scorer": {}, "queue": {}, "data": SOLVED},
+            "data.curriculum: expected none with reward.type = 'j",
+        ),
+        ({"reward": {"judge": ASKS["judge"]}, "scorer": {}}, 'reward.judge.endpoint: expected the reward "judge"'),
+        (
+            {"reward": {**ASKS, "judge": {**ASKS["judge"], "rubric": "Q {answer}", "rubric_file": "f"}}, "scorer": {}},
+            "rubric_file: expected no value with rubric",
+        ),
+        (
+            {"scorer": {"judge": {**JUDGE, "launch": False, "device": 1}}},
+            "device: expected no value with launch = false",
+        ),
     ],
 )
 def test_what_would_score_nothing_is_refused_by_name(sections: dict[str, Any], message: str):

@@ -167,3 +167,5 @@ def test_another_reward_needs_no_reward_model(run: Path):
     assert (asks.reward.model, list(asks.scorer)) == ("judge", ["judge"])
     boxed = eval_settings([str(run)], eval_options(reward__type="boxed")).config
     assert (boxed.reward.type, boxed.reward.model, boxed.scorer) == ("boxed", None, {})
+    # Nothing chooses prompts by their accuracy here.
+    assert settings("base", datasets=("a.jsonl",), reward__type="none").config.queue.filter_range is None

@@ -66,6 +66,14 @@ def test_spans_of_an_extra_reward_count_with_its_weight():
     assert output.parts == {"process": 1.0, "b": 1.5}
 
 
+def test_an_extra_reward_is_added_to_a_part_of_its_name():
+    main = FunctionReward("m.py:a", lambda item: RewardOutput({"judge": 3.0}, 1.0), scale=1.0, is_main=True,
+                          time_limit_s=1.0)  # fmt: skip
+    extra = FunctionReward("m.py:b", lambda item: 2.0, scale=1.0, is_main=False, time_limit_s=1.0)
+    output = RewardSum(main, [Extra("judge", extra, 0.5), Extra("judge", extra, 2.0)], scale=1.0, overlong=None)(ITEM)
+    assert output.parts == {"judge": 3.0 + 0.5 * 2.0 + 2.0 * 2.0}
+
+
 def test_a_span_ends_with_the_token_that_completes_its_text():
     # Tokens of 2, 1, 4 and 0 characters: ends 2, 3, 7, 7. Rewards that end in the same token are added.
     texts = ["on", "e", " two", ""]
