@@ -150,6 +150,7 @@ class JudgeClient:
         try:
             return reply.result(self._timeout_s)
         except TimeoutError:
+            reply.cancel()  # the thread ends at the next bytes
             raise _UnavailableError(f"no reply within reward.judge.timeout_s = {self._timeout_s:g} s") from None
         finally:
             with self._lock:
@@ -158,7 +159,7 @@ class JudgeClient:
     def _send(self, body: bytes, reply: Future[Any]) -> None:
         result: Any = None
         try:
-            result = self._read(body)
+            result = self._read(body, reply)
         except BaseException as error:
             with suppress(InvalidStateError):  # the client is closed, or nobody waits any more
                 reply.set_exception(error)
@@ -166,8 +167,8 @@ class JudgeClient:
         with suppress(InvalidStateError):
             reply.set_result(result)
 
-    def _read(self, body: bytes) -> Any:
-        """Send a request, and read the reply.
+    def _read(self, body: bytes, awaited: Future[Any]) -> Any:
+        """Send a request, and read the reply while it is ``awaited``.
 
         Raises:
             RewardError: the service refuses the request.
@@ -176,7 +177,10 @@ class JudgeClient:
         post = urllib.request.Request(self._url, body, self._headers, method="POST")
         try:
             with self._opener.open(post, timeout=self._timeout_s) as reply:
-                return json.loads(reply.read(_LARGEST_REPLY_BYTES))
+                content = bytearray()
+                while len(content) < _LARGEST_REPLY_BYTES and not awaited.done() and (part := reply.read1(1 << 16)):
+                    content += part
+                return json.loads(content)
         except urllib.error.HTTPError as error:
             with error:
                 said = self._without_key(error.read(_LARGEST_ERROR_BYTES).decode(errors="replace"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -210,6 +210,28 @@ def test_a_reply_that_no_service_would_send_is_asked_for_again(body: Any):
     with judge([(200, body), completion("Score: 10")]) as server, closing(reward_of(server.url)) as reward:
         assert reward(item("a")).accuracy == 1.0
         assert (reward.counters()["judge_failed"], reward.counters()["judge_prompt_tokens"]) == (1, 100)
+
+
+def test_a_judge_that_sends_byte_after_byte_keeps_no_thread():
+    class Trickling(_Handler):
+        def do_POST(self) -> None:
+            assert isinstance(self.server, Judge)
+            if self.server.requests:
+                super().do_POST()
+                return
+            self.server.requests.append(({}, {}))
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):  # the client has given up
+                while not self.server.closing.wait(0.02):
+                    self.wfile.write(b" ")
+
+    with judge([completion("Score: 10")]) as server, closing(reward_of(server.url, timeout_s=0.3)) as reward:
+        server.RequestHandlerClass = Trickling
+        assert reward(item("a")).accuracy == 1.0
+        assert reward.counters()["judge_failed"] == 1
+        names = lambda: [thread.name for thread in threading.enumerate()]  # noqa: E731
+        wait_until("the end of the first request", lambda: "judge request" not in names(), deadline_s=10.0)
 
 
 def test_a_key_that_no_header_can_have_is_refused_unquoted(monkeypatch: pytest.MonkeyPatch):
