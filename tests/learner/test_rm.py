@@ -201,22 +201,24 @@ def test_all_forms_of_a_pair_give_the_same_tokens(tmp_path: Path):
         {"prompt": [user], "chosen": "b", "rejected": "c", "margin": 0.5},
         {"prompt": [user], "chosen": [good], "rejected": [bad]},
         {"chosen": [user, good], "rejected": [user, bad]},
+        {"prompt": [user], "chosen": [user, good], "rejected": [user, bad]},
+        {"prompt": "a", "chosen": [user, good], "rejected": [user, bad], "margin": "0.25"},  # CSV has text
         {"prompt": "a", "chosen": "b", "rejected": "c"},
         {"prompt": "a" * 50, "chosen": "b", "rejected": "c"},
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs = load_pairs(str(tmp_path / "rows.jsonl"), tokenizer, max_length=20, key="rm.data")
-    assert len(pairs) == 4  # the last is too long
+    assert len(pairs) == 6  # the last is too long
     for side in ("chosen", "rejected"):
         ids = [getattr(pair, side).token_ids.tolist() for pair in pairs]
-        assert ids[0] == ids[1] == ids[2]
+        assert all(one == ids[0] for one in ids[:5])
         letter = "b" if side == "chosen" else "c"
         expected = tokenizer(f"<|user|>a<|end|>\n<|assistant|>{letter}<|end|>\n", add_special_tokens=False)["input_ids"]
         assert ids[0][:-1] == expected
-        assert ids[3][:-1] == tokenizer(f"a{letter}")["input_ids"]
-    assert [pair.margin for pair in pairs] == [0.5, 0.0, 0.0, 0.0]
+        assert ids[5][:-1] == tokenizer(f"a{letter}")["input_ids"]
+    assert [pair.margin for pair in pairs] == [0.5, 0.0, 0.0, 0.0, 0.25, 0.0]
     # Only the appended token is trained: its value is that of the last token before it.
-    assert [int(mask) for mask in pairs[3].chosen.loss_mask] == [0, 0, 1]
+    assert [int(mask) for mask in pairs[5].chosen.loss_mask] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,8 @@ def test_all_forms_of_a_pair_give_the_same_tokens(tmp_path: Path):
     [
         ({"prompt": "a", "chosen": "b"}, 'expected "prompt", "chosen" and "rejected"'),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "margin: expected a finite number"),
-        ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "lists of messages that end with"),
+        ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "got 0 equal messages of 1 and 0"),
+        ({"prompt": [], "chosen": [{"role": "user", "content": "a"}], "rejected": "b"}, "messages that end with an"),
         ({"prompt": [{"role": "user"}], "chosen": "b", "rejected": "c"}, 'messages with "role" and "content"'),
         ({"prompt": "a" * 99, "chosen": "b", "rejected": "c"}, "expected a pair of at most rm.max_length = 20"),
     ],

@@ -58,7 +58,7 @@ def load_pairs(source: str, key: str, encoder: RowEncoder) -> list[Pair]:
     """
 
     def encode(index: int, where: str, row: Mapping[str, Any]) -> Pair:
-        prompt, chosen, rejected = _parts(row, where)
+        prompt, chosen, rejected = prompt_and_answers(row, where)
         tools = row.get("tools")
         return Pair(
             encoder.encode(index, prompt, chosen, where, tools=tools),
@@ -121,8 +121,12 @@ def _exchanged(of_prompt: TrainSequence, of_answer: TrainSequence, max_length: i
     return train_sequence(of_prompt.sequence_id, joined("token_ids"), joined("loss_mask"))
 
 
-def _parts(row: Mapping[str, Any], where: str) -> tuple[Text, Text, Text]:
-    """Return the prompt, the chosen and the rejected answer of a row."""
+def prompt_and_answers(row: Mapping[str, Any], where: str) -> tuple[Text, Text, Text]:
+    """Return the prompt, the chosen and the rejected answer of a row.
+
+    Raises:
+        DataError: the row at the place ``where`` has none of the forms of a pair.
+    """
     match row:
         case {"chosen": list(chosen), "rejected": list(rejected)} if not isinstance(row.get("prompt"), list):
             return _split(chosen, rejected, row.get("prompt"), where)

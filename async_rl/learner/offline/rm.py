@@ -5,11 +5,10 @@ an answer is the value at the last token of prompt and answer. The loss is that 
 of the scores (InstructGPT, arXiv:2203.02155, equation 1), with a margin if rows have one (Llama 2, arXiv:2307.09288,
 equation 2).
 
-A row of ``rm.data`` has ``chosen`` and ``rejected``, and ``prompt`` unless these are whole conversations. Each is text
-or a list of messages. The chat template renders messages, answer included, as the scorer of ``reward.type = "model"``
-renders them; it gets no variables of ``data.chat_template_kwargs``. Text is used as it is. An optional number
-``margin`` says how much better the chosen answer is. Other keys are ignored. A pair with a sequence of more than
-``rm.max_length`` tokens is left out, because its end has the score.
+A row of ``rm.data`` is a pair as in ``pairs.py``. The chat template renders messages, answer included, as the scorer of
+``reward.type = "model"`` renders them; it gets no variables of ``data.chat_template_kwargs`` and no tools. Text is used
+as it is. An optional number ``margin`` says how much better the chosen answer is. Other keys are ignored. A pair with a
+sequence of more than ``rm.max_length`` tokens is left out, because its end has the score.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +34,11 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.optimizer import Schedule
 from async_rl.learner.engine.ranks import Ranks
 from async_rl.learner.losses.objective import Objective
-from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes, sequence_sums
-from async_rl.learner.offline.rows import load_rows, train_sequence
+from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes
+from async_rl.learner.offline.pairs import prompt_and_answers
+from async_rl.learner.offline.rows import Text, load_rows, train_sequence
 from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
+from async_rl.learner.offline.scores import chunks_of, numbered, summed_logprobs
 from async_rl.learner.packing import TrainSequence
 
 if TYPE_CHECKING:
@@ -92,9 +94,8 @@ class RewardModel(OfflineTask[Pair]):
         return [row.chosen, row.rejected]
 
     def step(self, engine: Engine, batch: Sequence[Pair]) -> tuple[UpdateStats, Metrics]:
-        sequences = [sequence for pair in batch for sequence in self.sequences(pair)]
-        scores_S = sequence_sums(sequences, engine.score_policy(sequences))
-        margins_P = _margins(batch)
+        sequences = numbered([sequence for pair in batch for sequence in self.sequences(pair)])
+        scores_S, margins_P = self._scores(engine, batch), _margins(batch)
         _, with_slopes = sequence_slopes(
             sequences, scores_S, lambda scores_S: bradley_terry_loss(*_sides(scores_S), margins_P)
         )
@@ -102,9 +103,14 @@ class RewardModel(OfflineTask[Pair]):
         return stats, pair_metrics(*_sides(scores_S), margins_P)
 
     def evaluate(self, engine: Engine, rows: Sequence[Pair]) -> Metrics:
-        sequences = [sequence for pair in rows for sequence in self.sequences(pair)]
-        scores_S = sequence_sums(sequences, engine.score_policy(sequences))
-        return pair_metrics(*_sides(scores_S), _margins(rows))
+        return pair_metrics(*_sides(self._scores(engine, rows)), _margins(rows))
+
+    def _scores(self, engine: Engine, pairs: Sequence[Pair]) -> Tensor:
+        """Return the scores of both answers of each pair, which take turns, float64 [S]."""
+        rows = [
+            row for chunk in chunks_of(pairs) for row in summed_logprobs(engine, [self.sequences(p) for p in chunk])
+        ]
+        return torch.tensor(rows, dtype=torch.float64).reshape(-1)
 
 
 def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor, margins_P: Tensor) -> Tensor:
@@ -149,14 +155,13 @@ def load_pairs(source: str, tokenizer: PreTrainedTokenizerBase, *, max_length: i
     """
 
     def encode(index: int, where: str, row: Mapping[str, Any]) -> Pair | None:
-        sides = [_tokens(row, side, where, tokenizer) for side in ("chosen", "rejected")]
-        margin = row.get("margin")
-        if margin is not None and not (isinstance(margin, int | float) and math.isfinite(margin)):
-            raise DataError(f"{where}: margin: expected a finite number, got {margin!r:.80}; correct the row")
+        prompt, *answers = prompt_and_answers(row, where)
+        sides = [_tokens(prompt, answer, where, tokenizer) for answer in answers]
+        margin = _margin(row.get("margin", 0.0), where)
         if any(len(side) > max_length for side in sides):
             return None
         chosen, rejected = (_with_end(2 * index + place, side) for place, side in enumerate(sides))
-        return Pair(chosen, rejected, float(margin or 0.0))
+        return Pair(chosen, rejected, margin)
 
     rows = load_rows(source, key, encode)
     pairs = [pair for pair in rows if pair is not None]
@@ -170,19 +175,27 @@ def load_pairs(source: str, tokenizer: PreTrainedTokenizerBase, *, max_length: i
     return pairs
 
 
-def _tokens(row: Mapping[str, Any], side: str, where: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return the tokens of the prompt with the answer ``side``, int32 [T]."""
-    match row.get("prompt", []), row.get(side):
-        case str(prompt), str(answer):
+def _margin(value: Any, where: str) -> float:
+    """Return the margin of a row. In CSV it is text."""
+    with suppress(TypeError, ValueError, OverflowError):
+        if math.isfinite(margin := float(0.0 if value is None else value)):
+            return margin
+    raise DataError(f"{where}: margin: expected a finite number, got {value!r:.80}; correct the row")
+
+
+def _tokens(prompt: Text, answer: Text, where: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+    """Return the tokens of ``prompt`` with ``answer``, int32 [T]."""
+    match prompt, answer:
+        case str(), str(content):
             messages: list[Any] = [{"role": TEXT_ROLE, "content": prompt}]
-        case list(messages), str(answer):
+        case [*messages], str(content):
             pass
-        case list(prompt), [*turns, {"role": "assistant", "content": str(answer)}]:
-            messages = [*prompt, *turns]
+        case [*before], [*turns, {"role": "assistant", "content": str(content)}]:
+            messages = [*before, *turns]
         case _:
             raise DataError(
-                f'{where}: expected "prompt", "chosen" and "rejected", all as text or the first as messages, or the '
-                f"last two as lists of messages that end with an assistant's, got keys {sorted(row)}; correct the row"
+                f"{where}: expected chosen and rejected as text, or as lists of messages that end with an assistant's, "
+                f"got {answer!r:.80}; correct the row"
             )
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
@@ -191,7 +204,7 @@ def _tokens(row: Mapping[str, Any], side: str, where: str, tokenizer: PreTrained
                 f"message"
             )
     try:
-        return render_answer(tokenizer, messages, answer)
+        return render_answer(tokenizer, messages, content)
     except ModelError as error:
         raise DataError(f"{where}: {error}") from error
 

@@ -23,8 +23,8 @@ def chunks_of(rows: Sequence[T]) -> Iterator[Sequence[T]]:
 
 
 def summed_logprobs(engine: Engine, rows: Sequence[Sequence[TrainSequence]]) -> list[list[float]]:
-    """Return the sum of the log-probabilities of each sequence's trained tokens, in nats, row by row. Rows have equally
-    many sequences.
+    """Return the sum of the log-probabilities of each sequence's trained tokens, in nats, row by row; of a value
+    model, of the values there. Rows have equally many sequences.
     """
     sequences = numbered([sequence for row in rows for sequence in row])
     sums = sequence_sums(sequences, engine.score_policy(sequences))
