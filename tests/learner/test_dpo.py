@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from async_rl.errors import ConfigError
+from async_rl.learner.engine import Engine, PolicyScores
 from async_rl.learner.offline.dpo import run_dpo
+from async_rl.learner.offline.reference import reference_logprobs
+from async_rl.learner.offline.rows import train_sequence
+from async_rl.learner.packing import TrainSequence
 from async_rl.process.fault_points import OFFLINE_FAULT_POINTS
 from tests.forked import preload
 from tests.learner.offline_run import begin, metrics, offline_config
@@ -72,6 +78,23 @@ def test_the_metrics_are_those_of_the_values_before_the_step(tmp_path: Path):
         assert row["loss"] == pytest.approx(math.log(2), abs=1e-6)
         assert row["rewards/chosen"] == pytest.approx(0.0, abs=1e-6)
         assert row["logprobs/chosen"] > row["logprobs/rejected"]  # which has more tokens
+
+
+def test_a_reference_of_quantised_weights_is_scored_anew(tmp_path: Path):
+    class Constant:
+        """Each token has the same log-probability."""
+
+        def __init__(self, value: float) -> None:
+            self._value = value
+
+        def score_policy(self, sequences: Sequence[TrainSequence]) -> dict[int, PolicyScores]:
+            return {s.sequence_id: PolicyScores(np.full(1, self._value), np.zeros(1)) for s in sequences}
+
+    rows = [[train_sequence(0, [1, 2], np.array([False, True]))]]
+    for bits, value in ((None, -1.0), (8, -2.0)):
+        config = offline_config(tmp_path, "dpo", lora={"rank": 4, "base_bits": bits})
+        engine = cast(Engine, Constant(value))
+        assert reference_logprobs(engine, config, rows, tmp_path / "reference", lambda _: None) == [[value]]
 
 
 def test_a_config_without_data_is_refused(tmp_path: Path):

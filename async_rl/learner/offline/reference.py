@@ -76,7 +76,8 @@ def _read(path: Path, num_rows: int) -> list[list[float]] | None:
 def _digest(config: Config, rows: Sequence[Sequence[TrainSequence]]) -> str:
     """Return the digest of what the log-probabilities depend on: the model's files, its precision, and the tokens."""
     hasher = xxhash.xxh3_128()
-    settings = [BaseWeights.of(config.model.path).digest, config.model.dtype, config.model.head_dtype]
+    model = config.model
+    settings = [BaseWeights.of(model.path).digest, model.dtype, model.head_dtype, config.lora.base_bits]
     hasher.update(json.dumps(settings).encode())
     for row in rows:
         for sequence in row:
