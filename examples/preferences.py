@@ -8,12 +8,14 @@ format of docs/data.md. ``--only`` makes some of the files:
 
 Both data sets have whole conversations as ``chosen`` and ``rejected``. UltraFeedback (MIT) also has the prompt alone,
 as text, and scores. Skywork's, whose terms are on its page on the hub, is one split, of which the last 1 % is held out.
+Pairs whose two answers are the same, or belong to different prompts, say nothing: they are left out, and counted.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hub_rows import Row, converted, report
@@ -31,11 +33,23 @@ FILES = {
 
 
 def pair(raw: Row) -> Row:
-    """Return the two conversations of a row. They must differ, and end with an answer."""
+    """Return the two conversations of a row. They must end with an answer."""
     for side in SIDES:
         if not isinstance(raw[side], list) or not raw[side] or raw[side][-1]["role"] != "assistant":
             raise ValueError(f"expected {side} as messages that end with an assistant's, got {raw[side]!r:.60}")
     return {side: [{"role": turn["role"], "content": turn["content"]} for turn in raw[side]] for side in SIDES}
+
+
+def comparable(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield the pairs of two answers to one prompt. Print how many others there are."""
+    others = 0
+    for row in rows:
+        chosen, rejected = (row[side] for side in SIDES)
+        if chosen[:-1] == rejected[:-1] and chosen[-1] != rejected[-1]:
+            yield row
+        else:
+            others += 1
+    print(f"{others} pairs are left out: their answers are the same, or their prompts differ", flush=True)
 
 
 def main() -> None:
@@ -47,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     for name in options.only:
         source = getattr(options, name)
-        report(options.out / f"{name}.jsonl", source, converted(source, pair))
+        report(options.out / f"{name}.jsonl", source, comparable(converted(source, pair)))
 
 
 if __name__ == "__main__":

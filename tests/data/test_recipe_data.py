@@ -97,6 +97,17 @@ def test_pairs_are_whole_conversations_without_other_columns():
         preferences.pair({"chosen": chosen, "rejected": chosen[:1]})
 
 
+def test_pairs_that_compare_nothing_are_left_out_and_counted(capsys: pytest.CaptureFixture[str]):
+    def conversation(prompt: str, answer: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+    good = {"chosen": conversation("q", "a"), "rejected": conversation("q", "b")}
+    same = {"chosen": conversation("q", "a"), "rejected": conversation("q", "a")}
+    other = {"chosen": conversation("q", "a"), "rejected": conversation("r", "b")}
+    assert list(preferences.comparable([same, good, other])) == [good]
+    assert "2 pairs are left out" in capsys.readouterr().out
+
+
 def test_a_row_of_limo_becomes_a_chat():
     messages = limo.limo_row({"question": "q", "solution": "s", "answer": "1"})["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant"]
