@@ -107,8 +107,8 @@ class DataConfig(Section):
     train: str | dict[str, str] = Field(
         default="",
         description="Training rows: a .jsonl, .json, .csv, .parquet or .arrow file, a directory, or "
-        "[split@]owner/name[:config] on the Hugging Face hub; or several of these, as a table of NAME = SOURCE. Every "
-        "command but sft needs it.",
+        "[split@]owner/name[:config] on the Hugging Face hub; or several of these, as a table of NAME = SOURCE. "
+        "sft, rm and dpo have datasets of their own.",
     )
     weights: dict[str, int] = Field(
         default={},

@@ -48,7 +48,7 @@ class Holder:
     Attributes:
         pid: the process id.
         host: the name of the process's machine.
-        role: the subcommand of async-rl that the process runs: ``launch``, ``learner``, ``sft`` or ``dpo``.
+        role: the subcommand of async-rl that the process runs: ``launch``, ``learner``, ``sft``, ``rm`` or ``dpo``.
     """
 
     pid: int
