@@ -9,6 +9,7 @@ import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -237,6 +238,21 @@ def test_a_changed_setting_is_refused_by_name(tmp_path: Path):
     run_sft(sft_config(tmp_path, steps=2))
     with pytest.raises(RunError, match=r"sft\.lr: 0\.01 -> 0\.02"):
         run_sft(sft_config(tmp_path, steps=2, lr=0.02))
+
+
+def test_changed_rows_are_refused_at_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = sft_config(tmp_path, steps=None, epochs=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "export_checkpoint", Mock(side_effect=RuntimeError("killed")))
+        with pytest.raises(RuntimeError, match="killed"):
+            run_sft(config)
+    text = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(text + '{"prompt": "e", "response": "f"}\n')
+    with pytest.raises(RunError, match=r"sft\.data: expected the rows .* choose another run\.dir"):
+        run_sft(config)
+    (tmp_path / "rows.jsonl").write_text(text)
+    run_sft(config)
+    assert exported(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["data", "out"])

@@ -18,6 +18,7 @@ import xxhash
 
 from async_rl.config.config import Config
 from async_rl.learner.engine import Engine
+from async_rl.learner.offline.rows import digest_of
 from async_rl.learner.offline.scores import chunks_of, summed_logprobs
 from async_rl.learner.packing import TrainSequence
 from async_rl.process.fault_points import fault_point
@@ -75,13 +76,7 @@ def _read(path: Path, num_rows: int) -> list[list[float]] | None:
 
 def _digest(config: Config, rows: Sequence[Sequence[TrainSequence]]) -> str:
     """Return the digest of what the log-probabilities depend on: the model's files, its precision, and the tokens."""
-    hasher = xxhash.xxh3_128()
     model = config.model
     settings = [BaseWeights.of(model.path).digest, model.dtype, model.head_dtype, config.lora.base_bits]
-    hasher.update(json.dumps(settings).encode())
-    for row in rows:
-        for sequence in row:
-            hasher.update(len(sequence.token_ids).to_bytes(8, "little"))
-            hasher.update(sequence.token_ids.tobytes())
-            hasher.update(sequence.loss_mask.tobytes())
-    return hasher.hexdigest()
+    tokens = digest_of(sequence for row in rows for sequence in row)
+    return xxhash.xxh3_128_hexdigest(json.dumps([*settings, tokens]).encode())

@@ -10,10 +10,11 @@ token. Sequences are cut on the right.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import xxhash
 
 from async_rl.config.data import parse_tools
 from async_rl.data.files import Source, kind, parse_json
@@ -207,6 +208,16 @@ class RowEncoder:
 
     def _tokens(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+
+def digest_of(sequences: Iterable[TrainSequence]) -> str:
+    """Return the digest of the tokens of sequences, and of which of them are trained."""
+    hasher = xxhash.xxh3_128()
+    for sequence in sequences:
+        hasher.update(len(sequence.token_ids).to_bytes(8, "little"))
+        hasher.update(sequence.token_ids.tobytes())
+        hasher.update(sequence.loss_mask.tobytes())
+    return hasher.hexdigest()
 
 
 def train_sequence(index: int, token_ids: Sequence[int] | np.ndarray, loss_mask: np.ndarray) -> TrainSequence:

@@ -31,6 +31,7 @@ from async_rl.learner.engine.ranks import Ranks, init_ranks
 from async_rl.learner.export import check_export_target, export_checkpoint
 from async_rl.learner.losses.objective import Objective
 from async_rl.learner.offline.batches import batch_of
+from async_rl.learner.offline.rows import digest_of
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.resume import find_resume_point, take_over
 from async_rl.net.wire import decode, encode
@@ -127,7 +128,7 @@ def run_offline(task: OfflineTask[Any]) -> None:
         ConfigError: ``data`` or ``out`` of the task's section is not set.
         DataError: a row is bad. The message names file and line.
         ModelError: the model is missing or can't be trained.
-        RunError: ``out`` holds other files, or the run directory belongs to other settings.
+        RunError: ``out`` holds other files, or the run directory belongs to other settings or rows.
         TrainingError: another rank failed.
         SystemExit: a signal asked to stop. The code is 128 + signal, and the last step is saved.
     """
@@ -143,7 +144,7 @@ def run_offline(task: OfflineTask[Any]) -> None:
     check_export_target(out)
     ranks = init_ranks(config)
     with ranks.together("reading the rows"):
-        rows = _load_rows(task) if ranks.is_leader else _Rows([], {})
+        rows = _load_rows(task) if ranks.is_leader else _Rows([], {}, "")
         num_steps = _agree(ranks, section.num_steps(len(rows.train)))
     with logged(logger, f"loading the model {config.model.path}"):
         engine = task.build_engine(ranks, _schedule(config, section, num_steps))
@@ -158,10 +159,11 @@ def run_offline(task: OfflineTask[Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Rows(Generic[Row]):
-    """The training rows, and those of each evaluation."""
+    """The training rows, those of each evaluation, and the digest of the training rows' tokens."""
 
     train: Sequence[Row]
     evaluations: Mapping[str, Sequence[Row]]
+    digest: str
 
 
 class _Leader(Generic[Row]):
@@ -213,6 +215,7 @@ class _Leader(Generic[Row]):
         self._rows = _Rows(
             self._prepared(self._rows.train),
             {name: self._prepared(rows) for name, rows in self._rows.evaluations.items()},
+            self._rows.digest,
         )
         self._resume(lock)
         checkpoints = CheckpointWriter(
@@ -274,8 +277,8 @@ class _Leader(Generic[Row]):
                 is_due = is_last or bool(every and step % every == 0)
                 self._commit(writer, wait=is_due)
                 if is_due:
-                    settings = _settings(self._task)
-                    writer.begin(step, {"step": step, "num_steps": self._num_steps, "settings": settings})
+                    extra = {"step": step, "num_steps": self._num_steps, "rows": self._rows.digest}
+                    writer.begin(step, {**extra, "settings": _settings(self._task)})
                     self._commit(writer, wait=is_last)
                 if signum:
                     raise StoppedError(
@@ -348,7 +351,11 @@ def _run_dir(task: OfflineTask[Any]) -> Path:
 
 
 def _load_rows(task: OfflineTask[Row]) -> _Rows[Row]:
-    """Return the rows of all datasets. All fit in a micro-batch."""
+    """Return the rows of all datasets. All fit in a micro-batch.
+
+    Raises:
+        RunError: the newest checkpoint was trained on other rows.
+    """
     config, section = task.config, task.section
     sources = {f"{task.name}.data": section.data} | {
         f"{task.name}.eval.{n}": source for n, source in section.eval.items()
@@ -362,7 +369,16 @@ def _load_rows(task: OfflineTask[Row]) -> _Rows[Row]:
                 f"{config.longest_sequence_keys}: expected at least the longest row of {key}, {longest} tokens, got "
                 f"{config.longest_sequence}; raise it, or lower {task.name}.max_length"
             )
-    return _Rows(found[f"{task.name}.data"], {name: found[f"{task.name}.eval.{name}"] for name in section.eval})
+    train = found[f"{task.name}.data"]
+    digest = digest_of(sequence for row in train for sequence in task.sequences(row))
+    newest = find_resume_point(_run_dir(task)).checkpoint
+    # A checkpoint of an older version does not know its rows.
+    if newest is not None and read_extra(newest).get("rows", digest) != digest:
+        raise RunError(
+            f"{task.name}.data: expected the rows that {newest} was trained on, got others in {section.data}; restore "
+            f"them, choose another run.dir, or remove {_run_dir(task)}"
+        )
+    return _Rows(train, {name: found[f"{task.name}.eval.{name}"] for name in section.eval}, digest)
 
 
 def _agree(ranks: Ranks, num_steps: int) -> int:
