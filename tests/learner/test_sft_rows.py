@@ -12,10 +12,12 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tokenizers.processors import TemplateProcessing
 
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.errors import DataError, ModelError
 from async_rl.learner.offline.sft import load_sft_rows
+from async_rl.records import TEXT_ROLE
 from tests.learner.tiny import tiny_model
 
 if TYPE_CHECKING:
@@ -69,6 +71,16 @@ def test_what_is_before_the_answer_is_the_prompt_that_sampling_would_use(
     prompt = render_prompt(tokenizer, question)
     first = int(row.loss_mask.argmax())
     assert row.token_ids[:first].tolist() == prompt.tolist()
+
+
+def test_a_text_prompt_has_the_start_token_that_sampling_would_use(tmp_path: Path):
+    starting: Any = load_tokenizer(tiny_model(tmp_path / "model"))
+    start = ("<|user|>", starting.convert_tokens_to_ids("<|user|>"))
+    starting.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[start])
+    assert spelled(starting, render_prompt(starting, [{"role": TEXT_ROLE, "content": "1+1="}])) == "<|user|>1+1="
+    (row,) = load_sft_rows(rows_file(tmp_path, {"prompt": "1+1=", "response": "2"}), starting, max_length=50)
+    assert spelled(starting, row.token_ids) == "<|user|>1+1=2<|end|>"
+    assert row.loss_mask.tolist() == [False] * 5 + [True] * 2
 
 
 def test_long_rows_are_cut_on_the_right(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):

@@ -1,10 +1,10 @@
 """Reads the rows of a dataset and turns them into tokens with a loss mask.
 
-A prompt and an answer are both text, or both lists of messages. Text is used without a template, and the answer is
-followed by the end-of-sequence token. Messages are rendered with the chat template, turn by turn. What it writes in
-front of a turn (``add_generation_prompt``) is tokenised in one piece with the messages before it, as at sampling time.
-No system message is added. The loss is on the answer: its text and end token, or every assistant turn up to its end
-token. Sequences are cut on the right.
+A prompt and an answer are both text, or both lists of messages. Text is used without a template. The tokenizer's usual
+start tokens come first, as at sampling time, and the answer is followed by the end-of-sequence token. Messages are
+rendered with the chat template, turn by turn. What it writes in front of a turn (``add_generation_prompt``) is
+tokenised in one piece with the messages before it, as at sampling time. No system message is added. The loss is on the
+answer: its text and end token, or every assistant turn up to its end token. Sequences are cut on the right.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import numpy as np
 import xxhash
 
 from async_rl.config.data import parse_tools
+from async_rl.data.chat import render_prompt
 from async_rl.data.files import Source, kind, parse_json
 from async_rl.data.template import apply_template, check_arguments
 from async_rl.errors import DataError
 from async_rl.learner.packing import TrainSequence
+from async_rl.records import TEXT_ROLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,7 +143,8 @@ class RowEncoder:
                 f"{where}: expected a tokenizer with an end-of-sequence token, which ends the answer, got one without; "
                 f"set its eos_token, or write the row as messages"
             )
-        return [(self._tokens(prompt), False), ([*self._tokens(answer), end], True)]
+        begin = render_prompt(self._tokenizer, [{"role": TEXT_ROLE, "content": prompt}]).tolist()
+        return [(begin, False), ([*self._tokens(answer), end], True)]
 
     def _chat_segments(
         self, messages: Sequence[Any], first: int, where: str, arguments: Mapping[str, Any]

@@ -2,8 +2,9 @@
 
 ``sft.data`` is read as ``data.train`` is (``data.files``). A row is one of
 
-- ``{"prompt": text, "response": text}``: plain text, without a template. No special token is added but the
-  end-of-sequence token after the response. The loss is on the response and that token.
+- ``{"prompt": text, "response": text}``: plain text, without a template. No special tokens are added but the
+  tokenizer's usual start tokens, and the end-of-sequence token after the response. The loss is on the response and that
+  token.
 - ``{"messages": [{"role": ..., "content": ...}, ...]}``: the chat template is applied turn by turn. The loss is on
   every assistant turn up to its end token. ``tools`` are the row's tool schemas, in place of those of ``data.tools``.
 
