@@ -8,7 +8,8 @@ and checks it in C. This module uses neither torch nor sockets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -247,6 +248,23 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
         """The oldest weights version that sampled a token of the rollout; ``NO_VERSION`` if no token was sampled."""
         oldest = [int(s.versions[s.loss_mask].min()) for s in self.sequences if s.loss_mask.any()]
         return min(oldest, default=NO_VERSION)
+
+
+def why_parts_misfit(num_sampled: int, turn_tokens: Sequence[int], span_ends: Sequence[int]) -> str:
+    """Return why the turns or spans of a rollout of ``num_sampled`` tokens can't be; empty if they can.
+
+    Args:
+        num_sampled: number of tokens that the policy sampled.
+        turn_tokens: of each turn, the number of its tokens. Empty without an environment.
+        span_ends: of each span, the token that it ends with, counted from 1. Empty if there are none.
+    """
+    if turn_tokens and span_ends:
+        return "expected turns or spans, got both"
+    if turn_tokens and (min(turn_tokens) < 1 or sum(turn_tokens) != num_sampled):
+        return f"expected turns of its {num_sampled} sampled tokens, at least one each, got {list(turn_tokens)}"
+    if span_ends and (span_ends[0] < 1 or span_ends[-1] > num_sampled or any(a >= b for a, b in pairwise(span_ends))):
+        return f"expected ends of spans from 1 to its {num_sampled} sampled tokens, ascending, got {list(span_ends)}"
+    return ""
 
 
 class Group(msgspec.Struct, frozen=True, eq=False):

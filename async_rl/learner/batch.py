@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from async_rl.config.loss import LossConfig
 from async_rl.learner.engine import Engine, PolicyScores
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.messages import TakenGroup
-from async_rl.records import Group, Rollout, TeacherScores, TokenSequence
+from async_rl.records import Group, Rollout, TeacherScores, TokenSequence, why_parts_misfit
 from async_rl.routes import RoutingShape, why_misfit
 from async_rl.sampling_mask import SamplingMask, contains, largest_id, select
 
@@ -186,15 +185,9 @@ def _fault(rollout: Rollout, temperature: float, vocab_size: int | None, routing
     """Return why a rollout can't be trained on, empty if it can. Bad logprobs don't count: the loss leaves them out."""
     if not all(map(math.isfinite, (rollout.reward, rollout.accuracy, temperature))):
         return "its reward, accuracy or temperature is not finite"
-    if rollout.turns:
-        counts = [turn.num_tokens for turn in rollout.turns]
-        if min(counts) < 1 or sum(counts) != rollout.num_sampled:
-            return f"expected turns of its {rollout.num_sampled} sampled tokens, at least one each, got {counts}"
-    if ends := [span.end for span in rollout.spans]:
-        if rollout.turns:
-            return "expected turns or spans, got both"
-        if ends[0] < 1 or ends[-1] > rollout.num_sampled or any(a >= b for a, b in pairwise(ends)):
-            return f"expected ends of spans from 1 to its {rollout.num_sampled} sampled tokens, ascending, got {ends}"
+    turn_tokens, span_ends = [turn.num_tokens for turn in rollout.turns], [span.end for span in rollout.spans]
+    if misfit := why_parts_misfit(rollout.num_sampled, turn_tokens, span_ends):
+        return misfit
     for sequence in rollout.sequences:
         ids, mask = sequence.token_ids, sequence.loss_mask
         if not len(ids) or mask[0]:

@@ -17,7 +17,7 @@ from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.leases import QUARANTINE_OF
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, Verdict
-from async_rl.records import Group, Lease, TokenSequence, Turn
+from async_rl.records import Group, Lease, Span, TokenSequence, Turn
 from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import SamplingMask
 from tests.queue.builders import LINEAGE, SAMPLING, ack, announce, group, leases, make_state, rows, take
@@ -84,6 +84,12 @@ def forged(name: str, lease: Lease) -> Group:
         case "a turn reward that is no number":
             turns = (Turn(num_tokens=3, reward=math.nan, score=0.0),)
             return replace(honest, rollouts=tuple(replace(r, turns=turns) for r in honest.rollouts))
+        case "a turn of more tokens than were sampled":
+            turns = (Turn(num_tokens=4, reward=1.0, score=0.0),)
+            return replace(honest, rollouts=tuple(replace(r, turns=turns) for r in honest.rollouts))
+        case "spans that do not ascend":
+            spans = (Span(end=2, reward=1.0), Span(end=2, reward=1.0))
+            return replace(honest, rollouts=tuple(replace(r, spans=spans) for r in honest.rollouts))
     raise AssertionError(name)
 
 
@@ -98,6 +104,8 @@ FORGERIES = {
     "a huge reward": "rewards",
     "a huge turn reward": "rewards",
     "a turn reward that is no number": "rewards",
+    "a turn of more tokens than were sampled": "turns",
+    "spans that do not ascend": "turns",
 }
 
 

@@ -22,14 +22,16 @@ from async_rl.net.codec import FlatGroup, decode_flat_group
 from async_rl.net.wire import DEFAULT_LIMITS, Limits
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import Payload, PayloadRef
-from async_rl.records import NO_VERSION, Lease, LeaseKind
+from async_rl.records import NO_VERSION, Lease, LeaseKind, why_parts_misfit
 from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import contains, largest_id
 
 _MAX_LOGPROB = 1e-3
 """Largest log-probability that is accepted. It is above 0 because of rounding."""
 _MAX_TOKEN_ID = 2**31 - 1
-_CAUSES = frozenset({"token ids", "lengths", "first token", "logprobs", "rewards", "weights", "routes", "malformed"})
+_CAUSES = frozenset(
+    {"token ids", "lengths", "first token", "logprobs", "rewards", "turns", "weights", "routes", "malformed"}
+)
 
 # The summary.
 
@@ -116,7 +118,7 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
         largest_expert=-1 if group.routes is None else int(group.routes.max(initial=0)),
         largest_token_id=_largest_token_id(group),
         longest_sequence=max(fields.lengths, default=0),
-        most_sampled=_most_sampled(group) if group.num_rollouts else 0,
+        most_sampled=max(_num_sampled(group), default=0),
         # An unfit group may have rewards that are not finite.
         largest_reward=0.0 if unfit else _largest_reward(group),
         versions=versions if num_tokens else (),
@@ -198,6 +200,22 @@ def _turn_fault(group: FlatGroup) -> str:
         return "rewards: a turn's reward or score is not finite, or too large"
     if spans is not None and not math.isfinite(sum(spans.rewards)):
         return "rewards: a span's reward is not finite, or too large"
+    if turns is None and spans is None:
+        return ""
+    nothing = [0] * group.num_rollouts
+    of_turns = iter(() if turns is None else turns.num_tokens)
+    of_spans = iter(() if spans is None else spans.ends)
+    for index, (num_sampled, num_turns, num_spans) in enumerate(
+        zip(
+            _num_sampled(group),
+            nothing if turns is None else turns.counts,
+            nothing if spans is None else spans.counts,
+            strict=True,
+        )
+    ):
+        misfit = why_parts_misfit(num_sampled, list(islice(of_turns, num_turns)), list(islice(of_spans, num_spans)))
+        if misfit:
+            return f"turns: rollout {index}: {misfit}"
     return ""
 
 
@@ -208,12 +226,13 @@ def _largest_token_id(group: FlatGroup) -> int:
     return largest if group.sampling_mask is None else max(largest, largest_id(group.sampling_mask))
 
 
-def _most_sampled(group: FlatGroup) -> int:
-    sampled, end, most = group.loss_mask.tobytes(), 0, 0
+def _num_sampled(group: FlatGroup) -> list[int]:
+    """Return the number of sampled tokens of each rollout."""
+    sampled, end, found = group.loss_mask.tobytes(), 0, list[int]()
     for length in _rollout_lengths(group):
         start, end = end, end + length
-        most = max(most, sampled.count(1, start, end))
-    return most
+        found.append(sampled.count(1, start, end))
+    return found
 
 
 def _largest_reward(group: FlatGroup) -> float:
