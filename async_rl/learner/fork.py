@@ -144,8 +144,8 @@ def fork_run(point: ForkPoint, config: Config) -> dict[str, tuple[Any, Any]]:
     extra = read_extra(point.checkpoint)
     if "queue" not in extra:
         raise RunError(
-            f"--from: expected a checkpoint of launch or learner, got {point.checkpoint}, which `async-rl sft` wrote; "
-            f"set model.path to the model that sft exported, and leave out --from"
+            f"--from: expected a checkpoint of launch or learner, got {point.checkpoint}, which `async-rl sft`, `dpo` "
+            f"or `rm` wrote; set model.path to the model that sft or dpo exported, and leave out --from"
         )
     changed = changed_keys(config_from_toml(str(extra["config"]), "the checkpoint's config"), config)
     try:
