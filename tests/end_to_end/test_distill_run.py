@@ -22,7 +22,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor 2, from the sampled token": {
         "learner": {"nproc": 2}, "parallel": {"tensor": 2}, "distill": {**TOP_K, "top_k": 0},
     },
-    "advantage": {"distill": {"teacher": "teacher", "form": "advantage", "rewards": False}},
+    "advantage": {"distill": {**TOP_K, "form": "advantage", "top_k": 0}},
 }  # fmt: skip
 
 
