@@ -27,6 +27,8 @@ from async_rl.process.user_code import describe_error
 from async_rl.records import Lease, Rollout, TeacherScores, TokenSequence
 from async_rl.scoring.client import ScorerClient
 
+_ROUNDING = 1e-3
+"""How far above 0 rounding may bring a log-probability."""
 Scores = Future[tuple[np.ndarray, ...]]
 
 
@@ -45,6 +47,11 @@ class Teachers:
     def num_waiting(self) -> int:
         """The number of sequences about which a teacher was asked and has not answered."""
         return sum(client.num_waiting for client in self._clients.values())
+
+    @property
+    def top_k(self) -> int:
+        """The number of the teacher's likeliest tokens that it is asked for."""
+        return self._distill.top_k
 
     def ask(self, lease: Lease, sequence: TokenSequence) -> Scores:
         """Ask the teacher of the lease's prompt about a sequence."""
@@ -131,18 +138,18 @@ class TaughtRollouts:
         waiting: list[_Asked] = []
         for asked in self._asked:
             if all(scores.done() for scores in asked.scores):
-                done.append(_taught(asked))
+                done.append(_taught(asked, self._teachers.top_k))
             else:
                 waiting.append(asked)
         self._asked = waiting
         return done
 
 
-def _taught(asked: _Asked) -> Graded:
+def _taught(asked: _Asked, top_k: int) -> Graded:
     """Return the rollout with its teacher's scores, or why its lease has failed."""
     try:
         sequences = tuple(
-            structs.replace(sequence, teacher=_scores(scores.result()))
+            structs.replace(sequence, teacher=_scores(scores.result(), top_k))
             for sequence, scores in zip(asked.rollout.sequences, asked.scores, strict=True)
         )
     except (RewardError, ValueError) as error:
@@ -151,7 +158,13 @@ def _taught(asked: _Asked) -> Graded:
     return replace(asked.graded, rollout=structs.replace(asked.rollout, sequences=sequences))
 
 
-def _scores(arrays: tuple[np.ndarray, ...]) -> TeacherScores:
-    if len(arrays) != 2 or not np.isfinite(arrays[0]).all():
-        raise RewardError("expected finite log-probabilities from the teacher; check its model and its dtype")
+def _scores(arrays: tuple[np.ndarray, ...], top_k: int) -> TeacherScores:
+    if len(arrays) != 2 or arrays[1].shape[-1:] != (top_k,):
+        shapes = [list(array.shape) for array in arrays]
+        raise RewardError(
+            f"expected log-probabilities and {top_k} likeliest tokens from the teacher, got arrays of the shapes "
+            f"{shapes}; install the same version of async-rl on every machine"
+        )
+    if not np.isfinite(arrays[0]).all() or arrays[0].max(initial=0.0) > _ROUNDING:
+        raise RewardError("expected finite log-probabilities of at most 0 from the teacher; check its model and dtype")
     return TeacherScores(*arrays)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from async_rl.config.config import Config
 from async_rl.errors import RewardError
 from async_rl.net.keys import ClientKeys
@@ -44,7 +46,7 @@ class ModelReward:
 
     def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
         futures = [self._client.score([dict(m) for m in item.messages], item.text) for item in items]
-        return [self._output(float(future.result()[0][0])) for future in futures]
+        return [self._output(_score(future.result())) for future in futures]
 
     def counters(self) -> dict[str, int]:
         return {}
@@ -60,7 +62,16 @@ class ModelReward:
         if not math.isfinite(score):
             raise RewardError(f"expected a finite score from the reward model, got {score}; check the model's weights")
         accuracy = 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
-        return RewardOutput({"model": self._scale * score}, accuracy)
+        return RewardOutput({"model": self._scale * score}, accuracy, has_answer=True)
+
+
+def _score(arrays: tuple[np.ndarray, ...]) -> float:
+    if [array.shape for array in arrays] != [(1,)]:
+        raise RewardError(
+            f"expected one score from the reward model, got arrays of the shapes {[list(a.shape) for a in arrays]}; "
+            f"install the same version of async-rl on every machine"
+        )
+    return float(arrays[0][0])
 
 
 def model_reward(config: Config, scale: float, keys: ClientKeys | None = None) -> ModelReward:

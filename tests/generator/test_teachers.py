@@ -118,6 +118,21 @@ def test_a_teacher_that_cant_score_fails_the_lease_with_its_words():
     assert "expected a teacher's logprobs [2, 1 + K]" in details[2]
 
 
+def test_an_answer_that_no_teacher_gives_fails_the_lease():
+    taught, inner, clients, _ = scene(top_k=2, form="loss")
+    inner.graded = [graded(make_lease(name), 3) for name in "abc"]
+    taught.collect()
+    positive, other, none = clients["big"].futures
+    positive.set_result((np.full((2, 3), 0.5, np.float32), np.zeros((2, 2), np.int32)))
+    other.set_result(answer(2, 1))  # of one token instead of two
+    none.set_result(())
+    details = [done.detail for done in taught.collect() if done.rollout is None]
+    assert len(details) == 3
+    assert "at most 0" in details[0]
+    assert "2 likeliest tokens from the teacher, got arrays of the shapes [[2, 2], [2, 1]]" in details[1]
+    assert "got arrays of the shapes []" in details[2]
+
+
 def test_a_cancelled_lease_leaves_nothing_waiting():
     taught, inner, _, _ = scene()
     inner.graded = [graded(make_lease("a"), 3)]

@@ -49,6 +49,22 @@ def test_a_score_that_is_not_finite_is_an_error_and_no_reward():
         reward(item("a"))
 
 
+@pytest.mark.parametrize("arrays", [(), (np.ones((), np.float32),), (np.ones(2, np.float32),), (np.ones(1),) * 2])
+def test_an_answer_of_another_form_is_an_error_and_no_reward(arrays: tuple[np.ndarray, ...]):
+    address = free_address()
+    reward = ModelReward(ScorerClient("judge", address), scale=1.0)
+    one = pytest.raises(RewardError, match="expected one score from the reward model")
+    with RunningScorer(address, ScriptedModel(lambda _: arrays)), closing(reward), one:
+        reward(item("a"))
+
+
+def test_every_text_has_an_answer_for_the_penalty_on_long_ones():
+    address = free_address()
+    reward = ModelReward(ScorerClient("judge", address), scale=1.0)
+    with RunningScorer(address, ScriptedModel()), closing(reward):
+        assert reward(item("a")).has_answer
+
+
 def test_the_reward_conforms():
     address = free_address()
     reward = ModelReward(ScorerClient("judge", address), scale=1.0)
