@@ -265,6 +265,7 @@ def evaluate(
     limit: Limit = None,
     compare: Compare = False,
     as_json: AsJson = False,
+    insecure: Insecure = False,
     quiet: Quiet = False,
 ) -> None:
     """Let models answer data sets and print accuracy, pass@k, best-of-n and majority@n; or compare evaluations.
@@ -289,7 +290,7 @@ def evaluate(
     }  # fmt: skip
     values = {key: value for key, value in given.items() if value is not None}
     if compare:
-        has_options = bool(values or datasets or overrides or config or out)
+        has_options = bool(values or datasets or overrides or config or out or insecure)
         _compare([Path(model) for model in models], has_options=has_options, as_json=as_json)
         return
     with Progress(quiet=quiet) as progress:
@@ -300,7 +301,7 @@ def evaluate(
         settings = eval_settings(models, options)
         for note in settings.notes:
             progress.note(note)
-        found = run_eval(models, settings, out=out, report=progress.show)
+        found = run_eval(models, settings, out=out, insecure=insecure, report=progress.show)
     if as_json:
         print_json(evaluation_json(found))
         return

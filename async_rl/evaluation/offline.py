@@ -32,7 +32,7 @@ from async_rl.evaluation.table import FIGURES_FILE, Entry, eval_table
 from async_rl.generator.backend import Backend, build_backend
 from async_rl.generator.offline import OfflineSamples, sample_offline
 from async_rl.generator.rollouts import Grader, Rollouts, SingleTurnRollouts
-from async_rl.generator.worker import build_environment, build_grader
+from async_rl.generator.worker import build_environment, build_grader, refuse_open_scorers
 from async_rl.net.keys import client_keys_of
 from async_rl.output import Report, ignore
 from async_rl.process.user_code import is_code_name
@@ -64,8 +64,9 @@ class Evaluated:
 
 
 def run_eval(
-    models: Sequence[str], settings: EvalSettings, *, out: Path | None = None, report: Report = ignore
-) -> list[Evaluated]:
+    models: Sequence[str], settings: EvalSettings, *, out: Path | None = None, insecure: bool = False,
+    report: Report = ignore,
+) -> list[Evaluated]:  # fmt: skip
     """Evaluate every model on every dataset of ``data.eval``, model by model. Return one result for each pair.
 
     Args:
@@ -73,6 +74,7 @@ def run_eval(
         settings: the config of the evaluation, from ``eval_settings``.
         out: a directory in which ``DATASET.jsonl`` gets one line per answer, and ``figures.json`` all figures. These
             files must not exist yet. If None, nothing is written.
+        insecure: ask a scorer on another machine without keys.
         report: gets the progress: which model is loaded, and how many rows of which dataset are answered.
 
     Raises:
@@ -85,12 +87,13 @@ def run_eval(
     config = settings.config
     if out is not None:
         _check_out(out, config)
+    keys = client_keys_of(config.queue.keys) if config.reward.asks_scorer else None
+    refuse_open_scorers(config, insecure=insecure, has_keys=keys is not None, has_teachers=False)
     report("reading the datasets")
     prompts = {name: _prompts(config, name) for name in config.data.eval}
     found: list[Evaluated] = []
     with ExitStack() as stack:
         report("preparing the reward")
-        keys = client_keys_of(config.queue.keys) if config.reward.asks_scorer else None
         grader = None if config.environment.is_set else build_grader(config, None, stack, keys=keys)
         for model in models:
             with ExitStack() as of_model:

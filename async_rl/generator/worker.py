@@ -168,13 +168,14 @@ def build_generator_backend(
     return build_backend(config, directory, code_digests=None if is_own_choice else code_digests)
 
 
-def refuse_open_scorers(config: Config, *, insecure: bool, has_keys: bool) -> None:
-    """Refuse scorers on other machines without keys, unless ``insecure`` is set.
+def refuse_open_scorers(config: Config, *, insecure: bool, has_keys: bool, has_teachers: bool = True) -> None:
+    """Refuse scorers on other machines without keys, unless ``insecure`` is set. Teachers count if ``has_teachers``.
 
     Raises:
         AddressError: such a scorer is in use. The message names its key.
     """
-    for name in dict.fromkeys(config.scorers_by_use.values()):
+    names = [name for key, name in config.scorers_by_use.items() if has_teachers or key == "reward.model"]
+    for name in dict.fromkeys(names):
         try:
             refuse_open_connect(config.scorer[name].address, insecure=insecure, has_keys=has_keys)
         except AddressError as error:

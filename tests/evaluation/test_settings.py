@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from async_rl.config.data import EvalSetConfig
-from async_rl.errors import ConfigError
-from async_rl.evaluation.offline import EvalSettings, describe_settings, eval_settings, run_config_of
+from async_rl.errors import AddressError, ConfigError, DataError
+from async_rl.evaluation.offline import EvalSettings, describe_settings, eval_settings, run_config_of, run_eval
 from tests.evaluation.options import eval_options
 
 RUN = """
@@ -169,3 +169,18 @@ def test_another_reward_needs_no_reward_model(run: Path):
     assert (boxed.reward.type, boxed.reward.model, boxed.scorer) == ("boxed", None, {})
     # Nothing chooses prompts by their accuracy here.
     assert settings("base", datasets=("a.jsonl",), reward__type="none").config.queue.filter_range is None
+
+
+def test_a_scorer_on_another_machine_is_not_asked_without_keys(run: Path):
+    there = '[scorer.{}]\nmodel = "rm"\naddress = "tcp://10.0.0.3:{}"\n'
+    remote = there.format("judge", 1) + there.format("big", 2)
+    sections = remote + '[distill]\nteacher = "big"\n'
+    judged = RUN.replace('type = "mine.py:right"', 'type = "model"\nmodel = "judge"') + sections
+    (run / "config.toml").write_text(judged.replace("[queue]", "[queue]\nfilter_range = []"))
+    asks = settings(run)
+    with pytest.raises(AddressError, match=r"scorer\.judge\.address: tcp://10\.0\.0\.3:1 is on another machine"):
+        run_eval([str(run)], asks)
+    # The data set, which is not there, is read after this check; the teacher is not asked.
+    for found, insecure in ((asks, True), (settings(run, reward__type="boxed"), False)):
+        with pytest.raises(DataError, match=r"math\.jsonl"):
+            run_eval([str(run)], found, insecure=insecure)
