@@ -26,6 +26,7 @@ from async_rl.learner.offline import run
 from async_rl.learner.offline.batches import batch_of
 from async_rl.learner.offline.sft import load_sft_rows, run_sft
 from tests.end_to_end.harness import wait_until
+from tests.learner.offline_run import offline_config
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model, trained_tokens
 
@@ -227,6 +228,15 @@ def test_two_epochs_train_on_every_row_twice(tmp_path: Path):
     assert len(metrics(tmp_path)) == 3
     assert sum(row["tokens"] for row in metrics(tmp_path)) == 2 * trained_tokens(rows)
     run_sft(config)  # finished
+
+
+def test_adamw_beside_muon_has_the_rate_of_its_key_whatever_the_rate_of_the_section(tmp_path: Path):
+    # Both have sft.lr = 0.01 as their highest rate. optimizer.lr, which sft does not read, is 1e-6.
+    for name, more in (("own", {"adamw_lr": 1e-2}), ("same", {})):
+        run_sft(
+            offline_config(tmp_path / name, "sft", sft={"steps": 3}, optimizer={"name": "muon", "lr": 1e-6, **more})
+        )
+    assert metrics(tmp_path / "own") == metrics(tmp_path / "same")
 
 
 def test_steps_and_epochs_together_are_refused(tmp_path: Path):

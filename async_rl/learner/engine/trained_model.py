@@ -107,7 +107,8 @@ class TrainedModel:
         copy = self.passes.copied_weight
         named = self.model.causal_lm.named_parameters()
         self.parameters = {name: p for name, p in named if p.requires_grad and p is not copy}
-        self.optimizer = build_optimizer(self.parameters, config.optimizer, hidden_matrices(self.model))
+        rates = config.optimizer.model_copy(update={"lr": schedule.lr})  # sft, rm and dpo have lr of their own
+        self.optimizer = build_optimizer(self.parameters, rates, hidden_matrices(self.model))
         self._num_updates = 0
         self._graphs = GraphCount() if config.learner.compile else None
         self._files = model_files(config.model.path) if ranks.is_leader else {}
