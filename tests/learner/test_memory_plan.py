@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from async_rl.config.parallel import Layout
 from async_rl.learner.memory_plan import ModelShape, UnknownShapeError, plan_memory
 from tests.learner.moe import moe_model
-from tests.learner.rank_scenarios import CHUNKS, MEASURED, measured_config, measured_model, peak_of_step
+from tests.learner.rank_scenarios import CHUNKS, MEASURED, MEASURED_IN_CI, measured_config, measured_model, peak_of_step
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_model
 
@@ -68,21 +68,25 @@ def test_the_peak_is_predicted_within_15_percent(directory: Path, name: str):
     assert predicted(directory, model, sections) == pytest.approx(measured, rel=0.15)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(directory: Path) -> dict[str, int]:
+def check_two_ranks(directory: Path, names: Sequence[str]) -> None:
+    (directory / "measured").write_text("\n".join(names))
     run_ranks("measured", directory)
-    return json.loads((directory / "peaks.json").read_text())
+    measured = json.loads((directory / "peaks.json").read_text())
+    for name in names:
+        sections = MEASURED[name]
+        peak = predicted(directory, measured_model(sections), sections, num_ranks=2)
+        # A stage of two layers gathers one at a time; the plan counts two, and is 16 % too high where little else is.
+        assert peak == pytest.approx(measured[name], rel=0.17 if name == "pipeline, few tokens" else 0.15), name
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MEASURED)
-def test_the_peak_of_one_of_two_ranks_is_predicted_within_15_percent(
-    directory: Path, two_ranks: dict[str, int], name: str
-):
-    sections = MEASURED[name]
-    peak = predicted(directory, measured_model(sections), sections, num_ranks=2)
-    # A stage of two layers gathers one at a time; the plan counts two, and is 16 % too high where little else is there.
-    assert peak == pytest.approx(two_ranks[name], rel=0.17 if name == "pipeline, few tokens" else 0.15)
+def test_the_peak_of_one_of_two_ranks_is_predicted_within_15_percent(directory: Path):
+    check_two_ranks(directory, MEASURED_IN_CI)
+
+
+@pytest.mark.long
+def test_so_it_is_in_every_layout(directory: Path):
+    check_two_ranks(directory, list(MEASURED))
 
 
 def test_parameters_are_those_of_the_model():

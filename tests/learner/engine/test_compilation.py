@@ -49,7 +49,13 @@ def test_gradients_are_those_of_uncompiled_layers(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fast")
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(SETTINGS[name], marks=[pytest.mark.long] if name == "adapters" else [], id=name)
+        for name in SETTINGS
+    ],
+)
 def test_so_they_are_in_every_setting_of_the_engine(tmp_path: Path, settings: dict[str, Any]):
     tiny_model(tmp_path / "model")
     expected = compiled_step(tmp_path, **settings, is_compiled=False)
