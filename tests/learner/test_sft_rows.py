@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from async_rl.data.chat import load_tokenizer, render_prompt
@@ -60,6 +61,18 @@ def test_every_assistant_turn_is_trained_on_up_to_its_end_token(tmp_path: Path, 
     assert spelled(tokenizer, row.token_ids) == (
         "<|system|>add<|end|>\n<|user|>1+1<|end|>\n<|assistant|>2<|end|>\n<|user|>2+2<|end|>\n<|assistant|>4<|end|>\n"
     )
+
+
+def test_an_end_token_that_the_tokenizer_only_marks_as_special_ends_the_loss(tmp_path: Path):
+    # As in Gemma, whose <end_of_turn> has no role such as that of eos_token.
+    marked: Any = load_tokenizer(tiny_model(tmp_path / "model"))
+    marked.add_tokens([AddedToken("<stop>", special=True)], special_tokens=False)
+    assert "<stop>" not in marked.all_special_tokens
+    marked.chat_template = marked.chat_template.replace("<|end|>", "<stop>")
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    (row,) = load_sft_rows(rows_file(tmp_path, {"messages": messages}), marked, max_length=50)
+    assert spelled(marked, row.token_ids) == "<|user|>1+1<stop>\n<|assistant|>2<stop>\n"
+    assert spelled(marked, row.token_ids[row.loss_mask]) == "2<stop>"
 
 
 def test_what_is_before_the_answer_is_the_prompt_that_sampling_would_use(

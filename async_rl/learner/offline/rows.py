@@ -94,6 +94,9 @@ class RowEncoder:
         self._tokenizer, self._arguments = tokenizer, arguments
         self._max_length, self._section = max_length, section
         self._reads_tools = "tools" in arguments
+        # The end token of a turn may have no role such as that of eos_token (Gemma, Phi).
+        added: Mapping[int, Any] = tokenizer.added_tokens_decoder
+        self._special = {*tokenizer.all_special_ids, *(token for token, how in added.items() if how.special)}
 
     def encode(self, index: int, prompt: Text, answer: Text, where: str, *, tools: Any = None) -> TrainSequence:
         """Return the sequence of ``answer`` to ``prompt``. Its ``sequence_id`` is ``index``.
@@ -190,8 +193,7 @@ class RowEncoder:
         """Return the number of tokens up to the turn's end token, included. What the template adds after it is never
         sampled.
         """
-        special = set(self._tokenizer.all_special_ids)
-        ends = [place for place, token in enumerate(answer) if token in special]
+        ends = [place for place, token in enumerate(answer) if token in self._special]
         return ends[-1] + 1 if ends else len(answer)
 
     def _render(
