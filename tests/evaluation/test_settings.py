@@ -167,8 +167,6 @@ def test_another_reward_needs_no_reward_model(run: Path):
     assert (asks.reward.model, list(asks.scorer)) == ("judge", ["judge"])
     boxed = eval_settings([str(run)], eval_options(reward__type="boxed")).config
     assert (boxed.reward.type, boxed.reward.model, boxed.scorer) == ("boxed", None, {})
-    # Nothing chooses prompts by their accuracy here.
-    assert settings("base", datasets=("a.jsonl",), reward__type="none").config.queue.filter_range is None
 
 
 def test_a_scorer_on_another_machine_is_not_asked_without_keys(run: Path):
