@@ -277,7 +277,7 @@ def test_a_run_with_a_curriculum_killed_and_resumed_gives_the_bits_of_the_plain_
     assert 0 < last["curriculum/aside"] < 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_two_epochs_killed_and_resumed_gives_the_bits_of_one_that_was_not(
     tmp_path: Path, task: dict[str, str]
 ):

@@ -20,7 +20,7 @@ NUM_STEPS = 4
     ("publish", "weights"),
     [
         ("merged", {"transport": "gloo"}),
-        ("merged", {"transport": "tcp", "deltas": "on"}),
+        pytest.param("merged", {"transport": "tcp", "deltas": "on"}, marks=pytest.mark.long),
         ("adapters", {"transport": "gloo"}),
     ],
 )

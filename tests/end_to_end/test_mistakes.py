@@ -88,7 +88,7 @@ SETTINGS = [
     ("lora.rank=0", "lora.rank"),
     ("checkpoint.every=-1", "checkpoint.every"),
     # Choices.
-    ("reward.type=best", "reward.type: expected boxed, think_answer_tags, exact, xml_format, code, module:function"),
+    ("reward.type=best", "reward.type: expected boxed, think_answer_tags, exact, xml_format, code, model, judge, none"),
     ("loss.preset=ppo2", "loss.preset"),
     ("generator.backend=vlm", "generator.backend"),
     ("weights.transport=carrier", "weights.transport"),
