@@ -316,7 +316,7 @@ def sft(config: ConfigPath, overrides: Overrides = None) -> None:
         run_sft(resolved)
 
 
-@app.command(short_help="Training on pairs of a chosen and a rejected answer.")
+@app.command(short_help="Train on pairs of a chosen and a rejected answer.")
 def dpo(config: ConfigPath, overrides: Overrides = None) -> None:
     """Train the model of CONFIG on the preferences in dpo.data and write a Hugging Face directory to dpo.out.
 
