@@ -121,11 +121,7 @@ def token_logprobs(
         ValueError: the numbers of rows of the hidden states, targets and temperatures differ; or others are wanted of
             a divided head, or with a prediction.
     """
-    if not hidden_Nd.ndim == 2 or not len(hidden_Nd) == len(targets_N) == len(temperatures_N):
-        raise ValueError(
-            f"expected hidden [N, d], targets [N] and temperatures [N], got {list(hidden_Nd.shape)}, "
-            f"{list(targets_N.shape)} and {list(temperatures_N.shape)}; this is a bug in async-rl, please report it"
-        )
+    _check_rows(hidden_Nd, targets_N, temperatures_N)
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES.get(hidden_Nd.device.type, CHUNK_BYTES["cuda"])
     part = VocabularyPart.of(head.weight)
@@ -141,6 +137,14 @@ def token_logprobs(
     tensors = (None if t is None else t.to(dtype or t.dtype) for t in own)
     logprobs_N, entropies_N, found_NK = _HeadLogprobs.apply(*tensors, settings)
     return TokenLogprobs(logprobs_N, entropies_N, None if others_NK is None else found_NK)
+
+
+def _check_rows(hidden_Nd: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> None:
+    if not hidden_Nd.ndim == 2 or not len(hidden_Nd) == len(targets_N) == len(temperatures_N):
+        raise ValueError(
+            f"expected hidden [N, d], targets [N] and temperatures [N], got {list(hidden_Nd.shape)}, "
+            f"{list(targets_N.shape)} and {list(temperatures_N.shape)}; this is a bug in async-rl, please report it"
+        )
 
 
 class _Chunk(NamedTuple):

@@ -212,17 +212,8 @@ class PolicyObjective:
         return float(sums[SUM_NAMES.index("denominator")])
 
 
-class LinearObjective(ABC):
-    """A sum over trained tokens of a slope, known beforehand, times the token's value. It skips no step and uses no
-    behavior policy.
-    """
-
-    @abstractmethod
-    def slopes(self, batch: DeviceBatch) -> Tensor:
-        """Return the slopes of the trained tokens, float32 [N]."""
-
-    @abstractmethod
-    def denominator(self, sums: Tensor) -> float: ...
+class PlainObjective:
+    """What an objective without a policy's parts has: no entropies, no reference, no rules. It skips no step."""
 
     @property
     def needs_entropy_grad(self) -> bool:
@@ -242,7 +233,21 @@ class LinearObjective(ABC):
 
     @property
     def num_sums(self) -> int:
-        return len(SUM_NAMES)
+        return len(SUM_NAMES) + len(self.own_metric_keys)
+
+    def why_skip(self, sums: Tensor) -> str:
+        return ""
+
+
+class LinearObjective(PlainObjective, ABC):
+    """A sum over trained tokens of a slope, known beforehand, times the token's value."""
+
+    @abstractmethod
+    def slopes(self, batch: DeviceBatch) -> Tensor:
+        """Return the slopes of the trained tokens, float32 [N]."""
+
+    @abstractmethod
+    def denominator(self, sums: Tensor) -> float: ...
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         loss_sum = (scored.logprobs * self.slopes(batch)).sum(dtype=torch.float64)
@@ -256,9 +261,6 @@ class LinearObjective(ABC):
         """Return the slopes themselves: the prediction is exact."""
         slopes_N = self.slopes(batch)
         return lambda place, _: Slopes(slopes_N[place])
-
-    def why_skip(self, sums: Tensor) -> str:
-        return ""
 
 
 class SupervisedObjective(LinearObjective):

@@ -16,7 +16,7 @@ from torch import Tensor
 from async_rl.learner.batch import along_tokens
 from async_rl.learner.engine.logprobs import IndexedSlopeFunction, TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch
-from async_rl.learner.losses.objective import SUM_NAMES, MicroBatchResult
+from async_rl.learner.losses.objective import SUM_NAMES, MicroBatchResult, PlainObjective
 from async_rl.learner.packing import TrainSequence
 
 CLIP_FRACTION = "critic/clip_fraction"
@@ -44,8 +44,8 @@ def value_loss(values_N: Tensor, targets_N: Tensor, old_values_N: Tensor, clip: 
 
 
 @dataclass(frozen=True, slots=True)
-class ValueObjective:
-    """The mean of ``value_loss`` over all trained tokens of the step. It skips no step.
+class ValueObjective(PlainObjective):
+    """The mean of ``value_loss`` over all trained tokens of the step.
 
     Attributes:
         clip: the value of ``critic.value_clip``.
@@ -54,24 +54,8 @@ class ValueObjective:
     clip: float
 
     @property
-    def needs_entropy_grad(self) -> bool:
-        return False
-
-    @property
-    def has_reference_kl(self) -> bool:
-        return False
-
-    @property
-    def rule_labels(self) -> tuple[str, ...]:
-        return ()
-
-    @property
     def own_metric_keys(self) -> tuple[str, ...]:
         return (CLIP_FRACTION,)
-
-    @property
-    def num_sums(self) -> int:
-        return len(SUM_NAMES) + 1
 
     def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         losses_N, clipped_N = value_loss(scored.logprobs, batch.advantages, batch.proximal_logprobs, self.clip)
@@ -85,9 +69,6 @@ class ValueObjective:
 
     def predict_slopes(self, batch: DeviceBatch, *, version: int) -> IndexedSlopeFunction | None:
         return None
-
-    def why_skip(self, sums: Tensor) -> str:
-        return ""
 
     def denominator(self, sums: Tensor) -> float:
         return float(sums[SUM_NAMES.index("tokens")])
