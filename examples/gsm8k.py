@@ -11,13 +11,11 @@ format of docs/data.md. ``--only`` makes some of the files:
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from hub_rows import Row, converted, report, write_rows
+from hub_rows import Row, converted, or_exit, report, write_rows
 
-from async_rl.errors import DataError
 from async_rl.rewards.extraction import extract_boxed
 
 __all__ = ["write_rows"]
@@ -89,8 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except DataError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    or_exit(main)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,3 +45,12 @@ def report(path: Path, source: str, rows: Iterable[Row]) -> None:
     print(f"reading {source}", flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     print(f"{path}: {write_rows(path, rows)} rows", flush=True)
+
+
+def or_exit(main: Callable[[], None]) -> None:
+    """Run ``main``. If the data is bad, print why, and exit with 2."""
+    try:
+        main()
+    except DataError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

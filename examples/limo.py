@@ -12,13 +12,10 @@ A row of LIMO has a question, a long solution and the answer. The solution becom
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from gsm8k import INSTRUCTION
-from hub_rows import Row, converted, report
-
-from async_rl.errors import DataError
+from hub_rows import Row, converted, or_exit, report
 
 
 def limo_row(raw: Row) -> Row:
@@ -39,8 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except DataError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    or_exit(main)

@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import argparse
 import ast
-import sys
 from pathlib import Path
 
-from hub_rows import Row, converted, report
-
-from async_rl.errors import DataError
+from hub_rows import Row, converted, or_exit, report
 
 
 def tested_function(code: str, first_assert: str) -> str:
@@ -54,8 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except DataError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    or_exit(main)

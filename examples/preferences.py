@@ -14,13 +14,10 @@ Pairs whose two answers are the same, or belong to different prompts, say nothin
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hub_rows import Row, converted, report
-
-from async_rl.errors import DataError
+from hub_rows import Row, converted, or_exit, report
 
 SIDES = ("chosen", "rejected")
 FILES = {
@@ -65,8 +62,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except DataError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    or_exit(main)
