@@ -74,8 +74,10 @@ def compare_with_trl() -> dict[str, tuple[float, float]]:
     """Return the largest differences of values and gradients from TRL's code, float64, by the name of the
     comparison.
     """
-    from trl.experimental.gkd.gkd_trainer import GKDTrainer
-    from trl.experimental.server_distillation import server_distillation_trainer as server
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer  # pyright: ignore[reportMissingImports]
+    from trl.experimental.server_distillation import (  # pyright: ignore[reportMissingImports]
+        server_distillation_trainer as server,
+    )
 
     torch.manual_seed(0)
     logits = [3 * torch.randn(2, 20, 50, dtype=torch.float64) for _ in range(2)]
