@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,65 +21,10 @@ from async_rl.rewards.registry import RewardSum, build_reward
 from tests.end_to_end.harness import wait_until
 from tests.generator.leases import make_lease
 from tests.generator.test_grading import sample
+from tests.rewards.served_judge import Handler, Judge, Reply, completion, judge
 
 RUBRIC = "Q {prompt} A {answer} R {gt_answer} S {extra_info.style} {other}"
 DATA = {"gt_answer": "4", "extra_info": {"style": ["short"]}}
-Reply = tuple[int, Any]
-Answer = Callable[[dict[str, Any]], Reply]
-
-
-def completion(text: str | None, tokens: tuple[int, int] = (100, 10)) -> Reply:
-    usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}
-    return 200, {"choices": [{"message": {"content": text}}], "usage": usage}
-
-
-class Judge(ThreadingHTTPServer):
-    """A service whose replies are ``answer`` of each request. ``requests`` has those, with their headers."""
-
-    daemon_threads = True
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.answer, self.requests, self.closing = (
-            answer,
-            list[tuple[dict[str, Any], dict[str, str]]](),
-            threading.Event(),
-        )
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        assert isinstance(self.server, Judge)
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((request, {**dict(self.headers), "path": self.path}))
-        status, body = self.server.answer(request)
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        try:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-        except OSError:
-            pass  # the client has given up
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
-@contextmanager
-def judge(answer: Answer | list[Reply]) -> Iterator[Judge]:
-    """A judge that gives these replies, the last one again and again."""
-    if isinstance(answer, list):
-        left = list(answer)
-        answer = lambda request: left.pop(0) if len(left) > 1 else left[0]  # noqa: E731
-    with Judge(answer) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.closing.set()
-            server.shutdown()
 
 
 def reward_of(url: str, *, scale: float = 1.0, **settings: Any) -> JudgeReward:
@@ -213,8 +155,8 @@ def test_a_reply_that_no_service_would_send_is_asked_for_again(body: Any):
 
 
 def test_a_judge_that_sends_byte_after_byte_keeps_no_thread():
-    class Trickling(_Handler):
-        def do_POST(self) -> None:
+    class Trickling(Handler):
+        def do_POST(self) -> None:  # noqa: N802
             assert isinstance(self.server, Judge)
             if self.server.requests:
                 super().do_POST()
