@@ -121,8 +121,8 @@ def kill_at(directory: Path, point: str, world_size: int) -> None:
                 ("one rank", 1, ALL, {}),
                 ("kto", 1, ALL, {"dpo": {"loss": "kto"}}),
                 ("adapters", 1, ALL, LORA),
-                ("two ranks", 2, (*ALL, *OF_RANK_1), {}),
-                ("two ranks share sequences", 2, (*ALL, *OF_RANK_1), {"parallel": {"sequence": 2}}),
+                ("two ranks", 2, (*OF_RANK_1, *ALL), {}),
+                ("two ranks share sequences", 2, (*OF_RANK_1, *ALL), {"parallel": {"sequence": 2}}),
             )
             if command == "dpo" or name != "kto"
         ),
