@@ -19,7 +19,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.stored_tensors import MODEL, OPTIMIZER, load_tensors
 from async_rl.process import fault_points
-from async_rl.records import Group, Lease, Rollout, TokenSequence
+from async_rl.records import Group, Lease, Rollout, TeacherScores, TokenSequence
 from tests.learner.test_trainer import Run, make_run
 from tests.queue.builders import group
 
@@ -46,6 +46,26 @@ def _rollout(generator: np.random.Generator, version: int, accuracy: float) -> R
     return Rollout((sequence,), {"correct": accuracy}, accuracy, "stop")
 
 
+def taught(lease: Lease, version: int) -> Group:
+    """``answered`` with a teacher's scores of each sampled token and its 3 likeliest, drawn by the position too."""
+    generator = np.random.default_rng((1, lease.prompt.position))
+    plain = answered(lease, version)
+    rollouts = tuple(
+        structs.replace(rollout, sequences=tuple(_with_teacher(generator, each) for each in rollout.sequences))
+        for rollout in plain.rollouts
+    )
+    return structs.replace(plain, rollouts=rollouts)
+
+
+def _with_teacher(generator: np.random.Generator, sequence: TokenSequence) -> TokenSequence:
+    size = int(sequence.loss_mask.sum())
+    scores = TeacherScores(
+        logprobs=generator.uniform(-4.0, -2.0, (size, 4)).astype(np.float32),
+        top_ids=generator.permuted(np.tile(np.arange(4, 40, dtype=np.int32), (size, 1)), axis=1)[:, :3].copy(),
+    )
+    return structs.replace(sequence, teacher=scores)
+
+
 def build_run(directory: Path) -> Run:
     """The run in ``directory``: its files ``steps``, ``bound`` and ``sections.json`` have the number of steps, the
     staleness bound, and the sections of the layout and the like.
@@ -61,8 +81,7 @@ def build_run(directory: Path) -> Run:
         queue={"max_staleness": bound},
         optimizer={"lr": 1e-3},
         checkpoint={"every": 2, "asynchronous": True},
-        generator={"backend": "fake"},
-        **json.loads((directory / "sections.json").read_text()),
+        **{"generator": {"backend": "fake"}} | json.loads((directory / "sections.json").read_text()),
     )
 
 
@@ -94,7 +113,7 @@ def start(directory: Path) -> None:
             (gates / point).touch()
 
     try:
-        run.start(arm, answered)
+        run.start(arm, taught if run.config.distill.is_set else answered)
     except BaseException as error:
         engine.close(f"{type(error).__name__}: {error}")
         raise

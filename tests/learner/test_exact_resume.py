@@ -33,6 +33,11 @@ CRITIC = {
     "loss": {"preset": "ppo", "skip_threshold": 0},
     "critic": {"lr": 1e-3, "lam": 0.9, "freeze_steps": 3, "importance_cap": 1.0},
 }
+TEACHER = {
+    "scorer": {"teacher": {"model": "teacher", "address": "tcp://127.0.0.1:1"}},  # nobody asks it
+    "distill": {"teacher": "teacher", "form": "loss", "top_k": 3, "coef": 0.5},
+    "generator": {"backend": "transformers"},  # the other one knows no vocabulary that a teacher could share
+}
 OF_TWO = ("learner.forward-rank-1", "learner.backward", "learner.trained", "learner.checkpoint_saved")
 
 
@@ -66,6 +71,12 @@ def kill_at(directory: Path, point: str, world_size: int) -> None:
         pytest.param(1, CRITIC | LORA, ALL, 0, marks=pytest.mark.long, id="critic, adapters, all"),
         pytest.param(
             2, CRITIC | {"parallel": {"sequence": 2}}, ALL, 0, marks=pytest.mark.long, id="critic, sequence 2, all"
+        ),
+        pytest.param(1, TEACHER, ALL, 2, marks=pytest.mark.long, id="teacher, all"),
+        pytest.param(2, TEACHER, (*ALL, *OF_RANK_1), 0, marks=pytest.mark.long, id="teacher, two ranks, all"),
+        pytest.param(1, TEACHER | LORA, ALL, 0, marks=pytest.mark.long, id="teacher, adapters, all"),
+        pytest.param(
+            2, TEACHER | {"parallel": {"sequence": 2}}, ALL, 0, marks=pytest.mark.long, id="teacher, sequence 2, all"
         ),
         *(
             pytest.param(size, {"parallel": parallel}, (*ALL, *OF_RANK_1), 0, marks=pytest.mark.long, id=f"{name}, all")
