@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sums
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from async_rl.process.fault_points import FAULT_POINTS
+from tests.end_to_end.faults_harness import fault_config, fault_run, judge
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, wait_until, write_config
+from tests.end_to_end.test_scorer_run import process_of
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.scoring.scripted import free_address
 
@@ -18,7 +24,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "two ranks": {"learner": {"nproc": 2}},
     "sequence 2": {"learner": {"nproc": 2}, "parallel": {"sequence": 2}},
     "pipeline 2": {"learner": {"nproc": 2}, "parallel": {"pipeline": 2}},
-    "adapters": {"lora": {"rank": 4}},
+    "adapters": {"lora": {"rank": 8}, "learner": {"groups_per_step": 16}},
     "tensor 2, from the sampled token": {
         "learner": {"nproc": 2}, "parallel": {"tensor": 2}, "distill": {**TOP_K, "top_k": 0},
     },
@@ -26,10 +32,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def write_weights(directory: Path, *, seed: int, scale: float) -> None:
+    """Random weights of four heads in place of the model in ``directory``. Its logits grow with ``scale``."""
+    config = AutoConfig.from_pretrained(directory, num_attention_heads=4, num_key_value_heads=4, head_dim=24)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    torch.nn.init.constant_(model.model.norm.weight, scale)
+    model.save_pretrained(directory)
+
+
 def a_config(directory: Path, **changes: dict[str, Any]) -> dict[str, Any]:
-    """A run on samples of its own weights that learns from the teacher alone, whose weights are others."""
+    """A run on samples of its own weights that learns from the teacher alone, who prefers other tokens."""
     task = write_tiny_task(directory)
     sums.write_model(directory / "teacher", seed=1)
+    # Adapters leave the embedding and the last norm as they are, so they can't make logits larger.
+    write_weights(Path(task["model"]), seed=0, scale=4.0 if "lora" in changes else 1.0)
+    write_weights(directory / "teacher", seed=1, scale=6.0)
     raw = tiny_config(
         directory,
         task,
@@ -59,8 +77,7 @@ def train(directory: Path, raw: dict[str, Any], num_steps: int) -> list[dict[str
 def test_a_student_comes_nearer_to_its_teacher_under_every_layout(tmp_path: Path, layout: str):
     raw = a_config(tmp_path, **LAYOUTS[layout])
     raw["optimizer"]["lr"] = 1e-2 if layout == "adapters" else 3e-3
-    rows = train(tmp_path, raw, 12)
-    # Both are random models, nearly uniform: what there is to learn is little, but it is learned.
+    rows = train(tmp_path, raw, 24)
     first, last = (sum(row["distill/kl"] for row in part) / 3 for part in (rows[:3], rows[-3:]))
     assert 0 < last < 0.8 * first
     assert all(row["ratio/mean"] == pytest.approx(1.0, abs=1e-5) for row in rows)
@@ -81,6 +98,33 @@ def test_a_run_with_a_teacher_is_resumed_after_its_death(tmp_path: Path):
     assert steps(run_dir) == list(range(1, 9))
     assert all(row["distill/kl"] > 0 for row in metrics(run_dir) if "version" in row)
     check_ledger(run_dir)
+
+
+@pytest.mark.long
+def test_each_process_killed_at_each_place_loses_and_repeats_no_prompt(tmp_path: Path):
+    num_rows = 181
+    sums.write_model(tmp_path / "teacher", seed=1)
+    config = fault_config(
+        tmp_path,
+        num_rows=num_rows,
+        generator={"backend": "transformers", "count": 1},
+        scorer={"teacher": {"model": str(tmp_path / "teacher"), "address": free_address()}},
+        distill={**TOP_K, "rewards": True},
+    )
+    with fault_run(tmp_path, config) as run:
+        run.launch()
+        run.await_step(3)  # a checkpoint is there
+        for number, point in enumerate(FAULT_POINTS):
+            run.kill_at(point)
+            os.kill(process_of(run.marker, "scorer"), signal.SIGKILL)
+            print(f"step {run.last_step()}: killed it at {point}, and the teacher")
+            if number % 3 == 2:
+                run.kill_launch()  # it gives up after five deaths in a row
+            run.await_step(run.last_step() + 4)  # and when no checkpoint came after the last death
+        assert not run.is_finished
+        run.finish()
+    print(judge(run.run_dir, num_rows=num_rows))
+    assert all(row["distill/kl"] > 0 for row in metrics(run.run_dir) if "version" in row)
 
 
 @pytest.mark.long

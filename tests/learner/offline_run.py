@@ -24,7 +24,7 @@ AT_ONCE = ("offline.reference_scored", "offline.trained_all")
 def offline_config(root: Path, command: str, **sections: Any) -> Config:
     """Twelve rows of adding digits; 12 steps of 4 rows, a checkpoint every 2. ``sections`` are merged over that."""
     if not (root / "model").exists():
-        tiny_model(root / "model")
+        tiny_model(root / "model", num_key_value_heads=2)  # tensor parallelism splits them
         (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_for(command, sections)))
     section: dict[str, Any] = {
         "data": str(root / "rows.jsonl"), "out": str(root / "out"), "steps": 12, "batch_size": 4, "lr": 1e-2,
