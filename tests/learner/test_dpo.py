@@ -31,7 +31,7 @@ ALL = (
     "offline.reference_scored", "learner.forward", "learner.backward", "offline.trained", "learner.checkpoint_writing",
     "learner.checkpoint_saved", "learner.checkpoint_written", "offline.trained_all",
 )  # fmt: skip
-OF_RANK_1 = ("learner.forward-rank-1", "learner.backward-rank-1")
+OF_TWO = (ALL[0], "learner.forward-rank-1", "learner.backward-rank-1", *ALL[1:])
 LORA = {"lora": {"rank": 4, "alpha": 8.0}}
 
 
@@ -110,6 +110,7 @@ def kill_at(directory: Path, point: str, world_size: int) -> None:
     assert all(code for code, _ in ended)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("command", "world_size", "points", "sections"),
     [
@@ -121,8 +122,8 @@ def kill_at(directory: Path, point: str, world_size: int) -> None:
                 ("one rank", 1, ALL, {}),
                 ("kto", 1, ALL, {"dpo": {"loss": "kto"}}),
                 ("adapters", 1, ALL, LORA),
-                ("two ranks", 2, (*OF_RANK_1, *ALL), {}),
-                ("two ranks share sequences", 2, (*OF_RANK_1, *ALL), {"parallel": {"sequence": 2}}),
+                ("two ranks", 2, OF_TWO, {}),
+                ("two ranks share sequences", 2, OF_TWO, {"parallel": {"sequence": 2}}),
             )
             if command == "dpo" or name != "kto"
         ),

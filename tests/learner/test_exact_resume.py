@@ -58,6 +58,7 @@ def kill_at(directory: Path, point: str, world_size: int) -> None:
     assert all(code for code, _ in ended)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("world_size", "sections", "points", "bound"),
     [
