@@ -64,7 +64,7 @@ def fault_config(directory: Path, *, num_rows: int, poison: Sequence[int] = (), 
         eval={"every": 0},
     )
     for section, keys in changes.items():
-        raw[section].update(keys)
+        raw.setdefault(section, {}).update(keys)
     return write_config(directory / "config.toml", raw)
 
 
@@ -126,6 +126,10 @@ class FaultRun:
     def begin_launch(self) -> None:
         """Start all roles by ``async-rl launch``, and do not wait."""
         self._begin_role("launch", "launch", str(self._config))
+
+    def kill_launch(self) -> None:
+        """SIGKILL ``async-rl launch``. Its processes end with it, and ``tend`` starts it again."""
+        self._roles["launch"].kill()
 
     def await_step(self, step: int) -> None:
         wait_until(f"step {step}", self.tended(lambda: self.last_step() >= step))

@@ -100,9 +100,10 @@ def test_a_run_with_a_teacher_is_resumed_after_its_death(tmp_path: Path):
     check_ledger(run_dir)
 
 
+@pytest.mark.timeout(1800)
 @pytest.mark.long
 def test_each_process_killed_at_each_place_loses_and_repeats_no_prompt(tmp_path: Path):
-    num_rows = 181
+    num_rows = 180
     sums.write_model(tmp_path / "teacher", seed=1)
     config = fault_config(
         tmp_path,

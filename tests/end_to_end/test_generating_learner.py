@@ -108,3 +108,32 @@ def test_a_learner_that_samples_and_is_killed_loses_and_repeats_no_prompt(
         assert not run.is_finished
         run.finish()
     print(f"{judge(run.run_dir, num_rows=num_rows, poison=poison)}; {run.num_starts} starts")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({"learner": {"nproc": 2, "generate": True}}, id="two ranks"),
+        pytest.param(
+            {"learner": {"nproc": 2, "generate": True}, "parallel": {"sequence": 2}}, id="two ranks share sequences"
+        ),
+        pytest.param({"learner": {"generate": True}, **LORA}, id="adapters"),
+    ],
+)
+def test_ranks_that_sample_and_are_killed_lose_and_repeat_no_prompt(tmp_path: Path, sections: dict[str, Any]):
+    num_rows = 180
+    config = fault_config(tmp_path, num_rows=num_rows, generator=ALONE, **sections)
+    with fault_run(tmp_path, config, num_generators=0) as run:
+        run.launch()
+        run.await_step(3)  # a checkpoint is there
+        for number, point in enumerate(POINTS):
+            run.kill_at(point)
+            print(f"step {run.last_step()}: killed it at {point}")
+            if number % 3 == 2:
+                run.kill_launch()  # it gives up after five deaths in a row
+            run.await_step(run.last_step() + 4)  # and when no checkpoint came after the last death
+        assert not run.is_finished
+        run.finish()
+    print(f"{judge(run.run_dir, num_rows=num_rows)}; {run.num_starts} starts")
