@@ -31,6 +31,9 @@ from async_rl.run.directory import RunDir, write_atomically
 
 FREE: tuple[str, ...] = (
     "run.dir", "run.name", "data.on_change",
+    "reward.code.endpoint", "reward.code.workers", "reward.code.allow_unsafe",
+    "reward.judge.endpoint", "reward.judge.api_key_env", "reward.judge.timeout_s", "reward.judge.max_concurrent",
+    "reward.judge.cache", "reward.judge.prompt_price", "reward.judge.completion_price",
     "queue.address", "queue.advertise", "queue.keys", "queue.max_bytes", "queue.lease_timeout_s", "queue.journal_dir",
     "learner.max_tokens", "learner.packing", "learner.nproc", "learner.devices", "learner.reshard",
     "learner.num_threads", "learner.compile", "learner.offload", "model.gradient_checkpointing", "parallel",
@@ -42,16 +45,17 @@ FREE: tuple[str, ...] = (
     "checkpoint", "log",
     "experimental.max_messages_per_s", "experimental.max_malformed_per_minute", "experimental.distributed_timeout_s",
     "experimental.bucket_bytes", "experimental.parity_every", "experimental.parity_limit", "experimental.linger_s",
-    "sft", "rm", "dpo", "scorer",
+    "experimental.vllm", "sft", "rm", "dpo", "scorer",
 )  # fmt: skip
 """Keys and sections that may change when a run is resumed. They change where and how fast the run computes and what it
 records, but not what it learns. (A scorer's model may move, but its digest must stay: ``scorer.start``.)"""
 
 TUNABLE: tuple[str, ...] = (
-    "learner.steps", "data.epochs", "data.eval", "eval", "generator",
+    "learner.steps", "data.epochs", "data.eval", "data.curriculum", "eval", "generator", "reward.judge.max_attempts",
     "queue.max_staleness", "queue.on_stale", "queue.wait_s", "queue.adaptive",
     "queue.max_filtered", "queue.max_attempts", "queue.max_refused_share",
     "distill.coef", "optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.warmup_steps",
+    "critic.lr", "critic.schedule", "critic.min_lr_ratio", "critic.warmup_steps",
     "experimental.adaptive_min_ess", "experimental.adaptive_max_kl", "experimental.max_skipped_steps",
 )  # fmt: skip
 """Keys and sections that may change, too. They affect what the run learns from the next step on, and not what it has

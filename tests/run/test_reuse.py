@@ -69,6 +69,7 @@ def test_a_changed_config_is_refused_with_exactly_the_keys_that_differ(tmp_path:
         {"optimizer": {"lr": 0.5, "schedule": "cosine"}},
         {"eval": {"every": 3}, "data": {"eval": {"test": "rows.jsonl"}}},
         {"generator": {"kv_after_update": "recompute", "count": 2}},
+        {"data": {"epochs": 3, "curriculum": {"solved_at": 1.0}}},
     ],
 )
 def test_a_run_that_made_steps_takes_changes_that_apply_from_now_on(tmp_path: Path, sections: dict[str, Any]):
@@ -79,6 +80,51 @@ def test_a_run_that_made_steps_takes_changes_that_apply_from_now_on(tmp_path: Pa
     with pytest.raises(RunError, match="these keys differ") as refused:
         check_run_dir(a_config(tmp_path / "run"), fresh=False, tunable=())
     assert all(section in str(refused.value) for section in sections)
+
+
+def test_the_critic_takes_another_learning_rate_as_the_policy_does(tmp_path: Path):
+    def config(**critic: object) -> Config:
+        return a_config(tmp_path / "run", loss={"advantage": "gae"}, critic=critic)
+
+    trained(config())
+    changed = config(lr=1e-4, schedule="cosine", min_lr_ratio=0.2, warmup_steps=3)
+    assert load_config(prepare_run_dir(changed).config) == changed
+    with pytest.raises(RunError, match=r"critic\.gamma: 1\.0 -> 0\.5"):
+        check_run_dir(config(gamma=0.5), fresh=False)
+
+
+JUDGED = {"endpoint": "http://127.0.0.1:8000/v1", "model": "judge"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            {"type": "judge", "judge": JUDGED},
+            {
+                "type": "judge",
+                "judge": {
+                    **JUDGED, "endpoint": "http://10.0.0.2:9000/v1", "api_key_env": "KEY", "timeout_s": 5.0,
+                    "max_concurrent": 2, "cache": "verdicts.sqlite", "prompt_price": 1.0, "completion_price": 2.0,
+                },
+            },
+        ),
+        ({"type": "code"}, {"type": "code", "code": {"endpoint": "http://10.0.0.2:8000", "workers": 2}}),
+    ],
+    ids=["judge", "verifier"],
+)  # fmt: skip
+def test_a_service_that_grades_may_move(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]):
+    trained(a_config(tmp_path / "run", reward=before))
+    moved = a_config(tmp_path / "run", reward=after)
+    assert load_config(prepare_run_dir(moved).config) == moved
+
+
+def test_another_judge_is_another_experiment(tmp_path: Path):
+    trained(a_config(tmp_path / "run", reward={"type": "judge", "judge": JUDGED}))
+    with pytest.raises(RunError, match=r"reward\.judge\.model: 'judge' -> 'other'"):
+        check_run_dir(
+            a_config(tmp_path / "run", reward={"type": "judge", "judge": {**JUDGED, "model": "other"}}), fresh=False
+        )
 
 
 def test_fewer_steps_than_are_trained_are_refused(tmp_path: Path):
