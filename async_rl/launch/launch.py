@@ -139,7 +139,7 @@ def _planned_fork(config: Config, source: str, *, fresh: bool) -> Callable[[], l
 
     None if the directory already has the fork, which is then resumed.
     """
-    from async_rl.learner.fork import find_fork_point, fork_run, must_fork  # imports torch
+    from async_rl.learner.fork import find_fork_point, fork_run, must_fork, notes_on_models  # imports torch
 
     point = find_fork_point(source)
     if not must_fork(point, config, fresh=fresh):
@@ -148,7 +148,8 @@ def _planned_fork(config: Config, source: str, *, fresh: bool) -> Callable[[], l
     def make_fork() -> list[str]:
         changed = {key: values for key, values in fork_run(point, config).items() if key != "run.dir"}
         line = f"forked from {point.checkpoint}: the first step is {point.step + 1}"
-        return [line, *(f"changed since step {point.step}: {show_change(key, *two)}" for key, two in changed.items())]
+        changes = [f"changed since step {point.step}: {show_change(key, *two)}" for key, two in changed.items()]
+        return [line, *changes, *notes_on_models(point, changed, config)]
 
     return make_fork
 

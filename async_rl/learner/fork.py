@@ -3,7 +3,7 @@
 ``fork_run`` copies the checkpoint into the new directory, and the learner resumes from the copy as from its own. The
 fork continues the run's steps, versions and learning rate schedule, with its model, optimizer and place in the data.
 Groups that waited in the run's queue are not copied, so the queue of the fork counts them as rolled back and samples
-their prompts again. Metrics and evaluations begin anew.
+their prompts again. Metrics and evaluations begin anew. A critic goes on like the model, so ``critic.path`` stays.
 
 Checkpoints are never changed in place, so the large files are hard links if both directories are on one file system.
 Nothing is written into the other run's directory.
@@ -15,7 +15,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,8 @@ def fork_run(point: ForkPoint, config: Config) -> dict[str, tuple[Any, Any]]:
     Return ``section.key`` -> (the checkpoint's value, the value of ``config``) for every key that differs.
 
     Raises:
-        RunError: the checkpoint is damaged or not of a reinforcement learning run, or the files can't be written.
+        RunError: the checkpoint is damaged or not of a reinforcement learning run, has no critic where one is needed,
+            or began with another one than ``critic.path``; or the files can't be written.
         ConfigError: another version of async-rl wrote the checkpoint's config.
     """
     run_dir = RunDir(Path(config.run.dir))
@@ -147,7 +148,9 @@ def fork_run(point: ForkPoint, config: Config) -> dict[str, tuple[Any, Any]]:
             f"--from: expected a checkpoint of launch or learner, got {point.checkpoint}, which `async-rl sft`, `dpo` "
             f"or `rm` wrote; set model.path to the model that sft or dpo exported, and leave out --from"
         )
-    changed = changed_keys(config_from_toml(str(extra["config"]), "the checkpoint's config"), config)
+    old = config_from_toml(str(extra["config"]), "the checkpoint's config")
+    _check_critic(point, old, config)
+    changed = changed_keys(old, config)
     try:
         source = {"run_dir": str(point.run_dir.absolute()), "run_id": point.run_id, "step": point.step}
         write_atomically(run_dir.origin, json.dumps(source, indent=1) + "\n")
@@ -167,6 +170,40 @@ def fork_run(point: ForkPoint, config: Config) -> dict[str, tuple[Any, Any]]:
             f"again"
         ) from error
     return changed
+
+
+def notes_on_models(point: ForkPoint, changed: Mapping[str, tuple[Any, Any]], config: Config) -> list[str]:
+    """Return a line for each model of which a fork takes something other than the changed keys seem to say.
+
+    ``changed`` is what ``fork_run`` returned.
+    """
+    notes: list[str] = []
+    if "model.path" in changed:
+        notes.append(
+            f"the trained weights are those of {point.checkpoint}; model.path gives the fork its tokenizer, the "
+            f"model's settings, and the weights that stay frozen (a reference, the base of adapters)"
+        )
+    if "loss.advantage" in changed and changed["loss.advantage"][0] == "gae" and not config.loss.has_critic:
+        notes.append(f"the critic of {point.checkpoint} is left out")
+    return notes
+
+
+def _check_critic(point: ForkPoint, old: Config, new: Config) -> None:
+    """Check that the critic of ``new``, if it has one, is the one of the checkpoint, whose config is ``old``."""
+    if not new.loss.has_critic:
+        return
+    if not old.loss.has_critic:
+        raise RunError(
+            f"--from: expected the checkpoint of a run with a critic, which loss.advantage = {new.loss.advantage!r} "
+            f"needs, got {point.checkpoint}, which has none; leave out --from, and set model.path to what `async-rl "
+            f"export {point.checkpoint}` writes"
+        )
+    if old.critic.path != new.critic.path:
+        expected, got = ("no value" if path is None else repr(path) for path in (old.critic.path, new.critic.path))
+        raise RunError(
+            f"critic.path: expected {expected}, as in the config of {point.checkpoint}, whose critic the fork goes on "
+            f"with, got {got}; set it back, or begin with another critic in a run without --from"
+        )
 
 
 def _forked_extra(extra: dict[str, object], config: Config, changed: Collection[str]) -> dict[str, object]:

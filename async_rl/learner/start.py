@@ -28,7 +28,7 @@ from async_rl.learner.engine import Critic, Engine
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import Ranks, compute_dtype, init_ranks
 from async_rl.learner.export import export_checkpoint
-from async_rl.learner.fork import find_fork_point, fork_run, must_fork
+from async_rl.learner.fork import find_fork_point, fork_run, must_fork, notes_on_models
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsSender
 from async_rl.learner.resume import ResumePoint, find_resume_point, take_over
@@ -143,7 +143,8 @@ def run_learner(
             if lock is None:
                 _, lock = held.enter_context(locked_run_dir(config, role="learner", fresh=fresh, takeover=takeover))
                 if point is not None:
-                    fork_run(point, config)
+                    for note in notes_on_models(point, fork_run(point, config), config):
+                        logger.info("%s", note)
             else:
                 held.callback(lock.close)
         _lead(config, ranks, lock, sampler, fresh=fresh, insecure=insecure, is_launched=is_launched)

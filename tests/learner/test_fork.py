@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli.main import main
+from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml
 from async_rl.errors import RunError
-from async_rl.learner.file_digests import find_damage
-from async_rl.learner.fork import ForkPoint, find_fork_point, fork_run, must_fork
+from async_rl.learner.checkpoint import read_extra, write_extra
+from async_rl.learner.file_digests import find_damage, renew_entry
+from async_rl.learner.fork import ForkPoint, find_fork_point, fork_run, must_fork, notes_on_models
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
@@ -131,6 +134,46 @@ def test_a_run_without_a_step_is_the_latest_checkpoint(run: Run):
     assert find_fork_point(str(run.path)) == ForkPoint(
         run.path / "checkpoints" / "step-000005", RunDir(run.path).run_id
     )
+
+
+def rewrite_config(run: Run, config: Config) -> ForkPoint:
+    """Let the checkpoint of step 2 be one of ``config``, as far as a fork looks before it copies."""
+    point = find_fork_point(f"{run.path}@2")
+    write_extra(point.checkpoint, {**read_extra(point.checkpoint), "config": config_to_toml(config)})
+    renew_entry(point.checkpoint, "extra.msgpack")
+    return point
+
+
+def with_critic(config: Config, path: str | None = None) -> Config:
+    gae = config.loss.model_copy(update={"advantage": "gae"})
+    return config.model_copy(update={"loss": gae, "critic": config.critic.model_copy(update={"path": path})})
+
+
+def test_a_fork_goes_on_with_the_critic_of_its_checkpoint_or_is_refused(run: Run, tmp_path: Path):
+    plain = Run(run.config, run.queue_state)
+    retune(plain, run={"dir": str(tmp_path / "fork")})
+    plain = plain.config
+    point = find_fork_point(f"{run.path}@2")
+    prepare_run_dir(plain)
+    with pytest.raises(RunError, match=r"--from: expected the checkpoint of a run with a critic.*got .*step-000002"):
+        fork_run(point, with_critic(plain))
+    point = rewrite_config(run, with_critic(run.config, "runs/rm"))
+    for other, shown in ((None, "no value"), ("runs/other", "'runs/other'")):
+        with pytest.raises(RunError, match=rf"critic\.path: expected 'runs/rm', as in .*, got {shown}; set it back"):
+            fork_run(point, with_critic(plain, other))
+    assert RunDir(tmp_path / "fork").latest_checkpoint is None
+    same = with_critic(plain, "runs/rm")
+    assert notes_on_models(point, fork_run(point, same), same) == []
+
+
+def test_a_fork_says_which_models_it_does_not_take_from_its_config(run: Run, tmp_path: Path):
+    fork = Run(run.config, run.queue_state)
+    retune(fork, run={"dir": str(tmp_path / "fork")}, model={"path": "elsewhere"})
+    prepare_run_dir(fork.config)
+    point = rewrite_config(run, with_critic(run.config))
+    weights, critic = notes_on_models(point, fork_run(point, fork.config), fork.config)
+    assert weights.startswith(f"the trained weights are those of {point.checkpoint}; model.path gives")
+    assert critic == f"the critic of {point.checkpoint} is left out"
 
 
 def test_a_fork_is_refused_where_it_cannot_go_on(run: Run, tmp_path: Path):
