@@ -24,10 +24,11 @@ from torch.profiler import record_function
 
 from async_rl.config.config import Config
 from async_rl.learner.checkpoint import TrainerState
+from async_rl.learner.engine import UpdateStats
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import WeightsSender
 from async_rl.learner.staleness import DropBias
-from async_rl.learner.step_result import StepResult, speed_metrics, step_metrics
+from async_rl.learner.step_result import StepResult, device_metrics, step_metrics
 from async_rl.queue.messages import Acked, GeneratorStats, TakenGroup
 from async_rl.run.eval_records import Decode, answer_record, write_json_lines
 
@@ -83,8 +84,13 @@ class StepRecorder:
         groups = [(item.group.position, item.group.lease_id) for item in taken]
         self._step_log.write({"step": self._state.step, "lineage": self._state.lineage, "groups": groups})
 
-    def record_step(self, result: StepResult, acked: Acked, bound_metrics: Mapping[str, float]) -> None:
+    def record_step(
+        self, result: StepResult, acked: Acked, bound_metrics: Mapping[str, float],
+        critic_updates: Sequence[UpdateStats] = (),
+    ) -> None:  # fmt: skip
         """Write the metrics of the step that was just acknowledged and published, and its rollouts if they are due.
+
+        ``critic_updates`` are the critic's optimizer steps, which use the devices as the policy's do.
 
         Raises:
             ParityError: a generator's answer shows that its engine differs from the learner's.
@@ -94,7 +100,7 @@ class StepRecorder:
         row |= self.clock.lap(
             stats.generators, alive_generators=stats.alive_generators, trained_tokens=result.facts.tokens_trained
         )
-        row |= speed_metrics(result.measured, row["time/train_s"])
+        row |= device_metrics([*result.measured, *critic_updates], row["time/train_s"])
         row |= self._bias.step(stats.ledger)
         if self._parity is not None:
             row |= self._parity.observe(state.lineage, state.version, stats.alive_generators)

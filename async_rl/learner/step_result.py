@@ -43,7 +43,7 @@ class StepResult:
         groups: the groups of the batch, from the queue.
         prepared: the sequences of these groups, with advantages.
         updates: statistics of the update on each part of the batch, epoch after epoch. None for a part in which
-            everything was masked.
+            everything was masked. Empty if the step trained only the critic.
         version: the learner's version before the first update.
         staleness: staleness of the trained tokens.
         facts: counts of trained and masked rollouts and tokens, for the queue's ledger.
@@ -352,29 +352,28 @@ def _routing_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
 
 
 def _cost_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    """Return the seconds of each phase of the step's optimizer steps, and the peak memory. Empty if the engine does
-    not measure them.
+    """Return the seconds of each phase of the step's optimizer steps. Empty if the engine does not measure them."""
+    costs = [u.cost for u in updates if u.cost is not None]
+    phases = dict.fromkeys(name for cost in costs for name in cost.phase_s)
+    return {f"time/{name}_s": sum(cost.phase_s.get(name, 0.0) for cost in costs) for name in phases}
+
+
+def device_metrics(updates: Sequence[UpdateStats], train_s: float) -> dict[str, float]:
+    """Return how a step that trained for ``train_s`` seconds used the devices: their peak memory, and the
+    floating-point operations per second with their share of the devices' peak, if that is known. Empty if the engine
+    does not measure them.
+
+    ``updates`` are the optimizer steps of all models: the policy, and the critic if there is one.
     """
     costs = [u.cost for u in updates if u.cost is not None]
     if not costs:
         return {}
-    phases = dict.fromkeys(name for cost in costs for name in cost.phase_s)
-    return {
-        **{f"time/{name}_s": sum(cost.phase_s.get(name, 0.0) for cost in costs) for name in phases},
-        "memory/peak_bytes": max(cost.peak_memory_bytes for cost in costs),
-    }
-
-
-def speed_metrics(updates: Sequence[UpdateStats], train_s: float) -> dict[str, float]:
-    """Return the floating-point operations per second of a step that trained for ``train_s`` seconds, and their share
-    of the devices' peak if that is known. Empty if the engine does not count them.
-    """
-    costs = [u.cost for u in updates if u.cost is not None]
-    if not costs or train_s <= 0:
-        return {}
-    flops_per_s = sum(cost.flops for cost in costs) / train_s
-    peak = costs[0].peak_flops_per_s
-    return {"throughput/flops_per_s": flops_per_s, **({} if peak is None else {"throughput/mfu": flops_per_s / peak})}
+    metrics: dict[str, float] = {"memory/peak_bytes": max(cost.peak_memory_bytes for cost in costs)}
+    if train_s > 0:
+        metrics["throughput/flops_per_s"] = sum(cost.flops for cost in costs) / train_s
+        if (peak := costs[0].peak_flops_per_s) is not None:
+            metrics["throughput/mfu"] = metrics["throughput/flops_per_s"] / peak
+    return metrics
 
 
 def _lag_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

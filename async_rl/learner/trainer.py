@@ -205,7 +205,8 @@ class Trainer:
                 self._publish(is_last=self._is_last_step)
         sampled = {} if self._sampling is None else self._sampling.metrics(batch.groups)
         of_critic = critic_metrics(judged, critic_updates, version=version)
-        self._recorder.record_step(result, acked, {**bound_metrics, **of_critic, **self._saved_metrics, **sampled})
+        row = {**bound_metrics, **of_critic, **self._saved_metrics, **sampled}
+        self._recorder.record_step(result, acked, row, critic_updates)
         self._saved_metrics = {}
         self._evaluations.collect()
         if not self._is_last_step:

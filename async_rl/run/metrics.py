@@ -223,8 +223,8 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "by time/step_s; 1 is perfect overlap.",
         "throughput/trained_tokens_per_s": "Trained tokens per second.",
         "throughput/flops_per_s": "Floating-point operations per second of time/train_s, over all ranks: those of the "
-        "optimizer steps that are necessary, attention included; shared prompts count once, padding and recomputed "
-        "activations not at all.",
+        "optimizer steps that are necessary, attention included, also of a critic's; shared prompts count once, "
+        "padding and recomputed activations not at all.",
         "throughput/mfu": "throughput/flops_per_s divided by the dense half-precision peak of the ranks' devices; only "
         "if that is known.",
         "throughput/transfer_bytes_per_s": "Size of that version divided by time/transfer_s.",

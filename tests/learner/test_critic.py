@@ -14,7 +14,7 @@ import torch
 from async_rl.config.config import Config
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.critic import critic_metrics, train_critic, with_values, without_policy
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.engine import UpdateCost, UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine, policy_schedule
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.export import export_checkpoint
@@ -200,6 +200,7 @@ class EngineWithCritic(ScriptedEngine):
     """Its critic is trained with the steps that ``ScriptedEngine`` scripts, and says 0.5."""
 
     critic_versions: list[int] = field(default_factory=list)
+    critic_cost: UpdateCost | None = None
 
     @property
     def critic(self) -> Any:
@@ -207,7 +208,7 @@ class EngineWithCritic(ScriptedEngine):
 
         def update(sequences: list[TrainSequence], *, version: int) -> UpdateStats:
             self.critic_versions.append(version)
-            return ScriptedEngine().update(sequences, version=version)
+            return replace(ScriptedEngine().update(sequences, version=version), cost=self.critic_cost)
 
         of_critic.update = update
         return of_critic
@@ -222,6 +223,17 @@ def test_the_first_steps_train_only_the_critic_and_make_no_version(tmp_path: Pat
     assert [row["version"] for row in rows] == [0, 0, 1, 2]
     assert [row.get("masked/policy_frozen", 0) > 0 for row in rows] == [True, True, False, False]
     assert all("critic/loss" in row and "time/critic_s" in row for row in rows)
+
+
+def test_what_the_critic_computes_counts_and_so_does_its_memory(tmp_path: Path):
+    run = make_run(tmp_path, loss={"preset": "ppo"}, critic={"freeze_steps": 1}, learner={"steps": 2})
+    run.engine = EngineWithCritic(critic_cost=UpdateCost({}, flops=3e12, peak_flops_per_s=1e12, peak_memory_bytes=5))
+    run.start()
+    # In both steps the critic alone has costs. The policy of a scripted engine has none.
+    for row in (row for row in read_rows(run.path / "metrics.jsonl") if "version" in row):
+        assert row["throughput/flops_per_s"] == pytest.approx(3e12 / row["time/train_s"])
+        assert row["throughput/mfu"] == pytest.approx(3 / row["time/train_s"])
+        assert row["memory/peak_bytes"] == 5
 
 
 def test_steps_that_train_only_the_critic_are_steps_of_its_schedule_and_not_of_the_versions():
