@@ -202,7 +202,8 @@ class ExperimentalConfig(Section):
     max_skipped_steps: int = Field(
         default=10,
         ge=1,
-        description="Number of optimizer steps that may be skipped in a row; one more stops the run.",
+        description="Number of optimizer steps of one model, the policy or the critic, that may be skipped in a row; "
+        "one more stops the run.",
     )
     vllm: VllmConfig = Field(default=VllmConfig(), description="The vLLM backend.")
     fake: FakeConfig = Field(default=FakeConfig(), description="The fake backend.")

@@ -47,8 +47,8 @@ def _truncated(rows: list[Row]) -> str:
 
 
 def _masked(row: Row) -> str:
-    """Return a note if the step had nothing to train on, and was not the critic's alone; else an empty text."""
-    if not row.get("skip/steps") or "loss/policy" in row or row.get("masked/policy_frozen"):
+    """Return a note if the step had nothing to train on; else an empty text."""
+    if not row.get("skip/steps") or "loss/policy" in row:
         return ""
     causes = {key.removeprefix("masked/"): count for key, count in row.items() if key.startswith("masked/") and count}
     listed = ", ".join(f"{count} {cause}" for cause, count in causes.items())

@@ -57,6 +57,7 @@ class TrainerState:
             a restart published the same weights with another ``experimental.bucket_bytes``.
         pending_evals: (dataset, step) of evaluations that are requested but not yet written.
         skipped_in_a_row: number of optimizer steps skipped since the last step that was not skipped.
+        critic_skipped_in_a_row: the same number of the critic's optimizer steps.
         bound_state: the state of an adaptive staleness bound (``staleness.py``).
         exhausted: the data has ended.
     """
@@ -70,6 +71,7 @@ class TrainerState:
     digests: dict[int, tuple[str, ...]] = field(default_factory=dict)
     pending_evals: list[tuple[str, int]] = field(default_factory=list)
     skipped_in_a_row: int = 0
+    critic_skipped_in_a_row: int = 0
     bound_state: BoundState | None = None
     exhausted: bool = False
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from async_rl.errors import TrainingError
 from async_rl.learner.batch import PreparedBatch, leave_out
 from async_rl.learner.engine import Critic, UpdateStats
 from async_rl.learner.losses.value import CLIP_FRACTION, critic_sequences
@@ -46,6 +47,24 @@ def train_critic(critic: Critic, prepared: PreparedBatch, *, num_epochs: int, ve
         if not updates[-1].stepped:
             logger.warning("an optimizer step of the critic is skipped: %s", updates[-1].reason)
     return updates
+
+
+def check_critic_skipped(skipped_in_a_row: int, updates: Sequence[UpdateStats], most: int) -> None:
+    """Stop the run if ``skipped_in_a_row``, the number of the critic's optimizer steps skipped in a row, is above
+    ``most``. ``updates`` are those of the last step, empty if nothing was left to train on.
+
+    Raises:
+        TrainingError: the number is above ``most``.
+    """
+    if skipped_in_a_row <= most:
+        return
+    last = f"{updates[-1].reason} (gradient norm {updates[-1].grad_norm:.3g})" if updates else "every token was masked"
+    raise TrainingError(
+        f"{skipped_in_a_row} optimizer steps of the critic in a row were skipped, expected at most {most}. Reason of "
+        f"the last one: {last}. If the gradient is not finite, lower critic.lr or check the rewards; "
+        f"critic/target_mean in metrics.jsonl is that of the value targets. If nothing is left to train on, masked/* "
+        f"has the causes"
+    )
 
 
 def without_policy(prepared: PreparedBatch) -> PreparedBatch:

@@ -218,7 +218,7 @@ def _forked_extra(extra: dict[str, object], config: Config, changed: Collection[
     state = TrainerState.from_plain(trainer)
     state = replace(
         state, digests={}, pending_evals=[(name, state.step) for name in config.data.eval], skipped_in_a_row=0,
-        bound_state=None, exhausted=False,
+        critic_skipped_in_a_row=0, bound_state=None, exhausted=False,
     )  # fmt: skip
     return {**extra, "trainer": state.to_plain(), "queue": queue if keeps_place else snapshot_for_other_data(queue)}
 

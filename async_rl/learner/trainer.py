@@ -39,7 +39,7 @@ from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, prepare_batch, with_scores
 from async_rl.learner.checkpoint import TrainerState, checkpoint_name
 from async_rl.learner.checkpoint_writer import CheckpointWriter
-from async_rl.learner.critic import critic_metrics, train_critic, with_values, without_policy
+from async_rl.learner.critic import check_critic_skipped, critic_metrics, train_critic, with_values, without_policy
 from async_rl.learner.engine import Critic, Engine, PolicyScores, UpdateStats
 from async_rl.learner.evaluations import Evaluations
 from async_rl.learner.nonfinite import record_nonfinite
@@ -189,7 +189,7 @@ class Trainer:
             critic_updates, judged = self._train_critic(prepared), prepared
             if self.state.step < self.config.critic.freeze_steps:
                 prepared = without_policy(prepared)
-                updates = [None] * len(prepared.updates) * self.config.learner.epochs_per_batch
+                updates = []
             else:
                 updates = self._update(prepared)
         has_own_loss = self.config.loss.function is not None
@@ -211,7 +211,7 @@ class Trainer:
         self._evaluations.collect()
         if not self._is_last_step:
             self._evaluations.request_due()
-        check_skipped(self.state.skipped_in_a_row, updates[-1], self.config.experimental.max_skipped_steps)
+        self._check_skipped(updates, critic_updates)
         self._commit()
         if acked.snapshot is not None:
             self._checkpoint(acked.snapshot)
@@ -296,7 +296,9 @@ class Trainer:
             return []
         with self._clock.part("critic"):
             epochs = self.config.learner.epochs_per_batch
-            return train_critic(self._critic, prepared, num_epochs=epochs, version=self.state.version)
+            updates = train_critic(self._critic, prepared, num_epochs=epochs, version=self.state.version)
+        self.state.critic_skipped_in_a_row = count_skipped(self.state.critic_skipped_in_a_row, updates or [None])
+        return updates
 
     def _update(self, prepared: PreparedBatch) -> list[UpdateStats | None]:
         """Make an optimizer step on each part of the batch, in every epoch. The result is None for a part in which all
@@ -324,6 +326,13 @@ class Trainer:
                     self._record_nonfinite(sequences, update, prepared)
         self.state.skipped_in_a_row = count_skipped(self.state.skipped_in_a_row, stats)
         return stats
+
+    def _check_skipped(self, updates: Sequence[UpdateStats | None], of_critic: Sequence[UpdateStats]) -> None:
+        """Stop the run if too many optimizer steps in a row were skipped, of the policy or of the critic."""
+        most = self.config.experimental.max_skipped_steps
+        if updates:
+            check_skipped(self.state.skipped_in_a_row, updates[-1], most)
+        check_critic_skipped(self.state.critic_skipped_in_a_row, of_critic, most)
 
     def _update_part(self, sequences: Sequence[TrainSequence], scores: Mapping[int, PolicyScores]) -> UpdateStats:
         """Make one optimizer step, after the rules of ``[loss]`` that judge all its tokens together.

@@ -30,8 +30,8 @@ MAX_TROUBLE = 1000
 """Maximum number of characters of the text with which a generator says what is wrong."""
 
 DropCause = Literal[
-    "stale", "cancelled", "expired", "failed", "refused", "step_skipped", "rolled_back", "poison", "too_slow",
-    "unused_at_end",
+    "stale", "cancelled", "expired", "failed", "refused", "step_skipped", "policy_frozen", "rolled_back", "poison",
+    "too_slow", "unused_at_end",
 ]  # fmt: skip
 DROP_CAUSES: tuple[DropCause, ...] = get_args(DropCause)
 

@@ -825,7 +825,7 @@ def test_most_answers_cut_at_the_limit_are_told_once_with_what_it_costs(tmp_path
 def test_a_step_that_trained_nothing_says_why_once(tmp_path: Path):
     empty = {"skip/steps": 1, "masked/truncated": 16}
     skipped = {"skip/steps": 1, "loss/policy": 0.1, "grad_norm": 1.0}
-    of_critic = {"skip/steps": 1, "masked/policy_frozen": 16}
+    of_critic = {"skip/steps": 0, "masked/policy_frozen": 16}
     rows = [of_critic, empty, empty, skipped, skipped]
     lines = shown_lines(tmp_path, *(a_row(step, **row) for step, row in enumerate(rows)))
     notes = [line for line in lines if line.startswith("note")]

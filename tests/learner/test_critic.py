@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from async_rl.config.config import Config
-from async_rl.errors import ModelError, RunError
-from async_rl.learner.critic import critic_metrics, train_critic, with_values, without_policy
+from async_rl.errors import ModelError, RunError, TrainingError
+from async_rl.learner.critic import check_critic_skipped, critic_metrics, train_critic, with_values, without_policy
 from async_rl.learner.engine import UpdateCost, UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine, policy_schedule
 from async_rl.learner.engine.ranks import init_ranks
@@ -197,10 +197,11 @@ def test_the_metrics_of_a_critic_by_hand(directory: Path):
 
 @dataclass
 class EngineWithCritic(ScriptedEngine):
-    """Its critic is trained with the steps that ``ScriptedEngine`` scripts, and says 0.5."""
+    """Its critic is trained with the steps that ``ScriptedEngine`` scripts, and says 0.5. ``fails``: it skips all."""
 
     critic_versions: list[int] = field(default_factory=list)
     critic_cost: UpdateCost | None = None
+    fails: bool = False
 
     @property
     def critic(self) -> Any:
@@ -208,7 +209,8 @@ class EngineWithCritic(ScriptedEngine):
 
         def update(sequences: list[TrainSequence], *, version: int) -> UpdateStats:
             self.critic_versions.append(version)
-            return replace(ScriptedEngine().update(sequences, version=version), cost=self.critic_cost)
+            stats = replace(ScriptedEngine().update(sequences, version=version), cost=self.critic_cost)
+            return replace(stats, stepped=False, reason="the gradient is inf") if self.fails else stats
 
         of_critic.update = update
         return of_critic
@@ -223,6 +225,9 @@ def test_the_first_steps_train_only_the_critic_and_make_no_version(tmp_path: Pat
     assert [row["version"] for row in rows] == [0, 0, 1, 2]
     assert [row.get("masked/policy_frozen", 0) > 0 for row in rows] == [True, True, False, False]
     assert all("critic/loss" in row and "time/critic_s" in row for row in rows)
+    # Nothing was skipped: two groups of two steps were for the critic alone.
+    assert [row["skip/steps"] for row in rows] == [0, 0, 0, 0]
+    assert run.dropped == {"policy_frozen": 4}
 
 
 def test_what_the_critic_computes_counts_and_so_does_its_memory(tmp_path: Path):
@@ -234,6 +239,22 @@ def test_what_the_critic_computes_counts_and_so_does_its_memory(tmp_path: Path):
         assert row["throughput/flops_per_s"] == pytest.approx(3e12 / row["time/train_s"])
         assert row["throughput/mfu"] == pytest.approx(3 / row["time/train_s"])
         assert row["memory/peak_bytes"] == 5
+
+
+def test_a_critic_whose_steps_are_skipped_again_and_again_stops_the_run(tmp_path: Path):
+    run = make_run(
+        tmp_path, loss={"preset": "ppo"}, critic={"freeze_steps": 3}, learner={"steps": 9},
+        experimental={"max_skipped_steps": 3},
+    )  # fmt: skip
+    run.engine = engine = EngineWithCritic(fails=True)
+    with pytest.raises(
+        TrainingError, match=r"4 optimizer steps of the critic in a row .* at most 3\..*the gradient is inf"
+    ):
+        run.start()
+    assert engine.critic_versions == [0, 0, 0, 0]
+    check_critic_skipped(3, [], most=3)
+    with pytest.raises(TrainingError, match="every token was masked"):
+        check_critic_skipped(4, [], most=3)
 
 
 def test_steps_that_train_only_the_critic_are_steps_of_its_schedule_and_not_of_the_versions():

@@ -20,7 +20,7 @@ from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.groups import StoredGroup, snapshot_key
 from async_rl.queue.core.prompts import EvalKey, Evaluation, EvaluationRecord, Row
 from async_rl.queue.core.state import QueueState
-from async_rl.queue.messages import Acked, Announcement, NotReady, StepAck, TrainedCounts
+from async_rl.queue.messages import Acked, Announcement, DropCause, NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.payloads import Payload
 from async_rl.records import Prompt, Sampling
 
@@ -413,9 +413,11 @@ def _must_wait(state: QueueState, learner: LearnerSide) -> bool:
 def _settle(state: QueueState, learner: LearnerSide, counts: TrainedCounts) -> None:
     """Record in the ledger what became of the groups that the learner took.
 
-    They were trained, with the rollouts and tokens in ``counts``, or dropped if the optimizer step was skipped.
+    They were trained, with the rollouts and tokens in ``counts``, or dropped: the optimizer step was skipped, or the
+    step trained only the critic.
     """
     taken = state.taken
+    unused: DropCause = "policy_frozen" if "policy_frozen" in counts.rollouts_masked else "step_skipped"
     if counts.stepped:
         rollouts, tokens = sum(g.num_rollouts for g in taken), sum(g.num_tokens for g in taken)
         state.ledger.train(len(taken), rollouts, tokens, counts)
@@ -426,7 +428,7 @@ def _settle(state: QueueState, learner: LearnerSide, counts: TrainedCounts) -> N
             state.count_outcome("trained", group)
             state.forget_group(group)
         else:
-            state.drop_group(group, "taken", "step_skipped")
+            state.drop_group(group, "taken", unused)
 
 
 def _payloads(state: QueueState, evaluation: Evaluation) -> EvalPayloads | None:

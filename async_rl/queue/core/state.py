@@ -501,7 +501,7 @@ class QueueState(PersistedState):
         """
         groups = self.ledger.groups
         here = self.stream.num_requeued + groups.in_flight + groups.queued + groups.taken
-        ended = ("poison", "too_slow", "step_skipped", "unused_at_end")
+        ended = ("poison", "too_slow", "step_skipped", "policy_frozen", "unused_at_end")
         return here + groups.done + groups.filtered + self.prompts_too_long + sum(groups.dropped[c] for c in ended)
 
     @property
