@@ -498,6 +498,11 @@ class Config(Section):
         return (*self.code_names, *self.loss.code_names)
 
     @property
+    def makes_spans(self) -> bool:
+        """Whether a reward of the run may judge parts of an answer by themselves: only the user's own can."""
+        return not self.environment.is_set and any(one.is_user_code for one in self.reward.types)
+
+    @property
     def own_vocab_size(self) -> int | None:
         """The vocabulary size of a backend that has no model. None if the backend uses the model's vocabulary."""
         return None if has_model(self.generator.backend) else self.experimental.fake.vocab_size

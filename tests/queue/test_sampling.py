@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from msgspec import structs
 from msgspec.structs import replace
 
+from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError
+from async_rl.net.codec import encode_group
 from async_rl.queue.core import persistence
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.state import QueueState
+from async_rl.records import Rollout, Span, TokenSequence
 from async_rl.routes import RoutingShape
 from tests.queue.builders import SAMPLING, ack, group, leases, make_config, make_state, put, settings, take
 
@@ -92,6 +98,31 @@ def test_a_lease_reserves_what_its_routes_take():
     assert settings(routing=RoutingShape(3, 8, 2)).worst_case_bytes == PLAIN_BYTES + 6 * tokens
     with pytest.raises(ConfigError, match=r"model\.routing_replay = false: routes take 1200 bytes a token$"):
         settings(routing=RoutingShape(60, 512, 10), max_bytes=PLAIN_BYTES)
+
+
+def test_a_lease_reserves_what_spans_may_take_if_a_reward_can_make_them():
+    tokens = 2000
+
+    def reserved(reward: dict[str, Any]) -> int:
+        config = parse_config(
+            {
+                "run": {"dir": "x"}, "model": {"path": "m"}, "reward": reward,
+                "sampling": {"group_size": 2, "max_prompt_tokens": 1, "max_new_tokens": tokens},
+            },
+            "test",
+        )  # fmt: skip
+        return QueueSettings.from_config(config, vocab_size=None).worst_case_bytes
+
+    # Each of 2 * 2000 sampled tokens may end a span of 14 bytes.
+    most = reserved({"type": "mine.py:reward"})
+    assert most - reserved({}) == 2 * tokens * 14
+    assert reserved({"extra": {"mine.py:reward": 0.5}}) == most
+    ids = np.arange(1 + tokens, dtype=np.int32)
+    one = TokenSequence(ids, ids > 0, np.zeros(1 + tokens, np.float32), np.zeros(1 + tokens, np.int32))
+    spans = tuple(Span(end, 0.125) for end in range(1, tokens + 1))
+    full = group(leases(make_state(), 1)[0])
+    full = structs.replace(full, rollouts=(Rollout((one,), {"process": 1.0}, 1.0, "stop", spans=spans),) * 2)
+    assert reserved({}) < len(encode_group(full)) < most
 
 
 def test_top_p_alone_is_refused_where_nothing_bounds_what_it_keeps():

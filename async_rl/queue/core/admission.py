@@ -31,6 +31,8 @@ from async_rl.sampling_mask import words_at_most
 BYTES_PER_TOKEN = 13
 """Size of a token in a group's message, in bytes: int32 id, bool mask, float32 log-probability, int32 version."""
 _BYTES_PER_WORD = 4
+_BYTES_PER_SPAN = 14
+"""Largest size of a span in a group's message, in bytes: its end (5 in MessagePack) and its reward (9)."""
 _BUG = "this is a bug in async-rl, please report it"
 _ROLLOUT_OVERHEAD = 1024
 _GROUP_OVERHEAD = 4096
@@ -78,6 +80,8 @@ class QueueSettings:
     """The shape of the routes that training leases want. None: they want none."""
     teacher_bytes: int = 0
     """Bytes of a teacher's scores of one sampled token. 0 without a teacher."""
+    span_bytes: int = 0
+    """Bytes of one span, of which an answer has at most one for each sampled token. 0 if no reward can make spans."""
 
     def __post_init__(self) -> None:
         if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
@@ -144,6 +148,7 @@ class QueueSettings:
             adaptive=config.queue.adaptive,
             routing=routing,
             teacher_bytes=_BYTES_PER_WORD * (1 + 2 * config.distill.top_k) if config.distill.is_set else 0,
+            span_bytes=_BYTES_PER_SPAN if config.makes_spans else 0,
         )
 
     @property
@@ -156,7 +161,7 @@ class QueueSettings:
         sampling = self.sampling
         tokens = self.max_turns * (sampling.max_prompt_tokens + sampling.max_new_tokens)
         kept = 0 if sampling.keeps_all else sampling.max_new_tokens * _BYTES_PER_WORD * (1 + self._most_mask_words)
-        kept += sampling.max_new_tokens * self.teacher_bytes
+        kept += sampling.max_new_tokens * (self.teacher_bytes + self.span_bytes)
         token_bytes = BYTES_PER_TOKEN + (0 if self.routing is None else self.routing.bytes_per_token)
         return self.group_size * (tokens * token_bytes + kept + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
 
