@@ -78,6 +78,7 @@ class Config(Section):
         self._check_code_keys()
         self._check_scorers()
         self._check_judge()
+        self._check_answer_keys()
         self._check_accuracy()
         self._check_no_reward()
         check_distillation(self, has_model=has_model(self.generator.backend))
@@ -283,6 +284,19 @@ class Config(Section):
                 f'reward.judge.{changed}: expected the reward "judge" with the section [reward.judge], got the rewards '
                 f"{', '.join(self.reward.names)}; set reward.type, or leave the section out"
             )
+
+    def _check_answer_keys(self) -> None:
+        """Check that a reward of the run reads the keys that say when an answer is right and in form."""
+        reward, plain = self.reward, RewardConfig()
+        if not self.environment.is_set and any(one.has_format for one in reward.types):
+            return
+        for key in ("equality", "require_format", "format"):
+            if getattr(reward, key) != getattr(plain, key):
+                got = "an environment" if self.environment.is_set else f"the rewards {', '.join(reward.names)}"
+                raise ValueError(
+                    f"reward.{key}: expected one of the rewards boxed, think_answer_tags and exact with it, because "
+                    f"nothing else reads it, got {got}; leave the key out, or add such a reward to reward.extra"
+                )
 
     def _check_accuracy(self) -> None:
         """Check that nothing chooses prompts by an accuracy that does not say how often a prompt is solved."""

@@ -100,6 +100,22 @@ class CurriculumConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _keys_have_an_effect(self) -> Self:
+        fields = CurriculumConfig.model_fields
+        if self.chance == "uniform" and self.min_chance != fields["min_chance"].default:
+            raise ValueError(
+                f'data.curriculum.min_chance: expected chance = "learnability" or "failures" with it, because every '
+                f'other prompt is always sampled, got "uniform" with {self.min_chance:g}; set chance, or leave '
+                f"min_chance out"
+            )
+        if self.solved_at is None and self.unsolved_at is None and self.rest_epochs != fields["rest_epochs"].default:
+            raise ValueError(
+                f"data.curriculum.rest_epochs: expected solved_at or unsolved_at with it, because no prompt is set "
+                f"aside otherwise, got {self.rest_epochs} alone; set one of the two, or leave rest_epochs out"
+            )
+        return self
+
 
 class DataConfig(Section):
     """The rows to train and to evaluate on."""

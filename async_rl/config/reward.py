@@ -30,6 +30,7 @@ class RewardType:
     Attributes:
         row_fields: the fields that every row must have.
         compares_mathematics: whether ``reward.equality`` decides when two answers are equal.
+        has_format: whether answers have a format, which ``reward.require_format`` and ``reward.format`` judge.
         runs_programs: whether the reward runs programs as ``reward.code`` says, so that it needs a sandbox or a
             verifier.
         asks_judge: whether a language model judges the answers, so that ``reward.judge`` must name one.
@@ -43,6 +44,7 @@ class RewardType:
 
     row_fields: tuple[RowField, ...] = ()
     compares_mathematics: bool = False
+    has_format: bool = False
     runs_programs: bool = False
     asks_judge: bool = False
     asks_scorer: bool = False
@@ -62,12 +64,14 @@ REWARD_TYPES: Mapping[str, RewardType] = MappingProxyType(
         "boxed": RewardType(
             row_fields=("gt_answer",),
             compares_mathematics=True,
+            has_format=True,
             system_prompt="Please reason step by step, and put your final answer within \\boxed{}.",
             answer_form="{thoughts}: the answer is \\boxed{{answer}}",
         ),
         "think_answer_tags": RewardType(
             row_fields=("gt_answer",),
             compares_mathematics=True,
+            has_format=True,
             system_prompt=(
                 "You are a helpful assistant. You first think about the reasoning process inside <think> </think>, "
                 "then give the final answer inside <answer> </answer>, without any explanation there, for example "
@@ -77,6 +81,7 @@ REWARD_TYPES: Mapping[str, RewardType] = MappingProxyType(
         ),
         "exact": RewardType(
             row_fields=("gt_answer",),
+            has_format=True,
             system_prompt=(
                 "A conversation between a User and an Assistant. The Assistant thinks about the question first, then "
                 "answers it, in exactly this form:\n<think>\nits thoughts\n</think>\n<answer>\nthe answer alone\n"

@@ -140,6 +140,36 @@ def test_a_reward_beside_an_environment_is_refused_for_it_would_do_nothing(rewar
     assert a_config(environment={"name": "mine.py"}, reward={"scale": 2.0}).environment.is_set
 
 
+@pytest.mark.parametrize("key", ["equality", "require_format", "format"])
+def test_keys_of_answers_are_refused_where_no_reward_reads_them(key: str):
+    value = {"equality": "exact", "require_format": False, "format": 0.1}[key]
+    judge = {"endpoint": "http://127.0.0.1:8000/v1", "model": "m"}
+    for sections, got in (
+        ({"reward": {"type": "judge", "judge": judge}}, "the rewards judge"),
+        ({"reward": {"type": "mine.py:f", "extra": {"xml_format": 0.5}}}, "the rewards mine.py:f, xml_format"),
+        ({"reward": {}, "environment": {"name": "mine.py"}}, "an environment"),
+    ):
+        found = refusal(**{**sections, "reward": {**sections["reward"], key: value}})
+        assert f"reward.{key}: expected one of the rewards boxed" in found
+        assert f"got {got}; leave the key out" in found
+    a_config(reward={"type": "judge", "judge": judge, "extra": {"boxed": 1.0}, key: value})
+    a_config(reward={"type": "exact", key: value})
+
+
+def test_keys_of_a_curriculum_without_effect_are_refused():
+    def found(**curriculum: object) -> str:
+        return refusal(data={"curriculum": curriculum})
+
+    assert 'min_chance: expected chance = "learnability" or "failures" with it' in found(min_chance=0.2, solved_at=1.0)
+    assert "rest_epochs: expected solved_at or unsolved_at with it" in found(rest_epochs=3, chance="failures")
+    for curriculum in (
+        {"min_chance": 0.2, "chance": "failures"},
+        {"rest_epochs": 3, "unsolved_at": 0.0},
+        {"min_chance": 0.1, "rest_epochs": 2},  # the defaults, which a saved config has
+    ):
+        a_config(data={"curriculum": curriculum})
+
+
 def test_a_reward_that_may_take_longer_than_a_lease_is_refused():
     queue = {"lease_timeout_s": 20.0}
     for reward, key in (

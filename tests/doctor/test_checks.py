@@ -40,7 +40,7 @@ def write_rows(path: Path, answers: Sequence[str]) -> None:
 
 def make_config(root: Path, model: str = "model", train: str = "train.jsonl", **sections: Any) -> Config:
     sections["data"] = {"train": str(root / train), "system_prompt": "", **sections.get("data", {})}
-    sections["reward"] = {"equality": "exact", **sections.get("reward", {})}
+    sections.setdefault("reward", {"equality": "exact"})
     sections["sampling"] = {"max_new_tokens": 24, "max_prompt_tokens": 64, **sections.get("sampling", {})}
     return tiny_config(root, model, **sections)
 

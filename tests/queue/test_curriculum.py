@@ -18,14 +18,24 @@ from tests.examples import examples
 from tests.queue.builders import LINEAGE, announce, group, leases, put, rows, settings
 
 ASIDE = CurriculumConfig(solved_at=1.0, unsolved_at=0.0, rest_epochs=2)
-CONFIGS = st.builds(
-    CurriculumConfig,
-    chance=st.sampled_from(["uniform", "learnability", "failures"]),
-    min_chance=st.sampled_from([0.05, 0.1, 0.5, 1.0]),
-    solved_at=st.sampled_from([None, 0.75, 1.0]),
-    unsolved_at=st.sampled_from([None, 0.0, 0.25]),
-    rest_epochs=st.integers(1, 3),
+CHANCES = st.one_of(
+    st.just({"chance": "uniform"}),
+    st.fixed_dictionaries(
+        {
+            "chance": st.sampled_from(["learnability", "failures"]),
+            "min_chance": st.sampled_from([0.05, 0.1, 0.5, 1.0]),
+        }
+    ),
 )
+LIMITS = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries({"solved_at": st.sampled_from([0.75, 1.0]), "rest_epochs": st.integers(1, 3)}),
+    st.fixed_dictionaries(
+        {"unsolved_at": st.sampled_from([0.0, 0.25]), "rest_epochs": st.integers(1, 3)},
+        optional={"solved_at": st.sampled_from([0.75, 1.0])},
+    ),
+)
+CONFIGS = st.builds(lambda chance, limits: CurriculumConfig(**chance, **limits), CHANCES, LIMITS)
 SOURCES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 5)), min_size=1, max_size=3)
 
 
