@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, RunError
 from async_rl.learner.engine import Engine, PolicyScores
-from async_rl.learner.offline.dpo import run_dpo
+from async_rl.learner.offline.dpo import LabelledAnswers, run_dpo
 from async_rl.learner.offline.reference import reference_logprobs
 from async_rl.learner.offline.rows import train_sequence
 from async_rl.learner.packing import TrainSequence
@@ -95,6 +96,17 @@ def test_a_reference_of_quantised_weights_is_scored_anew(tmp_path: Path):
         config = offline_config(tmp_path, "dpo", lora={"rank": 4, "base_bits": bits})
         engine = cast(Engine, Constant(value))
         assert reference_logprobs(engine, config, rows, tmp_path / "reference", lambda _: None) == [[value]]
+
+
+def test_a_resumed_run_refuses_other_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = offline_config(tmp_path, "dpo", dpo={"loss": "kto", "steps": 1})
+    monkeypatch.setattr(LabelledAnswers, "export", Mock(side_effect=RuntimeError("killed")))
+    with pytest.raises(RuntimeError, match="killed"):
+        run_dpo(config)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(path.read_text().replace("false", "true"))
+    with pytest.raises(RunError, match=r"dpo\.data: expected the rows that .* was trained on, got others"):
+        run_dpo(config)
 
 
 def test_a_config_without_data_is_refused(tmp_path: Path):

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from safetensors.torch import load_file
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer, render_answer
-from async_rl.errors import DataError
+from async_rl.errors import DataError, RunError
 from async_rl.learner.offline import run
-from async_rl.learner.offline.rm import bradley_terry_loss, load_pairs, pair_metrics, run_rm
+from async_rl.learner.offline.rm import RewardModel, bradley_terry_loss, load_pairs, pair_metrics, run_rm
 from tests.end_to_end.harness import wait_until
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.tiny import tiny_config, tiny_model
@@ -125,6 +126,18 @@ def test_a_run_that_dies_and_resumes_ends_with_the_same_weights(
     assert [row["loss"] for row in metrics(tmp_path / "broken")] == [row["loss"] for row in metrics(tmp_path / "whole")]
     expected = weights(tmp_path / "whole")
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(tmp_path / "broken").items())
+
+
+def test_a_resumed_run_refuses_other_margins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = rm_config(tmp_path, steps=1)
+    monkeypatch.setattr(RewardModel, "export", Mock(side_effect=RuntimeError("killed")))
+    with pytest.raises(RuntimeError, match="killed"):
+        run_rm(config)
+    path = tmp_path / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "margin": 0.5}) + "\n" for row in rows))
+    with pytest.raises(RunError, match=r"rm\.data: expected the rows that .* was trained on, got others"):
+        run_rm(config)
 
 
 def weights(root: Path) -> dict[str, torch.Tensor]:

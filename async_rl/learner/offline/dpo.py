@@ -136,6 +136,9 @@ class LabelledAnswers(_Preferences[LabelledAnswer]):
     def load_rows(self, source: str, key: str) -> list[LabelledAnswer]:
         return load_labelled(source, key, self.encoder(), max_length=self.section.max_length)
 
+    def figure(self, row: LabelledAnswer) -> float:
+        return float(row.is_good)
+
     def step(self, engine: Engine, batch: Sequence[LabelledAnswer]) -> tuple[UpdateStats, Metrics]:
         sums_A2 = torch.tensor(summed_logprobs(engine, [row.sequences for row in batch]), dtype=torch.float64)
         answers = numbered([row.answer for row in batch])

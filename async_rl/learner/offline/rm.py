@@ -93,6 +93,9 @@ class RewardModel(OfflineTask[Pair]):
     def sequences(self, row: Pair) -> Sequence[TrainSequence]:
         return [row.chosen, row.rejected]
 
+    def figure(self, row: Pair) -> float:
+        return row.margin
+
     def step(self, engine: Engine, batch: Sequence[Pair]) -> tuple[UpdateStats, Metrics]:
         sequences = numbered([sequence for pair in batch for sequence in self.sequences(pair)])
         scores_S, margins_P = self._scores(engine, batch), _margins(batch)

@@ -215,13 +215,18 @@ class RowEncoder:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
 
-def digest_of(sequences: Iterable[TrainSequence]) -> str:
-    """Return the digest of the tokens of sequences, and of which of them are trained."""
+def digest_of(sequences: Iterable[TrainSequence], figures: Sequence[float] = ()) -> str:
+    """Return the digest of the tokens of sequences, of which of them are trained, and of ``figures``.
+
+    Figures that are all 0 count as none.
+    """
     hasher = xxhash.xxh3_128()
     for sequence in sequences:
         hasher.update(len(sequence.token_ids).to_bytes(8, "little"))
         hasher.update(sequence.token_ids.tobytes())
         hasher.update(sequence.loss_mask.tobytes())
+    if any(figures):
+        hasher.update(np.array(figures, dtype="<f8").tobytes())
     return hasher.hexdigest()
 
 

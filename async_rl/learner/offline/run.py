@@ -95,6 +95,10 @@ class OfflineTask(ABC, Generic[Row]):
     def sequences(self, row: Row) -> Sequence[TrainSequence]:
         """Return the sequences of one row."""
 
+    def figure(self, row: Row) -> float:
+        """Return the number that the loss reads of a row beside its sequences; 0 if there is none."""
+        return 0.0
+
     def prepare(
         self, engine: Engine, rows: Sequence[Row], directory: Path, check_stop: Callable[[str], None]
     ) -> Sequence[Row]:
@@ -370,7 +374,7 @@ def _load_rows(task: OfflineTask[Row]) -> _Rows[Row]:
                 f"{config.longest_sequence}; raise it, or lower {task.name}.max_length"
             )
     train = found[f"{task.name}.data"]
-    digest = digest_of(sequence for row in train for sequence in task.sequences(row))
+    digest = digest_of((one for row in train for one in task.sequences(row)), [task.figure(row) for row in train])
     newest = find_resume_point(_run_dir(task)).checkpoint
     # A checkpoint of an older version does not know its rows.
     if newest is not None and read_extra(newest).get("rows", digest) != digest:
