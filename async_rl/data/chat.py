@@ -230,6 +230,16 @@ def model_files(path: str | Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
 
 
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids of the tokens that decoding leaves out of a text.
+
+    The end token of a turn may be one without a role such as that of ``eos_token`` (Gemma, Phi), so
+    ``all_special_ids`` has too few.
+    """
+    added: Mapping[int, Any] = tokenizer.added_tokens_decoder
+    return frozenset({*tokenizer.all_special_ids, *(token for token, how in added.items() if how.special)})
+
+
 def vocabulary_size(path: str | Path) -> int | None:
     """Return the vocabulary size of the model at ``path``. None if the model's ``config.json`` does not contain it.
 

@@ -23,6 +23,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from async_rl.config.generator import EnvironmentConfig
+from async_rl.data.chat import special_ids
 from async_rl.data.template import apply_template
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
@@ -299,7 +300,7 @@ class TokenizerText:
         """``arguments`` are the variables of the chat template in addition to the messages."""
         self._tokenizer = tokenizer
         self._arguments = arguments
-        self._special = frozenset(tokenizer.all_special_ids)
+        self._special = special_ids(tokenizer)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         return str(apply_template(self._tokenizer, messages, self._arguments))

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from tokenizers import AddedToken
 
 from async_rl.config.generator import EnvironmentConfig, GeneratorConfig
 from async_rl.config.run import FakeConfig
 from async_rl.data.chat import load_tokenizer
-from async_rl.generator.environment_rollouts import EnvironmentRollouts, Text, TokenizerText
+from async_rl.generator.backend import Sampled
+from async_rl.generator.environment_rollouts import EnvironmentRollouts, Text, TokenizerText, Trajectory
 from async_rl.generator.fake import FakeBackend, FakeText
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.records import Lease, Rollout
@@ -82,6 +84,22 @@ def test_deterministic_rollouts_are_the_same_to_the_last_bit_whatever_else_is_pl
     assert all(same(a, b) for a, b in zip(alone["a"], beside["a"], strict=True))
     assert not same(alone["a"][0], alone["a"][1])
     assert all(len(rollout.turns) > 1 for rollout in alone["a"])
+
+
+def test_an_end_token_that_the_tokenizer_only_marks_as_special_is_in_a_conversation_once(directory: Path):
+    # As in Gemma, whose <end_of_turn> has no role such as that of eos_token.
+    tokenizer: Any = load_tokenizer(directory)
+    tokenizer.add_tokens([AddedToken("<stop>", special=True)], special_tokens=False)
+    assert "<stop>" not in tokenizer.all_special_tokens
+    ids = np.array(tokenizer.encode("2<stop>", add_special_tokens=False), np.int32)
+    text = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+    assert text == "2"  # as backends decode it
+    trajectory = Trajectory(TokenizerText(tokenizer))
+    trajectory.add_state("1+1=")
+    zeros = np.zeros(len(ids), np.float32)
+    trajectory.add_answer(Sampled("lease", 0, ids[:0], ids, zeros, zeros.astype(np.int32), "stop", text))
+    state = "1+1=2<stop>+1="
+    assert tokenizer.decode(trajectory.add_state(state).tolist(), skip_special_tokens=False) == state
 
 
 def test_sampling_masks_of_all_turns_stay_with_their_sequence(directory):

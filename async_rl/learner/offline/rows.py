@@ -17,7 +17,7 @@ import numpy as np
 import xxhash
 
 from async_rl.config.data import parse_tools
-from async_rl.data.chat import render_prompt
+from async_rl.data.chat import render_prompt, special_ids
 from async_rl.data.files import Source, kind, parse_json
 from async_rl.data.template import apply_template, check_arguments
 from async_rl.errors import DataError
@@ -94,9 +94,7 @@ class RowEncoder:
         self._tokenizer, self._arguments = tokenizer, arguments
         self._max_length, self._section = max_length, section
         self._reads_tools = "tools" in arguments
-        # The end token of a turn may have no role such as that of eos_token (Gemma, Phi).
-        added: Mapping[int, Any] = tokenizer.added_tokens_decoder
-        self._special = {*tokenizer.all_special_ids, *(token for token, how in added.items() if how.special)}
+        self._special = special_ids(tokenizer)
 
     def encode(self, index: int, prompt: Text, answer: Text, where: str, *, tools: Any = None) -> TrainSequence:
         """Return the sequence of ``answer`` to ``prompt``. Its ``sequence_id`` is ``index``.
