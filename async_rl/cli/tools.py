@@ -82,7 +82,8 @@ def init(
 ) -> None:
     """Write a commented config for a model, a dataset and a reward.
 
-    `async-rl doctor` then checks it.
+    `async-rl doctor` then checks it. It is a config for reinforcement learning: `async-rl sft`, `rm` and `dpo`, which
+    train on given answers or preferences, have short sections of their own (docs/offline.md).
 
     Without --model or --data it asks, if it runs in a terminal. Existing files are never replaced.
 

@@ -86,6 +86,25 @@ def test_rows_with_tests_get_the_code_reward():
     assert load_config("run.toml").reward.type == "code"
 
 
+@pytest.mark.parametrize(
+    ("row", "commands"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "`async-rl dpo` and `async-rl rm`"),
+        ({"prompt": "q", "completion": "a", "label": True}, '`async-rl dpo` with dpo.loss = "kto"'),
+        ({"prompt": "q", "response": "a"}, "`async-rl sft`"),
+        ({"prompt": "q", "response": "a", "gt_answer": "a"}, None),
+    ],
+)
+def test_rows_of_another_command_get_a_note(
+    row: dict[str, object], commands: str | None, capsys: pytest.CaptureFixture[str]
+):
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    init("--model", "m", "--data", "rows.jsonl", "--gpus", "0", "--reward", "own")
+    said = capsys.readouterr().err
+    assert (f"{commands} can train on them without a reward" if commands else "") in said
+    assert ("note: the rows of rows.jsonl" in said) == (commands is not None)
+
+
 def test_whole_solutions_get_an_own_reward_which_is_never_replaced(capsys: pytest.CaptureFixture[str]):
     Path("gsm.jsonl").write_text(json.dumps({"question": "q", "answer": "2 + 2 = 4\n#### 4"}) + "\n")
     init("--model", "m", "--data", "gsm.jsonl", "--gpus", "0")
