@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from async_rl.cli.main import main
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer
@@ -237,6 +238,32 @@ def test_adamw_beside_muon_has_the_rate_of_its_key_whatever_the_rate_of_the_sect
             offline_config(tmp_path / name, "sft", sft={"steps": 3}, optimizer={"name": "muon", "lr": 1e-6, **more})
         )
     assert metrics(tmp_path / "own") == metrics(tmp_path / "same")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_answers_the_evaluation_sets_of_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code = tmp_path / "tenths.py"
+    code.write_text("def score(item):\n    return float(item.reward_data['gt_answer']) / 10\n")
+    rows = "".join(f'{{"prompt": "{n}+1=", "gt_answer": "{n + 1}"}}\n' for n in range(8))
+    (tmp_path / "asked.jsonl").write_text(rows)
+    config = offline_config(
+        tmp_path, "sft",
+        sft={"steps": 2},
+        data={"eval": {"sums": str(tmp_path / "asked.jsonl")}},
+        reward={"type": f"{code}:score"},
+        generator={"allow_code": [str(code)]},
+        sampling={"max_prompt_tokens": 64, "max_new_tokens": 8},
+    )  # fmt: skip
+    run_sft(config)
+    (tmp_path / "sft.toml").write_text(config_to_toml(config))
+    capsys.readouterr()
+    checkpoint = tmp_path / "run" / "sft" / "checkpoints" / "step-000002"
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", str(checkpoint), "--config", str(tmp_path / "sft.toml"), "--quiet", "--json"])
+    assert not ended.value.code
+    (found,) = json.loads(capsys.readouterr().out)["results"]
+    assert (found["dataset"], found["figures"]["rows"], found["figures"]["unanswered"]) == ("sums", 8, 0)
+    assert found["figures"]["accuracy"] == pytest.approx(0.45)  # the mean of 0.1 to 0.8
 
 
 def test_steps_and_epochs_together_are_refused(tmp_path: Path):
