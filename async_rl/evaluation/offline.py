@@ -24,6 +24,7 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.config.generator import AUTO, BACKENDS, FALLBACK
 from async_rl.config.loading import apply_override, load_config, load_run_config, parse_config, read_tools, renew
+from async_rl.config.reward import REWARD_TYPES
 from async_rl.data.chat import load_tokenizer, model_directory, quiet_progress_bars
 from async_rl.data.dataset import load_rows_of
 from async_rl.data.template import check_arguments
@@ -431,6 +432,12 @@ def _apply(raw: dict[str, Any], options: EvalOptions) -> None:
         raw.get("scorer", {}).pop(raw["reward"].pop("model", None), None)
     if reward is not None and "judge" not in (reward, *raw["reward"].get("extra", ())):
         raw["reward"].pop("judge", None)
+    if reward is not None and not any(
+        name in REWARD_TYPES and REWARD_TYPES[name].has_format for name in (reward, *raw["reward"].get("extra", ()))
+    ):
+        # No reward reads any more how the run compares answers.
+        for key in ("equality", "require_format", "format"):
+            raw["reward"].pop(key, None)
     if reward is not None and is_code_name(reward):
         # Naming code on the command line allows it.
         generator = raw.setdefault("generator", {})

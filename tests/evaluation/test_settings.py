@@ -169,6 +169,13 @@ def test_another_reward_needs_no_reward_model(run: Path):
     assert (boxed.reward.type, boxed.reward.model, boxed.scorer) == ("boxed", None, {})
 
 
+def test_another_reward_needs_no_keys_of_the_runs_own(run: Path):
+    (run / "config.toml").write_text(RUN.replace('"mine.py:right"', '"boxed"\nequality = "exact"\nformat = 0.1'))
+    assert settings(run, reward__type="exact").config.reward.format == 0.1
+    found = settings(run, reward__type="xml_format").config.reward
+    assert (found.type, found.equality, found.format) == ("xml_format", "math", 0.0)
+
+
 def test_a_scorer_on_another_machine_is_not_asked_without_keys(run: Path):
     there = '[scorer.{}]\nmodel = "rm"\naddress = "tcp://10.0.0.3:{}"\n'
     remote = there.format("judge", 1) + there.format("big", 2)
