@@ -11,8 +11,9 @@ from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2F
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ConfigError, ModelError
 from async_rl.run.directory import RunDir
-from async_rl.scorer.reward_model import RewardModel, batches
+from async_rl.scorer.reward_model import RewardModel
 from async_rl.scorer.start import check_digest
+from async_rl.scorer.transformers_engine import batches
 from async_rl.scoring.messages import Received, TextQuestion
 from tests.generator.tiny_model import CHARACTERS, write_tokenizer
 
@@ -55,7 +56,7 @@ def test_a_score_is_that_of_transformers_for_prompt_and_answer_alone(tmp_path: P
 
 def test_batches_hold_similar_lengths_up_to_the_limit_or_one_text():
     # Sorted: 1 (2), 3 (3), 0 (5), 2 (9). 2 x 3 = 6 fits into 8, 3 x 5 does not; 9 is alone.
-    assert list(batches({0: 5, 1: 2, 2: 9, 3: 3}, 8)) == [[1, 3], [0], [2]]
+    assert list(batches([5, 2, 9, 3], 8)) == [[1, 3], [0], [2]]
 
 
 def test_a_text_beyond_the_context_is_refused_and_not_cut(tmp_path: Path):
