@@ -261,6 +261,12 @@ class Config(Section):
                     f"scorer.{name}: expected a key that names this scorer, such as reward.model, got none; name it "
                     f"there, or remove the table"
                 )
+        for key, name in wanted.items():
+            if key != "reward.model" and self.scorer[name].backend != "transformers":
+                raise ValueError(
+                    f'scorer.{name}.backend: expected "transformers" for a teacher, which {key} makes of this scorer, '
+                    f'got "{self.scorer[name].backend}"; leave it out'
+                )
         addresses = [scorer.address for scorer in self.scorer.values()]
         for name, scorer in self.scorer.items():
             if addresses.count(scorer.address) > 1:

@@ -176,15 +176,15 @@ def has_model(name: str) -> bool:
     return capabilities is None or capabilities.has_model
 
 
-def missing_package(name: str, reason: str) -> str:
+def missing_package(name: str, reason: str, *, key: str = "generator.backend") -> str:
     """Return the error message for a machine on which the package of the built-in backend ``name`` can't be imported.
 
-    ``reason`` is the error of the import.
+    ``reason`` is the error of the import, and ``key`` the config key that names the backend.
     """
     needs = BACKENDS[name]
     return (
-        f'generator.backend = "{name}" needs {needs.package} {needs.package_version}, which can\'t be imported here '
-        f'({reason}): {needs.install}, or set generator.backend = "{FALLBACK}"'
+        f'{key} = "{name}" needs {needs.package} {needs.package_version}, which can\'t be imported here '
+        f'({reason}): {needs.install}, or set {key} = "{FALLBACK}"'
     )
 
 

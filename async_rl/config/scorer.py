@@ -13,6 +13,8 @@ from async_rl.config.section import Section
 from async_rl.errors import AddressError
 from async_rl.net.address import check_address, is_wildcard
 
+_MEMORY_FRACTION = 0.8
+
 
 class ScorerConfig(Section):
     """A frozen model that scores what generators sampled, in a process of its own: one table for each, with any name.
@@ -27,6 +29,11 @@ class ScorerConfig(Section):
     address: str = Field(
         description="Address that the scorer binds and generators connect to, as in tcp://127.0.0.1:5570. Beyond "
         "loopback it needs queue.keys, whose directory the scorer reads.",
+    )
+    backend: Literal["transformers", "vllm"] = Field(
+        default="transformers",
+        description="Engine of a reward model. vllm computes the prompt that several answers share once, and needs a "
+        "model whose score is that of the last token. A teacher needs transformers.",
     )
     launch: bool = Field(
         default=True,
@@ -44,7 +51,14 @@ class ScorerConfig(Section):
     max_tokens: int = Field(
         default=16384,
         ge=1,
-        description="Largest size of a batch, in tokens with their padding. A longer sequence is a batch of its own.",
+        description="Largest size of a batch, in tokens with their padding. A longer sequence is a batch of its own. "
+        "vllm pads nothing, and reads a longer sequence in parts.",
+    )
+    memory_fraction: float = Field(
+        default=_MEMORY_FRACTION,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory that vllm may use. Lower it on a GPU that others use, too.",
     )
     digest: str | None = Field(
         default=None,
@@ -58,6 +72,15 @@ class ScorerConfig(Section):
             raise ValueError(
                 f"device: expected no value with launch = false, got {self.device}; set CUDA_VISIBLE_DEVICES where you "
                 f"start the scorer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _memory_fraction_is_used(self) -> Self:
+        if self.backend != "vllm" and self.memory_fraction != _MEMORY_FRACTION:
+            raise ValueError(
+                f"memory_fraction: expected no value with backend {self.backend}, which does not read it, got "
+                f'{self.memory_fraction}; leave it out, or set backend = "vllm"'
             )
         return self
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
+from async_rl.config.generator import missing_package
 from async_rl.data.chat import load_tokenizer, model_directory
 from async_rl.data.vocabulary import vocabulary_digest
 from async_rl.errors import AddressError, ModelError
@@ -20,7 +22,7 @@ def check_scorers(config: Config, *, insecure: bool) -> None:
 
     Raises:
         AddressError: an address is in use, belongs to another machine, or is open to a network without keys.
-        ModelError: a model is missing, or is not of the kind that its use needs.
+        ModelError: a model is missing, or is not of the kind that its use needs; or its backend is not installed.
     """
     for key, name in config.scorers_by_use.items():
         scorer = config.scorer[name]
@@ -31,6 +33,8 @@ def check_scorers(config: Config, *, insecure: bool) -> None:
             _try_bind(scorer.address)
         except AddressError as error:
             raise AddressError(f"scorer.{name}.address: {error}") from None
+        if scorer.backend == "vllm" and find_spec("vllm") is None:
+            raise ModelError(missing_package("vllm", "there is no such package", key=f"scorer.{name}.backend"))
         try:
             directory = model_directory(scorer.model)
             if key == "reward.model":

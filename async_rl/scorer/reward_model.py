@@ -21,11 +21,16 @@ from async_rl.errors import ModelError
 from async_rl.scorer.model_files import model_digest
 from async_rl.scorer.server import Scored
 from async_rl.scorer.transformers_engine import TransformersEngine
+from async_rl.scorer.vllm_engine import VllmEngine
 from async_rl.scoring.messages import Received, TextQuestion
 
 
 class RewardEngine(Protocol):
     """Computes the scores of texts."""
+
+    def why_too_long(self, num_tokens: int) -> str:
+        """Return why a text of ``num_tokens`` within the model's context can't be scored; empty if it can."""
+        ...
 
     def score(self, texts: Sequence[np.ndarray]) -> list[float]:
         """Return the score of each text of ``texts``, token ids int32 [T] with T >= 1. Their number may be 0."""
@@ -36,14 +41,16 @@ class RewardModel:
     """Scores answers with the model in ``directory``.
 
     Raises:
-        ModelError: the directory has no sequence-classification model with one label, or no tokenizer.
+        ModelError: the directory has no sequence-classification model with one label, or no tokenizer; or the engine
+            can't run the model.
     """
 
     def __init__(self, directory: Path, config: ScorerConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         self.digest = model_digest(directory)
         self._tokenizer = load_tokenizer(directory, needs_template=False)
         self.vocabulary = vocabulary_digest(self._tokenizer)
-        self._engine: RewardEngine = TransformersEngine(directory, config, device=device, dtype=dtype)
+        engine = VllmEngine if config.backend == "vllm" else TransformersEngine
+        self._engine: RewardEngine = engine(directory, config, device=device, dtype=dtype)
         self._max_length = context_length(directory)
 
     def answer(self, questions: Sequence[Received]) -> list[Scored]:
@@ -73,4 +80,4 @@ class RewardModel:
                 f"the prompt with its answer has {len(tokens)} tokens, and the reward model's context only "
                 f"{self._max_length}; lower sampling.max_new_tokens or sampling.max_prompt_tokens"
             )
-        return tokens
+        return self._engine.why_too_long(len(tokens)) or tokens

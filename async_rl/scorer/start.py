@@ -20,6 +20,7 @@ from async_rl.run.directory import RunDir, write_atomically
 from async_rl.scorer.reward_model import RewardModel
 from async_rl.scorer.server import ScorerServer, ScoringModel
 from async_rl.scorer.teacher import Teacher
+from async_rl.scorer.vllm_engine import prepare_process
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +74,11 @@ def load_scorer(config: Config, name: str) -> ScoringModel:
     """Load the model of the scorer ``name`` to this machine's GPU, or to the CPU if there is none.
 
     Raises:
-        ModelError: the model can't be used.
+        ModelError: the model can't be used, or its backend is not installed.
     """
     scorer = config.scorer[name]
+    if scorer.backend == "vllm":
+        prepare_process(f"scorer.{name}.backend")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         directory = model_directory(scorer.model, weights=True)

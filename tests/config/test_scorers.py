@@ -49,6 +49,14 @@ def test_a_table_of_a_scorer_is_read_from_a_file_and_set_by_an_override(tmp_path
     assert (config.scorer["judge"].model, config.scorer["judge"].max_tokens) == ("rm", 99)
 
 
+def test_vllm_is_an_engine_of_reward_models():
+    judge = {**JUDGE, "backend": "vllm", "memory_fraction": 0.3}
+    config = parse_config(raw(scorer={"judge": judge}), "test")
+    assert (config.scorer["judge"].backend, config.scorer["judge"].memory_fraction) == ("vllm", 0.3)
+    assert parse_config(raw(), "test").scorer["judge"].backend == "transformers"
+    assert config_from_toml(config_to_toml(config), "copy") == config
+
+
 def test_a_reward_model_may_be_one_of_several_rewards():
     reward = {"type": "boxed", "model": "judge", "extra": {"model": 0.5}}
     config = Config.model_validate(raw(reward=reward, queue={}))  # the accuracy is that of boxed
@@ -98,6 +106,20 @@ def test_a_reward_model_may_be_one_of_several_rewards():
         (
             {"scorer": {"judge": {**JUDGE, "launch": False, "device": 1}}},
             "device: expected no value with launch = false",
+        ),
+        ({"scorer": {"judge": {**JUDGE, "backend": "sglang"}}}, "scorer.judge.backend: expected"),
+        (
+            {"scorer": {"judge": {**JUDGE, "memory_fraction": 0.5}}},
+            "memory_fraction: expected no value with backend transformers, which does not read it, got 0.5",
+        ),
+        (
+            {
+                "reward": {"type": "boxed"},
+                "scorer": {"judge": {**JUDGE, "backend": "vllm"}},
+                "queue": {},
+                "distill": {"teacher": "judge"},
+            },
+            'scorer.judge.backend: expected "transformers" for a teacher, which distill.teacher makes of this scorer',
         ),
     ],
 )

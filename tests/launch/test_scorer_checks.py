@@ -8,6 +8,7 @@ import pytest
 
 from async_rl.config.config import Config
 from async_rl.errors import AddressError, ModelError
+from async_rl.launch import scorer_checks
 from async_rl.launch.scorer_checks import check_scorers, why_scorers_are_away
 from tests.scoring.scripted import RunningScorer, ScriptedModel, free_address
 
@@ -37,6 +38,17 @@ def test_a_reward_model_at_a_free_address_passes(tmp_path: Path):
 def test_another_model_is_refused(tmp_path: Path, architecture: str, num_labels: int):
     with pytest.raises(ModelError, match=r"scorer\.judge\.model: expected a sequence-classification model"):
         check_scorers(a_config(with_config_json(tmp_path, architecture, num_labels)), insecure=False)
+
+
+def test_a_scorer_with_vllm_is_refused_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = a_config(with_config_json(tmp_path, "Qwen2ForSequenceClassification", 1), backend="vllm")
+    for found in (None, object()):
+        monkeypatch.setattr(scorer_checks, "find_spec", lambda name, found=found: found)
+        if found is None:
+            with pytest.raises(ModelError, match=r'scorer\.judge\.backend = "vllm" needs vllm 0\.32'):
+                check_scorers(config, insecure=False)
+        else:
+            check_scorers(config, insecure=False)
 
 
 def test_a_taken_or_open_address_is_refused(tmp_path: Path):

@@ -20,13 +20,13 @@ from tests.generator.tiny_model import CHARACTERS, write_tokenizer
 MESSAGES = [{"role": "user", "content": "1+1"}]
 
 
-def write_reward_model(directory: Path, *, num_labels: int = 1, seed: int = 0) -> Path:
+def write_reward_model(directory: Path, *, num_labels: int = 1, seed: int = 0, **shape: int) -> Path:
     torch.manual_seed(seed)
     any_config: Any = Qwen2Config  # its stubs lack num_labels
+    given = {"hidden_size": 16, "max_position_embeddings": 32} | shape
     config = any_config(
-        vocab_size=len(CHARACTERS) + 3, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, num_labels=num_labels,
-        initializer_range=0.5,
+        vocab_size=len(CHARACTERS) + 3, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_labels=num_labels, initializer_range=0.5, **given,
     )  # fmt: skip
     Qwen2ForSequenceClassification(config).save_pretrained(directory)
     write_tokenizer(directory)

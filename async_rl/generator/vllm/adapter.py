@@ -26,7 +26,7 @@ from async_rl.records import NO_VERSION, Lease, Sampling
 from async_rl.sampling_mask import SamplingMask, pack_ids
 
 _NEEDS = BACKENDS["vllm"]
-_CPU_KV_BYTES = 1 << 30
+CPU_KV_BYTES = 1 << 30
 _MIN_TEMPERATURE = BACKENDS["vllm"].min_temperature
 PROGRESS_TOKENS = 16
 """vLLM reports a running sequence after this many new tokens."""
@@ -38,19 +38,28 @@ _MOST_VERSIONS = 16
 """The most versions of adapters in flight. vLLM keeps memory for all of them on the device."""
 
 
+def check_version(key: str) -> None:
+    """Check that the supported version of vLLM is installed. ``key`` is the config key that chose vLLM.
+
+    Raises:
+        ModelError: it is not installed, or is another version; the message has the remedy.
+    """
+    try:
+        import vllm  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ModelError(missing_package("vllm", str(error), key=key)) from error
+    found: str = vllm.__version__  # pyright: ignore[reportAttributeAccessIssue]
+    if not found.startswith(f"{_NEEDS.package_version}."):
+        raise ModelError(f"expected vLLM {_NEEDS.package_version}.*, got {found}: {_NEEDS.install}")
+
+
 def check_installed() -> None:
     """Check that the supported version of vLLM is installed and that vLLM finds our plugin.
 
     Raises:
         ModelError: it is not installed, is another version, or does not find the plugin; the message has the remedy.
     """
-    try:
-        import vllm  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ModelError(missing_package("vllm", str(error))) from error
-    found: str = vllm.__version__  # pyright: ignore[reportAttributeAccessIssue]
-    if not found.startswith(f"{_NEEDS.package_version}."):
-        raise ModelError(f"expected vLLM {_NEEDS.package_version}.*, got {found}: {_NEEDS.install}")
+    check_version("generator.backend")
     if TRANSFER_NAME not in {entry.name for entry in entry_points(group="vllm.general_plugins")}:
         raise ModelError(
             f"vLLM finds no plugin {TRANSFER_NAME!r}: it looks for it in the metadata of installed packages; install "
@@ -96,7 +105,7 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
     engine, vllm = config.generator, config.experimental.vllm
     is_cpu = device == "cpu"
     dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if is_cpu else "bfloat16"
-    kv_bytes = vllm.kv_cache_bytes or (_CPU_KV_BYTES if is_cpu else None)
+    kv_bytes = vllm.kv_cache_bytes or (CPU_KV_BYTES if is_cpu else None)
     from vllm.config import WeightTransferConfig  # pyright: ignore[reportMissingImports]
 
     transfer: dict[str, Any] = {"weight_transfer_config": WeightTransferConfig(backend=TRANSFER_NAME)}
