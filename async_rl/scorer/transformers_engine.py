@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from async_rl.attention_limits import caps_attention
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ModelError
 
@@ -98,6 +99,8 @@ def load_classifier(directory: Path, dtype: torch.dtype, *, is_described: bool =
         raise ModelError(
             f"expected a sequence-classification model with one label in {directory}, got {got}; choose a reward model"
         )
+    if caps_attention(model.config):
+        model.set_attn_implementation("eager")  # the default leaves the caps out
     return model.eval()
 
 

@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    Gemma2Config,
+    Gemma2ForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
 
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ConfigError, ModelError
@@ -52,6 +58,28 @@ def test_a_score_is_that_of_transformers_for_prompt_and_answer_alone(tmp_path: P
         ids = torch.tensor([[CHARACTERS.index(c) + 3 for c in "1+1" + text]])
         assert score == pytest.approx(plain(input_ids=ids).logits[0, 0].item(), abs=1e-5)
     assert len(set(scores)) == 4
+
+
+def test_caps_of_attention_count(tmp_path: Path):
+    # transformers' default attention leaves them out; its eager attention has them.
+    torch.manual_seed(0)
+    any_config: Any = Gemma2Config
+    config = any_config(
+        vocab_size=len(CHARACTERS) + 3, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_labels=1, initializer_range=0.5,
+        attn_logit_softcapping=0.5,
+    )  # fmt: skip
+    Gemma2ForSequenceClassification(config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    ((score,),) = asked(loaded(tmp_path), "=2")
+    ids = torch.tensor([[CHARACTERS.index(c) + 3 for c in "1+1=2"]])
+    plain = [
+        AutoModelForSequenceClassification.from_pretrained(tmp_path, attn_implementation=attention)
+        for attention in ("eager", "sdpa")
+    ]
+    eager, sdpa = (model.eval()(input_ids=ids).logits[0, 0].item() for model in plain)
+    assert abs(eager - sdpa) > 1e-3
+    assert float(score[0]) == pytest.approx(eager, abs=1e-5)
 
 
 def test_batches_hold_similar_lengths_up_to_the_limit_or_one_text():
