@@ -420,6 +420,8 @@ class Config(Section):
                     f'"{self.loss.advantage}"; set it, or leave the section out'
                 )
             return
+        if critic.trunk == "policy":
+            self._check_shared_trunk()
         if critic.freeze_steps >= self.learner.steps:
             raise ValueError(
                 f"critic.freeze_steps: expected less than learner.steps = {self.learner.steps}, got "
@@ -430,6 +432,20 @@ class Config(Section):
                 f"critic.freeze_steps: expected 0 with learner.fixed_lag, which counts versions, and a frozen policy "
                 f"makes none, got {critic.freeze_steps}; leave one of the two out"
             )
+
+    def _check_shared_trunk(self) -> None:
+        if self.critic.path is not None:
+            raise ValueError(
+                f'critic.path: expected no value with critic.trunk = "policy", whose new head is on the policy, got '
+                f"{self.critic.path!r}; leave one of the two keys out"
+            )
+        for key in ("pipeline", "tensor"):
+            if (size := getattr(self.parallel, key)) > 1:
+                raise ValueError(
+                    f'parallel.{key}: expected 1 with critic.trunk = "policy", because every rank needs the last '
+                    f"hidden states, got {size}; divide the model over shards or sequences instead, or set "
+                    f'critic.trunk = "own"'
+                )
 
     def _check_eval_keys(self) -> None:
         for name in self.eval.sets:
@@ -445,9 +461,14 @@ class Config(Section):
         return bool(self.generator.count) or self.learner.generate
 
     @property
+    def has_critic_model(self) -> bool:
+        """Whether a critic with a model of its own is trained."""
+        return self.loss.has_critic and self.critic.trunk == "own"
+
+    @property
     def of_critic(self) -> Config:
-        """The settings with which the critic is loaded and trained as a model of its own: those of ``[critic]`` in the
-        places of the policy's.
+        """The settings with which the critic is loaded and trained: those of ``[critic]`` in the places of the
+        policy's.
         """
         critic = self.critic
         optimizer = {

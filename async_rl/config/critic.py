@@ -1,4 +1,4 @@
-"""The section ``critic``: a model of values, which ``loss.advantage = "gae"`` trains beside the policy."""
+"""The section ``critic``: what estimates values for ``loss.advantage = "gae"``, trained beside the policy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from async_rl.config.section import Section
 
 
 class CriticConfig(Section):
-    """The critic of loss.advantage = "gae", a model of its own that estimates the reward to come at every token."""
+    """The critic of loss.advantage = "gae", which estimates the reward to come at every token."""
 
+    trunk: Literal["own", "policy"] = Field(
+        default="own",
+        description="What computes the hidden states of the value head. own: a model of its own. policy: the policy, "
+        "so that no second model is needed. The value loss does not change the policy: it trains the head alone.",
+    )
     path: str | None = Field(
         default=None,
         description="Model that the critic begins with: a causal language model of the policy's tokenizer, which gets "
@@ -48,7 +53,12 @@ class CriticConfig(Section):
         description="Number of first steps in which only the critic is trained, so that the policy is not trained on "
         "a new critic's values.",
     )
-    lr: float = Field(default=5e-6, gt=0, description="Highest learning rate of the critic. See optimizer.lr.")
+    lr: float = Field(
+        default=5e-6,
+        gt=0,
+        description="Highest learning rate of the critic. See optimizer.lr. A head alone (critic.trunk) needs a higher "
+        "one, such as 1e-4.",
+    )
     schedule: Literal["constant", "cosine", "linear"] = Field(
         default="constant", description="How the critic's learning rate changes from the end of the warm-up on."
     )

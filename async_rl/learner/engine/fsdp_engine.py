@@ -32,6 +32,7 @@ from async_rl.learner.engine.phases import PhaseClock
 from async_rl.learner.engine.ranks import Ranks, check_same_code
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, short_sequences
 from async_rl.learner.engine.trained_model import TrainedModel
+from async_rl.learner.engine.trunk_critic import TrunkCritic
 from async_rl.learner.losses.objective import Objective, policy_objective
 from async_rl.learner.losses.value import ValueObjective
 from async_rl.learner.packing import MicroBatch, TrainSequence, by_sequence, from_arrays, padded_cost, to_arrays
@@ -60,7 +61,8 @@ class FsdpEngine:
     """The models on this rank. Rank 0 calls the methods of ``Engine``, other ranks ``follow``.
 
     Attributes:
-        models: the models that are trained, by name: the policy, and a critic if ``loss.advantage`` needs one.
+        policy: the policy, or the only model that is trained.
+        models: what is trained, by name: the policy, and a critic if ``loss.advantage`` needs one.
         critic: the commands to the critic. None if there is none.
     """
 
@@ -105,11 +107,11 @@ class FsdpEngine:
             self._clock = PhaseClock(ranks.device)
             sampling = config.sampling
             max_length = max_length or sampling.max_prompt_tokens + sampling.max_new_tokens
-            policy = TrainedModel(
+            self.policy = policy = TrainedModel(
                 config, ranks, mesh, self._clock, objective=of_policy, schedule=schedule or policy_schedule(config),
                 head=head, max_length=max_length, is_policy=objective is None,
             )  # fmt: skip
-            self.models: dict[ModelName, TrainedModel] = {"policy": policy}
+            self.models: dict[ModelName, TrainedModel | TrunkCritic] = {"policy": policy}
             self.critic: CriticCommands | None = None
             if objective is None and config.loss.has_critic:
                 self.models["critic"] = _load_critic(config, ranks, mesh, self._clock, policy, max_length=max_length)
@@ -118,11 +120,6 @@ class FsdpEngine:
             self._is_closed = False
             self._saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-tensors")
             self._saving: Future[None] | None = None
-
-    @property
-    def policy(self) -> TrainedModel:
-        """The policy, or the only model that is trained."""
-        return self.models["policy"]
 
     def self_test(self) -> None:
         """Check that the sequences of a micro-batch do not change each other's values, and that compiled layers compute
@@ -139,6 +136,8 @@ class FsdpEngine:
         layout = self._ranks.layout
         copies = layout.num_data_ranks * layout.pipeline
         for name, trained in self.models.items():
+            if isinstance(trained, TrunkCritic):
+                continue  # it computes nothing but its head
             if self._config.learner.compile:
                 parts = trained.pack(short_sequences(trained.model, copies=copies))
                 with self._command("check_compiled"):
@@ -360,7 +359,9 @@ class FsdpEngine:
                 by_reference = bool(message.fields["by_reference"])
                 self._addressed(message).score(_micro_batches(message), by_reference=by_reference)
             case "check_compiled":
-                self._addressed(message).check_compiled(_micro_batches(message))
+                trained = self._addressed(message)
+                assert isinstance(trained, TrainedModel), f"only a model has compiled layers; {_BUG}"
+                trained.check_compiled(_micro_batches(message))
             case "gather":
                 for _ in self.policy.gather():
                     pass
@@ -377,7 +378,7 @@ class FsdpEngine:
             case _:
                 raise ValueError(f"expected a known command of rank 0, got {message.type!r}; {SAME_VERSION}")
 
-    def _addressed(self, message: Message) -> TrainedModel:
+    def _addressed(self, message: Message) -> TrainedModel | TrunkCritic:
         return self.models[message.fields["model"]]
 
     @contextmanager
@@ -451,17 +452,20 @@ class CriticCommands:
 
 def _load_critic(
     config: Config, ranks: Ranks, mesh: Mesh | None, clock: PhaseClock, policy: TrainedModel, *, max_length: int
-) -> TrainedModel:
-    """Load the critic of ``[critic]``. All ranks do so at the same time.
+) -> TrainedModel | TrunkCritic:
+    """Load the critic of ``[critic]``, or make its head on the policy. All ranks do so at the same time.
 
     Raises:
         ModelError: its model can't be used, or has another vocabulary than the policy's.
     """
-    settings = config.of_critic
+    settings, objective = config.of_critic, ValueObjective(config.critic.value_clip)
+    schedule = policy_schedule(settings)
+    if not config.has_critic_model:
+        return TrunkCritic(settings, ranks, clock, policy, objective=objective, schedule=schedule)
     try:
         critic = TrainedModel(
-            settings, ranks, mesh, clock, objective=ValueObjective(config.critic.value_clip),
-            schedule=policy_schedule(settings), head="value", max_length=max_length, is_policy=False,
+            settings, ranks, mesh, clock, objective=objective, schedule=schedule, head="value",
+            max_length=max_length, is_policy=False,
         )  # fmt: skip
     except ModelError as error:
         raise ModelError(

@@ -218,8 +218,7 @@ class TrainedModel:
             scored = self.passes.score(model, micro_batches, replays=not by_reference)
         if self._is_sharded:
             end_forward(model)
-        arrays = [torch.cat(values).numpy() for values in zip(*scored, strict=True)]
-        return [decode(frame).arrays for frame in self._ranks.gather_reports(encode("scores", {}, arrays))]
+        return gathered_scores(scored, self._ranks)
 
     def check_compiled(self, micro_batches: Sequence[MicroBatch]) -> None:
         batches = [to_device(mb, self._ranks.device, self.model.packing) for mb in micro_batches]
@@ -364,3 +363,11 @@ class TrainedModel:
         """Log how often layers were compiled, if they are."""
         if self._graphs is not None:
             self._graphs.log()
+
+
+def gathered_scores(scored: Sequence[tuple[Tensor, ...]], ranks: Ranks) -> list[tuple[np.ndarray, ...]]:
+    """Return, on rank 0, the values of each data rank's micro-batches, one after the other. ``scored`` has this rank's,
+    on the host. All ranks call it; on the others the list is empty.
+    """
+    arrays = [torch.cat(values).numpy() for values in zip(*scored, strict=True)]
+    return [decode(frame).arrays for frame in ranks.gather_reports(encode("scores", {}, arrays))]
