@@ -69,6 +69,8 @@ def test_a_critic_has_weights_gradients_and_moments_and_a_checkpoint_of_its_own(
     assert (checkpoint_bytes(smaller), learner_bytes(smaller)) == (18_000, 24_000 + 4_000 + 18_000)
     adapters = config_of(model, lora={"rank": 4, "base_bits": 8}, **ppo)
     assert (checkpoint_bytes(adapters), learner_bytes(adapters)) == (0, 2 * 1_000 + 4_000)
+    head, alone = config_of(model, critic={"trunk": "policy"}, **ppo), config_of(model)
+    assert (checkpoint_bytes(head), learner_bytes(head)) == (checkpoint_bytes(alone), learner_bytes(alone))
 
 
 def test_weights_that_a_model_has_twice_count_once(model: Path):

@@ -730,6 +730,12 @@ def valued(directory: Path) -> None:
     run_value_cases(directory)
 
 
+def on_trunk(directory: Path) -> None:
+    from tests.learner.on_trunk import run_on_trunk
+
+    run_on_trunk(directory)
+
+
 def passed_on(directory: Path) -> None:
     from tests.learner.layouts import pass_on
 

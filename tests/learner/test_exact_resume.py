@@ -38,6 +38,7 @@ TEACHER = {
     "distill": {"teacher": "teacher", "form": "loss", "top_k": 3, "coef": 0.5},
     "generator": {"backend": "transformers"},  # the other one knows no vocabulary that a teacher could share
 }
+ON_TRUNK = CRITIC | {"critic": {**CRITIC["critic"], "trunk": "policy", "lr": 1e-2}}
 OF_TWO = ("learner.forward-rank-1", "learner.backward", "learner.trained", "learner.checkpoint_saved")
 
 
@@ -78,6 +79,17 @@ def kill_at(directory: Path, point: str, world_size: int) -> None:
         pytest.param(1, TEACHER | LORA, ALL, 0, marks=pytest.mark.long, id="teacher, adapters, all"),
         pytest.param(
             2, TEACHER | {"parallel": {"sequence": 2}}, ALL, 0, marks=pytest.mark.long, id="teacher, sequence 2, all"
+        ),
+        pytest.param(1, ON_TRUNK, ALL, 2, marks=pytest.mark.long, id="critic on the policy, all"),
+        pytest.param(2, ON_TRUNK, (*ALL, *OF_RANK_1), 0, marks=pytest.mark.long, id="critic on the policy, two ranks"),
+        pytest.param(1, ON_TRUNK | LORA, ALL, 0, marks=pytest.mark.long, id="critic on the policy, adapters"),
+        pytest.param(
+            2,
+            ON_TRUNK | {"parallel": {"sequence": 2}},
+            OF_TWO,
+            0,
+            marks=pytest.mark.long,
+            id="critic on the policy, sequence 2",
         ),
         *(
             pytest.param(size, {"parallel": parallel}, (*ALL, *OF_RANK_1), 0, marks=pytest.mark.long, id=f"{name}, all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,18 +10,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from async_rl.config.config import Config
+from async_rl.errors import RunError
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.engine.trunk_critic import TrunkCritic
+from async_rl.learner.export import export_adapter, export_checkpoint
+from async_rl.learner.file_digests import write_manifest
 from async_rl.learner.losses.value import critic_sequences, value_loss
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
-from tests.learner.layouts import layout_model, layout_sequences
+from tests.learner.layouts import LORA, layout_model, layout_sequences
 from tests.learner.on_trunk import trunk_config, with_targets
-from tests.learner.rank_scenarios import save
+from tests.learner.rank_scenarios import PLAIN, save
+from tests.learner.ranks import run_ranks
+from tests.learner.tiny import tiny_config
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +140,53 @@ def test_the_head_has_its_own_schedule_and_norm(directory: Path):
     assert float(optimizer._optimizer.tensors()["exp_avg.score.weight"].norm()) == pytest.approx(1e-3, rel=1e-3)
 
 
+def test_the_policys_update_and_what_is_published_are_the_same_with_and_without_the_head(directory: Path):
+    sequences = layout_sequences()
+    with_head = trained_engine(trunk_config(directory))
+    alone = engine_of(tiny_config(directory, "qwen2", **PLAIN, learner={"max_tokens": 40}, loss={"skip_threshold": 0}))
+    stats = [engine.update(sequences, version=0) for engine in (with_head, alone)]
+    assert stats[0].grad_norm == stats[1].grad_norm
+    one, other = dict(with_head.gather()), dict(alone.gather())
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+def test_a_head_is_saved_restored_and_exported_beside_the_policy(directory: Path, tmp_path: Path, lora: bool):
+    config, sequences = trunk_config(directory, **(LORA if lora else {})), layout_sequences()
+    engine = trained_engine(config, 2)
+    assert engine.critic is not None
+    engine.update(sequences, version=0)  # the trunk moves, too: with adapters values are those of the adapted policy
+    values = engine.critic.score(sequences)
+    save(engine, tmp_path / "saved", 1)
+    write_manifest(tmp_path / "saved")
+    again = engine_of(config)
+    again.load(tmp_path / "saved")
+    assert again.critic is not None
+    assert all(np.array_equal(of, values[i]) for i, of in again.critic.score(sequences).items())
+    for one in (engine, again):
+        one.critic.update(with_targets(sequences), version=0)  # pyright: ignore[reportOptionalMemberAccess]
+    assert torch.equal(head_of(engine), head_of(again))
+    export_checkpoint(tmp_path / "saved", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out" / "critic").iterdir()] == ["value_head.safetensors"]
+    head = load_file(tmp_path / "out" / "critic" / "value_head.safetensors")["score.weight"]
+    exported = causal_lm(tmp_path / "out")
+    assert not any("score" in name for name, _ in exported.named_parameters())
+    for sequence in sequences[:2]:
+        expected = plain_values(exported, sequence, head)
+        np.testing.assert_allclose(values[sequence.sequence_id], expected, atol=1e-5, rtol=1e-5)
+    if lora:
+        export_adapter(tmp_path / "saved", tmp_path / "adapter")
+        assert not any("score" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+
+
+def test_checkpoints_of_the_other_trunk_are_refused(directory: Path, tmp_path: Path):
+    save(trained_engine(trunk_config(directory)), tmp_path / "head", 1)
+    own = trunk_config(directory, critic={"trunk": "own"})
+    with pytest.raises(RunError, match="another model's"):
+        engine_of(own).load(tmp_path / "head")
+
+
 def test_keys_that_need_a_model_of_its_own_are_refused(directory: Path):
     for sections, message in (
         ({"critic": {"path": "values"}}, r"critic\.path: expected no value with critic\.trunk"),
@@ -142,3 +196,44 @@ def test_keys_that_need_a_model_of_its_own_are_refused(directory: Path):
     ):
         with pytest.raises(Exception, match=message):
             trunk_config(directory, **sections)
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_heads_updates_of_one(tmp_path: Path):
+    compare_with_one_process(tmp_path, ["sequence 2"], lora=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "adapters"])
+def test_more_ranks_make_the_heads_updates_of_one(tmp_path: Path, lora: bool):
+    compare_with_one_process(tmp_path, ["shards 2", "replicas 2", "sequence 2"], lora=lora)
+
+
+def compare_with_one_process(tmp_path: Path, names: list[str], *, lora: bool) -> None:
+    """Each layout goes on from a checkpoint of one process, and then one process from each layout's."""
+    layout_model(tmp_path / "qwen2", "qwen2")
+    config, sequences = trunk_config(tmp_path, **(LORA if lora else {})), layout_sequences()
+    engine = trained_engine(config)
+    save(engine, tmp_path / "begun", 1)
+    assert engine.critic is not None
+    values = [engine.critic.score(sequences)]
+    stats = engine.critic.update(with_targets(sequences), version=0)
+    head = head_of(engine).clone()
+    values.append(engine.critic.score(sequences))
+    norm = engine.update(sequences, version=0).grad_norm
+    values.append(engine.critic.score(sequences))
+    published = dict(engine.gather())
+    (tmp_path / "trunk.json").write_text(json.dumps([names, lora]), encoding="utf-8")
+    run_ranks("on_trunk", tmp_path)
+    for name in names:
+        found, numbers, got = torch.load(tmp_path / f"{name}.pt", weights_only=False)
+        assert numbers == pytest.approx((stats.loss, stats.grad_norm, stats.tokens_trained, norm), rel=1e-5)
+        assert got.keys() == published.keys()
+        for key, tensor in published.items():
+            torch.testing.assert_close(got[key], tensor, rtol=1e-5, atol=1e-5)
+        for of_layout, of_one in zip(found, values, strict=True):
+            for sequence_id, expected in of_one.items():
+                np.testing.assert_allclose(of_layout[sequence_id], expected, rtol=1e-5, atol=1e-5)
+        again = engine_of(config)
+        again.load(tmp_path / f"saved {name}")
+        torch.testing.assert_close(head_of(again), head, rtol=1e-5, atol=1e-5)
