@@ -46,6 +46,10 @@ ARMS: dict[str, dict[str, Any]] = {
         "loss": {"preset": "ppo", "dual_clip": 3.0},
         "critic": {"lam": 0.0, "lr": 3e-3, "value_clip": 0.0},
     },
+    "head on the policy (gae)": {
+        "loss": {"preset": "ppo", "dual_clip": 3.0},
+        "critic": {"trunk": "policy", "lam": 0.0, "lr": 3e-2, "value_clip": 0.0},
+    },
 }
 
 
