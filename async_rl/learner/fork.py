@@ -3,7 +3,7 @@
 ``fork_run`` copies the checkpoint into the new directory, and the learner resumes from the copy as from its own. The
 fork continues the run's steps, versions and learning rate schedule, with its model, optimizer and place in the data.
 Groups that waited in the run's queue are not copied, so the queue of the fork counts them as rolled back and samples
-their prompts again. Metrics and evaluations begin anew. A critic goes on like the model, so ``critic.path`` stays.
+their prompts again. Metrics and evaluations begin anew. A critic goes on like the model, so what it is stays.
 
 Checkpoints are never changed in place, so the large files are hard links if both directories are on one file system.
 Nothing is written into the other run's directory.
@@ -138,7 +138,7 @@ def fork_run(point: ForkPoint, config: Config) -> dict[str, tuple[Any, Any]]:
 
     Raises:
         RunError: the checkpoint is damaged or not of a reinforcement learning run, has no critic where one is needed,
-            or began with another one than ``critic.path``; or the files can't be written.
+            or another one than ``[critic]`` describes; or the files can't be written.
         ConfigError: another version of async-rl wrote the checkpoint's config.
     """
     run_dir = RunDir(Path(config.run.dir))
@@ -198,12 +198,14 @@ def _check_critic(point: ForkPoint, old: Config, new: Config) -> None:
             f"needs, got {point.checkpoint}, which has none; leave out --from, and set model.path to what `async-rl "
             f"export {point.checkpoint}` writes"
         )
-    if old.critic.path != new.critic.path:
-        expected, got = ("no value" if path is None else repr(path) for path in (old.critic.path, new.critic.path))
-        raise RunError(
-            f"critic.path: expected {expected}, as in the config of {point.checkpoint}, whose critic the fork goes on "
-            f"with, got {got}; set it back, or begin with another critic in a run without --from"
-        )
+    for key in ("trunk", "path"):
+        before, now = (getattr(config.critic, key) for config in (old, new))
+        if before != now:
+            expected, got = ("no value" if value is None else repr(value) for value in (before, now))
+            raise RunError(
+                f"critic.{key}: expected {expected}, as in the config of {point.checkpoint}, whose critic the fork "
+                f"goes on with, got {got}; set it back, or begin with another critic in a run without --from"
+            )
 
 
 def _forked_extra(extra: dict[str, object], config: Config, changed: Collection[str]) -> dict[str, object]:

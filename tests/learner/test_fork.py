@@ -144,9 +144,10 @@ def rewrite_config(run: Run, config: Config) -> ForkPoint:
     return point
 
 
-def with_critic(config: Config, path: str | None = None) -> Config:
+def with_critic(config: Config, path: str | None = None, trunk: str = "own") -> Config:
     gae = config.loss.model_copy(update={"advantage": "gae"})
-    return config.model_copy(update={"loss": gae, "critic": config.critic.model_copy(update={"path": path})})
+    critic = config.critic.model_copy(update={"path": path, "trunk": trunk})
+    return config.model_copy(update={"loss": gae, "critic": critic})
 
 
 def test_a_fork_goes_on_with_the_critic_of_its_checkpoint_or_is_refused(run: Run, tmp_path: Path):
@@ -161,6 +162,8 @@ def test_a_fork_goes_on_with_the_critic_of_its_checkpoint_or_is_refused(run: Run
     for other, shown in ((None, "no value"), ("runs/other", "'runs/other'")):
         with pytest.raises(RunError, match=rf"critic\.path: expected 'runs/rm', as in .*, got {shown}; set it back"):
             fork_run(point, with_critic(plain, other))
+    with pytest.raises(RunError, match=r"critic\.trunk: expected 'own', as in .*, got 'policy'; set it back"):
+        fork_run(point, with_critic(plain, trunk="policy"))
     assert RunDir(tmp_path / "fork").latest_checkpoint is None
     same = with_critic(plain, "runs/rm")
     assert notes_on_models(point, fork_run(point, same), same) == []
