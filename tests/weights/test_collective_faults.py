@@ -32,7 +32,7 @@ FAULTS = [
     *((f"init:{fault}") for fault in ("progress", "raise", "async")),
     *((f"broadcast:{fault}") for fault in ("raise", "async", "stall")),
 ]
-HANGS = ["init:hang", "broadcast:hang"]
+HANGS = [pytest.param("init:hang", marks=pytest.mark.long), "broadcast:hang"]
 
 
 @pytest.fixture
