@@ -24,18 +24,16 @@ from async_rl.config.judge import PLACEHOLDER, JudgeConfig
 from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.judge_client import JudgeClient
 from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.rewards.served import ServedReward
 
 _VERDICT = re.compile(r"[*_#\s]*score[*_\s]*:[*_\s]*(-?[0-9]+(?:\.[0-9]+)?)[*_\s]*", re.IGNORECASE)
 _HIDDEN = "</think>"
 
 
-class JudgeReward:
+class JudgeReward(ServedReward):
     """Scores answers by a judge's verdicts. The part ``judge`` is ``scale`` times the score, mapped to [0, 1] from the
     rubric's range; that is the accuracy too.
     """
-
-    is_async = True
-    needs_whole_group = False
 
     def __init__(self, config: JudgeConfig, client: JudgeClient, *, scale: float) -> None:
         """Open the cache.
@@ -43,22 +41,10 @@ class JudgeReward:
         Raises:
             ConfigError: the rubric or the cache can't be read, or the rubric has no place for the answer.
         """
+        super().__init__(client)
         self._config, self._client, self._scale = config, client, scale
         self._rubric = _rubric(config)
         self._cache = VerdictCache(config.cache)
-
-    @property
-    def trouble(self) -> str:
-        """Why verdicts are not coming; empty if nothing is known to be wrong."""
-        return self._client.trouble
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of answers that wait for a verdict."""
-        return self._client.num_waiting
-
-    def __call__(self, item: RewardInput) -> RewardOutput:
-        return self.score_group([item])[0]
 
     def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
         if len(items) == 1:
@@ -69,12 +55,8 @@ class JudgeReward:
     def counters(self) -> dict[str, int]:
         return self._client.counters()
 
-    def interrupt(self) -> None:
-        """Let the calls that wait raise RewardError, and later ones too."""
-        self._client.close()
-
     def close(self) -> None:
-        self._client.close()
+        super().close()
         self._cache.close()
 
     def _output(self, score: float) -> RewardOutput:

@@ -15,34 +15,20 @@ from async_rl.config.config import Config
 from async_rl.errors import RewardError
 from async_rl.net.keys import ClientKeys
 from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.rewards.served import ServedReward
 from async_rl.scoring.client import ScorerClient
 
 
-class ModelReward:
+class ModelReward(ServedReward):
     """Asks the scorer of ``reward.model``. The part ``model`` is the score times ``scale``.
 
     The accuracy is the logistic function of the score: the probability that the answer beats one of score 0 under the
     model of Bradley and Terry.
     """
 
-    is_async = True
-    needs_whole_group = False
-
     def __init__(self, client: ScorerClient, *, scale: float) -> None:
+        super().__init__(client)
         self._client, self._scale = client, scale
-
-    @property
-    def trouble(self) -> str:
-        """Why grading waits; empty if it does not."""
-        return self._client.trouble
-
-    @property
-    def num_waiting(self) -> int:
-        """The number of answers for whose scores this reward waits."""
-        return self._client.num_waiting
-
-    def __call__(self, item: RewardInput) -> RewardOutput:
-        return self.score_group([item])[0]
 
     def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
         futures = [self._client.score([dict(m) for m in item.messages], item.text) for item in items]
@@ -50,13 +36,6 @@ class ModelReward:
 
     def counters(self) -> dict[str, int]:
         return {}
-
-    def interrupt(self) -> None:
-        """Let the calls that wait fail. Call it before the threads that call this reward are joined."""
-        self._client.close()
-
-    def close(self) -> None:
-        self._client.close()
 
     def _output(self, score: float) -> RewardOutput:
         if not math.isfinite(score):
