@@ -122,21 +122,26 @@ def token_logprobs(
             a divided head, or with a prediction.
     """
     _check_rows(hidden_Nd, targets_N, temperatures_N)
-    if chunk_bytes is None:
-        chunk_bytes = CHUNK_BYTES.get(hidden_Nd.device.type, CHUNK_BYTES["cuda"])
     part = VocabularyPart.of(head.weight)
     if others_NK is not None and (part is not None or predict is not None):
         raise ValueError(
             "expected a whole head and no prediction with others_NK; this is a bug in async-rl, please report it"
         )
-    rows = max(1, chunk_bytes // (4 * (head.weight.shape[0] if part is None else part.largest_size)))
-    rows = rows // _ROWS_MULTIPLE * _ROWS_MULTIPLE or rows
+    rows = _rows_per_chunk(head.weight.shape[0] if part is None else part.largest_size, hidden_Nd.device, chunk_bytes)
     chunks = _chunks(targets_N, temperatures_N.float(), sampling_mask, others_NK, rows)
     settings = _Settings(chunks, cap, entropy_grad, predict if torch.is_grad_enabled() else None, part)
     own = (t.to_local() if isinstance(t, DTensor) else t for t in (hidden_Nd, head.weight, head.bias))
     tensors = (None if t is None else t.to(dtype or t.dtype) for t in own)
     logprobs_N, entropies_N, found_NK = _HeadLogprobs.apply(*tensors, settings)
     return TokenLogprobs(logprobs_N, entropies_N, None if others_NK is None else found_NK)
+
+
+def _rows_per_chunk(num_logits: int, device: torch.device, chunk_bytes: int | None) -> int:
+    """Return how many rows of ``num_logits`` float32 logits a chunk has: one at least."""
+    if chunk_bytes is None:
+        chunk_bytes = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
+    rows = max(1, chunk_bytes // (4 * num_logits))
+    return rows // _ROWS_MULTIPLE * _ROWS_MULTIPLE or rows
 
 
 def _check_rows(hidden_Nd: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> None:
