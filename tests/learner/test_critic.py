@@ -15,10 +15,8 @@ from async_rl.config.config import Config
 from async_rl.errors import ModelError, RunError, TrainingError
 from async_rl.learner.critic import check_critic_skipped, critic_metrics, train_critic, with_values, without_policy
 from async_rl.learner.engine import UpdateCost, UpdateStats
-from async_rl.learner.engine.fsdp_engine import FsdpEngine, policy_schedule
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.engine.fsdp_engine import policy_schedule
 from async_rl.learner.export import export_checkpoint
-from async_rl.learner.file_digests import write_manifest
 from async_rl.learner.losses.value import critic_sequences, value_loss
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.step_result import trained_counts
@@ -28,6 +26,7 @@ from async_rl.run.step_log import read_rows
 from tests.learner.engine.test_value_model import classifier, plain_values
 from tests.learner.layouts import LORA, layout_model, layout_sequences
 from tests.learner.rank_scenarios import PLAIN, save
+from tests.learner.saved_critic import engine_of, restored
 from tests.learner.test_advantages import prepare, rollout
 from tests.learner.test_trainer import ScriptedEngine, make_run
 from tests.learner.tiny import tiny_config
@@ -53,10 +52,6 @@ def config_of(directory: Path, critic: dict[str, Any] | None = None, **sections:
         own["path"] = str(directory / own["path"])
     base = PLAIN | {"learner": {"max_tokens": 40}, "loss": {"advantage": "gae", "skip_threshold": 0}, "critic": own}
     return tiny_config(directory, "qwen2", **(base | sections))
-
-
-def engine_of(config: Config) -> FsdpEngine:
-    return FsdpEngine(config, init_ranks(config))
 
 
 def with_targets(sequences: list[TrainSequence], values: dict[int, np.ndarray]) -> list[TrainSequence]:
@@ -121,13 +116,7 @@ def test_a_critic_is_saved_restored_and_exported_with_the_policy(directory: Path
     assert not any(of.any() for of in first.values())  # a new head
     for _ in range(2):
         engine.critic.update(with_targets(sequences, first), version=0)
-    values = engine.critic.score(sequences)
-    save(engine, tmp_path / "saved", 1)
-    write_manifest(tmp_path / "saved")
-    again = engine_of(config)
-    again.load(tmp_path / "saved")
-    assert again.critic is not None
-    assert all(np.array_equal(of, values[i]) for i, of in again.critic.score(sequences).items())
+    _, values = restored(engine, config, tmp_path / "saved", sequences)
     export_checkpoint(tmp_path / "saved", tmp_path / "out")
     exported = classifier(tmp_path / "out" / "critic")
     for sequence in sequences[:2]:

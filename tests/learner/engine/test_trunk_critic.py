@@ -16,10 +16,8 @@ from torch import Tensor
 from async_rl.config.config import Config
 from async_rl.errors import RunError
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.engine.trunk_critic import TrunkCritic
 from async_rl.learner.export import export_adapter, export_checkpoint
-from async_rl.learner.file_digests import write_manifest
 from async_rl.learner.losses.value import critic_sequences, value_loss
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
@@ -27,6 +25,7 @@ from tests.learner.layouts import LORA, layout_model, layout_sequences
 from tests.learner.on_trunk import trunk_config, with_targets
 from tests.learner.rank_scenarios import PLAIN, save
 from tests.learner.ranks import run_ranks
+from tests.learner.saved_critic import engine_of, restored
 from tests.learner.tiny import tiny_config
 
 
@@ -35,10 +34,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("trunk")
     layout_model(root / "qwen2", "qwen2")
     return root
-
-
-def engine_of(config: Config) -> FsdpEngine:
-    return FsdpEngine(config, init_ranks(config))
 
 
 def head_of(engine: FsdpEngine) -> Tensor:
@@ -157,13 +152,7 @@ def test_a_head_is_saved_restored_and_exported_beside_the_policy(directory: Path
     engine = trained_engine(config, 2)
     assert engine.critic is not None
     engine.update(sequences, version=0)  # the trunk moves, too: with adapters values are those of the adapted policy
-    values = engine.critic.score(sequences)
-    save(engine, tmp_path / "saved", 1)
-    write_manifest(tmp_path / "saved")
-    again = engine_of(config)
-    again.load(tmp_path / "saved")
-    assert again.critic is not None
-    assert all(np.array_equal(of, values[i]) for i, of in again.critic.score(sequences).items())
+    again, values = restored(engine, config, tmp_path / "saved", sequences)
     for one in (engine, again):
         one.critic.update(with_targets(sequences), version=0)  # pyright: ignore[reportOptionalMemberAccess]
     assert torch.equal(head_of(engine), head_of(again))
