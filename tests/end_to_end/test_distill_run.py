@@ -114,15 +114,7 @@ def test_each_process_killed_at_each_place_loses_and_repeats_no_prompt(tmp_path:
     )
     with fault_run(tmp_path, config) as run:
         run.launch()
-        run.await_step(3)  # a checkpoint is there
-        for number, point in enumerate(FAULT_POINTS):
-            run.kill_at(point)
-            os.kill(process_of(run.marker, "scorer"), signal.SIGKILL)
-            print(f"step {run.last_step()}: killed it at {point}, and the teacher")
-            if number % 3 == 2:
-                run.kill_launch()  # it gives up after five deaths in a row
-            run.await_step(run.last_step() + 4)  # and when no checkpoint came after the last death
-        assert not run.is_finished
+        run.kill_at_each(FAULT_POINTS, lambda: os.kill(process_of(run.marker, "scorer"), signal.SIGKILL))
         run.finish()
     print(judge(run.run_dir, num_rows=num_rows))
     assert all("distill/top_k_mass" in row for row in metrics(run.run_dir) if "version" in row)

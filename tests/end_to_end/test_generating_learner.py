@@ -127,13 +127,6 @@ def test_ranks_that_sample_and_are_killed_lose_and_repeat_no_prompt(tmp_path: Pa
     config = fault_config(tmp_path, num_rows=num_rows, generator=ALONE, **sections)
     with fault_run(tmp_path, config, num_generators=0) as run:
         run.launch()
-        run.await_step(3)  # a checkpoint is there
-        for number, point in enumerate(POINTS):
-            run.kill_at(point)
-            print(f"step {run.last_step()}: killed it at {point}")
-            if number % 3 == 2:
-                run.kill_launch()  # it gives up after five deaths in a row
-            run.await_step(run.last_step() + 4)  # and when no checkpoint came after the last death
-        assert not run.is_finished
+        run.kill_at_each(POINTS)
         run.finish()
     print(f"{judge(run.run_dir, num_rows=num_rows)}; {run.num_starts} starts")
