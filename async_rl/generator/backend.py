@@ -196,6 +196,18 @@ class MultiRankBackend(Protocol):
 
 
 @runtime_checkable
+class SleepingBackend(Protocol):
+    """Additional method of a backend whose engine computes between calls, too, and can lend its device to others."""
+
+    def sleep(self) -> None:
+        """Compute nothing from now on, and give up the device's memory as far as possible. Sequences are kept.
+
+        The next ``activate``, ``step`` or scoring wakes the engine. Until then the device must have the memory again.
+        """
+        ...
+
+
+@runtime_checkable
 class TextBackend(Protocol):
     """Additional property of a backend that has its own tokens instead of those of the model's tokenizer."""
 
@@ -226,6 +238,7 @@ def build_backend(
     directory: Path,
     *,
     load_pretrained: bool = False,
+    can_sleep: bool = False,
     code_digests: Mapping[str, str] | None = None,
 ) -> Backend:
     """Build the engine that ``config.generator`` names, for the model files in ``directory``.
@@ -234,6 +247,7 @@ def build_backend(
     If versions hold only adapters, links to the frozen weights, those of ``model.path``, are added to ``directory``.
 
     Args:
+        can_sleep: the engine lends its device to others at times. It is a ``SleepingBackend`` if it needs to know.
         code_digests: the learner's digests of the user's own code; None if this machine's user chose the code.
 
     Raises:
@@ -246,7 +260,7 @@ def build_backend(
         backend_class = _own_class(name, config, code_digests)
         capabilities, factory = backend_class.capabilities, backend_class.from_files
     elif name in FACTORIES:
-        capabilities, factory = BACKENDS[name], FACTORIES[name]
+        capabilities, factory = BACKENDS[name], (SLEEPING if can_sleep else FACTORIES)[name]
     else:
         raise ConfigError(f"generator.backend: expected one of {', '.join(FACTORIES)}, got {name!r}; correct it")
     if load_pretrained and not capabilities.offline:
@@ -359,10 +373,18 @@ def _build_vllm(directory: Path, config: Config, *, device: str | None, load_pre
     return VllmBackend.from_files(directory, config, device=device or "cpu")
 
 
+def _build_sleeping_vllm(directory: Path, config: Config, *, device: str | None, load_pretrained: bool) -> Backend:
+    from async_rl.generator.vllm.backend import VllmBackend
+
+    return VllmBackend.from_files(directory, config, device=device or "cpu", can_sleep=True)
+
+
 FACTORIES: Mapping[str, BackendFactory] = MappingProxyType(
     {"vllm": _build_vllm, "transformers": _build_transformers, "fake": _build_fake}
 )
 """The same names as in ``config.generator.BACKENDS``."""
+SLEEPING: Mapping[str, BackendFactory] = MappingProxyType({**FACTORIES, "vllm": _build_sleeping_vllm})
+"""The same backends for devices that do other work at times. Those that compute only in ``step`` are no different."""
 
 
 def _mixed(value: UInt64Array) -> UInt64Array:

@@ -116,6 +116,22 @@ def test_two_versions_in_flight_score_as_the_models_that_they_make(backend):
         assert others.max() > 1e-2, "the adapters must be large enough to be seen"
 
 
+def test_an_engine_that_has_slept_goes_on_with_each_requests_own_adapters(backend):
+    backend.activate(3, adapters_of(1))
+    submit(backend, "old", group_size=4, max_new_tokens=200)
+    while not backend.progress()["old"]:
+        backend.step()
+    backend.sleep()
+    backend.activate(4, adapters_of(2))
+    submit(backend, "new", group_size=4, max_new_tokens=60)
+    backend.step()
+    backend.sleep()
+    for (lease_id, _), sampled in run_all(backend).items():
+        version = {"old": 3, "new": 4}[lease_id]
+        assert set(sampled.versions.tolist()) == {version}
+        np.testing.assert_allclose(sampled.logprobs, scores(merged(version - 2), sampled), atol=1e-5)
+
+
 def test_given_tokens_are_scored_with_the_newest_adapters_which_its_digests_tell_apart(backend):
     backend.activate(7, adapters_of(5))
     first = dict(backend.digests())

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from async_rl.errors import ModelError, WeightsError
+from async_rl.queue.parity import ProbeSequence
 from async_rl.sampling_mask import contains
 from tests.generator.tiny_model import CHARACTERS
 from tests.vllm.tiny import (
@@ -264,6 +265,48 @@ def test_kept_keys_and_values_are_those_of_the_old_weights_until_the_sequence_en
     for index in range(2):
         # What began after the swap has nothing of the old weights, the prompt's cache neither.
         np.testing.assert_allclose(finished["b", index].logprobs, scores(new, finished["b", index]), atol=TOLERANCE)
+
+
+def sleep_and_lose_the_weights(backend) -> None:
+    """What a GPU's engine does when it sleeps. vLLM's CPU build keeps its memory, so the test overwrites it."""
+    held = dict(backend.digests())
+    backend.sleep()
+    engine = backend._engine
+    engine._run(engine._llm.collective_rpc("reset_weights"))
+    assert engine.digests() != held
+
+
+@pytest.mark.parametrize("next_version", [3, 4])
+def test_sequences_go_on_after_the_engine_has_slept_with_the_same_or_the_next_version(backend, next_version):
+    """Their keys and values are computed again, by the version with which the engine wakes."""
+    models = {3: make_model(0), 4: make_model(1)}
+    for name in ("a", "stopped"):
+        submit(backend, name, PROMPTS[1], group_size=8, max_new_tokens=200, seed=5)
+    steps_until(backend, lambda progress: min(progress.values()) > 8 * 20)
+    sleep_and_lose_the_weights(backend)
+    num_tokens = backend.num_tokens
+    backend.cancel("stopped")
+    submit(backend, "later", PROMPTS[0], group_size=2, max_new_tokens=20, seed=6)
+    assert backend.num_tokens == num_tokens, "nothing is sampled while it sleeps"
+    if next_version != 3:
+        backend.activate(next_version, weights_of(1))
+    finished = run_all(backend)
+    assert {name for name, _ in finished} == {"a", "later"}
+    assert {v for s in finished.values() for v in s.versions.tolist()} == {3, next_version}
+    for sampled in finished.values():
+        for version in np.unique(sampled.versions).tolist():
+            of_version = sampled.versions == version
+            expected = scores(models[version], sampled)[of_version]
+            np.testing.assert_allclose(sampled.logprobs[of_version], expected, atol=TOLERANCE)
+
+
+def test_an_engine_that_sleeps_wakes_to_score_tokens_and_to_report_its_digests(backend):
+    given = ProbeSequence(np.arange(3, 23, dtype=np.int32), 8)
+    held, scored = dict(backend.digests()), backend.score_tokens([given], 1.0)
+    sleep_and_lose_the_weights(backend)
+    np.testing.assert_allclose(backend.score_tokens([given], 1.0), scored, atol=TOLERANCE)
+    sleep_and_lose_the_weights(backend)
+    assert backend.digests() == held
 
 
 def test_an_older_version_of_another_lineage_replaces_a_newer_one(backend):

@@ -100,8 +100,13 @@ def workers_receive(config: Config, *, device: str) -> bool:
     return has_broadcasts and config.generator.double_buffer and config.generator.tensor_parallel_size == 1
 
 
-def engine_arguments(directory: Path, config: Config, *, device: str, max_length: int) -> dict[str, Any]:
-    """Return the keyword arguments of vLLM's ``AsyncEngineArgs`` for this run."""
+def engine_arguments(
+    directory: Path, config: Config, *, device: str, max_length: int, can_sleep: bool = False
+) -> dict[str, Any]:
+    """Return the keyword arguments of vLLM's ``AsyncEngineArgs`` for this run.
+
+    ``can_sleep``: the engine gives up its memory when it sleeps, if vLLM can do that on ``device``.
+    """
     engine, vllm = config.generator, config.experimental.vllm
     is_cpu = device == "cpu"
     dtype = config.model.dtype if config.model.dtype != "auto" else "float32" if is_cpu else "bfloat16"
@@ -133,6 +138,8 @@ def engine_arguments(directory: Path, config: Config, *, device: str, max_length
         # For a prompt that is read in parts, vLLM rewinds the random numbers. torch's CPU generators can't do that, and
         # the engine would fail.
         **({"enable_chunked_prefill": False} if is_cpu else {}),
+        # vLLM's CPU build takes calls to sleep and to wake, but refuses this.
+        **({"enable_sleep_mode": True} if can_sleep and not is_cpu else {}),
         **transfer,
         "additional_config": {DOUBLE_BUFFER: workers_receive(config, device=device)},
         "worker_extension_cls": "async_rl.generator.vllm.weights.WorkerCalls",

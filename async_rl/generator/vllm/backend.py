@@ -85,7 +85,7 @@ class _Progress:
 class VllmBackend:
     """Samples with vLLM in separate processes.
 
-    It implements ``Backend``, ``MultiRankBackend`` and ``ScoringBackend``.
+    It implements ``Backend``, ``MultiRankBackend``, ``ScoringBackend`` and ``SleepingBackend``.
     """
 
     capabilities = BACKENDS["vllm"]
@@ -114,6 +114,7 @@ class VllmBackend:
         self._capacity = KvCacheCapacity(max_running)
         self._staging = SharedStaging()
         self._version = NO_VERSION
+        self._source: Mapping[str, Any] = {}
         self._num_activations = 0
         self._num_requests = 0
         self._waiting: deque[_Rollout] = deque()
@@ -123,8 +124,10 @@ class VllmBackend:
         self._num_scorings = 0
 
     @classmethod
-    def from_files(cls, directory: str | Path, config: Config, *, device: str) -> VllmBackend:
+    def from_files(cls, directory: str | Path, config: Config, *, device: str, can_sleep: bool = False) -> VllmBackend:
         """Start the engine for the model and tokenizer in ``directory``. It has no weights until ``activate``.
+
+        ``can_sleep``: allocate the engine's memory on a GPU so that ``sleep`` gives it up.
 
         Raises:
             ModelError: vLLM is not installed, a file is missing or unreadable, vLLM can't run the model, or the config
@@ -144,7 +147,8 @@ class VllmBackend:
         answers = [config.eval.of(name).max_new_tokens or 0 for name in config.data.eval]
         wanted = config.sampling.max_prompt_tokens + max(config.sampling.max_new_tokens, *answers, 0)
         max_length = min(wanted, getattr(text_config, "max_position_embeddings", None) or wanted)
-        engine = VllmEngine.start(engine_arguments(directory, config, device=device, max_length=max_length))
+        arguments = engine_arguments(directory, config, device=device, max_length=max_length, can_sleep=can_sleep)
+        engine = VllmEngine.start(arguments)
         has_adapters = config.lora.publishes_adapters
         return cls(
             engine,
@@ -222,6 +226,7 @@ class VllmBackend:
             EngineError: the engine has died, or a request failed.
             WeightsError: the active weights give NaN.
         """
+        self._wake()
         early, self._early = self._early, []
         pieces = [*early, *self._engine.poll(0.0 if early else _STEP_S)]
         finished = [sampled for piece in pieces if (sampled := self._take(piece)) is not None]
@@ -247,6 +252,7 @@ class VllmBackend:
         ``VllmEngine.load_paused``). If ``weights`` are adapters, running sequences keep theirs.
         """
         if self._lora is not None:
+            self._wake()
             self._lora.check(weights)
             pause_s = self._lora.activate(weights, self._adapters_in_flight())
             self._version = version
@@ -254,16 +260,30 @@ class VllmBackend:
             return pause_s
         self._table.check(weights)
         if isinstance(weights, HeldByEngine):
-            source = {"received": weights.number}
+            self._source = {"received": weights.number}
         else:
             # The engine goes on decoding during this copy.
             self._staging.write(weights)
             memory = self._staging
-            source = {"path": memory.path, "size_bytes": memory.size_bytes, "rows": memory.rows}
-        pause_s = self._engine.load_paused(version, source, recompute=self._recompute)
+            self._source = {"path": memory.path, "size_bytes": memory.size_bytes, "rows": memory.rows}
+        pause_s = self._engine.load_paused(version, self._source, recompute=self._recompute)
         self._version = version
         self._num_activations += 1
         return pause_s
+
+    def sleep(self) -> None:
+        # The weights are still in shared memory, from where the next version or the same one is loaded. Below adapters
+        # they are only in vLLM.
+        self._engine.sleep(keeps_weights=self._lora is not None)
+
+    def _wake(self) -> None:
+        """Go on where ``sleep`` has stopped, with the same version."""
+        if not self._engine.is_asleep:
+            return
+        if self._lora is not None:
+            self._engine.wake()
+        else:
+            self._engine.load_paused(self._version, self._source, recompute=self._recompute)
 
     @property
     def name(self) -> str:
@@ -288,6 +308,7 @@ class VllmBackend:
         """
         if mode == "float32_head" or any(rollout.gathered.lists for rollout in self._running.values()):
             return None
+        self._wake()
         self._num_scorings += 1
         salt = f"{self._num_activations}" if mode == "cached_decode" else f"full_forward {self._num_scorings}"
         wanted: list[tuple[str, int]] = []
@@ -331,6 +352,7 @@ class VllmBackend:
         The names are vLLM's. Some of its parameters join several of the model's. The newest adapters follow, if there
         are any.
         """
+        self._wake()
         return self._engine.digests(self._newest_adapter)
 
     def close(self) -> None:

@@ -71,6 +71,7 @@ class VllmEngine:
         self._pieces: list[Piece] = []
         self._failure: BaseException | None = None
         self._arrived = asyncio.Event()
+        self._is_asleep = False
 
     @classmethod
     def start(cls, arguments: Mapping[str, Any]) -> VllmEngine:
@@ -211,9 +212,9 @@ class VllmEngine:
         self._call("open the pipes for weights", self._llm.init_weight_transfer_engine(request))
 
     def load_paused(self, version: int, source: Mapping[str, Any], *, recompute: bool) -> float:
-        """Pause the engine, load a version, and go on. Return the pause in seconds.
+        """Pause the engine, load a version, and go on. Return the pause in seconds. An engine that sleeps wakes.
 
-        The pause lasts from the request to stop the engine to the answer that it goes on.
+        The pause lasts from the request to stop or wake the engine to the answer that it goes on.
 
         Args:
             version: the version of all tokens from now on.
@@ -232,13 +233,52 @@ class VllmEngine:
 
         llm = self._llm
         started_s = time.perf_counter()
-        # AsyncLLM.pause_generation does the same, then sleeps for 20 ms.
-        await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=recompute)
+        if self._is_asleep:
+            await llm.wake_up(["weights"])
+        else:
+            # AsyncLLM.pause_generation does the same, then sleeps for 20 ms.
+            await llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=recompute)
         await llm.start_weight_update()
         await llm.update_weights(WeightTransferUpdateRequest(update_info=dict(source)))
         await llm.finish_weight_update(str(version))
-        await llm.resume_generation()
+        if self._is_asleep:
+            await llm.wake_up(["kv_cache"])
+            self._is_asleep = False
+        else:
+            await llm.resume_generation()
         return time.perf_counter() - started_s
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps. Then only requests may be added and stopped."""
+        return self._is_asleep
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Stop decoding, and give up the device's memory for weights, keys and values. On a CPU vLLM gives nothing up.
+
+        Running requests go on when the engine wakes, and their keys and values are computed again. An engine that
+        sleeps goes on sleeping.
+
+        Args:
+            keeps_weights: keep a copy of the weights on the host, for ``wake``. Without it only ``load_paused`` wakes
+                the engine.
+
+        Raises:
+            WeightsError: the engine did not fall asleep; it can't be used any more.
+        """
+        if self._is_asleep:
+            return
+        self._call("give its memory up", self._llm.sleep(1 if keeps_weights else 2, "keep"))
+        self._is_asleep = True
+
+    def wake(self) -> None:
+        """Go on with the weights that were kept.
+
+        Raises:
+            WeightsError: the engine did not wake; it can't be used any more.
+        """
+        self._call("take its memory again", self._llm.wake_up())
+        self._is_asleep = False
 
     def change_adapters(self, number: int, directory: Path, *, remove: Sequence[int]) -> float:
         """Forget the adapters ``remove``, and load those in ``directory`` under the id ``number``. Running requests go
@@ -262,7 +302,7 @@ class VllmEngine:
         return time.perf_counter() - started_s
 
     def _call(self, what: str, call: Coroutine[Any, Any, _T]) -> _T:
-        """Wait for a call to vLLM about weights. Return its answer. ``what`` describes the call for errors.
+        """Wait for a call to vLLM about weights or memory. Return its answer. ``what`` describes the call for errors.
 
         Raises:
             WeightsError: the call failed or took too long.
