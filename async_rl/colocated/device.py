@@ -1,18 +1,20 @@
 """Divide a rank's device between training and sampling: each has it in turns, and training decides whose turn it is.
 
 The rank's main thread calls ``open`` and ``close``. The thread that samples keeps the device for one decode step at a
-time. No torch.
+time. An engine that computes between its steps, too, keeps the device until it is asked to leave it. No torch.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 WAIT_S = 0.05
-"""How long ``turn`` waits for a device that trains. After that the sampling thread looks after its other duties."""
+"""How long ``turn`` waits for a device that trains. After that the sampling thread looks after its other duties. It is
+also how long these may take while an engine keeps the device."""
 
 
 class SharedDevice:
@@ -30,6 +32,7 @@ class SharedDevice:
         self._max_groups, self._now, self._wait_s = max_groups, clock, wait_s
         self._changed = threading.Condition()
         self._is_open = self._is_used = False
+        self._leave: Callable[[], object] | None = None
         self._num_begun = 0
         self._busy_s = 0.0
 
@@ -43,6 +46,10 @@ class SharedDevice:
     def is_closed(self) -> bool:
         """Whether no further decode step may begin."""
         return not self._is_open
+
+    @property
+    def max_wait_s(self) -> float:
+        return math.inf if self._leave is None else self._wait_s
 
     @property
     def groups_left(self) -> int | None:
@@ -61,15 +68,32 @@ class SharedDevice:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Let the device sample no more. Return when the present decode step, if there is one, is done."""
+        """Let the device sample no more. Return when the present decode step, if there is one, is done, and an engine
+        that keeps the device has left it.
+        """
         with self._changed:
             self._is_open = False
             self._changed.wait_for(lambda: not self._is_used)
+
+    def keep(self, leave: Callable[[], object]) -> None:
+        """From this turn on keep the device between turns. ``leave`` frees it; ``turn`` calls it when it is closed."""
+        self._leave = leave
+
+    def give_up(self) -> None:
+        """Nothing samples on the device any more."""
+        with self._changed:
+            self._leave = None
+            self._is_used = False
+            self._changed.notify_all()
 
     @contextmanager
     def turn(self) -> Iterator[bool]:
         """Keep the device for the ``with`` block. The value is False if it is closed, after a short wait."""
         with self._changed:
+            if self._is_used and self._leave is not None and not self._is_open:
+                self._leave()
+                self._is_used = False
+                self._changed.notify_all()
             self._is_used = is_free = self._changed.wait_for(lambda: self._is_open, self._wait_s)
             began_s = self._now()
         try:
@@ -78,5 +102,5 @@ class SharedDevice:
             with self._changed:
                 if is_free:
                     self._busy_s += self._now() - began_s
-                self._is_used = False
+                self._is_used = is_free and self._leave is not None
                 self._changed.notify_all()

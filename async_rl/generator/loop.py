@@ -107,6 +107,11 @@ class Device(Protocol):
         ...
 
     @property
+    def max_wait_s(self) -> float:
+        """How long at most to wait between two turns."""
+        ...
+
+    @property
     def groups_left(self) -> int | None:
         """How many groups of training may begin on it now. None: any number."""
         ...
@@ -120,6 +125,7 @@ class OwnDevice:
     """A device that does nothing else."""
 
     groups_left = None
+    max_wait_s = math.inf
 
     def turn(self) -> AbstractContextManager[bool]:
         return nullcontext(True)
@@ -411,6 +417,7 @@ class Worker:
             timeout_s = max(0.0, self._heartbeat_at_s - now_s)
             if self._request_not_before_s > now_s:
                 timeout_s = min(timeout_s, self._request_not_before_s - now_s)
+            timeout_s = min(timeout_s, self._device.max_wait_s)
         self._poll_at_s = now_s + _POLL_WHILE_RUNNING_S
         for event in self._queue.poll(timeout_s):
             self._handle(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 
@@ -71,6 +72,37 @@ def test_only_turns_on_the_open_device_are_busy_time():
     with device.turn():
         now[0] = 21.0
     assert device.busy_s == 1.0
+
+
+def test_an_engine_keeps_the_device_between_turns_until_it_is_asked_to_leave_it():
+    device, order = SharedDevice(wait_s=0), []
+    device.open()
+    assert device.max_wait_s == math.inf
+    with device.turn():
+        device.keep(lambda: order.append("left"))
+    assert device.max_wait_s == 0
+
+    def close() -> None:
+        device.close()
+        order.append("closed")
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    while not device.is_closed:
+        pass
+    assert order == []
+    for _ in range(2):  # it has nothing to leave the second time
+        with device.turn() as is_free:
+            assert not is_free
+        thread.join(30)
+    assert order == ["left", "closed"]
+    device.open()
+    with device.turn() as is_free:
+        assert is_free
+    order.clear()
+    device.give_up()
+    device.close()
+    assert order == [], "nothing is left that could be asked"
 
 
 def test_the_number_of_groups_that_may_begin_is_full_again_when_the_device_opens():
