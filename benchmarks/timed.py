@@ -83,7 +83,7 @@ class TimedEngine:
 
     def sample(self, order: SamplingOrder) -> None:
         assert self._sampler is not None
-        self._sampler.resume(order, {"weights": self._weights})
+        self._sampler.resume(order, [("weights", self._weights)])
 
     def stop_sampling(self) -> float:
         assert self._sampler is not None

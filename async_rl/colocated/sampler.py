@@ -2,11 +2,14 @@
 
 The thread does what the command ``async-rl generator`` does: it joins the queue, builds an engine, and runs the
 generator's loop. Two things differ. ``SharedDevice`` lets it compute only while the rank does not. And weights come
-from the rank's engine instead of the network: where the rank holds the whole policy in the dtype that it samples with,
-they are the policy's own memory, and no copy.
+from the rank's engine instead of the network.
 
-Between two samplings the policy changes in place. This is safe because a decode step and the activation of the version
-that it names happen in one turn on the device.
+The built-in engine computes in this process. Where the rank holds the whole policy in the dtype that it samples with,
+its weights are the policy's own memory, and no copy. Between two samplings the policy changes in place. This is safe
+because a decode step and the activation of the version that it names happen in one turn on the device.
+
+vLLM's engine is processes of its own, with memory of its own. It gets each version through the host's memory, and
+sleeps while the rank computes: then a GPU's memory is the rank's, but for that of CUDA's context and graphs.
 """
 
 from __future__ import annotations
@@ -16,15 +19,16 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_rl.colocated.device import SharedDevice
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
-from async_rl.generator.backend import Backend, build_backend
+from async_rl.generator.backend import Backend, SleepingBackend, build_backend
 from async_rl.generator.loop import Worker
 from async_rl.generator.worker import build_worker, scratch_directory, write_files
 from async_rl.learner.sampling import SamplingOrder, sampler_id
@@ -42,6 +46,9 @@ _JOIN_S = 300.0
 """Seconds. The learner has attached already, so only a queue server that is restarted makes it wait."""
 _END_S = 10.0
 """Seconds in which the thread notices that it must end: the longest wait of its loop, and the end of its engine."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""How the environment variables begin that make a process a rank of the learner."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,10 +113,16 @@ class LearnerSampler:
     def busy_s(self) -> float:
         return self._device.busy_s
 
-    def resume(self, order: SamplingOrder, weights: Mapping[str, Tensor] | None) -> None:
-        self.check()
+    def resume(self, order: SamplingOrder, weights: Iterable[tuple[str, Tensor]] | None) -> None:
         if weights is not None:
-            self._weights.hold(HeldWeights(order.lineage, order.version, order.digest, weights))
+            # vLLM's processes read them from the host's memory, and the device's is short.
+            held = {name: tensor.cpu() if self._uses_vllm else tensor for name, tensor in weights}
+            self._weights.hold(HeldWeights(order.lineage, order.version, order.digest, held))
+        self.check()  # other ranks take part in reading the weights, so this comes after it
+        if self._uses_vllm and self._torch_device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()  # what training has freed stays with torch otherwise
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(order,), name="sampling", daemon=True)
             self._thread.start()
@@ -142,6 +155,8 @@ class LearnerSampler:
                 logger.exception("sampling on rank %d of the learner has failed", self._rank)
                 self._report(f"rank {self._rank}, sampling: {type(error).__name__}: {error}")
                 self._error = error
+        finally:
+            self._device.give_up()
 
     def _sample(self, order: SamplingOrder) -> None:
         """Join the queue and sample until ``close`` or the end of the run."""
@@ -153,7 +168,10 @@ class LearnerSampler:
             welcome = queue.hello(_JOIN_S, config.generator.backend, socket.gethostname())
             directory = stack.enter_context(scratch_directory())
             write_files(directory, welcome.files)
-            backend: Backend = stack.enter_context(closing(build_backend(config, directory)))
+            backend = self._build(directory)
+            if backend is None:
+                return
+            stack.callback(backend.close)
             worker = build_worker(
                 config, queue=queue, receiver=self._weights, backend=backend, generator_id=own_id,
                 wait_s=math.inf,  # the learner's own client decides how long the queue may be silent
@@ -166,10 +184,51 @@ class LearnerSampler:
             if not self._is_closing:
                 worker.run()
 
+    @property
+    def _uses_vllm(self) -> bool:
+        return self._config.generator.backend == "vllm"
+
+    def _build(self, directory: Path) -> Backend | None:
+        """Build the engine in a turn on the device: it measures how much memory is free. None if it must end before.
+
+        An engine that computes between its steps, too, keeps the device from then on.
+        """
+        while not self._is_closing:
+            with self._device.turn() as is_free:
+                if not is_free:
+                    continue
+                with engine_environment(self._torch_device):
+                    backend = build_backend(self._config, directory, can_sleep=True)
+                if isinstance(backend, SleepingBackend):
+                    self._device.keep(backend.sleep)
+                return backend
+        return None
+
+
+@contextmanager
+def engine_environment(device: device) -> Iterator[None]:
+    """For the ``with`` block, have new processes of an engine see only ``device``, and be no ranks of the learner."""
+    visible = os.environ.get(_VISIBLE)
+    of_ranks = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_OF_RANKS)}
+    if device.type == "cuda":
+        os.environ[_VISIBLE] = visible.split(",")[device.index] if visible else str(device.index)
+    try:
+        yield
+    finally:
+        os.environ.update(of_ranks)
+        if visible is not None:
+            os.environ[_VISIBLE] = visible
+        else:
+            os.environ.pop(_VISIBLE, None)
+
 
 def _engine_config(config: Config, device: device) -> Config:
     """Return the config for the engine on ``device``, which has the learner's threads."""
-    changed: dict[str, Any] = {"num_threads": None, "tensor_parallel_size": 1, "count": 1}
+    changed: dict[str, Any] = {"num_threads": None, "tensor_parallel_size": 1, "count": 1, "devices": None}
     if has_model(config.generator.backend):
-        changed |= {"backend": "transformers", "devices": None if device.index is None else (device.index,)}
+        changed["backend"] = config.learner.generate_backend
+    if changed.get("backend") == "vllm":
+        changed["double_buffer"] = False  # versions come through the host's memory
+    elif device.index is not None:
+        changed["devices"] = (device.index,)
     return config.model_copy(update={"generator": config.generator.model_copy(update=changed)})

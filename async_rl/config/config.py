@@ -16,6 +16,7 @@ from async_rl.config.critic import CriticConfig
 from async_rl.config.data import DataConfig, EvalConfig, RowField
 from async_rl.config.distill import DistillConfig, check_distillation
 from async_rl.config.generator import (
+    BACKENDS,
     EnvironmentConfig,
     GeneratorConfig,
     SamplingConfig,
@@ -382,11 +383,12 @@ class Config(Section):
     def _check_generate(self) -> None:
         learner = self.learner
         if not learner.generate:
-            if learner.generate_groups is not None:
-                raise ValueError(
-                    f"learner.generate_groups: expected learner.generate = true, got false with "
-                    f"{learner.generate_groups}; set learner.generate, or leave learner.generate_groups out"
-                )
+            for key, default in (("generate_groups", None), ("generate_backend", "transformers")):
+                if (got := getattr(learner, key)) != default:
+                    raise ValueError(
+                        f"learner.{key}: expected learner.generate = true, got false with {got}; set "
+                        f"learner.generate, or leave learner.{key} out"
+                    )
             return
         whole = "each rank samples with the whole model"
         for key, got, needed, why in (
@@ -406,9 +408,22 @@ class Config(Section):
         if is_code_name(self.generator.backend):
             raise ValueError(
                 f"generator.backend: expected a built-in backend with learner.generate, got "
-                f"{self.generator.backend!r}; the learner samples with the built-in engine, so leave one of the two "
-                f"keys out"
+                f"{self.generator.backend!r}; the learner samples with a built-in one, so leave one of the two keys out"
             )
+        if self.learner_uses_vllm:
+            self._check_learners_vllm()
+
+    def _check_learners_vllm(self) -> None:
+        if not has_model(self.generator.backend):
+            raise ValueError(
+                f"learner.generate_backend: expected transformers with generator.backend {self.generator.backend}, "
+                f"with which nothing samples from a model, got vllm; leave one of the two keys out"
+            )
+        generator = self.generator.model_copy(update={"backend": "vllm", "tensor_parallel_size": 1})
+        try:
+            check_capabilities(self.model_copy(update={"generator": generator}), BACKENDS["vllm"])
+        except ValueError as error:
+            raise ValueError(f'with learner.generate_backend = "vllm": {error}') from None
 
     def _check_critic(self) -> None:
         critic = self.critic
@@ -459,6 +474,11 @@ class Config(Section):
     def samples_here(self) -> bool:
         """Whether processes that ``launch`` starts on this machine sample."""
         return bool(self.generator.count) or self.learner.generate
+
+    @property
+    def learner_uses_vllm(self) -> bool:
+        """Whether the learner samples with vLLM."""
+        return self.learner.generate and self.learner.generate_backend == "vllm"
 
     @property
     def has_critic_model(self) -> bool:

@@ -215,8 +215,13 @@ class LearnerConfig(Section):
     generate: bool = Field(
         default=False,
         description="Whether the learner samples, too: while a rank waits for groups, its device samples as another "
-        "generator, with the built-in engine and the policy's own weights. With generator.count = 0 it is the only "
-        "one that launch starts.",
+        "generator, with the policy's own weights. With generator.count = 0 it is the only one that launch starts.",
+    )
+    generate_backend: Literal["transformers", "vllm"] = Field(
+        default="transformers",
+        description="Engine with which the learner samples: transformers, the built-in one, in the rank's own process; "
+        "or vllm, beside each rank, which gives its GPU memory up while the rank computes (generator.memory_fraction, "
+        "docs/generating_learner.md).",
     )
     generate_groups: int | None = Field(
         default=None,

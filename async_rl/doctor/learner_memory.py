@@ -6,6 +6,7 @@ The prediction is that of ``learner.memory_plan``, for config files of models th
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,9 +166,28 @@ def check_learner_memory(config: Config, num_ranks: int, device_bytes: float, de
         f"{size_text(int(plan.activations + plan.head))}"
     )
     if needed <= device_bytes:
-        return [Finding("learner memory", "OK", found)]
-    fix = _fix(shape, config, num_ranks, device_bytes, device)
-    return [Finding("learner memory", "WARN" if plan.total * 0.85 <= device_bytes else "FAIL", found, fix=fix)]
+        findings = [Finding("learner memory", "OK", found)]
+    else:
+        fix = _fix(shape, config, num_ranks, device_bytes, device)
+        findings = [Finding("learner memory", "WARN" if plan.total * 0.85 <= device_bytes else "FAIL", found, fix=fix)]
+    if config.learner_uses_vllm and device == "cuda":
+        findings.append(_beside_vllm(config, plan, device_bytes))
+    return findings
+
+
+def _beside_vllm(config: Config, plan: MemoryPlan, device_bytes: float) -> Finding:
+    """Check that a rank that waits and the vLLM with which it samples fit its GPU together."""
+    waiting = plan.weights + plan.optimizer + RESERVED_BYTES
+    free, fraction = 1 - waiting / device_bytes, config.generator.memory_fraction
+    found = (
+        f"while a rank waits, it keeps {size_text(int(waiting))} of {size_text(int(device_bytes))}, and vLLM takes "
+        f"generator.memory_fraction = {fraction} of it"
+    )
+    if fraction <= free:
+        return Finding("memory to sample", "OK", found)
+    most = math.floor(100 * free) / 100
+    fix = f"set generator.memory_fraction = {most}" if most > 0 else "shard the learner over more GPUs"
+    return Finding("memory to sample", "FAIL", found, fix=fix)
 
 
 def _fix(shape: ModelShape, config: Config, num_ranks: int, device_bytes: float, device: str) -> str:

@@ -16,7 +16,7 @@ import psutil
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.errors import ModelError, RunError
-from async_rl.learner.memory_plan import samples_with_copy
+from async_rl.learner.memory_plan import num_sampling_copies
 from async_rl.output import size_text
 
 _CHECKPOINT_BYTES = 12
@@ -125,13 +125,12 @@ def learner_bytes(config: Config) -> int:
     That is the weights, gradients and AdamW's moments, one version of the weights for the generators, and the copy of
     weights and moments that is written as a checkpoint (``checkpoint.asynchronous``). With low-rank adapters only the
     weights (in ``lora.base_bits``) and the version are counted, and a version of the adapters alone not even that. With
-    ``learner.generate`` each rank may need a copy of the weights to sample with. A critic has weights, gradients and
+    ``learner.generate`` each rank may need copies of the weights to sample with. A critic has weights, gradients and
     moments of its own.
     """
     number, size = num_parameters(config), _dtype_bytes(config)
     copied = checkpoint_bytes(config) if config.checkpoint.asynchronous else 0
-    if samples_with_copy(config, config.learner.nproc, "cpu"):
-        copied += config.learner.nproc * number * size
+    copied += num_sampling_copies(config, config.learner.nproc, "cpu") * config.learner.nproc * number * size
     version = 0 if config.lora.publishes_adapters else number * size
     return version + _trained_bytes(config) + _of_critic(config, _trained_bytes) + copied
 

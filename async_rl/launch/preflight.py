@@ -65,7 +65,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_keys(config, is_server=True)
     check_wandb(config)
     check_devices(config, "learner", "generator")
-    check_engine(config)
+    check_engines(config, "learner", "generator")
     check_engine_keys(config)
     check_code(config)
     rows = check_data(config).rows
@@ -114,6 +114,7 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
     check_wandb(config)
     check_engine_keys(config)
     check_devices(config, "learner")
+    check_engines(config, "learner")
     check_weights_ports(config)
     check_keys(config, is_server=False)
     address = config.queue.address
@@ -418,29 +419,31 @@ def check_devices(config: Config, *roles: str) -> None:
             )
 
 
-def check_engine(config: Config) -> None:
-    """Check that the inference engine (such as vLLM) is installed if ``launch`` starts generators on this machine.
+def check_engines(config: Config, *roles: str) -> None:
+    """Check that the inference engines (such as vLLM) of these roles are installed, if they sample on this machine.
 
     Raises:
-        ModelError: the engine's package is missing.
+        ModelError: an engine's package is missing.
     """
-    name = config.generator.backend
-    needs = known_capabilities(name)
-    if needs is not None and needs.package and config.generator.count and find_spec(needs.package) is None:
-        raise ModelError(missing_package(name, "there is no such package"))
+    chosen = {"learner": ("learner.generate_backend", config.learner.generate_backend, config.learner.generate),
+              "generator": ("generator.backend", config.generator.backend, config.generator.count > 0)}  # fmt: skip
+    for key, name, is_used in (chosen[role] for role in roles):
+        needs = known_capabilities(name)
+        if is_used and needs is not None and needs.package and find_spec(needs.package) is None:
+            raise ModelError(missing_package(name, "there is no such package", key=key))
 
 
 def check_engine_keys(config: Config) -> None:
     """Refuse keys of another inference engine than ``generator.backend``, which would have no effect.
 
-    Nothing is refused with ``auto``, which may choose vLLM on one machine and transformers on another. A generator logs
-    what its engine does not read.
+    Nothing is refused with ``auto``, which may choose vLLM on one machine and transformers on another, and where the
+    learner samples with vLLM. A generator logs what its engine does not read.
 
     Raises:
         ConfigError: such a key is set.
     """
     backend = config.generator.backend
-    if keys := unread_keys(config, backend):
+    if not config.learner_uses_vllm and (keys := unread_keys(config, backend)):
         readers = " or ".join(dict.fromkeys(name for key in keys for name in ENGINE_KEYS[key]))
         raise ConfigError(
             f"{', '.join(keys)}: expected no value with generator.backend {backend}, which does not read it (only "

@@ -132,7 +132,7 @@ class MemoryPlan:
 
     Attributes:
         weights: this rank's part of the parameters, those of a reference model and of a critic included, and the whole
-            policy with which it samples (``learner.generate``).
+            policy with which it samples (``learner.generate``), unless vLLM has given it up.
         gradients: its part of the gradients.
         optimizer: its part of the optimizer's state.
         gathered: parameters and gradients that the rank has whole for a while.
@@ -169,8 +169,8 @@ def plan_memory(
         has_reference: whether a second model of this shape is loaded.
     """
     weights, gradients, state = _stored(shape, config, sizes, device, has_reference=has_reference)
-    if samples_with_copy(config, sizes.num_ranks, device):
-        weights += shape.num_parameters * compute_bytes(config, device)
+    copies = num_sampling_copies(config, sizes.num_ranks, device)
+    weights += copies * shape.num_parameters * compute_bytes(config, device)
     if config.has_critic_model:  # gradients are those of one model at a time
         of_critic = _stored(shape, config.of_critic, sizes, device, has_reference=False)
         weights, state = weights + of_critic[0], state + of_critic[2]
@@ -182,12 +182,16 @@ def plan_memory(
     return MemoryPlan(weights, gradients, state, gathered, layers, max(inside, last))
 
 
-def samples_with_copy(config: Config, num_ranks: int, device: str) -> bool:
-    """Return whether each rank of the learner samples with a copy of the whole policy: if it samples at all, and does
-    not hold that already, in the dtype that it computes in.
+def num_sampling_copies(config: Config, num_ranks: int, device: str) -> int:
+    """Return how many copies of the whole policy each rank of the learner has on its device so that it can sample.
+
+    The built-in engine needs one, unless the rank holds the policy whole, in the dtype that it computes in. vLLM gives
+    a GPU's memory up while the rank trains. On a CPU it keeps its copy, and there is one that it was loaded from.
     """
+    if config.learner_uses_vllm:
+        return 2 if device == "cpu" else 0
     holds_it = num_ranks == 1 and device == "cpu" and compute_bytes(config, device) == 4 and not config.lora.is_set
-    return config.learner.generate and has_model(config.generator.backend) and not holds_it
+    return int(config.learner.generate and has_model(config.generator.backend) and not holds_it)
 
 
 def compute_bytes(config: Config, device: str) -> int:

@@ -9,7 +9,7 @@ each rank is a generator of its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -55,10 +55,11 @@ class RankSampler(Protocol):
         """Seconds in which it used the device, since it was made."""
         ...
 
-    def resume(self, order: SamplingOrder, weights: Mapping[str, Tensor] | None) -> None:
+    def resume(self, order: SamplingOrder, weights: Iterable[tuple[str, Tensor]] | None) -> None:
         """Go on sampling, in the background. ``weights`` are those of a new version, by their Hugging Face names.
 
-        They must stay valid and unchanged until ``pause``. None: the version is the one of the last call.
+        They are read at once, to the end, and must stay valid and unchanged until ``pause``. None: the version is the
+        one of the last call.
         """
         ...
 

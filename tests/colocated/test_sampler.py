@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
 import torch
 
-from async_rl.colocated.sampler import HeldByRank, HeldWeights, LearnerSampler, _engine_config
+from async_rl.colocated.sampler import HeldByRank, HeldWeights, LearnerSampler, _engine_config, engine_environment
 from async_rl.errors import AddressError
 from async_rl.learner.sampling import SamplingOrder
 from async_rl.net.keys import SECRET_VARIABLE
@@ -30,6 +31,40 @@ def test_the_engine_is_the_built_in_one_on_the_ranks_device():
     assert _engine_config(make_config("run", generator={"backend": "fake"}), CPU).generator.backend == "fake"
 
 
+def test_vllm_gets_its_device_from_the_environment_and_no_memory_for_a_second_version():
+    vllm = {"generate": True, "generate_backend": "vllm"}
+    config = make_config("run", learner=vllm, generator={"backend": "transformers", "devices": [4]})
+    engine = _engine_config(config, torch.device("cuda", 2)).generator
+    assert (engine.backend, engine.devices, engine.double_buffer) == ("vllm", None, False)
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "expected"),
+    [
+        (None, torch.device("cuda", 1), "1"),
+        ("4,7", torch.device("cuda", 1), "7"),
+        ("4,7", CPU, "4,7"),
+        (None, CPU, None),
+    ],
+)
+def test_an_engines_processes_see_the_ranks_device_and_are_no_ranks(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, device: torch.device, expected: str | None
+):
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    before = dict(os.environ)
+    with engine_environment(device):
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected
+        assert not os.environ.keys() & {"RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
+        os.environ["KEPT_BY_THE_ENGINE"] = "1"
+    assert os.environ.pop("KEPT_BY_THE_ENGINE") == "1"
+    assert dict(os.environ) == before
+
+
 def test_weights_are_those_that_the_rank_holds():
     receiver = HeldByRank()
     assert receiver.poll() is None
@@ -43,7 +78,7 @@ def test_an_error_that_ends_sampling_is_reported_and_raised_where_the_learner_wa
     reported: list[str] = []
     one = sampler(reported)
     one.check()
-    one.resume(ORDER, {})
+    one.resume(ORDER, [])
     _join("sampling")
     (text,) = reported
     assert text.startswith("rank 1, sampling: AddressError: tcp://192.0.2.1:5555 is on another machine")

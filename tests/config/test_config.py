@@ -224,7 +224,9 @@ def test_values_of_a_wrong_type_or_range_are_refused_by_key(section: str, key: s
 
 GAME: dict[str, Any] = {"name": "mine.py"}
 GENERATES: dict[str, Any] = {"generate": True}
+WITH_VLLM: dict[str, Any] = GENERATES | {"generate_backend": "vllm"}
 FAKE: dict[str, Any] = {"backend": "fake"}
+ENGINE: dict[str, Any] = {"backend": "transformers"}
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,13 @@ FAKE: dict[str, Any] = {"backend": "fake"}
         ({"environment": GAME | {"rows": 3}, "data": {"train": "rows.jsonl"}}, "environment.rows"),
         ({"environment": GAME, "data": {"on_long_prompt": "truncate"}}, "data.on_long_prompt"),
         ({"learner": {"generate_groups": 2}}, "learner.generate_groups"),
+        ({"learner": {"generate_backend": "vllm"}}, "learner.generate_backend"),
+        ({"learner": WITH_VLLM, "generator": FAKE}, "learner.generate_backend"),
+        ({"learner": WITH_VLLM, "sampling": {"temperature": 0.001}}, "sampling.temperature"),
+        (
+            {"learner": WITH_VLLM, "model": {"path": "m", "routing_replay": True}, "generator": ENGINE},
+            "model.routing_replay",
+        ),
         ({"learner": GENERATES, "weights": {"sync_every": 2}}, "weights.sync_every"),
         ({"learner": GENERATES | {"fixed_lag": 0}, "queue": {"max_staleness": 0}}, "learner.fixed_lag"),
         ({"learner": GENERATES, "generator": FAKE, "sampling": {"deterministic": True}}, "sampling.deterministic"),

@@ -93,6 +93,19 @@ def test_the_doctor_says_what_a_rank_takes_and_how_it_fits(tmp_path: Path):
     assert "take a smaller model" in hopeless.fix
 
 
+def test_the_doctor_says_what_vllm_may_take_beside_a_rank_that_waits(tmp_path: Path):
+    tiny_model(tmp_path / "model")
+    vllm = {"generate": True, "generate_backend": "vllm"}
+    size = 8 << 30  # 2 GiB are for CUDA's context, and the model takes nothing to speak of: three quarters are free
+    for fraction, expected in ((0.74, "OK"), (0.76, "FAIL")):
+        config = config_of(tmp_path, learner=vllm, generator={"backend": "transformers", "memory_fraction": fraction})
+        learner, beside = check_learner_memory(config, 1, size, "cuda")
+        assert (learner.state, beside.state) == ("OK", expected)
+        assert beside.fix == ("" if expected == "OK" else "set generator.memory_fraction = 0.74")
+    (alone,) = check_learner_memory(config_of(tmp_path, learner={"generate": True}), 1, size, "cuda")
+    assert alone.state == "OK"
+
+
 def test_a_model_that_is_not_here_is_not_predicted(tmp_path: Path):
     (found,) = check_learner_memory(config_of(tmp_path), 1, 1e9, "cpu")
     assert found.state == "OK"

@@ -72,10 +72,22 @@ def config(**generator: Any) -> Config:
 def test_launch_refuses_generators_on_vllm_where_there_is_none_before_it_starts_anything(monkeypatch):
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r'generator\.backend = "vllm" needs vllm 0\.32'):
-        preflight.check_engine(config(backend="vllm"))
+        preflight.check_engines(config(backend="vllm"), "learner", "generator")
     # Generators of other machines have engines of their own.
-    preflight.check_engine(config(backend="vllm", count=0))
-    preflight.check_engine(config(backend="auto"))
+    preflight.check_engines(config(backend="vllm", count=0), "learner", "generator")
+    preflight.check_engines(config(backend="vllm"), "learner")
+    preflight.check_engines(config(backend="auto"), "generator")
+
+
+def test_a_learner_that_samples_with_vllm_is_refused_where_there_is_none_before_it_loads_a_model(monkeypatch):
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    learner = {"generate": True, "generate_backend": "vllm"}
+    samples = parse_config({"run": {"dir": "run"}, "model": {"path": "model"}, "learner": learner}, "test")
+    with pytest.raises(
+        ModelError, match=r'learner\.generate_backend = "vllm" needs vllm 0\.32.*set learner\.generate_b'
+    ):
+        preflight.check_engines(samples, "learner")
+    preflight.check_engines(samples, "generator")
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ def test_ranks_that_sample_need_a_copy_of_the_weights_unless_they_hold_them_whol
     two = config_of(model, learner={**generate, "nproc": 2}, generator=engine)
     assert learner_bytes(two) == 16_000 + 4_000 + 12_000 + 2 * 4_000
     assert learner_bytes(config_of(model, learner={**generate, "nproc": 2}, generator={"backend": "fake"})) == 32_000
+    vllm = config_of(model, learner=generate | {"generate_backend": "vllm"}, generator=engine)
+    assert learner_bytes(vllm) == 16_000 + 4_000 + 12_000 + 2 * 4_000
     adapters = config_of(model, lora={"rank": 4}, learner=generate, generator=engine)
     assert learner_bytes(adapters) == 4_000 + 4_000 + 4_000
 

@@ -307,7 +307,7 @@ class FsdpEngine:
 
     def _resume_sampling(self, order: SamplingOrder, *, is_new: bool) -> None:
         """Give this rank's sampler the whole policy, if its version is new, and let it go on."""
-        self._own_sampler.resume(order, dict(self.policy.gather()) if is_new else None)
+        self._own_sampler.resume(order, self.policy.gather() if is_new else None)
 
     def close(self, cause: str = "", *, exit_code: int = 0) -> None:
         """Let the other ranks end with ``exit_code``. If ``cause`` is given, they fail and report this cause instead.

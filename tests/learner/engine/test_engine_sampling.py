@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,9 +25,9 @@ class LoggedSampler:
         self.error: Exception | None = None
         self.busy_s = 2.5
 
-    def resume(self, order: SamplingOrder, weights: Mapping[str, Tensor] | None) -> None:
+    def resume(self, order: SamplingOrder, weights: Iterable[tuple[str, Tensor]] | None) -> None:
         self.log.append(f"version {order.version}, {'no' if weights is None else 'new'} weights")
-        self.weights = self.weights if weights is None else weights
+        self.weights = self.weights if weights is None else dict(weights)
 
     def pause(self) -> None:
         self.log.append("pause")
