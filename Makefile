@@ -45,12 +45,13 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not long and not vllm" --hypothesis-profile=full
 
-test-long: $(INSTALLED)
+test-long: $(INSTALLED) $(VLLM_INSTALLED)
 	$(BIN)/python -m pytest -m "long and not vllm" $(if $(DONE),--done $(DONE))
 	$(BIN)/python -m pytest -m slow -k struck_at_random_moments --kills 600 $(if $(DONE),--done $(DONE))
+	$(VLLM_VENV)/bin/python -m pytest -m "long and vllm" $(if $(DONE),--done $(DONE))
 
 test-vllm: $(VLLM_INSTALLED)
-	$(VLLM_VENV)/bin/python -m pytest -m vllm
+	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not long"
 
 test-gpu:
 	$(PYTHON_ON_GPU) -m pytest -m gpu

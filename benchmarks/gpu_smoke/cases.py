@@ -20,6 +20,7 @@ _CASES = (
     Case("run-gloo", runs.check_gloo, deadline_s=240),
     Case("run-killed", runs.check_killed, deadline_s=240),
     Case("run-vllm", runs.check_vllm, num_devices=1, package="vllm", deadline_s=300),
+    Case("run-vllm-in-learner", runs.check_vllm_in_learner, num_devices=1, package="vllm", deadline_s=300),
     Case("run-two-ranks", runs.check_two_ranks),
     Case("run-torchrun", runs.check_torchrun),
     Case("run-nccl", runs.check_nccl, num_devices=2, package="nccl", deadline_s=240),

@@ -156,6 +156,24 @@ def check_vllm(machine: Machine) -> str:
     return judge(machine)
 
 
+def check_vllm_in_learner(machine: Machine) -> str:
+    """Run a learner that samples with vLLM, whose memory must be free while the learner trains."""
+    warm_start()
+    fraction = 0.6
+    changes = {"learner__generate": True, "learner__generate_backend": "vllm", "generator__count": 0}
+    process = launch(*options_for(machine, **changes, generator__memory_fraction=fraction))
+    free: list[float] = []
+    while process.poll() is None:
+        if rows_of(machine.directory / "run"):  # vLLM has loaded a version, and the learner has trained
+            now, total = torch.cuda.mem_get_info()
+            free.append(now / total)
+        time.sleep(0.01)
+    finish(process)
+    lent = max(free) - min(free)
+    assert lent > fraction / 2, f"expected vLLM to give {fraction:.0%} of the memory up at each step, got {lent:.0%}"
+    return f"{judge(machine)}; vLLM gave {lent:.0%} of the device's memory up"
+
+
 def check_vllm_nccl(machine: Machine) -> str:
     """Run with vLLM on a device of its own, whose worker receives 20 versions by NCCL while it decodes."""
     return _vllm_apart(machine, devices=[1])
