@@ -89,18 +89,22 @@ def check_versions(config: Config) -> list[Finding]:
 
 
 def _engine_row(config: Config, name: str, version: str | None) -> Finding:
-    """Check that the package of the generator backend ``name`` (such as vLLM) is installed in the required version."""
+    """Check that the package of the backend ``name`` (such as vLLM) is installed in the required version."""
     needs, backend = BACKENDS[name], config.generator.backend
-    is_chosen = backend == name
+    chosen = {"generator.backend": (backend, config.generator.count > 0)}
+    if config.learner.generate:
+        chosen["learner.generate_backend"] = config.learner.generate_backend, True
+    for scorer in config.scorers_by_use.values():
+        chosen[f"scorer.{scorer}.backend"] = config.scorer[scorer].backend, config.scorer[scorer].launch
+    is_used = {key: runs_here for key, (one, runs_here) in chosen.items() if one == name}
     if version is None:
-        if is_chosen:
-            state = "FAIL" if config.generator.count else "WARN"
-            return Finding(
-                needs.package, state, f'not installed, but generator.backend = "{name}" needs it', fix=needs.install
-            )
+        if is_used:
+            state = "FAIL" if any(is_used.values()) else "WARN"
+            found = f'not installed, but {" and ".join(is_used)} = "{name}" needs it'
+            return Finding(needs.package, state, found, fix=needs.install)
         return Finding(needs.package, "OK", f'not installed, and not needed by generator.backend = "{backend}" here')
     if not version.startswith(f"{needs.package_version}."):
-        state = "FAIL" if is_chosen else "WARN"
+        state = "FAIL" if is_used else "WARN"
         text = f"{version}, the backend requires {needs.package_version}"
         return Finding(needs.package, state, text, fix=needs.install)
     return Finding(needs.package, "OK", version)

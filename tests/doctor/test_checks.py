@@ -38,6 +38,10 @@ def write_rows(path: Path, answers: Sequence[str]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+SCORER: dict[str, Any] = {"model": "rm", "address": "tcp://127.0.0.1:5570", "backend": "vllm"}
+BY_MODEL: dict[str, Any] = {"reward": {"type": "model", "model": "rm"}, "queue": {"filter_range": []}}
+
+
 def make_config(root: Path, model: str = "model", train: str = "train.jsonl", **sections: Any) -> Config:
     sections["data"] = {"train": str(root / train), "system_prompt": "", **sections.get("data", {})}
     sections.setdefault("reward", {"equality": "exact"})
@@ -206,6 +210,25 @@ def test_a_vllm_that_is_asked_for_and_not_there(root: Path, monkeypatch: pytest.
     assert {row.check: row.state for row in rows} == {
         "python": "OK", "torch": "WARN", "transformers": "FAIL", "pyzmq": "OK", "vllm": "FAIL",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sections", "state", "key"),
+    [
+        ({"generator": {"backend": "vllm", "count": 0}}, "WARN", "generator.backend"),
+        ({"learner": {"generate": True, "generate_backend": "vllm"}}, "FAIL", "learner.generate_backend"),
+        ({"scorer": {"rm": SCORER}, **BY_MODEL}, "FAIL", "scorer.rm.backend"),
+        ({"scorer": {"rm": SCORER | {"launch": False}}, **BY_MODEL}, "WARN", "scorer.rm.backend"),
+        ({"scorer": {"rm": SCORER | {"backend": "transformers"}}, **BY_MODEL}, "OK", ""),
+    ],
+)
+def test_a_vllm_that_is_not_there_is_red_where_something_on_this_machine_needs_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], state: str, key: str
+):
+    monkeypatch.setattr(machine, "package_versions", lambda: {"python": "3.11"})
+    row = machine.check_versions(make_config(root, **sections))[-1]
+    assert (row.check, row.state) == ("vllm", state)
+    assert row.found.startswith(f'not installed, but {key} = "vllm"' if key else "not installed, and not needed")
 
 
 def test_keys_that_are_missing(root: Path):
