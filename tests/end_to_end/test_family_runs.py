@@ -14,7 +14,7 @@ from tests.end_to_end.family_run import learn_sums
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        pytest.param("qwen3 moe", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3 moe", {}, marks=pytest.mark.long),
         pytest.param("gemma 3", {}, marks=pytest.mark.long),
         pytest.param("gpt-oss", {}, marks=pytest.mark.long),
         pytest.param("granite 4 hybrid", {"mamba_n_heads": 6}, marks=pytest.mark.long),

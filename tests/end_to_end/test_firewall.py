@@ -70,7 +70,7 @@ def servers(host: str, *ports: int) -> Iterator[None]:
         context.destroy(linger=0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_clients_connect_soon_after_a_port_is_opened_that_was_closed_for_long(firewall: Firewall):
     host = firewall.network.host_address
     port = three_free_ports(host)

@@ -94,7 +94,7 @@ def test_a_learner_killed_before_its_first_checkpoint_and_in_its_last_evaluation
     assert (finished["step"], finished["version"]) == (NUM_STEPS, NUM_STEPS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_launch_restarts_a_learner_that_dies_in_its_last_evaluation_and_ends_well(tmp_path: Path):
     config, run_dir = slow_config(tmp_path), tmp_path / "run"
     marker = f"ASYNC_RL_TEST={tmp_path}"

@@ -36,7 +36,7 @@ def own_config(directory: Path, **changes: dict[str, Any]) -> Path:
     return write_config(directory / "config.toml", config)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_two_ranks_with_the_example_of_dapo_and_a_change_of_its_source_at_a_restart(tmp_path: Path):
     source = tmp_path / "my_loss.py"
     source.write_text(EXAMPLE.read_text())

@@ -25,7 +25,7 @@ REACHED_S = 2.0
 BEGUN_S = 30.0
 NUM_ROWS = 400
 NUM_FEW_ROWS = 8
-SAMPLED, SAMPLE_SIZE = ("queue", "learner"), 4
+SAMPLED, SAMPLE_SIZE = ("queue", "learner"), 2
 """Roles and number of failures of each in the short test."""
 
 
