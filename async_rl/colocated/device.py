@@ -67,13 +67,13 @@ class SharedDevice:
             self._is_open = True
             self._changed.notify_all()
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Let the device sample no more. Return when the present decode step, if there is one, is done, and an engine
-        that keeps the device has left it.
+        that keeps the device has left it, or after ``timeout_s``.
         """
         with self._changed:
             self._is_open = False
-            self._changed.wait_for(lambda: not self._is_used)
+            self._changed.wait_for(lambda: not self._is_used, timeout_s)
 
     def keep(self, leave: Callable[[], object]) -> None:
         """From this turn on keep the device between turns. ``leave`` frees it; ``turn`` calls it when it is closed."""

@@ -139,7 +139,8 @@ class LearnerSampler:
         self._is_closing = True
         if self._worker is not None:
             self._worker.stop()
-        self._device.close()
+        # An engine keeps the device until it has ended, which its building and the ends of environments may hold up.
+        self._device.close(_END_S)
         if self._thread is not None:
             self._thread.join(_END_S)
 

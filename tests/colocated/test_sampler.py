@@ -93,6 +93,27 @@ def test_a_sampler_that_never_began_ends_at_once():
     one.close()
 
 
+def test_a_sampler_that_keeps_its_device_does_not_hold_up_the_learners_end(monkeypatch: pytest.MonkeyPatch):
+    """Its engine is being built, or what its thread closes before the engine takes long."""
+    monkeypatch.setattr("async_rl.colocated.sampler._END_S", 0.05)
+    one, ended = sampler([]), threading.Event()
+
+    def sample(order: SamplingOrder) -> None:
+        with one._device.turn():
+            one._device.keep(lambda: None)
+        ended.wait(30)
+
+    monkeypatch.setattr(one, "_sample", sample)
+    one.resume(ORDER, None)
+    while not one._device._is_used:
+        pass
+    one.close()
+    assert any(thread.name == "sampling" for thread in threading.enumerate()), "it goes on, and nobody waits for it"
+    ended.set()
+    _join("sampling")
+    one.pause()
+
+
 def test_the_secret_of_generators_is_not_left_to_code_that_the_learner_starts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(SECRET_VARIABLE, "mine")
     assert sampler([])._secret == "mine"
