@@ -186,12 +186,17 @@ def num_sampling_copies(config: Config, num_ranks: int, device: str) -> int:
     """Return how many copies of the whole policy each rank of the learner has on its device so that it can sample.
 
     The built-in engine needs one, unless the rank holds the policy whole, in the dtype that it computes in. vLLM gives
-    a GPU's memory up while the rank trains. On a CPU it keeps its copy, and there is one that it was loaded from.
+    a GPU's memory up while the rank trains. On a CPU it keeps its copy; and it loads a version from a second one in
+    shared memory, into which the rank copies what the built-in engine would use. Adapters alone need no such copies.
     """
-    if config.learner_uses_vllm:
-        return 2 if device == "cpu" else 0
+    if not config.learner.generate or not has_model(config.generator.backend):
+        return 0
+    if config.learner_uses_vllm and device != "cpu":
+        return 0
+    if config.learner_uses_vllm and config.lora.publishes_adapters:
+        return 1
     holds_it = num_ranks == 1 and device == "cpu" and compute_bytes(config, device) == 4 and not config.lora.is_set
-    return int(config.learner.generate and has_model(config.generator.backend) and not holds_it)
+    return 2 * config.learner_uses_vllm + (not holds_it)
 
 
 def compute_bytes(config: Config, device: str) -> int:

@@ -55,10 +55,22 @@ def test_ranks_that_sample_need_a_copy_of_the_weights_unless_they_hold_them_whol
     two = config_of(model, learner={**generate, "nproc": 2}, generator=engine)
     assert learner_bytes(two) == 16_000 + 4_000 + 12_000 + 2 * 4_000
     assert learner_bytes(config_of(model, learner={**generate, "nproc": 2}, generator={"backend": "fake"})) == 32_000
-    vllm = config_of(model, learner=generate | {"generate_backend": "vllm"}, generator=engine)
-    assert learner_bytes(vllm) == 16_000 + 4_000 + 12_000 + 2 * 4_000
     adapters = config_of(model, lora={"rank": 4}, learner=generate, generator=engine)
     assert learner_bytes(adapters) == 4_000 + 4_000 + 4_000
+
+
+def test_ranks_that_sample_with_vllm_need_its_copy_the_version_that_it_loads_and_what_they_do_not_hold(model: Path):
+    vllm = {"generate": True, "generate_backend": "vllm"}
+    engine = {"backend": "transformers"}
+    one = config_of(model, learner=vllm, generator=engine)
+    assert learner_bytes(one) == 16_000 + 4_000 + 12_000 + 2 * 4_000
+    two = config_of(model, learner=vllm | {"nproc": 2}, generator=engine)
+    assert learner_bytes(two) == 16_000 + 4_000 + 12_000 + 2 * 3 * 4_000
+    merged = config_of(model, lora={"rank": 4}, learner=vllm, generator=engine)
+    assert learner_bytes(merged) == 4_000 + 4_000 + 3 * 4_000
+    # A version of the adapters alone is nothing to speak of.
+    adapters = config_of(model, lora={"rank": 4, "publish": "adapters"}, learner=vllm, generator=engine)
+    assert learner_bytes(adapters) == 4_000 + 4_000
 
 
 def test_a_critic_has_weights_gradients_and_moments_and_a_checkpoint_of_its_own(model: Path):
