@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from async_rl.generator.vllm.adapter import (
     token_versions,
     workers_receive,
 )
-from async_rl.generator.vllm.engine import KvCacheCapacity
+from async_rl.generator.vllm.engine import KvCacheCapacity, Load, VllmEngine
 from async_rl.generator.vllm.shared_staging import SharedStaging, map_memory
 from async_rl.launch import preflight
 from async_rl.records import Sampling
@@ -279,3 +280,24 @@ def test_tensors_of_another_layout_are_refused_by_name():
         with pytest.raises(WeightsError, match=r"the same tensors in every version of the weights, but '[bc]' was"):
             staging.write(other)
     staging.close()
+
+
+class DyingLlm:
+    """vLLM's ``AsyncLLM``, whose engine dies while it falls asleep: the call gets no answer."""
+
+    errored = False
+    dead_error = RuntimeError("the engine is dead")
+
+    async def sleep(self, level: int, mode: str) -> None:
+        self.errored = True
+        await asyncio.Event().wait()
+
+
+@pytest.mark.timeout(60)
+def test_an_engine_that_dies_during_a_call_fails_it_at_once():
+    loop = asyncio.new_event_loop()
+    engine = VllmEngine(loop, DyingLlm(), Load())
+    with pytest.raises(WeightsError, match="vLLM did not give its memory up: RuntimeError: the engine is dead"):
+        engine.sleep(keeps_weights=False)
+    assert not engine.is_asleep
+    loop.close()

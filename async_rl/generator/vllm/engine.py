@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 from async_rl.errors import EngineError, ModelError, WeightsError
 
 _UPDATE_LIMIT_S = 300.0
+_ALIVE_S = 1.0
+"""How often a call to vLLM looks whether the engine is alive."""
 _ABORT_S = 10.0
 _CLOSE_S = 3.0
 _T = TypeVar("_T")
@@ -308,11 +310,23 @@ class VllmEngine:
             WeightsError: the call failed or took too long.
         """
         try:
-            return self._run(asyncio.wait_for(call, _UPDATE_LIMIT_S))
+            return self._run(self._answer(call))
         except Exception as error:
             raise WeightsError(
                 f"vLLM did not {what}: {type(error).__name__}: {error}; look for the cause in the generator's log"
             ) from error
+
+    async def _answer(self, call: Coroutine[Any, Any, _T]) -> _T:
+        """Return the answer to a call to vLLM, which would wait on if the engine died meanwhile."""
+        task = asyncio.ensure_future(call)
+        try:
+            async with asyncio.timeout(_UPDATE_LIMIT_S):
+                while not (await asyncio.wait([task], timeout=_ALIVE_S))[0]:
+                    if self._llm.errored:
+                        raise self._llm.dead_error
+            return task.result()
+        finally:
+            task.cancel()
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         return self._loop.run_until_complete(work)
