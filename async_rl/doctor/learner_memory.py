@@ -15,11 +15,14 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout
 from async_rl.doctor.check import Finding
-from async_rl.learner.memory_plan import MemoryPlan, ModelShape, UnknownShapeError, plan_memory
+from async_rl.learner.memory_plan import MemoryPlan, ModelShape, UnknownShapeError, compute_bytes, plan_memory
 from async_rl.output import size_text
 
 RESERVED_BYTES = 2 << 30
 """Memory of a GPU for CUDA's context, libraries and NCCL's buffers."""
+ASLEEP_BYTES = 2 << 30
+"""Memory of a GPU that vLLM has beside ``generator.memory_fraction``, and keeps while it sleeps: for CUDA's context and
+libraries; and its graphs, which it keeps, too."""
 MARGIN = 1.1
 """By how much the predicted peak is raised: torch's allocator leaves gaps, and the prediction has an error."""
 _SIZES = (2, 4, 8)
@@ -158,35 +161,42 @@ def check_learner_memory(config: Config, num_ranks: int, device_bytes: float, de
         return [Finding("learner memory", "OK", f"not predicted: {error}")]
     layout, reference = Layout.of(config.parallel, num_ranks), has_reference(config)
     plan = plan_memory(shape, config, layout, device=device, has_reference=reference)
-    needed = needed_bytes(plan, device)
+    needed, asleep, kept = needed_bytes(plan, device), 0, ""
+    if config.learner_uses_vllm and device == "cuda":
+        asleep, kept = ASLEEP_BYTES, f" (of which a vLLM that sleeps keeps {size_text(ASLEEP_BYTES)})"
     found = (
-        f"each of {num_ranks} ranks takes about {size_text(int(needed))} of {size_text(int(device_bytes))}: weights "
-        f"{size_text(int(plan.weights))}, gradients {size_text(int(plan.gradients))}, optimizer "
+        f"each of {num_ranks} ranks takes about {size_text(int(needed))} of {size_text(int(device_bytes))}{kept}: "
+        f"weights {size_text(int(plan.weights))}, gradients {size_text(int(plan.gradients))}, optimizer "
         f"{size_text(int(plan.optimizer))}, gathered {size_text(int(plan.gathered))}, activations and logits "
         f"{size_text(int(plan.activations + plan.head))}"
     )
-    if needed <= device_bytes:
+    usable = device_bytes - asleep
+    if needed <= usable:
         findings = [Finding("learner memory", "OK", found)]
     else:
-        fix = _fix(shape, config, num_ranks, device_bytes, device)
-        findings = [Finding("learner memory", "WARN" if plan.total * 0.85 <= device_bytes else "FAIL", found, fix=fix)]
+        fix = _fix(shape, config, num_ranks, usable, device)
+        findings = [Finding("learner memory", "WARN" if plan.total * 0.85 <= usable else "FAIL", found, fix=fix)]
     if config.learner_uses_vllm and device == "cuda":
-        findings.append(_beside_vllm(config, plan, device_bytes))
+        weights = shape.num_parameters * compute_bytes(config, device)
+        findings.append(_beside_vllm(config, plan, weights, device_bytes))
     return findings
 
 
-def _beside_vllm(config: Config, plan: MemoryPlan, device_bytes: float) -> Finding:
-    """Check that a rank that waits and the vLLM with which it samples fit its GPU together."""
+def _beside_vllm(config: Config, plan: MemoryPlan, weights: float, device_bytes: float) -> Finding:
+    """Check that a rank that waits and the vLLM with which it samples, and its ``weights``, fit its GPU together."""
     waiting = plan.weights + plan.optimizer + RESERVED_BYTES
-    free, fraction = 1 - waiting / device_bytes, config.generator.memory_fraction
+    # vLLM refuses to start if its part is not free when it already has a context.
+    free, fraction = 1 - (waiting + ASLEEP_BYTES) / device_bytes, config.generator.memory_fraction
     found = (
         f"while a rank waits, it keeps {size_text(int(waiting))} of {size_text(int(device_bytes))}, and vLLM takes "
-        f"generator.memory_fraction = {fraction} of it"
+        f"{size_text(ASLEEP_BYTES)} and generator.memory_fraction = {fraction} of it, of which its weights are "
+        f"{size_text(int(weights))}"
     )
-    if fraction <= free:
+    if weights / device_bytes < fraction <= free:
         return Finding("memory to sample", "OK", found)
     most = math.floor(100 * free) / 100
-    fix = f"set generator.memory_fraction = {most}" if most > 0 else "shard the learner over more GPUs"
+    fits = weights / device_bytes < most
+    fix = f"set generator.memory_fraction = {most}" if fits else "shard the learner over more GPUs"
     return Finding("memory to sample", "FAIL", found, fix=fix)
 
 
