@@ -210,17 +210,23 @@ class LearnerSampler:
 def engine_environment(device: device) -> Iterator[None]:
     """For the ``with`` block, have new processes of an engine see only ``device``, and be no ranks of the learner."""
     visible = os.environ.get(_VISIBLE)
-    of_ranks = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_OF_RANKS)}
+    of_ranks = _take_variables_of_ranks()
     if device.type == "cuda":
         os.environ[_VISIBLE] = visible.split(",")[device.index] if visible else str(device.index)
     try:
         yield
     finally:
+        _take_variables_of_ranks()  # vLLM's CPU build sets one for its own processes
         os.environ.update(of_ranks)
         if visible is not None:
             os.environ[_VISIBLE] = visible
         else:
             os.environ.pop(_VISIBLE, None)
+
+
+def _take_variables_of_ranks() -> dict[str, str]:
+    """Remove the environment variables that make a process a rank of the learner, and return them."""
+    return {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_OF_RANKS)}
 
 
 def _engine_config(config: Config, device: device) -> Config:

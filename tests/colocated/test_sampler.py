@@ -61,6 +61,7 @@ def test_an_engines_processes_see_the_ranks_device_and_are_no_ranks(
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == expected
         assert not os.environ.keys() & {"RANK", "LOCAL_RANK", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
         os.environ["KEPT_BY_THE_ENGINE"] = "1"
+        os.environ["LOCAL_WORLD_SIZE"] = "1"  # vLLM's CPU build sets it in this process
     assert os.environ.pop("KEPT_BY_THE_ENGINE") == "1"
     assert dict(os.environ) == before
 
