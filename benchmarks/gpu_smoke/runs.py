@@ -163,8 +163,9 @@ def check_vllm_in_learner(machine: Machine) -> str:
     changes = {"learner__generate": True, "learner__generate_backend": "vllm", "generator__count": 0}
     process = launch(*options_for(machine, **changes, generator__memory_fraction=fraction))
     free: list[float] = []
-    while process.poll() is None:
-        if rows_of(machine.directory / "run"):  # vLLM has loaded a version, and the learner has trained
+    # From the first step on, when vLLM has loaded a version, to the last: its end would free its memory, too.
+    while process.poll() is None and (num_rows := len(rows_of(machine.directory / "run"))) < NUM_STEPS:
+        if num_rows:
             now, total = torch.cuda.mem_get_info()
             free.append(now / total)
         time.sleep(0.01)
