@@ -346,6 +346,29 @@ def check_precision(directory: Path, dtype: str = "auto") -> None:
             )
 
 
+def check_causal_lm(directory: Path) -> None:
+    """Check that ``directory / "config.json"`` does not describe a sequence-classification model (a reward model).
+
+    transformers would load it as a causal LM without its score, if the head of the family is the embedding.
+
+    Raises:
+        ModelError: it does, or it can't be read.
+    """
+    path = directory / "config.json"
+    try:
+        names: Any = json.loads(path.read_text(encoding="utf-8")).get("architectures") or ()
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"model.path: can't read {path}: {error}; expected a JSON file, as save_pretrained writes it"
+        ) from error
+    found = [str(name) for name in names if str(name).endswith("ForSequenceClassification")]
+    if found:
+        raise ModelError(
+            f"model.path: expected a causal LM in {directory}, got {found[0]}; choose the causal LM that it was made "
+            f"from, or another one"
+        )
+
+
 def check_model(
     path: str | Path,
     messages: Sequence[Mapping[str, str]] = (),
@@ -362,11 +385,12 @@ def check_model(
         arguments: the variables that the chat template gets, which it must read.
 
     Raises:
-        ModelError: the model does not exist, has no readable ``config.json`` or no tokenizer, can't be trained at this
-            precision, or has a chat template that fails or does not read one of ``arguments``.
+        ModelError: the model does not exist, has no readable ``config.json`` or no tokenizer, is a reward model, can't
+            be trained at this precision, or has a chat template that fails or does not read one of ``arguments``.
     """
     directory = model_directory(path)
     check_precision(directory, dtype)
+    check_causal_lm(directory)
     messages = messages or _PROBE_MESSAGES
     is_chat = all(message["role"] != TEXT_ROLE for message in messages)
     tokenizer = load_tokenizer(directory, needs_template=is_chat)

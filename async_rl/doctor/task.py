@@ -17,6 +17,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.config.loading import config_to_toml, machine_overrides, parse_config
 from async_rl.data.chat import (
+    check_causal_lm,
     check_model,
     load_tokenizer,
     model_directory,
@@ -102,6 +103,10 @@ def check_model_files(config: Config) -> list[Finding]:
                 fix="set model.path to a model directory, or to a hub id that can be downloaded",
             )
         ]
+    try:
+        check_causal_lm(directory)
+    except ModelError as error:
+        return [Finding.of_error("model", error)]
     if not any(directory.glob("*.safetensors")):
         fix = "save the model there with save_pretrained, in the safetensors format"
         weights = Finding("model", "FAIL", f"expected *.safetensors in {directory}, got none", fix=fix)

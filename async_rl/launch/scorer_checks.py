@@ -10,7 +10,7 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.generator import missing_package
-from async_rl.data.chat import load_tokenizer, model_directory
+from async_rl.data.chat import check_causal_lm, load_tokenizer, model_directory
 from async_rl.data.vocabulary import vocabulary_digest
 from async_rl.errors import AddressError, ModelError
 from async_rl.net.address import check_address, refuse_open_bind
@@ -75,11 +75,12 @@ def check_reward_model(directory: Path) -> None:
 
 
 def check_teacher(directory: Path, student: str) -> None:
-    """Check that the teacher in ``directory`` has the vocabulary of the model ``student``.
+    """Check that ``directory`` has a causal LM, with the vocabulary of the model ``student``.
 
     Raises:
-        ModelError: it has another one, or a tokenizer is missing.
+        ModelError: it has a reward model, or one with another vocabulary, or a tokenizer is missing.
     """
+    check_causal_lm(directory)
     digests = [vocabulary_digest(load_tokenizer(path, needs_template=False)) for path in (directory, student)]
     if digests[0] != digests[1]:
         raise ModelError(

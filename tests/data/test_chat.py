@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,14 @@ def test_a_directory_without_config_is_refused(directory):
 def test_a_config_that_is_not_json_is_refused(directory):
     (directory / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"can't read .*config\.json"):
+        check_model(directory)
+
+
+def test_a_reward_model_is_no_policy(directory):
+    config = json.loads((directory / "config.json").read_text())
+    config["architectures"] = ["LlamaForSequenceClassification"]
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"expected a causal LM in .*, got LlamaForSequenceClassification"):
         check_model(directory)
 
 

@@ -21,6 +21,7 @@ from async_rl.errors import AddressError
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.launch.preflight import check_judge
 from tests.learner.tiny import tiny_config, tiny_model
+from tests.scorer.test_reward_model import write_reward_model
 from tests.scoring.scripted import RunningScorer, ScriptedModel, free_address
 
 
@@ -114,6 +115,12 @@ def test_a_missing_tokenizer(root: Path):
         (directory / name).write_bytes((root / "model" / name).read_bytes())
     row = red(task.check_model_files(make_config(root, "bare")))
     assert (row.check, "tokenizer" in row.found) == ("tokenizer", True)
+
+
+def test_a_reward_model_in_place_of_the_policy(root: Path):
+    directory = write_reward_model(root / "judge", tie_word_embeddings=True)
+    row = red(task.check_model_files(make_config(root, directory.name)))
+    assert (row.check, "got Qwen2ForSequenceClassification" in row.found) == ("model", True)
 
 
 def test_a_template_that_fails_on_the_first_prompt(root: Path):

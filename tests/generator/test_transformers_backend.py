@@ -19,6 +19,7 @@ from async_rl.generator.hf.causal_model import refuse_unsupported
 from async_rl.sampling_mask import SamplingMask, contains
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import CHARACTERS, make_model, weights_of, write_model
+from tests.scorer.test_reward_model import write_reward_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -422,6 +423,12 @@ def test_models_with_an_encoder_or_that_change_their_weights_are_refused():
         refuse_unsupported(BartConfig())
     with pytest.raises(ModelError, match=r"'rwkv' with rescale_every = 6 divides its weights.* set rescale_every = 0"):
         refuse_unsupported(RwkvConfig())
+
+
+def test_a_reward_model_is_refused(tmp_path: Path):
+    write_reward_model(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ModelError, match=r"expected a causal LM in .*, got Qwen2ForSequenceClassification"):
+        TransformersBackend.from_files(tmp_path, GeneratorConfig(), load_pretrained=True)
 
 
 def test_what_does_not_fit_the_positions_is_refused(make_backend):

@@ -13,6 +13,7 @@ from async_rl.launch.scorer_checks import check_teacher
 from async_rl.scorer.teacher import Teacher
 from async_rl.scoring.messages import Received, TextQuestion, TokensQuestion
 from tests.generator.tiny_model import CHARACTERS, write_model, write_tokenizer
+from tests.scorer.test_reward_model import write_reward_model
 
 
 def question(ids: list[int], first: int, *, top_k: int = 0, temperature: float = 1.0) -> Received:
@@ -74,9 +75,17 @@ def test_what_a_teacher_cant_score_is_an_error_of_that_question_alone(tmp_path: 
 def test_a_teacher_with_another_vocabulary_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     student, same, other = (tmp_path / name for name in ("student", "same", "other"))
     write_tokenizer(student)
-    write_tokenizer(same)
+    write_model(same)
     check_teacher(same, str(student))
     monkeypatch.setattr("tests.generator.tiny_model.CHARACTERS", CHARACTERS[::-1])
-    write_tokenizer(other)
+    write_model(other)
     with pytest.raises(ModelError, match=r"the vocabulary of model\.path"):
         check_teacher(other, str(student))
+
+
+def test_a_reward_model_is_no_teacher(tmp_path: Path):
+    write_tokenizer(tmp_path / "student")
+    model = write_reward_model(tmp_path / "judge", tie_word_embeddings=True)
+    for check in (lambda: check_teacher(model, str(tmp_path / "student")), lambda: loaded(model)):
+        with pytest.raises(ModelError, match=r"expected a causal LM in .*judge, got Qwen2ForSequenceClassification"):
+            check()

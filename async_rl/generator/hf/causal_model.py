@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from async_rl.data.chat import check_causal_lm
 from async_rl.errors import ModelError, WeightsError
 from async_rl.weights.manifest import digest_bytes
 
@@ -35,6 +36,7 @@ def build_model(
 
     config = _read_config(directory)
     refuse_unsupported(config)
+    check_causal_lm(directory)
     model: Any
     try:
         if load_pretrained:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
+from async_rl.data.chat import check_causal_lm
 from async_rl.errors import ModelError
 
 if TYPE_CHECKING:
@@ -51,13 +52,15 @@ def read_config(directory: Path, head: Head, *, trust_remote_code: bool) -> Pret
     """Read the config in ``directory`` for a model with this ``head``.
 
     Raises:
-        ModelError: the family has no sequence classification model, or the one in ``directory`` has several labels.
+        ModelError: ``directory`` has a sequence classification model and ``head`` is not its. Or, for values, the
+            family has no such model, or the one in ``directory`` has several labels.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as FAMILIES
 
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     if head == "tokens":
+        check_causal_lm(directory)
         return config
     if type(config) not in cast(Any, FAMILIES):
         raise ModelError(

@@ -21,6 +21,7 @@ from async_rl.learner.packing import pack
 from tests.families.catalogue import build
 from tests.learner.engine.logits_rows import LogitsRows
 from tests.learner.tiny import random_sequences, tiny_model
+from tests.scorer.test_reward_model import write_reward_model
 
 CPU = torch.device("cpu")
 
@@ -104,6 +105,13 @@ def test_a_head_of_a_precision_of_its_own_is_refused(tmp_path: Path, head: str |
     ):
         with pytest.raises(ModelError, match=rf'has head_dtype = \'{head}\'.* set model.dtype = "float32"'):
             check()
+
+
+def test_a_reward_model_is_no_policy_though_its_decoder_has_an_embedding_as_its_head(tmp_path: Path):
+    write_reward_model(tmp_path, tie_word_embeddings=True)
+    with pytest.raises(ModelError, match="got Qwen2ForSequenceClassification; choose the causal LM that it was made"):
+        load_model(ModelConfig(path=str(tmp_path)))
+    load_model(ModelConfig(path=str(tmp_path)), "value")
 
 
 def test_master_weights_are_float32_whatever_the_file_holds(tmp_path: Path):
