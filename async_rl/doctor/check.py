@@ -262,6 +262,7 @@ def run_checks(
             [
                 Check("data", lambda: task.check_data(config), deadline_s),
                 Check("model", lambda: task.check_model_files(config), deadline_s),
+                Check("critic", lambda: task.check_critic_files(config), deadline_s),
                 Check("lengths", lambda: task.check_prompt_lengths(config), deadline_s),
                 Check("loss", lambda: task.check_own_loss(config), deadline_s),
             ]

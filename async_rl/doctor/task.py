@@ -35,6 +35,7 @@ from async_rl.generator.worker import generator_config, scratch_directory, write
 from async_rl.launch.environment_trial import NUM_ROWS, try_environment
 from async_rl.launch.preflight import (
     check_code,
+    check_critic,
     check_judge,
     check_lengths,
     check_stop_tokens,
@@ -211,6 +212,14 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
         reward.close()
     sandbox = [_sandbox_row(resolved)] if resolved.reward.runs_programs else []
     return [*sandbox, *_verdict(resolved.reward.type, graded, is_user_code=resolved.reward.types[0].is_user_code)]
+
+
+def check_critic_files(config: Config) -> list[Finding]:
+    """Check that the model with which the critic begins is there. No finding if ``critic.path`` is not set."""
+    if config.critic.path is None:
+        return []
+    check_critic(config)
+    return [Finding("critic", "OK", config.critic.path)]
 
 
 def check_own_loss(config: Config) -> list[Finding]:

@@ -21,9 +21,11 @@ from async_rl.config.parallel import Layout
 from async_rl.config.queue import QueueConfig
 from async_rl.data.chat import (
     check_model,
+    check_precision,
     context_length,
     count_unknown,
     load_tokenizer,
+    model_directory,
     model_routing,
     render_prompt,
     vocabulary_size,
@@ -138,6 +140,21 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
 def _check_model(config: Config, messages: Sequence[Mapping[str, str]] = ()) -> None:
     arguments = config.data.template_arguments
     check_model(config.model.path, messages, dtype=config.model.dtype, arguments=arguments)
+    check_critic(config)
+
+
+def check_critic(config: Config) -> None:
+    """Check that there is a model that can be trained at ``critic.path``, if a critic begins as that model.
+
+    Raises:
+        ModelError: there is none, or it can't be trained at this precision.
+    """
+    if not config.has_critic_model or config.critic.path is None:
+        return
+    try:
+        check_precision(model_directory(config.critic.path), config.model.dtype)
+    except ModelError as error:
+        raise ModelError(f"critic.path: {str(error).removeprefix('model.path: ')}") from None
 
 
 def check_queue(config: Config) -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.config.queue import QueueConfig
-from async_rl.errors import AddressError, ConfigError, QueueError, RunError
+from async_rl.errors import AddressError, ConfigError, ModelError, QueueError, RunError
 from async_rl.launch import launch as launch_module
 from async_rl.launch.launch import (
     RunCommands,
@@ -37,7 +37,7 @@ from async_rl.launch.live_view import (
     PlainView,
     newest_message,
 )
-from async_rl.launch.preflight import check_bindable, check_weights_ports
+from async_rl.launch.preflight import check_bindable, check_critic, check_weights_ports
 from async_rl.launch.supervisor import Command, Outcome, ProcessStatus, Supervisor, Timing
 from async_rl.process.child import DEVICES_ARE_DEALT, PACKAGE_ROOT, ParentWatch
 from async_rl.process.user_code import write_digests
@@ -203,6 +203,19 @@ def test_ports_for_weights_that_are_in_use_are_found_before_the_start():
         ports = f"{port}-{port + 1}" if port < 65535 else f"{port - 1}-{port}"
         with pytest.raises(AddressError, match=r"weights\.port: expected two free ports.*are in use"):
             check_weights_ports(a_config(weights={"port": ports}))
+
+
+@pytest.mark.parametrize("critic", [{}, {"trunk": "policy"}, {"path": "{model}"}])
+def test_a_critic_that_can_be_read_is_fit(tmp_path: Path, critic: dict[str, str]):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    table: dict[str, object] = {key: value.replace("{model}", str(tmp_path)) for key, value in critic.items()}
+    check_critic(a_config(loss={"advantage": "gae"}, critic=table))
+
+
+def test_a_missing_model_of_the_critic_is_found_before_the_start(tmp_path: Path):
+    nowhere = str(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"^critic\.path: .* no directory .*nowhere"):
+        check_critic(a_config(loss={"advantage": "gae"}, critic={"path": nowhere}))
 
 
 # --- the parent watch

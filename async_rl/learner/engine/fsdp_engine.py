@@ -469,7 +469,8 @@ def _load_critic(
         )  # fmt: skip
     except ModelError as error:
         raise ModelError(
-            f"can't use the critic's model {settings.model.path} (critic.path, or model.path if that is unset): {error}"
+            f"can't use the critic's model {settings.model.path} (critic.path, or model.path if that is unset): "
+            f"{str(error).removeprefix('model.path: ')}"
         ) from error
     if critic.model.vocab_size != policy.model.vocab_size:
         raise ModelError(
