@@ -245,6 +245,8 @@ def _run(
         commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)
         if line := commands.placement.line:
             view.note(f"GPUs: {line}")
+        if line := nobody_samples_line(config):
+            view.note(line)
         environment = {SECRET_VARIABLE: secrets.token_hex(16), **os.environ}
         timing = Timing(learner_grace_s=config.checkpoint.grace_s + _MARGIN_S)
         supervisor = Supervisor(commands, run_dir, environment=environment, view=view, timing=timing, lock=lock)
@@ -260,6 +262,16 @@ def _run(
     why = explain(outcome, checkpoint=run_dir.latest_checkpoint, fresh=fresh)
     sys.stderr.write("".join(f"{visible(line)}\n" for line in why))
     return outcome.exit_code
+
+
+def nobody_samples_line(config: Config) -> str:
+    """Return what to start by hand if no process that ``launch`` starts samples; empty if one does."""
+    if config.samples_here:
+        return ""
+    return (
+        "nothing samples here (generator.count = 0, learner.generate = false): the run waits until you start "
+        "`async-rl generator --connect ADDRESS` with the queue server's address"
+    )
 
 
 def summary(run_dir: RunDir, wall_s: float) -> list[str]:

@@ -30,6 +30,7 @@ from async_rl.launch.launch import (
     filter_note,
     ledger_line,
     next_lines,
+    nobody_samples_line,
     summary,
 )
 from async_rl.launch.live_view import (
@@ -216,6 +217,12 @@ def test_a_missing_model_of_the_critic_is_found_before_the_start(tmp_path: Path)
     nowhere = str(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"^critic\.path: .* no directory .*nowhere"):
         check_critic(a_config(loss={"advantage": "gae"}, critic={"path": nowhere}))
+
+
+@pytest.mark.parametrize(("count", "generate", "waits"), [(0, False, True), (1, False, False), (0, True, False)])
+def test_a_launch_that_starts_nobody_who_samples_says_what_to_start(count: int, generate: bool, waits: bool):
+    line = nobody_samples_line(a_config(generator={"count": count}, learner={"generate": generate}))
+    assert ("async-rl generator --connect" in line) == waits == bool(line)
 
 
 # --- the parent watch
