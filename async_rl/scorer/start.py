@@ -64,9 +64,13 @@ def run_scorer(config: Config, name: str | None, *, insecure: bool) -> None:
 def _chosen(config: Config, name: str | None) -> str:
     if name is None and len(config.scorer) == 1:
         return next(iter(config.scorer))
+    known = ", ".join(config.scorer)
+    if not known:
+        raise ConfigError("expected a table [scorer.NAME] in the config, got none; add one")
+    if name is None:
+        raise ConfigError(f"expected the name of one of the config's scorers ({known}), got none; add it")
     if name not in config.scorer:
-        known = ", ".join(config.scorer) or "none"
-        raise ConfigError(f"expected the name of a scorer of the config ({known}), got {name}; name one")
+        raise ConfigError(f"expected the name of a scorer of the config ({known}), got {name!r}; correct it")
     return name
 
 

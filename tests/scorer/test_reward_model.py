@@ -14,11 +14,12 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
+from async_rl.config.loading import parse_config
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ConfigError, ModelError
 from async_rl.run.directory import RunDir
 from async_rl.scorer.reward_model import RewardModel
-from async_rl.scorer.start import check_digest
+from async_rl.scorer.start import check_digest, run_scorer
 from async_rl.scorer.transformers_engine import batches
 from async_rl.scoring.messages import Received, TextQuestion
 from tests.generator.tiny_model import CHARACTERS, write_tokenizer
@@ -121,3 +122,21 @@ def test_half_precision_is_possible(tmp_path: Path):
     model = RewardModel(directory, config, device=torch.device("cpu"), dtype=torch.bfloat16)
     ((score,),) = asked(model, "=2")
     assert np.isfinite(score).all()
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "message"),
+    [
+        ((), None, r"expected a table \[scorer\.NAME\] in the config, got none; add one"),
+        (("a",), "c", r"expected the name of a scorer of the config \(a\), got 'c'; correct it"),
+        (("a", "b"), None, r"expected the name of one of the config's scorers \(a, b\), got none; add it"),
+    ],
+)
+def test_a_scorer_that_can_t_be_chosen_is_refused_with_a_remedy(names: tuple[str, ...], given: str, message: str):
+    table = {"model": "m", "address": "tcp://127.0.0.1:1"}
+    uses: dict[str, Any] = {"reward": {"type": "model", "model": "a"}, "queue": {"filter_range": []}} if names else {}
+    uses |= {"distill": {"teacher": "b", "rewards": True}} if "b" in names else {}
+    scorers = {name: table | {"address": f"tcp://127.0.0.1:{port}"} for port, name in enumerate(names, 1)}
+    config = parse_config({"run": {"dir": "r"}, "model": {"path": "m"}, "scorer": scorers, **uses}, "test")
+    with pytest.raises(ConfigError, match=message):
+        run_scorer(config, given, insecure=False)
