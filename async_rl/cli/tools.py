@@ -379,6 +379,7 @@ def doctor(
         )
     from async_rl.doctor.check import exit_code, findings_json, print_table
 
+    command = "launch"
     with Progress(quiet=quiet) as progress:
         if config is not None:
             if keys is not None:
@@ -386,10 +387,12 @@ def doctor(
             from async_rl.config.loading import load_config
             from async_rl.doctor.check import run_checks
 
+            resolved = load_config(config, overrides or [])
+            if resolved.is_offline_only:
+                command = resolved.offline_commands[0]
             found = run_checks(
-                load_config(config, overrides or []), insecure=insecure, deadline_s=timeout, with_parity=parity,
-                report=progress.show,
-            )  # fmt: skip
+                resolved, insecure=insecure, deadline_s=timeout, with_parity=parity, report=progress.show
+            )
         else:
             found = _check_node(str(connect), overrides or [], keys, insecure, timeout, progress)
     if as_json:
@@ -397,15 +400,17 @@ def doctor(
     else:
         print_table(found)
         if not exit_code(found):
-            typer.echo(visible(f"next: {_after_doctor(config, connect, overrides or [], keys, insecure=insecure)}"))
+            typer.echo(
+                visible(f"next: {_after_doctor(command, config, connect, overrides or [], keys, insecure=insecure)}")
+            )
     raise typer.Exit(exit_code(found))
 
 
 def _after_doctor(
-    config: Path | None, connect: str | None, overrides: list[str], keys: Path | None, *, insecure: bool
+    command: str, config: Path | None, connect: str | None, overrides: list[str], keys: Path | None, *, insecure: bool
 ) -> str:
-    """Return the command that runs what the doctor has checked, with the same options."""
-    words = ["launch", str(config)] if config is not None else ["generator", "--connect", str(connect)]
+    """Return the command that runs what the doctor has checked, with the same options. ``command`` takes a config."""
+    words = [command, str(config)] if config is not None else ["generator", "--connect", str(connect)]
     words += [] if keys is None else ["--keys", str(keys)]
     words += [word for override in overrides for word in ("--set", override)]
     return shlex.join(["async-rl", *words, *(["--insecure"] if insecure else [])])

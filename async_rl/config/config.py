@@ -307,6 +307,7 @@ class Config(Section):
 
     def _check_accuracy(self) -> None:
         """Check that nothing chooses prompts by an accuracy that does not say how often a prompt is solved."""
+        self._check_lone_answers()
         main, kind = self.reward.types[0], self.reward.type
         if kind == "none":
             why = "is always 0"
@@ -325,6 +326,18 @@ class Config(Section):
             raise ValueError(
                 f"data.curriculum: expected none with reward.type = {kind!r}, whose accuracy {why}; leave the section "
                 f"out"
+            )
+
+    def _check_lone_answers(self) -> None:
+        """Check that not every group is filtered because it has a single answer, which is right or wrong."""
+        bounds, main = self.queue.filter_range, self.reward.types[0]
+        has_shares = main.is_user_code or (self.reward.type == "code" and self.reward.code.partial_credit)
+        if self.sampling.group_size > 1 or bounds is None or self.environment.is_set or has_shares:
+            return
+        if bounds[0] > 0 and bounds[1] < 1:
+            raise ValueError(
+                f"queue.filter_range: expected [] with sampling.group_size = 1, because the accuracy of one answer is "
+                f"0 or 1 and every group would be filtered, got {list(bounds)}; set it to []"
             )
 
     def _check_no_reward(self) -> None:
@@ -567,6 +580,16 @@ class Config(Section):
     def own_vocab_size(self) -> int | None:
         """The vocabulary size of a backend that has no model. None if the backend uses the model's vocabulary."""
         return None if has_model(self.generator.backend) else self.experimental.fake.vocab_size
+
+    @property
+    def offline_commands(self) -> tuple[str, ...]:
+        """Those of the commands sft, rm and dpo for which the config names data."""
+        return tuple(name for name in ("sft", "rm", "dpo") if getattr(self, name).data)
+
+    @property
+    def is_offline_only(self) -> bool:
+        """Whether the config is for these commands only, because it has no data for reinforcement learning."""
+        return bool(self.offline_commands) and not self.data.train and not self.makes_up_rows
 
     @property
     def makes_up_rows(self) -> bool:

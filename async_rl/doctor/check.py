@@ -217,7 +217,8 @@ class CheckProcess:
 def run_checks(
     config: Config, *, insecure: bool, deadline_s: float, with_parity: bool = True, report: Report = ignore
 ) -> list[Finding]:
-    """Run every check and return the findings, in the order of the table.
+    """Run every check and return the findings, in the order of the table. Of a config for ``sft``, ``rm`` or ``dpo``
+    alone only the checks that matter to these commands run.
 
     The checks of reward and parity take long, so they start first, in separate processes. Their findings come last.
 
@@ -237,6 +238,10 @@ def run_checks(
         for check in checks:
             report(f"checking {check.name}")
             found.extend(run_check(check))
+
+    if config.is_offline_only:
+        run_all(_offline_checks(config, deadline_s))
+        return found
 
     with ExitStack() as stack:
 
@@ -261,6 +266,7 @@ def run_checks(
         run_all(
             [
                 Check("data", lambda: task.check_data(config), deadline_s),
+                Check("offline data", lambda: _offline_rows(config), deadline_s),
                 Check("model", lambda: task.check_model_files(config), deadline_s),
                 Check("critic", lambda: task.check_critic_files(config), deadline_s),
                 Check("lengths", lambda: task.check_prompt_lengths(config), deadline_s),
@@ -273,6 +279,28 @@ def run_checks(
             report("checking parity: engine and learner load the model")
             found += parity.findings()
     return found
+
+
+def _offline_rows(config: Config) -> list[Finding]:
+    if not config.offline_commands:
+        return []
+    from async_rl.doctor.offline import check_offline_rows  # it loads PyTorch
+
+    return check_offline_rows(config)
+
+
+def _offline_checks(config: Config, deadline_s: float) -> list[Check]:
+    from async_rl.doctor import machine, task
+
+    return [
+        Check("versions", lambda: machine.check_versions(config)),
+        Check("cores", machine.check_cores),
+        Check("devices", lambda: machine.check_cuda(config, "learner"), 60.0),
+        Check("compiler", lambda: machine.check_compilers(config)),
+        Check("learner memory", lambda: machine.check_learner_room(config), 60.0),
+        Check("data", lambda: _offline_rows(config), deadline_s),
+        Check("model", lambda: task.check_model_files(config), deadline_s),
+    ]
 
 
 def _machine_checks(config: Config, *, insecure: bool) -> list[Check]:

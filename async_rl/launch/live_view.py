@@ -213,6 +213,8 @@ class LiveView:
         table.add_row(
             "reward, accuracy", f"{number_text(row.get('reward/mean'))}, {number_text(row.get('accuracy/mean'))}"
         )
+        if row.get("distill/kl") is not None:
+            table.add_row("KL to the teacher", f"{number_text(row['distill/kl'])} nats a token")
         table.add_row(
             "staleness", f"{number_text(row.get('staleness/mean'))} (max {number_text(row.get('staleness/max'))})"
         )

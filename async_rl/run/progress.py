@@ -123,6 +123,7 @@ def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
         for label, key, unit in (
             ("reward", "reward/mean", ""),
             ("accuracy", "accuracy/mean", ""),
+            ("KL to the teacher", "distill/kl", ""),
             ("staleness", "staleness/mean", f" (max {number_text(row.get('staleness/max'))})"),
             ("queue", "queue/depth", f" + {number_text(row.get('queue/in_flight'))} in flight"),
             ("trained", "throughput/trained_tokens_per_s", " tok/s"),

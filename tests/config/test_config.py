@@ -223,6 +223,7 @@ def test_values_of_a_wrong_type_or_range_are_refused_by_key(section: str, key: s
 
 
 GAME: dict[str, Any] = {"name": "mine.py"}
+GAE: dict[str, Any] = {"advantage": "gae"}
 GENERATES: dict[str, Any] = {"generate": True}
 WITH_VLLM: dict[str, Any] = GENERATES | {"generate_backend": "vllm"}
 FAKE: dict[str, Any] = {"backend": "fake"}
@@ -239,6 +240,7 @@ ENGINE: dict[str, Any] = {"backend": "transformers"}
         ({"reward": {"cache_length": 64}, "sampling": {"max_new_tokens": 64}}, "reward.cache_length"),
         ({"loss": {"best_k": 9}, "sampling": {"group_size": 8}}, "loss.best_k"),
         ({"sampling": {"group_size": 1}}, "sampling.group_size"),
+        ({"sampling": {"group_size": 1}, "loss": GAE}, "queue.filter_range"),
         ({"sampling": {"temperature_steps": 5}}, "sampling.temperature_steps"),
         ({"learner": {"nproc": 2, "devices": [0]}}, "learner.devices"),
         ({"learner": {"packing": "padded"}, "parallel": {"sequence": 2}}, "parallel.sequence"),
@@ -272,6 +274,14 @@ def test_a_learner_may_sample_in_layouts_whose_ranks_can_hold_the_whole_model():
     assert alone.samples_here
     assert not a_config(generator={"count": 0}).samples_here
     a_config(learner=GENERATES | {"nproc": 4}, parallel={"sequence": 2, "replicas": 2}, lora={"rank": 4})
+
+
+def test_one_answer_a_prompt_needs_a_filter_that_its_accuracy_can_pass():
+    one: dict[str, Any] = {"sampling": {"group_size": 1}, "loss": GAE}
+    a_config(**one, queue={"filter_range": []})
+    a_config(**one, queue={"filter_range": [0.0, 0.99]})
+    a_config(**one, environment=GAME)
+    a_config(**one, reward={"type": "code", "code": {"partial_credit": True}})
 
 
 def test_the_bound_of_cross_checks_is_inside():

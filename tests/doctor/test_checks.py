@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import config_data, config_to_toml, parse_config
 from async_rl.doctor import machine, task
 from async_rl.doctor.check import Finding
+from async_rl.doctor.offline import check_offline_rows
 from async_rl.errors import AddressError
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.launch.preflight import check_judge
@@ -315,6 +317,44 @@ def test_the_command_exits_1_for_a_red_row_and_2_for_a_bad_config_and_writes_not
     assert (code, text.splitlines()[-1]) == (0, f"next: async-rl launch {path} --set learner.steps=3")
     code, _ = run_command(capsys, str(path), "--set", "queue.nonsense=1")
     assert code == 2
+
+
+def offline_config(root: Path, **sft: Any) -> Path:
+    rows = [{"prompt": f"{i} + {i} =", "response": str(2 * i)} for i in range(5)]
+    (root / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = {"data": str(root / "sft.jsonl"), "out": str(root / "out")} | sft
+    config = parse_config({"run": {"dir": str(root / "offline")}, "model": {"path": str(root / "model")},
+                           "sft": section}, "test")  # fmt: skip
+    path = root / "offline.toml"
+    path.write_text(config_to_toml(config))
+    return path
+
+
+def test_a_config_for_sft_alone_is_checked_for_what_sft_needs(root: Path, capsys: pytest.CaptureFixture[str]):
+    path = offline_config(root, eval={"held_out": str(root / "sft.jsonl")})
+    code, text = run_command(capsys, str(path), "--json")
+    rows = {row["check"]: row for row in json.loads(text)["rows"]}
+    assert code == 0, text
+    assert rows["sft.data"]["found"].startswith("5 rows, the longest sequence has ")
+    assert rows["sft.eval.held_out"]["state"] == "OK"
+    assert not rows.keys() & {"queue.address", "data.train", "reward", "gloo, two ranks"}
+    _, text = run_command(capsys, str(path))
+    assert text.splitlines()[-1] == f"next: async-rl sft {path}"
+
+
+def test_offline_data_that_is_missing_or_too_long_is_red(root: Path):
+    path = offline_config(root, eval={"held_out": str(root / "nowhere.jsonl")})
+    config = parse_config(tomllib.loads(path.read_text()) | {"learner": {"max_tokens": 8}}, "test")
+    train, held_out = check_offline_rows(config)
+    assert (train.check, train.state, held_out.check, held_out.state) == (
+        "sft.data",
+        "FAIL",
+        "sft.eval.held_out",
+        "FAIL",
+    )
+    assert "a micro-batch at most 8" in train.found
+    assert "learner.max_tokens" in train.fix
+    assert "nowhere.jsonl" in held_out.found
 
 
 def test_a_loss_of_the_user_s_own(root: Path, tmp_path: Path):

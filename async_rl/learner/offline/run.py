@@ -83,6 +83,13 @@ class OfflineTask(ABC, Generic[Row]):
             self.config, ranks, objective=self.objective, schedule=schedule, max_length=self.section.max_length
         )
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """The datasets by the config keys that name them: the training rows, and those of the evaluations."""
+        return {f"{self.name}.data": self.section.data or ""} | {
+            f"{self.name}.eval.{name}": source for name, source in self.section.eval.items()
+        }
+
     @abstractmethod
     def load_rows(self, source: str, key: str) -> list[Row]:
         """Read and tokenise the dataset ``source``. ``key`` is the config key that names it.
@@ -361,11 +368,8 @@ def _load_rows(task: OfflineTask[Row]) -> _Rows[Row]:
         RunError: the newest checkpoint was trained on other rows.
     """
     config, section = task.config, task.section
-    sources = {f"{task.name}.data": section.data} | {
-        f"{task.name}.eval.{n}": source for n, source in section.eval.items()
-    }
     found: dict[str, list[Row]] = {}
-    for key, source in sources.items():
+    for key, source in task.sources.items():
         found[key] = task.load_rows(source, key)
         longest = max(len(sequence.token_ids) for row in found[key] for sequence in task.sequences(row))
         if longest > config.longest_sequence:

@@ -1,0 +1,40 @@
+"""Checks of the data of ``async-rl sft``, ``rm`` and ``dpo``. They read and tokenise all rows, as the commands do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from async_rl.config.config import Config
+from async_rl.doctor.check import Finding
+from async_rl.errors import DataError
+from async_rl.learner.offline.dpo import LabelledAnswers, Pairs
+from async_rl.learner.offline.rm import RewardModel
+from async_rl.learner.offline.run import OfflineTask
+from async_rl.learner.offline.sft import Supervised
+
+
+def tasks_of(config: Config) -> list[OfflineTask[Any]]:
+    """Return the tasks of the commands for which ``config`` names data."""
+    of_dpo = LabelledAnswers if config.dpo.loss == "kto" else Pairs
+    kinds: dict[str, type[OfflineTask[Any]]] = {"sft": Supervised, "rm": RewardModel, "dpo": of_dpo}
+    return [kinds[name](config) for name in config.offline_commands]
+
+
+def check_offline_rows(config: Config) -> list[Finding]:
+    """Check that each dataset of these commands can be read and trained on. Return one finding for each."""
+    found: list[Finding] = []
+    for task in tasks_of(config):
+        for key, source in task.sources.items():
+            try:
+                rows = task.load_rows(source, key)
+            except DataError as error:
+                found.append(Finding(key, "FAIL", str(error), fix="correct the file, or name another one"))
+                continue
+            longest = max(len(sequence.token_ids) for row in rows for sequence in task.sequences(row))
+            text = f"{len(rows)} rows, the longest sequence has {longest} tokens"
+            if longest <= config.longest_sequence:
+                found.append(Finding(key, "OK", text))
+                continue
+            fix = f"raise {config.longest_sequence_keys} to it, or lower {task.name}.max_length"
+            found.append(Finding(key, "FAIL", f"{text}, a micro-batch at most {config.longest_sequence}", fix=fix))
+    return found
