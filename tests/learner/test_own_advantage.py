@@ -120,7 +120,8 @@ def test_the_trial_refuses_what_a_run_would_refuse(tmp_path: Path):
 
 
 def test_a_group_of_one_is_allowed_if_the_function_takes_it(tmp_path: Path):
-    assert load_own_advantage(a_config(tmp_path, f"{EXAMPLE}:by_age", sampling={"group_size": 1})) is not None
+    of_one: dict[str, Any] = {"sampling": {"group_size": 1}, "queue": {"filter_range": []}}
+    assert load_own_advantage(a_config(tmp_path, f"{EXAMPLE}:by_age", **of_one)) is not None
     assert load_own_advantage(parse_config({"run": {"dir": "r"}, "model": {"path": "m"}}, "test")) is None
 
 
