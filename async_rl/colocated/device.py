@@ -49,6 +49,7 @@ class SharedDevice:
 
     @property
     def max_wait_s(self) -> float:
+        """How long at most the sampling thread may wait between two turns, in seconds."""
         return math.inf if self._leave is None else self._wait_s
 
     @property

@@ -228,7 +228,7 @@ def run_checks(
         with_parity: compare the log-probabilities of generator and learner, too.
         report: gets what is checked, before the doctor waits for that check.
     """
-    from async_rl.doctor import machine, task  # they import Finding from here
+    from async_rl.doctor import machine  # it imports Finding from here
     from async_rl.weights.transport import collectives
 
     plain = {"config": config_data(config)}
@@ -263,22 +263,26 @@ def run_checks(
             ).findings()
         if not machine.num_cuda_devices():
             found.append(Finding("nccl, two ranks", "skip", "this machine has no CUDA device"))
-        run_all(
-            [
-                Check("data", lambda: task.check_data(config), deadline_s),
-                Check("offline data", lambda: _offline_rows(config), deadline_s),
-                Check("model", lambda: task.check_model_files(config), deadline_s),
-                Check("critic", lambda: task.check_critic_files(config), deadline_s),
-                Check("lengths", lambda: task.check_prompt_lengths(config), deadline_s),
-                Check("loss", lambda: task.check_own_loss(config), deadline_s),
-            ]
-        )
+        run_all(_task_checks(config, deadline_s))
         report("checking reward")
         found += reward.findings()
         if parity is not None:
             report("checking parity: engine and learner load the model")
             found += parity.findings()
     return found
+
+
+def _task_checks(config: Config, deadline_s: float) -> list[Check]:
+    from async_rl.doctor import task
+
+    return [
+        Check("data", lambda: task.check_data(config), deadline_s),
+        Check("offline data", lambda: _offline_rows(config), deadline_s),
+        Check("model", lambda: task.check_model_files(config), deadline_s),
+        Check("critic", lambda: task.check_critic_files(config), deadline_s),
+        Check("lengths", lambda: task.check_prompt_lengths(config), deadline_s),
+        Check("loss", lambda: task.check_own_loss(config), deadline_s),
+    ]
 
 
 def _offline_rows(config: Config) -> list[Finding]:

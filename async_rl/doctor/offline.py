@@ -30,7 +30,7 @@ def check_offline_rows(config: Config) -> list[Finding]:
             except DataError as error:
                 found.append(Finding(key, "FAIL", str(error), fix="correct the file, or name another one"))
                 continue
-            longest = max(len(sequence.token_ids) for row in rows for sequence in task.sequences(row))
+            longest = task.longest(rows)
             text = f"{len(rows)} rows, the longest sequence has {longest} tokens"
             if longest <= config.longest_sequence:
                 found.append(Finding(key, "OK", text))

@@ -102,6 +102,10 @@ class OfflineTask(ABC, Generic[Row]):
     def sequences(self, row: Row) -> Sequence[TrainSequence]:
         """Return the sequences of one row."""
 
+    def longest(self, rows: Sequence[Row]) -> int:
+        """Return the number of tokens of the longest sequence of ``rows``, of which there is at least one."""
+        return max(len(sequence.token_ids) for row in rows for sequence in self.sequences(row))
+
     def figure(self, row: Row) -> float:
         """Return the number that the loss reads of a row beside its sequences; 0 if there is none."""
         return 0.0
@@ -371,7 +375,7 @@ def _load_rows(task: OfflineTask[Row]) -> _Rows[Row]:
     found: dict[str, list[Row]] = {}
     for key, source in task.sources.items():
         found[key] = task.load_rows(source, key)
-        longest = max(len(sequence.token_ids) for row in found[key] for sequence in task.sequences(row))
+        longest = task.longest(found[key])
         if longest > config.longest_sequence:
             raise ConfigError(
                 f"{config.longest_sequence_keys}: expected at least the longest row of {key}, {longest} tokens, got "
