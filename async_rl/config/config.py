@@ -307,7 +307,6 @@ class Config(Section):
 
     def _check_accuracy(self) -> None:
         """Check that nothing chooses prompts by an accuracy that does not say how often a prompt is solved."""
-        self._check_lone_answers()
         main, kind = self.reward.types[0], self.reward.type
         if kind == "none":
             why = "is always 0"
@@ -316,6 +315,7 @@ class Config(Section):
         elif main.asks_judge:
             why = "is the score's place in its range and says nothing of right and wrong"
         else:
+            self._check_lone_answers()
             return
         if self.queue.filter_range is not None and not main.asks_judge:
             raise ValueError(

@@ -202,7 +202,7 @@ class SleepingBackend(Protocol):
     def sleep(self) -> None:
         """Compute nothing from now on, and give up the device's memory as far as possible. Sequences are kept.
 
-        The next ``activate``, ``step`` or scoring wakes the engine. Until then the device must have the memory again.
+        The next ``activate``, ``step`` or scoring wakes the engine. The memory must be free again by then.
         """
         ...
 

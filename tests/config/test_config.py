@@ -282,6 +282,8 @@ def test_one_answer_a_prompt_needs_a_filter_that_its_accuracy_can_pass():
     a_config(**one, queue={"filter_range": [0.0, 0.99]})
     a_config(**one, environment=GAME)
     a_config(**one, reward={"type": "code", "code": {"partial_credit": True}})
+    judge = {"endpoint": "http://127.0.0.1:1/v1", "model": "m", "rubric": "Is it right? {answer}"}
+    a_config(**one, reward={"type": "judge", "judge": judge})  # its accuracy is the score's place in its range
 
 
 def test_the_bound_of_cross_checks_is_inside():

@@ -252,7 +252,7 @@ class VllmEngine:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine sleeps. Then only requests may be added and stopped."""
+        """Whether the engine sleeps. While it does, requests may only be added and stopped."""
         return self._is_asleep
 
     def sleep(self, *, keeps_weights: bool) -> None:
