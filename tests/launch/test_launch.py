@@ -779,6 +779,8 @@ def test_an_eval_row_is_read_by_dataset_whatever_its_name():
 def test_a_step_is_one_line_and_missing_figures_are_left_out():
     row = a_row(3, **{"reward/mean": 0.25, "staleness/mean": 1.5, "staleness/max": 4, "idle/learner": 0.125})
     assert step_line(row, 10, 65.0) == "step 3/10 | reward 0.25 | staleness 1.5 (max 4) | idle learner 12% | ETA 1m05s"
+    taught = a_row(3, **{"reward/mean": 0.0, "distill/kl": 0.0134})
+    assert step_line(taught, 10, None) == "step 3/10 | reward 0 | KL to the teacher 0.0134"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5.4, "5s"), (61, "1m01s"), (3723, "1h02m")])
