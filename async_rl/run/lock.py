@@ -19,7 +19,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -157,12 +157,15 @@ def acquire(run_dir: RunDir, role: str, *, takeover: bool = False) -> RunLock:
                     return lock
                 lock.close()
                 continue
-            holder = _read_holder(fd)
+            holders = _read_holders(fd)
             lock.close()
+            holder = _first_living(holders)
             if takeover:
                 logger.warning("run.dir: taking over %s from %s", run_dir.path, holder or "an unknown process")
                 return _take_over(run_dir, role)
-            if (holder is None or not holder.may_live) and time.monotonic() < deadline:
+            # The first took the lock and the others are its children. If it has died, they end as well.
+            is_ending = not holders or not holders[0].may_live
+            if is_ending and time.monotonic() < deadline:
                 time.sleep(_LOOK_AGAIN_S)
                 continue
             raise RunError(
@@ -232,15 +235,16 @@ def _take_over(run_dir: RunDir, role: str) -> RunLock:
 
 def _holder_of(path: Path) -> Holder | None:
     with suppress(FileNotFoundError), path.open("rb") as file:
-        return _read_holder(file.fileno())
+        return _first_living(_read_holders(file.fileno()))
     return None
 
 
-def _read_holder(fd: int) -> Holder | None:
-    """Return the process that holds the lock, from the open lock file ``fd``; None if the file names no process.
-
-    It is the first process in the file that may be alive or, if all have died, the first one.
-    """
+def _read_holders(fd: int) -> list[Holder]:
+    """Return the processes named in the open lock file ``fd``: first the one that took the lock, then its children."""
     *lines, _ = os.pread(fd, 1 << 16, 0).decode("utf-8", errors="replace").split("\n")
-    holders = [Holder(**json.loads(line)) for line in lines]
+    return [Holder(**json.loads(line)) for line in lines]
+
+
+def _first_living(holders: Sequence[Holder]) -> Holder | None:
+    """Return the first process that may be alive or, if all have died, the first one. None if there is none."""
     return next((holder for holder in holders if holder.may_live), holders[0] if holders else None)

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -141,14 +142,32 @@ def test_a_lock_lasts_as_long_as_a_child_that_inherited_it_and_names_it(
 ):
     monkeypatch.setattr(lock_module, "ENDING_S", 0.0)
     run_dir = RunDir(tmp_path / "run")
+    with learner_of_a_dead_launch(run_dir, tmp_path / "log") as learner:
+        expected = rf"process {learner.pid} \(async-rl learner\)"
+        with pytest.raises(RunError, match=expected):
+            lock_module.acquire(run_dir, "launch")
+    lock_module.acquire(run_dir, "launch").close()
+
+
+def test_a_launch_waits_for_the_learner_of_a_launch_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run_dir = RunDir(tmp_path / "run")
+    with learner_of_a_dead_launch(run_dir, tmp_path / "log") as learner:
+        # The first look finds the learner alive, and it ends before the second one.
+        monkeypatch.setattr(lock_module.time, "sleep", lambda _: (learner.kill(), learner.wait()))
+        lock_module.acquire(run_dir, "launch").close()
+
+
+@contextmanager
+def learner_of_a_dead_launch(run_dir: RunDir, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that inherited the lock of the run directory from a launch that is dead."""
     lock = lock_module.acquire(run_dir, "launch")
     child = (
         "import sys, signal\nfrom pathlib import Path\nfrom async_rl.run.directory import RunDir\n"
         "from async_rl.run.lock import RunLock\nlock = RunLock.inherit(RunDir(Path(sys.argv[1])), 'learner')\n"
         "print('inherited', lock is not None, flush=True)\nsignal.pause()\n"
     )
-    watch, log = ParentWatch(), tmp_path / "log"
-    process: subprocess.Popen[bytes] = watch.spawn(
+    watch = ParentWatch()
+    process = watch.spawn(
         [sys.executable, "-c", child, str(run_dir.path)],
         environment={**os.environ, LOCK_FD: str(lock.fd)}, log=log, pass_fds=[lock.fd],
     )  # fmt: skip
@@ -158,13 +177,11 @@ def test_a_lock_lasts_as_long_as_a_child_that_inherited_it_and_names_it(
         lines = run_dir.lock.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999').encode()
         os.pwrite(lock.fd, lines, 0)
         lock.close()
-        with pytest.raises(RunError, match=rf"process {process.pid} \(async-rl learner\)"):
-            lock_module.acquire(run_dir, "launch")
+        yield process
     finally:
         process.kill()
         process.wait()
         watch.close()
-    lock_module.acquire(run_dir, "launch").close()
 
 
 def test_a_learner_whose_launch_was_superseded_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
