@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import tomli_w
 
+from tests import forked_roles
+
 ROOT = Path(__file__).resolve().parents[2]
 _T = TypeVar("_T")
 
@@ -31,29 +33,38 @@ def wait_until(what: str, probe: Callable[[], _T | None], *, deadline_s: float =
 
 
 class Role:
-    """One ``async-rl`` process in a session of its own, its output in a file; in a network namespace if given."""
+    """One ``async-rl`` process in a session of its own, its output in a file; in a network namespace if given.
+
+    It is forked from ``tests.role_server``, and so are its own roles, unless it ``is_program``: then Python starts it
+    with its arguments and environment, as a user does. In a network namespace, or with a library loaded before all
+    others, it always is.
+    """
 
     def __init__(
-        self, name: str, *arguments: str, log_dir: Path, env: Mapping[str, str] | None = None, namespace: str = ""
+        self,
+        name: str,
+        *arguments: str,
+        log_dir: Path,
+        env: Mapping[str, str] | None = None,
+        namespace: str = "",
+        is_program: bool = False,
     ) -> None:
         self.name, self.arguments, self.log_path = name, arguments, log_dir / f"{name}.log"
         log_dir.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(("ip", "netns", "exec", namespace) if namespace else ()),
-                    sys.executable,
-                    "-m",
-                    "async_rl",
-                    *arguments,
-                ],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(env or {})}
+        with self.log_path.open("ab") as log, Path(os.devnull).open("rb") as nothing:
+            if namespace or is_program or "LD_PRELOAD" in environment:
+                prefix = ("ip", "netns", "exec", namespace) if namespace else ()
+                self.process = subprocess.Popen(
+                    [*prefix, sys.executable, "-m", "async_rl", *arguments],
+                    cwd=ROOT, env=environment, stdin=nothing, stdout=log, stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )  # fmt: skip
+            else:
+                self.process = forked_roles.start(
+                    arguments, environment=environment, directory=ROOT,
+                    stdin=nothing.fileno(), stdout=log.fileno(), stderr=log.fileno(), is_session=True,
+                )  # fmt: skip
 
     @property
     def log(self) -> str:
@@ -82,8 +93,8 @@ def roles(log_dir: Path) -> Iterator[Callable[..., Role]]:
     """Gives ``start(name, *arguments)``; every role started is ended with everything in its session."""
     started: list[Role] = []
 
-    def start(name: str, *arguments: str, env: Mapping[str, str] | None = None, namespace: str = "") -> Role:
-        role = Role(name, *arguments, log_dir=log_dir, env=env, namespace=namespace)
+    def start(name: str, *arguments: str, **options: Any) -> Role:
+        role = Role(name, *arguments, log_dir=log_dir, **options)
         started.append(role)
         return role
 
@@ -143,15 +154,17 @@ def state_of(pid: int) -> str | None:
 
 
 def processes_of(marker: str) -> list[int]:
-    """Living processes whose environment holds ``marker``."""
-    found: list[int] = []
+    """Living processes whose environment holds ``marker``, forked roles and their forks included."""
+    found, mark = list[int](), forked_roles.mark_of(marker)
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
             environment = (entry / "environ").read_bytes()
+            files = forked_roles.open_files(int(entry.name))
         except OSError:
             continue  # it ended between the listing and the look
-        if marker.encode() in environment.split(b"\0") and state_of(int(entry.name)) not in (None, "Z"):
+        is_marked = marker.encode() in environment.split(b"\0") or any(mark in file for file in files)
+        if is_marked and state_of(int(entry.name)) not in (None, "Z"):
             found.append(int(entry.name))
     return found

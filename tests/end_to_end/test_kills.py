@@ -23,6 +23,7 @@ from tests.end_to_end.harness import (
     write_config,
 )
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.forked_roles import command_line
 
 _T = TypeVar("_T")
 NUM_STEPS = 2
@@ -100,7 +101,7 @@ def test_launch_restarts_a_learner_that_dies_in_its_last_evaluation_and_ends_wel
     marker = f"ASYNC_RL_TEST={tmp_path}"
 
     def learner_of_launch() -> int:
-        found = [p for p in processes_of(marker) if b"\0learner\0" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        found = [p for p in processes_of(marker) if "learner" in command_line(p)]
         (pid,) = found
         return pid
 

@@ -30,7 +30,7 @@ def test_nothing_is_left_when_launch_is_killed_and_the_same_command_goes_on(tmp_
     run_dir = tmp_path / "run"
     marker = f"ASYNC_RL_TEST={tmp_path}"
     with roles(tmp_path / "logs") as start:
-        launch = start("launch", "launch", str(config), env={"ASYNC_RL_TEST": str(tmp_path)})
+        launch = start("launch", "launch", str(config), env={"ASYNC_RL_TEST": str(tmp_path)}, is_program=True)
         wait_until("a checkpoint", (run_dir / "checkpoints" / "latest").exists, deadline_s=150)
         assert len(processes_of(marker)) >= 5  # launch, queue, learner, two generators
         launch.kill(signal.SIGKILL)

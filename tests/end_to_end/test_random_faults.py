@@ -16,6 +16,7 @@ import pytest
 
 from tests.end_to_end.faults_harness import FaultRun, fault_config, judge, kill_all
 from tests.end_to_end.harness import Role, processes_of, roles, wait_until
+from tests.forked_roles import command_line
 
 NUM_ROWS, POISON = 162, (3, 100)
 FAULTS_A_RUN = 20
@@ -94,7 +95,7 @@ class RandomRun(FaultRun):
 def _role_of(pid: int) -> str | None:
     """The role of a process: the first word after the package's name. None if it has none, or ended."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        words = command_line(pid)
     except OSError:
         return None
     return words[words.index("async_rl") + 1] if "async_rl" in words else None

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.end_to_end.harness import check_ledger, metrics, processes_of, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.forked_roles import command_line
 from tests.scoring.scripted import free_address
 
 
@@ -30,7 +31,7 @@ def write_reward_model(directory: Path, policy: Path) -> Path:
 
 def process_of(marker: str, command: str) -> int:
     """The process of the run that was started with ``command``."""
-    (pid,) = (pid for pid in processes_of(marker) if command in Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+    (pid,) = (pid for pid in processes_of(marker) if command in command_line(pid))
     return pid
 
 

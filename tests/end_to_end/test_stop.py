@@ -57,7 +57,9 @@ def start(tmp_path: Path):
     environment = {"ASYNC_RL_TEST": str(tmp_path)}
     with roles(tmp_path / "logs") as start_role:
         try:
-            yield lambda name, *arguments, env=None: start_role(name, *arguments, env={**environment, **(env or {})})
+            yield lambda name, *arguments, env=None: start_role(
+                name, *arguments, env={**environment, **(env or {})}, is_program=True
+            )
         finally:
             kill_all(f"ASYNC_RL_TEST={tmp_path}")
 
