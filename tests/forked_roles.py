@@ -19,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from tests.role_server import NUMBER, encode_request
 
@@ -86,14 +86,15 @@ def start(
     stdout: int,
     stderr: int,
     pass_fds: Sequence[int] = (),
-    is_session: bool = False,
 ) -> ForkedRole:
-    """Fork ``python -m async_rl ARGV``. The descriptors are this process's; ``pass_fds`` keep their numbers."""
+    """Fork ``python -m async_rl ARGV`` in a session of its own.
+
+    The descriptors are this process's. ``pass_fds`` keep their numbers.
+    """
     fields = {
         "argv": ["async_rl", *argv],
         "environment": {**environment, ADDRESS: _address()},
         "directory": str(directory),
-        "is_session": is_session,
         "fds": [0, 1, 2, *pass_fds],
     }
     body = encode_request(fields)
@@ -183,25 +184,36 @@ def fork_children() -> None:
 
 
 class _ForkOrExec(_REAL_POPEN):  # type: ignore[type-arg]
-    """``subprocess.Popen`` that forks ``python -m async_rl`` if it has an environment and a file for its output."""
+    """``subprocess.Popen`` that forks ``python -m async_rl``, always in a session of its own.
+
+    A command with other options than those of roles, or with a pipe, is started as always.
+    """
 
     def __new__(cls, args: Any, **options: Any) -> Any:
         is_role = isinstance(args, list | tuple) and list(args[:3]) == [sys.executable, "-m", "async_rl"]
-        is_simple = options.keys() <= _FORKED_OPTIONS and options.get("stderr") == subprocess.STDOUT
-        if not is_role or not is_simple or not hasattr(options.get("stdout"), "fileno"):
+        streams = [options.get(name) for name in ("stdin", "stdout", "stderr")]
+        if not is_role or subprocess.PIPE in streams or not options.keys() <= _FORKED_OPTIONS:
             return super().__new__(cls)
-        output = options["stdout"].fileno()
-        with open(os.devnull, "rb") as nothing:
+        with open(os.devnull, "r+b", buffering=0) as nothing:
+            stdin, stdout, stderr = (_number(stream, own, nothing) for own, stream in enumerate(streams))
             return start(
                 list(args[3:]),
-                environment=options["env"],
+                environment=options.get("env") or os.environ,
                 directory=Path(options.get("cwd") or Path.cwd()),
-                stdin=nothing.fileno(),
-                stdout=output,
-                stderr=output,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stdout if options.get("stderr") == subprocess.STDOUT else stderr,
                 pass_fds=options.get("pass_fds", ()),
-                is_session=options.get("start_new_session", False),
             )
 
 
 _FORKED_OPTIONS = {"env", "cwd", "stdin", "stdout", "stderr", "pass_fds", "start_new_session"}
+
+
+def _number(stream: Any, own: int, nothing: IO[bytes]) -> int:
+    """The descriptor that ``subprocess`` means by ``stream``: a file, a number, DEVNULL, or None for ``own``."""
+    if stream is None:
+        return own
+    if stream == subprocess.DEVNULL:
+        return nothing.fileno()
+    return stream if isinstance(stream, int) else stream.fileno()

@@ -4,11 +4,12 @@ A whole run starts four programs and more, and each imports for one to six secon
 milliseconds. ``forked_roles`` is the client. A request is one connection: a JSON object with the descriptors that the
 child gets. The replies on the connection are the child's process id and, when it has ended, its status.
 
-The child has the arguments, environment, working directory, session and descriptors of its request, and no others. It
-leaves the server's loop and runs ``python -m async_rl`` as its main module. So exceptions, ``SystemExit`` and the end
-of the interpreter are as usual. Three things differ from a program of its own. Its parent is this server. The kernel
-shows this server's command line and environment (``harness.processes_of`` looks for an open file instead). And the
-modules below are imported, so what they read of the environment when they are imported is read again here.
+The child has the arguments, environment, working directory and descriptors of its request, and no others, in a session
+of its own. It leaves the server's loop and runs ``python -m async_rl`` as its main module. So exceptions,
+``SystemExit`` and the end of the interpreter are as usual. Three things differ from a program of its own. Its parent is
+this server. The kernel shows this server's command line and environment (``harness.processes_of`` looks for an open
+file instead). And the modules below are imported, so what they read of the environment when they are imported is read
+again here.
 
 The command is ``python -m tests.role_server DESCRIPTOR LIFELINE``: a listening socket, and a pipe that closes when the
 server shall end.
@@ -63,7 +64,6 @@ class Job(NamedTuple):
     argv: list[str]
     environment: dict[str, str]
     directory: str
-    is_session: bool
     fds: list[int]
     received: list[int]
 
@@ -136,8 +136,7 @@ def become(job: Job) -> None:
     for fd, number in zip(spare, job.fds, strict=True):
         os.dup2(fd, number)
         os.close(fd)
-    if job.is_session:
-        os.setsid()
+    os.setsid()
     os.chdir(job.directory)
     own_path = _split(os.environ.get("PYTHONPATH", ""))
     os.environ.clear()

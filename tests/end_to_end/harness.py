@@ -63,7 +63,7 @@ class Role:
             else:
                 self.process = forked_roles.start(
                     arguments, environment=environment, directory=ROOT,
-                    stdin=nothing.fileno(), stdout=log.fileno(), stderr=log.fileno(), is_session=True,
+                    stdin=nothing.fileno(), stdout=log.fileno(), stderr=log.fileno(),
                 )  # fmt: skip
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.comparison.summary import summarise
-from tests.end_to_end.faults_harness import fault_config, trained_rows
+from tests.end_to_end.faults_harness import fault_config, kill_all, trained_rows
 from tests.end_to_end.harness import processes_of, roles, wait_until
 
 NUM_ROWS = 24
@@ -21,7 +22,8 @@ def test_a_sweep_that_gets_sigterm_saves_its_run_and_the_same_command_goes_on(tm
     marker = f"ASYNC_RL_TEST={tmp_path}"
     runs = [tmp_path / "run-sweep" / f"max_staleness={bound}" for bound in (0, 2)]
     command = ("sweep", str(config), "--over", "queue.max_staleness=0,2")
-    with roles(tmp_path / "logs") as start:
+    with roles(tmp_path / "logs") as start, contextlib.ExitStack() as at_end:
+        at_end.callback(kill_all, marker)
         sweep = start("sweep", *command, env={"ASYNC_RL_TEST": str(tmp_path)})
         wait_until("steps of the second run", lambda: len(trained_rows(runs[1])) >= 3, deadline_s=150)
         sweep.kill(signal.SIGTERM)
