@@ -16,6 +16,8 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests run in two processes at a time. Most whole runs leave a core idle now and then.
+PARALLEL ?= -n 2 --dist worksteal
 # What needs a GPU runs in PYTHON if that is given, or in .venv: a GPU's machine often has its own torch.
 PYTHON_ON_GPU = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
 INSTALLED := $(VENV)/.installed
@@ -40,10 +42,10 @@ quickstart-compare: $(INSTALLED)
 	$(BIN)/python examples/quickstart.py --seed $(SEED) --compare
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not long and not vllm" --hypothesis-profile=full
+	$(BIN)/python -m pytest -m "not long and not vllm" --hypothesis-profile=full $(PARALLEL)
 
 test-long: $(INSTALLED) $(VLLM_INSTALLED)
 	$(BIN)/python -m pytest -m "long and not vllm" $(if $(DONE),--done $(DONE))
@@ -51,7 +53,7 @@ test-long: $(INSTALLED) $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest -m "long and vllm" $(if $(DONE),--done $(DONE))
 
 test-vllm: $(VLLM_INSTALLED)
-	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not long"
+	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not long" $(PARALLEL)
 
 test-gpu:
 	$(PYTHON_ON_GPU) -m pytest -m gpu

@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Passed(config.option.done), "passed")
+    config.pluginmanager.register(Passed(config.option.done, is_worker=hasattr(config, "workerinput")), "passed")
 
 
 @pytest.fixture(scope="session")

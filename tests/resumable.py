@@ -1,4 +1,7 @@
-"""Long tests that go on where they were stopped: ``--done FILE`` lists what has passed, and leaves it out."""
+"""Long tests that go on where they were stopped: ``--done FILE`` lists what has passed, and leaves it out.
+
+Of several processes of one test run, only the one that controls the others hears of every test, and writes.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ import pytest
 class Passed:
     """The lines of a file, each the name of something that has passed. Without a file, nothing is kept."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, *, is_worker: bool = False) -> None:
+        self._path, self._is_worker = path, is_worker
         self._names = set(path.read_text().splitlines()) if path is not None and path.exists() else set[str]()
 
     def __contains__(self, name: str) -> bool:
@@ -32,5 +35,5 @@ class Passed:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a test that has passed."""
-        if report.when == "call" and report.passed:
+        if report.when == "call" and report.passed and not self._is_worker:
             self.add(report.nodeid)
