@@ -3,7 +3,8 @@
 #   make quickstart-compare    the same run once more on-policy, and both side by side over time
 #   make test                  the tests that a contributor runs: five to six minutes on two cores
 #   make test-all              these and the slow ones: whole runs, killed processes, several ranks
-#   make test-long             hours of histories, mutants and kills, for a release. DONE=FILE: go on with it later
+#   make test-long             hours of histories, mutants and kills, for a release. DONE=FILE: go on with it later;
+#                              MINUTES=40: stop then, and go on with the same command
 #   make test-vllm             the tests that need vLLM, in an environment of their own with its CPU build
 #   make test-gpu              the tests that need a CUDA device, in .venv or PYTHON; installs nothing
 #   make gpu-smoke             every GPU path in about ten minutes, in .venv or PYTHON; says what can't be run here
@@ -47,10 +48,12 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not long and not vllm" --hypothesis-profile=full $(PARALLEL)
 
+PIECE = $(if $(DONE),--done $(DONE)) $(if $(MINUTES),--minutes $(MINUTES))
+
 test-long: $(INSTALLED) $(VLLM_INSTALLED)
-	$(BIN)/python -m pytest -m "long and not vllm" $(if $(DONE),--done $(DONE))
-	$(BIN)/python -m pytest -m slow -k struck_at_random_moments --kills 600 $(if $(DONE),--done $(DONE))
-	$(VLLM_VENV)/bin/python -m pytest -m "long and vllm" $(if $(DONE),--done $(DONE))
+	$(BIN)/python -m pytest -m "long and not vllm" $(PIECE)
+	$(BIN)/python -m pytest -m slow -k struck_at_random_moments --kills 600 $(PIECE)
+	$(VLLM_VENV)/bin/python -m pytest -m "long and vllm" $(PIECE)
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not long" $(PARALLEL)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 
 from tests.examples import QUICK
-from tests.resumable import Passed
+from tests.resumable import Passed, Piece
 
 settings.load_profile(QUICK)  # before any test module is read; --hypothesis-profile=full replaces it
 
@@ -18,10 +18,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--mutants", type=int, default=250_000, help="mutants for each of four ports in the long tests")
     parser.addoption("--first-mutant", type=int, default=0, help="number of the first, to go on with a long test")
     parser.addoption("--done", type=Path, help="file of what has passed: it is left out, and what passes is added")
+    parser.addoption("--minutes", type=float, help="start no test later than this; go on with --done")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Passed(config.option.done, is_worker=hasattr(config, "workerinput")), "passed")
+    if config.option.minutes is not None:
+        config.pluginmanager.register(Piece(config.option.minutes), "piece")
 
 
 @pytest.fixture(scope="session")
