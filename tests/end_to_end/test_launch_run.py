@@ -18,6 +18,8 @@ from tests.end_to_end.harness import ROOT, check_ledger, metrics, processes_of, 
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
 RECIPES = ("gsm8k_qwen2.5_0.5b", "one_node_8gpu")
+NUM_STEPS = 40
+"""So many that a run is in the middle when its first checkpoint is seen, on a busy machine too."""
 MORE_RECIPES = ("math_qwen2.5_7b", "countdown_qwen2.5_3b")
 
 
@@ -25,7 +27,7 @@ MORE_RECIPES = ("math_qwen2.5_7b", "countdown_qwen2.5_3b")
 def test_nothing_is_left_when_launch_is_killed_and_the_same_command_goes_on(tmp_path: Path):
     config = write_config(
         tmp_path / "config.toml",
-        tiny_config(tmp_path, write_tiny_task(tmp_path), learner={"steps": 8}, generator={"count": 2}),
+        tiny_config(tmp_path, write_tiny_task(tmp_path), learner={"steps": NUM_STEPS}, generator={"count": 2}),
     )
     run_dir = tmp_path / "run"
     marker = f"ASYNC_RL_TEST={tmp_path}"
@@ -38,9 +40,9 @@ def test_nothing_is_left_when_launch_is_killed_and_the_same_command_goes_on(tmp_
         wait_until("an empty process list", lambda: not processes_of(marker), deadline_s=30)
         again = start("again", "launch", str(config))
         again.succeed()
-        assert again.log.count("step 8/8 |") == 1
-    assert "step 8/8 |" not in (run_dir / "logs" / "learner-0.log").read_text(), "launch shows the steps"
-    assert steps(run_dir) == list(range(1, 9))
+        assert again.log.count(f"step {NUM_STEPS}/{NUM_STEPS} |") == 1
+    assert f"step {NUM_STEPS}/{NUM_STEPS} |" not in (run_dir / "logs" / "learner-0.log").read_text(), "launch shows the steps"
+    assert steps(run_dir) == list(range(1, NUM_STEPS + 1))
     check_ledger(run_dir)
 
 

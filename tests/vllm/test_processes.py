@@ -64,6 +64,7 @@ def living(pids: set[int]) -> set[int]:
     return {pid for pid in pids if state_of(pid) not in (None, "Z")}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_the_quickstart_learns_with_vllm_on_the_cpu(tmp_path):
     started_s = time.monotonic()
