@@ -19,15 +19,13 @@ from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import RewardError
 from async_rl.rewards.code_check import CheckTests, judge_check
 from async_rl.rewards.code_tests import CodeTest, CodeTests, outputs_agree, parse_tests, values_agree
-from async_rl.rewards.extraction import Extraction
+from async_rl.rewards.fences import extract_program
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
 from async_rl.sandbox.sandbox import Program, Ran, Sandbox
 
 MAX_EXTRACTED_CHARS = 1000
 """Maximum number of characters of the program that are stored with the rollout, for logs. The rest is cut off."""
-
-_FENCE = "```python"
 
 Verdict = Literal["passed", "wrong", "failed", "timed_out", "unusable", "not_run"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
@@ -65,7 +63,7 @@ class CodeReward:
             raise RewardError(
                 f"can't score a program, because the tests of its row are malformed: {error}; correct the row"
             ) from None
-        program, format_valid = extract_program(item.text)
+        program, format_valid = extract_program(item.text, tests.function)
         with self._workers:
             judgement = self._judge.judge(program or "", tests)
         self._counts.update(judgement.verdicts)
@@ -80,19 +78,6 @@ class CodeReward:
 
     def close(self) -> None:
         self._judge.close()
-
-
-def extract_program(text: str) -> Extraction:
-    """Return the program in the model's text: what is between the last "```python" and the next "```".
-
-    Without "```python" the program is the whole text, and the format is invalid.
-    """
-    start = text.rfind(_FENCE)
-    if start < 0:
-        return Extraction(text, False)
-    program = text[start + len(_FENCE) :]
-    end = program.find("```")
-    return Extraction(program if end < 0 else program[:end], True)
 
 
 @dataclass(frozen=True, slots=True)

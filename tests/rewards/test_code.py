@@ -9,7 +9,7 @@ import pytest
 from async_rl.config.loading import parse_config
 from async_rl.config.reward import CodeRewardConfig
 from async_rl.errors import ConfigError, RewardError
-from async_rl.rewards.code import CodeReward, LocalJudge, extract_program
+from async_rl.rewards.code import CodeReward, LocalJudge
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import RewardSum
 from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
@@ -116,21 +116,6 @@ def test_the_punishment_of_long_answers_is_told_whether_all_tests_passed():
     assert graded(fenced("0", "1", "2"), overlong=overlong, scale=2.0)[0].parts == {"correct": 2.0, "overlong": -1.0}
     graded(fenced("0", "9", "2"), overlong=overlong, partial_credit=True)
     assert told == [(1.0, True), (pytest.approx(2 / 3), False)]
-
-
-@pytest.mark.parametrize(
-    ("text", "program", "valid"),
-    [
-        ("```python\nx\n```", "\nx\n", True),
-        ("```python\nx\n``` and ```python\ny\n``` end", "\ny\n", True),
-        ("```python\nx", "\nx", True),
-        ("```\nx\n```", "```\nx\n```", False),
-        ("x", "x", False),
-        ("", "", False),
-    ],
-)
-def test_the_program_is_what_follows_the_last_fence(text: str, program: str, valid: bool):
-    assert extract_program(text) == (program, valid)
 
 
 def test_a_row_without_tests_is_an_error_not_a_wrong_answer():
