@@ -1,9 +1,12 @@
 """A backend of your own, as small as one can be: every printable character is equally likely, and `.` ends an answer.
 
-Use it as a skeleton and replace the random characters by your engine. To run it:
+Use it as a skeleton and replace the random characters by your engine. To run it, from the checkout:
 
     async-rl launch CONFIG --set generator.backend=examples/uniform_backend.py:UniformBackend \\
-        --set 'generator.allow_code=["examples/uniform_backend.py"]'
+        --set 'generator.allow_code=["examples/uniform_backend.py"]' --set 'queue.filter_range=[]'
+
+The vocabulary of CONFIG's model must have at least 95 tokens, because this backend samples the ids 0 to 94. Random
+answers are never right, so without the last key every group would be filtered.
 
 `async_rl/generator/backend.py` says what each method must do, and `async_rl.generator.conformance` tests it.
 """

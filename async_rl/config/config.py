@@ -350,6 +350,13 @@ class Config(Section):
     def _check_environment(self) -> None:
         environment = self.environment
         if not environment.is_set:
+            plain = EnvironmentConfig()
+            fields = EnvironmentConfig.model_fields
+            if changed := [key for key in fields if getattr(environment, key) != getattr(plain, key)]:
+                raise ValueError(
+                    f"environment.{changed[0]}: expected an environment in environment.name with the section "
+                    f"[environment], got none; name one, or leave the key out"
+                )
             return
         if environment.timeout_s >= self.queue.lease_timeout_s:
             raise ValueError(

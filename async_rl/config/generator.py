@@ -393,6 +393,16 @@ class SamplingConfig(Section):
         "generator then samples one group at a time, which is slow.",
     )
 
+    @field_validator("stop")
+    @classmethod
+    def _are_texts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError(
+                f"expected texts that are not empty, got {list(value)}; every answer would end at once, so leave the "
+                f"empty one out"
+            )
+        return value
+
     @field_validator("stop_token_ids")
     @classmethod
     def _are_ids(cls, value: tuple[int, ...]) -> tuple[int, ...]:

@@ -172,8 +172,8 @@ class LossConfig(Section):
     )
     kl_placement: KlPlacement | None = Field(
         default=None,
-        description="Where the KL penalty goes: into the reward, the loss or the advantages; needed if loss.kl_coef "
-        "is above 0.",
+        description="Where the KL penalty goes: into the reward, the loss or the advantages; if unset, into the loss "
+        "once loss.kl_coef is above 0.",
     )
     kl_weighted: bool = Field(
         default=False,
@@ -215,6 +215,8 @@ class LossConfig(Section):
         surrogate = SURROGATES.get(str(filled.get("surrogate", "clip")))
         if surrogate is not None and not surrogate.has_dual_clip:
             filled.setdefault("dual_clip", None)
+        if filled.get("kl_coef") and filled.get("kl_placement") is None:
+            filled["kl_placement"] = "loss"
         if filled.get("kl_placement") == "loss":
             filled.setdefault("kl_estimator", "k3")
         return filled

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from async_rl.config.loss_names import ADVANTAGES, KL_ESTIMATORS, OFF_VALUES, SKIP_STATISTICS, SURROGATES
+from async_rl.config.loss_names import ADVANTAGES, KL_ESTIMATORS, OFF_VALUES, PRESETS, SKIP_STATISTICS, SURROGATES
 
 if TYPE_CHECKING:
     from async_rl.config.loss import LossConfig
@@ -126,10 +126,13 @@ CONTRADICTIONS: tuple[Contradiction, ...] = (
     ),
     Contradiction(
         keys=("kl_coef", "kl_placement"),
-        holds=lambda c: c.kl_coef != 0 and c.kl_placement is None,
-        expected="expected a loss.kl_placement with kl_coef",
-        reason="set kl_placement to reward, loss or advantage, or kl_coef = 0",
-        example={"kl_coef": 0.1},
+        # A coefficient of 0 that is written down, as in a sweep, switches the penalty off. Presets may place it, too.
+        holds=lambda c: (
+            "kl_coef" not in c.model_fields_set and c.kl_placement not in (None, PRESETS[c.preset].get("kl_placement"))
+        ),
+        expected="expected a loss.kl_coef with kl_placement",
+        reason="without a coefficient there is no penalty: set kl_coef, or leave kl_placement out",
+        example={"kl_placement": "reward"},
     ),
     Contradiction(
         keys=("kl_estimator", "kl_placement"),

@@ -335,7 +335,8 @@ def check_precision(directory: Path, dtype: str = "auto") -> None:
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise ModelError(
                 f"model.path: {path} has a quantization_config ({method}): quantised weights can't be trained or "
-                f"updated; use the unquantised model that it was made from (lora.rank saves memory)"
+                f"updated; use the unquantised model that it was made from, and lora.base_bits = {_bits(quantization)} "
+                f"with lora.rank, which quantises its frozen weights in the learner"
             )
         head = part.get("head_dtype")
         if head not in (None, "model") and (head, dtype) != ("float32", "float32"):
@@ -344,6 +345,12 @@ def check_precision(directory: Path, dtype: str = "auto") -> None:
                 f'precision; remove head_dtype from the file (model.head_dtype = "float32" is for the learner\'s head '
                 f'alone), or, if it is float32, set model.dtype = "float32"'
             )
+
+
+def _bits(quantization: Any) -> int:
+    """Return the number of bits, 4 or 8, that a ``quantization_config`` comes closest to."""
+    is_8_bit = isinstance(quantization, dict) and (quantization.get("load_in_8bit") or quantization.get("bits") == 8)
+    return 8 if is_8_bit else 4
 
 
 def check_causal_lm(directory: Path) -> None:

@@ -110,6 +110,11 @@ class RemoteRollout:
                 f"the environment's call of sample: stop: expected a list of texts, got the text {stop!r}; put it in a "
                 f"list"
             )
+        if "" in stop:
+            raise EnvironmentFault(
+                f"the environment's call of sample: stop: expected texts that are not empty, got {list(stop)!r}; leave "
+                f"the empty one out"
+            )
         conversation = state if isinstance(state, str) else [dict(message) for message in state]
         await self._channel.send(
             {"type": "sample", "state": conversation, "max_tokens": max_tokens, "stop": list(stop)}

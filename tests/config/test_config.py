@@ -246,6 +246,9 @@ ENGINE: dict[str, Any] = {"backend": "transformers"}
         ({"learner": {"packing": "padded"}, "parallel": {"sequence": 2}}, "parallel.sequence"),
         ({"generator": {"count": 2, "devices": [0]}}, "generator.devices"),
         ({"environment": GAME | {"timeout_s": 20.0}, "queue": {"lease_timeout_s": 20.0}}, "environment.timeout_s"),
+        ({"environment": {"rows": 3}}, "environment.rows"),
+        ({"environment": {"extra": {"a": 1}}}, "environment.extra"),
+        ({"sampling": {"stop": ["###", ""]}}, "sampling.stop"),
         ({"environment": GAME | {"rows": 3}, "data": {"train": "rows.jsonl"}}, "environment.rows"),
         ({"environment": GAME, "data": {"on_long_prompt": "truncate"}}, "data.on_long_prompt"),
         ({"learner": {"generate_groups": 2}}, "learner.generate_groups"),
@@ -356,7 +359,7 @@ def test_an_override_of_another_form_is_refused(override: str):
                 {}, optional={"max_staleness": st.integers(0, 9), "filter_range": st.sampled_from([[], [0.0, 0.5]])}
             ),
             "loss": st.fixed_dictionaries({}, optional={"skip_threshold": st.sampled_from([0, 2.0])}),
-            "sampling": st.fixed_dictionaries({}, optional={"stop": st.lists(st.text(), max_size=3)}),
+            "sampling": st.fixed_dictionaries({}, optional={"stop": st.lists(st.text(min_size=1), max_size=3)}),
             "data": st.fixed_dictionaries({}, optional={"eval": st.dictionaries(NAMES, st.text())}),
             "learner": st.fixed_dictionaries(
                 {}, optional={"devices": st.lists(st.integers(0, 7), min_size=1, max_size=1)}

@@ -93,6 +93,20 @@ def test_kl_estimator_follows_its_placement_unless_it_is_set():
     assert LossConfig(kl_coef=0.1, kl_placement="loss", kl_estimator="k2").kl_estimator == "k2"
 
 
+def test_a_kl_coefficient_alone_is_a_k3_in_the_loss():
+    for unset in ({}, {"kl_placement": ""}):
+        loss = LossConfig.model_validate({"kl_coef": 0.1, **unset})
+        assert (loss.is_kl_in_loss, loss.kl_estimator) == (True, "k3")
+    assert LossConfig().kl_placement is None
+
+
+def test_a_kl_coefficient_of_0_may_be_written_beside_its_placement():
+    for preset in ("dapo", "reinforce_pp"):
+        off = a_config(preset=preset, kl_coef=0.0, kl_placement="reward")
+        assert not off.loss.needs_reference
+        assert Config.model_validate(tomllib.loads(config_to_toml(off))) == off
+
+
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_resolved_config_reads_back_as_it_was(preset: str):
     config = a_config(preset=preset)
@@ -119,7 +133,8 @@ def test_contradictory_settings_are_refused_with_what_was_expected_and_why(contr
 
 @pytest.mark.parametrize("contradiction", CONTRADICTIONS, ids=lambda c: "-".join(c.keys))
 def test_no_example_is_refused_for_another_reason(contradiction: Contradiction):
-    loss = LossConfig.model_construct(**LossConfig().model_dump() | toml_free(contradiction.example))
+    settings = LossConfig().model_dump() | toml_free(contradiction.example)
+    loss = LossConfig.model_construct(_fields_set=set(contradiction.example), **settings)
     assert [c.keys for c in CONTRADICTIONS if c.holds(loss)][:1] == [contradiction.keys]
 
 

@@ -79,6 +79,13 @@ _MALFORMED: dict[str, Any] = {
 }
 
 
+class Asker:
+    """Samples once, with the stop strings that the row asks for."""
+
+    async def generate(self, rollout: Any) -> None:
+        await rollout.sample("s", stop=rollout.extra_info["stop"])
+
+
 class Player:
     """Plays by itself: asks twice, whatever comes, and counts its instances."""
 

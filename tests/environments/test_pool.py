@@ -217,6 +217,16 @@ def test_generate_plays_the_whole_rollout_itself():
         assert driver.order("a", "four") == {"type": "ended", "turns": [[0.5, 0.5], [3.0, 1.0]]}
 
 
+@pytest.mark.parametrize(
+    ("stop", "told"),
+    [("###", "expected a list of texts, got the text '###'"), (["#", ""], "expected texts that are not empty")],
+)
+def test_stop_strings_that_would_end_every_answer_are_refused(stop, told):
+    with driving(f"{SAMPLES}:Asker") as driver:
+        driver.start("a", stop=stop)
+        assert told in driver.next("a")["error"]
+
+
 def test_with_the_fork_server_killed_its_rollouts_fail_and_the_next_ones_find_another():
     with driving() as driver:
         driver.start("a")

@@ -70,6 +70,22 @@ def test_a_head_that_is_more_than_one_linear_layer_is_refused(tmp_path: Path, mo
         load_model(ModelConfig(path=str(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("quantized", "bits"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}, 4),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}, 8),
+        ({"quant_method": "gptq", "bits": 8}, 8),
+        ({"quant_method": "fp8"}, 4),
+        ("fp8", 4),
+    ],
+)
+def test_a_quantised_model_names_the_key_that_quantises_one(tmp_path: Path, quantized: Any, bits: int):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": quantized}))
+    with pytest.raises(ModelError, match=f"lora.base_bits = {bits} with lora.rank"):
+        check_model(tmp_path)
+
+
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_quantised_weights_are_refused_by_the_name_of_their_method_before_they_are_read(
     tmp_path: Path, is_nested: bool
