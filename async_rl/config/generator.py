@@ -433,6 +433,12 @@ class EnvironmentConfig(Section):
         gt=0,
         description="Time limit in seconds for one call of reset or step. A rollout whose call exceeds it fails.",
     )
+    first_reset_timeout_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="Time limit in seconds for the first reset of an environment's process, which may import modules "
+        "while other processes do the same.",
+    )
     rows: int | None = Field(
         default=None,
         ge=1,

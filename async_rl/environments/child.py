@@ -5,7 +5,8 @@ sample and step until done. It checks everything that an environment returns, so
 mistake.
 
 Messages are JSON objects in frames of ``net.streams``, so that a malformed message of an environment can do no harm.
-The generator sends ``start`` (prompt, extra_info, seed, max_turns), ``sampled`` (text, finish_reason, num_tokens),
+The fork server gets ``prepare`` (extra). The generator sends ``start`` (prompt, state, extra_info, seed, max_turns),
+``sampled`` (text, finish_reason, num_tokens),
 ``over`` (the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state, max_tokens, stop),
 ``ended`` (turns: the reward and score of every action), ``failed`` (error; for an exception also what
 ``describe_error`` returns, as detail and place) and ``cancelled``.
@@ -94,6 +95,7 @@ class RemoteRollout:
     def __init__(self, channel: _Channel, start: dict[str, Any]) -> None:
         self.extra_info: dict[str, Any] = start["extra_info"]
         self.prompt: str | None = start["prompt"]
+        self.first_state: State | None = start["state"]
         self.turns: list[list[float]] = []
         self.answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._channel = channel
@@ -158,6 +160,30 @@ class _Channel:
                 return None
             self._buffer += chunk
         return message
+
+
+def prepare(sock: socket.socket, code: Any) -> str:
+    """Receive ``environment.extra`` and call the environment's function ``prepare``, if it has one, with it.
+
+    Return the error, for the user, or an empty text.
+    """
+    sock.setblocking(True)
+    buffer = bytearray()
+    while (message := unpack(buffer)) is None:
+        if not (chunk := sock.recv(_CHUNK)):
+            raise ConnectionError("the generator closed the socket before it sent the environment's settings")
+        buffer += chunk
+    try:
+        if hasattr(code, "prepare"):
+            asyncio.run(_prepared(code.prepare(message["extra"])))
+    except Exception as error:  # an error in the environment's code, which the user gets in words
+        detail, place = describe_error(error)
+        return f"environment.name: its function prepare failed: {detail}{f' ({place})' if place else ''}"
+    return ""
+
+
+async def _prepared(result: Any) -> None:
+    await _awaited(result)
 
 
 def serve(sock: socket.socket, code: Any) -> None:
@@ -252,6 +278,7 @@ async def _turns(environment: Any, rollout: Rollout) -> None:
         rollout.reward(result["reward"], result.get("score"))
         if result.get("done", False):
             return
+        _check_continued(state, result["next_state"])
         state = result["next_state"]
 
 
@@ -266,12 +293,12 @@ async def _first_state(environment: Any, rollout: Rollout) -> State:
             )
         made, rollout.extra_info = made
     if made is None:
-        if rollout.prompt is None:
+        if rollout.first_state is None:
             raise EnvironmentFault(
                 "the environment's reset: expected a first state, because the row has no messages, got None; return a "
                 "state from reset"
             )
-        return rollout.prompt
+        return rollout.first_state
     _check_state(made, "the environment's reset")
     return made
 
@@ -309,6 +336,16 @@ def _check_step(result: Any) -> None:
         _check_state(result.get("next_state"), "the environment's step: next_state")
 
 
+def _check_continued(state: State, next_state: State) -> None:
+    """Check that ``next_state`` is not a text that begins with messages as Python prints them, as f"{state}" does."""
+    if not isinstance(state, str) and isinstance(next_state, str) and next_state.startswith(str(state)):
+        raise EnvironmentFault(
+            "the environment's step: next_state: expected messages, as the state was, got text that begins with "
+            'Python\'s print of them; return [*state, {"role": ..., "content": ...}], or let reset return '
+            'extra_info["prompt_text"], so that states are text'
+        )
+
+
 def _check_state(state: Any, where: str) -> None:
     if isinstance(state, str):
         if not state:
@@ -317,16 +354,25 @@ def _check_state(state: Any, where: str) -> None:
                 f"the model can continue"
             )
         return
-    is_conversation = (
-        isinstance(state, list | tuple)
-        and len(state) > 0
-        and all(isinstance(m, Mapping) and all(isinstance(v, str) for v in m.values()) for m in state)
-    )
-    if not is_conversation:
+    if not isinstance(state, list | tuple) or not state:
+        got = type(state).__name__ if state or not isinstance(state, list | tuple) else "an empty list"
         raise EnvironmentFault(
-            f"{where}: expected text or a list of messages, got {type(state).__name__}; return text, or messages whose "
-            f"values are text"
+            f"{where}: expected text or a list of messages, got {got}; return text, or messages whose values are text"
         )
+    for number, message in enumerate(state):
+        if (wrong := _wrong_message(message)) is not None:
+            raise EnvironmentFault(
+                f"{where}: expected text or a list of messages, got a list whose item {number} {wrong}; a message is a "
+                f'dict such as {{"role": "user", "content": "..."}}, and its values are text'
+            )
+
+
+def _wrong_message(message: Any) -> str | None:
+    """Return what is wrong with an item of a conversation, or None if it is a message."""
+    if not isinstance(message, Mapping):
+        return f"is {message!r:.40} ({type(message).__name__})"
+    wrong = next((key for key, value in message.items() if not isinstance(value, str)), None)
+    return None if wrong is None else f"has {message[wrong]!r:.40} ({type(message[wrong]).__name__}) as its {wrong}"
 
 
 def is_finite(value: Any) -> bool:

@@ -1,9 +1,10 @@
-"""Imports an environment's code once, then forks a process for each concurrent rollout.
+"""Imports an environment's code once, lets it prepare, then forks a process for each concurrent rollout.
 
 A fork takes milliseconds and shares what the import loaded, such as a search index. Because every rollout has its own
 process, a crash or an endless loop ends only that rollout.
 
-``pool.py`` starts the fork server and sends it records of 5 bytes over a socket. The record ``F`` comes with a
+``pool.py`` starts the fork server and sends it ``environment.extra``, as a message of ``child``, over a socket. The
+environment's function ``prepare``, if it has one, gets it. Then come records of 5 bytes. The record ``F`` comes with a
 descriptor and asks for a fork. The answer is the new process's id, or 0 if the fork failed. The record ``K`` kills one
 forked process and all processes that it started. When the socket closes, all processes end.
 
@@ -59,6 +60,11 @@ def main() -> None:
             f"environment.name: expected {name} to have a function step or generate, got neither; see "
             f"docs/environments.md",
         )
+        return
+    from async_rl.environments.child import prepare  # with all that it imports, so that no forked process has to
+
+    if error := prepare(control, code):
+        _refuse(control, error)
         return
     control.sendall(RECORD.pack(READY, 0))
     _Server(control, code).run()

@@ -2,8 +2,8 @@
 
 ``generator.environment_rollouts`` calls this module in one thread. The calls wait only for forks, which take
 milliseconds. After a rollout without errors, its process plays another rollout. If a process crashes or spends more
-than ``environment.timeout_s`` on one reset or step, the process and all that it started are killed, and its rollout
-fails.
+than ``environment.timeout_s`` on one reset or step (``first_reset_timeout_s`` on its first reset), the process and all
+that it started are killed, and its rollout fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from async_rl.net.streams import read_exactly
 from async_rl.process.child import module_command, package_environment
 
 START_TIMEOUT_S = 120.0
-"""Time limit for importing the environment's code."""
+"""Time limit for importing the environment's code and for its function ``prepare``."""
 
 _CHUNK = 1 << 16
 _FORK_LIMIT_S = 30.0
@@ -55,7 +55,7 @@ class _Process:
 
     ``key`` is the key of the rollout that the process plays. It is None while the process is idle or cancels a
     rollout. ``deadline_s`` is the time on the pool's clock by which the process must answer. It is None if the process
-    owes no answer.
+    owes no answer. ``is_new`` says that the process has not answered yet, so its first reset may still import modules.
     """
 
     pid: int
@@ -63,6 +63,7 @@ class _Process:
     key: str | None = None
     deadline_s: float | None = None
     cancelling: bool = False
+    is_new: bool = True
     incoming: bytearray = field(default_factory=bytearray)
     outgoing: bytearray = field(default_factory=bytearray)
 
@@ -106,6 +107,11 @@ class EnvironmentPool:
     def pids(self) -> list[int]:
         """The ids of the processes that play a rollout now."""
         return [process.pid for process in self._processes.values()]
+
+    def is_starting(self, key: str) -> bool:
+        """Return whether the rollout ``key`` is in the first reset of its process."""
+        process = self._processes.get(key)
+        return process is not None and process.is_new
 
     def start(self, key: str, start: Mapping[str, Any]) -> None:
         """Begin the rollout ``key``. ``start`` has the fields of the message ``start``, which ``child`` lists.
@@ -155,11 +161,12 @@ class EnvironmentPool:
         now_s = self._clock()
         for process in [*self._processes.values(), *self._cancelling]:
             if process.deadline_s is not None and now_s > process.deadline_s:
+                call, key = self._limit(process)
                 events += self._fail(
                     process,
                     "timed_out",
-                    f"the environment's reset or step took longer than environment.timeout_s = "
-                    f"{self._config.timeout_s:g} s; raise the key, or make the environment faster",
+                    f"the environment's {call} took longer than environment.{key} = "
+                    f"{getattr(self._config, key):g} s; raise the key, or make the environment faster",
                 )
         return events
 
@@ -177,8 +184,13 @@ class EnvironmentPool:
         self._server.kill()
         self._server.wait()
 
+    def _limit(self, process: _Process) -> tuple[str, str]:
+        """Return what the process does now, and the key of ``[environment]`` that limits it."""
+        is_first = process.is_new and not process.cancelling
+        return ("first reset", "first_reset_timeout_s") if is_first else ("reset or step", "timeout_s")
+
     def _ask(self, process: _Process, frame: bytes) -> None:
-        process.deadline_s = self._clock() + self._config.timeout_s
+        process.deadline_s = self._clock() + getattr(self._config, self._limit(process)[1])
         process.outgoing += frame
         self._flush(process)
 
@@ -226,6 +238,7 @@ class EnvironmentPool:
 
     def _handle(self, process: _Process, message: dict[str, Any]) -> list[Event]:
         kind = message.get("type")
+        process.is_new = False
         if process.cancelling:
             # Messages sent before the cancellation arrived no longer matter.
             if kind == "cancelled":
@@ -318,6 +331,10 @@ class EnvironmentPool:
 def _start_server(
     config: EnvironmentConfig, allowed: Collection[str], digest: str | None
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    try:
+        settings = pack({"type": "prepare", "extra": config.extra})
+    except FrameError as error:
+        raise ConfigError(f"environment.extra: {error}") from None
     ours, theirs = socket.socketpair()
     with theirs:
         server = subprocess.Popen(
@@ -331,6 +348,7 @@ def _start_server(
         )  # fmt: skip
     try:
         ours.settimeout(START_TIMEOUT_S)
+        ours.sendall(settings)
         kind, size = RECORD.unpack(read_exactly(ours.recv, RECORD.size))
         if kind != READY:
             raise ConfigError(read_exactly(ours.recv, size).decode(errors="replace"))
@@ -340,8 +358,8 @@ def _start_server(
         ours.close()
         if isinstance(error, TimeoutError):
             raise ConfigError(
-                f"environment.name: {config.name} was not imported within {START_TIMEOUT_S:g} s; do slow work in reset "
-                f"instead"
+                f"environment.name: {config.name} was not imported and prepared within {START_TIMEOUT_S:g} s; do slow "
+                f"work in reset instead"
             ) from None
         if isinstance(error, ConnectionError):
             raise ConfigError(

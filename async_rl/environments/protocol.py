@@ -42,8 +42,11 @@ class StepResult(TypedDict, total=False):
 class Environment(Protocol):
     """The methods of an environment that plays turn by turn. They may be async or plain functions.
 
-    ``reset`` is optional. Without ``reset``, or if it returns None, the row's messages are the first state. An optional
-    method ``close()`` is called at the end of the rollout.
+    ``reset`` is optional. Without ``reset``, or if it returns None, the row's messages are the first state, or its text
+    with ``data.prompt_format = "text"``. An optional method ``close()`` is called at the end of the rollout.
+
+    An optional function ``prepare(extra)`` is called once, before the processes of rollouts are forked, with
+    ``environment.extra``: the place for imports that depend on it. A class has it as a static method.
     """
 
     async def reset(self, extra_info: dict[str, Any]) -> State | tuple[State, dict[str, Any]] | None:
@@ -84,10 +87,12 @@ class Rollout(Protocol):
     Attributes:
         extra_info: the row's ``extra_info``, ``environment.extra``, and what identifies the rollout.
         prompt: the row's messages, rendered with the chat template. None if the row has no messages.
+        first_state: the row's messages, or its text with ``data.prompt_format = "text"``. None if it has neither.
     """
 
     extra_info: dict[str, Any]
     prompt: str | None
+    first_state: State | None
 
     async def sample(self, state: State, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Action:
         """Sample and return the model's answer to ``state``.

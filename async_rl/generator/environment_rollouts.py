@@ -102,15 +102,7 @@ class EnvironmentRollouts:
         for index in range(lease.group_size):
             key = f"{lease.lease_id}/{index}"
             open_lease.rollouts[key] = _Open(key, lease, index, Trajectory(self._text))
-            self._pool.start(
-                key,
-                {
-                    "prompt": prompt,
-                    "extra_info": extra_info(self._config.extra, lease, index),
-                    "seed": lease.seed,
-                    "max_turns": self._config.max_turns,
-                },
-            )
+            self._pool.start(key, start_message(self._config, lease, index, prompt))
 
     def cancel(self, lease_id: str) -> None:
         open_lease = self._leases.pop(lease_id, None)
@@ -155,7 +147,8 @@ class EnvironmentRollouts:
     def progress(self) -> dict[str, int]:
         """Return for each lease id a count that grows while the lease makes progress.
 
-        The count also grows while a turn waits for a slot and the backend samples other sequences.
+        The count also grows while a turn waits for a slot and the backend samples other sequences, and during the first
+        reset of a process, which has a time limit of its own.
         """
         sampled = self._backend.progress()
         moved = self._num_steps > self._steps_at_progress
@@ -163,14 +156,15 @@ class EnvironmentRollouts:
         progress: dict[str, int] = {}
         for lease_id, open_lease in self._leases.items():
             tokens = [sampled.get(r.request_id, 0) for r in open_lease.rollouts.values() if r.request_id is not None]
-            open_lease.progress += int(moved and 0 in tokens)
+            open_lease.progress += int(moved and 0 in tokens) + int(
+                any(map(self._pool.is_starting, open_lease.rollouts))
+            )
             progress[lease_id] = open_lease.progress + sum(tokens)
         return progress
 
     def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the row's messages as text by the chat template. A plain-text prompt stays as it is."""
-        is_text = len(messages) == 1 and messages[0]["role"] == TEXT_ROLE
-        return messages[0]["content"] if is_text else self._text.render(messages)
+        return messages[0]["content"] if _is_text(messages) else self._text.render(messages)
 
     def _next_turn(self, rollout: _Open, wanted: Mapping[str, Any]) -> None:
         """Request the model's next answer in a rollout from the backend.
@@ -275,12 +269,30 @@ class EnvironmentRollouts:
         self._done.append(Graded(rollout.lease, rollout.index, scored, detail=detail, place=place))
 
 
-def extra_info(settings: Mapping[str, Any], lease: Lease, index: int) -> dict[str, Any]:
+def start_message(config: EnvironmentConfig, lease: Lease, index: int, prompt: str | None) -> dict[str, Any]:
+    """Return the message ``start`` for one rollout. ``prompt``: the prompt's messages as text; None if it has none."""
+    messages = lease.prompt.messages
+    return {
+        "prompt": prompt,
+        "state": prompt if _is_text(messages) else [dict(message) for message in messages] or None,
+        "extra_info": extra_info(config.extra, lease, index, prompt),
+        "seed": lease.seed,
+        "max_turns": config.max_turns,
+    }
+
+
+def _is_text(messages: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether the prompt is a plain text (``data.prompt_format = "text"``)."""
+    return len(messages) == 1 and messages[0]["role"] == TEXT_ROLE
+
+
+def extra_info(settings: Mapping[str, Any], lease: Lease, index: int, prompt: str | None) -> dict[str, Any]:
     """Return the ``extra`` dict that an environment gets for one rollout.
 
     It has ``idx`` (the row's number), ``seed`` (one per prompt, equal for all rollouts of the group), ``index`` (the
-    rollout's number in its group), ``messages``, the keys of ``environment.extra``, the row's other keys and the keys
-    of the row's ``extra_info``. Where a name occurs several times, the last one in this order wins.
+    rollout's number in its group), ``messages``, ``prompt_text`` (``prompt``, the messages as text), the keys of
+    ``environment.extra``, the row's other keys and the keys of the row's ``extra_info``. Where a name occurs several
+    times, the last one in this order wins.
     """
     row = dict(lease.prompt.reward_data)
     own = row.pop("extra_info", None)
@@ -289,6 +301,7 @@ def extra_info(settings: Mapping[str, Any], lease: Lease, index: int) -> dict[st
         "seed": lease.seed,
         "index": index,
         "messages": [dict(message) for message in lease.prompt.messages],
+        "prompt_text": prompt,
     }
     return {**built_in, **settings, **row, **(own if isinstance(own, dict) else {})}
 

@@ -18,7 +18,7 @@ from async_rl.data.chat import load_tokenizer
 from async_rl.data.dataset import Row
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.errors import ConfigError
-from async_rl.generator.environment_rollouts import TokenizerText, extra_info
+from async_rl.generator.environment_rollouts import TokenizerText, start_message
 from async_rl.records import TEXT_ROLE, Lease, Prompt, Sampling
 from async_rl.rewards.conformance import WRONG_ANSWER
 
@@ -101,12 +101,7 @@ def _answer(config: Config, pool: EnvironmentPool, event: Event, playing: dict[s
 def _start(config: Config, row: Row, number: int, render: Render) -> dict[str, Any]:
     prompt = Prompt(number, number, 0, row.messages, row.reward_data)
     lease = Lease(str(number), "train", prompt, 1, _NO_SAMPLING, "trial", 0, 0, 0, number)
-    return {
-        "prompt": render(row.messages) if row.messages else None,
-        "extra_info": extra_info(config.environment.extra, lease, 0),
-        "seed": number,
-        "max_turns": config.environment.max_turns,
-    }
+    return start_message(config.environment, lease, 0, render(row.messages) if row.messages else None)
 
 
 def _renderer(config: Config) -> Render:

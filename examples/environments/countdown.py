@@ -16,6 +16,11 @@ FORM_REWARD = 0.1
 TOLERANCE = 1e-5
 
 
+async def reset(extra_info: dict[str, Any]) -> str:
+    """The row's prompt, as text, is the first state."""
+    return extra_info["prompt_text"]
+
+
 async def step(state: str, action: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     answer = last_tag(action, "answer")
     if answer is None:

@@ -12,9 +12,10 @@ from typing import Any
 FAULT = -0.5
 
 
-async def reset(extra_info: dict[str, Any]) -> None:
-    """The row's prompt is the first state; nothing is ruled out yet."""
+async def reset(extra_info: dict[str, Any]) -> str:
+    """The row's prompt, as text, is the first state; nothing is ruled out yet."""
     extra_info["low"], extra_info["high"] = float("-inf"), float("inf")
+    return extra_info["prompt_text"]
 
 
 async def step(state: str, action: str, extra_info: dict[str, Any]) -> dict[str, Any]:

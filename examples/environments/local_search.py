@@ -24,6 +24,17 @@ K1, B = 1.2, 0.75
 CORRECTION = "Ask with <search> ... </search>, or answer with <answer> ... </answer>."
 
 
+def prepare(extra: dict[str, Any]) -> None:
+    """Read the collection once, before the processes of rollouts are forked: they share it."""
+    if "collection" in extra:
+        collection(extra["collection"])
+
+
+async def reset(extra_info: dict[str, Any]) -> str:
+    """The row's prompt, as text, is the first state."""
+    return extra_info["prompt_text"]
+
+
 async def step(state: str, action: str, extra_info: dict[str, Any]) -> dict[str, Any]:
     answer, query = last_tag(action, "answer"), last_tag(action, "search")
     if answer is not None:

@@ -18,6 +18,10 @@ async def reset(extra_info: dict[str, Any]) -> Any:
         return None
     if extra_info.get("reset") == "number":
         return 7
+    if extra_info.get("reset") == "given":
+        return extra_info["first"]
+    if extra_info.get("reset") == "sleep":
+        await asyncio.sleep(AROUND_THE_WORLD)
     extra_info["drawn"] = random.random()
     return f"start {extra_info['idx']};", extra_info
 
@@ -77,6 +81,16 @@ _MALFORMED: dict[str, Any] = {
     "no state": {"reward": 1.0},
     "object": {"next_state": object(), "reward": 1.0},
 }
+
+
+class Printer:
+    """Writes a state of messages into text, as an environment for text states does."""
+
+    async def reset(self, extra_info: dict[str, Any]) -> Any:
+        return [{"role": "user", "content": "q"}]
+
+    async def step(self, state: Any, action: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+        return {"next_state": f"{state}{action}", "reward": 0.0}
 
 
 class Asker:

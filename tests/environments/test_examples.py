@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,8 +94,8 @@ def test_local_search_finds_passages_and_scores_answers():
 
 
 def test_guess_number_punishes_what_the_hints_ruled_out():
-    code, info = environment("guess_number"), {"number": 7}
-    asyncio.run(code.reset(info))
+    code, info = environment("guess_number"), {"number": 7, "prompt_text": "1-9:"}
+    assert asyncio.run(code.reset(info)) == "1-9:"
     results = [step(code, "s", action, info) for action in ("5", "9", "3", "x", "8", "7")]
     assert [result["reward"] for result in results] == [0.0, 0.0, -0.5, -0.5, 0.0, 1.0]
     assert [result.get("next_state") for result in results] == ["s5>", "s9<", "s3>", "sx?", "s8<", None]
@@ -127,6 +128,20 @@ def test_the_gem_adapter_keeps_the_conversation_and_the_seed(monkeypatch):
     for wrong in ({**info, "prompt": "x"}, {"seed": 1, "messages": []}):
         with pytest.raises(ValueError, match=r"environment.extra"):
             asyncio.run(Gem().reset(wrong))
+
+
+def test_gem_and_the_module_of_its_environment_are_imported_before_the_fork(monkeypatch):
+    imported: list[str] = []
+    spec = SimpleNamespace(entry_point="games.guess:Guess")
+
+    def import_module(name: str) -> Any:
+        imported.append(name)
+        return SimpleNamespace(ENV_REGISTRY={"game:X": spec, "made": SimpleNamespace(entry_point=GemLike)})
+
+    monkeypatch.setattr("async_rl.environments.gem.importlib.import_module", import_module)
+    for env_id in ("game:X", "made", "unknown"):
+        Gem.prepare({"env_id": env_id})
+    assert imported == ["gem.envs.registration", "games.guess", "gem.envs.registration", "gem.envs.registration"]
 
 
 def test_gems_own_guess_the_number_is_played():

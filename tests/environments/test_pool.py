@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ def config(name: str = SAMPLES, **settings: Any) -> EnvironmentConfig:
     return EnvironmentConfig(name=name, **settings)
 
 
+STEP = "async def step(state, action, extra_info): ...\n"
+
+
 class Driver:
     """A pool whose rollouts are told what to do, one order after another. Only ``pass_time`` makes its time pass."""
 
@@ -45,7 +49,9 @@ class Driver:
     def start(self, *keys: str, **extra_info: Any) -> None:
         for index, key in enumerate(keys):
             info = {"idx": index, **extra_info}
-            self.pool.start(key, {"prompt": "the row", "extra_info": info, "seed": 5, "max_turns": 4})
+            self.pool.start(
+                key, {"prompt": "the row", "state": "the row", "extra_info": info, "seed": 5, "max_turns": 4}
+            )
 
     def next(self, key: str) -> Any:
         """The next message of ``key``."""
@@ -168,6 +174,73 @@ def test_a_malformed_result_is_told_in_its_authors_words(driver, malformed, told
     assert told in message["error"]
 
 
+PREPARED = """
+import os
+prepared = []
+
+def prepare(extra):
+    prepared.append((extra["size"], os.getpid()))
+
+def reset(extra_info):
+    ((size, pid),) = prepared
+    return f"{size} {pid == os.getppid()}"
+"""
+
+
+def test_an_environment_prepares_once_in_the_process_that_is_forked(tmp_path):
+    path = tmp_path / "prepared.py"
+    path.write_text(PREPARED + STEP)
+    with driving(str(path), extra={"size": 3}) as driver:
+        driver.start("a", "b")
+        assert [driver.next(key)["state"] for key in "ab"] == ["3 True", "3 True"]
+
+
+def test_settings_that_are_no_json_are_refused_by_their_key():
+    with pytest.raises(ConfigError, match=r"environment\.extra: .*use only text, numbers"):
+        pool_of(config(extra={"day": date(2026, 1, 1)}))
+
+
+def test_the_first_reset_of_a_process_has_a_limit_of_its_own():
+    with driving(first_reset_timeout_s=3 * TIMEOUT_S) as driver:
+        driver.start("a", reset="sleep")
+        assert driver.pool.is_starting("a")
+        driver.pass_time()
+        assert driver.pool.poll() == []
+        driver.pass_time()
+        assert (
+            "the environment's first reset took longer than environment.first_reset_timeout_s = 3 s"
+            in (driver.next("a")["error"])
+        )
+        driver.start("b")
+        driver.next("b")
+        assert not driver.pool.is_starting("b")
+        driver.order("b", "stop")
+        driver.start("c", reset="sleep")  # in the process that has played b, where everything is imported
+        driver.pass_time()
+        assert "reset or step took longer than environment.timeout_s = 1 s" in driver.next("c")["error"]
+
+
+@pytest.mark.parametrize(
+    ("first", "told"),
+    [
+        ([{"role": "user", "content": "q"}, "more"], "a list whose item 1 is 'more' (str)"),
+        ([[{"role": "user", "content": "q"}]], "item 0 is [{'role': 'user', 'content': 'q'}] (list)"),
+        ([{"role": "user", "content": 7}], "item 0 has 7 (int) as its content"),
+        ([], "got an empty list"),
+    ],
+)
+def test_an_item_that_is_no_message_is_named(driver, first, told):
+    driver.start("a", reset="given", first=first)
+    assert told in driver.next("a")["error"]
+
+
+def test_a_state_of_messages_printed_into_text_is_refused():
+    with driving(f"{SAMPLES}:Printer") as driver:
+        driver.start("a")
+        driver.next("a")
+        assert "got text that begins with Python's print of them" in driver.order("a", "x")["error"]
+
+
 def test_a_first_state_of_the_wrong_kind_is_refused(driver):
     driver.start("a", reset="number")
     assert "reset: expected text or a list of messages, got int" in driver.next("a")["error"]
@@ -245,7 +318,10 @@ def test_with_the_fork_server_killed_its_rollouts_fail_and_the_next_ones_find_an
     [
         ("1 / 0", "ZeroDivisionError"),
         ("import os; os._exit(3)", "ended"),
-        ("while True: pass", "not imported within 1 s"),
+        ("while True: pass", "not imported and prepared within 1 s"),
+        (f"{STEP}def prepare(extra):\n    while True: pass", "not imported and prepared within 1 s"),
+        (f"{STEP}def prepare(extra):\n    extra['index']", r"its function prepare failed: KeyError: 'index' .*line 3"),
+        (f"{STEP}async def prepare(extra):\n    1 / 0", "its function prepare failed: ZeroDivisionError"),
         ("x = 1", "to have a function step"),
     ],
 )

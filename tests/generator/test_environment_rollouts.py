@@ -158,6 +158,25 @@ def test_the_prefix_rule_decides_between_one_sequence_and_several(tmp_path, keep
     assert (rollout.reward, rollout.score, rollout.accuracy) == (2.0, 0.5, 0.5)
 
 
+def test_the_messages_of_a_row_are_the_first_state_without_a_reset(tmp_path):
+    path = tmp_path / "conversation.py"
+    path.write_text(CONVERSATION[CONVERSATION.index("async def step") :])
+    with playing(str(path), lambda _, turn: "ab"[turn], max_turns=2) as play:
+        (rollout,) = play.play(row("go", 1, extra_info={"keep": True}))
+    assert [text_of(sequence.token_ids) for sequence in rollout.sequences] == ["u:go|a:a$u:on|a:b$"]
+
+
+def test_an_environment_for_text_gets_the_rendered_row(tmp_path):
+    path = tmp_path / "text.py"
+    path.write_text(
+        "def reset(extra_info):\n    return extra_info['prompt_text']\n"
+        "def step(state, action, extra_info):\n    return {'next_state': state + action + '!', 'reward': 0.0}\n"
+    )
+    with playing(str(path), lambda _, turn: "ab"[turn], max_turns=2) as play:
+        (rollout,) = play.play(row("go", 1))
+    assert [text_of(sequence.token_ids) for sequence in rollout.sequences] == ["u:go|a:a$!b$"]
+
+
 def test_what_the_queue_judges_finds_nothing_wrong_with_rollouts_of_several_sequences_and_failed_ones(tmp_path):
     path = tmp_path / "conversation.py"
     path.write_text(CONVERSATION.replace("state = [*state,", 'state = [*state, *([1 / 0] if action == "x" else ()),'))
