@@ -346,7 +346,11 @@ def test_launch_plays_a_healthy_environment_and_tells_it_when_the_rollout_is_ove
     config: Path, capsys: pytest.CaptureFixture[str]
 ):
     path = config.parent / "environment.py"
-    path.write_text("def step(state, action, extra_info):\n    return {'next_state': state + action, 'reward': 0.0}\n")
+    path.write_text(
+        "def step(state, action, extra_info):\n"
+        "    answer = {'role': 'assistant', 'content': action}\n"
+        "    return {'next_state': [*state, answer, {'role': 'user', 'content': 'on'}], 'reward': 0.0}\n"
+    )
     chosen = (f"environment.name={path}", f'generator.allow_code=["{path}"]', "environment.timeout_s=5")
     with pytest.raises(SystemExit) as leaving:
         cli.main(["launch", str(config), "--dry-run", *(word for setting in chosen for word in ("--set", setting))])
