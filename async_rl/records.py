@@ -214,7 +214,8 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
         sequences: the token sequences of the answer.
         reward_parts: rewards by name. Their sum is ``reward``.
         accuracy: 1.0 for a correct answer, 0.0 for a wrong answer, a number in between for a partly correct answer.
-            Reward shaping does not change it.
+            Reward shaping does not change it. A number outside 0..1 is the unscaled reward of a reward function without
+            an accuracy of its own.
         finish_reason: why sampling ended.
         extracted: the final answer that was found in the text; None if the text has no final answer.
         turns: the policy's answers in their order if the run has an environment, else empty.

@@ -142,7 +142,7 @@ def test_the_example_rewards_work(tmp_path: Path):
 
     def load(name: str) -> FunctionReward:
         function = load_code(f"{path}:{name}", allowed=[str(path)], digest=None)
-        return FunctionReward(name, function, scale=1.0, is_main=True, time_limit_s=5.0)
+        return FunctionReward(name, function, scale=1.0, time_limit_s=5.0)
 
     items = [
         RewardInput("it is 4", {"gt_answer": "4"}, 25, 100, "stop"),

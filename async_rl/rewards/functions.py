@@ -1,9 +1,8 @@
 """Wraps the user's reward function. The function may be sync or async, and may score one rollout or a group.
 
-The names of the function's parameters select its form. With ``item``, it gets one ``RewardInput`` and returns a number
-or a ``RewardOutput``. With ``items``, it gets the list for one prompt and returns a list of numbers or
-``RewardOutput``s. With ``completions, solutions`` (DistRL-LLM's form), it gets lists of answer texts and reference
-answers, and returns a list with a pair ``[format, accuracy]`` for each rollout.
+The names of the function's parameters select its form (``forms``). For each rollout it returns a number, a pair
+(reward, accuracy) or a ``RewardOutput``; in TRL's form also None, which is no reward; in verl's form also a dict with
+``score`` and, if it has an accuracy of its own, ``acc``; in DistRL-LLM's form a pair ``[format, accuracy]``.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ import asyncio
 import inspect
 import math
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from async_rl.errors import ConfigError, RewardError
+from async_rl.errors import RewardError
+from async_rl.rewards.forms import form_of, list_arguments, score_arguments
 from async_rl.rewards.records import RewardInput, RewardOutput
 
 MAX_CONCURRENT_CALLS = 64
@@ -27,31 +27,32 @@ must use a semaphore."""
 PROCESS = "process"
 """The reward part that is the sum of the rewards of parts of the text (``RewardOutput.spans``)."""
 
-_FORMS = (("item",), ("items",), ("completions", "solutions"))
-
 
 class FunctionReward:
     """Calls the user's ``function`` and checks what it returns. A number becomes a reward part named like the function.
 
-    If the function is the run's main reward (``is_main``), the number is also the accuracy, so it must be in [0, 1].
+    Without an accuracy of its own, the number is also the accuracy, outside [0, 1] too
+    (``records.RewardOutput.accuracy``).
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Any], *, scale: float, is_main: bool, time_limit_s: float,
-        max_concurrent: int = MAX_CONCURRENT_CALLS,
+        self, name: str, function: Callable[..., Any], *, scale: float, time_limit_s: float,
+        columns: Mapping[str, str] | None = None, max_concurrent: int = MAX_CONCURRENT_CALLS,
     ) -> None:  # fmt: skip
         """Check the form of ``function`` and store the settings.
 
         ``time_limit_s`` limits each call of an async function, and at most ``max_concurrent`` calls run at the same
-        time. A sync function is called by one thread at a time and has no time limit.
+        time. A sync function is called by one thread at a time and has no time limit. ``columns``: the name of a
+        column in the data -> the key of the row that holds it.
 
         Raises:
             ConfigError: ``function`` is not a function, or has other parameters than the forms of this module.
         """
-        self._name, self._function, self._scale, self._is_main = name, function, scale, is_main
+        self._name, self._function, self._scale = name, function, scale
+        self._columns = columns or {}
         self._part = name.rpartition(":")[2]
         self._time_limit_s = time_limit_s
-        self._form = _form(name, function)
+        self._form = form_of(name, function)
         self._calls = AsyncCalls(max_concurrent=max_concurrent, time_limit_s=time_limit_s)
         self._one_at_a_time = threading.Lock()
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -60,7 +61,7 @@ class FunctionReward:
 
     @property
     def needs_whole_group(self) -> bool:
-        return self._form != "item"
+        return self._form.kind not in ("item", "score")
 
     def __call__(self, item: RewardInput) -> RewardOutput:
         return self.score_group([item])[0]
@@ -73,7 +74,7 @@ class FunctionReward:
                 f"{self._name} took longer than reward.time_limit_s = {self._time_limit_s:g} s; raise the key, or make "
                 f"the function faster"
             ) from error
-        if self._form != "item" and (isinstance(values, str) or len(values) != len(items)):
+        if self.needs_whole_group and (isinstance(values, str) or len(values) != len(items)):
             raise RewardError(
                 f"{self._name}: expected a list of {len(items)} values, one for each rollout, got {len(values)}; "
                 f"correct what the function returns"
@@ -88,20 +89,28 @@ class FunctionReward:
 
     def _called(self, items: Sequence[RewardInput]) -> Sequence[Any]:
         with self._one_at_a_time:
-            if self._form == "item":
-                return [self._function(item) for item in items]
-            return self._sequence(self._function(*self._group_arguments(items)))
+            values = [call() for call in self._bound(items)]
+        return self._sequence(values[0]) if self.needs_whole_group else values
 
     def _awaited(self, items: Sequence[RewardInput]) -> Sequence[Any]:
-        if self._form == "item":
-            return self._calls.results([partial(self._function, item) for item in items])
-        (values,) = self._calls.results([partial(self._function, *self._group_arguments(items))])
-        return self._sequence(values)
+        values = self._calls.results(self._bound(items))
+        return self._sequence(values[0]) if self.needs_whole_group else values
 
-    def _group_arguments(self, items: Sequence[RewardInput]) -> tuple[list[Any], ...]:
-        if self._form == "items":
-            return (list(items),)
-        return [item.text for item in items], [item.reward_data.get("gt_answer") for item in items]
+    def _bound(self, items: Sequence[RewardInput]) -> list[Callable[[], Any]]:
+        """Return the calls of the function that score ``items``: one for each of them, or one for the group."""
+        function = self._function
+        match self._form.kind:
+            case "item":
+                return [partial(function, item) for item in items]
+            case "score":
+                return [partial(function, **score_arguments(self._form, item)) for item in items]
+            case "items":
+                return [partial(function, list(items))]
+            case "pairs":
+                answers = [item.reward_data.get("gt_answer") for item in items]
+                return [partial(function, [item.text for item in items], answers)]
+            case "lists":
+                return [partial(function, **list_arguments(self._name, self._form, items, self._columns))]
 
     def _sequence(self, values: Any) -> Sequence[Any]:
         if hasattr(values, "tolist"):  # an array of numpy or torch
@@ -114,8 +123,12 @@ class FunctionReward:
         return values
 
     def _output(self, value: Any, item: RewardInput) -> RewardOutput:
-        if self._form == "completions":
+        if self._form.kind == "pairs" and not isinstance(_plain(value), int | float):
             value = self._format_and_accuracy(value)
+        if self._form.kind == "lists" and value is None:
+            return RewardOutput({}, 0.0)
+        if self._form.kind == "score" and isinstance(value, Mapping):
+            return self._scored(value)
         if isinstance(value, RewardOutput):
             numbers = {**value.parts, "accuracy": value.accuracy}
             for part, number in numbers.items():
@@ -130,13 +143,32 @@ class FunctionReward:
             if spans:
                 parts[PROCESS] = sum(reward for _, reward in spans)
             return RewardOutput(parts, float(value.accuracy), value.extracted, spans=spans)
+        if isinstance(value, tuple | list) and len(value) == 2:
+            return self._with_accuracy(*value)
+        return self._with_accuracy(value, None)
+
+    def _with_accuracy(self, value: Any, accuracy: Any, extracted: str | None = None) -> RewardOutput:
+        """Return the output of a reward ``value`` and its accuracy. If that is None, the reward is the accuracy."""
+        value, accuracy = _plain(value), _plain(accuracy)
         self._check_number(value, "")
-        if self._is_main and not 0 <= value <= 1:
+        if accuracy is not None:
+            self._check_number(accuracy, "the accuracy")
+            if not 0 <= accuracy <= 1:
+                raise RewardError(
+                    f"{self._name}: expected an accuracy in [0, 1], got {accuracy}; correct what the function returns"
+                )
+        shown = float(value if accuracy is None else accuracy)
+        return RewardOutput({self._part: self._scale * float(value)}, shown, extracted)
+
+    def _scored(self, value: Mapping[str, Any]) -> RewardOutput:
+        """Return the output of verl's dict: ``score``, if given ``acc`` (the accuracy) and ``pred`` (the answer)."""
+        if "score" not in value:
             raise RewardError(
-                f"{self._name}: expected a number in [0, 1], because reward.type takes it as the accuracy too, got "
-                f"{value}; return RewardOutput(parts, accuracy) if they differ"
+                f"{self._name}: expected a number, or a dict with the key score, got a dict with "
+                f"{', '.join(map(repr, value)) or 'no key'}; correct what the function returns"
             )
-        return RewardOutput({self._part: self._scale * float(value)}, min(1.0, max(0.0, float(value))))
+        pred = value.get("pred")
+        return self._with_accuracy(value["score"], value.get("acc"), None if pred is None else str(pred))
 
     def _spans(self, output: RewardOutput, item: RewardInput) -> tuple[tuple[int, float], ...]:
         """Return the rewards of parts of the text, scaled."""
@@ -180,26 +212,9 @@ class FunctionReward:
             )
 
 
-def _form(name: str, function: Any) -> str:
-    """Return the form of ``function``: the name of its first parameter, ``item``, ``items`` or ``completions``.
-
-    Raises:
-        ConfigError: ``function`` has other parameters, or is not a function. The message begins with ``name``.
-    """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"{name}: expected a function, got {type(function).__name__}; name a function (see docs/rewards.md)"
-        ) from None
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = tuple(p.name for p in parameters if p.default is p.empty and p.kind in positional)
-    if needed not in _FORMS:
-        raise ConfigError(
-            f"{name}: expected a function with parameters (item), (items) or (completions, solutions), got "
-            f"({', '.join(needed)}); rename its parameters (see docs/rewards.md)"
-        )
-    return needed[0]
+def _plain(value: Any) -> Any:
+    """Return a number of numpy or torch as Python's. Other values stay as they are."""
+    return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
 class AsyncCalls:

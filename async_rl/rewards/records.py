@@ -39,7 +39,8 @@ class RewardOutput:
 
     Attributes:
         parts: name -> value of each part of the reward. The reward is the sum of the parts.
-        accuracy: how right the answer is, from 0.0 to 1.0. Scales and penalties do not change it.
+        accuracy: how right the answer is, from 0.0 to 1.0. Scales and penalties do not change it. A number outside says
+            that the reward has no accuracy: it is the unscaled reward, which evaluations report.
         extracted: the answer that was found in the text, for logs. None if the text has no answer.
         has_answer: whether the text has an answer, for the penalty on over-long answers. If None, the text has an
             answer if ``extracted`` is not None.

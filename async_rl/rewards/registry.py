@@ -52,22 +52,19 @@ def build_reward(
         SandboxError: the reward runs programs, and the sandbox or the verifier does not work.
     """
 
-    def named(name: str, scale: float, *, is_main: bool) -> Reward:
+    def named(name: str, scale: float) -> Reward:
         if not has_scorers and (reward_type(name).asks_scorer or reward_type(name).asks_judge):
             return NoReward()
         if reward_type(name).asks_scorer:
             return model_reward(config, scale, keys)
-        return _named(name, config, scale, code_digests, is_main=is_main)
+        return _named(name, config, scale, code_digests)
 
-    main = named(config.reward.type, config.reward.scale, is_main=True)
-    extras = [
-        Extra(name.rpartition(":")[2], named(name, 1.0, is_main=False), weight)
-        for name, weight in config.reward.extra.items()
-    ]
+    main = named(config.reward.type, config.reward.scale)
+    extras = [Extra(name.rpartition(":")[2], named(name, 1.0), weight) for name, weight in config.reward.extra.items()]
     return RewardSum(main, extras, scale=config.reward.scale, overlong=overlong_penalty(config))
 
 
-def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, str] | None, *, is_main: bool) -> Reward:
+def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, str] | None) -> Reward:
     if not is_code_name(name):
         return look_up(REWARDS, name, "reward.type")(config, scale)
     function = load_code(name, allowed=config.generator.allow_code, digest=digest_of(name, code_digests))
@@ -75,8 +72,8 @@ def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, s
         name,
         function,
         scale=scale,
-        is_main=is_main,
         time_limit_s=config.reward.time_limit_s,
+        columns={column: key for key, column in config.data.columns.items()},
     )
 
 

@@ -81,7 +81,8 @@ def _pass_figures(answered: Sequence[Sequence[Rollout]], num_rows: int) -> dict[
     """Return the figures ``pass_at_1``, ``pass_at_2``, ``pass_at_4``, ... and ``pass_at_k``, as means over all rows.
 
     In ``pass_at_k``, k is the number of answers per row. If rows have different numbers of answers, k is the smallest.
-    An answer counts as correct only if its accuracy is 1. A row without an answer counts as 0.
+    An answer counts as correct only if its accuracy is 1. A row without an answer counts as 0. There is no figure if an
+    accuracy is outside 0..1, because it is then the reward of a function without an accuracy.
 
     Args:
         answered: the rollouts of each row that has an answer.
@@ -89,6 +90,8 @@ def _pass_figures(answered: Sequence[Sequence[Rollout]], num_rows: int) -> dict[
     """
     if not answered:
         return {"pass_at_k": 0.0}
+    if not all(0.0 <= rollout.accuracy <= 1.0 for row in answered for rollout in row):
+        return {}
     num_samples = min(map(len, answered))
     tries = {f"pass_at_{2**i}": 2**i for i in range(num_samples.bit_length())} | {"pass_at_k": num_samples}
     solved = [(len(row), sum(r.accuracy >= 1.0 for r in row)) for row in answered]

@@ -24,7 +24,8 @@ from async_rl.run.directory import RunDir, write_atomically
 from async_rl.run.step_log import Row, StepLog
 
 EVAL_FIGURES: dict[str, str] = {
-    "accuracy": "Mean accuracy of the answers (mean@n), 0 to 1; rows without an answer count as wrong.",
+    "accuracy": "Mean accuracy of the answers (mean@n), 0 to 1; rows without an answer count as wrong. Of a reward "
+    "function without an accuracy of its own: the mean of its rewards, unscaled.",
     "accuracy_se": "Standard error of the accuracy over rows.",
     "pass_at_N": "Unbiased estimate of the probability that one of N answers to a row is right, for N = 1, 2, 4, ...",
     "pass_at_k": "The same estimate for as many answers as a row has.",
@@ -91,7 +92,8 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "reward/<part>": "Mean of this part of the reward over the step's rollouts.",
         "grading/<counter>": "Count of the rewards, over the generators that are alive, since their start, such as "
         "judge_requests, judge_cost_millionths, verifier_timed_out or code_tests_passed.",
-        "accuracy/mean": "Mean accuracy of the step's rollouts, 0 to 1, without any shaping.",
+        "accuracy/mean": "Mean accuracy of the step's rollouts, 0 to 1, without any shaping; or reward, as in "
+        "evaluations.",
         "length/mean": "Mean sampled tokens per rollout.",
         "length/max": "Most sampled tokens of a rollout.",
         "length/truncated": "Share of rollouts that were cut at the token limit.",

@@ -34,7 +34,7 @@ def wrong_type(items: Sequence[RewardInput]) -> str:
 
 
 def reward_of(function: object) -> FunctionReward:
-    return FunctionReward("mine:f", function, scale=1.0, is_main=True, time_limit_s=5.0)  # pyright: ignore[reportArgumentType]
+    return FunctionReward("mine:f", function, scale=1.0, time_limit_s=5.0)  # pyright: ignore[reportArgumentType]
 
 
 def accuracies(graded: Sequence[Graded]) -> list[tuple[int, float]]:

@@ -267,8 +267,14 @@ def test_skipped_steps_in_a_row_do_not_starve_the_learner():
 
 
 @pytest.mark.parametrize(
-    ("accuracies", "verdict"), [((1.0, 1.0), "filtered"), ((0.0, 0.0), "filtered"), ((1.0, 0.0), "queued")]
-)
+    ("accuracies", "verdict"),
+    [
+        ((1.0, 1.0), "filtered"), ((0.0, 0.0), "filtered"), ((1.0, 0.0), "queued"),
+        # Outside 0..1 they are rewards: only equal ones are filtered.
+        ((-1.0, -1.0), "filtered"), ((5.0, 5.0), "filtered"), ((-1.0, 1.0), "queued"), ((5.0, 7.0), "queued"),
+        ((-1.0, 0.0), "queued"),
+    ],
+)  # fmt: skip
 def test_groups_without_signal_are_filtered(accuracies, verdict):
     state = make_state()
     (lease,) = leases(state, 1)

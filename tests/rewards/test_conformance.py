@@ -81,7 +81,7 @@ EXAMPLE = Example({"gt_answer": "42"}, "42", "43")
 
 
 def problems_of(function: Callable[..., Any], example: Example = EXAMPLE, time_limit_s: float = 30.0) -> list[str]:
-    with closing(FunctionReward("mine:f", function, scale=2.0, is_main=True, time_limit_s=5.0)) as reward:
+    with closing(FunctionReward("mine:f", function, scale=2.0, time_limit_s=5.0)) as reward:
         return check_reward(reward, example, time_limit_s=time_limit_s)
 
 
@@ -143,10 +143,10 @@ def test_the_command_line_checks_a_function_of_the_users_own(tmp_path, monkeypat
     assert main() == 0
     assert "conforms" in capsys.readouterr().out
     path = tmp_path / "bad.py"
-    path.write_text("def g(item):\n    return 2\n")
+    path.write_text("def g(item):\n    return 'two'\n")
     monkeypatch.setattr("sys.argv", ["conformance", f"{path}:g", "{}"])
     assert main() == 1
-    assert "expected a number in [0, 1]" in capsys.readouterr().out
+    assert "expected a finite number or a RewardOutput, got 'two'" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["conformance", "best", "{}"])
     assert main() == 2
     assert "expected boxed, think_answer_tags, exact" in capsys.readouterr().err

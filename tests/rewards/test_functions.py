@@ -28,7 +28,7 @@ def rollout(text: str, gold: str = "2") -> RewardInput:
 
 def as_reward(function: Callable[..., Any], **settings: Any) -> FunctionReward:
     name = f"mine:{getattr(function, '__name__', 'f')}"
-    return FunctionReward(name, function, **{"scale": 1.0, "is_main": True, "time_limit_s": 5.0, **settings})
+    return FunctionReward(name, function, **{"scale": 1.0, "time_limit_s": 5.0, **settings})
 
 
 def test_a_number_is_reward_and_accuracy():
@@ -37,6 +37,13 @@ def test_a_number_is_reward_and_accuracy():
 
     assert as_reward(half, scale=10.0)(rollout("a")) == RewardOutput({"half": 5.0}, 0.5)
     assert not as_reward(half).needs_whole_group
+
+
+def test_a_number_outside_0_and_1_is_a_reward_without_an_accuracy():
+    def points(item: RewardInput) -> float:
+        return float(item.text)
+
+    assert as_reward(points, scale=2.0)(rollout("-3")) == RewardOutput({"points": -6.0}, -3.0)
 
 
 def test_a_truth_value_is_a_number():
@@ -112,7 +119,6 @@ def test_an_async_function_that_hangs_is_ended():
         (float("nan"), "expected .*finite number or a RewardOutput, got nan"),
         ("1", "finite number or a RewardOutput, got '1'"),
         (None, "finite number or a RewardOutput, got None"),
-        (2.0, r"expected a number in \[0, 1\], .* got 2.0"),
         (RewardOutput({"a": float("inf")}, 1.0), "expected a to be a finite number"),
         (RewardOutput({"a": 1.0}, 7.0), r"expected an accuracy in \[0, 1\], got 7.0"),
     ],

@@ -25,7 +25,7 @@ def judged(spans: Any, parts: dict[str, float] | None = None, scale: float = 2.0
     def judge(item: RewardInput) -> RewardOutput:
         return RewardOutput(parts or {"right": 1.0}, 1.0, spans=spans)
 
-    return FunctionReward("mine.py:judge", judge, scale=scale, is_main=True, time_limit_s=1.0)(ITEM)
+    return FunctionReward("mine.py:judge", judge, scale=scale, time_limit_s=1.0)(ITEM)
 
 
 def test_rewards_of_parts_are_scaled_and_their_sum_is_a_part_of_the_reward():
@@ -57,19 +57,19 @@ def test_a_part_that_is_called_as_the_sum_of_the_spans_is_refused():
 
 
 def test_spans_of_an_extra_reward_count_with_its_weight():
-    main = FunctionReward("m.py:a", lambda item: RewardOutput({}, 1.0, spans=((3, 1.0),)), scale=1.0, is_main=True,
+    main = FunctionReward("m.py:a", lambda item: RewardOutput({}, 1.0, spans=((3, 1.0),)), scale=1.0,
                           time_limit_s=1.0)  # fmt: skip
     extra = FunctionReward("m.py:b", lambda item: RewardOutput({}, 1.0, spans=((3, 1.0), (7, 2.0))), scale=1.0,
-                           is_main=False, time_limit_s=1.0)  # fmt: skip
+                           time_limit_s=1.0)  # fmt: skip
     output = RewardSum(main, [Extra("b", extra, 0.5)], scale=1.0, overlong=None)(ITEM)
     assert output.spans == ((3, 1.5), (7, 1.0))
     assert output.parts == {"process": 1.0, "b": 1.5}
 
 
 def test_an_extra_reward_is_added_to_a_part_of_its_name():
-    main = FunctionReward("m.py:a", lambda item: RewardOutput({"judge": 3.0}, 1.0), scale=1.0, is_main=True,
+    main = FunctionReward("m.py:a", lambda item: RewardOutput({"judge": 3.0}, 1.0), scale=1.0,
                           time_limit_s=1.0)  # fmt: skip
-    extra = FunctionReward("m.py:b", lambda item: 2.0, scale=1.0, is_main=False, time_limit_s=1.0)
+    extra = FunctionReward("m.py:b", lambda item: 2.0, scale=1.0, time_limit_s=1.0)
     output = RewardSum(main, [Extra("judge", extra, 0.5), Extra("judge", extra, 2.0)], scale=1.0, overlong=None)(ITEM)
     assert output.parts == {"judge": 3.0 + 0.5 * 2.0 + 2.0 * 2.0}
 

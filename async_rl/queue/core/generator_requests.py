@@ -483,7 +483,7 @@ def _receive_training(
 ) -> Verdict:
     settings = state.settings
     accuracy = group.accuracy / group.num_rollouts
-    fits_filter = _inside(settings.filter_range, accuracy)
+    fits_filter = _fits(settings.filter_range, accuracy, group.rewards_differ)
     bound_version = group.newest_version if settings.on_stale == "mask" else group.oldest_version
     if bound_version < settings.oldest_trainable(learner.version):
         state.count_outcome("received", group)
@@ -494,7 +494,7 @@ def _receive_training(
         state.leases.close(active.lease.lease_id, _RETURNED)
         state.revision += 1
         state.count_outcome("received", group)
-        state.stream.observe(group.position, accuracy)
+        state.stream.observe(group.position, min(1.0, max(0.0, accuracy)))
         state.ledger.arrive("filtered", group.num_rollouts, group.num_tokens)
         state.count_outcome("filtered", group)
         state.forget_prompt(group.position)
@@ -504,7 +504,7 @@ def _receive_training(
         return "filtered"
     # Store the payload before any change. If the disk has no room, the generator returns the group again.
     ref = state.payloads.keep(payload)
-    state.stream.observe(group.position, accuracy)
+    state.stream.observe(group.position, min(1.0, max(0.0, accuracy)))
     state.leases.close(active.lease.lease_id, _RETURNED)
     state.count_outcome("received", group)
     state.ledger.arrive("queued", group.num_rollouts, group.num_tokens)
@@ -531,5 +531,8 @@ def _receive_training(
     return "queued"
 
 
-def _inside(filter_range: tuple[float, float] | None, accuracy: float) -> bool:
-    return filter_range is None or filter_range[0] < accuracy < filter_range[1]
+def _fits(filter_range: tuple[float, float] | None, accuracy: float, rewards_differ: bool | None) -> bool:
+    """Return whether a group passes the filter: by its mean accuracy, or by differing rewards if it has none."""
+    if filter_range is None:
+        return True
+    return filter_range[0] < accuracy < filter_range[1] if rewards_differ is None else rewards_differ

@@ -45,6 +45,7 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
         newest_version: the highest weights version of a sampled token; ``NO_VERSION`` if there is no such token.
         reward: the sum of the rewards of all rollouts.
         accuracy: the sum of the accuracies of all rollouts.
+        rewards_differ: whether the rewards of its rollouts differ. None if they have accuracies, all in 0..1.
         every_rollout_failed: whether the finish reason of all rollouts is an error.
         unfit: the reason why no lease could accept the group; empty if there is none.
         has_sampling_mask: whether the group has the sets of tokens that top-p and top-k left.
@@ -54,7 +55,8 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
         largest_token_id: the largest token id. A negative id counts as 2^31 or more.
         longest_sequence: the number of tokens of the longest sequence.
         most_sampled: the largest number of sampled tokens in one rollout.
-        largest_reward: the largest absolute value of a reward part or of a turn's reward; 0 if ``unfit`` is not empty.
+        largest_reward: the largest absolute value of a reward part, an accuracy or a turn's reward; 0 if ``unfit`` is
+            not empty.
         versions: the weights versions of the sampled tokens, ascending.
         weights_digest: the digest of the weights of each version, as the generator computed it.
     """
@@ -74,6 +76,7 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     unfit: str
     temperature: float
     has_sampling_mask: bool
+    rewards_differ: bool | None = None
     route_shape: tuple[int, int, int] | None = None
     largest_expert: int = -1
     largest_token_id: int = 0
@@ -98,6 +101,7 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
     reward = float(sum(sum(filter(None, values)) for values in fields.reward_parts.values()))
     accuracy = float(sum(fields.accuracy))
     unfit = "every rollout failed" if every_rollout_failed else _first_fault(group, reward + accuracy)
+    has_accuracy = not group.num_rollouts or 0.0 <= min(fields.accuracy) <= max(fields.accuracy) <= 1.0
     return GroupSummary(
         lease_id=fields.lease_id,
         kind=fields.kind,
@@ -110,6 +114,7 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
         newest_version=versions[-1],
         reward=reward,
         accuracy=accuracy,
+        rewards_differ=None if has_accuracy else _rewards_differ(group),
         every_rollout_failed=every_rollout_failed,
         unfit=unfit,
         temperature=fields.temperature,
@@ -124,6 +129,17 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
         versions=versions if num_tokens else (),
         weights_digest=fields.weights_digest,
     )
+
+
+def _rewards_differ(group: FlatGroup) -> bool:
+    """Return whether the rewards of the group's rollouts differ. Failed rollouts do not count."""
+    fields = group.fields
+    totals = {
+        sum(values[index] or 0.0 for values in fields.reward_parts.values())
+        for index, reason in enumerate(fields.finish_reason)
+        if reason != "error"
+    }
+    return len(totals) > 1
 
 
 def _sampled_versions(group: FlatGroup) -> tuple[int, ...]:
@@ -144,9 +160,7 @@ def _first_fault(group: FlatGroup, sum_of_scores: float) -> str:
     # A sum is finite only if all its terms are. A sum that overflows is refused, too.
     if not math.isfinite(sum_of_scores):
         return "a reward is not finite, or too large"
-    fields, accuracy = group.fields, group.fields.accuracy
-    if group.num_rollouts and not 0.0 <= min(accuracy) <= max(accuracy) <= 1.0:
-        return f"expected accuracies in 0..1, got {min(accuracy)} to {max(accuracy)}"
+    fields = group.fields
     # Searching byte strings runs in C; a numpy call for each rollout costs ten times as much.
     sampled = group.loss_mask.tobytes()
     if np.greater_equal(group.versions, 0).tobytes() != sampled:
@@ -242,6 +256,7 @@ def _largest_reward(group: FlatGroup) -> float:
         amounts += map(abs, group.fields.turns.rewards)
     if group.fields.spans is not None:
         amounts += map(abs, group.fields.spans.rewards)
+    amounts += map(abs, group.fields.accuracy)  # they may be rewards
     return max(amounts, default=0.0)
 
 

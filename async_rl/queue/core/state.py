@@ -402,10 +402,10 @@ class QueueState(PersistedState):
             return (
                 f"{self.filtered_since_step} groups were filtered since the last step, as many as queue.max_filtered "
                 f"allows: {right} had a mean accuracy at or above the upper end of queue.filter_range, {wrong} at or "
-                f"below the lower end. The data is too easy or too hard for this model, or the reward misreads its "
-                f"answers: read some (eval/ in the run directory has those of evaluations), then change data.train or "
-                f"reward.type. If rewards differ while the accuracy does not, return a graded accuracy, or set "
-                f"queue.filter_range = []"
+                f"below the lower end, or equal rewards. The data is too easy or too hard for this model, or the "
+                f"reward misreads its answers: read some (eval/ in the run directory has those of evaluations), then "
+                f"change data.train or reward.type. If rewards differ while the accuracy does not, return a graded "
+                f"accuracy, or set queue.filter_range = []"
             )
         full = [epoch for epoch, count in self.excluded.items() if count >= self.stream.num_rows]
         if full:
