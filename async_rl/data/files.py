@@ -13,6 +13,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,8 +24,16 @@ from async_rl.errors import DataError
 _SPLIT = re.compile(r"(?P<split>[A-Za-z0-9_.\-]+(?:\[[^\]]*\])?)@(?P<place>.+)", re.DOTALL)
 _HUB_ID = re.compile(r"[A-Za-z0-9_\-][\w.\-]*/[\w.\-]+(?::[\w.\-]+)?")
 _SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
+_BATCH_ROWS = 1024
 _FIELD_LIMIT = 1 << 27
 """Maximum number of characters in one CSV cell. Python's default is too small for a row's test cases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A value of a table that is no JSON value. ``type`` is its type in Arrow's words, such as ``timestamp[ns]``."""
+
+    type: str
 
 
 class Source:
@@ -102,9 +111,14 @@ class Source:
                 f"can't load the dataset {self.name} (split {self._split or 'train'!r}): {type(error).__name__}: "
                 f"{cause}; expected a file, a directory of data files, or [split@]owner/name[:config] of the hub"
             ) from error
-        for number, row in enumerate(rows, start=1):
+        batches = (
+            batch
+            for table in rows.with_format("arrow").iter(batch_size=_BATCH_ROWS)  # images and the like stay undecoded
+            for batch in table.to_batches()
+        )
+        for where, row in _from_batches(batches, self.name):
             self._hash.update(msgpack.packb(row, default=str) or b"")
-            yield f"{self.name}: row {number}", _without_nulls(row)
+            yield where, row
 
 
 def _split_of(saved: Any, split: str) -> Any:
@@ -129,7 +143,7 @@ def _jsonl(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
         if line.strip():
             where = f"{path}:{number}"
             try:
-                yield where, parse_json(line, where, "one JSON object per line")
+                yield where, _without_nulls(parse_json(line, where, "one JSON object per line"))
             except DataError as error:
                 yield where, error
 
@@ -140,7 +154,7 @@ def _json(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
         raise DataError(
             f"{path}: expected a JSON list of objects, got {kind(rows)}; for one object per line use the ending .jsonl"
         )
-    yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+    yield from ((f"{path}: row {number}", _without_nulls(row)) for number, row in enumerate(rows, start=1))
 
 
 def _csv(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
@@ -175,7 +189,7 @@ def _parquet(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
     from pyarrow import parquet
 
     try:
-        batches = parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches(batch_size=1024)
+        batches = parquet.ParquetFile(pyarrow.BufferReader(content)).iter_batches(batch_size=_BATCH_ROWS)
         yield from _from_batches(batches, path)
     except pyarrow.ArrowException as error:
         raise DataError(
@@ -205,21 +219,36 @@ def _arrow(content: bytes, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _from_batches(batches: Any, path: str) -> Iterator[tuple[str, Any]]:
-    number = 0
-    for batch in batches:
-        for row in batch.to_pylist():
-            number += 1
-            yield f"{path}: row {number}", _without_nulls(row)
+    from async_rl.data.tables import rows_of
+
+    rows = (_without_nulls(row) for batch in batches for row in rows_of(batch))
+    yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 _READERS = {".jsonl": _jsonl, ".json": _json, ".csv": _csv, ".parquet": _parquet, ".arrow": _arrow}
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return ``value`` without keys whose value is null, at any depth. Tables write a null where a key is absent."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+def _without_nulls(row: Any) -> Any:
+    """Return ``row`` without columns whose value is null, and its messages without keys whose value is null.
+
+    JSON from a table has such nulls where a row has no value. Nulls deeper inside, as in the arguments of a tool call,
+    may have a meaning and stay.
+    """
+    if not isinstance(row, dict):
+        return row
+    return {key: messages_without_nulls(value) for key, value in row.items() if value is not None}
+
+
+def messages_without_nulls(value: Any) -> Any:
+    """Return ``value``, a message or a list of messages, without message keys whose value is null.
+
+    A value of another form is returned as it is.
+    """
+    if isinstance(value, dict) and isinstance(value.get("role"), str):
+        return {key: item for key, item in value.items() if item is not None}
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value):
+        return [messages_without_nulls(one) for one in value]
+    return value
 
 
 def parse_json(content: bytes, where: str, expected: str) -> Any:
@@ -261,11 +290,18 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def kind(value: Any) -> str:
-    """Return a short description of the JSON value ``value`` for error messages, such as ``a list of 3``."""
+    """Return a short description of ``value``, the value of a row, for error messages, such as ``a list of 3``."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, str):
         return f"the text {value[:40]!r}"
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    return "an object" if isinstance(value, dict) else f"the number {str(value)[:40]}"
+    if isinstance(value, int | float):
+        return f"the number {str(value)[:40]}"
+    return "an object" if isinstance(value, dict) else f"a value of the type {type_name(value)}"
+
+
+def type_name(value: Any) -> str:
+    """Return the name of the type of ``value``, for messages. It is Arrow's if Python has no such type."""
+    return value.type if isinstance(value, Unreadable) else type(value).__name__
