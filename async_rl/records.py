@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from async_rl.errors import DataError
 from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask
 
@@ -36,6 +37,48 @@ TEXT_ROLE = "text"
 TOOLS_ROLE = "tool schemas"
 """The ``role`` of a first message that is not part of the chat. Its content is the JSON text of the prompt's tools."""
 
+DROPPED_KEY = "dropped columns"
+"""The key of a prompt's ``reward_data`` for what could not be sent: a list of pairs (names from outside in, reason)."""
+
+
+class RowFields(dict[str, Any]):
+    """The fields of a row, as rewards and environments get them. To read a dropped one is an error with its reason."""
+
+    def __init__(self, fields: Mapping[str, Any], dropped: Mapping[str, str]) -> None:
+        super().__init__(fields)
+        self._dropped = dropped
+
+    def __missing__(self, key: str) -> NoReturn:
+        if key in self._dropped:
+            raise DataError(
+                f"the row's field {key} was dropped when the data was read, because {self._dropped[key]} can't be sent "
+                f"to a generator; store it as text"
+            )
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self or key in self._dropped else default
+
+
+def row_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``fields``, the data of a prompt, without the list at ``DROPPED_KEY``.
+
+    The object that lacks a dropped field becomes ``RowFields``.
+    """
+    found = {key: value for key, value in fields.items() if key != DROPPED_KEY}
+    if DROPPED_KEY not in fields:
+        return found
+    here: dict[str, str] = {}
+    inside: dict[str, list[Any]] = {}
+    for (name, *inner), reason in fields[DROPPED_KEY]:
+        if inner:
+            inside.setdefault(name, []).append((inner, reason))
+        else:
+            here[name] = reason
+    for name, dropped in inside.items():
+        found[name] = row_fields({**found[name], DROPPED_KEY: dropped})
+    return RowFields(found, here)
+
 
 class Prompt(msgspec.Struct, frozen=True):
     """One dataset row, with its position in the order in which the run uses the rows.
@@ -45,7 +88,8 @@ class Prompt(msgspec.Struct, frozen=True):
         row: the row's index in the loaded dataset, from 0. Malformed rows are skipped and do not count.
         epoch: the index of the pass over the dataset, or over the row's source, from 0.
         messages: the chat messages, each with ``role`` and ``content``.
-        reward_data: the row's data that the reward needs, such as ``gt_answer``.
+        reward_data: the row's data that the reward needs, such as ``gt_answer``. ``row_fields`` makes of it what
+            rewards and environments get.
         source: the name of the row's source, a key of the table ``data.train``. Empty if the data has no named sources.
     """
 

@@ -4,7 +4,7 @@ The queue server (for training and evaluations), offline evaluation and the chec
 ``files`` reads the data, and ``parse_row`` checks one row. A row has a prompt, as ``messages`` or as ``prompt`` text.
 With an environment, a row may have no prompt. A row also has the fields that its reward needs: ``gt_answer``
 (mathematics), ``test_cases`` with an optional ``fn_name`` (programs), ``extra_info`` (environments and rewards of the
-user).
+user). Other columns go to the reward as they are. What can't be sent to a generator is dropped by name (``sendable``).
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import hashlib
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any, Literal, get_args
 
-import msgpack
-
 from async_rl.config.config import Config
 from async_rl.config.data import PromptFormat, RowField, parse_tools
-from async_rl.data.files import Source, kind, parse_json
+from async_rl.data.files import Source, kind, messages_without_nulls, parse_json
+from async_rl.data.sendable import split_sendable, why_unsendable
 from async_rl.errors import DataError
-from async_rl.records import TEXT_ROLE, TOOLS_ROLE
+from async_rl.records import DROPPED_KEY, TEXT_ROLE, TOOLS_ROLE
 from async_rl.rewards.code_tests import parse_tests
-
-MAX_NESTING = 6
-"""Maximum depth of nested lists and objects in one value of a row. Messages to generators can't hold much more."""
 
 _KEYS: tuple[RowField, ...] = get_args(RowField)
 _JSON_KEYS: tuple[RowField, ...] = ("messages", "tools", "test_cases", "extra_info")
 """Keys whose value may be JSON text. CSV can't hold objects, and some datasets write test cases as text."""
+_TEST_DEPTH = 2
+"""Number of lists and objects around one value of ``test_cases``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class Row:
     Attributes:
         messages: the prompt. Each message has ``role`` and ``content``. Empty if an environment makes the prompt. A
             row with tools of its own has them in a first message with the role ``TOOLS_ROLE``.
-        reward_data: all other fields of the row, for the reward and the environment. ``gt_answer`` is text.
+        reward_data: all other fields of the row, for the reward and the environment. ``gt_answer`` is text. What was
+            dropped is listed at ``DROPPED_KEY``, as ``records.row_fields`` reads it.
         source: the name of the row's source in the table ``data.train``. Empty if there is no table.
     """
 
@@ -82,9 +83,7 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
     if not isinstance(raw, dict):
         raise DataError(f"{where}: expected a JSON object, got {kind(raw)}; write each row as an object of fields")
     fields = _canonical(raw, rules.columns, where)
-    for key in _JSON_KEYS:
-        if isinstance(text := fields.get(key), str) and text.lstrip()[:1] in ("{", "["):
-            fields[key] = parse_json(text.encode(errors="replace"), f"{where}: {_column(key, rules)}", "JSON")
+    _parse_json_text(fields, where, rules)
     if "test_cases" in rules.needs and "test_cases" not in fields and {"test", "entry_point"} <= fields.keys():
         fields["test_cases"] = _check_form(fields)
     _check_keys(fields, raw, where, rules)
@@ -94,10 +93,20 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
     reward_data = {key: value for key, value in fields.items() if key not in ("messages", "prompt")}
     if "gt_answer" in rules.needs or isinstance(reward_data.get("gt_answer"), str | int | float):
         reward_data["gt_answer"] = _answer_text(reward_data["gt_answer"], f"{where}: {_column('gt_answer', rules)}")
-    if "test_cases" in reward_data:
+    if "test_cases" in rules.needs:
         reward_data |= _test_cases(reward_data, where, _column("test_cases", rules))
-    _check_can_travel(messages, reward_data, where)
-    return Row(messages, reward_data)
+    return Row(messages, _sendable(messages, reward_data, where, rules))
+
+
+def _parse_json_text(fields: dict[str, Any], where: str, rules: RowRules) -> None:
+    """Replace JSON text in ``fields`` by its value. Text that nobody asked for may be anything, and stays then."""
+    for key in _JSON_KEYS:
+        if not isinstance(text := fields.get(key), str) or text.lstrip()[:1] not in ("{", "["):
+            continue
+        is_asked = key in ("messages", "tools", *rules.needs) or (key == "extra_info" and not rules.needs_prompt)
+        with nullcontext() if is_asked else suppress(DataError):
+            value = parse_json(text.encode(errors="replace"), f"{where}: {_column(key, rules)}", "JSON")
+            fields[key] = messages_without_nulls(value) if key == "messages" else value
 
 
 def _canonical(raw: Mapping[str, Any], columns: Mapping[RowField, str], where: str) -> dict[str, Any]:
@@ -226,6 +235,8 @@ def _answer_text(answer: Any, where: str) -> str:
         return str(answer)
     if isinstance(answer, float) and math.isfinite(answer):
         return format(Decimal(repr(answer)), "f")  # 1e-07 is no way to write an answer
+    if isinstance(answer, Decimal) and answer.is_finite():
+        return format(answer, "f")
     raise DataError(f"{where}: expected a number, or text that is not blank, got {kind(answer)}")
 
 
@@ -247,7 +258,7 @@ def _test_cases(fields: Mapping[str, Any], where: str, column: str) -> dict[str,
     """Check the tests in ``fields``, the fields of a row. Return the fields ``test_cases`` and ``fn_name`` for the row.
 
     The returned ``test_cases`` has only ``inputs`` and ``outputs``, or ``check`` and ``setup``. ``fn_name`` is left out
-    if the program is a script.
+    if the program is a script. Values that can't be sent to a generator are JSON text, which ``parse_tests`` reads.
     """
     try:
         function = parse_tests(fields).function
@@ -256,29 +267,38 @@ def _test_cases(fields: Mapping[str, Any], where: str, column: str) -> dict[str,
     cases = {
         key: fields["test_cases"][key] for key in ("inputs", "outputs", "check", "setup") if key in fields["test_cases"]
     }
+    if function is not None and "check" not in cases:  # values of any size and depth can be sent as JSON text
+        cases["inputs"] = [
+            "\n".join(map(json.dumps, given)) if why_unsendable(given, _TEST_DEPTH) else given
+            for given in cases["inputs"]
+        ]
+        cases["outputs"] = [
+            json.dumps(value) if why_unsendable(value, _TEST_DEPTH) else value for value in cases["outputs"]
+        ]
     return {"test_cases": cases} | ({} if function is None else {"fn_name": function})
 
 
-def _check_can_travel(messages: tuple[Mapping[str, str], ...], reward_data: Mapping[str, Any], where: str) -> None:
-    for key, value in reward_data.items():
-        if _nesting(value) > MAX_NESTING:
-            raise DataError(
-                f"{where}: {key}: expected at most {MAX_NESTING} levels of nested lists and objects, got more; store "
-                f"the value as text"
-            )
-    try:
-        msgpack.packb([messages, reward_data])
-    except (TypeError, ValueError, OverflowError) as error:
-        # JSON allows what the wire can't carry: lone surrogates, integers beyond 64 bits. Tables have dates and more.
-        raise DataError(
-            f"{where}: the row has a value that can't be sent to a generator: {error}; remove the value or store it "
-            f"as text"
-        ) from None
+def _sendable(
+    messages: tuple[Mapping[str, str], ...], reward_data: Mapping[str, Any], where: str, rules: RowRules
+) -> dict[str, Any]:
+    """Return ``reward_data`` without what can't be sent to a generator. What is dropped is listed at ``DROPPED_KEY``.
+
+    Raises:
+        DataError: the prompt or a field that the reward needs can't be sent.
+    """
+    kept, dropped = split_sendable(reward_data)
+    for (name, *_), reason in dropped:
+        if name in rules.needs:
+            raise _unsendable(f"{where}: {name}", reason)
+    if dropped:
+        kept[DROPPED_KEY] = [[names, reason] for names, reason in dropped]
+    if reason := why_unsendable([dict(message) for message in messages]):
+        raise _unsendable(where, reason)
+    return kept
 
 
-def _nesting(value: Any) -> int:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return 0 if items is None else 1 + max((_nesting(item) for item in items), default=0)
+def _unsendable(where: str, reason: str) -> DataError:
+    return DataError(f"{where}: expected a value that can be sent to a generator, got {reason}; store it as text")
 
 
 logger = logging.getLogger(__name__)
@@ -295,12 +315,14 @@ class LoadedRows:
         num_skipped: number of rows that were left out because they have errors.
         digest: SHA-256 of the data, in hex. It changes when the data changes.
         first_skipped: the error of the first row that was left out. Empty if no row was left out.
+        dropped: what was dropped, such as ``when (a value of the type date)`` -> number of rows without it.
     """
 
     rows: tuple[Row, ...]
     num_skipped: int
     digest: str
     first_skipped: str = ""
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 def load_train_rows(config: Config) -> LoadedRows:
@@ -321,6 +343,7 @@ def load_train_rows(config: Config) -> LoadedRows:
         num_skipped=sum(one.num_skipped for one in loaded.values()),
         digest=hashlib.sha256(repr([(name, one.digest) for name, one in loaded.items()]).encode()).hexdigest(),
         first_skipped=next((one.first_skipped for one in loaded.values() if one.first_skipped), ""),
+        dropped=sum((Counter(one.dropped) for one in loaded.values()), Counter()),
     )
 
 
@@ -341,6 +364,12 @@ def load_rows_of(config: Config, source: str) -> LoadedRows:
         logger.warning(
             "%s: skipped %d rows of %d, because they have errors; the first error: %s",
             source, loaded.num_skipped, loaded.num_skipped + len(loaded.rows), loaded.first_skipped,
+        )  # fmt: skip
+    if loaded.dropped:
+        logger.warning(
+            "%s: dropped what can't be sent to generators: %s; a reward or an environment that reads it fails, so "
+            "store it as text if one does",
+            source, ", ".join(f"{what} of {count} rows" for what, count in loaded.dropped.items()),
         )  # fmt: skip
     return loaded
 
@@ -388,4 +417,7 @@ def load_rows(source: str, *, on_bad_row: OnBadRow = "refuse", rules: RowRules |
             else "the dataset has no rows; write rows to it, or choose another"
         )
         raise DataError(f"expected at least one row in {source}, got none: {cause}")
-    return LoadedRows(tuple(rows), num_skipped, opened.digest, first_skipped)
+    dropped = Counter(
+        f"{'.'.join(names)} ({reason})" for row in rows for names, reason in row.reward_data.get(DROPPED_KEY, ())
+    )
+    return LoadedRows(tuple(rows), num_skipped, opened.digest, first_skipped, dropped)

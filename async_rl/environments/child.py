@@ -30,6 +30,7 @@ from async_rl.environments.protocol import Action, Rollout, RolloutOverError, St
 from async_rl.errors import WireError
 from async_rl.net.streams import pack_frame, take_frame
 from async_rl.process.user_code import describe_error
+from async_rl.records import row_fields
 
 MAX_BYTES = 64 << 20
 
@@ -93,7 +94,7 @@ class RemoteRollout:
     """
 
     def __init__(self, channel: _Channel, start: dict[str, Any]) -> None:
-        self.extra_info: dict[str, Any] = start["extra_info"]
+        self.extra_info: dict[str, Any] = row_fields(start["extra_info"])
         self.prompt: str | None = start["prompt"]
         self.first_state: State | None = start["state"]
         self.turns: list[list[float]] = []

@@ -28,7 +28,17 @@ from async_rl.data.template import apply_template
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
 from async_rl.generator.rollouts import Graded
-from async_rl.records import NO_VERSION, TEXT_ROLE, FinishReason, Lease, Rollout, Sampling, TokenSequence, Turn
+from async_rl.records import (
+    DROPPED_KEY,
+    NO_VERSION,
+    TEXT_ROLE,
+    FinishReason,
+    Lease,
+    Rollout,
+    Sampling,
+    TokenSequence,
+    Turn,
+)  # fmt: skip
 from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask, join
 
@@ -296,6 +306,11 @@ def extra_info(settings: Mapping[str, Any], lease: Lease, index: int, prompt: st
     """
     row = dict(lease.prompt.reward_data)
     own = row.pop("extra_info", None)
+    # The keys of extra_info become keys of the whole.
+    dropped = [
+        (names[1:] if len(names) > 1 and names[0] == "extra_info" else names, reason)
+        for names, reason in row.pop(DROPPED_KEY, ())
+    ]
     built_in = {
         "idx": lease.prompt.row,
         "seed": lease.seed,
@@ -303,7 +318,8 @@ def extra_info(settings: Mapping[str, Any], lease: Lease, index: int, prompt: st
         "messages": [dict(message) for message in lease.prompt.messages],
         "prompt_text": prompt,
     }
-    return {**built_in, **settings, **row, **(own if isinstance(own, dict) else {})}
+    found = {**built_in, **settings, **row, **(own if isinstance(own, dict) else {})}
+    return found | ({DROPPED_KEY: dropped} if dropped else {})
 
 
 class TokenizerText:

@@ -26,7 +26,7 @@ import numpy as np
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.process.user_code import describe_error
 from async_rl.queue.messages import FailureCause
-from async_rl.records import NO_VERSION, Group, Lease, Rollout, Span, TokenSequence
+from async_rl.records import NO_VERSION, Group, Lease, Rollout, Span, TokenSequence, row_fields
 from async_rl.rewards.records import CountingReward, GroupReward, RewardInput, RewardOutput, WaitingReward, score_group
 from async_rl.run.eval_records import Decode
 
@@ -316,7 +316,7 @@ def graded_rollouts(
     items = [
         RewardInput(
             text=sample.text,
-            reward_data=lease.prompt.reward_data,
+            reward_data=row_fields(lease.prompt.reward_data),
             num_tokens=len(sample.token_ids),
             max_new_tokens=lease.sampling.max_new_tokens,
             finish_reason=sample.finish_reason,

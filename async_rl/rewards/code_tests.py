@@ -237,11 +237,15 @@ def _value_agrees(expected: Any, value: Any, tolerance: float) -> bool:
     if isinstance(expected, bool) or isinstance(value, bool):  # to Python, True equals 1
         return expected is value
     if isinstance(expected, float) and isinstance(value, int | float):
-        return _is_close(expected, float(value), tolerance)
+        return _is_close(expected, value, tolerance)
     return value == expected
 
 
 def _is_close(wanted: float, got: float, tolerance: float) -> bool:
+    try:
+        got = float(got)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
     if not (math.isfinite(wanted) and math.isfinite(got)):
         return False
     return abs(wanted - got) <= tolerance * max(1.0, abs(wanted))

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from async_rl.config.reward import RewardType
 from async_rl.errors import AsyncRLError, RewardError
+from async_rl.records import row_fields
 from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, score_group
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ def example_of(kind: RewardType, reward_data: Mapping[str, Any]) -> Example:
 
 def rollout_of(text: str, reward_data: Mapping[str, Any], max_new_tokens: int) -> RewardInput:
     """Return ``text`` as a rollout of a few tokens that ended by itself."""
-    return RewardInput(text, reward_data, _NUM_TOKENS, max_new_tokens, "stop")
+    return RewardInput(text, row_fields(reward_data), _NUM_TOKENS, max_new_tokens, "stop")
 
 
 @dataclass(slots=True)

@@ -170,7 +170,9 @@ def answer_record(prompt: Prompt, rollout: Rollout, decode: Decode) -> dict[str,
 def _expected(prompt: Prompt) -> dict[str, Any]:
     data = prompt.reward_data
     answer = {"expected": data["gt_answer"]} if "gt_answer" in data else {}
-    return answer | ({"num_tests": len(data["test_cases"].get("outputs", "1"))} if "test_cases" in data else {})
+    cases = data.get("test_cases")  # of any form if the reward runs no programs
+    outputs = cases.get("outputs", "1") if isinstance(cases, dict) else None
+    return answer | ({"num_tests": len(outputs)} if isinstance(outputs, list | str) else {})
 
 
 def _turn_fields(rollout: Rollout, decode: Decode) -> dict[str, Any]:

@@ -130,7 +130,7 @@ def test_message_keys_that_are_null_are_absent_in_every_file(tmp_path: Path):
     parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
     text = {**row, "messages": json.dumps(row["messages"])}
     parquet.write_table(pa.Table.from_pylist([text]), tmp_path / "text.parquet")
-    for name in ("rows.jsonl", "rows.parquet"):
+    for name in ("rows.jsonl", "rows.parquet", "text.parquet"):
         (found,) = load_rows(str(tmp_path / name)).rows
         assert found.messages == ({"role": "user", "content": "q"},)
         assert found.reward_data == {"gt_answer": "2"}

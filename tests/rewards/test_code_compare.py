@@ -123,6 +123,7 @@ def test_megabytes_of_output_are_refused_at_once(output: str):
     [
         (3, "3"), (3.0, "3"), ([1, 2], "[1, 2]"), ([[1, 2]], "[1, 2]"), ({"a": None}, '{"a": null}'), (["x"], '"x"'),
         (True, "true"), (0.1, "0.10000000000000002"), ([0.5, [1]], "[0.5000001, [1]]"), (3, "3.0"), (2.0, "2"),
+        (1 << 70, str(1 << 70)), ([[1 << 70]], f"[{1 << 70}]"),
     ],
 )  # fmt: skip
 def test_returned_values_that_agree(expected: object, answer: str):
@@ -135,7 +136,7 @@ def test_returned_values_that_agree(expected: object, answer: str):
         (3, "4"), (3, '"3"'), ([1, 2], "[2, 1]"), ([1, 2], "[1]"), ([], "null"), (None, ""), (1, "[" * 10_000),
         (1, "1" * 60_000), (float("nan"), "NaN"), ("x", "\udcff"), (1, "1 1"),
         (1, "true"), (True, "1"), (False, "0"), ([1], "[true]"), ({"a": 1}, '{"a": true}'), (0.5, "0.51"),
-        (1000000007, "1000000000.0"), (1.0, "true"),
+        (1000000007, "1000000000.0"), (1.0, "true"), (1.5, "1" + "0" * 400), (1 << 70, str((1 << 70) + 1)),
     ],
 )  # fmt: skip
 def test_returned_values_that_do_not(expected: object, answer: str):
