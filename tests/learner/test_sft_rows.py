@@ -96,10 +96,58 @@ def test_a_text_prompt_has_the_start_token_that_sampling_would_use(tmp_path: Pat
     assert row.loss_mask.tolist() == [False] * 5 + [True] * 2
 
 
-def test_long_rows_are_cut_on_the_right(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    (row,) = load_sft_rows(rows_file(tmp_path, {"prompt": "abc", "response": "defgh"}), tokenizer, max_length=5)
+def test_long_rows_are_cut_on_the_right_and_counted(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+):
+    path = rows_file(tmp_path, {"prompt": "abc", "response": "defgh"}, {"prompt": "abc", "response": "d"})
+    row, _ = load_sft_rows(path, tokenizer, max_length=5)
     assert spelled(tokenizer, row.token_ids) == "abcde"
     assert row.loss_mask.tolist() == [False, False, False, True, True]
+    assert "sft.data: cut the end of 1 of 2 sequences, which have more than sft.max_length = 5 tokens" in caplog.text
+
+
+ASK, SAY = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+ASKED = "<|user|>1+1<|end|>\n<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "whole", "trained"),
+    [
+        ({"prompt": "1+1=", "completion": "2"}, "1+1=2<|end|>", "2<|end|>"),
+        ({"prompt": [ASK], "completion": [SAY]}, f"{ASKED}2<|end|>\n", "2<|end|>"),
+        ({"prompt": [ASK], "response": "2"}, f"{ASKED}2<|end|>\n", "2<|end|>"),
+        ({"prompt": ASK, "response": SAY}, f"{ASKED}2<|end|>\n", "2<|end|>"),
+        ({"prompt": "1+1", "completion": [SAY]}, f"{ASKED}2<|end|>\n", "2<|end|>"),
+        ({"prompt": [ASK], "completion": [ASK, SAY]}, f"{ASKED}2<|end|>\n", "2<|end|>"),
+        ({"messages": [ASK], "completion": [SAY]}, f"{ASKED}2<|end|>\n", "2<|end|>"),
+        ({"prompt": [ASK, SAY, ASK], "response": "2"}, f"{ASKED}2<|end|>\n{ASKED}2<|end|>\n", "2<|end|>"),
+        ({"messages": [ASK, SAY], "prompt": "1+1", "response": "9"}, f"{ASKED}2<|end|>\n", "2<|end|>"),
+        ({"prompt": None, "messages": [ASK, {**SAY, "name": None}]}, f"{ASKED}2<|end|>\n", "2<|end|>"),
+        ({"text": "1+1=2", "when": None}, "1+1=2<|end|>", "+1=2<|end|>"),
+        ({"text": "1+1=2<|end|>"}, "1+1=2<|end|>", "+1=2<|end|>"),
+    ],
+)
+@pytest.mark.parametrize("form", [".jsonl", ".parquet", ".csv"])
+def test_every_form_of_a_row_says_what_is_trained(
+    row: dict[str, Any], whole: str, trained: str, form: str, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+):
+    if form == ".csv":
+        row = {key: value for key, value in row.items() if value is not None}
+    path = rows_file(tmp_path, row) if form == ".jsonl" else write_in(form, tmp_path, [row])
+    (found,) = load_sft_rows(path, tokenizer, max_length=50)
+    assert spelled(tokenizer, found.token_ids) == whole
+    assert spelled(tokenizer, found.token_ids[found.loss_mask]) == trained
+
+
+def test_a_text_that_begins_with_the_start_token_gets_no_second_one(tmp_path: Path):
+    starting: Any = load_tokenizer(tiny_model(tmp_path / "model"))
+    start = ("<|user|>", starting.convert_tokens_to_ids("<|user|>"))
+    starting.backend_tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[start])
+    starting.bos_token = "<|user|>"
+    for text in ("1+1", "<|user|>1+1"):
+        (row,) = load_sft_rows(rows_file(tmp_path, {"text": text}), starting, max_length=50)
+        assert spelled(starting, row.token_ids) == "<|user|>1+1<|end|>"
+        assert row.loss_mask.tolist() == [False] + [True] * 4
 
 
 def test_an_empty_prompt_does_not_train_on_the_first_token(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
@@ -188,7 +236,7 @@ def test_every_form_of_a_dataset_gives_the_rows_of_jsonl(
 
 def test_a_bad_row_of_a_table_is_named_by_its_number(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
     path = write_in(".parquet", tmp_path, [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": None}])
-    with pytest.raises(DataError, match=r"rows\.parquet: row 2: expected \"prompt\" and \"response\" as text"):
+    with pytest.raises(DataError, match=r"rows\.parquet: row 2: expected .* got keys \['prompt'\]"):
         load_sft_rows(path, tokenizer, max_length=8)
 
 

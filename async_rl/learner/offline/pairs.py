@@ -1,24 +1,29 @@
 """Rows of preferences: pairs of a chosen and a rejected answer, or single answers with a label.
 
-A pair is ``{"prompt", "chosen", "rejected"}``: all three text; or the prompt a list of messages, and the answers text
-or lists of messages. Without a prompt, ``chosen`` and ``rejected`` are whole lists of messages, and the messages that
-both begin with are the prompt. A labelled answer is ``{"prompt", "completion", "label"}``, with the same forms; its
-label is true if the answer is good. Other keys are ignored, but for ``tools``. ``rows.py`` says how they become tokens.
+A pair is ``{"prompt", "chosen", "rejected"}``, in the forms of ``forms.py``; ``messages`` may be the prompt. Without a
+prompt, ``chosen`` and ``rejected`` contain it: it is the messages, or the tokens of plain text, that both begin with. A
+labelled answer is ``{"prompt", "completion", "label"}``; its label is true if the answer is good. Other keys are
+ignored, but for ``tools``. ``rows.py`` says how they become tokens. Pairs of two equal answers teach nothing: they are
+left out, and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from async_rl.data.files import kind
 from async_rl.errors import DataError
-from async_rl.learner.offline.rows import RowEncoder, Text, load_rows, train_sequence
+from async_rl.learner.offline.forms import Text, labelled_parts, pair_parts
+from async_rl.learner.offline.rows import RowEncoder, load_rows, train_sequence
 from async_rl.learner.packing import TrainSequence
+
+logger = logging.getLogger(__name__)
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,16 +61,82 @@ def load_pairs(source: str, key: str, encoder: RowEncoder) -> list[Pair]:
     Raises:
         DataError: the dataset can't be read, or has no row or a bad row. The message names the row's place.
     """
+    equal = EqualAnswers(key)
 
-    def encode(index: int, where: str, row: Mapping[str, Any]) -> Pair:
-        prompt, chosen, rejected = prompt_and_answers(row, where)
-        tools = row.get("tools")
-        return Pair(
-            encoder.encode(index, prompt, chosen, where, tools=tools),
-            encoder.encode(index, prompt, rejected, where, tools=tools),
+    def encode(index: int, where: str, row: Mapping[str, Any]) -> Pair | None:
+        prompt, *answers = pair_parts(row, where)
+        if prompt is None:
+            first, second = (encoder.encode_whole(index, str(answer), where) for answer in answers)
+            chosen, rejected = _with_shared_prompt(first, second, where)
+        else:
+            chosen, rejected = (encoder.encode(index, prompt, a, where, tools=row.get("tools")) for a in answers)
+        if equal.are_equal(answers, chosen.token_ids, rejected.token_ids):
+            return None
+        return Pair(chosen, rejected)
+
+    rows = load_rows(source, key, encode)
+    encoder.say_what_was_cut(key)
+    return equal.left_over(rows)
+
+
+class EqualAnswers:
+    """Counts pairs whose answers are equal, and says so."""
+
+    def __init__(self, key: str) -> None:
+        """``key`` names the dataset in messages."""
+        self._key = key
+        self._num_equal = self._num_cut = 0
+
+    def are_equal(self, answers: Sequence[Text], chosen_ids: np.ndarray, rejected_ids: np.ndarray) -> bool:
+        """Return whether the tokens of a pair are equal, and count it. ``answers`` are what the row has."""
+        if not np.array_equal(chosen_ids, rejected_ids):
+            return False
+        self._num_equal += 1
+        self._num_cut += answers[0] != answers[1]
+        return True
+
+    def left_over(self, rows: Sequence[Row | None]) -> list[Row]:
+        """Return ``rows`` without None, which stands for a pair of equal answers. Log how many there were.
+
+        Raises:
+            DataError: no pair is left.
+        """
+        cut = f", {self._num_cut} of them since they were cut or rendered" if self._num_cut else ""
+        found = f"{self._num_equal} of {len(rows)} pairs have two equal answers{cut}"
+        if self._num_equal == len(rows):
+            raise DataError(
+                f"{self._key}: expected pairs of two different answers, got none: {found}; correct the rows"
+            )
+        if self._num_equal:
+            logger.warning("%s: %s; they teach nothing and are left out", self._key, found)
+        return [row for row in rows if row is not None]
+
+
+def _with_shared_prompt(
+    chosen: TrainSequence, rejected: TrainSequence, where: str
+) -> tuple[TrainSequence, TrainSequence]:
+    """Return two sequences with no loss on the tokens that both begin with. Equal ones are returned as they are.
+
+    Raises:
+        DataError: they have no trained token in common, so there is no prompt.
+    """
+    size = min(len(chosen.token_ids), len(rejected.token_ids))
+    differs = np.append(chosen.token_ids[:size] != rejected.token_ids[:size], True)
+    begin = int(differs.argmax())
+    if begin == len(chosen.token_ids) == len(rejected.token_ids):
+        return chosen, rejected
+    if not chosen.loss_mask[:begin].any():
+        raise DataError(
+            f"{where}: expected chosen and rejected, which are text without a prompt, to begin with the same text, got "
+            f'two that differ from the beginning; give the question as "prompt"'
         )
+    return _without_loss(chosen, begin), _without_loss(rejected, begin)
 
-    return load_rows(source, key, encode)
+
+def _without_loss(sequence: TrainSequence, size: int) -> TrainSequence:
+    """Return ``sequence`` without a loss on its first ``size`` tokens."""
+    mask = sequence.loss_mask & (np.arange(len(sequence.loss_mask)) >= size)
+    return train_sequence(sequence.sequence_id, sequence.token_ids, mask)
 
 
 def load_labelled(source: str, key: str, encoder: RowEncoder, *, max_length: int) -> list[LabelledAnswer]:
@@ -78,15 +149,8 @@ def load_labelled(source: str, key: str, encoder: RowEncoder, *, max_length: int
     """
 
     def encode(index: int, where: str, row: Mapping[str, Any]) -> tuple[TrainSequence, bool]:
-        match row:
-            case {"prompt": (str() | list()) as prompt, "completion": (str() | list()) as completion, "label": label}:
-                answer = encoder.encode(index, prompt, completion, where, tools=row.get("tools"))
-                return answer, _label(label, where)
-            case _:
-                raise DataError(
-                    f'{where}: expected "prompt" and "completion" as text or lists of messages, and "label" as true or '
-                    f"false, got keys {sorted(row)}; correct the row"
-                )
+        prompt, completion, label = labelled_parts(row, where)
+        return encoder.encode(index, prompt, completion, where, tools=row.get("tools")), _label(label, where)
 
     rows = load_rows(source, key, encode)
     if len(rows) < 2:
@@ -94,6 +158,7 @@ def load_labelled(source: str, key: str, encoder: RowEncoder, *, max_length: int
             f"{key}: expected at least two rows in {source}, because kto also scores answers to other prompts, got "
             f"one; add rows to it"
         )
+    encoder.say_what_was_cut(key)
     others = [answer for answer, _ in [*rows[1:], rows[0]]]
     return [
         LabelledAnswer(answer, _exchanged(answer, other, max_length), is_good)
@@ -119,48 +184,3 @@ def _exchanged(of_prompt: TrainSequence, of_answer: TrainSequence, max_length: i
         return np.concatenate(parts)[:max_length]
 
     return train_sequence(of_prompt.sequence_id, joined("token_ids"), joined("loss_mask"))
-
-
-def prompt_and_answers(row: Mapping[str, Any], where: str) -> tuple[Text, Text, Text]:
-    """Return the prompt, the chosen and the rejected answer of a row.
-
-    Raises:
-        DataError: the row at the place ``where`` has none of the forms of a pair.
-    """
-    match row:
-        case {"chosen": list(chosen), "rejected": list(rejected)} if not isinstance(row.get("prompt"), list):
-            return _split(chosen, rejected, row.get("prompt"), where)
-        case {"prompt": list(prompt), "chosen": (str() | list()) as chosen, "rejected": (str() | list()) as rejected}:
-            size = len(prompt)
-            if all(isinstance(answer, list) and answer[:size] == prompt for answer in (chosen, rejected)):
-                chosen, rejected = chosen[size:], rejected[size:]  # whole lists of messages
-            return prompt, chosen, rejected
-        case {"prompt": str(prompt), "chosen": str(chosen), "rejected": str(rejected)}:
-            return prompt, chosen, rejected
-        case _:
-            shown = ", ".join(f"{key}: {kind(row[key])}" for key in ("prompt", "chosen", "rejected") if key in row)
-            raise DataError(
-                f'{where}: expected "prompt", "chosen" and "rejected", all as text or as lists of messages, or '
-                f"whole lists of messages without a prompt, got {shown or f'keys {sorted(row)}'}; correct the row"
-            )
-
-
-def _split(chosen: list[Any], rejected: list[Any], prompt: Any, where: str) -> tuple[Text, Text, Text]:
-    """Return the messages that both lists begin with, and what follows in each. A ``prompt`` repeats the last of
-    these.
-    """
-    both = list(takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
-    size = len(both)
-    rests = chosen[size:], rejected[size:]
-    if not size or not all(rest and isinstance(rest[0], dict) and rest[0].get("role") == "assistant" for rest in rests):
-        raise DataError(
-            f"{where}: expected chosen and rejected to begin with the same messages and to differ from an assistant "
-            f"message on, got {size} equal messages of {len(chosen)} and {len(rejected)}; correct the row, or give "
-            f'these messages as "prompt"'
-        )
-    if isinstance(prompt, str) and both[-1][0].get("content") != prompt:
-        raise DataError(
-            f'{where}: expected "prompt" to be the last message that chosen and rejected have in common, got '
-            f"{prompt!r:.80}; leave the prompt out, or write it as a list of messages"
-        )
-    return chosen[:size], *rests

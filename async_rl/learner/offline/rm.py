@@ -8,7 +8,8 @@ equation 2).
 A row of ``rm.data`` is a pair as in ``pairs.py``. The chat template renders messages, answer included, as the scorer of
 ``reward.type = "model"`` renders them; it gets no variables of ``data.chat_template_kwargs`` and no tools. Text is used
 as it is. An optional number ``margin`` says how much better the chosen answer is. Other keys are ignored. A pair with a
-sequence of more than ``rm.max_length`` tokens is left out, because its end has the score.
+sequence of more than ``rm.max_length`` tokens is left out, because its end has the score, and so is one of two equal
+answers.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ from async_rl.learner.engine.optimizer import Schedule
 from async_rl.learner.engine.ranks import Ranks
 from async_rl.learner.losses.objective import Objective
 from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes
-from async_rl.learner.offline.pairs import prompt_and_answers
-from async_rl.learner.offline.rows import Text, load_rows, train_sequence
+from async_rl.learner.offline.forms import Text, pair_parts
+from async_rl.learner.offline.pairs import EqualAnswers
+from async_rl.learner.offline.rows import load_rows, train_sequence
 from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
 from async_rl.learner.offline.scores import chunks_of, numbered, summed_logprobs
 from async_rl.learner.packing import TrainSequence
@@ -157,25 +159,30 @@ def load_pairs(source: str, tokenizer: PreTrainedTokenizerBase, *, max_length: i
         DataError: the dataset can't be read, or has no row, a bad row, or no pair that is short enough.
     """
 
+    too_long: set[int] = set()
+    equal = EqualAnswers(key)
+
     def encode(index: int, where: str, row: Mapping[str, Any]) -> Pair | None:
-        prompt, *answers = prompt_and_answers(row, where)
-        sides = [_tokens(prompt, answer, where, tokenizer) for answer in answers]
+        prompt, *answers = pair_parts(row, where)
+        sides = [_tokens(prompt or "", answer, where, tokenizer) for answer in answers]
         margin = _margin(row.get("margin", 0.0), where)
         if any(len(side) > max_length for side in sides):
+            too_long.add(index)
+            return None
+        if equal.are_equal(answers, *sides):
             return None
         chosen, rejected = (_with_end(2 * index + place, side) for place, side in enumerate(sides))
         return Pair(chosen, rejected, margin)
 
     rows = load_rows(source, key, encode)
-    pairs = [pair for pair in rows if pair is not None]
-    if len(pairs) < len(rows):
+    if too_long:
         logger.warning(
             "%d of %d pairs of %s are left out, because a sequence has more than rm.max_length = %d tokens",
-            len(rows) - len(pairs), len(rows), key, max_length,
+            len(too_long), len(rows), key, max_length,
         )  # fmt: skip
-    if not pairs:
+    if len(too_long) == len(rows):
         raise DataError(f"{key}: expected a pair of at most rm.max_length = {max_length} tokens, got none; raise it")
-    return pairs
+    return equal.left_over([row for index, row in enumerate(rows) if index not in too_long])
 
 
 def _margin(value: Any, where: str) -> float:

@@ -10,6 +10,8 @@ answer: its text and end token, or every assistant turn up to its end token. Seq
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,21 +20,23 @@ import xxhash
 
 from async_rl.config.data import parse_tools
 from async_rl.data.chat import render_prompt, special_ids
-from async_rl.data.files import Source, kind, parse_json
+from async_rl.data.files import Source, kind, messages_without_nulls, parse_json
 from async_rl.data.template import apply_template, check_arguments
 from async_rl.errors import DataError
+from async_rl.learner.offline.forms import Text
 from async_rl.learner.packing import TrainSequence
 from async_rl.records import TEXT_ROLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 Row = TypeVar("Row")
 _LISTS = ("messages", "tools")
-_TEXTS_OR_LISTS = ("prompt", "chosen", "rejected", "completion")
+_TEXTS_OR_LISTS = ("prompt", "chosen", "rejected", "completion", "response")
 """Fields of a row that are lists of messages or tools, and those that are text or lists of messages."""
-Text = str | Sequence[Any]
-"""Plain text, or a list of messages."""
+_MESSAGE = re.compile(r"""\s*\{\s*"role"\s*:""")
 
 
 def load_rows(source: str, key: str, encode: Callable[[int, str, Mapping[str, Any]], Row]) -> list[Row]:
@@ -53,7 +57,7 @@ def load_rows(source: str, key: str, encode: Callable[[int, str, Mapping[str, An
 
 
 def _read_rows(source: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row as a pair (its place, its fields). Lists may be JSON text, as in CSV."""
+    """Yield each row as a pair (its place, its fields). Messages and tools may be JSON text, as in CSV."""
     try:
         dataset = Source(source)
     except DataError as error:
@@ -68,8 +72,9 @@ def _read_rows(source: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if source.lower().endswith(".csv"):  # every cell is text
             begins |= dict.fromkeys(_TEXTS_OR_LISTS, "[{")
         for name, begin in begins.items():
-            if isinstance(text := fields.get(name), str) and text.lstrip().startswith(begin):
-                fields[name] = parse_json(text.encode(errors="replace"), f"{where}: {name}", "JSON")
+            if isinstance(text := fields.get(name), str) and (text.lstrip().startswith(begin) or _MESSAGE.match(text)):
+                value = parse_json(text.encode(errors="replace"), f"{where}: {name}", "JSON")
+                fields[name] = value if name == "tools" else messages_without_nulls(value)
         yield where, fields
 
 
@@ -95,6 +100,7 @@ class RowEncoder:
         self._max_length, self._section = max_length, section
         self._reads_tools = "tools" in arguments
         self._special = special_ids(tokenizer)
+        self._num_encoded = self._num_cut = 0
 
     def encode(self, index: int, prompt: Text, answer: Text, where: str, *, tools: Any = None) -> TrainSequence:
         """Return the sequence of ``answer`` to ``prompt``. Its ``sequence_id`` is ``index``.
@@ -119,6 +125,8 @@ class RowEncoder:
         token_ids = [token for tokens, _ in segments for token in tokens]
         loss_mask = np.array([trained for tokens, trained in segments for _ in tokens], dtype=np.bool_)
         loss_mask[:1] = False  # nothing predicts a first token
+        self._num_encoded += 1
+        self._num_cut += len(token_ids) > self._max_length
         sequence = train_sequence(index, token_ids[: self._max_length], loss_mask[: self._max_length])
         if not sequence.loss_mask.any():
             raise DataError(
@@ -126,6 +134,29 @@ class RowEncoder:
                 f"{self._section}.max_length, or remove the row"
             )
         return sequence
+
+    def encode_whole(self, index: int, text: str, where: str) -> TrainSequence:
+        """Return the sequence of ``text``, all of which is trained on. Its ``sequence_id`` is ``index``.
+
+        The tokenizer's start tokens and the end-of-sequence token are added, unless the text itself has them.
+
+        Raises:
+            DataError: the row at the place ``where`` has no text to train on.
+        """
+        begin, end = (token if isinstance(token, str) else "" for token in (
+            self._tokenizer.bos_token, self._tokenizer.eos_token,
+        ))  # fmt: skip
+        if self._tokenizer("")["input_ids"]:
+            text = text.removeprefix(begin)
+        return self.encode(index, "", text.removesuffix(end), where)
+
+    def say_what_was_cut(self, key: str) -> None:
+        """Log how many of the sequences so far, which are of the dataset ``key``, were longer than ``max_length``."""
+        if self._num_cut:
+            logger.warning(
+                "%s: cut the end of %d of %d sequences, which have more than %s.max_length = %d tokens",
+                key, self._num_cut, self._num_encoded, self._section, self._max_length,
+            )  # fmt: skip
 
     def _with_tools(self, tools: Any, where: str) -> Mapping[str, Any]:
         try:

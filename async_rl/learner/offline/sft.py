@@ -4,7 +4,9 @@
 
 - ``{"prompt": text, "response": text}``: plain text, without a template. No special tokens are added but the
   tokenizer's usual start tokens, and the end-of-sequence token after the response. The loss is on the response and that
-  token.
+  token. ``completion`` is another name of ``response``.
+- the same with lists of messages: the loss is on the assistant turns of the response.
+- ``{"text": text}``: plain text, all of which is trained on.
 - ``{"messages": [{"role": ..., "content": ...}, ...]}``: the chat template is applied turn by turn. The loss is on
   every assistant turn up to its end token. ``tools`` are the row's tool schemas, in place of those of ``data.tools``.
 
@@ -23,9 +25,9 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.config.offline import OfflineConfig
 from async_rl.data.chat import load_tokenizer
-from async_rl.errors import DataError
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective, SupervisedObjective
+from async_rl.learner.offline.forms import supervised_parts
 from async_rl.learner.offline.rows import RowEncoder, load_rows
 from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
 from async_rl.learner.offline.scores import chunks_of, summed_logprobs
@@ -94,15 +96,11 @@ def load_sft_rows(
     encoder = RowEncoder(tokenizer, arguments, max_length=max_length, section="sft")
 
     def encode(index: int, where: str, row: Mapping[str, Any]) -> TrainSequence:
-        match row:
-            case {"messages": list(messages)}:
-                return encoder.encode(index, [], messages, where, tools=row.get("tools"))
-            case {"prompt": str(prompt), "response": str(response)}:
-                return encoder.encode(index, prompt, response, where)
-            case _:
-                raise DataError(
-                    f'{where}: expected "prompt" and "response" as text, or "messages" as a list, '
-                    f"got keys {sorted(row)}; correct the row"
-                )
+        prompt, answer = supervised_parts(row, where)
+        if prompt is None:
+            return encoder.encode_whole(index, str(answer), where)
+        return encoder.encode(index, prompt, answer, where, tools=row.get("tools"))
 
-    return load_rows(str(source), key, encode)
+    rows = load_rows(str(source), key, encode)
+    encoder.say_what_was_cut(key)
+    return rows
