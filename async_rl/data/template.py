@@ -7,11 +7,15 @@ fine-tuning, the checks before a run. transformers and jinja2 are imported insid
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from async_rl.data.template_forms import adapted
 from async_rl.errors import ModelError
 from async_rl.records import TOOLS_ROLE
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +31,8 @@ def apply_template(
 ) -> Any:
     """Return the chat ``messages`` as text, or with ``tokenize`` as a list of token ids.
 
+    The messages get the form that the template reads (``template_forms``).
+
     Args:
         arguments: further variables of the template, as ``DataConfig.template_arguments`` returns them. A first message
             with the role ``TOOLS_ROLE`` is no message; its content replaces the argument ``tools``.
@@ -37,13 +43,41 @@ def apply_template(
     """
     tools, chat = split_tools(messages)
     own = {} if tools is None else {"tools": tools}
+    names = {**arguments, **own}
+    template = tokenizer.get_chat_template(tools=names.get("tools"))
     return tokenizer.apply_chat_template(
-        [dict(message) for message in chat],
+        adapted(template, chat),
         tokenize=tokenize,
         add_generation_prompt=open_turn,
         return_dict=False,
-        **{**arguments, **own},
+        **names,
     )
+
+
+def marked_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> Sequence[tuple[int, int]] | None:
+    """Return which characters of the rendered ``messages`` the template marks with ``{% generation %}``, as pairs
+    (first, end). None if it has no such marks.
+
+    Raises:
+        Exception: whatever the template's author wrote.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    render: Any = render_jinja_template
+    tools, chat = split_tools(messages)
+    names = {**arguments, **({} if tools is None else {"tools": tools})}
+    template = tokenizer.get_chat_template(tools=names.get("tools"))
+    if not _MARKED.search(template):
+        return None
+    _, spans = render(
+        [adapted(template, chat)],
+        chat_template=template,
+        return_assistant_tokens_mask=True,
+        **{**tokenizer.special_tokens_map, **names},
+    )
+    return spans[0]
 
 
 def split_tools(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any] | None, Sequence[Mapping[str, Any]]]:

@@ -1,0 +1,80 @@
+"""Each public chat template gets messages in the form that it reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from async_rl.data.template import apply_template
+from async_rl.data.template_forms import call_arguments, forms_of, joined_text
+from tests.data.public_templates import names, template, tokenizer_of
+
+ARGUMENTS = {"place": "Köln", "days": 2}
+ASKED = {"role": "user", "content": "How warm?"}
+SILENT = (
+    "cohere",
+    "gemma",
+    "gemma3",
+    "idefics3",
+    "lfm2",
+    "llama3",
+    "llava_next",
+    "phi3",
+    "phi3_5",
+    "qwen2_5_vl",
+    "smolvlm",
+)
+"""Templates without tool calls; ``cohere2`` is one too. Of Gemma only the first three versions."""
+
+
+def called(content: Any, arguments: Any) -> dict[str, Any]:
+    function = {"name": "weather", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"id": "a12345678", "type": "function", "function": function}],
+    }
+
+
+@pytest.mark.parametrize("name", names())
+def test_text_and_a_list_of_text_parts_are_rendered_alike(name: str):
+    tokenizer = tokenizer_of(name)
+    texts = {
+        str(apply_template(tokenizer, [ASKED, {"role": "assistant", "content": content}], {}, open_turn=False))
+        for content in ("Very warm.", [{"type": "text", "text": "Very"}, {"type": "text", "text": " warm."}])
+    }
+    assert len(texts) == 1
+    (text,) = texts
+    assert "How warm?" in text
+    assert "Very warm." in text
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_tool_call_is_rendered_once_in_every_form_that_people_write(name: str):
+    tokenizer = tokenizer_of(name)
+    texts: set[str] = set()
+    for content in (None, "", []):
+        for arguments in (ARGUMENTS, json.dumps(ARGUMENTS)):
+            texts.add(str(apply_template(tokenizer, [ASKED, called(content, arguments)], {}, open_turn=False)))
+    (text,) = texts
+    assert forms_of(template(name)).reads_calls == (name not in (*SILENT, "cohere2"))
+    if forms_of(template(name)).reads_calls:
+        assert "weather" in text
+        assert "Köln" in text
+        assert '\\"' not in text
+    for nothing in ("None", "null"):
+        assert nothing not in text.rpartition("How warm?")[2]
+
+
+def test_arguments_that_are_no_json_object_stay_as_they_are():
+    assert call_arguments({"function": {"name": "f", "arguments": '{"a": 1}'}}) == {"a": 1}
+    assert call_arguments({"name": "f", "arguments": '{"a": 1}'}) == {"a": 1}
+    assert call_arguments({"function": {"name": "f", "arguments": "[1"}}) == "[1"
+    assert call_arguments({"function": {"name": "f", "arguments": "[1]"}}) == "[1]"
+
+
+def test_parts_that_are_no_text_have_no_text():
+    assert joined_text([{"type": "text", "text": "a"}, "b"]) == "ab"
+    assert joined_text([{"type": "image", "url": "x"}]) is None
