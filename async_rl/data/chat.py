@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.data.template import apply_template, check_arguments
+from async_rl.data.turn_end import TurnEnds, mark_after, turn_ends
 from async_rl.errors import ModelError
 from async_rl.records import TEXT_ROLE
 from async_rl.routes import RoutingShape, routing_shape
@@ -75,7 +76,7 @@ def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrain
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     directory = model_directory(path)
-    if not any((directory / name).is_file() for name in _VOCABULARY_FILES):
+    if not has_tokenizer(directory):
         raise ModelError(
             f"expected a tokenizer in {directory} ({' or '.join(_VOCABULARY_FILES[:2])}), got none; write it there "
             f"with save_pretrained"
@@ -95,6 +96,11 @@ def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrain
             f'model, put a chat_template.jinja next to tokenizer.json, or set data.prompt_format = "text"'
         )
     return tokenizer
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether ``directory`` has the files of a tokenizer."""
+    return any((directory / name).is_file() for name in _VOCABULARY_FILES)
 
 
 def _tokenizer_class(directory: Path) -> str:
@@ -122,7 +128,7 @@ def render_prompt(
         ModelError: the template refuses the messages (for example because of an unknown role), or returns no tokens.
     """
     if len(messages) == 1 and messages[0].get("role") == TEXT_ROLE:
-        return np.asarray(tokenizer(messages[0]["content"])["input_ids"], dtype=np.int32)
+        return text_ids(tokenizer, messages[0]["content"])
     try:
         ids = apply_template(tokenizer, messages, arguments, tokenize=True)
     except Exception as error:  # a template raises whatever its author wrote
@@ -139,17 +145,39 @@ def render_prompt(
     return np.asarray(ids, dtype=np.int32)
 
 
-def render_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], answer: str) -> np.ndarray:
-    """Return the token ids of a prompt with its answer, int32 [T], as a reward model reads them.
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+    """Return the token ids of plain text that begins a sequence, int32 [T].
+
+    The tokenizer's usual start tokens come first. Training, evaluation, environments and reward models begin text here,
+    so that a model sees it in one form. A text that spells out the beginning-of-sequence token has it once.
+    """
+    ids = np.asarray(tokenizer(text)["input_ids"], dtype=np.int32)
+    begin = tokenizer.bos_token_id
+    is_twice = isinstance(begin, int) and len(ids) > 1 and (ids[:2] == begin).all()
+    return ids[1:] if is_twice and text.startswith(str(tokenizer.bos_token)) else ids
+
+
+def render_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    answer: str,
+    ends: TurnEnds | None = None,
+) -> np.ndarray:
+    """Return the token ids of a prompt with its answer and its end, int32 [T], as a reward model reads them.
 
     The tokenizer's chat template renders the answer as the assistant's message, with what ends it. After a plain-text
-    prompt the answer follows as text.
+    prompt the answer follows as text, and the end-of-sequence token. ``ends`` are the tokens that end a turn; if None,
+    those that the tokenizer knows.
 
     Raises:
-        ModelError: the tokenizer has no chat template, the template refuses the messages, or there are no tokens.
+        ModelError: the tokenizer has no chat template or no token that ends the answer, the template refuses the
+            messages, or there are no tokens.
     """
-    if len(messages) == 1 and messages[0].get("role") == TEXT_ROLE:
-        ids = tokenizer(messages[0]["content"] + answer)["input_ids"]
+    ends = ends or turn_ends(tokenizer)
+    end: int | None = None
+    is_text = len(messages) == 1 and messages[0].get("role") == TEXT_ROLE
+    if is_text:
+        ids, end = text_ids(tokenizer, messages[0]["content"] + answer), ends.eos
     elif not tokenizer.chat_template:
         raise ModelError(
             "the reward model's tokenizer has no chat template, so the messages of a prompt can't be rendered; put a "
@@ -159,6 +187,7 @@ def render_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
         whole = [*messages, {"role": "assistant", "content": answer}]
         try:
             ids = apply_template(tokenizer, whole, {}, tokenize=True, open_turn=False)
+            end = None if ends.closes_answers else mark_after(tokenizer, ends, whole)
         except Exception as error:  # a template raises whatever its author wrote
             raise ModelError(
                 f"the reward model's chat template fails on messages of the roles {[m.get('role') for m in whole]}: "
@@ -166,7 +195,12 @@ def render_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
             ) from error
     if not len(ids):
         raise ModelError("expected tokens of a prompt with its answer, got none; check the reward model's tokenizer")
-    return np.asarray(ids, dtype=np.int32)
+    if end is None and (is_text or not ends.closes_answers):
+        raise ModelError(
+            "expected a reward model's tokenizer with an end-of-sequence token, which ends the answer, got one "
+            "without; set its eos_token"
+        )
+    return np.asarray(ids if end is None or ids[-1] == end else [*ids, end], dtype=np.int32)
 
 
 def count_unknown(
@@ -228,16 +262,6 @@ def model_files(path: str | Path) -> dict[str, bytes]:
         raise ModelError(f"model.path: expected a config.json in {directory}, got none; set the directory of a model")
     names = (*_MODEL_FILES, *_TOKENIZER_FILES)
     return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of the tokens that decoding leaves out of a text.
-
-    The end token of a turn may be one without a role such as that of ``eos_token`` (Gemma, Phi), so
-    ``all_special_ids`` has too few.
-    """
-    added: Mapping[int, Any] = tokenizer.added_tokens_decoder
-    return frozenset({*tokenizer.all_special_ids, *(token for token, how in added.items() if how.special)})
 
 
 def vocabulary_size(path: str | Path) -> int | None:

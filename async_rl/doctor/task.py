@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from async_rl.data.chat import (
     vocabulary_size,
 )
 from async_rl.data.dataset import load_rows_of, load_train_rows
+from async_rl.data.turn_end import turn_ends
 from async_rl.doctor.check import Finding
 from async_rl.errors import DataError, ModelError, RewardError, SandboxError, UserError
 from async_rl.generator.backend import Backend, Sampled, build_backend
@@ -119,7 +121,8 @@ def check_model_files(config: Config) -> list[Finding]:
     except ModelError as error:
         fix = "put tokenizer.json, tokenizer_config.json and a chat template next to config.json"
         return [weights, Finding("tokenizer", "FAIL", str(error), fix=fix)]
-    return [weights, _tokenizer_row(config, tokenizer), _template_row(config, tokenizer)]
+    ends = _ends_row(config, directory, tokenizer)
+    return [weights, _tokenizer_row(config, tokenizer), ends, _template_row(config, tokenizer)]
 
 
 def _tokenizer_row(config: Config, tokenizer: Any) -> Finding:
@@ -132,6 +135,26 @@ def _tokenizer_row(config: Config, tokenizer: Any) -> Finding:
         return Finding("tokenizer", "OK", found)
     unknown, _, fix = problem.rpartition("; ")
     return Finding("tokenizer", "WARN", f"{found}; {unknown}", fix=fix)
+
+
+def _ends_row(config: Config, directory: Path, tokenizer: Any) -> Finding:
+    """Return the finding about the tokens that end a turn of the model."""
+    try:
+        ends = turn_ends(tokenizer, directory, config.data.template_arguments)
+    except ModelError as error:
+        return Finding.of_error("end of turn", error)
+    if not ends.ids:
+        found = "no token ends an answer, so each runs to sampling.max_new_tokens"
+        fix = "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json"
+        return Finding("end of turn", "FAIL", found, fix=fix)
+    if config.data.prompt_format == "chat" and ends.of_template is None:
+        found = f"the chat template writes no end token after an answer; {ends.describe(tokenizer)}"
+        fix = (
+            "if the model was trained with another one (such as the mark of the next role), add it to eos_token_id in "
+            "generation_config.json; sft, dpo and rm put eos_token after the answer"
+        )
+        return Finding("end of turn", "WARN", found, fix=fix)
+    return Finding("end of turn", "OK", ends.describe(tokenizer))
 
 
 def _template_row(config: Config, tokenizer: Any) -> Finding:

@@ -23,8 +23,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from async_rl.config.generator import EnvironmentConfig
-from async_rl.data.chat import special_ids
 from async_rl.data.template import apply_template
+from async_rl.data.vocabulary import special_ids
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
 from async_rl.generator.rollouts import Graded

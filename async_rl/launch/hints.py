@@ -42,7 +42,8 @@ def _truncated(rows: list[Row]) -> str:
     effect = f" They {' and '.join(costs)}." if costs else ""
     return (
         f"note: {share:.0%} of the answers of the last {len(rows)} steps were cut at the token limit.{effect} Raise "
-        f"sampling.max_new_tokens, or let the prompt ask for shorter answers"
+        f"sampling.max_new_tokens, or let the prompt ask for shorter answers. If they are complete and go on, the "
+        f"model does not end its turns: async-rl doctor lists the tokens that end one"
     )
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from async_rl.data.chat import quiet_progress_bars
+from async_rl.data.turn_end import GENERATION_CONFIG, write_turn_ends
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoint import MODEL_FILES, model_part, reading
 from async_rl.learner.engine.heads import auto_class, is_value_config
@@ -124,7 +125,7 @@ def _write_models(checkpoint_dir: Path, target: Path, report: Report) -> None:
 
 
 def _write(checkpoint_dir: Path, target: Path, report: Report) -> None:
-    """Write the checkpoint's model, its config and its tokenizer."""
+    """Write the checkpoint's model, its config and its tokenizer, and the end tokens of its turns."""
     report("loading transformers")
     from transformers import AutoConfig
 
@@ -143,8 +144,10 @@ def _write(checkpoint_dir: Path, target: Path, report: Report) -> None:
     else:
         _write_all_weights(checkpoint_dir, config, dtype, target, report)
     for path in sorted(files.iterdir()):
-        if not (target / path.name).exists():
+        # transformers writes a generation config of its own, made from config.json: the model's own has more.
+        if path.name == GENERATION_CONFIG or not (target / path.name).exists():
             shutil.copy2(path, target / path.name)
+    write_turn_ends(target)
 
 
 def _class_of(config: PretrainedConfig) -> Any:

@@ -137,16 +137,31 @@ def test_a_template_that_fails_on_the_first_prompt(root: Path):
 
 def test_the_first_prompt_is_shown_as_it_is_rendered(root: Path):
     rows = task.check_model_files(make_config(root))
-    assert [row.state for row in rows] == ["OK", "OK", "OK"]
+    assert [row.state for row in rows] == ["OK", "OK", "OK", "OK"]
     assert "<|user|>" in rows[-1].details
     assert rows[-1].details.endswith("<|assistant|>")
+
+
+def test_the_tokens_that_end_a_turn_are_listed_with_the_reason(root: Path):
+    directory = root / "unlisted"
+    directory.mkdir()
+    for path in (root / "model").iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}<|user|>{% endfor %}")
+    row = task.check_model_files(make_config(root, "unlisted"))[2]
+    assert (row.check, row.state) == ("end of turn", "OK")
+    assert "<|user|> (2: the chat template writes it after an answer)" in row.found
+    assert "the tokenizer's eos_token" in row.found
+    (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    row = task.check_model_files(make_config(root, "unlisted"))[2]
+    assert (row.state, "writes no end token" in row.found) == ("WARN", True)
 
 
 def test_text_that_the_tokenizer_does_not_know(root: Path):
     sums.write_model(root / "digits", seed=0)  # it knows digits, a few signs, and the letters of \\boxed
     rows = [{"messages": [{"role": "user", "content": text}], "gt_answer": "3"} for text in ("1+2=", "who 12")]
     (root / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _, row, _ = task.check_model_files(make_config(root, "digits", train="letters.jsonl"))
+    _, row, *_ = task.check_model_files(make_config(root, "digits", train="letters.jsonl"))
     assert (row.check, row.state) == ("tokenizer", "WARN")
     assert "2 of 10 tokens of the first 2 prompts are unknown to the tokenizer ('?')" in row.found  # w and h
     assert row.fix.startswith("use a model whose tokenizer knows")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -25,6 +26,20 @@ def trained_checkpoint(root: Path, *, tied: bool = True) -> tuple[FsdpEngine, Pa
     engine = FsdpEngine(config, init_ranks(config))
     assert engine.update(random_sequences(4, 12), version=0).stepped
     return engine, write_checkpoint(engine, root / "run", 1, {}, keep_last=1, lineage="l1", confirm=lambda: None)
+
+
+def test_an_export_lists_every_token_that_ends_a_turn_and_keeps_the_generation_config(tmp_path: Path):
+    # A base model whose files know another end than the template: as ChatML on a model that ends with <|endoftext|>.
+    model = tiny_model(tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7], "top_p": 0.5}))
+    template = (model / "chat_template.jinja").read_text().replace("<|end|>", "<|system|>")
+    (model / "chat_template.jinja").write_text(template)
+    config = tiny_config(tmp_path, "model")
+    engine = FsdpEngine(config, init_ranks(config))
+    checkpoint = write_checkpoint(engine, tmp_path / "run", 1, {}, keep_last=1, lineage="l1", confirm=lambda: None)
+    export_checkpoint(checkpoint, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert found == {"eos_token_id": [0, 7, 1], "top_p": 0.5}  # <|system|> is token 1
 
 
 @pytest.mark.parametrize("tied", [True, False])

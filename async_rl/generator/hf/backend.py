@@ -23,10 +23,11 @@ from torch import Tensor
 from async_rl.config.generator import BACKENDS, GeneratorConfig
 from async_rl.config.learner import LoraConfig
 from async_rl.data.chat import load_tokenizer, render_prompt
+from async_rl.data.turn_end import turn_ends
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled, uniforms
 from async_rl.generator.hf.adapter_table import AdapterTable
-from async_rl.generator.hf.causal_model import WeightTable, build_model, end_of_sequence_ids
+from async_rl.generator.hf.causal_model import WeightTable, build_model
 from async_rl.generator.hf.routing import RouteRecorder
 from async_rl.generator.hf.rows import Rows
 from async_rl.generator.hf.sampler import SamplingPlan, cached_decode, full_forward, make_plan, pack_masks, sample
@@ -147,7 +148,7 @@ class TransformersBackend:
         tokenizer = load_tokenizer(directory, needs_template=needs_template)
         has_weights = load_pretrained or adapters is not None
         model = build_model(directory, device=device, dtype=getattr(torch, name), load_pretrained=has_weights)
-        eos_ids = end_of_sequence_ids(directory, model.config, tokenizer)
+        eos_ids = turn_ends(tokenizer, directory, template_arguments).ids
         version = 0 if load_pretrained else NO_VERSION
         return cls(
             model,

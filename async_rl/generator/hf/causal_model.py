@@ -5,7 +5,6 @@ The backends use this module.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,26 +113,6 @@ def refuse_unsupported(config: PretrainedConfig) -> None:
             f"the transformers backend runs decoders, got {config.model_type!r}, which has an encoder too; use another "
             f"model"
         )
-
-
-def end_of_sequence_ids(directory: Path, config: PretrainedConfig, tokenizer: Any) -> frozenset[int]:
-    """Return all token ids that end an answer.
-
-    They are the union of those in ``generation_config.json``, the model's config and the tokenizer.
-
-    Raises:
-        ModelError: ``generation_config.json`` is not JSON.
-    """
-    path = directory / "generation_config.json"
-    try:
-        stored: Any = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ModelError(f"{path}: expected JSON, got other text: {error}; correct the file") from error
-    sources = (stored.get("eos_token_id"), getattr(config, "eos_token_id", None), tokenizer.eos_token_id)
-    ids: set[int] = set()
-    for source in sources:
-        ids.update(source if isinstance(source, list) else [] if source is None else [source])
-    return frozenset(ids)
 
 
 class WeightTable:

@@ -21,9 +21,10 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS
 from async_rl.data.chat import load_tokenizer, render_prompt
+from async_rl.data.turn_end import turn_ends
 from async_rl.errors import EngineError, ModelError, WeightsError
 from async_rl.generator.backend import Sampled
-from async_rl.generator.hf.causal_model import WeightTable, describe_model, end_of_sequence_ids
+from async_rl.generator.hf.causal_model import WeightTable, describe_model
 from async_rl.generator.parity import ScoringMode
 from async_rl.generator.vllm.adapter import (
     Gathered,
@@ -155,7 +156,7 @@ class VllmBackend:
             tokenizer,
             WeightTable(model),
             lora=LoraVersions(engine, model, config, directory) if has_adapters else None,
-            eos_ids=end_of_sequence_ids(directory, model.config, tokenizer),
+            eos_ids=turn_ends(tokenizer, directory, config.data.template_arguments).ids,
             max_running=config.generator.batch_size,
             max_length=max_length,
             recompute=config.generator.kv_after_update == "recompute",

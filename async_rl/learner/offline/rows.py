@@ -19,9 +19,10 @@ import numpy as np
 import xxhash
 
 from async_rl.config.data import parse_tools
-from async_rl.data.chat import render_prompt, special_ids
+from async_rl.data.chat import render_prompt
 from async_rl.data.files import Source, kind, messages_without_nulls, parse_json
 from async_rl.data.template import apply_template, check_arguments
+from async_rl.data.vocabulary import special_ids
 from async_rl.errors import DataError
 from async_rl.learner.offline.forms import Text
 from async_rl.learner.packing import TrainSequence
