@@ -97,6 +97,10 @@ class Text(Protocol):
         """Return the text's token ids, int32 [N]. Special tokens occur only where the text spells them out."""
         ...
 
+    def encode_start(self, text: str) -> np.ndarray:
+        """Return the token ids of plain text that begins a sequence, int32 [N], with what such text begins with."""
+        ...
+
     def ending(self, token_id: int) -> str:
         """Return the text of a special token, for example the one that ends a turn. Return "" for any other token."""
         ...

@@ -23,6 +23,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from async_rl.config.generator import EnvironmentConfig
+from async_rl.data.chat import text_ids
 from async_rl.data.template import apply_template
 from async_rl.data.vocabulary import special_ids
 from async_rl.environments.pool import EnvironmentPool, Event
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 class _Open:
     """A rollout that has not ended.
 
+    ``chat`` is the row's rendered prompt; empty if the row has none, or plain text.
     ``request_id`` is the id of the rollout's request that the backend is sampling; None if there is none.
     """
 
@@ -56,6 +58,7 @@ class _Open:
     lease: Lease
     index: int
     trajectory: Trajectory
+    chat: str = ""
     request_id: str | None = None
     finish_reason: FinishReason = "stop"
     is_over: bool = False
@@ -98,7 +101,10 @@ class EnvironmentRollouts:
 
     def encode(self, lease: Lease) -> np.ndarray:
         messages = lease.prompt.messages
-        return self._text.encode(self._rendered(messages)) if messages else np.zeros(0, np.int32)
+        if not messages:
+            return np.zeros(0, np.int32)
+        encode = self._text.encode_start if _is_text(messages) else self._text.encode
+        return encode(self._rendered(messages))
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
         """Begin the lease's rollouts. ``prompt_ids`` is ignored, because an environment may begin with another prompt.
@@ -109,9 +115,10 @@ class EnvironmentRollouts:
         open_lease = self._leases[lease.lease_id] = _OpenLease()
         messages = lease.prompt.messages
         prompt = self._rendered(messages) if messages else None
+        chat = "" if prompt is None or _is_text(messages) else prompt
         for index in range(lease.group_size):
             key = f"{lease.lease_id}/{index}"
-            open_lease.rollouts[key] = _Open(key, lease, index, Trajectory(self._text))
+            open_lease.rollouts[key] = _Open(key, lease, index, Trajectory(self._text), chat)
             self._pool.start(key, start_message(self._config, lease, index, prompt))
 
     def cancel(self, lease_id: str) -> None:
@@ -187,8 +194,7 @@ class EnvironmentRollouts:
             self._abandon(rollout, "it requested a turn after the last one")
             return
         try:
-            state = wanted["state"]
-            ids = trajectory.add_state(state if isinstance(state, str) else self._text.render(state))
+            ids = self._add_state(rollout, wanted["state"])
             limits = [self._config.max_turn_tokens, wanted["max_tokens"]]
             stop = (*sampling.stop, *map(str, wanted["stop"]))
             room = min(
@@ -215,6 +221,14 @@ class EnvironmentRollouts:
         rollout.request_id = request.lease_id
         self._requests[request.lease_id] = rollout
         self._backend.submit(request, ids)
+
+    def _add_state(self, rollout: _Open, state: Any) -> np.ndarray:
+        """Add the state of an environment, text or messages, to the rollout's tokens. Return all of them, int32 [N]."""
+        if not isinstance(state, str):
+            return rollout.trajectory.add_state(self._text.render(state))
+        # Text that begins with the row's rendered messages is a chat.
+        is_chat = bool(rollout.chat) and state.startswith(rollout.chat)
+        return rollout.trajectory.add_state(state, is_text=not is_chat)
 
     def _request(self, rollout: _Open, sampling: Sampling) -> Lease:
         """Return one turn as a lease for one sample.
@@ -337,6 +351,9 @@ class TokenizerText:
     def encode(self, text: str) -> np.ndarray:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
+    def encode_start(self, text: str) -> np.ndarray:
+        return text_ids(self._tokenizer, text)
+
     def ending(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False) if token_id in self._special else ""
 
@@ -353,20 +370,26 @@ class Trajectory:
         self._open = _OpenSequence()
         self._state = ""
         self._action: str | None = None
-        self._ending = ""
+        self._endings: tuple[str, ...] = ()
         self.turn_tokens: list[int] = []
 
     @property
     def num_sampled(self) -> int:
         return sum(self.turn_tokens)
 
-    def add_state(self, state: str) -> np.ndarray:
-        """Add the environment's newest state. Return all token ids, int32 [N], that the model shall continue."""
+    def add_state(self, state: str, *, is_text: bool = False) -> np.ndarray:
+        """Add the environment's newest state. Return all token ids, int32 [N], that the model shall continue.
+
+        ``is_text`` says that ``state`` is plain text and no rendered chat, so a sequence that begins with it begins as
+        a prompt of plain text does.
+        """
         rest = self._continuation(state)
         if rest is None:
             self._close()
-            rest = state
-        self._open.add_given(self._text.encode(rest))
+            given = self._text.encode_start(state) if is_text else self._text.encode(state)
+        else:
+            given = self._text.encode(rest)
+        self._open.add_given(given)
         self._state, self._action = state, None
         return self._open.token_ids()
 
@@ -374,7 +397,7 @@ class Trajectory:
         """Add the answer that the model sampled for the newest state."""
         self._open.add_sampled(sampled)
         self._action = sampled.text
-        self._ending = self._text.ending(int(sampled.token_ids[-1]))
+        self._endings = self._endings_of(sampled.token_ids)
         self.turn_tokens.append(len(sampled.token_ids))
 
     def sequences(self) -> tuple[TokenSequence, ...]:
@@ -390,11 +413,23 @@ class Trajectory:
         if self._action is None:
             return None
         known = self._state + self._action
-        # The end-of-turn token was sampled, so the tokens have it already. A rendered conversation spells it out; text
-        # that an environment composes from state and action does not.
-        if self._ending and state.startswith(known + self._ending):
-            return state[len(known) + len(self._ending) :]
+        # The tokens that end the turn were sampled, so the sequence has them already. A rendered conversation spells
+        # them out; text that an environment composes from state and action does not.
+        for ending in self._endings:
+            if state.startswith(known + ending):
+                return state[len(known) + len(ending) :]
         return state[len(known) :] if state.startswith(known) else None
+
+    def _endings_of(self, token_ids: np.ndarray) -> tuple[str, ...]:
+        """Return the texts with which a rendered conversation may end an answer, the longest first: those of its last
+        special tokens. A turn may end with several (Command R7B).
+        """
+        endings: list[str] = []
+        for token in reversed(token_ids):
+            if not (text := self._text.ending(int(token))):
+                break
+            endings.append(text + (endings[-1] if endings else ""))
+        return tuple(reversed(endings))
 
     def _close(self) -> None:
         if self._open.has_samples:

@@ -57,6 +57,9 @@ class FakeText:
         chunks = [text[i : i + _CHARACTERS_PER_TOKEN] for i in range(0, len(text), _CHARACTERS_PER_TOKEN)]
         return np.array([zlib.crc32(chunk.encode()) % self._vocab_size for chunk in chunks], dtype=np.int32)
 
+    def encode_start(self, text: str) -> np.ndarray:
+        return self.encode(text)
+
     def ending(self, token_id: int) -> str:
         return ""  # no token of the fake ends a turn
 

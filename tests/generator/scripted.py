@@ -26,6 +26,9 @@ class CharacterText:
     def encode(self, text: str) -> np.ndarray:
         return np.array([END if c == "$" else ord(c) for c in text], dtype=np.int32)
 
+    def encode_start(self, text: str) -> np.ndarray:
+        return self.encode(text)
+
     def ending(self, token_id: int) -> str:
         return "$" if token_id == END else ""
 

@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 
 from async_rl.config.generator import EnvironmentConfig, GeneratorConfig
 from async_rl.config.run import FakeConfig
 from async_rl.data.chat import load_tokenizer
+from async_rl.data.template import apply_template
 from async_rl.generator.backend import Sampled
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, Text, TokenizerText, Trajectory
 from async_rl.generator.fake import FakeBackend, FakeText
 from async_rl.generator.hf.backend import TransformersBackend
-from async_rl.records import Lease, Rollout
+from async_rl.records import TEXT_ROLE, Lease, Rollout
+from tests.data.public_templates import marks_of, names, tokenizer_of
 from tests.end_to_end.harness import wait_until
 from tests.environments.pools import pool_of
 from tests.generator.leases import make_lease
@@ -39,10 +42,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def play(backend: Any, text: Text, directory: Path, leases: Sequence[Lease]) -> dict[str, list[Rollout]]:
+def play(
+    backend: Any, text: Text, directory: Path, leases: Sequence[Lease], name: str = "echo.py"
+) -> dict[str, list[Rollout]]:
     """All rollouts of ``leases``, by lease and index; the backend is stepped as long as anything runs."""
-    name = str(directory / "echo.py")
-    config = EnvironmentConfig(name=name, max_turns=3, max_turn_tokens=4)
+    config = EnvironmentConfig(name=str(directory / name), max_turns=3, max_turn_tokens=4)
     done: dict[str, dict[int, Rollout]] = {lease.lease_id: {} for lease in leases}
     with contextlib.closing(pool_of(config)) as pool:
         rollouts = EnvironmentRollouts(backend, pool, text, config)
@@ -100,6 +104,83 @@ def test_an_end_token_that_the_tokenizer_only_marks_as_special_is_in_a_conversat
     trajectory.add_answer(Sampled("lease", 0, ids[:0], ids, zeros, zeros.astype(np.int32), "stop", text))
     state = "1+1=2<stop>+1="
     assert tokenizer.decode(trajectory.add_state(state).tolist(), skip_special_tokens=False) == state
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_public_template_s_second_turn_has_every_token_of_the_first_once(name: str):
+    tokenizer = tokenizer_of(name)
+    end = marks_of(name).end
+    text = TokenizerText(tokenizer)
+    asked: list[Any] = [{"role": "user", "content": "1+1"}]
+    opened = text.render(asked)
+    # What follows the opened turn when the template renders the answer is what the model samples, up to its end token.
+    closed = apply_template(tokenizer, [*asked, {"role": "assistant", "content": "2"}], {}, open_turn=False)
+    before_end, written, _ = closed.removeprefix(opened).rpartition(end)
+    sampled = (before_end if written else closed.removeprefix(opened)) + end
+    if not closed.startswith(opened):  # the thinking that the prompt opens is closed by the model
+        sampled = f"So.</think>2{end}"
+    ids = np.array(tokenizer.encode(sampled, add_special_tokens=False), np.int32)
+    answer = tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+    trajectory = Trajectory(text)
+    first = trajectory.add_state(opened)
+    zeros = np.zeros(len(ids), np.float32)
+    trajectory.add_answer(Sampled("lease", 0, first, ids, zeros, zeros.astype(np.int32), "stop", answer))
+    state = text.render([*asked, {"role": "assistant", "content": answer}, {"role": "user", "content": "2+2"}])
+    found = tokenizer.decode(trajectory.add_state(state).tolist(), skip_special_tokens=False)
+    continues = tokenizer.decode(first.tolist(), skip_special_tokens=False) + sampled
+    if found.startswith(continues):
+        assert not found.removeprefix(continues).startswith(end)
+        assert found.count(end) == state.count(end)
+    else:  # the template rewrites the answer, so the turn is a sequence of its own, as it would be sampled
+        assert found == state
+
+
+def test_two_end_tokens_of_a_turn_are_in_a_conversation_once():
+    tokenizer = tokenizer_of("cohere2")  # as in Command R7B
+    text = TokenizerText(tokenizer)
+    asked: list[Any] = [{"role": "user", "content": "1+1"}]
+    trajectory = Trajectory(text)
+    first = trajectory.add_state(text.render(asked))
+    ids = np.array(tokenizer.encode("2<|END_RESPONSE|><|END_OF_TURN_TOKEN|>", add_special_tokens=False), np.int32)
+    zeros = np.zeros(len(ids), np.float32)
+    trajectory.add_answer(Sampled("lease", 0, first, ids, zeros, zeros.astype(np.int32), "stop", "2"))
+    state = text.render([*asked, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2"}])
+    assert trajectory.add_state(state).tolist() == text.encode(state).tolist()
+    assert len(trajectory.sequences()) == 1
+
+
+STARTS = """
+async def reset(extra_info):
+    return extra_info["begin"] or None
+
+async def step(state, action, extra_info):
+    return {"next_state": None, "reward": 1.0, "score": 0.0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("message", "begin", "has_start"),
+    [
+        ({"role": TEXT_ROLE, "content": "1+1="}, "", True),
+        ({"role": TEXT_ROLE, "content": "1+1="}, "?", True),
+        ({"role": "user", "content": "1+1"}, "", False),
+        ({"role": "user", "content": "1+1"}, "?", True),
+    ],
+)
+def test_a_text_state_begins_as_a_text_prompt_does(
+    directory: Path, tmp_path: Path, message: dict[str, str], begin: str, has_start: bool
+):
+    tokenizer: Any = load_tokenizer(directory)
+    start = ("<pad>", tokenizer.convert_tokens_to_ids("<pad>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[start])
+    text = TokenizerText(tokenizer)
+    (tmp_path / "starts.py").write_text(STARTS)
+    lease = make_lease("a", group_size=1)
+    lease = replace(lease, prompt=replace(lease.prompt, messages=(message,), reward_data={"begin": begin}))
+    backend = transformers_backend(directory, batch_size=1, deterministic=True)
+    ((rollout,),) = play(backend, text, tmp_path, [lease], name="starts.py").values()
+    (sequence,) = rollout.sequences
+    assert (sequence.token_ids[0] == start[1]) == has_start
 
 
 def test_sampling_masks_of_all_turns_stay_with_their_sequence(directory):

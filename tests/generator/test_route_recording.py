@@ -140,6 +140,9 @@ class Words:
     def encode(self, text: str) -> np.ndarray:
         return np.array([ord(c) for c in text], np.int32)
 
+    def encode_start(self, text: str) -> np.ndarray:
+        return self.encode(text)
+
     def ending(self, token_id: int) -> str:
         return ""
 

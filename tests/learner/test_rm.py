@@ -19,6 +19,7 @@ from async_rl.data.chat import load_tokenizer, render_answer
 from async_rl.errors import DataError, RunError
 from async_rl.learner.offline import run
 from async_rl.learner.offline.rm import RewardModel, bradley_terry_loss, load_pairs, pair_metrics, run_rm
+from async_rl.records import TEXT_ROLE
 from tests.end_to_end.harness import wait_until
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.tiny import tiny_config, tiny_model
@@ -74,6 +75,19 @@ def test_the_loss_is_minus_the_log_sigmoid_of_the_difference_less_the_margin():
     found = pair_metrics(chosen, rejected, margins)
     assert found["accuracy"] == 0.5
     assert (found["margin"], found["chosen"], found["rejected"]) == (0.5, 1.5, 1.0)
+
+
+def test_text_is_scored_at_its_end_token_as_the_scorer_reads_it(tmp_path: Path):
+    tokenizer = load_tokenizer(tiny_model(tmp_path / "model"))
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "ab", "chosen": "c", "rejected": "de"}) + "\n")
+    (pair,) = load_pairs(str(path), tokenizer, max_length=50, key="rm.data")
+    for side, text in ((pair.chosen, "abc"), (pair.rejected, "abde")):
+        assert "".join(tokenizer.convert_ids_to_tokens(side.token_ids[:-1].tolist())) == f"{text}<|end|>"
+        # The trained token is a copy: its value is that of the one before it.
+        assert side.loss_mask.tolist() == [False] * (len(text) + 1) + [True]
+    asked = [{"role": TEXT_ROLE, "content": "ab"}]
+    assert render_answer(tokenizer, asked, "c").tolist() == pair.chosen.token_ids[:-1].tolist()
 
 
 def test_a_tie_counts_half():
@@ -228,10 +242,10 @@ def test_all_forms_of_a_pair_give_the_same_tokens(tmp_path: Path):
         letter = "b" if side == "chosen" else "c"
         expected = tokenizer(f"<|user|>a<|end|>\n<|assistant|>{letter}<|end|>\n", add_special_tokens=False)["input_ids"]
         assert ids[0][:-1] == expected
-        assert ids[5][:-1] == tokenizer(f"a{letter}")["input_ids"]
+        assert ids[5][:-1] == tokenizer(f"a{letter}<|end|>")["input_ids"]
     assert [pair.margin for pair in pairs] == [0.5, 0.0, 0.0, 0.0, 0.25, 0.0]
     # Only the appended token is trained: its value is that of the last token before it.
-    assert [int(mask) for mask in pairs[5].chosen.loss_mask] == [0, 0, 1]
+    assert [int(mask) for mask in pairs[5].chosen.loss_mask] == [0, 0, 0, 1]
 
 
 @pytest.mark.parametrize(
