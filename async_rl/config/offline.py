@@ -72,6 +72,10 @@ class OfflineConfig(Section):
 class SftConfig(OfflineConfig):
     """Supervised fine-tuning with `async-rl sft`, to prepare a model before reinforcement learning."""
 
+    turns: Literal["all", "last"] = Field(
+        default="all", description="Which assistant messages of a row are trained: all of them, or only the last."
+    )
+
 
 PreferenceLoss = Literal["sigmoid", "ipo", "kto", "simpo", "orpo"]
 _ONLY_OF: dict[str, PreferenceLoss] = {

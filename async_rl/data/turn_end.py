@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from async_rl.data.template import apply_template
+from async_rl.data.template_forms import joined_text
 from async_rl.data.vocabulary import special_ids
 from async_rl.errors import ModelError
 
@@ -148,8 +149,12 @@ def mark_after(
         more = str(apply_template(tokenizer, [*messages, {"role": role, "content": _NEXT}], arguments, open_turn=False))
     except Exception:  # a template raises whatever its author wrote; it has no mark of a next role
         more = ""
-    following = _tokens(tokenizer, more[len(closed) :].partition(_NEXT)[0]) if more.startswith(closed) else []
-    mark = ends.next_mark(following, tokenizer)
+    if more.startswith(closed):
+        following = more[len(closed) :]
+    else:  # the template drops the answer's thinking when the user goes on
+        visible = (joined_text(messages[-1].get("content") or "") or "").rpartition("</think>")[2].strip()
+        following = more.rpartition(visible)[2] if visible else ""
+    mark = ends.next_mark(_tokens(tokenizer, following.partition(_NEXT)[0]), tokenizer)
     return ends.eos if mark is None else mark
 
 

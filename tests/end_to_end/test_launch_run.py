@@ -41,7 +41,9 @@ def test_nothing_is_left_when_launch_is_killed_and_the_same_command_goes_on(tmp_
         again = start("again", "launch", str(config))
         again.succeed()
         assert again.log.count(f"step {NUM_STEPS}/{NUM_STEPS} |") == 1
-    assert f"step {NUM_STEPS}/{NUM_STEPS} |" not in (run_dir / "logs" / "learner-0.log").read_text(), "launch shows the steps"
+    assert f"step {NUM_STEPS}/{NUM_STEPS} |" not in (run_dir / "logs" / "learner-0.log").read_text(), (
+        "launch shows the steps"
+    )
     assert steps(run_dir) == list(range(1, NUM_STEPS + 1))
     check_ledger(run_dir)
 

@@ -328,3 +328,21 @@ def test_every_epoch_holds_every_row_once_in_another_order():
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
     assert stream != [row.sequence_id for step in range(5) for row in batch_of(rows, step, batch_size=4, seed=2)]
+
+
+def test_a_row_with_a_sequence_for_each_turn_is_one_row_of_a_batch(tmp_path: Path):
+    # An earlier answer is shown as x, so a row of two turns has two sequences: 4 trained tokens, b<|end|> and d<|end|>.
+    config = sft_config(tmp_path, steps=2, batch_size=2, eval={"same": str(tmp_path / "turns.jsonl")})
+    template = (
+        "{% for m in messages %}{{ 'x' if m['role'] == 'assistant' and not loop.last else m['content'] }}{% endfor %}"
+        "{% if not add_generation_prompt %}<|end|>{% endif %}"
+    )
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    roles = ("user", "assistant", "user", "assistant")
+    row = {"messages": [{"role": role, "content": text} for role, text in zip(roles, "abcd", strict=True)]}
+    (tmp_path / "turns.jsonl").write_text((json.dumps(row) + "\n") * 3)
+    section = config.sft.model_copy(update={"data": str(tmp_path / "turns.jsonl")})
+    run_sft(config.model_copy(update={"sft": section}))
+    first, last = metrics(tmp_path)
+    assert (first["tokens"], last["tokens"]) == (8, 8)
+    assert last["eval/same/loss"] < first["loss"]

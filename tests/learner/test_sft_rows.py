@@ -179,16 +179,32 @@ def test_a_bad_row_is_named_by_file_and_line(
     assert str(caught.value).startswith(f"{path}:3: ")
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
-    messages = [{"role": r, "content": "a"} for r in ("user", "assistant", "user", "assistant")]
-    # Shows the number of messages first, so no rendering continues another.
-    template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    kept, tokenizer.chat_template = tokenizer.chat_template, template
+REWRITES = (
+    "{% for m in messages %}{{ 'x' if m['role'] == 'assistant' and not loop.last else m['content'] }}{% endfor %}"
+    "{% if not add_generation_prompt %}<|end|>{% endif %}"
+)
+
+
+def test_a_template_that_rewrites_earlier_turns_gives_one_sequence_for_each(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+):
+    roles = ("user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": content} for role, content in zip(roles, "abcd", strict=True)]
+    path = rows_file(tmp_path, {"messages": messages}, {"messages": messages[:2]})
+    kept, tokenizer.chat_template = tokenizer.chat_template, REWRITES
     try:
-        with pytest.raises(DataError, match="one row per assistant message"):
-            load_sft_rows(rows_file(tmp_path, {"messages": messages}), tokenizer, max_length=50)
+        rows = load_sft_rows(path, tokenizer, max_length=50)
+        last = load_sft_rows(path, tokenizer, max_length=50, only_last=True)
     finally:
         tokenizer.chat_template = kept
+    # An earlier answer is shown as x: each turn is trained as it is when it is the last.
+    assert [(row.sequence_id, spelled(tokenizer, row.token_ids)) for row in rows] == [
+        (0, "ab<|end|>"),
+        (0, "axcd<|end|>"),
+        (1, "ab<|end|>"),
+    ]
+    assert [spelled(tokenizer, row.token_ids[row.loss_mask]) for row in rows] == ["b<|end|>", "d<|end|>", "b<|end|>"]
+    assert [spelled(tokenizer, row.token_ids[row.loss_mask]) for row in last] == ["d<|end|>", "b<|end|>"]
 
 
 @pytest.mark.parametrize("content", [None, "\n\n"])
@@ -254,7 +270,7 @@ def test_the_template_gets_its_arguments_and_the_tools_of_the_run_or_of_the_row(
     path = rows_file(tmp_path, {"messages": CHAT}, {"messages": CHAT, "tools": [{"name": "yy"}]})
     try:
         rows = load_sft_rows(path, tokenizer, max_length=50, arguments=arguments)
-        assert [spelled(tokenizer, row.token_ids) for row in rows] == ["x1+1.2.", "yy1+1.2."]
+        assert [spelled(tokenizer, row.token_ids) for row in rows] == ["x1+1.2.<|end|>", "yy1+1.2.<|end|>"]
         with pytest.raises(ModelError, match=r"data\.chat_template_kwargs\.marc: "):
             load_sft_rows(path, tokenizer, max_length=50, arguments={"marc": "="})
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from async_rl.config.config import Config
 from async_rl.config.offline import DpoConfig
-from async_rl.data.chat import load_tokenizer
+from async_rl.data.chat import load_tokenizer, model_directory
+from async_rl.data.turn_end import turn_ends
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
 from async_rl.learner.losses.preference import PAIR_LOSSES, PairValues, kto_kl, kto_loss, log_odds_ratio
@@ -57,7 +58,8 @@ class _Preferences(OfflineTask[Preference]):
         """Return what turns rows into tokens."""
         tokenizer = load_tokenizer(self.config.model.path, needs_template=False)
         arguments = self.config.data.template_arguments
-        return RowEncoder(tokenizer, arguments, max_length=self.section.max_length, section=self.name)
+        ends = turn_ends(tokenizer, model_directory(self.config.model.path), arguments)
+        return RowEncoder(tokenizer, arguments, max_length=self.section.max_length, section=self.name, ends=ends)
 
     def sequences(self, row: Preference) -> Sequence[TrainSequence]:
         return row.sequences

@@ -29,6 +29,7 @@ from torch.nn.functional import logsigmoid
 from async_rl.config.config import Config
 from async_rl.config.offline import RmConfig
 from async_rl.data.chat import TEXT_ROLE, load_tokenizer, model_directory, render_answer
+from async_rl.data.template_forms import joined_text
 from async_rl.data.turn_end import TurnEnds, turn_ends
 from async_rl.errors import DataError, ModelError
 from async_rl.learner.engine import Engine, UpdateStats
@@ -39,7 +40,7 @@ from async_rl.learner.losses.objective import Objective
 from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes
 from async_rl.learner.offline.forms import Text, pair_parts
 from async_rl.learner.offline.pairs import EqualAnswers
-from async_rl.learner.offline.rows import load_rows, train_sequence
+from async_rl.learner.offline.rows import check_message, load_rows, train_sequence
 from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
 from async_rl.learner.offline.scores import chunks_of, numbered, summed_logprobs
 from async_rl.learner.packing import TrainSequence
@@ -207,19 +208,17 @@ def _tokens(prompt: Text, answer: Text, where: str, tokenizer: PreTrainedTokeniz
             messages: list[Any] = [{"role": TEXT_ROLE, "content": prompt}]
         case [*messages], str(content):
             pass
-        case [*before], [*turns, {"role": "assistant", "content": str(content)}]:
-            messages = [*before, *turns]
+        case [*before], [*turns, {"role": "assistant", "content": (str() | [*_]) as found}]:
+            messages, content = [*before, *turns], joined_text(found)
         case _:
             raise DataError(
                 f"{where}: expected chosen and rejected as text, or as lists of messages that end with an assistant's, "
                 f"got {answer!r:.80}; correct the row"
             )
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise DataError(
-                f'{where}: expected messages with "role" and "content" as text, got {message!r:.80}; correct the '
-                f"message"
-            )
+        check_message(message, where)
+    if content is None:
+        raise DataError(f"{where}: expected an answer of text, got {answer!r:.80}; correct the row")
     try:
         return render_answer(tokenizer, messages, content, ends)
     except ModelError as error:

@@ -2,9 +2,9 @@
 
 A prompt and an answer are both text, or both lists of messages. Text is used without a template. The tokenizer's usual
 start tokens come first, as at sampling time, and the answer is followed by the end-of-sequence token. Messages are
-rendered with the chat template, turn by turn. What it writes in front of a turn (``add_generation_prompt``) is
-tokenised in one piece with the messages before it, as at sampling time. No system message is added. The loss is on the
-answer: its text and end token, or every assistant turn up to its end token. Sequences are cut on the right.
+rendered with the chat template, turn by turn (``turns.py``). What it writes in front of a turn is tokenised in one
+piece with the messages before it, as at sampling time. No system message is added. The loss is on the answer: its text
+and end token, or every assistant turn up to its end token. Sequences are cut on the right.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import numpy as np
 import xxhash
 
 from async_rl.config.data import parse_tools
-from async_rl.data.chat import render_prompt
+from async_rl.data.chat import text_ids
 from async_rl.data.files import Source, kind, messages_without_nulls, parse_json
-from async_rl.data.template import apply_template, check_arguments
-from async_rl.data.vocabulary import special_ids
+from async_rl.data.template import check_arguments
+from async_rl.data.template_forms import call_arguments, joined_text
+from async_rl.data.turn_end import TurnEnds, turn_ends
 from async_rl.errors import DataError
 from async_rl.learner.offline.forms import Text
+from async_rl.learner.offline.turns import Segments, TurnSplitter
 from async_rl.learner.packing import TrainSequence
-from async_rl.records import TEXT_ROLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,7 +84,13 @@ class RowEncoder:
     """Turns prompts and answers into sequences, with one tokenizer and its chat template."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], *, max_length: int, section: str
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        arguments: Mapping[str, Any],
+        *,
+        max_length: int,
+        section: str,
+        ends: TurnEnds | None = None,
     ) -> None:
         """Check the chat template's ``arguments``, its variables in addition to the messages.
 
@@ -92,6 +99,7 @@ class RowEncoder:
             arguments: those of the config. A row's own tools have precedence.
             max_length: longer sequences are cut on the right.
             section: the config section with ``max_length``, for messages.
+            ends: the tokens that end a turn; if None, those that the tokenizer knows.
 
         Raises:
             ModelError: the template does not read one of the arguments.
@@ -100,20 +108,41 @@ class RowEncoder:
         self._tokenizer, self._arguments = tokenizer, arguments
         self._max_length, self._section = max_length, section
         self._reads_tools = "tools" in arguments
-        self._special = special_ids(tokenizer)
-        self._num_encoded = self._num_cut = 0
+        self._ends = ends or turn_ends(tokenizer, arguments=arguments)
+        self._splitter = TurnSplitter(tokenizer, self._ends)
+        self._num_encoded = self._num_cut = self._num_left_out = 0
 
     def encode(self, index: int, prompt: Text, answer: Text, where: str, *, tools: Any = None) -> TrainSequence:
         """Return the sequence of ``answer`` to ``prompt``. Its ``sequence_id`` is ``index``.
 
-        The prompt of a list of messages may be empty: the loss is then on all assistant turns of ``answer``.
+        Raises:
+            DataError: the row at the place ``where`` is bad, no token of the answer is left, or the chat template makes
+                several sequences of the answer's turns.
+            ModelError: the chat template does not read the row's ``tools``.
+        """
+        first, *more = self.encode_turns(index, prompt, answer, where, tools=tools)
+        if more:
+            raise DataError(
+                f"{where}: expected an answer that is one text, got {1 + len(more)} assistant messages that the chat "
+                f"template renders differently once the conversation goes on; move all but the last to prompt"
+            )
+        return first
+
+    def encode_turns(
+        self, index: int, prompt: Text, answer: Text, where: str, *, tools: Any = None, only_last: bool = False
+    ) -> list[TrainSequence]:
+        """Return the sequences of ``answer`` to ``prompt``: one, or one for each turn of the model (``turns.py``). The
+        ``sequence_id`` of each is ``index``.
+
+        The prompt of a list of messages may be empty: the loss is then on all assistant turns of ``answer``, or with
+        ``only_last`` on the last.
 
         Raises:
             DataError: the row at the place ``where`` is bad, or no token of the answer is left.
             ModelError: the chat template does not read the row's ``tools``.
         """
         if isinstance(prompt, str) and isinstance(answer, str):
-            segments = self._text_segments(prompt, answer, where)
+            found = [self._text_segments(prompt, answer, where)]
         elif isinstance(prompt, str):
             raise DataError(
                 f"{where}: expected the answer as text, as the prompt is, got {kind(answer)}; write both as text, or "
@@ -122,19 +151,26 @@ class RowEncoder:
         else:
             messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
             arguments = self._arguments if tools is None else self._with_tools(tools, where)
-            segments = self._chat_segments([*prompt, *messages], len(prompt), where, arguments)
-        token_ids = [token for tokens, _ in segments for token in tokens]
-        loss_mask = np.array([trained for tokens, trained in segments for _ in tokens], dtype=np.bool_)
-        loss_mask[:1] = False  # nothing predicts a first token
-        self._num_encoded += 1
-        self._num_cut += len(token_ids) > self._max_length
-        sequence = train_sequence(index, token_ids[: self._max_length], loss_mask[: self._max_length])
-        if not sequence.loss_mask.any():
+            whole = [*prompt, *messages]
+            turns = _assistant_turns(whole, len(prompt), where)
+            found = self._splitter.split(whole, turns[-1:] if only_last else turns, where, arguments)
+        sequences = [self._sequence(index, segments) for segments in found]
+        trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
+        if not trained:
             raise DataError(
                 f"{where}: expected a token of the answer within the first {self._max_length} tokens, got none; raise "
                 f"{self._section}.max_length, or remove the row"
             )
-        return sequence
+        self._num_left_out += len(sequences) - len(trained)
+        return trained
+
+    def _sequence(self, index: int, segments: Segments) -> TrainSequence:
+        token_ids = [token for tokens, _ in segments for token in tokens]
+        loss_mask = np.array([trained for _, mask in segments for trained in mask], dtype=np.bool_)
+        loss_mask[:1] = False  # nothing predicts a first token
+        self._num_encoded += 1
+        self._num_cut += len(token_ids) > self._max_length
+        return train_sequence(index, token_ids[: self._max_length], loss_mask[: self._max_length])
 
     def encode_whole(self, index: int, text: str, where: str) -> TrainSequence:
         """Return the sequence of ``text``, all of which is trained on. Its ``sequence_id`` is ``index``.
@@ -158,6 +194,11 @@ class RowEncoder:
                 "%s: cut the end of %d of %d sequences, which have more than %s.max_length = %d tokens",
                 key, self._num_cut, self._num_encoded, self._section, self._max_length,
             )  # fmt: skip
+        if self._num_left_out:
+            logger.warning(
+                "%s: left out %d assistant messages that begin after %s.max_length = %d tokens",
+                key, self._num_left_out, self._section, self._max_length,
+            )  # fmt: skip
 
     def _with_tools(self, tools: Any, where: str) -> Mapping[str, Any]:
         try:
@@ -169,80 +210,59 @@ class RowEncoder:
             self._reads_tools = True
         return own
 
-    def _text_segments(self, prompt: str, answer: str, where: str) -> list[tuple[list[int], bool]]:
-        end = self._tokenizer.eos_token_id
-        if not isinstance(end, int):
+    def _text_segments(self, prompt: str, answer: str, where: str) -> Segments:
+        end = self._ends.eos
+        if end is None:
             raise DataError(
                 f"{where}: expected a tokenizer with an end-of-sequence token, which ends the answer, got one without; "
                 f"set its eos_token, or write the row as messages"
             )
-        begin = render_prompt(self._tokenizer, [{"role": TEXT_ROLE, "content": prompt}]).tolist()
-        return [(begin, False), ([*self._tokens(answer), end], True)]
+        begin = text_ids(self._tokenizer, prompt).tolist()
+        trained: list[int] = [*self._tokenizer(answer, add_special_tokens=False)["input_ids"], end]  # pyright: ignore[reportAssignmentType]
+        return [(begin, [False] * len(begin)), (trained, [True] * len(trained))]
 
-    def _chat_segments(
-        self, messages: Sequence[Any], first: int, where: str, arguments: Mapping[str, Any]
-    ) -> list[tuple[list[int], bool]]:
-        """Split a row's text, up to the last assistant turn, into pairs (token ids, whether they are trained on).
 
-        Assistant turns before number ``first`` belong to the prompt.
-        """
-        for message in messages:
-            match message:
-                case {"role": str(), "content": str()}:
-                    pass
-                case _:
-                    raise DataError(
-                        f'{where}: expected messages with "role" and "content" as text, got {message!r:.80}; '
-                        f"correct the message"
-                    )
-        turns = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
-        if not turns:
-            roles = [message["role"] for message in messages[first:]]
+def _assistant_turns(messages: Sequence[Any], first: int, where: str) -> list[int]:
+    """Return the indices of the assistant messages from number ``first`` on.
+
+    Raises:
+        DataError: there is none, or a message has another form.
+    """
+    for message in messages:
+        check_message(message, where)
+    turns = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
+    if not turns:
+        roles = [message["role"] for message in messages[first:]]
+        raise DataError(
+            f'{where}: expected at least one message with the role "assistant", got the roles {roles}; remove the row'
+        )
+    return turns
+
+
+def check_message(message: Any, where: str) -> None:
+    """Check a message: it has a role, and text, text parts or, with tool calls, nothing as its content.
+
+    Raises:
+        DataError: it is another one.
+    """
+    match message:
+        case {"role": str(), "tool_calls": [*calls], "content": None} if calls:
+            pass
+        case {"role": str(), "tool_calls": [*calls]} if calls and "content" not in message:
+            pass
+        case {"role": str(), "content": content} if joined_text(content) is not None:
+            calls = message.get("tool_calls") or []
+        case _:
             raise DataError(
-                f'{where}: expected at least one message with the role "assistant", got the roles {roles}; remove the '
-                f"row"
+                f'{where}: expected messages with "role" and "content" as text, or a list of text parts, got '
+                f"{message!r:.80}; correct the message"
             )
-        segments: list[tuple[list[int], bool]] = []
-        done = ""
-        for turn in turns:
-            opened = self._render(messages[:turn], where, arguments, open_turn=True)
-            closed = self._render(messages[: turn + 1], where, arguments, open_turn=False)
-            if not opened.startswith(done) or not closed.startswith(opened):
-                raise DataError(
-                    f"{where}: the chat template does not render message {turn} as a continuation of those before it "
-                    f"(some rewrite earlier turns); write one row per assistant message"
-                )
-            segments.append((self._tokens(opened[len(done) :]), False))
-            answer = self._tokens(closed[len(opened) :])
-            end = self._end_of_turn(answer)
-            segments += [(answer[:end], True), (answer[end:], False)]
-            done = closed
-        return segments
-
-    def _end_of_turn(self, answer: Sequence[int]) -> int:
-        """Return the number of tokens up to the turn's end token, included. What the template adds after it is never
-        sampled.
-        """
-        ends = [place for place, token in enumerate(answer) if token in self._special]
-        return ends[-1] + 1 if ends else len(answer)
-
-    def _render(
-        self, messages: Sequence[Mapping[str, str]], where: str, arguments: Mapping[str, Any], *, open_turn: bool
-    ) -> str:
-        if not messages:
+    for call in calls:
+        if not isinstance(call_arguments(call), dict | None):
             raise DataError(
-                f"{where}: expected a message before the first assistant message, got none; add a user message"
+                f"{where}: expected the arguments of a tool call as an object, or as the JSON text of one, got "
+                f"{call!r:.80}; correct the message"
             )
-        try:
-            return str(apply_template(self._tokenizer, messages, arguments, open_turn=open_turn))
-        except Exception as error:  # a template may raise anything; without a template transformers raises ValueError
-            raise DataError(
-                f"{where}: the chat template of model.path can't render the messages: {error}; change the row, or use "
-                f"a model whose template accepts it"
-            ) from error
-
-    def _tokens(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
 
 def digest_of(sequences: Iterable[TrainSequence], figures: Sequence[float] = ()) -> str:

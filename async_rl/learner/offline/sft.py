@@ -8,7 +8,9 @@
 - the same with lists of messages: the loss is on the assistant turns of the response.
 - ``{"text": text}``: plain text, all of which is trained on.
 - ``{"messages": [{"role": ..., "content": ...}, ...]}``: the chat template is applied turn by turn. The loss is on
-  every assistant turn up to its end token. ``tools`` are the row's tool schemas, in place of those of ``data.tools``.
+  every assistant turn up to its end token, or on the last (``sft.turns``). A template that rewrites earlier turns gives
+  one sequence for each assistant turn; the row stays the unit of a batch. ``tools`` are the row's tool schemas, in
+  place of those of ``data.tools``.
 
 Other keys are ignored. Rows longer than ``sft.max_length`` are cut on the right.
 """
@@ -16,6 +18,7 @@ Other keys are ignored. Rows longer than ``sft.max_length`` are cut on the right
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -23,14 +26,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.config.config import Config
-from async_rl.config.offline import OfflineConfig
-from async_rl.data.chat import load_tokenizer
+from async_rl.config.offline import SftConfig
+from async_rl.data.chat import load_tokenizer, model_directory
+from async_rl.data.turn_end import TurnEnds, turn_ends
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective, SupervisedObjective
 from async_rl.learner.offline.forms import supervised_parts
 from async_rl.learner.offline.rows import RowEncoder, load_rows
 from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
-from async_rl.learner.offline.scores import chunks_of, summed_logprobs
+from async_rl.learner.offline.scores import chunks_of, numbered, summed_logprobs
 from async_rl.learner.packing import TrainSequence
 
 if TYPE_CHECKING:
@@ -42,38 +46,51 @@ def run_sft(config: Config) -> None:
     run_offline(Supervised(config))
 
 
-class Supervised(OfflineTask[TrainSequence]):
+Turns = tuple[TrainSequence, ...]
+"""The sequences of one row."""
+
+
+class Supervised(OfflineTask[Turns]):
     """``async-rl sft``: the mean negative log-likelihood of the answers' tokens."""
 
     name = "sft"
 
     @property
-    def section(self) -> OfflineConfig:
+    def section(self) -> SftConfig:
         return self.config.sft
 
     @property
     def objective(self) -> Objective:
         return SupervisedObjective()
 
-    def load_rows(self, source: str, key: str) -> list[TrainSequence]:
-        return load_sft_rows(
+    def load_rows(self, source: str, key: str) -> list[Turns]:
+        tokenizer = load_tokenizer(self.config.model.path, needs_template=False)
+        arguments = self.config.data.template_arguments
+        sequences = load_sft_rows(
             source,
-            load_tokenizer(self.config.model.path, needs_template=False),
+            tokenizer,
             max_length=self.section.max_length,
-            arguments=self.config.data.template_arguments,
+            arguments=arguments,
             key=key,
+            only_last=self.section.turns == "last",
+            ends=turn_ends(tokenizer, model_directory(self.config.model.path), arguments),
         )
+        return [tuple(row) for _, row in groupby(sequences, key=lambda sequence: sequence.sequence_id)]
 
-    def sequences(self, row: TrainSequence) -> Sequence[TrainSequence]:
-        return [row]
+    def sequences(self, row: Turns) -> Sequence[TrainSequence]:
+        return row
 
-    def step(self, engine: Engine, batch: Sequence[TrainSequence]) -> tuple[UpdateStats, Metrics]:
-        stats = engine.update(batch, version=0)
+    def step(self, engine: Engine, batch: Sequence[Turns]) -> tuple[UpdateStats, Metrics]:
+        sequences = [sequence for row in batch for sequence in row]
+        stats = engine.update(sequences if len(sequences) == len(batch) else numbered(sequences), version=0)
         return stats, {"loss": stats.loss}
 
-    def evaluate(self, engine: Engine, rows: Sequence[TrainSequence]) -> Metrics:
-        scored = [sums for chunk in chunks_of(rows) for (sums,) in summed_logprobs(engine, [[row] for row in chunk])]
-        return {"loss": -sum(scored) / sum(np.count_nonzero(row.loss_mask) for row in rows)}
+    def evaluate(self, engine: Engine, rows: Sequence[Turns]) -> Metrics:
+        sequences = [sequence for row in rows for sequence in row]
+        scored = [
+            sums for chunk in chunks_of(sequences) for (sums,) in summed_logprobs(engine, [[one] for one in chunk])
+        ]
+        return {"loss": -sum(scored) / sum(np.count_nonzero(one.loss_mask) for one in sequences)}
 
 
 def load_sft_rows(
@@ -83,24 +100,27 @@ def load_sft_rows(
     max_length: int,
     arguments: Mapping[str, Any] = MappingProxyType({}),
     key: str = "sft.data",
+    only_last: bool = False,
+    ends: TurnEnds | None = None,
 ) -> list[TrainSequence]:
-    """Read and tokenise the rows of the dataset ``source``. The ``sequence_id`` of each is its row's index.
+    """Read and tokenise the rows of the dataset ``source``. The ``sequence_id`` of each sequence is its row's index.
 
     ``arguments`` are the variables of the chat template in addition to the messages. ``key`` names the dataset in
-    messages.
+    messages. ``only_last`` trains only the last assistant message. ``ends`` are the tokens that end a turn; if None,
+    those that the tokenizer knows.
 
     Raises:
         DataError: the dataset can't be read, or has no row or a bad row. The message names the row's place.
         ModelError: the chat template does not read one of ``arguments``, or the tools of a row.
     """
-    encoder = RowEncoder(tokenizer, arguments, max_length=max_length, section="sft")
+    encoder = RowEncoder(tokenizer, arguments, max_length=max_length, section="sft", ends=ends)
 
-    def encode(index: int, where: str, row: Mapping[str, Any]) -> TrainSequence:
+    def encode(index: int, where: str, row: Mapping[str, Any]) -> list[TrainSequence]:
         prompt, answer = supervised_parts(row, where)
         if prompt is None:
-            return encoder.encode_whole(index, str(answer), where)
-        return encoder.encode(index, prompt, answer, where, tools=row.get("tools"))
+            return [encoder.encode_whole(index, str(answer), where)]
+        return encoder.encode_turns(index, prompt, answer, where, tools=row.get("tools"), only_last=only_last)
 
     rows = load_rows(str(source), key, encode)
     encoder.say_what_was_cut(key)
-    return rows
+    return [sequence for row in rows for sequence in row]

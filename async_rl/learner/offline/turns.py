@@ -1,0 +1,254 @@
+"""Splits a conversation into what is trained and what is context: one turn of the model after the other.
+
+The context of a turn is what a generator would have as its prompt: the messages before it and the start of an answer,
+rendered with the chat template. What the template opens there for the model (``<think>``) is context. The rest of the
+turn, up to its end token (``data.turn_end``), is trained. If the template marks what the model writes with
+``{% generation %}``, only what is marked and the end token are trained.
+
+Turns that the template renders one after the other make one sequence. If it renders an earlier turn in another way once
+the conversation goes on (most templates drop its thinking), each turn is a sequence of its own, as it would be sampled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from async_rl.data.template import apply_template, marked_spans
+from async_rl.data.template_forms import joined_text
+from async_rl.data.turn_end import TurnEnds, mark_after
+from async_rl.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Segments = list[tuple[list[int], list[bool]]]
+"""Pairs (token ids, whether each is trained)."""
+_THINK, _THOUGHT = "<think>", "</think>"
+_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+_OTHER = "Bluebell"
+"""An answer that begins like no opener of thinking."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One turn of the model in the template's text.
+
+    Attributes:
+        opened: the prompt from which a generator would sample it.
+        context: the text before the answer.
+        answer: the text of the answer, with all that the template writes after it.
+        token_ids: the answer's tokens up to its end token.
+        is_trained: which of them are trained.
+        rest: the tokens after the end token.
+        is_open: whether the end token is not in the text, but was added.
+    """
+
+    opened: str
+    context: str
+    answer: str
+    token_ids: list[int]
+    is_trained: list[bool]
+    rest: list[int]
+    is_open: bool
+
+    @property
+    def closed(self) -> str:
+        return self.context + self.answer
+
+    def goes_on(self, text: str) -> bool:
+        """Return whether the turn continues ``text``, in training as in sampling."""
+        return self.opened.startswith(text) and self.context.startswith(text)
+
+
+class TurnSplitter:
+    """Splits conversations, with one tokenizer and its chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: TurnEnds) -> None:
+        self._tokenizer, self._ends = tokenizer, ends
+        self._said: set[str] = set()
+
+    def split(
+        self, messages: Sequence[Mapping[str, Any]], turns: Sequence[int], where: str, arguments: Mapping[str, Any]
+    ) -> list[Segments]:
+        """Return the sequences of a conversation, each as segments.
+
+        Args:
+            messages: have roles and contents. Those after the last turn are left out.
+            turns: the indices of the messages that are trained, of which there is at least one.
+            where: the place of the row, for messages.
+            arguments: variables of the chat template in addition to the messages.
+
+        Raises:
+            DataError: the template can't render the messages, or nothing ends a turn.
+        """
+        if not turns[0]:
+            raise DataError(
+                f"{where}: expected a message before the first assistant message, got none; add a user message"
+            )
+        found = [self._turn(messages[: turn + 1], where, arguments) for turn in turns]
+        joined = self._joined(found)
+        if joined is not None:
+            return [joined]
+        return [[_context(self._tokens(turn.context)), (turn.token_ids, turn.is_trained)] for turn in found]
+
+    def _turn(self, messages: Sequence[Mapping[str, Any]], where: str, arguments: Mapping[str, Any]) -> _Turn:
+        """Return the last of ``messages`` as a turn."""
+        opened = self._render(messages[:-1], where, arguments, open_turn=True)
+        closed = self._render(messages, where, arguments, open_turn=False)
+        if closed.startswith(opened):
+            size = len(opened)
+        else:
+            other = [*messages[:-1], {"role": "assistant", "content": _OTHER}]
+            # What the answer itself has in common with the opener by chance is no context.
+            size = _num_common(opened, closed, self._render(other, where, arguments, open_turn=False))
+        spans = self._spans(messages, arguments)
+        thinking = _with_thinking(messages[-1], opened, closed, size)
+        if thinking is not None:
+            closed, size, spans = thinking, len(opened), None
+        answer = closed[size:]
+        self._check_rendered(messages[-1], answer, f"{where}: message {len(messages) - 1}")
+        token_ids, is_marked = self._marked(answer, size, spans)
+        end = self._ends.num_to_end(token_ids)
+        if end is not None:
+            is_trained = [*is_marked[: end - 1], True]
+            return _Turn(opened, closed[:size], answer, token_ids[:end], is_trained, token_ids[end:], is_open=False)
+        mark = mark_after(self._tokenizer, self._ends, messages, arguments)
+        if mark is None:
+            raise DataError(
+                f"{where}: expected a token that ends the answer, got none: the chat template writes none, and the "
+                f"tokenizer has no eos_token; set it in tokenizer_config.json"
+            )
+        return _Turn(opened, closed[:size], answer, [*token_ids, mark], [*is_marked, True], [], is_open=True)
+
+    def _check_rendered(self, message: Mapping[str, Any], answer: str, where: str) -> None:
+        """Check that the text of a turn has the content of its message. Say which other words of it are missing.
+
+        Raises:
+            DataError: it has not.
+        """
+        content = joined_text(message.get("content") or "") or ""
+        if content.rpartition(_THOUGHT)[2].strip() not in answer:
+            raise DataError(
+                f"{where}: expected its content in the text that the chat template renders, got another text; use a "
+                f"template that renders it, or correct the message"
+            )
+        names = _words_beside_content(message)["tool_calls"]
+        if names and not content.strip() and not any(name in answer for name in names):
+            raise DataError(
+                f"{where}: expected tool calls in the text that the chat template renders, got none, so the turn would "
+                f"be empty; use a model whose chat template renders tool_calls, or write the call as its content"
+            )
+        for key, words in _words_beside_content(message).items():
+            if key not in self._said and any(word.strip() not in answer for word in words):
+                self._said.add(key)
+                logger.warning(
+                    "%s: the chat template does not render its %s, so it is not trained; the same in other rows is not "
+                    "said", where, key,
+                )  # fmt: skip
+
+    def _joined(self, turns: Sequence[_Turn]) -> Segments | None:
+        """Return all turns as one sequence. None if the template does not render them one after the other."""
+        segments: Segments = []
+        done, rest, is_open = "", [], False
+        for turn in turns:
+            begun = [
+                text for text in (done, self._up_to_end(segments, done)) if text is not None and turn.goes_on(text)
+            ]
+            if not begun:
+                return None
+            between = self._tokens(turn.context[len(begun[0]) :])
+            if is_open:
+                # The text goes on with the mark that was added.
+                mark = segments[-1][0].pop()
+                segments[-1][1].pop()
+                if self._ends.next_mark(between, self._tokenizer) != mark:
+                    return None
+                segments.append((between, [place == between.index(mark) for place in range(len(between))]))
+            else:
+                segments += [_context(rest if begun[0] == done else []), _context(between)]
+            segments.append((list(turn.token_ids), list(turn.is_trained)))
+            done, rest, is_open = turn.closed, turn.rest, turn.is_open
+        return [*segments, _context(rest)]
+
+    def _up_to_end(self, segments: Segments, done: str) -> str | None:
+        """Return the text ``done`` up to the end token of its last turn. None if the text does not spell it out."""
+        if not segments:
+            return None
+        before, end, _ = done.rpartition(str(self._tokenizer.convert_ids_to_tokens(segments[-1][0][-1])))
+        return before + end if end else None
+
+    def _marked(self, answer: str, start: int, spans: Sequence[tuple[int, int]] | None) -> tuple[list[int], list[bool]]:
+        """Return the tokens of ``answer``, and which of them begin in one of ``spans``, characters of the whole text in
+        which the answer begins at ``start``. None as spans is all of it.
+        """
+        if spans is None:
+            token_ids = self._tokens(answer)
+            return token_ids, [True] * len(token_ids)
+        encoded = self._tokenizer(answer, add_special_tokens=False, return_offsets_mapping=True)
+        places: Any = encoded["offset_mapping"]
+        is_marked = [any(begin <= start + place < end for begin, end in spans) for place, _ in places]
+        return list(encoded["input_ids"]), is_marked  # pyright: ignore[reportArgumentType]
+
+    def _spans(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+    ) -> Sequence[tuple[int, int]] | None:
+        # Without a tokenizer that knows the characters of its tokens, a turn is trained as a whole.
+        return marked_spans(self._tokenizer, messages, arguments) if self._tokenizer.is_fast else None
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], where: str, arguments: Mapping[str, Any], *, open_turn: bool
+    ) -> str:
+        try:
+            return str(apply_template(self._tokenizer, messages, arguments, open_turn=open_turn))
+        except Exception as error:  # a template may raise anything; without a template transformers raises ValueError
+            raise DataError(
+                f"{where}: the chat template of model.path can't render the messages: {error}; change the row, or use "
+                f"a model whose template accepts it"
+            ) from error
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
+
+
+def _functions(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the functions that a message calls, each with its name and arguments."""
+    return [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+
+
+def _words_beside_content(message: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return what the other keys of a message say, by key: the names of called tools, and thoughts."""
+    found = {"tool_calls": [str(call.get("name", "")) for call in _functions(message)]}
+    thoughts = {key: message.get(key) for key in _THOUGHT_KEYS}
+    return found | {key: [text] for key, text in thoughts.items() if isinstance(text, str)}
+
+
+def _num_common(*texts: str) -> int:
+    """Return with how many equal characters the texts begin."""
+    for place, letters in enumerate(zip(*texts, strict=False)):
+        if len(set(letters)) > 1:
+            return place
+    return min(map(len, texts))
+
+
+def _context(token_ids: list[int]) -> tuple[list[int], list[bool]]:
+    return token_ids, [False] * len(token_ids)
+
+
+def _with_thinking(message: Mapping[str, Any], opened: str, closed: str, size: int) -> str | None:
+    """Return the text of a turn as it would be sampled, if the template opens its thinking in the prompt, but drops the
+    thinking of the message or writes the opener a second time. Else None.
+    """
+    content = (joined_text(message.get("content") or "") or "").strip()
+    thought, _, visible = content.rpartition(_THOUGHT)
+    if not visible.strip() or not thought.startswith(_THINK) or not opened.rstrip().endswith(_THINK):
+        return None
+    thought = thought.removeprefix(_THINK)
+    if thought.strip() in closed[size:] and _THINK not in closed[size:]:
+        return None
+    tail = closed.rpartition(visible.strip())[2]
+    return opened + thought.lstrip("\n") + _THOUGHT + visible + tail
