@@ -14,9 +14,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+_KINDS = (
+    *("cohere2", "deepseek_r1_distill", "gemma3", "glm4moe", "gptoss", "lfm2", "lfm2_2_5", "llama3_1", "llava_next"),
+    *("nemotron_3_nano", "phi3", "qwen2_5", "qwen3", "qwen3_5_think", "qwen3_8", "smolvlm"),
+)
+"""One template of each kind, for the tests of daily work."""
 _SPECIAL = re.compile(
     r"<\|[\w/]+\|>|<｜[^｜\s]+｜>|<\|[a-z_]+>|<[a-z_]+\|>|<\|\"\|>|<start_of_turn>|<end_of_turn>|<end_of_utterance>|"
     r"\[gMASK\]|<sop>|\[INST\]|\[/INST\]|</s>"
@@ -83,6 +89,12 @@ def names(*, training: bool = False) -> list[str]:
     stems = sorted(path.stem for path in template_directory().glob("*.jinja"))
     twins = {stem.removesuffix("_training") for stem in stems if stem.endswith("_training")}
     return sorted(twins) if training else [stem for stem in stems if not stem.endswith("_training")]
+
+
+def cases(*, training: bool = False, without: Sequence[str] = ()) -> list[Any]:
+    """The names as parameters of a test. Templates of the same kind as another one are slow."""
+    chosen = [name for name in names(training=training) if name not in without]
+    return [pytest.param(name, marks=[] if name in _KINDS else [pytest.mark.slow]) for name in chosen]
 
 
 def template(name: str, *, training: bool = False) -> str:

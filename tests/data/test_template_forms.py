@@ -9,7 +9,7 @@ import pytest
 
 from async_rl.data.template import apply_template
 from async_rl.data.template_forms import call_arguments, forms_of, joined_text
-from tests.data.public_templates import names, template, tokenizer_of
+from tests.data.public_templates import cases, template, tokenizer_of
 
 ARGUMENTS = {"place": "Köln", "days": 2}
 ASKED = {"role": "user", "content": "How warm?"}
@@ -38,7 +38,7 @@ def called(content: Any, arguments: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", cases())
 def test_text_and_a_list_of_text_parts_are_rendered_alike(name: str):
     tokenizer = tokenizer_of(name)
     texts = {
@@ -51,7 +51,7 @@ def test_text_and_a_list_of_text_parts_are_rendered_alike(name: str):
     assert "Very warm." in text
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", cases())
 def test_a_tool_call_is_rendered_once_in_every_form_that_people_write(name: str):
     tokenizer = tokenizer_of(name)
     texts: set[str] = set()

@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 
 from async_rl.data.turn_end import turn_ends, write_turn_ends
 from async_rl.errors import ModelError
-from tests.data.public_templates import listed_ids, marks_of, names, tokenizer_of
+from tests.data.public_templates import cases, listed_ids, marks_of, tokenizer_of
 
 
 def model_files(directory: Path, tokenizer: Any, listed: list[int] | None, config_eos: int | None = None) -> Path:
@@ -23,7 +23,7 @@ def model_files(directory: Path, tokenizer: Any, listed: list[int] | None, confi
     return directory
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", cases())
 def test_the_end_that_a_public_template_writes_is_found_with_the_model_s_own_list(name: str, tmp_path: Path):
     tokenizer = tokenizer_of(name)
     directory = model_files(tmp_path, tokenizer, listed_ids(tokenizer, name))
@@ -32,7 +32,7 @@ def test_the_end_that_a_public_template_writes_is_found_with_the_model_s_own_lis
     assert ends.ids == {*listed_ids(tokenizer, name), tokenizer.eos_token_id}
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name != "glm4moe"])
+@pytest.mark.parametrize("name", cases(without=["glm4moe"]))
 def test_the_end_that_a_public_template_writes_is_found_in_a_base_model_that_lists_another(name: str, tmp_path: Path):
     tokenizer = tokenizer_of(name, eos="<|base_end|>", more=["<|base_end|>"])
     base = tokenizer.convert_tokens_to_ids("<|base_end|>")
