@@ -86,8 +86,8 @@ def test_an_environment_that_reads_a_dropped_field_gets_an_error():
     row = parse(raw, needs=(), needs_prompt=False)
     prompt = Prompt(0, 0, 0, row.messages, row.reward_data)
     sampling = Sampling(1.0, 1.0, 0, 8, 8, ())
-    sent = extra_info({"mode": "easy"}, Lease("l", "train", prompt, 1, sampling, "", 0, 0, 0, 5), 0)
-    start = {"extra_info": json.loads(json.dumps(sent)), "prompt": None, "max_turns": 2}
+    sent = extra_info({"mode": "easy"}, Lease("l", "train", prompt, 1, sampling, "", 0, 0, 0, 5), 0, None)
+    start = {"extra_info": json.loads(json.dumps(sent)), "prompt": None, "state": None, "max_turns": 2}
 
     async def made() -> dict[str, Any]:
         return RemoteRollout(None, start).extra_info  # pyright: ignore[reportArgumentType]
