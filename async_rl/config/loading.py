@@ -275,7 +275,8 @@ def check_generator_overrides(overrides: Iterable[str]) -> None:
 def apply_override(raw: dict[str, Any], override: str) -> None:
     """Set one key in ``raw``, a dict for each section, from the ``--set`` option ``override`` (``section.key=value``).
 
-    The value is read as TOML. If it is not valid TOML, it is a string.
+    The value is read as TOML, or as a JSON object, which other trainers take for tables. If it is neither, it is a
+    string.
 
     Raises:
         ConfigError: ``override`` is not of that form.
@@ -287,7 +288,7 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     try:
         value = tomllib.loads(f"value = {text.strip()}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text.strip()
+        value = _json_object(text.strip())
     table = raw
     for part in parts[:-1]:
         table = table.setdefault(part, {})
@@ -297,6 +298,16 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
                 f"write --set section.key=value"
             )
     table[parts[-1]] = value
+
+
+def _json_object(text: str) -> Any:
+    """Return the JSON object in ``text``, or ``text`` itself if it is no JSON object."""
+    if not text.startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def config_to_toml(config: Config) -> str:

@@ -330,9 +330,13 @@ def test_derived_values_follow_their_keys():
         ("s.k=tcp://h:1", "tcp://h:1"),
         ("s.k=a=b", "a=b"),
         ("s.k=", ""),
+        ('s.k={"a": "x", "b": {"c": [1, null]}}', {"a": "x", "b": {"c": [1, None]}}),
+        ('s.k={a = "x"}', {"a": "x"}),
+        ("s.k={not json", "{not json"),
+        ('s.k=[{"a": 1}]', '[{"a": 1}]'),  # data.tools takes the text of a list
     ],
 )
-def test_an_override_is_toml_or_else_a_bare_string(override: str, value: Any):
+def test_an_override_is_toml_or_a_json_object_or_else_a_bare_string(override: str, value: Any):
     raw: dict[str, Any] = {}
     apply_override(raw, override)
     assert raw == {"s": {"k": value}}
