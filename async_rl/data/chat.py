@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.data.template import apply_template, check_arguments
-from async_rl.data.turn_end import TurnEnds, mark_after, turn_ends
 from async_rl.errors import ModelError
 from async_rl.records import TEXT_ROLE
 from async_rl.routes import RoutingShape, routing_shape
@@ -157,50 +156,41 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
     return ids[1:] if is_twice and text.startswith(str(tokenizer.bos_token)) else ids
 
 
-def render_answer(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
-    answer: str,
-    ends: TurnEnds | None = None,
-) -> np.ndarray:
-    """Return the token ids of a prompt with its answer and its end, int32 [T], as a reward model reads them.
+def render_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], answer: str) -> np.ndarray:
+    """Return the token ids of a prompt with its answer, int32 [T], as a reward model reads them.
 
     The tokenizer's chat template renders the answer as the assistant's message, with what ends it. After a plain-text
-    prompt the answer follows as text, and the end-of-sequence token. ``ends`` are the tokens that end a turn; if None,
-    those that the tokenizer knows.
+    prompt the answer follows as text, and the end-of-sequence token, as in other trainers of reward models.
 
     Raises:
-        ModelError: the tokenizer has no chat template or no token that ends the answer, the template refuses the
-            messages, or there are no tokens.
+        ModelError: the tokenizer has no chat template or, for text, no end-of-sequence token; the template refuses the
+            messages; or there are no tokens.
     """
-    ends = ends or turn_ends(tokenizer)
-    end: int | None = None
-    is_text = len(messages) == 1 and messages[0].get("role") == TEXT_ROLE
-    if is_text:
-        ids, end = text_ids(tokenizer, messages[0]["content"] + answer), ends.eos
-    elif not tokenizer.chat_template:
+    if len(messages) == 1 and messages[0].get("role") == TEXT_ROLE:
+        end = tokenizer.eos_token_id
+        if not isinstance(end, int):
+            raise ModelError(
+                "expected a reward model's tokenizer with an end-of-sequence token, which ends the answer, got one "
+                "without; set its eos_token"
+            )
+        ids = [*text_ids(tokenizer, messages[0]["content"] + answer).tolist(), end]
+        return np.asarray(ids if ids[-2:-1] != [end] else ids[:-1], dtype=np.int32)
+    if not tokenizer.chat_template:
         raise ModelError(
             "the reward model's tokenizer has no chat template, so the messages of a prompt can't be rendered; put a "
             "chat_template.jinja next to its tokenizer.json"
         )
-    else:
-        whole = [*messages, {"role": "assistant", "content": answer}]
-        try:
-            ids = apply_template(tokenizer, whole, {}, tokenize=True, open_turn=False)
-            end = None if ends.closes_answers else mark_after(tokenizer, ends, whole)
-        except Exception as error:  # a template raises whatever its author wrote
-            raise ModelError(
-                f"the reward model's chat template fails on messages of the roles {[m.get('role') for m in whole]}: "
-                f"{error}; change the row, data.system_prompt or the template"
-            ) from error
+    whole = [*messages, {"role": "assistant", "content": answer}]
+    try:
+        ids = apply_template(tokenizer, whole, {}, tokenize=True, open_turn=False)
+    except Exception as error:  # a template raises whatever its author wrote
+        raise ModelError(
+            f"the reward model's chat template fails on messages of the roles {[m.get('role') for m in whole]}: "
+            f"{error}; change the row, data.system_prompt or the template"
+        ) from error
     if not len(ids):
         raise ModelError("expected tokens of a prompt with its answer, got none; check the reward model's tokenizer")
-    if end is None and (is_text or not ends.closes_answers):
-        raise ModelError(
-            "expected a reward model's tokenizer with an end-of-sequence token, which ends the answer, got one "
-            "without; set its eos_token"
-        )
-    return np.asarray(ids if end is None or ids[-1] == end else [*ids, end], dtype=np.int32)
+    return np.asarray(ids, dtype=np.int32)
 
 
 def count_unknown(

@@ -1,7 +1,7 @@
 """Decides which tokens end a turn of the model, and says why.
 
 Every module that needs to know asks here: the engines that sample, evaluation, the commands that train on given rows,
-the scorers of rewards, the export and the doctor.
+the export and the doctor.
 
 The end tokens that a model's files list (``generation_config.json``, ``config.json``, the tokenizer's ``eos_token``)
 may end a turn. Which one follows an answer is up to the chat template: it writes an end mark after the answer, or the
@@ -44,19 +44,12 @@ class TurnEnds:
     Attributes:
         reasons: token id -> where it comes from, for messages. Sampling stops at each of these tokens.
         of_template: the token that ends an answer in the chat template's text. None if the template has none.
-        is_next_mark: whether ``of_template`` is the mark of the next role, so the text of a last answer lacks it.
         eos: the tokenizer's ``eos_token``, for an answer that nothing else ends. None if it has none.
     """
 
     reasons: Mapping[int, tuple[str, ...]]
     of_template: int | None
-    is_next_mark: bool
     eos: int | None
-
-    @property
-    def closes_answers(self) -> bool:
-        """Whether the chat template writes an end token after the last answer of a conversation."""
-        return self.of_template is not None and not self.is_next_mark
 
     @property
     def ids(self) -> frozenset[int]:
@@ -127,7 +120,7 @@ def turn_ends(
         reasons.setdefault(of_template, []).append(
             role if is_next_mark else "the chat template writes it after an answer"
         )
-    return TurnEnds({token: tuple(why) for token, why in reasons.items()}, of_template, is_next_mark, eos)
+    return TurnEnds({token: tuple(why) for token, why in reasons.items()}, of_template, eos)
 
 
 def mark_after(

@@ -16,7 +16,6 @@ import torch
 
 from async_rl.config.scorer import ScorerConfig
 from async_rl.data.chat import context_length, load_tokenizer, render_answer
-from async_rl.data.turn_end import turn_ends
 from async_rl.data.vocabulary import vocabulary_digest
 from async_rl.errors import ModelError
 from async_rl.scorer.model_files import model_digest
@@ -49,7 +48,6 @@ class RewardModel:
     def __init__(self, directory: Path, config: ScorerConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         self.digest = model_digest(directory)
         self._tokenizer = load_tokenizer(directory, needs_template=False)
-        self._ends = turn_ends(self._tokenizer, directory)
         self.vocabulary = vocabulary_digest(self._tokenizer)
         engine = VllmEngine if config.backend == "vllm" else TransformersEngine
         self._engine: RewardEngine = engine(directory, config, device=device, dtype=dtype)
@@ -74,7 +72,7 @@ class RewardModel:
         if not isinstance(question, TextQuestion):
             return "expected a text, because this scorer is a reward model, got tokens; correct distill.teacher"
         try:
-            tokens = render_answer(self._tokenizer, question.messages, question.text, self._ends)
+            tokens = render_answer(self._tokenizer, question.messages, question.text)
         except ModelError as error:
             return str(error)
         if self._max_length is not None and len(tokens) > self._max_length:

@@ -28,9 +28,8 @@ from torch.nn.functional import logsigmoid
 
 from async_rl.config.config import Config
 from async_rl.config.offline import RmConfig
-from async_rl.data.chat import TEXT_ROLE, load_tokenizer, model_directory, render_answer
+from async_rl.data.chat import TEXT_ROLE, load_tokenizer, render_answer
 from async_rl.data.template_forms import joined_text
-from async_rl.data.turn_end import TurnEnds, turn_ends
 from async_rl.errors import DataError, ModelError
 from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
@@ -92,8 +91,7 @@ class RewardModel(OfflineTask[Pair]):
 
     def load_rows(self, source: str, key: str) -> list[Pair]:
         tokenizer = load_tokenizer(self.config.model.path, needs_template=False)
-        ends = turn_ends(tokenizer, model_directory(self.config.model.path))
-        return load_pairs(source, tokenizer, max_length=self.section.max_length, key=key, ends=ends)
+        return load_pairs(source, tokenizer, max_length=self.section.max_length, key=key)
 
     def sequences(self, row: Pair) -> Sequence[TrainSequence]:
         return [row.chosen, row.rejected]
@@ -155,24 +153,19 @@ def _margins(pairs: Sequence[Pair]) -> Tensor:
     return torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
 
 
-def load_pairs(
-    source: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int, key: str, ends: TurnEnds | None = None
-) -> list[Pair]:
+def load_pairs(source: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int, key: str) -> list[Pair]:
     """Read and tokenise the pairs of the dataset ``source``. ``key`` names it in messages.
-
-    ``ends`` are the tokens that end a turn; if None, those that the tokenizer knows.
 
     Raises:
         DataError: the dataset can't be read, or has no row, a bad row, or no pair that is short enough.
     """
-    known = ends or turn_ends(tokenizer)
 
     too_long: set[int] = set()
     equal = EqualAnswers(key)
 
     def encode(index: int, where: str, row: Mapping[str, Any]) -> Pair | None:
         prompt, *answers = pair_parts(row, where)
-        sides = [_tokens(prompt or "", answer, where, tokenizer, known) for answer in answers]
+        sides = [_tokens(prompt or "", answer, where, tokenizer) for answer in answers]
         margin = _margin(row.get("margin", 0.0), where)
         if any(len(side) > max_length for side in sides):
             too_long.add(index)
@@ -201,7 +194,7 @@ def _margin(value: Any, where: str) -> float:
     raise DataError(f"{where}: margin: expected a finite number, got {value!r:.80}; correct the row")
 
 
-def _tokens(prompt: Text, answer: Text, where: str, tokenizer: PreTrainedTokenizerBase, ends: TurnEnds) -> np.ndarray:
+def _tokens(prompt: Text, answer: Text, where: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return the tokens of ``prompt`` with ``answer``, int32 [T]."""
     match prompt, answer:
         case str(), str(content):
@@ -220,7 +213,7 @@ def _tokens(prompt: Text, answer: Text, where: str, tokenizer: PreTrainedTokeniz
     if content is None:
         raise DataError(f"{where}: expected an answer of text, got {answer!r:.80}; correct the row")
     try:
-        return render_answer(tokenizer, messages, content, ends)
+        return render_answer(tokenizer, messages, content)
     except ModelError as error:
         raise DataError(f"{where}: {error}") from error
 
