@@ -840,7 +840,8 @@ def test_most_answers_cut_at_the_limit_are_told_once_with_what_it_costs(tmp_path
     assert notes == [
         "note: 56% of the answers of the last 4 steps were cut at the token limit. They lower the mean reward by "
         "0.38 (reward.soft_overlong) and are left out of the loss (loss.mask_truncated). Raise "
-        "sampling.max_new_tokens, or let the prompt ask for shorter answers"
+        "sampling.max_new_tokens, or let the prompt ask for shorter answers. If they are complete and go on, the model "
+        "does not end its turns: async-rl doctor lists the tokens that end one"
     ]
 
 
