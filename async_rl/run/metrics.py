@@ -25,7 +25,7 @@ from async_rl.run.step_log import Row, StepLog
 
 EVAL_FIGURES: dict[str, str] = {
     "accuracy": "Mean accuracy of the answers (mean@n), 0 to 1; rows without an answer count as wrong. Of a reward "
-    "function without an accuracy of its own: the mean of its rewards, unscaled.",
+    "without an accuracy: its mean, unscaled.",
     "accuracy_se": "Standard error of the accuracy over rows.",
     "pass_at_N": "Unbiased estimate of the probability that one of N answers to a row is right, for N = 1, 2, 4, ...",
     "pass_at_k": "The same estimate for as many answers as a row has.",
