@@ -17,9 +17,11 @@ from safetensors.torch import load_file
 
 from async_rl.cli.main import main
 from async_rl.config.config import Config
+from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer
 from async_rl.errors import ConfigError, DataError, RunError
+from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.learner import checkpoint_writer
 from async_rl.learner.checkpoint import checkpoint_name, latest_checkpoint, read_extra, write_extra
 from async_rl.learner.file_digests import renew_entry
@@ -27,6 +29,7 @@ from async_rl.learner.offline import run
 from async_rl.learner.offline.batches import batch_of
 from async_rl.learner.offline.sft import load_sft_rows, run_sft
 from tests.end_to_end.harness import wait_until
+from tests.generator.leases import make_lease
 from tests.learner.offline_run import offline_config
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model, trained_tokens
@@ -346,3 +349,20 @@ def test_a_row_with_a_sequence_for_each_turn_is_one_row_of_a_batch(tmp_path: Pat
     first, last = metrics(tmp_path)
     assert (first["tokens"], last["tokens"]) == (8, 8)
     assert last["eval/same/loss"] < first["loss"]
+
+
+def test_a_base_model_that_learns_another_end_of_turn_stops_there_when_it_is_sampled(tmp_path: Path):
+    # Its files say that <|end|> ends an answer, the template that <|system|> does: as ChatML on a base model.
+    config = sft_config(tmp_path, steps=60, schedule="constant")
+    path = tmp_path / "model" / "chat_template.jinja"
+    path.write_text(path.read_text().replace("<|end|>", "<|system|>"))
+    row = {"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    run_sft(config)
+    listed = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert listed == [0, 1]
+    backend = TransformersBackend.from_files(tmp_path / "out", GeneratorConfig(batch_size=2), load_pretrained=True)
+    lease = make_lease("a", temperature=0.01, max_new_tokens=20)
+    backend.submit(lease, backend.encode_prompt(row["messages"][:1]))
+    done = [sample for _ in range(25) for sample in backend.step()]
+    assert {(sample.text, sample.finish_reason) for sample in done} == {("2", "stop")}
