@@ -29,6 +29,9 @@ from tests.generator.tiny_model import write_model
 from tests.learner.template_table import second_turn
 
 ECHO = """
+async def reset(extra_info):
+    return extra_info["prompt_text"]
+
 async def step(state, action, extra_info):
     return {"next_state": state + action + "=7+", "reward": 1.0, "score": 0.0}
 """

@@ -253,8 +253,14 @@ def test_all_forms_of_a_pair_give_the_same_tokens(tmp_path: Path):
     [
         ({"prompt": "a", "chosen": "b"}, "got prompt: the text 'a', chosen: the text 'b'; correct"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "x"}, "margin: expected a finite number"),
-        ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "got chosen: a list of 1, rejected: a list of 0; correct"),
-        ({"prompt": [], "chosen": [{"role": "user", "content": "a"}], "rejected": "b"}, "got prompt: a list of 0, chosen"),
+        (
+            {"chosen": [{"role": "user", "content": "a"}], "rejected": []},
+            "got chosen: a list of 1, rejected: a list of 0; correct",
+        ),
+        (
+            {"prompt": [], "chosen": [{"role": "user", "content": "a"}], "rejected": "b"},
+            "got prompt: a list of 0, chosen",
+        ),
         ({"prompt": [{"role": "user"}], "chosen": "b", "rejected": "c"}, 'messages with "role" and "content"'),
         ({"prompt": "a" * 99, "chosen": "b", "rejected": "c"}, "expected a pair of at most rm.max_length = 20"),
     ],
