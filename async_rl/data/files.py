@@ -117,8 +117,16 @@ class Source:
             for batch in table.to_batches()
         )
         for where, row in _from_batches(batches, self.name):
-            self._hash.update(msgpack.packb(row, default=str) or b"")
+            self._hash.update(_packed(row))
             yield where, row
+
+
+def _packed(row: Any) -> bytes:
+    """Return bytes that depend on the values of ``row``, for a digest."""
+    try:
+        return msgpack.packb(row, default=str) or b""
+    except (OverflowError, ValueError):  # integers beyond 64 bits, or text that is not Unicode, in a column of JSON
+        return json.dumps(row, default=str).encode()
 
 
 def _split_of(saved: Any, split: str) -> Any:

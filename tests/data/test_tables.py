@@ -63,6 +63,19 @@ def test_json_of_datasets_keeps_its_nulls(tmp_path: Path):
         assert [row for _, row in Source(str(tmp_path / name)).records()] == [{"tools": tools}]
 
 
+def test_any_json_of_datasets_has_a_digest(tmp_path: Path):
+    import datasets
+
+    digests: set[str] = set()
+    for index, text in enumerate((f'{{"a": {1 << 70}}}', f'{{"a": {(1 << 70) + 1}}}', '{"a": "\\ud800"}')):
+        column = pa.ExtensionArray.from_storage(pa.json_(pa.string()), pa.array([text]))
+        datasets.Dataset(pa.table({"x": column})).save_to_disk(str(tmp_path / str(index)))
+        source = Source(str(tmp_path / str(index)))
+        assert [row for _, row in source.records()] == [{"x": json.loads(text)}]
+        digests.add(source.digest)
+    assert len(digests) == 3
+
+
 def test_json_that_is_none_is_unreadable():
     storage = pa.array(["{", None, "[1]", "null"])
     kind = pa.json_(pa.string())
