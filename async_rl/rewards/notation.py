@@ -1,0 +1,97 @@
+r"""Writes an answer in LaTeX's own notation, before anything compares it. ``equality`` calls it.
+
+People and models write the same answer with Unicode signs (``√2/2``, ``90°``), in Markdown (``**73**``), like a program
+(``x**2+1``) and with letters in upright or bold type (``\mathrm{e}^2``). ``in_latex`` gives all of them one form. It
+never drops a letter: an upright letter becomes the plain letter, and any other upright text stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+
+SINGLE_LETTER_UNITS = frozenset("mgshlLNJWVAKCF")
+"""Upright letters that are a unit after a number, as in ``5\\,\\mathrm{m}``. All others are variables."""
+
+_SIGNS = {
+    "\u2212": "-", "\u2013": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "\u22c5": "\\cdot ", "\u00f7": "\\div ",
+    "\u00b1": "\\pm ", "\u2213": "\\mp ", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne ",
+    "\u2248": "\\approx ", "\u2261": "\\equiv ", "\u221e": "\\infty ", "\u222a": "\\cup ", "\u2229": "\\cap ",
+    "\u2208": "\\in ", "\u2209": "\\notin ", "\u2205": "\\emptyset ", "\u2026": "\\ldots ", "\u22ef": "\\ldots ",
+    "\u2192": "\\to ", "\u211d": "\\mathbb{R}", "\u2124": "\\mathbb{Z}", "\u2115": "\\mathbb{N}",
+    "\u211a": "\\mathbb{Q}", "\u2102": "\\mathbb{C}", "\u00bd": "\\frac{1}{2}", "\u00bc": "\\frac{1}{4}",
+    "\u00be": "\\frac{3}{4}", "\u2153": "\\frac{1}{3}", "\u2154": "\\frac{2}{3}", "\u00b0": "^\\circ ",
+    "\u2032": "'", "\u2019": "'", "\u2018": "'", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u221b": "\\sqrt[3]",
+    "\u221a": "\\sqrt",
+}  # fmt: skip
+_GREEK = {
+    "\u03b1": "alpha", "\u03b2": "beta", "\u03b3": "gamma", "\u03b4": "delta", "\u03b5": "epsilon", "\u03b8": "theta",
+    "\u03bb": "lambda", "\u03bc": "mu", "\u00b5": "mu", "\u03c0": "pi", "\u03c1": "rho", "\u03c3": "sigma",
+    "\u03c4": "tau", "\u03c6": "phi", "\u03d5": "phi", "\u03c8": "psi", "\u03c9": "omega", "\u0394": "Delta",
+    "\u03a9": "Omega", "\u03a3": "Sigma", "\u03a0": "Pi",
+}  # fmt: skip
+_RAISED = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207f", "0123456789-n")
+_LOWERED = str.maketrans("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089", "0123456789")
+_RAISED_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b\u207f]+")
+_LOWERED_RUN = re.compile("[\u2080-\u2089]+")
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_BOLD = re.compile(r"(\*\*|__)\s*(?P<inside>(?:(?!\*\*|__).)+?)\s*\1(?P<stop>\.?)", re.DOTALL)
+_POWER = re.compile(r"\*\*\s*(?:(?P<number>[+-]?[0-9]+(?:\.[0-9]+)?)|(?=\S))")
+_ROOT_SIGN = re.compile(r"(?P<root>\\sqrt(?:\[3\])?)(?P<number>[0-9]+(?:\.[0-9]+)?)")
+_RM = re.compile(r"\{\s*\\(?P<font>rm|bf|it)\s+(?P<letter>[A-Za-z]|\\pi)\s*\}")
+_UPRIGHT = re.compile(
+    r"\\(?P<font>mathrm|mathbf|mathit|mathsf|mathnormal|boldsymbol|bm|pmb|operatorname\*?|text|textrm|textnormal|textbf"
+    r"|textit|mbox|rm)\s*(?:\{\s*(?P<letter>[A-Za-z]|\\[a-zA-Z]+)\s*\}|\s(?P<bare>[A-Za-z])(?![A-Za-z]))"
+)
+_IS_A_FONT = frozenset({"mathbf", "mathit", "mathsf", "mathnormal", "boldsymbol", "bm", "pmb"})
+_BOLD_GROUP = re.compile(r"\\(?:mathbf|mathit|mathsf|mathnormal|boldsymbol|bm|pmb)\s*(?=\{)")
+_DOUBLED = re.compile(r"\\\\(?=[A-Za-z]{2})")
+"""Two backslashes before two letters are a command with an escaped backslash, and no line break."""
+_ENDS_IN_A_COMMAND = re.compile(r"\\[A-Za-z]+$")
+
+
+def in_latex(text: str) -> str:
+    """Return ``text`` with Unicode signs, Markdown, ``**`` and upright letters written as plain LaTeX."""
+    text = text.strip()
+    bold = _BOLD.fullmatch(text)
+    if bold is not None:
+        text = bold["inside"]
+    if not text.isascii():
+        text = _from_unicode(text)
+    if "**" in text:
+        text = _POWER.sub(lambda found: f"^{{{found['number']}}}" if found["number"] else "^", text)
+    if "\\" in text:
+        if "\\begin" not in text:
+            text = _DOUBLED.sub(r"\\", text)
+        text = _RM.sub(_letter, text)
+        text = _UPRIGHT.sub(_letter, text)
+        text = _BOLD_GROUP.sub("", text)
+    return text
+
+
+def _from_unicode(text: str) -> str:
+    has_roots = "\u221a" in text or "\u221b" in text
+    text = _RAISED_RUN.sub(lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
+    text = _LOWERED_RUN.sub(lambda found: f"_{{{found[0].translate(_LOWERED)}}}", text)
+    text = _NOT_ASCII.sub(_command_for, text)
+    return _ROOT_SIGN.sub(r"\g<root>{\g<number>}", text) if has_roots else text
+
+
+def _command_for(found: re.Match[str]) -> str:
+    sign = found[0]
+    if sign in _GREEK:
+        return f"\\{_GREEK[sign]} "
+    return _SIGNS.get(sign, sign)
+
+
+def _letter(found: re.Match[str]) -> str:
+    """Return the letter of an upright letter. Units and commands that are no letters stay as they are."""
+    groups = found.groupdict()
+    letter = groups["letter"] or groups["bare"]
+    is_unit = groups["font"] not in _IS_A_FONT and letter in SINGLE_LETTER_UNITS
+    if is_unit or (letter.startswith("\\") and letter != "\\pi" and groups["font"] not in _IS_A_FONT):
+        return found[0]
+    before, after = found.string[: found.start()], found.string[found.end() : found.end() + 1]
+    if before.rstrip().endswith(("^", "_")):
+        return f"{{{letter}}}"
+    lead = " " if _ENDS_IN_A_COMMAND.search(before) else ""
+    return lead + letter + (" " if letter.startswith("\\") and after.isalpha() else "")
