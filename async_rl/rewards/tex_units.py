@@ -1,0 +1,60 @@
+"""Units after a number: which words are units, and which units are the same. ``tex_reading`` calls it."""
+
+from __future__ import annotations
+
+import re
+
+SHORT_UNITS = frozenset({
+    "cm", "mm", "km", "nm", "ft", "yd", "mi", "kg", "mg", "lb", "lbs", "oz", "ml", "mL", "hr", "hrs", "min", "sec",
+    "ms", "mph", "kph", "rpm", "Hz", "kHz", "Pa", "kPa", "kJ", "kW", "mol", "cc", "rad", "deg",
+})  # fmt: skip
+"""Units of two and three letters. Without upright type, other words need three letters and a space to be a unit."""
+
+NO_UNITS = frozenset({
+    "is", "are", "was", "be", "not", "no", "nor", "isn", "never", "wrong", "incorrect", "false", "true", "maybe",
+    "perhaps", "possibly", "probably", "either", "but", "except", "than", "less", "more", "fewer", "greater", "least",
+    "most", "at", "about", "approximately", "around", "so", "if", "for", "where", "when", "then", "any", "all", "each",
+    "plus", "minus", "times", "over", "divided", "multiplied", "mod", "modulo", "remainder", "base", "power", "root",
+    "squared", "cubed", "factorial", "negative", "positive", "half", "halves", "third", "thirds", "quarter",
+    "quarters", "fourth", "fourths", "fifth", "fifths", "sixth", "sixths", "seventh", "eighth", "eighths", "ninth",
+    "tenth", "tenths", "hundredth", "hundredths", "thousandth", "thousandths", "ten", "tens", "dozen", "dozens",
+    "score", "hundred", "hundreds", "thousand", "thousands", "million", "millions", "billion", "billions", "trillion",
+    "infinity", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "zero", "point", "percent",
+    "percents", "to", "through", "between", "from", "into", "choose", "equals", "equal", "undefined", "none", "double",
+    "twice", "triple", "real", "imaginary", "answer", "answers", "solution", "solutions", "or", "and", "xor", "mol",
+})  # fmt: skip
+"""Words that make another number or a statement of the number before them. They are not parts of units."""
+
+_SAME = {
+    "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm", "kilometer": "km",
+    "kilometre": "km", "meter": "m", "metre": "m", "inche": "inch", "in": "inch", "feet": "ft", "foot": "ft",
+    "yard": "yd", "mile": "mi", "gram": "g", "kilogram": "kg", "milligram": "mg", "pound": "lb", "ounce": "oz",
+    "second": "s", "sec": "s", "minute": "min", "hour": "h", "hr": "h", "liter": "l", "litre": "l", "milliliter": "ml",
+    "deg": "degree", "buck": "dollar", "usd": "dollar", "radian": "rad", "newton": "n", "joule": "j", "watt": "w",
+}  # fmt: skip
+
+
+def unit_name(words: str, power: str = "") -> str:
+    r"""Return the unit that ``words`` and a raised ``power`` say, so that the same units have the same name.
+
+    ``square inches``, ``in^2`` and ``Inches`` with the power 2 are all ``inch^2``.
+    """
+    words = re.sub(r"(?<=[a-z])\.", "", words.casefold()).strip()
+    found = re.match(r"(?:sq|square|cu|cubic)(?=\s)\s+(.+)", words)
+    if found is not None and not power:
+        power, words = "3" if words.startswith("cu") else "2", found[1]
+    singular = [_singular(word) for word in re.findall(r"[^\W\d_]+|[^\s\w]", words)]
+    return "".join(singular) + (f"^{power}" if power else "")
+
+
+def _singular(word: str) -> str:
+    word = word.removesuffix("s") if len(word) > 2 and not word.endswith("ss") else word
+    return _SAME.get(word, word)
+
+
+def is_unit(words: str) -> bool:
+    """Whether ``words`` may be a unit: letters, and none of ``NO_UNITS``."""
+    found = re.findall(r"[^\W\d_]+", words.casefold())
+    return (
+        bool(found) and not NO_UNITS & set(found) and re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[ ./'-])*", words) is not None
+    )
