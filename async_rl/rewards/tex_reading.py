@@ -1,0 +1,189 @@
+r"""Reads an answer in LaTeX to its last token: lists, sets, relations, units; expressions by ``tex_expressions``.
+
+``read`` either accounts for every token of the answer or raises ``UnreadableError``. Nothing is skipped but spaces,
+sizes of brackets and dollar signs around mathematics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from async_rl.rewards.tex_bars import with_bars
+from async_rl.rewards.tex_position import RELATIONS
+from async_rl.rewards.tex_quantities import QuantityReader, Term
+from async_rl.rewards.tex_tokens import UnreadableError, tokens_of
+from async_rl.rewards.tex_values import (
+    Expression,
+    Group,
+    NamedSet,
+    Ratio,
+    Relation,
+    SetOperation,
+    Value,
+    is_expression,
+    is_matrix,
+)
+
+_CLOSING = {"(": (")", "]"), "[": ("]", ")"), "\\{": ("\\}",), "{": ("}",)}
+_ROUND = {"(": ")", "[": "]", "\\{": "\\}", "{": "}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What an answer says."""
+
+    value: Value
+    num_digits: int | None
+    """The digits of its shortest decimal of at least ``LONG_DECIMAL`` significant digits. None without one."""
+
+
+LONG_DECIMAL = 12
+"""Significant digits of a decimal that is taken for the output of a calculator, and so for a rounded number."""
+
+
+def read(text: str) -> Reading:
+    """Return what ``text`` says. It is in the notation of ``notation.in_latex`` and ``equality.spelled_out``.
+
+    Raises:
+        UnreadableError: no reading accounts for all of it.
+    """
+    tokens = tokens_of(text)
+    long = [len(token.text.replace(".", "").lstrip("0")) for token in tokens if "." in token.text.rstrip(".")]
+    long = [length for length in long if length >= LONG_DECIMAL]
+    errors: list[UnreadableError] = []
+    for candidate in with_bars(tokens):
+        reader = AnswerReader(candidate)
+        try:
+            value = reader.answer()
+        except UnreadableError as error:
+            errors.append(error)
+        else:
+            return Reading(value, min(long, default=None))
+    raise errors[0]
+
+
+class AnswerReader(QuantityReader):
+    """Reads lists of relations of sets of sums."""
+
+    def answer(self) -> Value:
+        """Read everything.
+
+        Raises:
+            UnreadableError: something is left.
+        """
+        value = self._list()
+        if self.next.kind != "end":
+            raise UnreadableError(f"nothing may follow before {self.next.text!r}")
+        return value
+
+    def _list(self) -> Value:
+        items = self._items()
+        return items[0] if len(items) == 1 else Group("", "", tuple(items))
+
+    def _items(self) -> list[Value]:
+        """Read values between commas and semicolons. With both, those between semicolons are tuples."""
+        parts: list[list[Value]] = [[]]
+        while True:
+            parts[-1] += self._element()
+            separator = self.accept(",", ";")
+            while separator is not None and (again := self.accept(",")) is not None:
+                separator = again  # ", and"
+            if separator is None:
+                break
+            if separator.text == ";":
+                parts.append([])
+        if len(parts) == 1 or all(len(part) == 1 for part in parts):
+            return [item for part in parts for item in part]
+        return [part[0] if len(part) == 1 else Group("(", ")", tuple(part)) for part in parts]
+
+    def _element(self) -> list[Value]:
+        """Read one value, or two if it has a ``\\pm``."""
+        start, outer = self.index, (self.sign, self.has_sign)
+        values: list[Value] = []
+        for sign in (1, -1):
+            self.index, self.sign, self.has_sign = start, sign, False
+            values.append(self._relation())
+            if not self.has_sign:
+                break
+        self.sign, self.has_sign = outer
+        return values
+
+    def _relation(self) -> Value:
+        sides, operators, modulus = [self._set_value()], [], None
+        while (operator := self.accept(*RELATIONS)) is not None:
+            operators.append(operator.text)
+            sides.append(self._set_value(in_modulo="\\equiv" in operators))
+        if self.next.text in ("\\pmod", "\\mod") or (self.next.text == "(" and self.peek(1).text == "\\mod"):
+            modulus = self._modulus()
+        if not operators and modulus is None:
+            return sides[0]
+        return Relation(tuple(sides), tuple(operators), modulus)
+
+    def _modulus(self) -> Expression:
+        bracket = self.accept("(")
+        command = self.take()
+        value = self.argument() if self.next.text == "{" or command.text == "\\pmod" else self.sum()
+        if bracket is not None:
+            self.expect(")")
+        if not is_expression(value) or is_matrix(value):
+            raise UnreadableError("a modulus that is no number")
+        return value
+
+    def _set_value(self, *, in_modulo: bool = False) -> Value:
+        value = self._ratio(in_modulo)
+        while (operator := self.accept("\\cup", "\\cap", "\\setminus")) is not None:
+            value = SetOperation(operator.text, value, self._ratio(in_modulo))
+        return value
+
+    def _ratio(self, in_modulo: bool) -> Value:
+        parts = [self.quantity(in_modulo)]
+        while self.accept(":"):
+            parts.append(self.quantity(in_modulo))
+        if len(parts) == 1:
+            return parts[0]
+        if not all(is_expression(part) and not is_matrix(part) for part in parts):
+            raise UnreadableError("a ratio of something that is no number")
+        return Ratio(tuple(parts))
+
+    # Brackets.
+
+    def group(self, opening: str) -> Value:
+        """Read what follows ``opening``. One value in brackets that match is the value itself."""
+        outer, self.term = self.term, Term()
+        choose = self._choose() if opening == "{" else None
+        if choose is not None:
+            self.term = outer
+            return choose
+        items = self._items()
+        closing = self.accept(*_CLOSING[opening])
+        self.term = outer
+        if closing is None:
+            raise UnreadableError(f"{opening} is not closed before {self.next.text!r}")
+        if len(items) == 1:
+            if closing.text != _ROUND[opening]:
+                raise UnreadableError("a single value in brackets that do not match")
+            return Group(opening, "\\}", tuple(items)) if isinstance(items[0], NamedSet) else items[0]
+        return Group("", "", tuple(items)) if opening == "{" else Group(opening, closing.text, tuple(items))
+
+    def _choose(self) -> Expression | None:
+        """Read ``n \\choose k}`` or ``a \\over b}`` after a brace, or return None for anything else."""
+        depth = 0
+        for token in self.tokens[self.index :]:
+            depth += {"{": 1, "}": -1}.get(token.text, 0)
+            if depth < 0:
+                return None
+            if not depth and token.text in ("\\choose", "\\over"):
+                break
+        else:
+            return None
+        top = self.sum()
+        operator = self.take()
+        bottom = self.sum()
+        self.expect("}")
+        if operator.text == "\\choose":
+            return self.combine(sympy.binomial, top, bottom)
+        if bottom == 0 or operator.text != "\\over":
+            raise UnreadableError("no fraction")
+        return self.combine(lambda one, two: one / two, top, bottom)
