@@ -1,0 +1,318 @@
+r"""Decides whether two answers that were read whole are the same. ``equality_child`` calls it.
+
+Structures are compared part by part: brackets, order (except in sets and lists without brackets), units, operators of
+relations and both of their sides. Expressions are compared by ``sameness``. What is lenient is on purpose, and listed
+in docs/rewards.md: a name before an answer (``x=5`` for 5), a unit that one side lacks, percent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+
+from async_rl.rewards.same_sets import joined_sets, real_set, same_sets, solution_set
+from async_rl.rewards.sameness import constant_ratio, same_constant, same_expression, without_functions
+from async_rl.rewards.tex_reading import Reading, read
+from async_rl.rewards.tex_tokens import UnreadableError
+from async_rl.rewards.tex_values import (
+    Group,
+    NamedSet,
+    Quantity,
+    Ratio,
+    Relation,
+    SetOperation,
+    Value,
+    is_constant,
+    is_expression,
+    is_matrix,
+)  # fmt: skip
+
+_SYMPY_ERRORS = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
+"""What sympy raises if it can't compute a text that was read, such as a logarithm to the base 1."""
+_FLIPPED = {
+    ">": "<",
+    "\\ge": "\\le",
+    "\\gg": "\\ll",
+    "\\supset": "\\subset",
+    "\\supseteq": "\\subseteq",
+    "\\ni": "\\in",
+}
+_NAMING = frozenset({"=", "\\in", "\\equiv"})
+_INEQUALITIES = frozenset({"<", "\\le", "\\ne"})
+
+
+def same_answers(gold: str, answer: str) -> bool:
+    """Return whether both texts can be read to their last token and say the same.
+
+    Args:
+        gold: the row's answer, in the notation of ``notation.in_latex`` and ``equality.spelled_out``.
+        answer: the model's answer, likewise.
+    """
+    try:
+        one, two = read(gold), read(answer)
+        return same_readings(one, two)
+    except UnreadableError:
+        return False
+    except _SYMPY_ERRORS:
+        return False
+
+
+def same_readings(gold: Reading, answer: Reading) -> bool:
+    digits = [reading.num_digits for reading in (gold, answer) if reading.num_digits is not None]
+    # Two rounded numbers are two numbers.
+    tolerance = sympy.Rational(1, 10 ** (digits[0] - 1)) if len(digits) == 1 else None
+    return Comparison(tolerance).same(gold.value, answer.value)
+
+
+class Comparison:
+    """The rules, and the relative tolerance of numbers (None: none)."""
+
+    def __init__(self, tolerance: Any) -> None:
+        self._tolerance = tolerance
+
+    def same(self, gold: Value, answer: Value) -> bool:
+        gold, answer = plain_relation(gold), plain_relation(answer)
+        if isinstance(gold, Relation) or isinstance(answer, Relation):
+            return self._same_relations(gold, answer)
+        if isinstance(gold, SetOperation | NamedSet) or isinstance(answer, SetOperation | NamedSet):
+            return self._same_sets(gold, answer)
+        if isinstance(gold, Group) or isinstance(answer, Group):
+            return isinstance(gold, Group) and isinstance(answer, Group) and self._same_groups(gold, answer)
+        if isinstance(gold, Ratio) or isinstance(answer, Ratio):
+            return self._same_ratios(gold, answer)
+        if isinstance(gold, Quantity) or isinstance(answer, Quantity):
+            return self._same_quantities(gold, answer)
+        return same_expression(gold, answer, self._tolerance)
+
+    # Numbers with units.
+
+    def _same_quantities(self, gold: Value, answer: Value) -> bool:
+        if isinstance(gold, Quantity) and isinstance(answer, Quantity):
+            if gold.unit == answer.unit:
+                return same_expression(gold.number, answer.number, self._tolerance)
+            products = gold.product is not None and answer.product is not None
+            return products and same_expression(gold.product, answer.product)
+        one, other = (gold, answer) if isinstance(gold, Quantity) else (answer, gold)
+        if is_matrix(other):
+            return False
+        if not is_constant(other):
+            return one.product is not None and same_expression(one.product, other)
+        if same_expression(one.number, other, self._tolerance):
+            return True
+        return one.unit == "%" and same_expression(one.number / 100, other, self._tolerance)
+
+    def _same_ratios(self, gold: Value, answer: Value) -> bool:
+        if not isinstance(gold, Ratio):
+            return False
+        if not isinstance(answer, Ratio):
+            if len(gold.parts) != 2 or not is_expression(answer) or gold.parts[1] == 0:
+                return False
+            return same_expression(gold.parts[0] / gold.parts[1], answer)
+        if len(gold.parts) != len(answer.parts):
+            return False
+        if all(same_expression(one, two) for one, two in zip(gold.parts, answer.parts, strict=True)):
+            return True
+        if _is_clock(gold) or not all(is_constant(part) and part != 0 for part in (*gold.parts, *answer.parts)):
+            return False
+        factor = gold.parts[0] / answer.parts[0]
+        return all(same_constant(one, two * factor) for one, two in zip(gold.parts, answer.parts, strict=True))
+
+    # Lists, tuples, sets.
+
+    def _same_groups(self, gold: Group, answer: Group) -> bool:
+        ends = {(gold.opening, gold.closing), (answer.opening, answer.closing)}
+        if not (len(ends) == 1 or ends <= {("(", ")"), ("\\{", "\\}"), ("", "")}):
+            return False
+        in_order = ("(", ")") in ends or (len(ends) == 1 and ("[", "]") in ends) or any("[" in end[0] for end in ends)
+        in_order = in_order or any(")" in end[1] or "]" in end[1] for end in ends)
+        if in_order or _has_names_to_order(gold, answer):
+            if len(gold.items) != len(answer.items):
+                return False
+            return all(self.same(one, two) for one, two in zip(gold.items, answer.items, strict=True))
+        return same_in_any_order(self._distinct(gold), self._distinct(answer), self.same)
+
+    def _distinct(self, group: Group) -> list[Value]:
+        """Return the items of a set, without those that are written twice."""
+        found: list[Value] = []
+        for item in group.items:
+            if not any(self.same(other, item) for other in found):
+                found.append(item)
+        return found
+
+    def _same_sets(self, gold: Value, answer: Value) -> bool:
+        if self._same_in_structure(gold, answer):
+            return True
+        one, two = real_set(gold), real_set(answer)
+        if one is None or two is None:
+            return False
+        return same_sets(one, two)
+
+    def _same_in_structure(self, gold: Value, answer: Value) -> bool:
+        if isinstance(gold, NamedSet) or isinstance(answer, NamedSet):
+            return gold == answer
+        if not (isinstance(gold, SetOperation) and isinstance(answer, SetOperation)):
+            return False
+        if gold.operator != answer.operator:
+            return False
+        if gold.operator == "\\setminus":
+            return self.same(gold.left, answer.left) and self.same(gold.right, answer.right)
+        return same_in_any_order(joined_sets(gold), joined_sets(answer), self.same)
+
+    # Relations.
+
+    def _same_relations(self, gold: Value, answer: Value) -> bool:
+        if isinstance(gold, Relation) and isinstance(answer, Relation):
+            is_member = answer.operators == ("\\in",) and gold.operators and set(gold.operators) <= _INEQUALITIES
+            if is_member and any(self.same(answer.sides[0], side) for side in names_in(gold)):
+                return self._same_relations(gold, answer.sides[1])
+            return self._same_relation(gold, answer)
+        if isinstance(answer, Relation):
+            asked = all(is_name(side) or is_constant(side) or _may_be_asked_for(side) for side in answer.sides[:-1])
+            return asked and self._is_named(answer) and _holds(answer) and self.same(gold, answer.sides[-1])
+        if set(gold.operators) <= _INEQUALITIES and gold.operators:
+            one, two = solution_set(gold), real_set(answer)
+            return one is not None and two is not None and not is_expression(answer) and same_sets(one, two)
+        if not self._is_named(gold) or gold.modulus is not None:
+            return False
+        named = any(is_name(side) for side in gold.sides[:-1])
+        return named and self.same(gold.sides[-1], answer)
+
+    def _is_named(self, relation: Relation) -> bool:
+        return set(relation.operators) <= _NAMING
+
+    def _same_relation(self, gold: Relation, answer: Relation) -> bool:
+        if gold.modulus is not None or answer.modulus is not None:
+            return self._same_congruence(gold, answer)
+        if _is_assignment(gold) and _is_assignment(answer):
+            gold, answer = _ends(gold), _ends(answer)
+        if gold.operators != answer.operators:
+            return False
+        if all(self.same(one, two) for one, two in zip(gold.sides, answer.sides, strict=True)):
+            return True
+        symmetric = set(gold.operators) <= {"=", "\\ne", "\\approx", "\\sim", "\\cong", "\\parallel", "\\perp"}
+        if symmetric and all(self.same(one, two) for one, two in zip(gold.sides, answer.sides[::-1], strict=True)):
+            return True
+        return len(gold.operators) == 1 and self._same_difference(gold, answer)
+
+    def _same_difference(self, gold: Relation, answer: Relation) -> bool:
+        """Whether two equations or inequalities say the same of the difference of their sides."""
+        operator = gold.operators[0]
+        sides = (*gold.sides, *answer.sides)
+        if operator not in ("=", "<", "\\le", "\\ne"):
+            return False
+        if not all(is_expression(side) and not is_matrix(side) and not side.has(sympy.oo) for side in sides):
+            return False
+        if all(is_constant(side) for side in sides):
+            return False
+        ratio = constant_ratio(gold.sides[0] - gold.sides[1], answer.sides[0] - answer.sides[1])
+        return ratio is not None and (operator in ("=", "\\ne") or bool(ratio.is_positive))
+
+    def _same_congruence(self, gold: Relation, answer: Relation) -> bool:
+        one, two = gold.modulus, answer.modulus
+        if one is None or two is None or not same_expression(one, two):
+            return False
+        sides, other_sides = list(gold.sides), list(answer.sides)
+        if len(sides) > 2 or len(other_sides) > 2 or not {*gold.operators, *answer.operators} <= {"=", "\\equiv"}:
+            return False
+        if len(sides) == len(other_sides) == 2 and not self.same(sides[0], other_sides[0]):
+            return False
+        first, second = sides[-1], other_sides[-1]
+        if is_expression(first) and is_expression(second) and one.is_Integer and one != 0:
+            gap = first - second
+            if gap.is_Integer:
+                return bool(gap % one == 0)
+        return self.same(first, second)
+
+
+def same_in_any_order(gold: Sequence[Value], answer: Sequence[Value], same: Callable[[Value, Value], bool]) -> bool:
+    left = list(answer)
+    if len(left) != len(gold):
+        return False
+    for one in gold:
+        index = next((index for index, two in enumerate(left) if same(one, two)), None)
+        if index is None:
+            return False
+        left.pop(index)
+    return True
+
+
+def plain_relation(value: Value) -> Value:
+    """Return a relation that only uses ``<`` and not ``>``, and without approximations of what it says exactly."""
+    if not isinstance(value, Relation):
+        return value
+    operators, sides = list(value.operators), list(value.sides)
+    while operators and operators[-1] == "\\approx" and (len(operators) > 1 or not is_name(sides[0])):
+        operators.pop()
+        sides.pop()
+    if operators == ["\\approx"]:
+        operators = ["="]
+    if not operators and value.modulus is None:
+        return sides[0]
+    if operators and all(operator in _FLIPPED for operator in operators):
+        operators, sides = [_FLIPPED[operator] for operator in reversed(operators)], sides[::-1]
+    return Relation(tuple(sides), tuple(operators), value.modulus)
+
+
+def is_name(value: Value) -> bool:
+    r"""Whether ``value`` can be the name of a number or set: ``x``, ``f(2)``, ``|AB|``, ``A:B``, ``(p,q)``."""
+    if isinstance(value, Group):
+        return all(is_name(item) for item in value.items)
+    if isinstance(value, Ratio):
+        return all(is_name(part) for part in value.parts)
+    if not is_expression(value) or is_matrix(value):
+        return False
+    (value,) = without_functions(value)
+    if isinstance(value, sympy.Abs):
+        value = value.args[0]
+    factors = sympy.Mul.make_args(value)
+    return all(factor.is_Symbol or (factor.is_Pow and (1 / factor).is_Symbol) for factor in factors)
+
+
+def _may_be_asked_for(side: Value) -> bool:
+    """Whether a question may ask for ``side``, as for ``x^2+xy``: it has no numbers, so it is no equation to solve."""
+    if not is_expression(side) or is_matrix(side):
+        return False
+    (side,) = without_functions(side)
+    factors: list[Any] = [factor for term in sympy.Add.make_args(side) for factor in sympy.Mul.make_args(term)]
+    return all(
+        factor == -1 or factor.is_Symbol or (factor.is_Pow and factor.base.is_Symbol and factor.exp.is_Integer)
+        for factor in factors
+    )
+
+
+def names_in(relation: Relation) -> list[Value]:
+    """Return the variables of ``relation``: ``x`` of ``1 < |x| < 2``."""
+    sides = [side for side in relation.sides if is_expression(side)]
+    return sorted(set().union(*(side.free_symbols for side in sides)), key=str)
+
+
+def _is_assignment(relation: Relation) -> bool:
+    return set(relation.operators) == {"="} and is_name(relation.sides[0])
+
+
+def _ends(relation: Relation) -> Relation:
+    return Relation((relation.sides[0], relation.sides[-1]), ("=",))
+
+
+def _holds(relation: Relation) -> bool:
+    """Whether an equation of numbers alone is true. Any other relation counts as true."""
+    if set(relation.operators) != {"="} or not relation.sides or not all(is_constant(side) for side in relation.sides):
+        return True
+    return all(same_constant(side, relation.sides[-1]) for side in relation.sides[:-1])
+
+
+def _has_names_to_order(gold: Group, answer: Group) -> bool:
+    """Whether ``gold`` names its items (``x=1, y=2``) and ``answer`` gives only values, whose order then counts."""
+    names = {str(item.sides[0]) for item in gold.items if isinstance(item, Relation)}
+    return len(names) > 1 and not any(isinstance(item, Relation) for item in answer.items)
+
+
+def _is_clock(ratio: Ratio) -> bool:
+    return (
+        len(ratio.parts) == 2
+        and all(part.is_Integer for part in ratio.parts)
+        and 0 <= ratio.parts[0] <= 24
+        and 10 <= ratio.parts[1] < 60
+    )

@@ -1,0 +1,81 @@
+"""Compares sets of real numbers: intervals, their unions, and what inequalities say. ``same_answer`` calls it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+
+from async_rl.rewards.sameness import without_functions
+from async_rl.rewards.tex_values import Group, NamedSet, Relation, SetOperation, Value, is_expression, is_matrix
+
+_SETS = {"R": sympy.S.Reals, "Z": sympy.S.Integers, "N": sympy.S.Naturals, "Q": sympy.S.Rationals, "": sympy.S.EmptySet}
+
+
+def joined_sets(value: Value) -> list[Value]:
+    """Return the sets that a union or an intersection joins."""
+    operator, found, waiting = value.operator, [], [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, SetOperation) and one.operator == operator:
+            waiting += [one.right, one.left]
+        else:
+            found.append(one)
+    return found
+
+
+def real_set(value: Value) -> Any:
+    """Return ``value`` as a set of sympy, or None if it is no set of real numbers that sympy can build."""
+    if isinstance(value, NamedSet):
+        return _SETS.get(value.name)
+    if isinstance(value, SetOperation):
+        left, right = real_set(value.left), real_set(value.right)
+        if left is None or right is None:
+            return None
+        operations = {"\\cup": sympy.Union, "\\cap": sympy.Intersection, "\\setminus": sympy.Complement}
+        return operations[value.operator](left, right)
+    if isinstance(value, Group):
+        if not all(is_expression(item) and not is_matrix(item) and item.is_extended_real for item in value.items):
+            return None
+        if value.opening in ("\\{", ""):
+            return sympy.FiniteSet(*value.items)
+        if len(value.items) != 2 or (value.items[0] < value.items[1]) != sympy.true:
+            return None
+        if (value.items[0].is_infinite and value.opening == "[") or (
+            value.items[1].is_infinite and value.closing == "]"
+        ):
+            return None
+        return sympy.Interval(*value.items, left_open=value.opening == "(", right_open=value.closing == ")")
+    if is_expression(value) and not is_matrix(value) and value.is_extended_real:
+        return sympy.FiniteSet(value)
+    return None
+
+
+def same_sets(one: Any, two: Any) -> bool:
+    if one == two:
+        return True
+    try:
+        return sympy.SymmetricDifference(one, two).is_empty is True
+    except (NotImplementedError, TypeError, ValueError):
+        return False
+
+
+def solution_set(relation: Relation) -> Any:
+    """Return the real numbers for which an inequality in one variable holds, or None if sympy can't find them."""
+    if not all(is_expression(side) and not is_matrix(side) for side in relation.sides):
+        return None
+    sides = without_functions(*relation.sides)
+    symbols = set().union(*(side.free_symbols for side in sides))
+    if len(symbols) != 1:
+        return None
+    (symbol,) = symbols
+    real = sympy.Symbol("real", real=True)
+    sides = [side.subs(symbol, real) for side in sides]
+    build = {"<": sympy.StrictLessThan, "\\le": sympy.LessThan, "\\ne": sympy.Ne}
+    found = sympy.S.Reals
+    try:
+        for operator, left, right in zip(relation.operators, sides, sides[1:], strict=False):
+            found = found.intersect(build[operator](left, right).as_set())
+    except (NotImplementedError, TypeError, ValueError, AttributeError):
+        return None
+    return found
