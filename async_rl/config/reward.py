@@ -279,9 +279,7 @@ class RewardConfig(Section):
 
     @property
     def compares_mathematics(self) -> bool:
-        """Whether a reward of the run compares answers by their mathematical value, for which math_verify may be
-        needed.
-        """
+        """Whether a reward of the run compares answers by their mathematical value, in processes of their own."""
         return self.equality == "math" and any(one.compares_mathematics for one in self.types)
 
     @property

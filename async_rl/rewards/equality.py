@@ -1,14 +1,14 @@
 r"""Decides whether the row's answer and the model's answer are the same mathematics. ``answers`` calls it.
 
-There are three steps, and the first step that can decide does. First, two plain numbers are compared exactly. Second,
-answers that are typeset alike are equal. Third, math_verify compares the answers in a child process with a time limit.
-Colossal-RL has another fallback, which removes spaces, braces and commas: there ``1,2`` equals ``12``, and
-``\frac{1}{23}`` equals ``\frac{12}{3}``. The second step here keeps such answers apart.
+Both are written as plain LaTeX first (``notation``). Then there are three steps, and the first step that can decide
+does. First, two plain numbers are compared exactly. Second, answers that are typeset alike are equal. Third,
+``same_answer`` reads both in a child process with a time limit, and compares what they say. An answer that can't be
+read to its last token is equal only to one that is typeset alike. Colossal-RL has another fallback, which removes
+spaces, braces and commas: there ``1,2`` equals ``12``, and ``\frac{1}{23}`` equals ``\frac{12}{3}``. The second step
+here keeps such answers apart.
 
-Before the third step, ``surely_different`` finds differences that math_verify overlooks. math_verify drops the base of
-``12_5``. It ignores text after a number (``5\text{ is wrong}``), a relation before a number and all lines but one. It
-compares the right side of an equation with a number, whatever the left side is. ``spelled_out`` inserts the braces that
-math_verify's parser needs, because TeX takes the next character or group as an argument: ``\frac12`` is a half.
+``spelled_out`` inserts the braces that the reader needs, because TeX takes the next character or group as an argument:
+``\frac12`` is a half.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import re
 from fractions import Fraction
 
 from async_rl.rewards.extraction import closing_brace
+from async_rl.rewards.notation import in_latex
 from async_rl.rewards.verifier import MathVerifier
 
 MAX_ANSWER_CHARS = 1000
 """Maximum length of answers that are parsed. Longer answers are equal only if their texts are equal."""
 
 MAX_NESTING = 16
-"""Maximum depth of nested brackets in answers that math_verify parses, because its parser is recursive."""
+"""Maximum depth of nested brackets in answers that are read, because the reader is recursive."""
 
 _GROUPED = r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3})+"
 _DECIMAL = re.compile(rf"(?:(?P<whole>{_GROUPED}|[0-9]+)(?:\.(?P<part>[0-9]*))?|\.(?P<only_part>[0-9]+))\.?")
@@ -38,32 +39,11 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _WRAPPER = re.compile(r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|mbox)\s*(?=\{)|(?=\{)")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '][^\W\d_]+)*")
 _MIN_WORD_LETTERS = 4
-_MIN_FLOAT_PLACES = 12
+_MIN_FLOAT_DIGITS = 12
 
-_BASED = re.compile(r"(?P<digits>[0-9A-Za-z]+)_(?:\{\s*(?P<wide>[0-9]+)\s*\}|(?P<narrow>[0-9]))\.?")
-_UNIT = re.compile(
-    r"(?P<number>.*?[0-9}\])])\s*\\(?:text|textnormal|textrm|mbox|mathrm|operatorname)\s*\{(?P<unit>[^{}]*)\}"
-    r"\s*(?:\^\s*\{?\s*(?P<power>[0-9])\s*\}?)?\s*",
-    re.DOTALL,
+_BASED = re.compile(
+    r"(?P<digits>[0-9][0-9A-Za-z]*|[A-Fa-f][0-9A-Fa-f]+)_(?:\{\s*(?P<wide>[0-9]+)\s*\}|(?P<narrow>[0-9]))\.?"
 )
-_EQUALS = re.compile(r"(?<![<>!=:])=(?!=)")
-_OTHER_RELATION = re.compile(r"[<>=]|\\(?:leq?|geq?|lt|gt|neq?|in|approx|equiv|sim)(?![A-Za-z])")
-_INEQUALITY = re.compile(r"[<>\u2264\u2265\u2260]|\\(?:leq?|geq?|leqslant|geqslant|lt|gt|neq?)(?![A-Za-z])")
-_REGION = re.compile(r"\\(?:in|infty|cup|cap|setminus|mathbb|emptyset|varnothing)(?![A-Za-z])|[\[(][^()\[\]]*,")
-_RATIO = re.compile(r"[0-9]\s*:\s*[0-9]")
-_LINE_BREAK = re.compile(r"\\\\(?![A-Za-z]{2})")
-"""Finds a LaTeX line break, which is two backslashes. Two backslashes before two letters don't count, because they are
-a LaTeX command with an escaped backslash."""
-_TEXT_WITH_DIGITS = re.compile(r"\\(?:text|textnormal|textrm|mbox|mathrm|operatorname)\s*\{[^{}]*[0-9][^{}]*\}")
-_COMMAND_WITHOUT_TEXT = re.compile(r"\\[A-Za-z]+")
-_CLAIM_WORDS = frozenset({
-    "is", "are", "was", "not", "no", "nor", "isn", "never", "wrong", "incorrect", "false", "true", "maybe", "perhaps",
-    "possibly", "either", "but", "except", "than",
-})  # fmt: skip
-"""Words that turn the text around a number into a sentence. They are not parts of units."""
-_LIST_WORDS = frozenset({"and", "or"})
-_BRACKETS = re.compile(r"\([^()]*\)|\{[^{}]*\}|\[[^\[\]]*\]")
-_SUM = re.compile(r"[^\s(\[{,^_=]\s*[+\-]")
 
 _SIZES = re.compile(r"\\(left|right|big|Big|bigg|Bigg)([lrm]?)(?![A-Za-z])\s*")
 _FRAC = re.compile(r"\\[dtc]?frac(?![A-Za-z])\s*")
@@ -80,13 +60,13 @@ def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_li
     Args:
         gold: the row's answer.
         prediction: the model's answer. It may be any text.
-        verifier: runs math_verify, if the first two steps can't decide.
-        time_limit_s: processor seconds that math_verify may use.
+        verifier: reads and compares the answers, if the first two steps can't decide.
+        time_limit_s: processor seconds that the verifier may use.
 
     Raises:
         RewardError: the verifier's processes can't be started.
     """
-    gold, prediction = gold.strip(), prediction.strip()
+    gold, prediction = in_latex(gold), in_latex(prediction)
     if not gold or not prediction:
         return False
     if max(len(gold), len(prediction)) > MAX_ANSWER_CHARS:
@@ -97,11 +77,11 @@ def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_li
     gold_text, text = typeset_form(gold), typeset_form(prediction)
     if gold_text == text:
         return True
-    # In the raw text: the typeset form takes a line break before a space for a backslash and a space.
-    if _LINE_BREAK.search(prediction) and not _LINE_BREAK.search(gold):
-        return False
-    if surely_different(gold_text, text):
-        return False
+    based_value, value = based_integer(gold_text), based_integer(text)
+    if based_value is not None and value is not None:
+        return based_value == value
+    if based_value is not None and gold_text.startswith(text + "_"):  # only the model's answer may lack its base
+        return True
     if _are_words(gold, gold_text, prediction, text):
         return gold_text.casefold() == text.casefold()
     if not (_is_parsable(gold_text) and _is_parsable(text)):
@@ -110,11 +90,11 @@ def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_li
 
 
 def canonical_form(answer: str) -> Fraction | str:
-    """Return a key of ``answer`` for comparisons without math_verify. Answers with the same key are equal.
+    """Return a key of ``answer`` for comparisons without the verifier. Answers with the same key are equal.
 
     Equal answers can have different keys, for example ``x+1`` and ``1+x``.
     """
-    answer = answer.strip()
+    answer = in_latex(answer)
     if len(answer) > MAX_ANSWER_CHARS:
         return answer
     number = plain_number(answer)
@@ -177,11 +157,11 @@ def _is_float_of(text: str, number: Fraction, exact: Fraction) -> bool:
     ``number`` is the value of ``text``. Return False for a decimal with few places, because a person may have written
     it as an exact answer.
     """
-    places = re.search(r"\.([0-9]+)", text)
+    found = re.search(r"([0-9]*)\.([0-9]+)", text)
     return (
-        places is not None
-        and len(places[1]) >= _MIN_FLOAT_PLACES
-        and abs(number - exact) < Fraction(1, 10 ** len(places[1]))
+        found is not None
+        and len((found[1] + found[2]).lstrip("0")) >= _MIN_FLOAT_DIGITS
+        and abs(number - exact) < Fraction(1, 10 ** len(found[2]))
     )
 
 
@@ -225,7 +205,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _are_words(gold: str, gold_form: str, prediction: str, form: str) -> bool:
-    """Return whether both answers are words, not products of variables. To math_verify, "listen" equals "silent".
+    """Return whether both answers are words, not products of variables. As products, "listen" equals "silent".
 
     ``gold_form`` and ``form`` are the answers in ``typeset_form``. Letters without ``\\text{}`` count as a word only
     from ``_MIN_WORD_LETTERS`` letters on, because ``ab`` and ``ba`` may be equal products.
@@ -233,14 +213,15 @@ def _are_words(gold: str, gold_form: str, prediction: str, form: str) -> bool:
     if _WORDS.fullmatch(gold_form) is None or _WORDS.fullmatch(form) is None:
         return False
     is_text = any("\\text" in side or "\\mbox" in side for side in (gold, prediction))
-    return is_text or min(len(gold_form), len(form)) >= _MIN_WORD_LETTERS
+    are_capitals = min(len(gold_form), len(form)) > 1 and gold_form.isupper() and form.isupper()  # BCA is no product
+    return is_text or are_capitals or min(len(gold_form), len(form)) >= _MIN_WORD_LETTERS
 
 
 def _is_parsable(form: str) -> bool:
-    """Return whether math_verify can read an answer correctly. ``form`` is the answer in ``typeset_form``.
+    """Return whether it is safe to read an answer. ``form`` is the answer in ``typeset_form``.
 
     All brackets must match and must not be nested deeper than ``MAX_NESTING``. No two numbers may be adjacent.
-    math_verify would read ``5 5`` as 10, and ``5}{6`` as 5.
+    ``5 5`` is two numbers without a meaning.
     """
     if re.search(r"[0-9.] [0-9.]", form):
         return False
@@ -256,41 +237,6 @@ def _is_parsable(form: str) -> bool:
     return depth == 0 and deepest <= MAX_NESTING
 
 
-def surely_different(gold: str, prediction: str) -> bool:
-    """Return whether two answers in ``typeset_form`` differ in something that math_verify ignores.
-
-    math_verify ignores different bases and units, and whether an answer is an equation. It also ignores an inequality,
-    a ratio, and words other than units, which make a difference if only the prediction has them.
-    """
-    gold_value, value = based_integer(gold), based_integer(prediction)
-    if gold_value is not None and value is not None:
-        return gold_value != value
-    gold_unit, unit = unit_of(gold), unit_of(prediction)
-    if gold_unit and unit and gold_unit != unit:
-        return True
-    if _is_equation_of_a_sum(gold) and _OTHER_RELATION.search(prediction) is None:
-        return True
-    if _INEQUALITY.search(prediction) and not (_INEQUALITY.search(gold) or _REGION.search(gold)):
-        return True
-    if any(pattern.search(prediction) and not pattern.search(gold) for pattern in (_RATIO, _TEXT_WITH_DIGITS)):
-        return True
-    return _says_more(gold, prediction)
-
-
-def _says_more(gold: str, prediction: str) -> bool:
-    """Return whether ``prediction`` has words such as ``not`` or ``or``, and ``gold`` has no such words.
-
-    Such words make a statement about the number, or offer a choice between several numbers.
-    """
-    words, gold_words = _words_in(prediction), _words_in(gold)
-    is_list = "," in gold or ";" in gold or "\\pm" in gold or gold_words & _LIST_WORDS
-    return bool((words & _CLAIM_WORDS) - gold_words) or bool(words & _LIST_WORDS and not is_list)
-
-
-def _words_in(form: str) -> set[str]:
-    return set(re.findall(r"[a-z]{2,}", _COMMAND_WITHOUT_TEXT.sub(" ", form).casefold()))
-
-
 def based_integer(text: str) -> int | None:
     """Return the value of an integer with its base as a subscript: 54 for ``204_5``. None for any other text."""
     found = _BASED.fullmatch(text)
@@ -303,35 +249,8 @@ def based_integer(text: str) -> int | None:
         return None
 
 
-def unit_of(text: str) -> str:
-    r"""Return the unit that follows a number in ``\text{...}``. Empty if there is no unit.
-
-    The unit is in lower case, in the singular and has its power: ``cm^2`` for ``5\text{ CM}^2``.
-    """
-    found = _UNIT.fullmatch(text)
-    if found is None:
-        return ""
-    unit = re.sub(r"[^\w%/]", "", found["unit"]).casefold()
-    unit = unit.removesuffix("s") if len(unit) > 2 else unit
-    return f"{unit}^{found['power']}" if found["power"] and unit else unit
-
-
-def _is_equation_of_a_sum(gold: str) -> bool:
-    """Return whether ``gold`` is an equation with a sum on the left, such as ``x+y=3``.
-
-    Such an equation is not the same answer as ``3``. In ``x=3`` and ``f(x)=3`` the left side is only a name of the 3.
-    """
-    sides = _EQUALS.split(gold)
-    if len(sides) != 2:
-        return False
-    left, before = sides[0], ""
-    while left != before:  # a sum in brackets does not count: f(x-1)
-        before, left = left, _BRACKETS.sub("", left)
-    return _SUM.search(left) is not None and re.search(r"[A-Za-z]", left) is not None
-
-
 def spelled_out(text: str) -> str:
-    r"""Return the answer ``text`` in a form that math_verify's parser reads correctly.
+    r"""Return the answer ``text`` with braces around all arguments, as ``tex_reading`` needs it.
 
     Braces are put around the arguments of ``\frac`` and ``\sqrt``, and around fractions in exponents.
     ``\frac94\pi`` becomes ``\frac{9}{4}\pi``, and ``x^\frac12`` becomes ``x^{\frac{1}{2}}``. ``\sqrt10`` stays, because

@@ -1,6 +1,6 @@
-"""The processes that run math_verify, so that no answer can hang or crash a generator. ``verifier`` starts them.
+"""The processes that compare answers, so that no answer can hang or crash a generator. ``verifier`` starts them.
 
-A *server* process imports math_verify once, which takes a second, and forks *worker* processes, which takes
+A *server* process imports sympy once, which takes a second, and forks *worker* processes, which takes
 milliseconds. The server gets requests on a socket, as records of 5 bytes. The request ``F`` comes with a descriptor. It
 forks a worker that gets its work on this descriptor, and the reply is the worker's process id, or 0 if the fork failed.
 The request ``W`` waits for the end of a worker, and the reply is the signal that ended the worker, or 0. When the
@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import logging
 import os
 import resource
 import select
@@ -44,7 +43,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; this process ends with its socket
     control.set_inheritable(False)
     _limit_memory()
-    equal = _load_math_verify()
+    equal = _load_sympy()
     gc.freeze()  # workers share what is loaded
     control.sendall(RECORD.pack(READY, 0))
     workers: set[int] = set()
@@ -130,27 +129,12 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, hard))
 
 
-def _load_math_verify() -> Any:
+def _load_sympy() -> Any:
     warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)  # math_verify warns that its time limits are off; the limit is set outside of it
-    from latex2sympy2_extended.math_normalization import NormalizationConfig
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    from async_rl.rewards.same_answer import same_answers
 
-    normalization = NormalizationConfig(
-        basic_latex=True, units=True, malformed_operators=False, nits=False, boxed="all", equations=False
-    )
-    targets = [
-        LatexExtractionConfig(normalization_config=normalization, boxed_match_priority=0),
-        ExprExtractionConfig(),
-    ]
-
-    def equal(gold: str, prediction: str) -> bool:
-        sides = [t if "\\boxed{" in t else f"\\boxed{{{t}}}" for t in (gold, prediction)]
-        parsed = [parse(side, targets, parsing_timeout=None) for side in sides]  # pyright: ignore[reportArgumentType]
-        return bool(verify(parsed[0], parsed[1], timeout_seconds=None))
-
-    equal("x+1", "1+x")  # builds the regular expressions and the grammar now, not within the first answer's limit
-    return equal
+    same_answers("x+1=\\sqrt{2}", "1+x=\\frac{2}{\\sqrt{2}}")  # what is built once is not built within a limit
+    return same_answers
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compares answers with math_verify, in worker processes. A worker that exceeds the time limit is killed and replaced.
+"""Compares answers as mathematics, in worker processes. A worker that exceeds the time limit is killed and replaced.
 
 ``equality`` calls this module. The processes start with the first comparison. They end when this process ends, even if
 this process is killed.
@@ -30,7 +30,7 @@ MAX_WORKERS = 8
 """Maximum number of comparisons that run at the same time. It may exceed the number of cores, so that a comparison does
 not have to wait for others that use their whole time limit."""
 START_LIMIT_S = 120.0
-"""Time limit in seconds for importing math_verify on a busy machine. It is not part of the limit of a comparison."""
+"""Time limit in seconds for importing sympy on a busy machine. It is not part of the limit of a comparison."""
 _WALL_FACTOR = 50.0
 """The wall-clock limit of a comparison, as a multiple of its processor time limit. A worker that exceeds the wall-clock
 limit hangs."""
@@ -47,7 +47,7 @@ class _Worker:
 
 
 class _Server:
-    """The server process, which has imported math_verify and forks workers (see ``equality_child``).
+    """The server process, which has imported sympy and forks workers (see ``equality_child``).
 
     Raises:
         RewardError: the process does not start.
@@ -68,8 +68,8 @@ class _Server:
         except (ConnectionError, _DeadlineError) as error:
             self.close()
             raise RewardError(
-                "the process that compares answers did not start; run 'python -c \"import math_verify\"' to see "
-                "whether math-verify is installed, and look for the process's own error above"
+                "the process that compares answers did not start; run 'python -c \"import sympy\"' to see "
+                "whether sympy is installed, and look for the process's own error above"
             ) from error
 
     def fork(self) -> _Worker:
@@ -100,7 +100,7 @@ class _Server:
 
 
 class MathVerifier:
-    """Compares answers with math_verify in at most ``MAX_WORKERS`` worker processes. Any thread may call it.
+    """Compares answers in at most ``MAX_WORKERS`` worker processes. Any thread may call it.
 
     The processes are started when they are needed. ``counts`` has the number of comparisons (``requests``), of those
     that ``timed_out`` and ``crashed``, and the number of workers that were ``started``.
@@ -120,7 +120,7 @@ class MathVerifier:
         return tuple(worker.pid for worker in self._idle)
 
     def ask(self, gold: str, prediction: str, time_limit_s: float) -> Verdict:
-        """Compare two answers with math_verify and return the verdict.
+        """Compare two answers by ``same_answer`` and return the verdict.
 
         Args:
             gold: the row's answer. It must be short (see ``equality.MAX_ANSWER_CHARS``).

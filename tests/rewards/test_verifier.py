@@ -17,7 +17,7 @@ from async_rl.rewards import verifier as verifier_module
 from async_rl.rewards.verifier import MAX_WORKERS, MathVerifier
 
 HANGS = "9^{9^{9^9}}"
-"""math_verify computes it in one C call that never returns to Python."""
+"""Python computes it in one C call that never returns to Python."""
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,0 +1,176 @@
+r"""Wrong answers that once earned the reward, right ones that did not, and their like. Through the whole reward."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from async_rl.config.config import Config
+from async_rl.rewards.records import RewardInput
+from async_rl.rewards.registry import build_reward
+
+Earns = Callable[[str, str], bool]
+
+
+@pytest.fixture(scope="module")
+def earns() -> Iterator[Earns]:
+    config = Config.model_validate(
+        {"run": {"dir": "r"}, "model": {"path": "m"}, "reward": {"type": "boxed", "soft_overlong": False}}
+    )
+    reward = build_reward(config)
+
+    def score(gold: str, answer: str) -> bool:
+        output = reward(RewardInput(f"So it is \\boxed{{{answer}}}.", {"gt_answer": gold}, 1, 9, "stop"))
+        assert output.parts == {"correct": output.accuracy}
+        return output.accuracy == 1.0
+
+    yield score
+    counts = reward.counters()
+    reward.close()
+    assert counts["verifier_crashed"] == counts["verifier_timed_out"] == 0
+
+
+WRONG = r"""
+7 || 3+4\mathrm{i}
+5 || 5\mathrm{i}
+4 || 4\mathrm{e}^2
+3+4\mathrm{i} || 7
+\frac{\mathrm{d}y}{\mathrm{d}x}=2x || \frac{\mathrm{d}y}{\mathrm{d}x}=3x
+\frac{\mathrm{e}}{2} || \frac{\mathrm{nonsense}}{0}
+\frac{1}{2^{60}} || \frac{1}{2^{61}}
+\frac{1}{2^{60}} || -\frac{1}{2^{61}}
+\frac{1}{2^{60}} || -\frac{1}{2^{60}}
+\gcd(m,n)=1 || \gcd(m,n)=3
+n\equiv 2 \pmod 3 || n\equiv 1 \pmod 3
+n\equiv 2 \pmod 3 || n\equiv 2 \pmod 5
+\lim_{n\to\infty}a_n=0 || \lim_{n\to\infty}a_n=1
+f'(x) || f(x)
+f'(x) || f''(x)
+f^{-1}(x) || \frac{1}{f(x)}
+5 || 5x
+5 || 5m
+5 || 5i
+5 || 5!
+5 || 5'
+5 || 5^T
+5 || 5\text{ million}
+5 || 5 squared
+5 || 5 halves
+5 || 5\text{ is wrong}
+5 || \text{not } 5
+5 || 3=5
+5 || 5\nonsense
+5 || 5 \phantom{6}
+5 || 6 \\ 5
+5 || 5;6
+5 || 5 # 6
+7 || 12_5
+12 || 12_5
+a_3 || a
+x_{34} || x_{35}
+x=5 || y=5
+x>2 || x\ge 2
+x>2 || -x>-2
+x=1,y=2 || 2,1
+AB=4,CD=5 || 5, 4
+1,2,\ldots,10 || 1,2,10
+1+2+\dots+10 || 1+2+10
+x^T || x
+\vec{v} || v
+\hat{x}y || \hat{y}x
+\angle ABC || \angle ACB
+|x| || x
+\frac{dy}{dx} || \frac{y}{x}
+\int x\,dy || \int y\,dx
+\sum_{k=1}^n k || \sum_{k=0}^n k
+(-\infty,2)\cup(3,\infty) || (-\infty,2]\cup(3,\infty)
+(0,\infty) || [0,\infty)
+\mathbb{R} || R
+x\in\mathbb{R} || x\in\mathbb{Z}
+\emptyset || \{\emptyset\}
+3:30 || 1:10
+5\text{ cm}^2 || 5\text{ cm}^3
+5\text{ cm} || 5\text{ miles}
+18 || 19 dollars
+18 || 18 or 19 dollars
+\frac{1}{3} || 0.3333333
+(\frac{1}{3},2) || (0.333333,2)
+\frac{1}{2305843009213693952} || 0.000000000000
+0 || 10^{-40}
+0 || e^{-1000}
+\mathrm{e}^{400} || \mathrm{e}^{400}+1
+\sqrt{2} || \sqrt{2}+10^{-50}
+x || x+10^{-60}
+\left\lfloor\frac{x}{391}\right\rfloor || \left\lfloor\frac{x}{392}\right\rfloor
+\log x || \ln x
+\sin^{-1} x || \frac{1}{\sin x}
+BCA || ABC
+2\frac{1}{2} || 1
+5 || 2(3)
+\frac{1}{2x} || 1/2x
+\frac{a}{b}c || a/bc
+0.\overline{36} || 0.36
+\begin{pmatrix}1\\2\end{pmatrix} || \begin{pmatrix}1\\2\end{pmatrix}^T
+p \implies q || q \implies p
+\infty || \infty+1
+x^2=4 || x=2
+"""
+RIGHT = r"""
+\mathrm{e}^2 || e^2
+1+2\mathrm{i} || 1+2i
+\frac{\pi}{2} || pi/2
+\frac{\sqrt2}{2} || sqrt(2)/2
+\frac{\sqrt2}{2} || √2/2
+90^\circ || 90°
+90^\circ || 90 degrees
+x^2+1 || x**2+1
+73 || **73**
+18 || 18 dollars
+18 || \$18
+\$18 || 18 dollars
+5 || 5\,\mathrm{m}
+30 || 30 \text{ miles per hour}
+15\text{ cm}^2 || 15 square centimeters
+5\text{ cm} || 5
+3\text{ miles} || 3 \text{ mile}
+18abc || 18 abc
+\frac{\mathrm{d}y}{\mathrm{d}x}=2x || \frac{dy}{dx} = 2x
+n\equiv 2 \pmod 3 || n \equiv 5 \pmod{3}
+n\equiv 2 \pmod 3 || n \equiv 2 (mod 3)
+\lim_{n\to\infty}a_n=0 || \lim\limits_{n \rightarrow \infty} a_{n} = 0
+f'(x) || f^{\prime}(x)
+\gcd(m,n)=1 || \gcd(n,m)=1
+\gcd(12,18) || 6
+\mathbf{u}+2\mathbf{v} || 2v+u
+2.5x || \frac52 x
+0.1\overline{6} || \frac16
+\sqrt{17} || 4.123105625617661
+(-\infty,2)\cup(3,\infty) || (3, ∞) ∪ (−∞, 2)
+x>2 || 2<x
+2x+4y-3=0 || y=-\frac{1}{2}x+\frac{3}{4}
+12_5 || z = 12_5
+\frac{6}{2x} || \frac{3}{x}
+(x+1)^2 || x^2+2x+1
+\tan^2 x+1 || \sec^2 x
+b || a+b-a
+2^{n+1} || 2\cdot 2^n
+\left|x\right| || |-x|
+1:3 || 2:6
+\{1\pm\sqrt5,-2\} || -2, 1+\sqrt5, 1-\sqrt5
+1-\frac{1}{\mathrm{e}} || 1-e^{-1}
+0,111 || 0.111
+"""
+
+
+def pairs(text: str) -> list[tuple[str, ...]]:
+    return [tuple(line.split(" || ")) for line in text.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("gold", "answer"), pairs(WRONG))
+def test_a_wrong_answer_earns_nothing(earns: Earns, gold: str, answer: str):
+    assert not earns(gold, answer)
+
+
+@pytest.mark.parametrize(("gold", "answer"), pairs(RIGHT))
+def test_a_right_answer_earns_in_other_notation(earns: Earns, gold: str, answer: str):
+    assert earns(gold, answer)
+    assert earns(gold, gold)
