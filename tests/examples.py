@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 T = TypeVar("T")
 
@@ -18,7 +18,13 @@ SHARE = 5
 
 for name in (QUICK, FULL):
     # The same examples each time; a busy machine is no failure.
-    settings.register_profile(name, derandomize=True, deadline=None, max_examples=100 if name == FULL else 20)
+    settings.register_profile(
+        name,
+        derandomize=True,
+        deadline=None,
+        max_examples=100 if name == FULL else 20,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 
 
 def is_full() -> bool:
