@@ -188,7 +188,7 @@ REWARDS = {
     "None": ("pass", "expected a finite number or a RewardOutput, got None"),
     "NaN": ("return float('nan')", "expected a finite number or a RewardOutput, got nan"),
     "text": ("return 'right'", "expected a finite number or a RewardOutput, got 'right'"),
-    "out of range": ("return 2.0", "expected a number in [0, 1]"),
+    "infinite": ("return float('inf')", "expected a finite number or a RewardOutput, got inf"),
     "only for wrong answers": ("return 1 / (item.text == '58')", "ZeroDivisionError"),
 }
 
