@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ def undefined(name: str, *arguments: Expression) -> Expression:
     return sympy.Function(name)(*arguments)
 
 
-class Position:
+class Position(ABC):
     """A position in a list of tokens. Subclasses have the rules that are declared at the end."""
 
     def __init__(self, tokens: list[Token]) -> None:
@@ -93,34 +94,38 @@ class Position:
 
     # The rules, by the subclasses.
 
+    @abstractmethod
     def sum(self) -> Value:
         """Read a sum, or one value that is no expression."""
-        raise NotImplementedError
 
+    @abstractmethod
     def product(self) -> Value:
-        raise NotImplementedError
+        """Read a product, or one value that is no expression."""
 
+    @abstractmethod
     def power(self) -> Value:
-        raise NotImplementedError
+        """Read a factor with its powers, factorials and percent signs."""
 
+    @abstractmethod
     def atom(self, *, is_argument: bool = False) -> Value:
-        raise NotImplementedError
+        """Read a number, a name, a command with its arguments, or what is in brackets."""
 
+    @abstractmethod
     def argument(self) -> Value:
         """Read the argument of ``^``, ``\\frac`` and so on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def group(self, opening: str) -> Value:
         """Read what follows the bracket ``opening``, with the bracket that closes it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def subscript(self) -> str:
         """Read a subscript, if there is one, as text. It is a part of the name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def primes(self) -> str:
-        raise NotImplementedError
+        """Read the primes after a name, if there are any, as text."""
 
+    @abstractmethod
     def applied(self, name: str, is_argument: bool, *, is_function: bool) -> Expression:
         """Read the arguments of a function, as in ``f(x)`` and ``f^{-1}(x)``, or return the symbol ``name``."""
-        raise NotImplementedError
