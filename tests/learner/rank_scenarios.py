@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -404,6 +405,17 @@ def write_losses(directory: Path, ranks: Ranks, target: Path, of: dict[str, dict
             if ranks.is_leader:
                 np.savez(stem.with_suffix(".npz"), **whole)
     ranks.close()
+
+
+def leaving(directory: Path) -> None:
+    """Rank 1 is done first. Rank 0 checks that it has not left, and is done."""
+    ranks = init_ranks(tiny_config(directory, "model"))
+    if ranks.is_leader:
+        assert ranks._store is not None
+        ranks._store.wait(["done_1"], timedelta(seconds=60))
+        assert not (directory / "left_1").exists()
+    ranks.close()
+    (directory / f"left_{ranks.rank}").touch()
 
 
 def loading(directory: Path) -> None:

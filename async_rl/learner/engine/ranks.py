@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 300.0
 """Ranks may start this many seconds apart, even if ``experimental.distributed_timeout_s`` is shorter."""
 
+LEAVE_TIMEOUT_S = 60.0
+"""A rank that is done waits this long for the others to be done as well."""
+
 _FAILURE_KEY = "first_failure"
 _BUG = "this is a bug in async-rl, please report it"
 _STOP_KEY = "stop_signal"
@@ -362,12 +365,29 @@ class Ranks:
             return ""
 
     def close(self) -> None:
-        """Leave the process group. After a failure, leaving could hang, so the group is left to the end of the
-        process.
+        """Leave the process group when every rank does. After a failure, leaving could hang, so the group is left to
+        the end of the process.
+
+        Who leaves resets gloo's connections, and a rank that is still busy with the last collective would fail.
         """
         if self._store is not None and not self._broken and dist.is_initialized():
+            if self.world_size > 1:
+                self._await_all(self._store)
             dist.destroy_process_group()
         self._store = None
+
+    def _await_all(self, store: dist.Store) -> None:
+        """Return when all ranks are here, on rank 0 when they have seen it: its process may hold the store."""
+        limit = timedelta(seconds=LEAVE_TIMEOUT_S)
+        ranks = range(self.world_size)
+        try:
+            store.set(f"done_{self.rank}", "")
+            store.wait([f"done_{rank}" for rank in ranks], limit)
+            store.set(f"seen_{self.rank}", "")
+            if self.is_leader:
+                store.wait([f"seen_{rank}" for rank in ranks], limit)
+        except RuntimeError as error:
+            logger.warning("rank %d leaves before another rank is done, or has failed: %s", self.rank, error)
 
 
 def check_same_code(config: Config, ranks: Ranks) -> None:

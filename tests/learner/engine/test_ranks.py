@@ -32,6 +32,11 @@ def test_the_death_of_another_rank_stops_rank_0_long_before_the_timeout(tmp_path
     assert "RuntimeError" in leader or "DistBackendError" in leader
 
 
+def test_no_rank_leaves_the_group_before_the_last_one_is_done(tmp_path: Path):
+    run_ranks("leaving", tmp_path)
+    assert (tmp_path / "left_1").exists()
+
+
 def test_a_process_without_torchrun_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
