@@ -31,7 +31,7 @@ from async_rl.config.loss_names import ADVANTAGES
 from async_rl.config.offline import DpoConfig, RmConfig, SftConfig
 from async_rl.config.parallel import ParallelConfig
 from async_rl.config.queue import QueueConfig, WeightsConfig
-from async_rl.config.reward import RewardConfig
+from async_rl.config.reward import RewardConfig, reward_type
 from async_rl.config.run import CheckpointConfig, ExperimentalConfig, LogConfig, RunConfig
 from async_rl.config.scorer import ScorerConfig
 from async_rl.config.section import Section
@@ -307,7 +307,8 @@ class Config(Section):
 
     def _check_accuracy(self) -> None:
         """Check that nothing chooses prompts by an accuracy that does not say how often a prompt is solved."""
-        main, kind = self.reward.types[0], self.reward.type
+        kind = self.reward.right_by
+        main, key = reward_type(kind), "reward.accuracy" if self.reward.accuracy else "reward.type"
         if kind == "none":
             why = "is always 0"
         elif main.asks_scorer:
@@ -319,19 +320,19 @@ class Config(Section):
             return
         if self.queue.filter_range is not None and not main.asks_judge:
             raise ValueError(
-                f"queue.filter_range: expected [] with reward.type = {kind!r}, whose accuracy {why}, got "
-                f"{list(self.queue.filter_range)}; set it to []"
+                f"queue.filter_range: expected [] with {key} = {kind!r}, whose accuracy {why}, got "
+                f"{list(self.queue.filter_range)}; set it to [], or let reward.accuracy name what is right"
             )
         if self.data.curriculum.is_on:
             raise ValueError(
-                f"data.curriculum: expected none with reward.type = {kind!r}, whose accuracy {why}; leave the section "
-                f"out"
+                f"data.curriculum: expected none with {key} = {kind!r}, whose accuracy {why}; leave the section "
+                f"out, or let reward.accuracy name what is right"
             )
 
     def _check_lone_answers(self) -> None:
         """Check that not every group is filtered because it has a single answer, which is right or wrong."""
-        bounds, main = self.queue.filter_range, self.reward.types[0]
-        has_shares = main.is_user_code or (self.reward.type == "code" and self.reward.code.partial_credit)
+        bounds, judge = self.queue.filter_range, self.reward.right_by
+        has_shares = reward_type(judge).is_user_code or (judge == "code" and self.reward.code.partial_credit)
         if self.sampling.group_size > 1 or bounds is None or self.environment.is_set or has_shares:
             return
         if bounds[0] > 0 and bounds[1] < 1:
@@ -341,7 +342,7 @@ class Config(Section):
             )
 
     def _check_no_reward(self) -> None:
-        if self.reward.type == "none" and len(self.reward.names) == 1 and not self.distill.is_set:
+        if self.reward.type == "none" and not self.reward.extra and not self.distill.is_set:
             raise ValueError(
                 "reward.type: expected a reward that scores answers, unless distill.teacher or reward.extra is set, "
                 'got "none"; nothing would be learned, so choose another reward, or set one of them'
@@ -366,7 +367,7 @@ class Config(Section):
             )
         if self.reward.names != (RewardConfig().type,):
             raise ValueError(
-                f"reward.type, reward.extra: expected neither with an environment, which scores its rollouts itself, "
+                f"reward.type, extra, accuracy: expected none with an environment, which scores its rollouts itself, "
                 f"got {', '.join(self.reward.names)}; leave out either these keys or environment.name"
             )
         if environment.rows is not None and self.data.train:

@@ -215,6 +215,11 @@ class RewardConfig(Section):
         description="Further rewards: a table NAME = WEIGHT, with names as in reward.type. Each is multiplied by its "
         "weight and added.",
     )
+    accuracy: str | None = Field(
+        default=None,
+        description="The reward whose accuracy is an answer's accuracy, with a name as in reward.type. It adds nothing "
+        "to the reward. If unset, reward.type.",
+    )
     soft_overlong: bool = Field(
         default=True,
         description="Whether long answers lose reward, with your own reward too: a penalty that grows linearly over "
@@ -259,6 +264,13 @@ class RewardConfig(Section):
                 )
         return value
 
+    @field_validator("accuracy")
+    @classmethod
+    def _tells_right_from_wrong(cls, value: str | None) -> str | None:
+        if value == "none":
+            raise ValueError('expected a reward that scores answers, got "none"; leave the key out')
+        return value if value is None else cls._is_reward(value)
+
     @model_validator(mode="after")
     def _has_judge(self) -> Self:
         if self.asks_judge:
@@ -269,8 +281,14 @@ class RewardConfig(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all rewards of the run, ``type`` first."""
-        return (self.type, *self.extra)
+        """The names of all rewards of the run, ``type`` first, and last one that only says what is right."""
+        named = (self.type, *self.extra)
+        return named if self.right_by in named else (*named, self.right_by)
+
+    @property
+    def right_by(self) -> str:
+        """The name of the reward whose accuracy is an answer's accuracy."""
+        return self.accuracy or self.type
 
     @property
     def types(self) -> tuple[RewardType, ...]:

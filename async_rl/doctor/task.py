@@ -17,6 +17,7 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.config.loading import config_to_toml, machine_overrides, parse_config
+from async_rl.config.reward import reward_type
 from async_rl.data.chat import (
     check_causal_lm,
     check_model,
@@ -207,9 +208,10 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
         check_judge(resolved)
     except UserError as error:
         return [Finding.of_error("reward", error)]
-    main = resolved.reward.types[0]
-    if main.asks_scorer or main.asks_judge or resolved.reward.type == "none":
-        return [Finding("reward", "skip", f"{resolved.reward.type} calls no answer right or wrong")]
+    name = resolved.reward.right_by
+    judge = reward_type(name)
+    if judge.asks_scorer or judge.asks_judge or name == "none":
+        return [Finding("reward", "skip", f"{name} calls no answer right or wrong")]
     try:
         rows = load_train_rows(resolved).rows[:_SAMPLE_ROWS]
     except UserError as error:
@@ -234,7 +236,7 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
     finally:
         reward.close()
     sandbox = [_sandbox_row(resolved)] if resolved.reward.runs_programs else []
-    return [*sandbox, *_verdict(resolved.reward.type, graded, is_user_code=resolved.reward.types[0].is_user_code)]
+    return [*sandbox, *_verdict(name, graded, is_user_code=judge.is_user_code)]
 
 
 def check_critic_files(config: Config) -> list[Finding]:
@@ -289,7 +291,7 @@ def _grade(config: Config, reward: Any, data: Mapping[str, Any]) -> tuple[str | 
     Raises:
         RewardError: the row can't be graded.
     """
-    example = example_of(config.reward.types[0], data)
+    example = example_of(reward_type(config.reward.right_by), data)
 
     def accuracy_of(text: str | None) -> float:
         if text is None:
@@ -304,8 +306,12 @@ def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]], *, is
     refused = [text for text, accuracy in known if accuracy < 1]
     accepted = [index for index, (_, _, wrong) in enumerate(graded) if wrong > 0]
     if accepted:
-        fix = "check the reward, and gt_answer or test_cases of this row, because any answer might be rewarded"
         found = f"{name} accepts a wrong answer on row {accepted[0]}"
+        if is_user_code and all(wrong < 1 for _, _, wrong in graded):
+            found = f"{name} gives part of the points for a wrong answer on row {accepted[0]}"
+            fix = "ignore this if it rewards something else; reward.accuracy can name what tells right from wrong"
+            return [Finding("reward", "WARN", found, fix=fix)]
+        fix = "check the reward, and gt_answer or test_cases of this row, because any answer might be rewarded"
         return [Finding("reward", "FAIL", found, fix=fix)]
     if refused and is_user_code:
         fix = "ignore this if the reward expects another form of answer; otherwise check how it reads the answer"

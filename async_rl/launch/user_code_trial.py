@@ -21,7 +21,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import config_from_toml, config_to_toml
 from async_rl.errors import ConfigError, UserError
 from async_rl.process.child import module_command, package_environment
-from async_rl.process.user_code import describe_error
+from async_rl.process.user_code import describe_error, is_code_name
 from async_rl.rewards.conformance import WRONG_ANSWER, example_of, rollout_of
 from async_rl.rewards.records import RewardOutput
 from async_rl.rewards.registry import RewardSum, build_reward
@@ -129,7 +129,10 @@ def _error_of_loss(config: Config) -> str:
 
 
 def _key(config: Config) -> str:
-    return "reward.type" if config.reward.types[0].is_user_code else "reward.extra"
+    """The key that names the user's function, the first of them if there are several."""
+    if config.reward.types[0].is_user_code:
+        return "reward.type"
+    return "reward.extra" if any(is_code_name(name) for name in config.reward.extra) else "reward.accuracy"
 
 
 def _names(config: Config) -> str:

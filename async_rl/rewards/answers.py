@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 
 from async_rl.config.config import Config
+from async_rl.config.reward import reward_type
 from async_rl.errors import RewardError
 from async_rl.rewards.equality import answers_equal, canonical_form
 from async_rl.rewards.extraction import Extraction
@@ -149,9 +150,10 @@ def vote_key_of(config: Config) -> VoteKey | None:
     If the run's reward compares answers as mathematics, answers that are equal without the verifier have the same key:
     ``1/2`` and ``0.50`` do, ``x+1`` and ``1+x`` do not. Otherwise the key is the text without white space at both ends.
     """
-    if config.reward.types[0].runs_programs:
+    judge = reward_type(config.reward.right_by)
+    if judge.runs_programs:
         return None
-    is_mathematics = config.reward.types[0].compares_mathematics and config.reward.equality == "math"
+    is_mathematics = judge.compares_mathematics and config.reward.equality == "math"
     return canonical_form if is_mathematics else str.strip
 
 

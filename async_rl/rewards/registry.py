@@ -15,6 +15,7 @@ from typing import NamedTuple
 from async_rl.config.config import Config
 from async_rl.config.reward import REWARD_TYPES, reward_type
 from async_rl.config.section import look_up
+from async_rl.errors import RewardError
 from async_rl.net.keys import ClientKeys
 from async_rl.process.user_code import digest_of, is_code_name, load_code
 from async_rl.rewards.answers import AnswerReward, XmlFormatReward, same_mathematics, same_text
@@ -61,7 +62,10 @@ def build_reward(
 
     main = named(config.reward.type, config.reward.scale)
     extras = [Extra(name.rpartition(":")[2], named(name, 1.0), weight) for name, weight in config.reward.extra.items()]
-    return RewardSum(main, extras, scale=config.reward.scale, overlong=overlong_penalty(config))
+    by_name = dict(zip(config.reward.names, (main, *(extra.reward for extra in extras)), strict=False))
+    right_by = config.reward.right_by
+    judge = by_name[right_by] if right_by in by_name else named(right_by, 1.0)
+    return RewardSum(main, extras, scale=config.reward.scale, overlong=overlong_penalty(config), judge=judge)
 
 
 def _named(name: str, config: Config, scale: float, code_digests: Mapping[str, str] | None) -> Reward:
@@ -157,14 +161,22 @@ class RewardSum:
 
     Its output has the parts of ``main``, one part for each of ``extras``, and the part ``overlong``, which is the
     penalty times ``scale``. Without a penalty there is no part ``overlong``. The accuracy and the extracted answer are
-    those of ``main``. Spans of ``extras`` count with their weight.
+    those of ``judge``, which is ``main`` if it is None, and otherwise may be one of ``extras`` or a reward that has no
+    part. Spans of ``extras`` count with their weight.
     """
 
     def __init__(
-        self, main: Reward, extras: Sequence[Extra] = (), *, scale: float, overlong: OverlongPenalty | None
+        self,
+        main: Reward,
+        extras: Sequence[Extra] = (),
+        *,
+        scale: float,
+        overlong: OverlongPenalty | None,
+        judge: Reward | None = None,
     ) -> None:
-        self._main, self._extras = main, tuple(extras)
-        self._rewards = (main, *(extra.reward for extra in extras))
+        self._extras, self._judge = tuple(extras), main if judge is None else judge
+        summed = (main, *(extra.reward for extra in extras))
+        self._rewards = summed if any(one is self._judge for one in summed) else (*summed, self._judge)
         self._scale, self._overlong = scale, overlong
 
     @property
@@ -198,10 +210,11 @@ class RewardSum:
         return self.score_group([item])[0]
 
     def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
-        outputs = score_group(self._main, items)
+        scored = [score_group(reward, items) for reward in self._rewards]
+        outputs = scored[0]
         parts, spans = [dict(output.parts) for output in outputs], [Counter(dict(output.spans)) for output in outputs]
-        for extra in self._extras:
-            for sums, judged, output in zip(parts, spans, score_group(extra.reward, items), strict=True):
+        for extra, found in zip(self._extras, scored[1:], strict=False):
+            for sums, judged, output in zip(parts, spans, found, strict=True):
                 sums[extra.name] = sums.get(extra.name, 0.0) + extra.weight * sum(output.parts.values())
                 judged.update({end: extra.weight * reward for end, reward in output.spans})
         if self._overlong is not None:
@@ -209,10 +222,21 @@ class RewardSum:
                 earned = sum(sums.values()) / self._scale
                 has_answer = output.extracted is not None if output.has_answer is None else output.has_answer
                 sums["overlong"] = self._scale * self._overlong(item, earned, has_answer)
+        verdicts = self._verdicts(scored)
         return [
             RewardOutput(sums, o.accuracy, o.extracted, spans=tuple(sorted(judged.items())))
-            for sums, judged, o in zip(parts, spans, outputs, strict=True)
+            for sums, judged, o in zip(parts, spans, verdicts, strict=True)
         ]
+
+    def _verdicts(self, scored: Sequence[Sequence[RewardOutput]]) -> Sequence[RewardOutput]:
+        """Return the outputs of the reward that says what is right, of the outputs of all rewards."""
+        index = next(i for i, reward in enumerate(self._rewards) if reward is self._judge)
+        if index and (outside := [o.accuracy for o in scored[index] if not 0 <= o.accuracy <= 1]):
+            raise RewardError(
+                f"reward.accuracy: expected an accuracy from 0 to 1, got {outside[0]:g}; let the function return 1 "
+                f"for a right answer and 0 for a wrong one"
+            )
+        return scored[index]
 
     def counters(self) -> dict[str, int]:
         """Return the counters of all rewards. Counters of the same name are summed."""

@@ -133,10 +133,12 @@ def test_a_set_of_evaluations_must_be_there_and_have_a_name_for_files():
         assert f"data.eval: expected names of letters, digits and _ . + -, got {name!r}" in found
 
 
-@pytest.mark.parametrize("reward", [{"type": "code"}, {"type": "exact"}, {"extra": {"xml_format": 1.0}}])
+@pytest.mark.parametrize(
+    "reward", [{"type": "code"}, {"type": "exact"}, {"extra": {"xml_format": 1.0}}, {"accuracy": "exact"}]
+)
 def test_a_reward_beside_an_environment_is_refused_for_it_would_do_nothing(reward: dict[str, Any]):
     found = refusal(environment={"name": "mine.py"}, reward=reward)
-    assert "reward.type, reward.extra: expected neither with an environment, which scores its rollouts itself" in found
+    assert "reward.type, extra, accuracy: expected none with an environment, which scores its rollouts itself" in found
     assert a_config(environment={"name": "mine.py"}, reward={"scale": 2.0}).environment.is_set
 
 

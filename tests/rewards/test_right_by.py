@@ -1,0 +1,106 @@
+"""``reward.accuracy``: another reward than the one that is trained on says which answers are right."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.config.config import Config
+from async_rl.config.loading import parse_config
+from async_rl.doctor.task import check_reward
+from async_rl.errors import ConfigError, RewardError
+from async_rl.launch.user_code_trial import try_reward
+from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.rewards.registry import build_reward
+
+POINTS = "def points(item):\n    return float(len(item.text))\n\n\ndef grade(item):\n    return 2.0\n"
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(POINTS)
+    return f"{tmp_path}/mine.py"
+
+
+def config_of(code: str, **reward: Any) -> Config:
+    return a_config(reward={"soft_overlong": False, **reward}, generator={"allow_code": [code]})
+
+
+def a_config(**sections: Any) -> Config:
+    return parse_config({"run": {"dir": "r"}, "model": {"path": "m"}, **sections}, "test")
+
+
+def score(config: Config, text: str) -> RewardOutput:
+    with closing(build_reward(config)) as reward:
+        return reward(RewardInput(text, {"gt_answer": "2"}, 2, 8, "stop"))
+
+
+def test_a_built_in_reward_says_what_is_right_and_adds_nothing(code: str):
+    config = config_of(code, type=f"{code}:points", accuracy="boxed")
+    assert score(config, r"\boxed{2}") == RewardOutput({"points": 9.0}, 1.0, "2")
+    assert score(config, r"\boxed{3}") == RewardOutput({"points": 9.0}, 0.0, "3")
+
+
+def test_an_extra_reward_can_say_what_is_right_and_is_scored_once(code: str, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        POINTS + "\n\ndef once(item, calls=[]):\n    calls.append(1)\n    return len(calls) / 4\n"
+    )
+    config = config_of(code, type="exact", extra={f"{code}:once": 2.0}, accuracy=f"{code}:once")
+    assert config.reward.names == ("exact", f"{code}:once")
+    assert score(config, "2") == RewardOutput({"correct": 1.0, "once": 0.5}, 0.25)
+
+
+def test_the_main_reward_says_what_is_right_if_no_other_does(code: str):
+    assert score(config_of(code, type="exact"), "2").accuracy == 1.0
+    assert score(config_of(code, type="exact", accuracy="exact"), "2") == score(config_of(code, type="exact"), "2")
+
+
+def test_an_accuracy_outside_0_and_1_is_refused(code: str):
+    with pytest.raises(RewardError, match=r"^reward.accuracy: expected an accuracy from 0 to 1, got 2; let"):
+        score(config_of(code, type="exact", accuracy=f"{code}:grade"), "2")
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"accuracy": "none"}, 'got "none"; leave the key out'),
+        ({"accuracy": "boxes"}, "expected boxed, think_answer_tags"),
+        ({"type": "none", "accuracy": "boxed"}, "nothing would be learned"),
+    ],
+)
+def test_what_can_not_say_what_is_right_is_refused(code: str, reward: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        config_of(code, **reward)
+
+
+def test_a_reward_model_may_be_trained_on_while_answers_are_filtered_by_what_is_right(code: str):
+    config = a_config(
+        reward={"type": "model", "model": "judge", "accuracy": "boxed"},
+        scorer={"judge": {"model": "m", "address": "tcp://127.0.0.1:1"}},
+        queue={"filter_range": [0.01, 0.99]},
+    )
+    assert config.row_needs == ("gt_answer",)
+
+
+def test_a_failing_function_is_named_before_the_run(code: str, tmp_path: Path):
+    (tmp_path / "mine.py").write_text("def grade(item):\n    raise ValueError('no grade')\n")
+    with pytest.raises(ConfigError, match=r"^reward\.accuracy: .*grade can't score an answer to training row 0"):
+        try_reward(config_of(code, type="exact", accuracy=f"{code}:grade"), [{"gt_answer": "2"}])
+
+
+def test_the_doctor_grades_by_it_and_only_warns_of_a_function_that_rewards_something_else(code: str, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "gt_answer": "2"}\n')
+    (tmp_path / "mine.py").write_text("def brief(item):\n    return 1 / (1 + len(item.text))\n")
+
+    def found(**reward: Any) -> list[tuple[str, str]]:
+        config = config_of(code, type=f"{code}:brief", **reward).model_dump(mode="json", exclude_unset=True)
+        config["data"] = {"train": str(tmp_path / "rows.jsonl")}
+        return [(finding.state, finding.fix) for finding in check_reward(config)]
+
+    assert found(accuracy="boxed") == [("OK", "")]
+    [(state, fix)] = found()
+    assert state == "WARN"
+    assert "reward.accuracy can name what tells right from wrong" in fix
