@@ -25,6 +25,7 @@ from async_rl.config.config import Config
 from async_rl.config.data import PromptFormat, RowField, parse_tools
 from async_rl.data.files import Source, kind, messages_without_nulls, parse_json
 from async_rl.data.sendable import split_sendable, why_unsendable
+from async_rl.data.template_forms import joined_text
 from async_rl.errors import DataError
 from async_rl.records import DROPPED_KEY, TEXT_ROLE, TOOLS_ROLE
 from async_rl.rewards.code_tests import parse_tests
@@ -205,10 +206,10 @@ def _tools(raw: Any, messages: Sequence[Mapping[str, str]], where: str) -> Mappi
 
 
 def parse_messages(raw: Any, where: str) -> tuple[Mapping[str, str], ...]:
-    """Check the messages of a chat and return them.
+    """Check the messages of a chat and return them, each with the keys ``role`` and ``content``, both text.
 
-    ``raw`` is a list of objects, each with a ``role`` and a ``content``, or one such object. ``where`` is the place of
-    ``raw`` in the data.
+    ``raw`` is a list of objects, each with a ``role`` and a ``content``, or one such object. A content may be a list of
+    text parts, which are joined. ``where`` is the place of ``raw`` in the data.
 
     Raises:
         DataError: ``raw`` is anything else. The error's message begins with ``where``.
@@ -216,16 +217,16 @@ def parse_messages(raw: Any, where: str) -> tuple[Mapping[str, str], ...]:
     listed = [raw] if isinstance(raw, dict) else raw
     if not isinstance(listed, list) or not listed:
         raise DataError(f"{where}: expected a message or a list of messages, got {kind(raw)}")
-    for index, message in enumerate(listed):
-        is_message = (
-            isinstance(message, dict)
-            and message.keys() == {"role", "content"}
-            and all(isinstance(value, str) for value in message.values())
-        )
-        if not is_message or not message["role"]:
-            got = str(message)[:120]
-            raise DataError(f'{where}[{index}]: expected {{"role": text, "content": text}}, got {got}')
-    return tuple({"role": message["role"], "content": message["content"]} for message in listed)
+    return tuple(_message(message, f"{where}[{index}]") for index, message in enumerate(listed))
+
+
+def _message(raw: Any, where: str) -> Mapping[str, str]:
+    """Return the message ``raw``. Tool calls are refused: a rollout's messages have text alone."""
+    if isinstance(raw, dict) and raw.keys() == {"role", "content"}:
+        role, content = raw["role"], joined_text(raw["content"])
+        if isinstance(role, str) and role and content is not None:
+            return {"role": role, "content": content}
+    raise DataError(f'{where}: expected {{"role": text, "content": text}}, got {str(raw)[:120]}')
 
 
 def _answer_text(answer: Any, where: str) -> str:

@@ -84,6 +84,12 @@ def test_a_rows_own_system_message_wins(tmp_path: Path):
     assert list(rows[0].messages) == messages
 
 
+def test_a_content_of_text_parts_is_their_text(tmp_path: Path):
+    parts = '[{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]'
+    [row] = load_text(tmp_path, f'{{"messages": [{{"role": "user", "content": {parts}}}], "gt_answer": "2"}}\n').rows
+    assert row.messages == ({"role": "user", "content": "1 + 1?"},)
+
+
 def test_the_digest_is_the_files_sha256(tmp_path: Path):
     text = f"{GOOD}\n\n{GOOD}\n"
     assert load_text(tmp_path, text).digest == hashlib.sha256(text.encode()).hexdigest()
@@ -112,6 +118,7 @@ def test_the_digest_is_the_files_sha256(tmp_path: Path):
         ('{"messages": [{"role": "user"}], "gt_answer": "2"}', r"messages\[0\]: expected"),
         ('{"messages": [{"role": "", "content": "q"}], "gt_answer": "2"}', r"messages\[0\]: expected"),
         ('{"messages": [{"role": "user", "content": 5}], "gt_answer": "2"}', r"messages\[0\]: expected"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}], "gt_answer": "2"}', r"expected .*image"),
         ('{"messages": [{"role": "user", "content": "q", "name": "n"}], "gt_answer": "2"}', r"messages\[0\]: expected"),
         (
             '{"gt_answer": "1", "messages": {"role": "user", "content": "q"}, "gt_answer": "2"}',
