@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Qwen2Config
+from transformers import ByT5Tokenizer, Qwen2Config
 
 from async_rl.data.template import apply_template
 from async_rl.data.template_forms import adapted, forms_of
@@ -205,6 +205,23 @@ def test_marks_of_what_the_model_writes_decide_what_is_trained_and_not_the_seque
     finally:
         tokenizer.chat_template = kept
     assert spelled(tokenizer, sequence.token_ids[sequence.loss_mask]) == "A1<|im_end|>A2<|im_end|>"
+
+
+def test_marks_that_a_python_tokenizer_can_not_place_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    tokenizer: Any = ByT5Tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}A:Well, {% generation %}{{ m['content'] }}"
+        "{% endgeneration %}</s>{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}A:{% endif %}"
+    )
+    Qwen2Config(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(tmp_path)
+    ends = turn_ends(tokenizer, tmp_path)
+    encoder = RowEncoder(tokenizer, {}, max_length=1000, section="sft", ends=ends)
+    sequence, again = (encoder.encode_turns(0, [], [ASKED, ANSWERED], "row")[0] for _ in range(2))
+    assert sequence.token_ids.tolist() == again.token_ids.tolist()
+    assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == f"Well, {ANSWERED['content']}</s>"
+    (record,) = caplog.records
+    assert "ByT5Tokenizer) does not know the characters of its tokens" in record.getMessage()
 
 
 def test_a_key_that_the_template_does_not_render_is_said_once_with_the_row(caplog: pytest.LogCaptureFixture):

@@ -30,6 +30,7 @@ Segments = list[tuple[list[int], list[bool]]]
 """Pairs (token ids, whether each is trained)."""
 _THINK, _THOUGHT = "<think>", "</think>"
 _THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+_MARKS = "{% generation %}"
 _OTHER = "Bluebell"
 """An answer that begins like no opener of thinking."""
 
@@ -197,8 +198,17 @@ class TurnSplitter:
     def _spans(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
     ) -> Sequence[tuple[int, int]] | None:
-        # Without a tokenizer that knows the characters of its tokens, a turn is trained as a whole.
-        return marked_spans(self._tokenizer, messages, arguments) if self._tokenizer.is_fast else None
+        spans = marked_spans(self._tokenizer, messages, arguments)
+        if spans is None or self._tokenizer.is_fast:
+            return spans
+        if _MARKS not in self._said:
+            self._said.add(_MARKS)
+            logger.warning(
+                "the chat template has %s marks, and the tokenizer (%s) does not know the characters of its tokens, so "
+                "the assistant's messages are trained whole; use a tokenizer with a tokenizer.json to train only "
+                "what is marked", _MARKS, type(self._tokenizer).__name__,
+            )  # fmt: skip
+        return None
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], where: str, arguments: Mapping[str, Any], *, open_turn: bool
