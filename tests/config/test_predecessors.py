@@ -10,24 +10,10 @@ from pydantic import BaseModel
 
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config
+from tests.config.predecessors import CHECKLIST, ROWS, settings_of
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "predecessors.md").read_text(encoding="utf-8")
-ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| feature")]
-CHECKLIST = PAGE.split("\n## Every feature, with its setting\n")[1].split("\n## ")[0]
 NUM_FEATURES = 116
 """Lines of the checklist that the table answers."""
-
-Setting = tuple[str, str | None]
-
-
-def settings_of(row: str) -> list[Setting]:
-    """The settings that the last cell of a row names in backticks, each with its value in TOML if it has one."""
-    cell = row.strip("| ").split(" | ")[-1]
-    found = re.findall(r"`([a-z]+(?:\.[a-z_]+)+)(?: = ([^`]+))?`", cell)
-    unknown = [key for key, value in found if value and key.split(".")[0] not in Config.model_fields]
-    assert unknown == [], f"no such section: {unknown}"
-    return [(key, value or None) for key, value in found if key.split(".")[0] in Config.model_fields]
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +50,8 @@ def load(base: Path, chosen: dict[str, str]) -> None:
 
 
 def test_the_checklist_has_a_row_for_each_of_its_lines_and_each_row_an_answer():
-    rows = [line for line in CHECKLIST.splitlines() if line.startswith("| ") and not line.startswith("| feature")]
-    assert len(rows) == NUM_FEATURES
-    for row in rows:
+    assert len(CHECKLIST) == NUM_FEATURES
+    for row in CHECKLIST:
         cell = row.strip("| ").split(" | ")[-1]
         reasons = (
             "not planned: ",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from itertools import product
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 
 from async_rl.config.loading import load_config
 from async_rl.data.dataset import load_rows_of, load_train_rows
-from tests.config.test_predecessors import ROWS, settings_of
+from tests.config.predecessors import ROWS, alternatives, settings_of
 from tests.learner.test_row_forms import RUN
 from tests.learner.tiny import tiny_model
 
@@ -33,16 +32,6 @@ OFFLINE = ("sft", "rm", "dpo")
 
 def commands_of(row: str) -> list[str]:
     return [command for command in OFFLINE if any(key.startswith(f"{command}.") for key, _ in settings_of(row))]
-
-
-def alternatives(row: str) -> Iterator[dict[str, str]]:
-    """Every choice of the row's settings: two values of one key are alternatives. A key without one is left out."""
-    values: dict[str, list[str]] = {}
-    for key, value in settings_of(row):
-        if value is not None:
-            values.setdefault(key, []).append(value)
-    for chosen in product(*values.values()):
-        yield dict(zip(values, chosen, strict=True))
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

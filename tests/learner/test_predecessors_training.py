@@ -1,0 +1,311 @@
+"""The rows of docs/predecessors.md about how the learner trains: each setting runs, and changes what it promises.
+
+A run here is the real trainer, engine, queue and files in this process; the groups are made up. For each row, a run
+with all of its settings is compared with one that lacks a single setting, and so on for every setting. What a setting
+changes is the trained weights; for a few it is a figure of ``metrics.jsonl``. Settings that say how a step is computed,
+and not which step, must change no weight.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec import structs
+
+from async_rl.errors import ConfigError
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.engine.ranks import init_ranks
+from async_rl.records import Group, Lease, Rollout, TokenSequence
+from async_rl.run.step_log import read_rows
+from tests.config.predecessors import FEATURES, alternatives
+from tests.learner.test_trainer import Run, make_run
+from tests.learner.tiny import tiny_model
+from tests.queue.builders import group
+
+Settings = Mapping[str, str]
+"""Key -> value in TOML."""
+
+BASE: Settings = {
+    "model.path": '"model"', "data.eval": "{}", "eval.every": "0", "checkpoint.every": "0",
+    "sampling.group_size": "4", "sampling.max_new_tokens": "16", "sampling.max_prompt_tokens": "8",
+    "learner.steps": "12", "learner.max_tokens": "40", "optimizer.lr": "1e-2",
+    "generator.backend": '"fake"',
+}  # fmt: skip
+OF_CRITIC: Settings = {"critic.lr": "0.1", "learner.updates_per_batch": "2"}
+"""What a critic's settings need to show their effect: ``critic.value_clip`` acts from a batch's second update on."""
+REFUSED = ({"loss.kl_placement": '"loss"', "loss.kl_estimator": '"k1"'},)
+"""Choices of a row that the config refuses, as the row says."""
+
+OTHER: Mapping[str, tuple[str, ...]] = {
+    "loss.preset": ('"cispo"',),
+    "loss.advantage": ('"group_mean"', '"group_norm"'),
+    "loss.aggregation": ('"sequence"', '"token"'),
+    "loss.clip_low": ("0.01",),
+    "loss.clip_high": ("0.01",),
+    "loss.mask_truncated": ("false",),
+    "loss.skip_threshold": ("0",),
+    "loss.kl_placement": ('"advantage"', '"reward"'),
+    "loss.kl_estimator": ('"k3"', '"k2"'),
+    "loss.importance_cap": ("1.01",),
+    "optimizer.max_grad_norm": ("0.01",),
+    "optimizer.min_lr_ratio": ("0.9",),
+    "optimizer.weight_decay": ("0.5",),
+    "critic.path": ('"other"',),
+    "critic.gamma": ("0.5",),
+    "critic.lam": ("0.5",),
+    "critic.whiten": ("false",),
+    "critic.value_clip": ("0",),
+    "queue.filter_range": ("[]", "[0.01, 0.99]"),
+    "queue.max_staleness": ("1",),
+    "queue.refill": ("false", "true"),
+    "lora.alpha": ("1.0",),
+    "lora.publish": ('"merged"', '"adapters"'),
+    "sampling.temperature": ("0.5",),
+    "sampling.temperature_steps": ("2",),
+}
+"""Key -> the values it is compared with, the first that differs from the row's. Other keys are left out."""
+
+GO_WITH: Mapping[str, tuple[str, ...]] = {
+    "loss.preset": ("critic.",),
+    "loss.skip_threshold": ("loss.skip_unit",),
+    "loss.anchor": ("loss.importance_cap",),
+    "loss.kl_coef": ("loss.kl_",),
+    "sampling.temperature_end": ("sampling.temperature_steps",),
+    "lora.rank": ("lora.",),
+}
+"""Key -> the beginnings of those keys that have no meaning without it."""
+
+CHANGING = (
+    *OTHER, "model.dtype", "loss.skip_unit", "loss.kl_coef", "loss.entropy_coef", "loss.anchor", "loss.best_k",
+    "optimizer.schedule", "optimizer.name", "critic.freeze_steps", "lora.rank", "lora.base_bits", "lora.publish",
+    "sampling.group_size", "sampling.temperature_end", "queue.max_staleness", "learner.updates_per_batch",
+)  # fmt: skip
+"""Keys that decide which steps are taken."""
+
+KEEPING: Settings = {
+    "learner.max_tokens": "20",
+    "learner.packing": '"padded"',
+    "learner.reshard": '"after_backward"',
+    "learner.compile": "false",
+    "model.gradient_checkpointing": '"none"',
+    "weights.sync_every": "1",
+}
+"""Keys that decide how a step is computed or sent on, each with a value to compare with: the weights stay the same."""
+
+FIGURES: Mapping[str, str] = {"queue.max_staleness": "staleness/max"}
+"""Keys whose effect is seen in a figure of the metrics and not in the weights."""
+
+
+ALL_COUNT: Settings = {"loss.mask_truncated": "false", "loss.skip_threshold": "0"}
+"""With it the loss leaves no answer out."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run left: its weights by name, the rows of its steps, and the run."""
+
+    weights: Mapping[str, torch.Tensor]
+    rows: list[dict[str, Any]]
+    run: Run
+
+
+def answered(lease: Lease, version: int) -> Group:
+    """A group that tells the settings apart, drawn by the prompt's position.
+
+    Every fifth group is all right. In the others answers with even numbers are right. Rewards differ in style. Answer
+    3 was cut at the limit. In every third group answer 2 has become 150 times as likely.
+    """
+    generator = np.random.default_rng(lease.prompt.position)
+    is_easy, is_odd = lease.prompt.position % 5 == 4, lease.prompt.position % 3 == 0
+    rollouts = tuple(
+        rollout(
+            generator,
+            version,
+            accuracy=float(is_easy or number % 2 == 0),
+            number=number,
+            is_odd=is_odd and number == 2,
+        )
+        for number in range(lease.group_size)
+    )
+    return structs.replace(group(lease, version), rollouts=rollouts)
+
+
+def rollout(generator: np.random.Generator, version: int, *, accuracy: float, number: int, is_odd: bool) -> Rollout:
+    size = int(generator.integers(6, 15))
+    mask = np.arange(size) >= 2
+    logprobs = generator.uniform(-4.2, -3.4, size) - 5.0 * is_odd
+    sequence = TokenSequence(
+        token_ids=generator.integers(4, 40, size).astype(np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, logprobs, 0.0).astype(np.float32),
+        versions=np.where(mask, version, -1).astype(np.int32),
+    )
+    parts = {"correct": accuracy, "style": 0.1 * number}
+    return Rollout((sequence,), parts, accuracy, "length" if number == 3 else "stop")
+
+
+def nested(settings: Settings) -> dict[str, Any]:
+    return tomllib.loads("\n".join(f"{key} = {value}" for key, value in settings.items()))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has the model, and a run of each choice of settings."""
+    root = tmp_path_factory.mktemp("predecessors")
+    tiny_model(root / "model")
+    tiny_model(root / "other", seed=1)
+    return root
+
+
+_trained: dict[frozenset[tuple[str, str]], Trained] = {}
+
+
+def train(directory: Path, settings: Settings) -> Trained:
+    """Train as ``settings`` say on top of ``BASE``. A choice of settings is trained once."""
+    key = frozenset(settings.items())
+    if key not in _trained:
+        run = make_run(directory / f"run-{len(_trained)}", num_rows=400, **nested({**BASE, **settings}))
+        engine = FsdpEngine(run.config, init_ranks(run.config))
+        run.engine = engine  # pyright: ignore[reportAttributeAccessIssue]
+        run.start(answer=answered)
+        weights = {name: tensor.clone() for name, tensor in engine.gather()}
+        engine.close()
+        rows = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
+        _trained[key] = Trained(weights, rows, run)
+    return _trained[key]
+
+
+def differ(one: Trained, other: Trained) -> bool:
+    return one.weights.keys() != other.weights.keys() or any(
+        not torch.equal(tensor, other.weights[name]) for name, tensor in one.weights.items()
+    )
+
+
+def learner_settings(settings: Settings) -> dict[str, str]:
+    """Those of a row that this page's runs read; a critic gets the learning rate that shows its effect."""
+    own = {key: value for key, value in settings.items() if key in CHANGING or key in KEEPING}
+    if own.get("loss.preset") == '"ppo"':
+        return {**own, **OF_CRITIC}
+    return {key: value for key, value in own.items() if not key.startswith("critic.")}
+
+
+def without(settings: Settings, key: str) -> dict[str, str]:
+    """``settings`` with another value of ``key``, or without it."""
+    gone = (key, *GO_WITH.get(key, ()))
+    rest = {name: value for name, value in settings.items() if not name.startswith(gone)}
+    others = (*OTHER.get(key, ()), *KEEPING.get(key, "").split())
+    other = next((value for value in others if value != settings[key]), None)
+    return rest if other is None else rest | {key: other}
+
+
+CASES = [
+    (feature, key, settings)
+    for feature, row in FEATURES.items()
+    for settings in map(learner_settings, alternatives(row))
+    if not any(refused.items() <= settings.items() for refused in REFUSED)
+    for key in settings
+    if key not in OF_CRITIC
+]
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=str)
+def test_a_choice_that_a_row_calls_refused_is_refused(refused: Settings, tmp_path: Path):
+    (row,) = (
+        row for row in FEATURES.values() if any(refused.items() <= chosen.items() for chosen in alternatives(row))
+    )
+    assert "refused" in row
+    with pytest.raises(ConfigError, match=list(refused)[-1]):
+        make_run(tmp_path, **nested({**BASE, **next(c for c in alternatives(row) if refused.items() <= c.items())}))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [pytest.param(key, settings, id=f"{feature}: {key} = {settings[key]}") for feature, key, settings in CASES],
+)
+def test_a_setting_of_a_row_changes_what_it_promises(
+    key: str, settings: Settings, directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(directory)
+    one, other = train(directory, settings), train(directory, without(settings, key))
+    if key in FIGURES:
+        assert [row[FIGURES[key]] for row in one.rows] != [row[FIGURES[key]] for row in other.rows]
+    elif key in KEEPING:
+        for name, tensor in one.weights.items():
+            torch.testing.assert_close(tensor, other.weights[name], atol=1e-4, rtol=1e-3)
+    else:
+        assert differ(one, other)
+
+
+def settings_together(*features: str) -> dict[str, str]:
+    """The settings of several rows, of which none has alternatives and no two contradict each other."""
+    joined: dict[str, str] = {}
+    for feature in features:
+        (settings,) = alternatives(FEATURES[feature])
+        assert {**settings, **joined} == {**joined, **settings}, feature
+        joined |= settings
+    return {key: value for key, value in joined.items() if not key.startswith(("queue.journal", "log."))}
+
+
+@pytest.mark.slow
+def test_a_run_of_colossal_s_grpo_has_the_figures_that_its_rows_promise(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(directory)
+    settings = settings_together(
+        "GRPO preset", "lr schedule", "temperature annealing", "save", "weight sync schedule",
+        "shared buffer of groups", "entropy metric, weight decay, profiling", "KL + reference",
+    )  # fmt: skip
+    trained = train(directory, {**settings, "learner.steps": "100"})
+    rows = trained.rows
+    # From 1.0 to 0.9 in 100 versions, so 0.001 less at each; groups are 4 versions old once the queue is full.
+    assert [rows[at]["temperature"] for at in (0, 4, 54, 99)] == pytest.approx([1.0, 1.0, 0.95, 0.905])
+    assert [row["staleness/max"] for row in rows] == [0, 1, 2, 3, *[4] * 96]
+    # Half a cosine from 1 to 0.1: halfway at 0.55.
+    assert [rows[at]["lr"] for at in (0, 50)] == pytest.approx([1e-2, 0.55e-2], rel=1e-6)
+    assert rows[99]["lr"] == pytest.approx(1e-3, rel=0.01)
+    assert rows[-1]["kl/reference"] > 0
+    assert all(row["entropy"] > 0 for row in rows)
+    # Without a filter the all-right groups at every fifth position are trained too.
+    assert trained.run.queue_state.stats().ledger["groups"]["filtered"] == 0
+    assert trained.run.weights.published == list(range(101))
+    checkpoints = trained.run.path / "checkpoints"
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-000075", "step-000100"]
+    assert (checkpoints / "latest").read_text().strip() == "step-000100"
+
+
+@pytest.mark.slow
+def test_dapo_samples_other_groups_for_those_it_filters_and_rl2_does_not(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(directory)
+    dapo = train(directory, learner_settings(settings_together("DAPO preset", "filter_range", "dynamic_batching")))
+    rl2 = train(directory, learner_settings(settings_together("dynamic filtering")))
+    # Steps of 2 groups: 24 pass of the first 29 or so, of which every fifth is filtered. One answer of four is cut.
+    groups = dapo.run.queue_state.stats().ledger["groups"]
+    assert (groups["trained"], groups["filtered"]) == (24, 5)
+    assert [row["masked/truncated"] for row in dapo.rows] == [2] * 12
+    assert [row["accuracy/mean"] for row in dapo.rows] == [0.5] * 12
+    # The same 24 positions whatever they earn: 4, 9, 14 and 19 give no signal.
+    groups = rl2.run.queue_state.stats().ledger["groups"]
+    assert groups["trained"] == 24
+    assert sum(row.get("masked/filter", 0) for row in rl2.rows) == 4 * 4
+
+
+@pytest.mark.slow
+def test_batches_are_of_the_size_that_their_row_says(directory: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(directory)
+    (settings,) = alternatives(FEATURES["batch flags ibs, imbs, tbs, tMbs, tmbs, g"])
+    del settings["generator.batch_size"]  # of the generator
+    trained = train(directory, {**settings, "learner.steps": "1", **ALL_COUNT})
+    ledger = trained.run.queue_state.stats().ledger
+    # One batch of 64 groups of 8, trained in two updates.
+    assert trained.rows[0]["version"] == 2
+    assert (ledger["groups"]["trained"], ledger["rollouts"]["trained"]) == (64, 512)
