@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from async_rl.config.loading import parse_config
 from async_rl.learner.offline.sft import run_sft
@@ -49,7 +49,8 @@ def settings_of_rows(*features: str, choice: int = 0) -> dict[str, Any]:
 def in_directory(root: Path, value: Any) -> Any:
     """``value`` with every name of a file in ``root`` made a path, as if the command ran there."""
     if isinstance(value, Mapping):
-        return {key: in_directory(root, one) for key, one in value.items()}
+        # A type is a name in a table, even if a file is called so.
+        return {key: one if key == "type" else in_directory(root, one) for key, one in value.items()}
     if isinstance(value, list):
         return [in_directory(root, one) for one in value]
     return str(root / value) if isinstance(value, str) and value and (root / value).exists() else value
@@ -354,3 +355,59 @@ def test_adapters_over_a_base_of_4_bits_with_an_8_bit_optimizer(tmp_path: Path):
     before, after = (load_file(tmp_path / of / "model.safetensors") for of in ("model", "run/export"))
     moved = {name.split(".")[-2] for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert moved == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def test_the_guessing_game_is_played(tmp_path: Path):
+    write_files(tmp_path)
+    games = [{"prompt": "1-9:", "extra_info": {"number": number}} for number in range(1, 10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(game) + "\n" for game in games))
+    of_rows = settings_of_rows("env step", "eval_only, rollout dump", "transformers rollout backend")
+    own = {
+        "generator": {"allow_code": [of_rows["environment"]["name"]]},
+        "environment": {"max_turns": 3, "max_turn_tokens": 2},
+        "sampling": {"max_new_tokens": 8},
+        "queue": {"filter_range": []},
+        "data": {"on_long_prompt": "drop"},
+        "loss": {"mask_truncated": False},
+    }
+    rows = launch(tmp_path, of_rows, own)
+    assert [row["version"] for row in rows] == [1, 2]
+    for rollout in logged(tmp_path):
+        # Text that is no number costs half a point, and is answered with a question mark in the same text.
+        for turn in rollout["turns"]:
+            assert turn["reward"] in (-0.5, 0.0, 1.0)
+            assert turn["score"] == float(turn["reward"] == 1.0)
+        assert rollout["sequences"][0].startswith("1-9:")
+    assert min(row["reward/mean"] for row in rows) < 0 <= min(row["score/mean"] for row in rows)
+
+
+def test_a_reward_model_is_trained_evaluated_and_served(tmp_path: Path):
+    write_files(tmp_path)
+    pairs = [{"prompt": question, "chosen": answer, "rejected": "no"} for question, answer in ASKED]
+    for name in ("pairs.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    of_rows = settings_of_rows("RM trainer")
+    address, model = free_address(), str(tmp_path / "rm")
+    own = {"rm": {"out": model, "steps": 2}, "scorer": {"judge": {"model": model, "address": address}}}
+    config = config_of(tmp_path, of_rows, own, {"reward": {"soft_overlong": False}}, FAKE)
+    path = str(write_config(tmp_path / "config.toml", config))
+    with roles(tmp_path / "logs") as start:
+        start("rm", "rm", path).succeed()
+        start("launch", "launch", path).succeed()
+    trained = read_lines(tmp_path / "run" / "rm" / "metrics.jsonl")
+    assert "eval/held_out/loss" in trained[-1]
+    assert AutoModelForSequenceClassification.from_pretrained(model).config.num_labels == 1
+    assert all(row["reward/mean"] == row["reward/model"] != 0 for row in list_of_steps(tmp_path / "run"))
+
+
+def test_eight_ranks_in_three_dimensions_train_as_one(tmp_path: Path):
+    write_files(tmp_path)
+    of_rows = settings_of_rows("Megatron 5D")
+    del of_rows["parallel"]["pipeline"], of_rows["parallel"]["experts"]  # "also"
+    own = {"queue": {"filter_range": [], "max_staleness": 0}, "loss": {"mask_truncated": False, "entropy_coef": 0.1}}
+    rows = launch(tmp_path, of_rows, TRANSFORMERS, own)
+    assert [row["version"] for row in rows] == [1, 2]
+    # What one process sampled is what eight compute, before and after a step.
+    assert [row["ratio/max"] for row in rows] == pytest.approx([1.0, 1.0], abs=1e-4)
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert len(list((tmp_path / "run" / "logs").glob("learner-*.log"))) == 8

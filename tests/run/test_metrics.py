@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,6 +119,35 @@ def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path):
         f"a_writer(Path({str(tmp_path)!r})).write({{'step': 1}}); sys.exit('wandb' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_wandb_gets_the_mode_the_project_and_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import wandb
+
+    asked: dict[str, Any] = {}
+    logged: list[dict[str, Any]] = []
+
+    class Service:
+        def define_metric(self, name: str, step_metric: str) -> None: ...
+
+        def log(self, row: dict[str, Any]) -> None:
+            logged.append(row)
+
+        def finish(self) -> None: ...
+
+    def init(**settings: Any) -> Service:
+        asked.update(settings)
+        return Service()
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    log = {"wandb": "online", "project": "async-rl"}
+    config = parse_config({"run": {"dir": str(tmp_path)}, "model": {"path": "tiny"}, "log": log}, "test")
+    writer = MetricsWriter(tmp_path, config)
+    writer.write({"step": 1, "reward/mean": 0.5})
+    writer.close()
+    assert (asked["mode"], asked["project"]) == ("online", "async-rl")
+    assert logged == read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
 
 
 def test_wandb_offline_writes_a_run_that_keeps_its_id_when_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
