@@ -125,6 +125,7 @@ def test_colossal_s_math_run(tmp_path: Path):
     assert [row["reward/correct"] for row in rows] == pytest.approx([10 * row["accuracy/mean"] for row in rows])
     assert [row["reward/overlong"] for row in rows] == pytest.approx([-10 * (6 - 4) / 512] * 25)
     assert all(0 < row["accuracy/mean"] < 1 and row["entropy"] > 0 for row in rows)
+    assert all("learner_sampled/groups" not in row for row in rows)  # the learner only trains
     assert check_ledger(tmp_path / "run")["groups"]["trained"] == 25 * 2
     evaluated = [row for row in metrics(tmp_path / "run") if "eval/math500/accuracy" in row]
     assert [(row["step"], row["eval/math500/samples"]) for row in evaluated] == [(0, 1), (20, 1), (25, 1)]
@@ -145,7 +146,7 @@ def test_the_exact_reward_with_xml_points_and_eight_answers_a_row(tmp_path: Path
     write_files(tmp_path)
     of_rows = settings_of_rows(
         "multiple reward functions", "eval pass@1(mean n), BoN", "eval_only, rollout dump",
-        "use_wandb off, timing metrics",
+        "use_wandb off, timing metrics", "MATH-500, R1 prompt, xml reward",
     )  # fmt: skip
     rows = launch(tmp_path, of_rows, FAKE, {"data": {"eval": {"math500": "math500.jsonl"}}})
     for row in rows:
