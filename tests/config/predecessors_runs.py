@@ -187,9 +187,9 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
     ),
     "reward vs score": (f"{TURNS}test_scripted_games_get_their_rewards_and_signs_of_advantage", PLAYED),
     "GEM": (
+        f"{LAUNCH}test_a_game_of_gem_is_played",
         "environments/test_examples.py::test_gems_own_guess_the_number_is_played",
         "environments/test_examples.py::test_the_gem_adapter_keeps_the_conversation_and_the_seed",
-        "config/test_recipes.py::test_a_recipe_loads_and_its_commands_exist",
     ),
     "search, countdown, math envs": (
         "environments/test_examples.py::test_local_search_finds_passages_and_scores_answers",
@@ -247,7 +247,12 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
     ),
     "eval_only, rollout dump": (EXACT, EVALUATED),
     "custom generate function": (PLAYED,),
-    "LoRA; multi-agent; privileged critic; mid-training": (TRAINED, GIVEN, PLAYED),
+    "LoRA; multi-agent; privileged critic; mid-training": (
+        TRAINED,
+        PLAYED,
+        GIVEN,
+        "learner/test_row_forms.py::test_a_run_on_any_form_of_the_same_rows_gives_the_same_weights",
+    ),
     "GSPO, Kimi, on-policy distillation": (
         TRAINED,
         "end_to_end/test_own_loss.py::test_a_run_with_the_soft_clip_and_advantages_by_age",

@@ -150,7 +150,7 @@ def test_the_exact_reward_with_xml_points_and_eight_answers_a_row(tmp_path: Path
     )  # fmt: skip
     rows = launch(tmp_path, of_rows, FAKE, {"data": {"eval": {"math500": "math500.jsonl"}}})
     for row in rows:
-        # The fake writes the tags, but not each on a line of its own: 0.3 of 1, and 1 if the answer is right.
+        # The form, which the fake always keeps, earns 0.3, and a right answer 1.
         assert row["reward/mean"] == pytest.approx(row["reward/correct"] + 0.3)
         assert row["time/step_s"] > 0
     evaluated = [row for row in metrics(tmp_path / "run") if "eval/math500/accuracy" in row]
@@ -380,6 +380,25 @@ def test_the_guessing_game_is_played(tmp_path: Path):
             assert turn["score"] == float(turn["reward"] == 1.0)
         assert rollout["sequences"][0].startswith("1-9:")
     assert min(row["reward/mean"] for row in rows) < 0 <= min(row["score/mean"] for row in rows)
+
+
+def test_a_game_of_gem_is_played(tmp_path: Path):
+    pytest.importorskip("gem", reason="the extra [gem] is not installed")
+    write_files(tmp_path)
+    of_rows = settings_of_rows("GEM", "eval_only, rollout dump", "transformers rollout backend")
+    own = {
+        "generator": {"allow_code": ["async_rl.environments.gem"]},
+        "environment": {"rows": 50, "max_turns": 4, "max_turn_tokens": 6},
+        "sampling": {"max_new_tokens": 24, "max_prompt_tokens": 1800},
+        "queue": {"filter_range": []},
+        "data": {"train": "", "on_long_prompt": "drop"},
+        "loss": {"mask_truncated": False},
+    }
+    rows = launch(tmp_path, of_rows, own)
+    assert [row["version"] for row in rows] == [1, 2]
+    for rollout in logged(tmp_path):
+        assert "You are playing language games" in rollout["sequences"][0]  # the prompt "game"
+        assert rollout["reward"] == sum(turn["reward"] for turn in rollout["turns"]) < 0  # no guess in a box
 
 
 def test_a_reward_model_is_trained_evaluated_and_served(tmp_path: Path):
