@@ -233,7 +233,10 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
         f"{LAUNCH}test_a_reward_model_is_trained_evaluated_and_served",
     ),
     "use_wandb off, timing metrics": (EXACT, PROMPTS),
-    "test during PPO": (EVALUATED, MATH),
+    "test during PPO": (
+        CRITIC,
+        "generator/test_transformers_backend.py::test_greedy_equals_a_plain_loop_of_full_forward_passes",
+    ),
     "shipped examples": (
         "config/test_recipes.py::test_a_recipe_loads_and_its_commands_exist",
         "end_to_end/test_launch_run.py::test_a_shrunken_gpu_recipe_trains_two_steps_on_the_cpu",

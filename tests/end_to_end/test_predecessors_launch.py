@@ -336,10 +336,12 @@ def test_a_tool_is_called_as_the_template_shows_it(tmp_path: Path):
 
 def test_ppo_with_a_critic(tmp_path: Path):
     write_files(tmp_path)
-    of_rows = settings_of_rows("GAE", "freeze_steps", "value clipping")
+    of_rows = settings_of_rows("GAE", "freeze_steps", "value clipping", "test during PPO")
     of_rows["critic"]["path"] = "model"
     own = {"learner": {"steps": 12, "updates_per_batch": 2}, "critic": {"lr": 0.1}, "checkpoint": {"every": 6}}
-    rows = launch(tmp_path, of_rows, FAKE, own)
+    rows = launch(tmp_path, of_rows, FAKE, own, {"data": {"eval": {"math500": "math500.jsonl"}}})
+    evaluated = [row["step"] for row in metrics(tmp_path / "run") if "eval/math500/accuracy" in row]
+    assert evaluated == [0, 10, 12]
     # Ten steps train only the critic; then each batch makes two versions.
     assert [row["version"] for row in rows] == [0] * 10 + [2, 4]
     assert all(row["critic/loss"] > 0 and 0 <= row["critic/clip_fraction"] <= 1 for row in rows)
