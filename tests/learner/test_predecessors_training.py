@@ -8,8 +8,9 @@ and not which step, must change no weight.
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,9 @@ class Trained:
     run: Run
 
 
+Train = Callable[[Settings], Trained]
+
+
 def answered(lease: Lease, version: int) -> Group:
     """A group that tells the settings apart, drawn by the prompt's position.
 
@@ -156,30 +160,32 @@ def nested(settings: Settings) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Has the model, and a run of each choice of settings."""
-    root = tmp_path_factory.mktemp("predecessors")
-    tiny_model(root / "model")
-    tiny_model(root / "other", seed=1)
-    return root
+def train(tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> Train:
+    """Train as settings say on top of ``BASE``. A choice of settings is trained once."""
+    directory = tmp_path_factory.mktemp("predecessors")
+    tiny_model(directory / "model")
+    tiny_model(directory / "other", seed=1)
+    found: dict[frozenset[tuple[str, str]], Trained] = {}
+
+    def train(settings: Settings) -> Trained:
+        key = frozenset(settings.items())
+        if key not in found:
+            with contextlib.chdir(directory):  # rows name files of the working directory
+                found[key] = run_of(directory / f"run-{len(found)}", settings)
+        return found[key]
+
+    return train
 
 
-_trained: dict[frozenset[tuple[str, str]], Trained] = {}
-
-
-def train(directory: Path, settings: Settings) -> Trained:
-    """Train as ``settings`` say on top of ``BASE``. A choice of settings is trained once."""
-    key = frozenset(settings.items())
-    if key not in _trained:
-        run = make_run(directory / f"run-{len(_trained)}", num_rows=400, **nested({**BASE, **settings}))
-        engine = FsdpEngine(run.config, init_ranks(run.config))
-        run.engine = engine  # pyright: ignore[reportAttributeAccessIssue]
-        run.start(answer=answered)
-        weights = {name: tensor.clone() for name, tensor in engine.gather()}
-        engine.close()
-        rows = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
-        _trained[key] = Trained(weights, rows, run)
-    return _trained[key]
+def run_of(directory: Path, settings: Settings) -> Trained:
+    run = make_run(directory, num_rows=400, **nested({**BASE, **settings}))
+    engine = FsdpEngine(run.config, init_ranks(run.config))
+    run.engine = engine  # pyright: ignore[reportAttributeAccessIssue]
+    run.start(answer=answered)
+    weights = {name: tensor.clone() for name, tensor in engine.gather()}
+    engine.close()
+    rows = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
+    return Trained(weights, rows, run)
 
 
 def differ(one: Trained, other: Trained) -> bool:
@@ -189,7 +195,7 @@ def differ(one: Trained, other: Trained) -> bool:
 
 
 def learner_settings(settings: Settings) -> dict[str, str]:
-    """Those of a row that this page's runs read; a critic gets the learning rate that shows its effect."""
+    """Those of a row that these runs read; a critic gets the learning rate that shows its effect."""
     own = {key: value for key, value in settings.items() if key in CHANGING or key in KEEPING}
     if own.get("loss.preset") == '"ppo"':
         return {**own, **OF_CRITIC}
@@ -225,16 +231,18 @@ def test_a_choice_that_a_row_calls_refused_is_refused(refused: Settings, tmp_pat
         make_run(tmp_path, **nested({**BASE, **next(c for c in alternatives(row) if refused.items() <= c.items())}))
 
 
+def test_the_same_settings_give_the_same_weights(train: Train):
+    # The name of a run changes nothing, so what differs below differs by its setting alone.
+    assert not differ(train({}), train({"run.name": '"again"'}))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("key", "settings"),
     [pytest.param(key, settings, id=f"{feature}: {key} = {settings[key]}") for feature, key, settings in CASES],
 )
-def test_a_setting_of_a_row_changes_what_it_promises(
-    key: str, settings: Settings, directory: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(directory)
-    one, other = train(directory, settings), train(directory, without(settings, key))
+def test_a_setting_of_a_row_changes_what_it_promises(key: str, settings: Settings, train: Train):
+    one, other = train(settings), train(without(settings, key))
     if key in FIGURES:
         assert [row[FIGURES[key]] for row in one.rows] != [row[FIGURES[key]] for row in other.rows]
     elif key in KEEPING:
@@ -255,15 +263,12 @@ def settings_together(*features: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_run_of_colossal_s_grpo_has_the_figures_that_its_rows_promise(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(directory)
+def test_a_run_of_colossal_s_grpo_has_the_figures_that_its_rows_promise(train: Train):
     settings = settings_together(
         "GRPO preset", "lr schedule", "temperature annealing", "save", "weight sync schedule",
         "shared buffer of groups", "entropy metric, weight decay, profiling", "KL + reference",
     )  # fmt: skip
-    trained = train(directory, {**settings, "learner.steps": "100"})
+    trained = train({**settings, "learner.steps": "100"})
     rows = trained.rows
     # From 1.0 to 0.9 in 100 versions, so 0.001 less at each; groups are 4 versions old once the queue is full.
     assert [rows[at]["temperature"] for at in (0, 4, 54, 99)] == pytest.approx([1.0, 1.0, 0.95, 0.905])
@@ -282,12 +287,9 @@ def test_a_run_of_colossal_s_grpo_has_the_figures_that_its_rows_promise(
 
 
 @pytest.mark.slow
-def test_dapo_samples_other_groups_for_those_it_filters_and_rl2_does_not(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(directory)
-    dapo = train(directory, learner_settings(settings_together("DAPO preset", "filter_range", "dynamic_batching")))
-    rl2 = train(directory, learner_settings(settings_together("dynamic filtering")))
+def test_dapo_samples_other_groups_for_those_it_filters_and_rl2_does_not(train: Train):
+    dapo = train(learner_settings(settings_together("DAPO preset", "filter_range", "dynamic_batching")))
+    rl2 = train(learner_settings(settings_together("dynamic filtering")))
     # Steps of 2 groups: 24 pass of the first 29 or so, of which every fifth is filtered. One answer of four is cut.
     groups = dapo.run.queue_state.stats().ledger["groups"]
     assert (groups["trained"], groups["filtered"]) == (24, 5)
@@ -300,11 +302,10 @@ def test_dapo_samples_other_groups_for_those_it_filters_and_rl2_does_not(
 
 
 @pytest.mark.slow
-def test_batches_are_of_the_size_that_their_row_says(directory: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(directory)
+def test_batches_are_of_the_size_that_their_row_says(train: Train):
     (settings,) = alternatives(FEATURES["batch flags ibs, imbs, tbs, tMbs, tmbs, g"])
     del settings["generator.batch_size"]  # of the generator
-    trained = train(directory, {**settings, "learner.steps": "1", **ALL_COUNT})
+    trained = train({**settings, "learner.steps": "1", **ALL_COUNT})
     ledger = trained.run.queue_state.stats().ledger
     # One batch of 64 groups of 8, trained in two updates.
     assert trained.rows[0]["version"] == 2
