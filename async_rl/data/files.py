@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgpack
 
@@ -266,7 +266,8 @@ def parse_json(content: bytes, where: str, expected: str) -> Any:
     list of objects``. Both are used in error messages.
 
     Raises:
-        DataError: ``content`` is not UTF-8, is not JSON, repeats a key in one object, or has NaN or infinity.
+        DataError: ``content`` is not UTF-8, is not JSON, or repeats a key in one object. NaN and infinity, which Python
+            writes, are numbers here as in tables; whoever reads such a value refuses it.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -276,17 +277,13 @@ def parse_json(content: bytes, where: str, expected: str) -> Any:
             f"UTF-8"
         ) from None
     try:
-        return json.loads(text.strip(), parse_constant=_no_constant, object_pairs_hook=_unique_keys)
+        return json.loads(text.strip(), object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
         place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         cause = f"{error.msg.removesuffix(' at')} at {place}"  # some of Python's messages end in " at"
         raise DataError(f"{where}: expected {expected}, got text that is not JSON: {cause}") from None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: expected {expected}, got JSON that can't be used: {error}") from None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

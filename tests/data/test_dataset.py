@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,12 @@ def test_a_rows_own_system_message_wins(tmp_path: Path):
     assert list(rows[0].messages) == messages
 
 
+def test_a_number_that_is_none_in_a_column_that_nobody_asked_for_refuses_no_row(tmp_path: Path):
+    [row] = load_text(tmp_path, GOOD.replace('"gt_answer"', '"score": NaN, "top": -Infinity, "gt_answer"')).rows
+    assert math.isnan(row.reward_data["score"])
+    assert row.reward_data["top"] == -math.inf
+
+
 def test_a_content_of_text_parts_is_their_text(tmp_path: Path):
     parts = '[{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]'
     [row] = load_text(tmp_path, f'{{"messages": [{{"role": "user", "content": {parts}}}], "gt_answer": "2"}}\n').rows
@@ -110,7 +117,7 @@ def test_the_digest_is_the_files_sha256(tmp_path: Path):
         (with_answer("  "), "gt_answer: expected a number, or text that is not blank"),
         (with_answer(True), "gt_answer: .* got true"),
         (with_answer(["2"]), "gt_answer: .* got a list of 1"),
-        (with_answer(2).replace("2}", "NaN}"), "NaN is not a JSON number"),
+        (with_answer(2).replace("2}", "NaN}"), "gt_answer: .* got the number nan"),
         (with_answer(2).replace("2}", "1e999}"), "gt_answer: .* got the number inf"),
         ('{"messages": "q", "gt_answer": "2"}', "messages: expected a message or a list of messages, got the text 'q'"),
         ('{"messages": [], "gt_answer": "2"}', "messages: expected a message or a list of messages, got a list of 0"),
