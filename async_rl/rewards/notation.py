@@ -46,6 +46,8 @@ _IS_A_FONT = frozenset({"mathbf", "mathit", "mathsf", "mathnormal", "boldsymbol"
 _BOLD_GROUP = re.compile(r"\\(?:mathbf|mathit|mathsf|mathnormal|boldsymbol|bm|pmb)\s*(?=\{)")
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z]{2})")
 """Two backslashes before two letters are a command with an escaped backslash, and no line break."""
+_NEGATED = re.compile(r"\\not\s*(?P<relation>=|\\in(?![A-Za-z])|\\mid(?![A-Za-z])|\|)")
+_NEGATIONS = {"=": "\\ne ", "\\in": "\\notin ", "\\mid": "\\nmid ", "|": "\\nmid "}
 _ENDS_IN_A_COMMAND = re.compile(r"\\[A-Za-z]+$")
 
 
@@ -62,6 +64,7 @@ def in_latex(text: str) -> str:
     if "\\" in text:
         if "\\begin" not in text:
             text = _DOUBLED.sub(r"\\", text)
+        text = _NEGATED.sub(lambda found: _NEGATIONS[found["relation"]], text)
         text = _RM.sub(_letter, text)
         text = _UPRIGHT.sub(_letter, text)
         text = _BOLD_GROUP.sub("", text)

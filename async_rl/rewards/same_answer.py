@@ -7,6 +7,7 @@ in docs/rewards.md: a name before an answer (``x=5`` for 5), a unit that one sid
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,9 @@ _FLIPPED = {
 }
 _NAMING = frozenset({"=", "\\in", "\\equiv"})
 _INEQUALITIES = frozenset({"<", "\\le", "\\ne"})
+_NAMED_LIKE_NUMBERS = (sympy.E, sympy.I)
+"""Numbers whose letters are also names: ``e = 2`` is an eccentricity, ``i = 3`` an index."""
+_DENIALS = frozenset({"not", "never", "isn", "wrong", "incorrect", "false", "except"})
 
 
 def same_answers(gold: str, answer: str) -> bool:
@@ -197,7 +201,12 @@ class Comparison:
         return len(gold.operators) == 1 and self._same_difference(gold, answer)
 
     def _same_difference(self, gold: Relation, answer: Relation) -> bool:
-        """Whether two equations or inequalities say the same of the difference of their sides."""
+        """Whether two equations or inequalities say the same of the difference of their sides.
+
+        A solution (``x=5``) is the same as another solution only. Otherwise the equation of the question would be.
+        """
+        if is_solution(gold) and not is_solution(answer):
+            return False
         operator = gold.operators[0]
         sides = (*gold.sides, *answer.sides)
         if operator not in ("=", "<", "\\le", "\\ne"):
@@ -263,6 +272,10 @@ def is_name(value: Value) -> bool:
         return all(is_name(part) for part in value.parts)
     if not is_expression(value) or is_matrix(value):
         return False
+    if value in _NAMED_LIKE_NUMBERS:
+        return True
+    if _denies(value):
+        return False
     (value,) = without_functions(value)
     if isinstance(value, sympy.Abs):
         value = value.args[0]
@@ -270,9 +283,14 @@ def is_name(value: Value) -> bool:
     return all(factor.is_Symbol or (factor.is_Pow and (1 / factor).is_Symbol) for factor in factors)
 
 
+def _denies(value: Any) -> bool:
+    """Whether words among the names of ``value`` deny it, as in ``\\text{not } x``."""
+    return any(_DENIALS & set(re.findall(r"[a-z]+", str(symbol))) for symbol in value.free_symbols)
+
+
 def _may_be_asked_for(side: Value) -> bool:
     """Whether a question may ask for ``side``, as for ``x^2+xy``: it has no numbers, so it is no equation to solve."""
-    if not is_expression(side) or is_matrix(side):
+    if not is_expression(side) or is_matrix(side) or _denies(side):
         return False
     (side,) = without_functions(side)
     factors: list[Any] = [factor for term in sympy.Add.make_args(side) for factor in sympy.Mul.make_args(term)]
@@ -300,7 +318,14 @@ def _holds(relation: Relation) -> bool:
     """Whether an equation of numbers alone is true. Any other relation counts as true."""
     if set(relation.operators) != {"="} or not relation.sides or not all(is_constant(side) for side in relation.sides):
         return True
-    return all(same_constant(side, relation.sides[-1]) for side in relation.sides[:-1])
+    sides = relation.sides[1:] if relation.sides[0] in _NAMED_LIKE_NUMBERS else relation.sides
+    return all(same_constant(side, sides[-1]) for side in sides)
+
+
+def is_solution(relation: Relation) -> bool:
+    """Whether ``relation`` says of a name what number it is, or between which numbers it lies."""
+    names = [side for side in relation.sides if not is_constant(side)]
+    return len(names) == 1 and is_expression(names[0]) and (is_name(names[0]) or is_name(-names[0]))
 
 
 def _has_names_to_order(gold: Group, answer: Group) -> bool:

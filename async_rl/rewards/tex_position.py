@@ -21,7 +21,7 @@ RELATIONS = frozenset({
 NO_ATOMS = RELATIONS | {
     "\\cup", "\\cap", "\\setminus", "\\times", "\\cdot", "\\div", "\\mod", "\\pmod", "\\pm", "\\mp", "\\over",
     "\\choose", "\\end", "\\hline", "\\frac", "\\phantom", "\\color", "\\circ", "\\prime", "\\uparrow", "\\downarrow",
-    "\\forall", "\\exists", "\\neg", "\\emptyset", "\\ref", "\\tag", "\\label", "\\therefore", "\\because",
+    "\\forall", "\\exists", "\\neg", "\\not", "\\emptyset", "\\ref", "\\tag", "\\label", "\\therefore", "\\because",
 }  # fmt: skip
 STOPS = frozenset({")", "]", "\\}", "}", "|)", "||)", ",", ";", "&", "\\\\", "\\rfloor", "\\rceil", "\\end"})
 

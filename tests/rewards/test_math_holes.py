@@ -113,6 +113,20 @@ BCA || ABC
 p \implies q || q \implies p
 \infty || \infty+1
 x^2=4 || x=2
+5 || x\not=5
+5 || x \not = 5
+5 || \not 5
+5 || \text{not } x=5
+x=5 || 3x+7=22
+x=5 || 2x=10
+x=5 || x-5=0
+5 || 3x+7=22
+x>5 || 3x+7>22
+(-2,2) || x^2<4
+-2<x<2 || x^2<4
+-2\le x\le 2 || |x|\le 2
+(5,\infty) || 3x+7>22
+2 || e=3
 """
 RIGHT = r"""
 \mathrm{e}^2 || e^2
@@ -158,6 +172,11 @@ b || a+b-a
 \{1\pm\sqrt5,-2\} || -2, 1+\sqrt5, 1-\sqrt5
 1-\frac{1}{\mathrm{e}} || 1-e^{-1}
 0,111 || 0.111
+\frac{1}{2} || e=\frac{1}{2}
+3 || i=3
+x<1 || -x>-1
+x^2-5x+6=0 || 2x^2-10x+12=0
+x\notin\mathbb{Z} || x\not\in\mathbb{Z}
 """
 
 
