@@ -130,12 +130,17 @@ class Comparison:
         if not (len(ends) == 1 or ends <= {("(", ")"), ("\\{", "\\}"), ("", "")}):
             return False
         in_order = ("(", ")") in ends or (len(ends) == 1 and ("[", "]") in ends) or any("[" in end[0] for end in ends)
-        in_order = in_order or any(")" in end[1] or "]" in end[1] for end in ends)
+        in_order = in_order or any(")" in end[1] or "]" in end[1] for end in ends) or _has_dots(gold)
         if in_order or _has_names_to_order(gold, answer):
             if len(gold.items) != len(answer.items):
                 return False
             return all(self.same(one, two) for one, two in zip(gold.items, answer.items, strict=True))
-        return same_in_any_order(self._distinct(gold), self._distinct(answer), self.same)
+        if _are_conditions(gold) and {gold.conjunction, answer.conjunction} == {"and", "or"}:
+            return False
+        distinct = self._distinct(gold)
+        if ends == {("", "")} and len(distinct) < len(gold.items):  # 3, 3, 5 may be the sides of a triangle
+            return same_in_any_order(gold.items, answer.items, self.same)
+        return same_in_any_order(distinct, self._distinct(answer), self.same)
 
     def _distinct(self, group: Group) -> list[Value]:
         """Return the items of a set, without those that are written twice."""
@@ -326,6 +331,18 @@ def is_solution(relation: Relation) -> bool:
     """Whether ``relation`` says of a name what number it is, or between which numbers it lies."""
     names = [side for side in relation.sides if not is_constant(side)]
     return len(names) == 1 and is_expression(names[0]) and (is_name(names[0]) or is_name(-names[0]))
+
+
+def _has_dots(group: Group) -> bool:
+    return sympy.Symbol("\\dots") in group.items
+
+
+def _are_conditions(group: Group) -> bool:
+    """Whether it matters if all items hold or only one. ``x=1 and x=2`` is said of two solutions like ``or``."""
+    return not all(
+        is_constant(item) or isinstance(item, Group) or (isinstance(item, Relation) and item.operators == ("=",))
+        for item in group.items
+    )
 
 
 def _has_names_to_order(gold: Group, answer: Group) -> bool:

@@ -9,12 +9,12 @@ from async_rl.rewards.tex_tokens import Token, UnreadableError
 
 _MAX_UNCLEAR_BARS = 6
 _OPENS_A_BAR = frozenset({
-    "", "(", "[", "{", "\\{", "|(", "||(", "+", "-", "*", "/", "=", "<", ">", ",", ";", "^", "_", "&", ":", "\\times",
-    "\\cdot", "\\div", "\\pm", "\\mp", "\\\\", *RELATIONS,
+    "", "(", "[", "{", "\\{", "|(", "||(", "+", "-", "*", "/", "=", "<", ">", ",", ";", "and", "or", "^", "_", "&", ":",
+    "\\times", "\\cdot", "\\div", "\\pm", "\\mp", "\\\\", *RELATIONS,
 })  # fmt: skip
 _CLOSES_A_BAR = frozenset({
-    "", ")", "]", "}", "\\}", "+", "-", "*", "/", "=", "<", ">", ",", ";", "^", "_", "&", ":", "!", "\\times",
-    "\\cdot", "\\div", "\\pm", "\\mp", "\\\\", *RELATIONS,
+    "", ")", "]", "}", "\\}", "+", "-", "*", "/", "=", "<", ">", ",", ";", "and", "or", "^", "_", "&", ":", "!",
+    "\\times", "\\cdot", "\\div", "\\pm", "\\mp", "\\\\", *RELATIONS,
 })  # fmt: skip
 
 

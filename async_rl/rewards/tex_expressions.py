@@ -267,7 +267,10 @@ class ExpressionReader(CommandReader):
             name += "^-1"
         if self.next.text == "(" and self.next.kind == "sign" and (is_function or self._is_list_ahead()):
             self.take()
+            start = self.index
             inside = self.group("(")
+            if any(token.text in ("\\pm", "\\mp") for token in self.tokens[start : self.index]):
+                raise UnreadableError("a function of two values")
             if isinstance(inside, Group) and inside.closing != ")":
                 raise UnreadableError("arguments in brackets that do not match")
             items = inside.items if isinstance(inside, Group) else (inside,)

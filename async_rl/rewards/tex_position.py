@@ -23,7 +23,9 @@ NO_ATOMS = RELATIONS | {
     "\\choose", "\\end", "\\hline", "\\frac", "\\phantom", "\\color", "\\circ", "\\prime", "\\uparrow", "\\downarrow",
     "\\forall", "\\exists", "\\neg", "\\not", "\\emptyset", "\\ref", "\\tag", "\\label", "\\therefore", "\\because",
 }  # fmt: skip
-STOPS = frozenset({")", "]", "\\}", "}", "|)", "||)", ",", ";", "&", "\\\\", "\\rfloor", "\\rceil", "\\end"})
+STOPS = frozenset(
+    {")", "]", "\\}", "}", "|)", "||)", ",", ";", "and", "or", "&", "\\\\", "\\rfloor", "\\rceil", "\\end"}
+)
 
 
 def undefined(name: str, *arguments: Expression) -> Expression:

@@ -79,24 +79,33 @@ class AnswerReader(QuantityReader):
         return value
 
     def _list(self) -> Value:
-        items = self._items()
-        return items[0] if len(items) == 1 else Group("", "", tuple(items))
+        items, word = self._items()
+        return items[0] if len(items) == 1 else Group("", "", tuple(items), word)
 
-    def _items(self) -> list[Value]:
-        """Read values between commas and semicolons. With both, those between semicolons are tuples."""
+    def _items(self) -> tuple[list[Value], str]:
+        """Read values between commas, semicolons and words. With semicolons and others, the former separate tuples.
+
+        Returns:
+            The values, and the word between them: ``and``, ``or`` or empty.
+        """
         parts: list[list[Value]] = [[]]
+        words: set[str] = set()
         while True:
             parts[-1] += self._element()
-            separator = self.accept(",", ";")
-            while separator is not None and (again := self.accept(",")) is not None:
-                separator = again  # ", and"
+            separator = self.accept(",", ";", "and", "or")
             if separator is None:
                 break
+            word = self.accept("and", "or") if separator.text == "," else separator  # ", and"
+            if word is not None and word.text != ";":
+                words.add(word.text)
             if separator.text == ";":
                 parts.append([])
+        if len(words) > 1:
+            raise UnreadableError("both and and or")
+        word = words.pop() if words else ""
         if len(parts) == 1 or all(len(part) == 1 for part in parts):
-            return [item for part in parts for item in part]
-        return [part[0] if len(part) == 1 else Group("(", ")", tuple(part)) for part in parts]
+            return [item for part in parts for item in part], word
+        return [part[0] if len(part) == 1 else Group("(", ")", tuple(part)) for part in parts], word
 
     def _element(self) -> list[Value]:
         """Read one value, or two if it has a ``\\pm``."""
@@ -156,7 +165,7 @@ class AnswerReader(QuantityReader):
         if choose is not None:
             self.term = outer
             return choose
-        items = self._items()
+        items, word = self._items()
         closing = self.accept(*_CLOSING[opening])
         self.term = outer
         if closing is None:
@@ -165,7 +174,8 @@ class AnswerReader(QuantityReader):
             if closing.text != _ROUND[opening]:
                 raise UnreadableError("a single value in brackets that do not match")
             return Group(opening, "\\}", tuple(items)) if isinstance(items[0], NamedSet) else items[0]
-        return Group("", "", tuple(items)) if opening == "{" else Group(opening, closing.text, tuple(items))
+        bounds = ("", "") if opening == "{" else (opening, closing.text)
+        return Group(*bounds, tuple(items), word)
 
     def _choose(self) -> Expression | None:
         """Read ``n \\choose k}`` or ``a \\over b}`` after a brace, or return None for anything else."""

@@ -43,7 +43,7 @@ SAME_COMMANDS = {
     "\\rVert": "||)", "\\Vert": "||", "\\|": "||", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[",
     "\\rbrack": "]", "\\langle": "(", "\\rangle": ")", "\\ldots": "\\dots", "\\cdots": "\\dots", "\\dotsc": "\\dots",
     "\\dotsb": "\\dots", "\\rightarrow": "\\to", "\\longrightarrow": "\\to", "\\varnothing": "\\emptyset",
-    "\\ast": "*", "\\degree": "\\circ", "\\land": ",", "\\lor": ",", "\\vee": ",", "\\wedge": ",", "\\colon": ":",
+    "\\ast": "*", "\\degree": "\\circ", "\\land": "and", "\\lor": "or", "\\vee": "or", "\\wedge": "and", "\\colon": ":",
     "\\lg": "\\log", "\\imath": "i", "\\backslash": "\\setminus", "\\smallsetminus": "\\setminus",
     "\\varphi": "\\phi", "\\varepsilon": "\\epsilon", "\\percent": "%", "\\%": "%", "\\tg": "\\tan", "\\ctg": "\\cot",
     "\\infin": "\\infty", "\\bmod": "\\mod", "\\centerdot": "\\cdot", "\\operatorname": "\\text", "\\lnot": "\\neg",
@@ -55,7 +55,7 @@ FUNCTIONS = frozenset({
 })  # fmt: skip
 _PLAIN_NAMES = {
     "pi": "\\pi", "sqrt": "\\sqrt", "infinity": "\\infty", "inf": "\\infty", "oo": "\\infty", "mod": "\\mod",
-    "theta": "\\theta", "alpha": "\\alpha", "beta": "\\beta", "and": ",", "or": ",", "percent": "%", "pct": "%",
+    "theta": "\\theta", "alpha": "\\alpha", "beta": "\\beta", "and": "and", "or": "or", "percent": "%", "pct": "%",
     "percentage": "%", "union": "\\cup", "lg": "\\log", "lim": "\\lim",
 }  # fmt: skip
 _TEXT_COMMANDS = frozenset({

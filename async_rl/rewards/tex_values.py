@@ -36,6 +36,8 @@ class Group:
     opening: str
     closing: str
     items: tuple[Any, ...]
+    conjunction: str = ""
+    """The word between the items, ``and`` or ``or``. Empty with signs alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,14 @@ x>5 || 3x+7>22
 -2\le x\le 2 || |x|\le 2
 (5,\infty) || 3x+7>22
 2 || e=3
+p\land q || p\lor q
+p \text{ or } q || p \text{ and } q
+x>1\text{ and }x<3 || x>1\text{ or }x<3
+3,3,5 || 3,5,5
+3,3,5 || 3,5
+1,2,3,\ldots || 1,3,2,\ldots
+f(1,-1) || f(\pm 1)
+5 || 5\text{ and }5\text{ or }5
 """
 RIGHT = r"""
 \mathrm{e}^2 || e^2
@@ -174,6 +182,10 @@ b || a+b-a
 0,111 || 0.111
 \frac{1}{2} || e=\frac{1}{2}
 3 || i=3
+1,2 || 1\text{ or }2
+x=1\text{ or }x=2 || x=1\text{ and }x=2
+3,4,5 || 3, 4, and 5
+\{3,5\} || 3,3,5
 x<1 || -x>-1
 x^2-5x+6=0 || 2x^2-10x+12=0
 x\notin\mathbb{Z} || x\not\in\mathbb{Z}
