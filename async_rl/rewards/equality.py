@@ -34,7 +34,7 @@ _SCIENTIFIC = re.compile(
     r"(?P<mantissa>[0-9.]+) ?(?:\\times|\\cdot|\u00d7|\*) ?10 ?\^ ?"
     r"(?:\{ ?(?P<wide>[+\-\u2212]?[0-9]{1,3}) ?\}|(?P<digit>[0-9]))\.?"
 )
-_SIGN = re.compile(r"\\?\$?\s*([+\-\u2212]?)\s*\\?\$?\s*")
+_SIGN = re.compile(r"(?:\\?\$)?\s*([+\-\u2212]?)\s*(?:\\?\$)?\s*")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _WRAPPER = re.compile(r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|mbox)\s*(?=\{)|(?=\{)")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '][^\W\d_]+)*")
@@ -148,6 +148,8 @@ def _fraction(text: str) -> Fraction | None:
     found = _FRACTION.fullmatch(text)
     if found is None or int(found["bottom"]) == 0:
         return None
+    if found["whole"] and int(found["top"]) >= int(found["bottom"]):  # 3 5/4 is a product, if it is anything
+        return None
     return int(found["whole"] or 0) + Fraction(int(found["top"]), int(found["bottom"]))
 
 
@@ -220,10 +222,10 @@ def _are_words(gold: str, gold_form: str, prediction: str, form: str) -> bool:
 def _is_parsable(form: str) -> bool:
     """Return whether it is safe to read an answer. ``form`` is the answer in ``typeset_form``.
 
-    All brackets must match and must not be nested deeper than ``MAX_NESTING``. No two numbers may be adjacent.
-    ``5 5`` is two numbers without a meaning.
+    All brackets must match and must not be nested deeper than ``MAX_NESTING``. No two numbers may be adjacent:
+    ``5 5`` is two numbers without a meaning. A subscript of one digit may (``\\log_2 3``).
     """
-    if re.search(r"[0-9.] [0-9.]", form):
+    if re.search(r"(?<!_)[0-9.] [0-9.]", form):
         return False
     depth = deepest = 0
     for character in re.sub(r"\\.", "", form, flags=re.DOTALL):
@@ -243,6 +245,8 @@ def based_integer(text: str) -> int | None:
     if found is None:
         return None
     base = int(found["wide"] or found["narrow"])
+    if base != 16 and found["digits"].isalpha():  # AB_{12} is a name
+        return None
     try:
         return int(found["digits"], base) if base >= 2 else None
     except ValueError:  # a digit that the base does not have, or a base over 36

@@ -75,9 +75,14 @@ def without_functions(*expressions: Expression) -> list[Any]:
 
 
 def same_constant(one: Expression, two: Expression, tolerance: Any = None) -> bool:
-    """Return whether two constants have the same value, exactly or within the relative ``tolerance``."""
-    if one.is_Rational and two.is_Rational and tolerance is None:
-        return bool(one == two)
+    """Return whether two constants have the same value, exactly or within the relative ``tolerance``.
+
+    Rounding changes no integer and no short decimal, so these are compared exactly in any case.
+    """
+    if one.is_Rational and two.is_Rational:
+        is_exact = one.is_Integer or two.is_Integer or (_terminates(one) and _terminates(two))
+        if tolerance is None or is_exact:
+            return bool(one == two)
     digits = _DIGITS
     while True:
         first, second = one.evalf(digits), two.evalf(digits)
@@ -95,6 +100,12 @@ def same_constant(one: Expression, two: Expression, tolerance: Any = None) -> bo
         if digits >= needed:
             return True
         digits = needed
+
+
+def _terminates(number: Any) -> bool:
+    """Whether a rational number is a decimal with an end: its denominator has no prime factors but 2 and 5."""
+    bottom = int(number.q)
+    return pow(10, bottom.bit_length(), bottom) == 0
 
 
 def _is_number(value: Any) -> bool:

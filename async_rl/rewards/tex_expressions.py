@@ -81,13 +81,14 @@ class ExpressionReader(CommandReader):
 
     def implicit(self) -> Value:
         """Read factors that stand side by side."""
+        start = self.index
         value = self.power()
         num_factors = 1
         while not self.take_unit(value) and not self.at_end_of_factor():
             if self.next.kind == "number" and self.tokens[self.index - 1].kind == "number":
                 raise UnreadableError("two numbers side by side")
-            whole = self.tokens[self.index - 1]
-            is_frac = self.next.text == "\\frac" and whole.kind == "number" and num_factors == 1
+            whole = self.tokens[start]
+            is_frac = self.next.text == "\\frac" and self.index == start + 1  # the fraction after x_2 is a factor
             factor = self.power()
             num_factors += 1
             if is_frac and whole.text.isdigit() and factor.is_Rational and 0 < factor < 1:
@@ -106,7 +107,10 @@ class ExpressionReader(CommandReader):
         value = self.atom()
         while True:
             if self.accept("!"):
-                value = self.combine(lambda one, two: sympy.factorial(one), value, sympy.Integer(1))
+                function = sympy.factorial2 if self.accept("!") else sympy.factorial
+                if self.next.text == "!":
+                    raise UnreadableError("a factorial of three signs")
+                value = self.combine(lambda one, two, of=function: of(one), value, sympy.Integer(1))
             elif self.next.text == "%" and self.next.kind == "sign" and not self.percent_is_unit(value):
                 self.take()
                 value = self.combine(lambda one, two: one / two, value, sympy.Integer(100))
@@ -204,15 +208,27 @@ class ExpressionReader(CommandReader):
         return number
 
     def _repeating(self, text: str, number: Expression) -> Expression:
-        """Read the digits that repeat: ``0.1\\overline{6}``."""
-        if self.peek(1).text != "{" or self.peek(2).kind != "number" or self.peek(3).text != "}":
+        """Read the digits that repeat: ``0.1\\overline{6}``, or ``0.\\dot{1}4\\dot{2}`` from dot to dot."""
+        mark = self.next.text
+        digits = self._marked_digits(mark)
+        if digits is None:
             return number
-        digits = self.peek(2).text
-        if not digits.isdigit():
-            raise UnreadableError("a repeating decimal of more than digits")
-        self.index += 4
         places = len(text.partition(".")[2])
+        if mark == "\\dot" and (self.next.kind == "number" or self.next.text == mark):
+            digits += self.take().text if self.next.kind == "number" else ""
+            digits += self._marked_digits(mark) or ""
+        if not digits.isdigit() or self.next.kind == "number" or self.next.text == mark:
+            raise UnreadableError("a repeating decimal that goes on")
         return number + sympy.Rational(int(digits), (10 ** len(digits) - 1) * 10**places)
+
+    def _marked_digits(self, mark: str) -> str | None:
+        """Read ``\\overline{12}`` or the like and return its digits. None if something else follows."""
+        if self.next.text != mark or self.peek(1).text != "{" or self.peek(3).text != "}":
+            return None
+        if self.peek(2).kind != "number":
+            return None
+        self.index += 4
+        return self.tokens[self.index - 2].text
 
     def subscript(self) -> str:
         """Read a subscript, if there is one, as text. It is a part of the name."""

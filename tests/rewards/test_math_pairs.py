@@ -22,6 +22,8 @@ FALSE_REJECTS = {
     # A decimal comma: here 1000,99 is a list of two numbers.
     ("1000.99", "1000,99"),
     ("1,22", "1.22"),
+    # sympy reads x!!! as factorials of factorials. In print it is the triple factorial, which has no name in sympy.
+    ("\\left(\\left(x!\\right)!\\right)!", "x!!!"),
 }
 
 
