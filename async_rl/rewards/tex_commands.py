@@ -27,6 +27,15 @@ _BIG = frozenset({
     "\\sum", "\\prod", "\\int", "\\iint", "\\oint", "\\lim", "\\limsup", "\\liminf", "\\bigcup", "\\bigcap", "\\sup",
     "\\inf", "\\iiint",
 })  # fmt: skip
+_SYMBOLS = frozenset({
+    "\\alpha", "\\beta", "\\gamma", "\\delta", "\\epsilon", "\\zeta", "\\eta", "\\theta", "\\vartheta", "\\iota",
+    "\\kappa", "\\lambda", "\\mu", "\\nu", "\\xi", "\\pi", "\\varpi", "\\rho", "\\varrho", "\\sigma",
+    "\\varsigma", "\\tau", "\\upsilon", "\\phi", "\\chi", "\\psi", "\\omega", "\\Gamma", "\\Delta", "\\Theta",
+    "\\Lambda", "\\Xi", "\\Pi", "\\Sigma", "\\Upsilon", "\\Phi", "\\Psi", "\\Omega", "\\infty", "\\ell", "\\hbar",
+    "\\partial", "\\nabla", "\\aleph", "\\Re", "\\Im", "\\Pr", "\\ker", "\\jmath", "\\wp", "\\dots", "\\top",
+    "\\bot", "\\checkmark",
+})  # fmt: skip
+"""Commands that print a name. Any other command may change what stands next to it, so it is a name only alone."""
 _PAIRS = {"\\lfloor": ("\\rfloor", sympy.floor), "\\lceil": ("\\rceil", sympy.ceiling)}
 _SYMPY_NAMES = {
     "arcsin": "asin", "arccos": "acos", "arctan": "atan", "arccot": "acot", "arcsec": "asec", "arccsc": "acsc",
@@ -69,13 +78,19 @@ class CommandReader(Position):
             while self.next.kind in ("letter", "run"):
                 points += self.take().text
             return sympy.Symbol(f"{command} {points}" + self.primes() + self.subscript())
-        if command in NO_ATOMS or self.next.text == "{" or not name.isalpha():
+        is_name = command in _SYMBOLS or (command not in NO_ATOMS and name.isalpha() and self._was_alone())
+        if not is_name or self.next.text == "{":
             raise UnreadableError(f"unknown command {command}")
         marks = self.subscript() + self.primes()
         constants = {"\\pi": sympy.pi, "\\infty": sympy.oo}
         if not marks and command in constants:
             return constants[command]
         return self.applied(command + marks, is_argument=False, is_function="'" in marks)
+
+    def _was_alone(self) -> bool:
+        """Whether the token that was just read is a whole side of a relation or item of a list."""
+        before = self.tokens[self.index - 2].text if self.index > 1 else ""
+        return before in RELATIONS | {"", ",", ";", "(", "\\{"} and self.at_end_of_term()
 
     def _braced_name(self) -> str:
         self.expect("{")

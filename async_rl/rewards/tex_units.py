@@ -15,15 +15,20 @@ NO_UNITS = frozenset({
     "perhaps", "possibly", "probably", "either", "but", "except", "than", "less", "more", "fewer", "greater", "least",
     "most", "at", "about", "approximately", "around", "so", "if", "for", "where", "when", "then", "any", "all", "each",
     "plus", "minus", "times", "over", "divided", "multiplied", "mod", "modulo", "remainder", "base", "power", "root",
-    "squared", "cubed", "factorial", "negative", "positive", "half", "halves", "third", "thirds", "quarter",
-    "quarters", "fourth", "fourths", "fifth", "fifths", "sixth", "sixths", "seventh", "eighth", "eighths", "ninth",
-    "tenth", "tenths", "hundredth", "hundredths", "thousandth", "thousandths", "ten", "tens", "dozen", "dozens",
-    "score", "hundred", "hundreds", "thousand", "thousands", "million", "millions", "billion", "billions", "trillion",
-    "infinity", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "zero", "point", "percent",
-    "percents", "to", "through", "between", "from", "into", "choose", "equals", "equal", "undefined", "none", "double",
-    "twice", "triple", "real", "imaginary", "answer", "answers", "solution", "solutions", "or", "and", "xor", "mol",
+    "squared", "cubed", "factorial", "negative", "positive", "infinity", "point", "percent", "percents", "to",
+    "through", "between", "from", "into", "choose", "equals", "equal", "undefined", "none", "double", "twice", "triple",
+    "real", "imaginary", "answer", "answers", "solution", "solutions", "or", "and", "xor", "repeating", "recurring",
+    "increased", "decreased", "raised",
 })  # fmt: skip
 """Words that make another number or a statement of the number before them. They are not parts of units."""
+
+_NUMBER_WORD = re.compile(
+    r"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|[a-z]+illion|lakh|crore|gross|dozen|score|n)"
+    r"(?:s|ths?)?"
+    r"|(?:half|halve|third|quarter|fifth|eighth|ninth|twelfth|(?:twent|thirt|fort|fift|sixt|sevent|eight|ninet)ieth)s?"
+)
+"""Numbers and fractions in words. They make another number too: ``5 million``, ``5 twelfths``."""
 
 _SAME = {
     "centimeter": "cm", "centimetre": "cm", "millimeter": "mm", "millimetre": "mm", "kilometer": "km",
@@ -53,8 +58,8 @@ def _singular(word: str) -> str:
 
 
 def is_unit(words: str) -> bool:
-    """Whether ``words`` may be a unit: letters, and none of ``NO_UNITS``."""
+    """Whether ``words`` may be a unit: letters, none of ``NO_UNITS``, and no number."""
     found = re.findall(r"[^\W\d_]+", words.casefold())
-    return (
-        bool(found) and not NO_UNITS & set(found) and re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[ ./'-])*", words) is not None
-    )
+    if not found or any(word in NO_UNITS or (word != "n" and _NUMBER_WORD.fullmatch(word)) for word in found):
+        return False
+    return re.fullmatch(r"[^\W\d_](?:[^\W\d_]|[ ./'-])*", words) is not None

@@ -127,6 +127,12 @@ x>5 || 3x+7>22
 -2\le x\le 2 || |x|\le 2
 (5,\infty) || 3x+7>22
 2 || e=3
+5 || 5 thirteenths
+5 || 5\text{ lakh}
+5 || 5 quadrillion
+0.3 || 0.3\text{ recurring}
+5 || x \lneq = 5
+1\oplus 2 || 2\oplus 1
 9.5 || 3^2\frac{1}{2}
 x_2+\frac{1}{2} || x_2\frac{1}{2}
 17/4 || 3\frac{5}{4}
@@ -193,6 +199,10 @@ b || a+b-a
 0,111 || 0.111
 \frac{1}{2} || e=\frac{1}{2}
 3 || i=3
+5 || 5\text{ mol}
+5 || 5 months
+2\hbar || \hbar\cdot 2
+\varphi+\theta || \theta+\phi
 9/2 || 3^2\frac{1}{2}
 \frac{x_2}{2} || x_2\frac{1}{2}
 \frac{15}{4} || 3\frac{3}{4}
