@@ -7,14 +7,24 @@ in docs/rewards.md: a name before an answer (``x=5`` for 5), a unit that one sid
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 
+from async_rl.rewards.relations import (
+    INEQUALITIES,
+    first_and_last,
+    holds,
+    is_assignment,
+    is_name,
+    is_solution,
+    may_be_asked_for,
+    names_in,
+    plain_relation,
+)
 from async_rl.rewards.same_sets import joined_sets, real_set, same_sets, solution_set
-from async_rl.rewards.sameness import constant_ratio, same_constant, same_expression, without_functions
+from async_rl.rewards.sameness import constant_ratio, same_constant, same_expression
 from async_rl.rewards.tex_reading import Reading, read
 from async_rl.rewards.tex_tokens import UnreadableError
 from async_rl.rewards.tex_values import (
@@ -32,19 +42,7 @@ from async_rl.rewards.tex_values import (
 
 _SYMPY_ERRORS = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
 """What sympy raises if it can't compute a text that was read, such as a logarithm to the base 1."""
-_FLIPPED = {
-    ">": "<",
-    "\\ge": "\\le",
-    "\\gg": "\\ll",
-    "\\supset": "\\subset",
-    "\\supseteq": "\\subseteq",
-    "\\ni": "\\in",
-}
 _NAMING = frozenset({"=", "\\in", "\\equiv"})
-_INEQUALITIES = frozenset({"<", "\\le", "\\ne"})
-_NAMED_LIKE_NUMBERS = (sympy.E, sympy.I)
-"""Numbers whose letters are also names: ``e = 2`` is an eccentricity, ``i = 3`` an index."""
-_DENIALS = frozenset({"not", "never", "isn", "wrong", "incorrect", "false", "except"})
 
 
 def same_answers(gold: str, answer: str) -> bool:
@@ -126,11 +124,10 @@ class Comparison:
     # Lists, tuples, sets.
 
     def _same_groups(self, gold: Group, answer: Group) -> bool:
-        ends = {(gold.opening, gold.closing), (answer.opening, answer.closing)}
-        if not (len(ends) == 1 or ends <= {("(", ")"), ("\\{", "\\}"), ("", "")}):
+        brackets = {(gold.opening, gold.closing), (answer.opening, answer.closing)}
+        if not (len(brackets) == 1 or brackets <= {("(", ")"), ("\\{", "\\}"), ("", "")}):
             return False
-        in_order = ("(", ")") in ends or (len(ends) == 1 and ("[", "]") in ends) or any("[" in end[0] for end in ends)
-        in_order = in_order or any(")" in end[1] or "]" in end[1] for end in ends) or _has_dots(gold)
+        in_order = any(mark in ("(", "[", ")", "]") for pair in brackets for mark in pair) or _has_dots(gold)
         if in_order or _has_names_to_order(gold, answer):
             if len(gold.items) != len(answer.items):
                 return False
@@ -138,7 +135,7 @@ class Comparison:
         if _are_conditions(gold) and {gold.conjunction, answer.conjunction} == {"and", "or"}:
             return False
         distinct = self._distinct(gold)
-        if ends == {("", "")} and len(distinct) < len(gold.items):  # 3, 3, 5 may be the sides of a triangle
+        if brackets == {("", "")} and len(distinct) < len(gold.items):  # 3, 3, 5 may be the sides of a triangle
             return same_in_any_order(gold.items, answer.items, self.same)
         return same_in_any_order(distinct, self._distinct(answer), self.same)
 
@@ -173,14 +170,14 @@ class Comparison:
 
     def _same_relations(self, gold: Value, answer: Value) -> bool:
         if isinstance(gold, Relation) and isinstance(answer, Relation):
-            is_member = answer.operators == ("\\in",) and gold.operators and set(gold.operators) <= _INEQUALITIES
+            is_member = answer.operators == ("\\in",) and gold.operators and set(gold.operators) <= INEQUALITIES
             if is_member and any(self.same(answer.sides[0], side) for side in names_in(gold)):
                 return self._same_relations(gold, answer.sides[1])
             return self._same_relation(gold, answer)
         if isinstance(answer, Relation):
-            asked = all(is_name(side) or is_constant(side) or _may_be_asked_for(side) for side in answer.sides[:-1])
-            return asked and self._is_named(answer) and _holds(answer) and self.same(gold, answer.sides[-1])
-        if set(gold.operators) <= _INEQUALITIES and gold.operators:
+            asked = all(is_name(side) or is_constant(side) or may_be_asked_for(side) for side in answer.sides[:-1])
+            return asked and self._is_named(answer) and holds(answer) and self.same(gold, answer.sides[-1])
+        if set(gold.operators) <= INEQUALITIES and gold.operators:
             one, two = solution_set(gold), real_set(answer)
             return one is not None and two is not None and not is_expression(answer) and same_sets(one, two)
         if not self._is_named(gold) or gold.modulus is not None:
@@ -194,8 +191,8 @@ class Comparison:
     def _same_relation(self, gold: Relation, answer: Relation) -> bool:
         if gold.modulus is not None or answer.modulus is not None:
             return self._same_congruence(gold, answer)
-        if _is_assignment(gold) and _is_assignment(answer):
-            gold, answer = _ends(gold), _ends(answer)
+        if is_assignment(gold) and is_assignment(answer):
+            gold, answer = first_and_last(gold), first_and_last(answer)
         if gold.operators != answer.operators:
             return False
         if all(self.same(one, two) for one, two in zip(gold.sides, answer.sides, strict=True)):
@@ -250,87 +247,6 @@ def same_in_any_order(gold: Sequence[Value], answer: Sequence[Value], same: Call
             return False
         left.pop(index)
     return True
-
-
-def plain_relation(value: Value) -> Value:
-    """Return a relation that only uses ``<`` and not ``>``, and without approximations of what it says exactly."""
-    if not isinstance(value, Relation):
-        return value
-    operators, sides = list(value.operators), list(value.sides)
-    while operators and operators[-1] == "\\approx" and (len(operators) > 1 or not is_name(sides[0])):
-        operators.pop()
-        sides.pop()
-    if operators == ["\\approx"]:
-        operators = ["="]
-    if not operators and value.modulus is None:
-        return sides[0]
-    if operators and all(operator in _FLIPPED for operator in operators):
-        operators, sides = [_FLIPPED[operator] for operator in reversed(operators)], sides[::-1]
-    return Relation(tuple(sides), tuple(operators), value.modulus)
-
-
-def is_name(value: Value) -> bool:
-    r"""Whether ``value`` can be the name of a number or set: ``x``, ``f(2)``, ``|AB|``, ``A:B``, ``(p,q)``."""
-    if isinstance(value, Group):
-        return all(is_name(item) for item in value.items)
-    if isinstance(value, Ratio):
-        return all(is_name(part) for part in value.parts)
-    if not is_expression(value) or is_matrix(value):
-        return False
-    if value in _NAMED_LIKE_NUMBERS:
-        return True
-    if _denies(value):
-        return False
-    (value,) = without_functions(value)
-    if isinstance(value, sympy.Abs):
-        value = value.args[0]
-    factors = sympy.Mul.make_args(value)
-    return all(factor.is_Symbol or (factor.is_Pow and (1 / factor).is_Symbol) for factor in factors)
-
-
-def _denies(value: Any) -> bool:
-    """Whether words among the names of ``value`` deny it, as in ``\\text{not } x``."""
-    return any(_DENIALS & set(re.findall(r"[a-z]+", str(symbol))) for symbol in value.free_symbols)
-
-
-def _may_be_asked_for(side: Value) -> bool:
-    """Whether a question may ask for ``side``, as for ``x^2+xy``: it has no numbers, so it is no equation to solve."""
-    if not is_expression(side) or is_matrix(side) or _denies(side):
-        return False
-    (side,) = without_functions(side)
-    factors: list[Any] = [factor for term in sympy.Add.make_args(side) for factor in sympy.Mul.make_args(term)]
-    return all(
-        factor == -1 or factor.is_Symbol or (factor.is_Pow and factor.base.is_Symbol and factor.exp.is_Integer)
-        for factor in factors
-    )
-
-
-def names_in(relation: Relation) -> list[Value]:
-    """Return the variables of ``relation``: ``x`` of ``1 < |x| < 2``."""
-    sides = [side for side in relation.sides if is_expression(side)]
-    return sorted(set().union(*(side.free_symbols for side in sides)), key=str)
-
-
-def _is_assignment(relation: Relation) -> bool:
-    return set(relation.operators) == {"="} and is_name(relation.sides[0])
-
-
-def _ends(relation: Relation) -> Relation:
-    return Relation((relation.sides[0], relation.sides[-1]), ("=",))
-
-
-def _holds(relation: Relation) -> bool:
-    """Whether an equation of numbers alone is true. Any other relation counts as true."""
-    if set(relation.operators) != {"="} or not relation.sides or not all(is_constant(side) for side in relation.sides):
-        return True
-    sides = relation.sides[1:] if relation.sides[0] in _NAMED_LIKE_NUMBERS else relation.sides
-    return all(same_constant(side, sides[-1]) for side in sides)
-
-
-def is_solution(relation: Relation) -> bool:
-    """Whether ``relation`` says of a name what number it is, or between which numbers it lies."""
-    names = [side for side in relation.sides if not is_constant(side)]
-    return len(names) == 1 and is_expression(names[0]) and (is_name(names[0]) or is_name(-names[0]))
 
 
 def _has_dots(group: Group) -> bool:
