@@ -81,9 +81,10 @@ def may_be_asked_for(side: Value) -> bool:
     )
 
 
-def names_in(relation: Relation) -> list[Value]:
-    """Return the variables of ``relation``: ``x`` of ``1 < |x| < 2``."""
-    sides = [side for side in relation.sides if is_expression(side)]
+def names_in(value: Value) -> list[Value]:
+    """Return the variables of a relation or of several: ``x`` of ``1 < |x| < 2``. Other values have none here."""
+    relations = value.items if isinstance(value, Group) else (value,)
+    sides = [side for one in relations if isinstance(one, Relation) for side in one.sides if is_expression(side)]
     return sorted(set().union(*(side.free_symbols for side in sides)), key=str)
 
 
@@ -106,4 +107,6 @@ def holds(relation: Relation) -> bool:
 def is_solution(relation: Relation) -> bool:
     """Whether ``relation`` says of a name what number it is, or between which numbers it lies."""
     names = [side for side in relation.sides if not is_constant(side)]
-    return len(names) == 1 and is_expression(names[0]) and (is_name(names[0]) or is_name(-names[0]))
+    if len(names) != 1 or not is_expression(names[0]) or is_matrix(names[0]) or names[0].has(sympy.Abs):
+        return False
+    return is_name(names[0]) or is_name(-names[0])

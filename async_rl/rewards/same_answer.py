@@ -13,7 +13,6 @@ from typing import Any
 import sympy
 
 from async_rl.rewards.relations import (
-    INEQUALITIES,
     first_and_last,
     holds,
     is_assignment,
@@ -23,7 +22,7 @@ from async_rl.rewards.relations import (
     names_in,
     plain_relation,
 )
-from async_rl.rewards.same_sets import joined_sets, real_set, same_sets, solution_set
+from async_rl.rewards.same_sets import is_region, joined_sets, real_set, same_sets, solution_set
 from async_rl.rewards.sameness import constant_ratio, same_constant, same_expression
 from async_rl.rewards.tex_reading import Reading, read
 from async_rl.rewards.tex_tokens import UnreadableError
@@ -76,6 +75,8 @@ class Comparison:
 
     def same(self, gold: Value, answer: Value) -> bool:
         gold, answer = plain_relation(gold), plain_relation(answer)
+        if is_region(gold) != is_region(answer) or (is_region(gold) and type(gold) is not type(answer)):
+            return _same_region(gold, answer)
         if isinstance(gold, Relation) or isinstance(answer, Relation):
             return self._same_relations(gold, answer)
         if isinstance(gold, SetOperation | NamedSet) or isinstance(answer, SetOperation | NamedSet):
@@ -151,9 +152,7 @@ class Comparison:
         if self._same_in_structure(gold, answer):
             return True
         one, two = real_set(gold), real_set(answer)
-        if one is None or two is None:
-            return False
-        return same_sets(one, two)
+        return one is not None and two is not None and same_sets(one, two)
 
     def _same_in_structure(self, gold: Value, answer: Value) -> bool:
         if isinstance(gold, NamedSet) or isinstance(answer, NamedSet):
@@ -170,16 +169,10 @@ class Comparison:
 
     def _same_relations(self, gold: Value, answer: Value) -> bool:
         if isinstance(gold, Relation) and isinstance(answer, Relation):
-            is_member = answer.operators == ("\\in",) and gold.operators and set(gold.operators) <= INEQUALITIES
-            if is_member and any(self.same(answer.sides[0], side) for side in names_in(gold)):
-                return self._same_relations(gold, answer.sides[1])
             return self._same_relation(gold, answer)
         if isinstance(answer, Relation):
             asked = all(is_name(side) or is_constant(side) or may_be_asked_for(side) for side in answer.sides[:-1])
             return asked and self._is_named(answer) and holds(answer) and self.same(gold, answer.sides[-1])
-        if set(gold.operators) <= INEQUALITIES and gold.operators:
-            one, two = solution_set(gold), real_set(answer)
-            return one is not None and two is not None and not is_expression(answer) and same_sets(one, two)
         if not self._is_named(gold) or gold.modulus is not None:
             return False
         named = any(is_name(side) for side in gold.sides[:-1])
@@ -235,6 +228,18 @@ class Comparison:
             if gap.is_Integer:
                 return bool(gap % one == 0)
         return self.same(first, second)
+
+
+def _same_region(gold: Value, answer: Value) -> bool:
+    """Whether inequalities (``x>2``) say the same as a set or as inequalities with another word between them."""
+    names = names_in(gold)
+    if isinstance(answer, Relation) and answer.operators == ("\\in",) and answer.sides[0] in names:
+        answer = answer.sides[1]
+    if is_expression(gold) or is_expression(answer) or (names and is_region(answer) and names != names_in(answer)):
+        return False
+    one = solution_set(gold) if isinstance(gold, Relation) and is_region(gold) else real_set(gold)
+    two = real_set(answer)
+    return one is not None and two is not None and same_sets(one, two)
 
 
 def same_in_any_order(gold: Sequence[Value], answer: Sequence[Value], same: Callable[[Value, Value], bool]) -> bool:

@@ -6,10 +6,19 @@ from typing import Any
 
 import sympy
 
+from async_rl.rewards.relations import INEQUALITIES, is_solution, names_in, plain_relation
 from async_rl.rewards.sameness import without_functions
 from async_rl.rewards.tex_values import Group, NamedSet, Relation, SetOperation, Value, is_expression, is_matrix
 
 _SETS = {"R": sympy.S.Reals, "Z": sympy.S.Integers, "N": sympy.S.Naturals, "Q": sympy.S.Rationals, "": sympy.S.EmptySet}
+
+
+def is_region(value: Value) -> bool:
+    """Whether ``value`` is an inequality, or several with ``and`` or ``or`` between them."""
+    if isinstance(value, Group):
+        return bool(value.conjunction) and all(is_region(item) for item in value.items)
+    value = plain_relation(value)
+    return isinstance(value, Relation) and bool(value.operators) and set(value.operators) <= INEQUALITIES
 
 
 def joined_sets(value: Value) -> list[Value]:
@@ -25,9 +34,21 @@ def joined_sets(value: Value) -> list[Value]:
 
 
 def real_set(value: Value) -> Any:
-    """Return ``value`` as a set of sympy, or None if it is no set of real numbers that sympy can build."""
+    """Return ``value`` as a set of sympy, or None if it is no set of real numbers that sympy can build.
+
+    Inequalities are a set if they say between which numbers one name lies, or are several of that kind with ``and`` or
+    ``or``. An inequality to solve is none: a question's own inequality must not earn the reward of its solution.
+    """
+    value = plain_relation(value)
     if isinstance(value, NamedSet):
         return _SETS.get(value.name)
+    if isinstance(value, Relation):
+        return solution_set(value) if is_solution(value) and set(value.operators) <= INEQUALITIES else None
+    if isinstance(value, Group) and is_region(value):
+        parts = [real_set(item) for item in value.items]
+        if any(part is None for part in parts) or len(names_in(value)) != 1:
+            return None
+        return (sympy.Union if value.conjunction == "or" else sympy.Intersection)(*parts)
     if isinstance(value, SetOperation):
         left, right = real_set(value.left), real_set(value.right)
         if left is None or right is None:

@@ -152,6 +152,24 @@ x>1\text{ and }x<3 || x>1\text{ or }x<3
 1,2,3,\ldots || 1,3,2,\ldots
 f(1,-1) || f(\pm 1)
 5 || 5\text{ and }5\text{ or }5
+(1,3) || x>1, x<3
+(1,3) || x>1 \text{ or } x<3
+(1,3) || x>1 \text{ and } y<3
+(-\infty,1)\cup(2,\infty) || x<1 \text{ and } x>2
+(-\infty,1)\cup(2,\infty) || x<1 \text{ or } y>2
+(-2,2) || |x|<2
+(-2,2) || x^2<4 \text{ and } x<9
+x\in(5,\infty) || 3x+7>22
+x\in(5,\infty) || y>5
+5 || 5\le x\le 5
+\{5\} || 5\le x\le 5
+(2,\infty) || x\ge 2
+[2,\infty) || x>2
+(1,2) || x\ne 1
+(1,2) || x>1
+(1,2) || (1<x, x<2)
+\mathbb{R} || x<x+1
+\mathbb{R} || x \ne x+1
 """
 RIGHT = r"""
 \mathrm{e}^2 || e^2
@@ -221,6 +239,22 @@ x=1\text{ or }x=2 || x=1\text{ and }x=2
 x<1 || -x>-1
 x^2-5x+6=0 || 2x^2-10x+12=0
 x\notin\mathbb{Z} || x\not\in\mathbb{Z}
+(2,\infty) || x>2
+(2,\infty) || 2<x
+[-2,2] || -2\le x\le 2
+[-2,2] || 2\ge x\ge -2
+-2\le x\le 2 || x\in[-2,2]
+(-\infty,1)\cup(2,\infty) || x<1 \text{ or } x>2
+x<1 \text{ or } x>2 || (-\infty,1)\cup(2,\infty)
+x<1 \text{ or } x>2 || x>2 \text{ or } x<1
+x<1 \text{ or } x>2 || x\in(-\infty,1)\cup(2,\infty)
+(1,3) || x>1 \text{ and } x<3
+1<x<3 || x>1 \text{ and } x<3
+x>1 \text{ and } x<3 || 1<x<3
+x>1 \text{ and } x<3 || (1,3)
+(-\infty,0)\cup(0,\infty) || x\ne 0
+\mathbb{R}\setminus\{0\} || x\ne 0
+\mathbb{R}\setminus\{0\} || x\neq0
 """
 
 
