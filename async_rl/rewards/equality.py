@@ -37,6 +37,7 @@ _SCIENTIFIC = re.compile(
 _SIGN = re.compile(r"(?:\\?\$)?\s*([+\-\u2212]?)\s*(?:\\?\$)?\s*")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _WRAPPER = re.compile(r"\\(?:boxed|text|textbf|textit|mathrm|mathbf|mbox)\s*(?=\{)|(?=\{)")
+_TEXT_WITH_DIGITS = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}$\\]*[0-9][^{}$\\]*)\}\.?")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '][^\W\d_]+)*")
 _MIN_WORD_LETTERS = 4
 _MIN_FLOAT_DIGITS = 12
@@ -86,7 +87,8 @@ def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_li
         return gold_text.casefold() == text.casefold()
     if not (_is_parsable(gold_text) and _is_parsable(text)):
         return False
-    return verifier.ask(spelled_out(gold), spelled_out(prediction), time_limit_s) == "equal"
+    gold, prediction = spelled_out(_plain_text(gold)), spelled_out(_plain_text(prediction))
+    return verifier.ask(gold, prediction, time_limit_s) == "equal"
 
 
 def canonical_form(answer: str) -> Fraction | str:
@@ -204,6 +206,12 @@ def _unwrapped(text: str) -> str:
             text = text[wrapper.end() + 1 : -1]
         if text in (before, ""):
             return before
+
+
+def _plain_text(text: str) -> str:
+    """Return ``5 cm`` for ``\\text{5 cm}``. Text that is more or less than the whole answer stays."""
+    found = _TEXT_WITH_DIGITS.fullmatch(text)
+    return text if found is None else found[1]
 
 
 def _are_words(gold: str, gold_form: str, prediction: str, form: str) -> bool:

@@ -14,7 +14,8 @@ SINGLE_LETTER_UNITS = frozenset("mgshlLNJWVAKCF")
 
 _SIGNS = {
     "\u2212": "-", "\u2013": "-", "\u00d7": "\\times ", "\u00b7": "\\cdot ", "\u22c5": "\\cdot ", "\u00f7": "\\div ",
-    "\u00b1": "\\pm ", "\u2213": "\\mp ", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2260": "\\ne ",
+    "\u00b1": "\\pm ", "\u2213": "\\mp ", "\u2264": "\\le ", "\u2265": "\\ge ", "\u2a7d": "\\le ",
+    "\u2a7e": "\\ge ", "\u2260": "\\ne ",
     "\u2248": "\\approx ", "\u2261": "\\equiv ", "\u221e": "\\infty ", "\u222a": "\\cup ", "\u2229": "\\cap ",
     "\u2208": "\\in ", "\u2209": "\\notin ", "\u2205": "\\emptyset ", "\u2026": "\\ldots ", "\u22ef": "\\ldots ",
     "\u2192": "\\to ", "\u211d": "\\mathbb{R}", "\u2124": "\\mathbb{Z}", "\u2115": "\\mathbb{N}",
@@ -46,6 +47,9 @@ _IS_A_FONT = frozenset({"mathbf", "mathit", "mathsf", "mathnormal", "boldsymbol"
 _BOLD_GROUP = re.compile(r"\\(?:mathbf|mathit|mathsf|mathnormal|boldsymbol|bm|pmb)\s*(?=\{)")
 _DOUBLED = re.compile(r"\\\\(?=[A-Za-z]{2})")
 """Two backslashes before two letters are a command with an escaped backslash, and no line break."""
+_BARE_ALPHABET = re.compile(r"(?P<font>\\math(?:bb|cal|frak|scr))\s*(?P<letter>[A-Z])(?![A-Za-z])")
+_SUCH_THAT = re.compile(r"(?P<head>\\\{\s*[A-Za-z](?:\s*\\in\s*\\mathbb\{[A-Z]\})?)\s*(?:\||:|\\colon(?![A-Za-z]))")
+"""The sign after the name in ``\\{x : x>2\\}`` or ``\\{x | x>2\\}``."""
 _NEGATED = re.compile(r"\\not\s*(?P<relation>=|\\in(?![A-Za-z])|\\mid(?![A-Za-z])|\|)")
 _NEGATIONS = {"=": "\\ne ", "\\in": "\\notin ", "\\mid": "\\nmid ", "|": "\\nmid "}
 _ENDS_IN_A_COMMAND = re.compile(r"\\[A-Za-z]+$")
@@ -64,6 +68,8 @@ def in_latex(text: str) -> str:
     if "\\" in text:
         if "\\begin" not in text:
             text = _DOUBLED.sub(r"\\", text)
+        text = _BARE_ALPHABET.sub(r"\g<font>{\g<letter>}", text)
+        text = _SUCH_THAT.sub(r"\g<head>\\mid ", text)
         text = _NEGATED.sub(lambda found: _NEGATIONS[found["relation"]], text)
         text = _RM.sub(_letter, text)
         text = _UPRIGHT.sub(_letter, text)

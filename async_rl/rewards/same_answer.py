@@ -104,6 +104,8 @@ class Comparison:
             return one.product is not None and same_expression(one.product, other)
         if same_expression(one.number, other, self._tolerance):
             return True
+        if one.unit == "degree" and other.has(sympy.pi):
+            return same_expression(one.number * sympy.pi / 180, other)
         return one.unit == "%" and same_expression(one.number / 100, other, self._tolerance)
 
     def _same_ratios(self, gold: Value, answer: Value) -> bool:

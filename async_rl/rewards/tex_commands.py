@@ -67,6 +67,9 @@ class CommandReader(Position):
         if command in _BIG:
             return self._big(command)
         if command in _ACCENTS:
+            letters = self._letters_in_braces()
+            if letters:
+                return sympy.Symbol(f"{command} {''.join(letters)}" + self.primes() + self.subscript())
             argument = self.argument()
             if not is_expression(argument) or is_matrix(argument):
                 raise UnreadableError("an accent on something that is no number")
@@ -91,6 +94,13 @@ class CommandReader(Position):
         """Whether the token that was just read is a whole side of a relation or item of a list."""
         before = self.tokens[self.index - 2].text if self.index > 1 else ""
         return before in RELATIONS | {"", ",", ";", "(", "\\{"} and self.at_end_of_term()
+
+    def _letters_in_braces(self) -> list[str]:
+        """Read several letters in braces, whose order counts: the vector AB is not BA. Anything else is left."""
+        if self.next.text != "{" or self.peek(2).text != "}" or self.peek(1).kind != "run":
+            return []
+        self.index += 3
+        return list(self.tokens[self.index - 2].text)
 
     def _braced_name(self) -> str:
         self.expect("{")
@@ -238,9 +248,9 @@ class CommandReader(Position):
         return value if exponent is None else self.combine(lambda one, two: one**two, value, exponent)
 
     def _arguments(self) -> tuple[Value, ...]:
-        if self.next.text in ("(", "[", "{", "|(") and self.next.kind == "sign":
+        if self.next.text in ("(", "[", "{", "\\{", "|(") and self.next.kind == "sign":
             inside = self.atom()
-            if isinstance(inside, Group) and (inside.opening, inside.closing) != ("(", ")"):
+            if isinstance(inside, Group) and (inside.opening, inside.closing) not in (("(", ")"), ("\\{", "\\}")):
                 raise UnreadableError("arguments in brackets that do not match")
             return inside.items if isinstance(inside, Group) else (inside,)
         sign = -1 if self.accept("-") else 1
@@ -264,6 +274,8 @@ class CommandReader(Position):
             raise UnreadableError(f"{name} of a matrix")
         if name == "log":
             return self.combine(sympy.log, argument, sympy.Integer(10) if base is None else base)
+        if name == "cis":
+            return sympy.exp(sympy.I * argument.subs(DEGREE, sympy.pi / 180))
         function = getattr(sympy, _SYMPY_NAMES.get(name, name), None) if name not in ("deg", "dim", "det") else None
         if function is None:
             return undefined("\\" + name, argument)

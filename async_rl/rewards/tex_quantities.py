@@ -23,6 +23,11 @@ from async_rl.rewards.tex_values import (
     is_matrix,
 )
 
+_SETS_IN_WORDS = {
+    "all real numbers": "R", "all reals": "R", "no solution": "", "no solutions": "", "no real solution": "",
+    "no real solutions": "", "the empty set": "", "empty set": "",
+}  # fmt: skip
+
 
 @dataclass(slots=True)
 class Term:
@@ -85,6 +90,8 @@ class QuantityReader(ExpressionReader):
     def _named_set(self) -> NamedSet | None:
         if self.accept("\\emptyset"):
             return NamedSet("")
+        if self.next.kind == "text" and self.next.text.casefold() in _SETS_IN_WORDS:
+            return NamedSet(_SETS_IN_WORDS[self.take().text.casefold()])
         inside = [token.text for token in self.tokens[self.index + 1 : self.index + 4]]
         if self.next.text == "\\mathbb" and len(inside) == 3 and inside[0] == "{" and inside[2] == "}":
             after = self.peek(4).text

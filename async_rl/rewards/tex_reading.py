@@ -170,10 +170,14 @@ class AnswerReader(QuantityReader):
         self.term = outer
         if closing is None:
             raise UnreadableError(f"{opening} is not closed before {self.next.text!r}")
+        if opening == "\\{":
+            items[0] = _condition(items[0])
         if len(items) == 1:
             if closing.text != _ROUND[opening]:
                 raise UnreadableError("a single value in brackets that do not match")
             return Group(opening, "\\}", tuple(items)) if isinstance(items[0], NamedSet) else items[0]
+        if (opening, closing.text) == ("[", "]") and len(items) > 2:  # no interval: a list as in a program
+            return Group("(", ")", tuple(items), word)
         bounds = ("", "") if opening == "{" else (opening, closing.text)
         return Group(*bounds, tuple(items), word)
 
@@ -197,3 +201,15 @@ class AnswerReader(QuantityReader):
         if bottom == 0 or operator.text != "\\over":
             raise UnreadableError("no fraction")
         return self.combine(lambda one, two: one / two, top, bottom)
+
+
+def _condition(value: Value) -> Value:
+    """Return the inequality of ``x \\mid x>2`` in the braces of a set of real numbers. Any other value stays."""
+    if not isinstance(value, Relation) or value.modulus is not None:
+        return value
+    head = value.operators.index("\\mid") if "\\mid" in value.operators[:2] else None
+    if head is None or (head == 1 and (value.operators[0] != "\\in" or value.sides[1] != NamedSet("R"))):
+        return value
+    condition = Relation(value.sides[head + 1 :], value.operators[head + 1 :])
+    is_about = any(is_expression(side) and side.has(value.sides[0]) for side in condition.sides)
+    return condition if condition.operators and is_about else value

@@ -51,7 +51,7 @@ SAME_COMMANDS = {
 FUNCTIONS = frozenset({
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc", "sinh",
     "cosh", "tanh", "coth", "arsinh", "arcosh", "artanh", "arcsinh", "arccosh", "arctanh", "asin", "acos", "atan",
-    "ln", "log", "exp", "gcd", "lcm", "min", "max", "det", "floor", "ceil", "abs", "sgn", "deg", "dim", "arg",
+    "ln", "log", "exp", "gcd", "lcm", "min", "max", "det", "floor", "ceil", "abs", "sgn", "deg", "dim", "arg", "cis",
 })  # fmt: skip
 _PLAIN_NAMES = {
     "pi": "\\pi", "sqrt": "\\sqrt", "infinity": "\\infty", "inf": "\\infty", "oo": "\\infty", "mod": "\\mod",
@@ -102,13 +102,28 @@ def tokens_of(text: str) -> list[Token]:
 
 
 def _without_separators(text: str) -> str:
-    r"""Return ``text`` without separators of thousands: ``1{,}234``, ``10,\!080``, outside of brackets ``1,234``."""
+    r"""Return ``text`` without separators of thousands: ``1{,}234``, ``10,\!080``, and ``1,234`` that is no list."""
     text = re.sub(r"(?<=[0-9])(?:\{,\}|,\\!)\s*(?=[0-9]{3})", "", text)
     if _WHOLE_DECIMAL_COMMA.fullmatch(text):
         return text.replace(",", ".")
-    if "," not in text or re.search(r"[(\[{]", text):
+    if "," not in text:
         return text
-    return _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
+    numbers = [found for found in _THOUSANDS.finditer(text) if not _may_be_list(text, found.start())]
+    for found in reversed(numbers):
+        text = text[: found.start()] + found[0].replace(",", "") + text[found.end() :]
+    return text
+
+
+def _may_be_list(text: str, index: int) -> bool:
+    """Whether a comma at ``index`` may separate items: in brackets, or in braces that hold no argument."""
+    opened: list[bool] = []
+    for found in re.finditer(r"\\?[({\[]|\\?[)}\]]", text[:index]):
+        if found[0][-1] in "({[":
+            is_argument = found[0] == "{" and re.search(r"(?:\\[A-Za-z]+|\}|\^)\s*$", text[: found.start()]) is not None
+            opened.append(not is_argument)
+        elif opened:
+            opened.pop()
+    return any(opened)
 
 
 def _end_of_text(text: str, index: int) -> int:

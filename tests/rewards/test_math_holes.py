@@ -170,6 +170,28 @@ x\in(5,\infty) || y>5
 (1,2) || (1<x, x<2)
 \mathbb{R} || x<x+1
 \mathbb{R} || x \ne x+1
+\vec{AB} || \vec{BA}
+\overline{abc} || \overline{acb}
+(1,234) || 1234
+\{1,234\} || 1234
+x_{1,234} || x_{1234}
+f(1,234) || f(1234)
+(2,\infty) || \{x \mid x\ge 2\}
+(2,\infty) || \{x \in\mathbb{Z} \mid x> 2\}
+(2,\infty) || \{x \mid 2x>4\}
+\{x \mid x>2\} || \{x \mid x>3\}
+\{x \mid x>2\} || \{x, x>2\}
+2 || \{x \mid x=2, 3\}
+\frac{\pi}{2} || 91^\circ
+\frac{\pi}{2} || 90
+1,2,3 || [1,2,4]
+1,2 || [1,2]
+\emptyset || \text{one solution}
+5 || \text{5 or 6}
+5 || \text{5 is wrong}
+5 || \text{5}6
+3 || \max\{1,2,4\}
+(1,2) || \{1 : 2\}
 """
 RIGHT = r"""
 \mathrm{e}^2 || e^2
@@ -255,6 +277,42 @@ x>1 \text{ and } x<3 || (1,3)
 (-\infty,0)\cup(0,\infty) || x\ne 0
 \mathbb{R}\setminus\{0\} || x\ne 0
 \mathbb{R}\setminus\{0\} || x\neq0
+1234 || 1,234\text{ cm}
+1234 || 1,234 \text{ dollars}
+\frac{617}{2} || \frac{1,234}{4}
+1,234\text{ cm}^2 || 1234\text{ cm}^2
+(1,234) || (1, 234)
+\{1,234\} || \{234, 1\}
+\frac{\pi}{2} || 90^\circ
+90^\circ || \frac{\pi}{2}
+\max\{a,b\} || \max(a,b)
+3 || \max\{1,2,3\}
+(2,\infty) || \{x \mid x>2\}
+(2,\infty) || \{x : x>2\}
+(2,\infty) || \{x | x>2\}
+(2,\infty) || \{x \in \mathbb{R} \mid x > 2\}
+(2,\infty) || \{x\in\mathbb{R} : x > 2\}
+\{x \mid x\ne 3\} || (-\infty,3)\cup(3,\infty)
+(-\infty,1)\cup(2,\infty) || \{x \mid x<1 \text{ or } x>2\}
+x>2 || \{x \mid x>2\}
+\{x \mid x>2\} || x>2
+1,2,3 || [1,2,3]
+(1,2,3) || [1,2,3]
+\{1,2,3\} || [1,2,3]
+\emptyset || \text{no solution}
+\text{no solution} || \emptyset
+\text{no real solutions} || \text{No real solutions}
+\mathbb{R} || \text{all real numbers}
+\mathbb R || \mathbb{R}
+x\ge5 || x ⩾ 5
+5 || \text{5 cm}
+5\text{ cm} || \text{5 cm}
+2\text{cis}60^\circ || 1+i\sqrt{3}
+\overrightarrow{AB} || \overrightarrow{AB}
+\vec{AB}+\vec{CD} || \vec{CD}+\vec{AB}
+\vec{v} || \vec v
+\overline{AB} || \overline{AB}
+\overline{x+y} || \overline{y+x}
 """
 
 
