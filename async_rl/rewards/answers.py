@@ -84,7 +84,8 @@ class AnswerReward:
     def counters(self) -> dict[str, int]:
         """Return the verifier's counts of comparisons, as ``verifier_requests``, ``verifier_timed_out`` and so on.
 
-        A comparison that timed out or crashed was scored as unequal. Without a verifier the result is empty.
+        A comparison that sympy gave up (``verifier_not_computed``), that timed out or crashed was scored as unequal.
+        Without a verifier the result is empty.
         """
         counts = {} if self._verifier is None else self._verifier.counts
         return {f"verifier_{name}": count for name, count in counts.items()}

@@ -7,8 +7,9 @@ The request ``W`` waits for the end of a worker, and the reply is the signal tha
 socket closes or the server dies, all workers end.
 
 A worker reads frames of ``net.streams`` with JSON ``{"gold", "prediction", "time_limit_s"}`` and answers each with
-``{"equal": bool}``. The limit is on processor time, so that a right answer is not scored as wrong on a busy machine.
-The command is ``python -m async_rl.rewards.equality_child DESCRIPTOR PARENT_PID``.
+``{"finding": "equal"}``, or another ``Finding`` of ``same_answer``. The limit is on processor time, so that a right
+answer is not scored as wrong on a busy machine. The command is
+``python -m async_rl.rewards.equality_child DESCRIPTOR PARENT_PID``.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; this process ends with its socket
     control.set_inheritable(False)
     _limit_memory()
-    equal = _load_sympy()
+    compare = _load_sympy()
     gc.freeze()  # workers share what is loaded
     control.sendall(RECORD.pack(READY, 0))
     workers: set[int] = set()
     while (request := _receive(control, parent_pid)) is not None:
         kind, pid, descriptor = request
         if kind == FORK:
-            reply = _fork_worker(control, descriptor, equal)
+            reply = _fork_worker(control, descriptor, compare)
             workers.add(reply)
         else:
             reply = _wait(pid)
@@ -84,7 +85,7 @@ def _wait(pid: int) -> int:
     return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
-def _fork_worker(control: socket.socket, descriptor: int, equal: Any) -> int:
+def _fork_worker(control: socket.socket, descriptor: int, compare: Any) -> int:
     """Fork a worker that gets its work on the socket ``descriptor``. Return its process id, or 0 if the fork failed."""
     server = os.getpid()
     try:
@@ -93,18 +94,18 @@ def _fork_worker(control: socket.socket, descriptor: int, equal: Any) -> int:
         pid = 0
     else:
         if pid == 0:
-            _be_worker(control, descriptor, equal, server)
+            _be_worker(control, descriptor, compare, server)
     os.close(descriptor)
     return pid
 
 
-def _be_worker(control: socket.socket, descriptor: int, equal: Any, server: int) -> None:
+def _be_worker(control: socket.socket, descriptor: int, compare: Any, server: int) -> None:
     code = 1
     try:
         control.close()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() == server:
-            _serve(socket.socket(fileno=descriptor), equal)
+            _serve(socket.socket(fileno=descriptor), compare)
             code = 0
     except BaseException:
         traceback.print_exc()
@@ -113,12 +114,12 @@ def _be_worker(control: socket.socket, descriptor: int, equal: Any, server: int)
         os._exit(code)
 
 
-def _serve(connection: socket.socket, equal: Any) -> None:
+def _serve(connection: socket.socket, compare: Any) -> None:
     while (body := read_frame(connection.recv, max_bytes=MAX_FRAME_BYTES)) is not None:
         request = json.loads(body)
         # The default action of SIGPROF ends the process. It needs no Python, while 9**9**9 holds the interpreter lock.
         signal.setitimer(signal.ITIMER_PROF, request["time_limit_s"])
-        answer = {"equal": equal(request["gold"], request["prediction"])}
+        answer = {"finding": compare(request["gold"], request["prediction"])}
         signal.setitimer(signal.ITIMER_PROF, 0)
         connection.sendall(pack_frame(json.dumps(answer).encode()))
 

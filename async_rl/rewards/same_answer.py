@@ -8,9 +8,10 @@ in docs/rewards.md: a name before an answer (``x=5`` for 5), a unit that one sid
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import sympy
+from sympy.polys.polyerrors import BasePolynomialError
 
 from async_rl.rewards.relations import (
     first_and_last,
@@ -39,12 +40,16 @@ from async_rl.rewards.tex_values import (
     is_matrix,
 )  # fmt: skip
 
-_SYMPY_ERRORS = (ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError)
-"""What sympy raises if it can't compute a text that was read, such as a logarithm to the base 1."""
+_SYMPY_ERRORS = (
+    ArithmeticError, AttributeError, NotImplementedError, RecursionError, TypeError, ValueError, BasePolynomialError,
+)  # fmt: skip
+"""What sympy raises if it can't compute a text that was read, such as a condition that it can't solve."""
+Finding = Literal["equal", "different", "not_computed"]
+"""``not_computed``: both answers could be read, but sympy could not compare them."""
 _NAMING = frozenset({"=", "\\in", "\\equiv"})
 
 
-def same_answers(gold: str, answer: str) -> bool:
+def same_answers(gold: str, answer: str) -> Finding:
     """Return whether both texts can be read to their last token and say the same.
 
     Args:
@@ -52,12 +57,11 @@ def same_answers(gold: str, answer: str) -> bool:
         answer: the model's answer, likewise.
     """
     try:
-        one, two = read(gold), read(answer)
-        return same_readings(one, two)
+        return "equal" if same_readings(read(gold), read(answer)) else "different"
     except UnreadableError:
-        return False
+        return "different"
     except _SYMPY_ERRORS:
-        return False
+        return "not_computed"
 
 
 def same_readings(gold: Reading, answer: Reading) -> bool:

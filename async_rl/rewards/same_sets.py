@@ -73,16 +73,20 @@ def real_set(value: Value) -> Any:
 
 
 def same_sets(one: Any, two: Any) -> bool:
-    if one == two:
-        return True
-    try:
-        return sympy.SymmetricDifference(one, two).is_empty is True
-    except (NotImplementedError, TypeError, ValueError):
-        return False
+    """Return whether two sets of sympy are the same.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: sympy can't find out.
+    """
+    return one == two or sympy.SymmetricDifference(one, two).is_empty is True
 
 
 def solution_set(relation: Relation) -> Any:
-    """Return the real numbers for which an inequality in one variable holds, or None if sympy can't find them."""
+    """Return the real numbers for which an inequality in one variable holds. None if it has another form.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError, AttributeError: sympy can't find them.
+    """
     if not all(is_expression(side) and not is_matrix(side) for side in relation.sides):
         return None
     sides = without_functions(*relation.sides)
@@ -94,9 +98,6 @@ def solution_set(relation: Relation) -> Any:
     sides = [side.subs(symbol, real) for side in sides]
     build = {"<": sympy.StrictLessThan, "\\le": sympy.LessThan, "\\ne": sympy.Ne}
     found = sympy.S.Reals
-    try:
-        for operator, left, right in zip(relation.operators, sides, sides[1:], strict=False):
-            found = found.intersect(build[operator](left, right).as_set())
-    except (NotImplementedError, TypeError, ValueError, AttributeError):
-        return None
+    for operator, left, right in zip(relation.operators, sides, sides[1:], strict=False):
+        found = found.intersect(build[operator](left, right).as_set())
     return found

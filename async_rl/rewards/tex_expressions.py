@@ -107,10 +107,7 @@ class ExpressionReader(CommandReader):
         value = self.atom()
         while True:
             if self.accept("!"):
-                function = sympy.factorial2 if self.accept("!") else sympy.factorial
-                if self.next.text == "!":
-                    raise UnreadableError("a factorial of three signs")
-                value = self.combine(lambda one, two, of=function: of(one), value, sympy.Integer(1))
+                value = self._factorial(value)
             elif self.next.text == "%" and self.next.kind == "sign" and not self.percent_is_unit(value):
                 self.take()
                 value = self.combine(lambda one, two: one / two, value, sympy.Integer(100))
@@ -118,6 +115,15 @@ class ExpressionReader(CommandReader):
                 value = self._raised(value)
             else:
                 return value
+
+    def _factorial(self, value: Value) -> Expression:
+        if not self.accept("!"):
+            return self.combine(lambda one, two: sympy.factorial(one), value, sympy.Integer(1))
+        if self.next.text == "!":
+            raise UnreadableError("a factorial of three signs")
+        if is_expression(value) and value.is_Integer and value >= -1:
+            return sympy.factorial2(value)
+        return undefined("double factorial", value)
 
     def percent_is_unit(self, value: Value) -> bool:
         return False
@@ -194,9 +200,11 @@ class ExpressionReader(CommandReader):
         if token.kind == "sign" and token.text in ("|(", "||("):
             inside = self.sum()
             self.expect(token.text.replace("(", ")"))
-            if token.text == "|(" and not is_matrix(inside):
-                return sympy.Abs(inside)
-            return undefined("norm", inside) if not is_matrix(inside) else inside.det()
+            if token.text == "||(":
+                return undefined("norm", inside)
+            return self.combine(
+                lambda one, two: one.det() if is_matrix(one) else sympy.Abs(one), inside, sympy.Integer(1)
+            )
         raise UnreadableError(f"no value begins with {token.text!r}")
 
     def _number(self, token: Token) -> Expression:

@@ -9,7 +9,7 @@ from typing import Any
 import sympy
 
 from async_rl.rewards.tex_tokens import Token, UnreadableError
-from async_rl.rewards.tex_values import Expression, Value, is_expression
+from async_rl.rewards.tex_values import Expression, Value, is_expression, is_matrix
 
 END = Token("end", "")
 RELATIONS = frozenset({
@@ -28,7 +28,14 @@ STOPS = frozenset(
 )
 
 
-def undefined(name: str, *arguments: Expression) -> Expression:
+def undefined(name: str, *arguments: Value) -> Expression:
+    """Return a function that is not computed, of ``arguments``.
+
+    Raises:
+        UnreadableError: an argument is no expression.
+    """
+    if not all(is_expression(one) and not is_matrix(one) for one in arguments):
+        raise UnreadableError(f"{name} of something that is no number")
     return sympy.Function(name)(*arguments)
 
 
@@ -91,7 +98,13 @@ class Position(ABC):
             raise UnreadableError("arithmetic with infinity")
         try:
             return operation(one, two)
-        except (TypeError, ValueError, sympy.matrices.exceptions.MatrixError) as error:
+        except (
+            ArithmeticError,
+            NotImplementedError,
+            TypeError,
+            ValueError,
+            sympy.matrices.exceptions.MatrixError,
+        ) as error:
             raise UnreadableError(str(error)) from error
 
     # The rules, by the subclasses.

@@ -24,7 +24,7 @@ from async_rl.net.streams import pack_frame, read_exactly, read_frame
 from async_rl.process.child import module_command, package_environment
 from async_rl.rewards.equality_child import FORK, MAX_FRAME_BYTES, RECORD, WAIT
 
-Verdict = Literal["equal", "different", "timed_out", "crashed"]
+Verdict = Literal["equal", "different", "not_computed", "timed_out", "crashed"]
 
 MAX_WORKERS = 8
 """Maximum number of comparisons that run at the same time. It may exceed the number of cores, so that a comparison does
@@ -103,11 +103,12 @@ class MathVerifier:
     """Compares answers in at most ``MAX_WORKERS`` worker processes. Any thread may call it.
 
     The processes are started when they are needed. ``counts`` has the number of comparisons (``requests``), of those
-    that ``timed_out`` and ``crashed``, and the number of workers that were ``started``.
+    that sympy gave up (``not_computed``), that ``timed_out`` and that ``crashed``, and of workers that were
+    ``started``.
     """
 
     def __init__(self) -> None:
-        self.counts = {"requests": 0, "timed_out": 0, "crashed": 0, "started": 0}
+        self.counts = {"requests": 0, "not_computed": 0, "timed_out": 0, "crashed": 0, "started": 0}
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(MAX_WORKERS)
         self._server: _Server | None = None
@@ -164,7 +165,7 @@ class MathVerifier:
         with self._lock:
             if server is self._server:
                 self._idle.append(worker)
-        return "equal" if json.loads(body)["equal"] else "different"
+        return json.loads(body)["finding"]
 
     def _take_worker(self) -> tuple[_Server, _Worker]:
         """Return the server and an idle or a new worker. Start or replace the server if necessary.

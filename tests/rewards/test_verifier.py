@@ -52,7 +52,15 @@ def test_a_hanging_answer_is_ended_at_the_limit_and_the_next_one_is_answered(ver
     assert wait_until_ended(pidfd, 0)
     assert verifier.ask("x+1", "1+x", 30.0) == "equal"
     assert verifier.idle_pids != (pid,)
-    assert verifier.counts == {"requests": 3, "timed_out": 1, "crashed": 0, "started": 2}
+    assert verifier.counts == {"requests": 3, "not_computed": 0, "timed_out": 1, "crashed": 0, "started": 2}
+
+
+def test_what_can_not_be_computed_is_counted(verifier: MathVerifier):
+    # A sine of a sine of a sine ...: deeper than Python's recursion. The worker goes on.
+    assert verifier.ask("5", "\\sin" * 300 + " 1", 30.0) == "not_computed"
+    assert verifier.ask("5", "(5", 30.0) == "different"
+    assert verifier.ask("x+1", "1+x", 30.0) == "equal"
+    assert verifier.counts == {"requests": 3, "not_computed": 1, "timed_out": 0, "crashed": 0, "started": 1}
 
 
 def test_an_honest_answer_does_not_wait_for_hanging_ones(verifier: MathVerifier):
@@ -97,7 +105,7 @@ def test_a_worker_killed_between_questions_is_replaced_unnoticed(verifier: MathV
     os.kill(pid, signal.SIGKILL)
     assert wait_until_ended(pidfd, 30)
     assert verifier.ask("x+1", "2+x", 30.0) == "different"
-    assert verifier.counts == {"requests": 2, "timed_out": 0, "crashed": 0, "started": 2}
+    assert verifier.counts == {"requests": 2, "not_computed": 0, "timed_out": 0, "crashed": 0, "started": 2}
 
 
 def test_a_server_killed_between_questions_is_replaced_with_its_workers(verifier: MathVerifier):
@@ -107,7 +115,7 @@ def test_a_server_killed_between_questions_is_replaced_with_its_workers(verifier
     os.kill(parent_of(pid), signal.SIGKILL)
     assert all(wait_until_ended(pidfd, 30) for pidfd in pidfds)
     assert verifier.ask("x+1", "2+x", 30.0) == "different"
-    assert verifier.counts == {"requests": 2, "timed_out": 0, "crashed": 0, "started": 2}
+    assert verifier.counts == {"requests": 2, "not_computed": 0, "timed_out": 0, "crashed": 0, "started": 2}
 
 
 def test_close_ends_the_processes_and_can_be_repeated():
