@@ -116,7 +116,7 @@ def plain_number(text: str) -> Fraction | None:
     ``12,34``, ``1e3``, ``50%``, ``1/0`` and numbers with a unit are not plain numbers.
     """
     text = _unwrapped(text)
-    text = re.sub(r"\{,\}|,\\!", ",", text)
+    text = re.sub(r"\s?\{\s?,\s?\}|,\\!", ",", text)
     text = re.sub(r"\\[,;: ]|~", " ", text)
     text = _LATEX_FRACTION.sub(lambda found: f" {found[1] or found[2]}/{found[3] or found[4]} ", text)
     text = re.sub(r"\s+", " ", text).strip()

@@ -52,6 +52,8 @@ _SUCH_THAT = re.compile(r"(?P<head>\\\{\s*[A-Za-z](?:\s*\\in\s*\\mathbb\{[A-Z]\}
 """The sign after the name in ``\\{x : x>2\\}`` or ``\\{x | x>2\\}``."""
 _NEGATED = re.compile(r"\\not\s*(?P<relation>=|\\in(?![A-Za-z])|\\mid(?![A-Za-z])|\|)")
 _NEGATIONS = {"=": "\\ne ", "\\in": "\\notin ", "\\mid": "\\nmid ", "|": "\\nmid "}
+_MONEY = re.compile("(?P<before>[\u20ac\u00a3\u00a5]) ?(?P<number>[0-9][0-9.,]*)|(?P<after>[\u20ac\u00a3\u00a5])")
+_CURRENCIES = {"\u20ac": "\\text{ euro}", "\u00a3": "\\text{ pound sterling}", "\u00a5": "\\text{ yen}"}
 _ENDS_IN_A_COMMAND = re.compile(r"\\[A-Za-z]+$")
 
 
@@ -78,6 +80,7 @@ def in_latex(text: str) -> str:
 
 
 def _from_unicode(text: str) -> str:
+    text = _MONEY.sub(lambda found: (found["number"] or "") + _CURRENCIES[found["before"] or found["after"]], text)
     has_roots = "\u221a" in text or "\u221b" in text
     text = _RAISED_RUN.sub(lambda found: f"^{{{found[0].translate(_RAISED)}}}", text)
     text = _LOWERED_RUN.sub(lambda found: f"_{{{found[0].translate(_LOWERED)}}}", text)
