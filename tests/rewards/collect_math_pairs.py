@@ -10,7 +10,8 @@ from the form of a case and never from what this project's comparison makes of i
   Left out: a prediction that is prose (words before the mathematics, or over 200 characters without a box; its tests
   look for an answer in running text, our rewards never do), several different boxes in a side (ours is the last one
   alone), a case that sets an option of the library which we don't have (``strict``, a rounding of 2 digits, ...),
-  a case twice.
+  a box that is not closed, a case twice. ``math_pairs_left_out.jsonl`` has all of them but the last kind, with our
+  verdicts and reasons. It was written by hand; this program checks that none is missing.
 - *lm-eval*: ``tests/test_minerva_math.py``, its calls and parameters of equivalence, written out below: one file, with
   a different shape in every test.
 - *sympy*: ``GOOD_PAIRS`` of its LaTeX parser's tests (LaTeX, expression): the LaTeX is the prediction, the printed
@@ -39,6 +40,7 @@ from typing import Any
 from async_rl.rewards.extraction import extract_boxed
 
 OUT = Path(__file__).resolve().parents[1] / "data" / "math_pairs.jsonl"
+LEFT_OUT = OUT.with_name("math_pairs_left_out.jsonl")
 OPTIONS = {"strict": True, "allow_set_relation_comp": False, "precision": 6}
 """Of math-verify's cases, and the value that is its default."""
 CORRECTED = {("$1 - \\frac{1}{\\mathrm{e}}$", "$1 + \\frac{1}{\\mathrm{e}}$"): False}
@@ -83,6 +85,10 @@ def main() -> None:
             known.add((row["gold"], row["prediction"]))
             rows.append(row)
     OUT.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    listed = Counter(f"math-verify: {json.loads(line)['left_out']}" for line in LEFT_OUT.open(encoding="utf-8"))
+    counted = {why: left_out[why] for why in left_out if why.startswith("math-verify") and why != "math-verify: twice"}
+    if listed != counted:
+        sys.exit(f"expected {LEFT_OUT.name} to list {counted}, got {dict(listed)}; add the cases and our verdicts")
     for name, count in sorted(Counter((row["source"].split()[0], row["equal"]) for row in rows).items()):
         print(f"{name[0]:<12} equal: {name[1]!s:<6} {count}")
     for why, count in sorted(left_out.items()):
