@@ -47,7 +47,7 @@ _BASED = re.compile(
 )
 
 _SIZES = re.compile(r"\\(left|right|big|Big|bigg|Bigg)([lrm]?)(?![A-Za-z])\s*")
-_FRAC = re.compile(r"\\[dtc]?frac(?![A-Za-z])\s*")
+_FRAC = re.compile(r"\\(?:[dtc]?(?P<name>frac)|[dt]?(?P<other>binom))(?![A-Za-z])\s*")
 _ROOT = re.compile(r"\\sqrt(?![A-Za-z])\s*(?P<index>\[[^\[\]{}]*\])?\s*(?=[0-9A-Za-z])")
 _SCRIPT = re.compile(r"\^\s*(?=\\(?:[dt]?frac|binom)(?![A-Za-z]))")
 _COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -264,14 +264,14 @@ def based_integer(text: str) -> int | None:
 def spelled_out(text: str) -> str:
     r"""Return the answer ``text`` with braces around all arguments, as ``tex_reading`` needs it.
 
-    Braces are put around the arguments of ``\frac`` and ``\sqrt``, and around fractions in exponents.
+    Braces are put around the arguments of ``\frac``, ``\binom`` and ``\sqrt``, and around fractions in exponents.
     ``\frac94\pi`` becomes ``\frac{9}{4}\pi``, and ``x^\frac12`` becomes ``x^{\frac{1}{2}}``. ``\sqrt10`` stays, because
     it is a root of 1 in TeX, but its author probably means a root of 10.
     """
     text = _SIZES.sub(lambda found: f"\\{found[1]}{found[2]}" if found[1] in ("left", "right") else "", text)
     # From the last to the first, so that the contents of an argument are spelled out already.
     for found in reversed(list(_FRAC.finditer(text))):
-        text = text[: found.start()] + _frac_in_braces(text, found.end())
+        text = text[: found.start()] + _in_braces(f"\\{found['name'] or found['other']}", text, found.end())
     for found in reversed(list(_ROOT.finditer(text))):
         end = found.end() + 1
         if not text[end - 1].isdigit() or not text[end : end + 1].isdigit():
@@ -284,8 +284,8 @@ def spelled_out(text: str) -> str:
     return text
 
 
-def _frac_in_braces(text: str, start: int) -> str:
-    """Return ``\\frac`` with its two arguments in braces, followed by the rest of ``text``.
+def _in_braces(command: str, text: str, start: int) -> str:
+    """Return ``command`` with its two arguments in braces, followed by the rest of ``text``.
 
     The first argument begins at the index ``start``. If the arguments are unclear, no braces are added.
     """
@@ -293,8 +293,8 @@ def _frac_in_braces(text: str, start: int) -> str:
     bottom_start = None if top_end is None else top_end + (len(text[top_end:]) - len(text[top_end:].lstrip()))
     bottom_end = None if bottom_start is None else _argument_end(text, bottom_start)
     if top_end is None or bottom_start is None or bottom_end is None:
-        return "\\frac" + text[start:]
-    return f"\\frac{_braced(text[start:top_end])}{_braced(text[bottom_start:bottom_end])}{text[bottom_end:]}"
+        return command + text[start:]
+    return f"{command}{_braced(text[start:top_end])}{_braced(text[bottom_start:bottom_end])}{text[bottom_end:]}"
 
 
 def _argument_end(text: str, start: int) -> int | None:

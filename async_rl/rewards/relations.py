@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import sympy
+from sympy.functions.elementary.trigonometric import TrigonometricFunction
 
 from async_rl.rewards.sameness import same_constant, without_functions
 from async_rl.rewards.tex_values import Group, Ratio, Relation, Value, is_constant, is_expression, is_matrix
@@ -46,7 +47,7 @@ def plain_relation(value: Value) -> Value:
 
 
 def is_name(value: Value) -> bool:
-    r"""Whether ``value`` can be the name of a number or set: ``x``, ``f(2)``, ``|AB|``, ``A:B``, ``(p,q)``."""
+    r"""Whether ``value`` can be the name of a number or set: ``x``, ``f(2)``, ``|AB|``, ``\cos A``, ``A:B``."""
     if isinstance(value, Group):
         return all(is_name(item) for item in value.items)
     if isinstance(value, Ratio):
@@ -58,7 +59,7 @@ def is_name(value: Value) -> bool:
     if _denies(value):
         return False
     (value,) = without_functions(value)
-    if isinstance(value, sympy.Abs):
+    if isinstance(value, sympy.Abs | TrigonometricFunction):
         value = value.args[0]
     factors = sympy.Mul.make_args(value)
     return all(factor.is_Symbol or (factor.is_Pow and (1 / factor).is_Symbol) for factor in factors)
@@ -107,6 +108,11 @@ def holds(relation: Relation) -> bool:
 def is_solution(relation: Relation) -> bool:
     """Whether ``relation`` says of a name what number it is, or between which numbers it lies."""
     names = [side for side in relation.sides if not is_constant(side)]
-    if len(names) != 1 or not is_expression(names[0]) or is_matrix(names[0]) or names[0].has(sympy.Abs):
+    if (
+        len(names) != 1
+        or not is_expression(names[0])
+        or is_matrix(names[0])
+        or names[0].has(sympy.Abs, TrigonometricFunction)
+    ):
         return False
     return is_name(names[0]) or is_name(-names[0])

@@ -192,6 +192,8 @@ class Comparison:
             return self._same_congruence(gold, answer)
         if is_assignment(gold) and is_assignment(answer):
             gold, answer = first_and_last(gold), first_and_last(answer)
+        if is_region(gold) and is_solution(answer) and not is_solution(gold):
+            return _same_region(gold, answer)
         if gold.operators != answer.operators:
             return False
         if all(self.same(one, two) for one, two in zip(gold.sides, answer.sides, strict=True)):

@@ -77,7 +77,7 @@ class CommandReader(Position):
         if command in _ALPHABETS:
             return self.applied(command + self._braced_name(), is_argument=False, is_function=False)
         if command in _NAMED_POINTS:
-            points = ""
+            points = "".join(self._letters_in_braces())
             while self.next.kind in ("letter", "run"):
                 points += self.take().text
             return sympy.Symbol(f"{command} {points}" + self.primes() + self.subscript())
@@ -148,7 +148,7 @@ class CommandReader(Position):
             index = self.sum()
             self.expect("]")
         inside = self.argument()
-        if not (is_expression(index) and is_expression(inside)) or is_matrix(inside) or index == 0:
+        if not (is_expression(index) and is_expression(inside)) or is_matrix(inside) or is_matrix(index) or index == 0:
             raise UnreadableError("a root of something that is no number")
         if index.is_Integer and index % 2 == 1 and inside.is_negative:
             return -((-inside) ** (1 / index))

@@ -104,6 +104,7 @@ def tokens_of(text: str) -> list[Token]:
 def _without_separators(text: str) -> str:
     r"""Return ``text`` without separators of thousands: ``1{,}234``, ``10,\!080``, and ``1,234`` that is no list."""
     text = re.sub(r"(?<=[0-9])(?:\s?\{\s?,\s?\}|,\\!)\s*(?=[0-9]{3})", "", text)
+    text = re.sub(r"(?<![0-9])\.(?=\\overline|\\dot\{|\\bar)", "0.", text)
     if _WHOLE_DECIMAL_COMMA.fullmatch(text):
         return text.replace(",", ".")
     if "," not in text:

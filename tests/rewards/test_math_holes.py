@@ -199,6 +199,13 @@ f(1,234) || f(1234)
 5 || 5€6
 5\text{ pounds} || £5
 14 || 14 {, }916
+|x|<1 || -1<x<2
+-1<x<1 || |x|<1
+x^2<4 || x<2
+\cos A=\frac12 || A=\frac12
+\cos A=\frac12 || \sin A=\frac12
+\cos x>\frac12 || x>\frac12
+\binom72 || \frac72
 """
 RIGHT = r"""
 \mathrm{e}^2 || e^2
@@ -328,6 +335,20 @@ x\ge5 || x ⩾ 5
 1,000.99 || €1,000.99
 14916 || 14 {, }916
 14,916x || 14{ , }916x
+\frac{1}{3} || .\overline{3}
+|x|<1 || -1<x<1
+\binom72 || 21
+\triangle ABC || \triangle{ABC}
+\cos A = \frac12 || \frac12
+\frac12 || \cos A=\frac12
+\frac{\binom52}{3} || \frac{10}{3}
+\binom n2 || \frac{n(n-1)}{2}
+k > 4 || (4, \infty)
+n^{\log_2 3} || 3^{\log_2 n}
+\binom{2n}{n} || \frac{(2n)!}{(n!)^2}
+\sqrt[3]{2+\sqrt5}+\sqrt[3]{2-\sqrt5} || 1
+1\text{ or }-1 || \pm 1
+x_{\max}=5 || 5
 """
 
 
