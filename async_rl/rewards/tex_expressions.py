@@ -223,8 +223,11 @@ class ExpressionReader(CommandReader):
             return number
         places = len(text.partition(".")[2])
         if mark == "\\dot" and (self.next.kind == "number" or self.next.text == mark):
-            digits += self.take().text if self.next.kind == "number" else ""
-            digits += self._marked_digits(mark) or ""
+            between = self.take().text if self.next.kind == "number" else ""
+            end = self._marked_digits(mark)
+            if end is None:
+                raise UnreadableError("a repeating decimal that does not end")
+            digits += between + end
         if not digits.isdigit() or self.next.kind == "number" or self.next.text == mark:
             raise UnreadableError("a repeating decimal that goes on")
         return number + sympy.Rational(int(digits), (10 ** len(digits) - 1) * 10**places)
