@@ -288,10 +288,8 @@ class ExpressionReader(CommandReader):
         """Read the arguments of a function, as in ``f(x)`` and ``f^{-1}(x)``, or return the symbol ``name``."""
         if is_argument:
             return sympy.Symbol(name)
-        inverse = [token.text for token in self.tokens[self.index : self.index + 6]] == ["^", "{", "-", "1", "}", "("]
-        if is_function and inverse:
-            self.index += 5
-            name += "^-1"
+        if is_function:
+            name += self._marks_of_function()
         if self.next.text == "(" and self.next.kind == "sign" and (is_function or self._is_list_ahead()):
             self.take()
             start = self.index
@@ -305,6 +303,17 @@ class ExpressionReader(CommandReader):
                 raise UnreadableError("a function of something that is no number")
             return undefined(name, *items)
         return sympy.Symbol(name)
+
+    def _marks_of_function(self) -> str:
+        """Read ``^{-1}`` or ``^{(2)}`` before arguments: the inverse or a derivative, and no power."""
+        ahead = [token.text for token in self.tokens[self.index : self.index + 7]]
+        if ahead[:6] == ["^", "{", "-", "1", "}", "("]:
+            self.index += 5
+            return "^-1"
+        if ahead[:3] == ["^", "{", "("] and ahead[4:] == [")", "}", "("]:
+            self.index += 6
+            return "'" * int(ahead[3]) if re.fullmatch("[1-9]", ahead[3]) else f"^({ahead[3]})"
+        return ""
 
     def _is_list_ahead(self) -> bool:
         depth = 0

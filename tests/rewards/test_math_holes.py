@@ -207,6 +207,9 @@ x^2<4 || x<2
 \cos A=\frac12 || \sin A=\frac12
 \cos x>\frac12 || x>\frac12
 \binom72 || \frac72
+f^{(2)}(x) || f^2(x)
+f^{(n)}(x) || f^n(x)
+f^{(3)}(x) || f''(x)
 """
 RIGHT = r"""
 \mathrm{e}^2 || e^2
@@ -350,6 +353,15 @@ n^{\log_2 3} || 3^{\log_2 n}
 \sqrt[3]{2+\sqrt5}+\sqrt[3]{2-\sqrt5} || 1
 1\text{ or }-1 || \pm 1
 x_{\max}=5 || 5
+f^{(2)}(x) || f''(x)
+f^{(n)}(x) || f^{( n )}(x)
+{a+1 \over 2}+3 || 3+\frac{a+1}{2}
+f^{''}(x) || f''(x)
+\lim_{x\to 0^+} f(x) || \lim_{x\to 0^{+}}f(x)
+\begin{pmatrix}1&2\\3&4\end{pmatrix}^{-1} || \begin{pmatrix}-2&1\\ 1.5&-0.5\end{pmatrix}
+\{1,2\}\cap\{2,3\} || \{2\}
+[1,2]\cup[2,3] || [1,3]
+1\text{ cm}+2\text{ cm} || 2\text{ cm}+1\text{ cm}
 """
 
 
