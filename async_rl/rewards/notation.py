@@ -35,7 +35,6 @@ _LOWERED = str.maketrans("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088
 _RAISED_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b\u207f]+")
 _LOWERED_RUN = re.compile("[\u2080-\u2089]+")
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
-_BOLD = re.compile(r"(\*\*|__)\s*(?P<inside>(?:(?!\*\*|__).)+?)\s*\1(?P<stop>\.?)", re.DOTALL)
 _POWER = re.compile(r"\*\*\s*(?:(?P<number>[+-]?[0-9]+(?:\.[0-9]+)?)|(?=\S))")
 _ROOT_SIGN = re.compile(r"(?P<root>\\sqrt(?:\[3\])?)(?P<number>[0-9]+(?:\.[0-9]+)?)")
 _RM = re.compile(r"\{\s*\\(?P<font>rm|bf|it)\s+(?P<letter>[A-Za-z]|\\pi)\s*\}")
@@ -59,10 +58,7 @@ _ENDS_IN_A_COMMAND = re.compile(r"\\[A-Za-z]+$")
 
 def in_latex(text: str) -> str:
     """Return ``text`` with Unicode signs, Markdown, ``**`` and upright letters written as plain LaTeX."""
-    text = text.strip()
-    bold = _BOLD.fullmatch(text)
-    if bold is not None:
-        text = bold["inside"]
+    text = _without_markdown(text.strip())
     if not text.isascii():
         text = _from_unicode(text)
     if "**" in text:
@@ -77,6 +73,14 @@ def in_latex(text: str) -> str:
         text = _UPRIGHT.sub(_letter, text)
         text = _BOLD_GROUP.sub("", text)
     return text
+
+
+def _without_markdown(text: str) -> str:
+    """Return ``text`` without the marks of bold type around the whole text, and without a full stop after them."""
+    body = text.removesuffix(".")
+    inside = body[2:-2].strip()
+    is_bold = body[:2] in ("**", "__") and body[-2:] == body[:2] and "**" not in inside and "__" not in inside
+    return inside if is_bold and inside else text
 
 
 def _from_unicode(text: str) -> str:

@@ -1,6 +1,7 @@
 """What people type instead of LaTeX, in LaTeX."""
 
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,15 @@ from async_rl.rewards.notation import in_latex
 )
 def test_other_notations_become_latex(text: str, latex: str):
     assert in_latex(text) == latex
+
+
+@pytest.mark.parametrize("sign", ["**", "__", "\\not", "\\{", "\\{x", "\\mathrm", "\\mathbb", "{\\rm", "2**", "\u20ac"])
+def test_the_time_for_a_long_answer_is_linear(sign: str):
+    # In this process, whatever a model wrote. A cubic time would be hours.
+    start = time.process_time()
+    for gap in (" ", "\n", "1,"):
+        in_latex(sign + gap * 50_000 + "x")
+    assert time.process_time() - start < 1.0
 
 
 @given(st.text(alphabet="\\mathrmeid{}^_ *2x1", max_size=40), st.text(max_size=60))
