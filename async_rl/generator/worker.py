@@ -50,8 +50,8 @@ from async_rl.output import logged
 from async_rl.process.child import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
+from async_rl.rewards.math.verifier import MAX_WORKERS
 from async_rl.rewards.registry import RewardSum, build_reward
-from async_rl.rewards.verifier import MAX_WORKERS
 from async_rl.run.eval_records import Decode
 
 if TYPE_CHECKING:

@@ -2,9 +2,8 @@
 
 Generators and offline evaluation call ``registry.build_reward`` and then the reward, from several threads. To add a
 reward, add an entry to ``config.reward.REWARD_TYPES``, a class to this folder, and a line to ``registry.REWARDS`` that
-builds the class. ``conformance`` checks the new reward. ``answers`` scores known answers with ``extraction`` and
-``equality``. ``equality`` asks the child process of ``verifier``, which reads both answers whole (``tex_reading`` and
-the other modules ``tex_*``) and compares what it read (``same_answer``, ``same_sets``, ``sameness``). ``functions``
-calls the user's functions, also in the forms of TRL and verl (``forms``). ``code`` finds programs with ``fences`` and
-scores them with ``code_tests``, and with the sandbox or ``code_remote``.
+builds the class. ``conformance`` checks the new reward. ``answers`` scores known answers with ``extraction`` and the
+folder ``math``, which decides whether two answers are the same mathematics. ``functions`` calls the user's functions,
+also in the forms of TRL and verl (``forms``). ``code`` finds programs with ``fences`` and scores them with
+``code_tests``, and with the sandbox or ``code_remote``.
 """

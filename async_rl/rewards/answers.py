@@ -16,10 +16,10 @@ from collections.abc import Callable, Hashable, Sequence
 from async_rl.config.config import Config
 from async_rl.config.reward import reward_type
 from async_rl.errors import RewardError
-from async_rl.rewards.equality import answers_equal, canonical_form
 from async_rl.rewards.extraction import Extraction
+from async_rl.rewards.math.equality import answers_equal, canonical_form
+from async_rl.rewards.math.verifier import MathVerifier
 from async_rl.rewards.records import RewardInput, RewardOutput
-from async_rl.rewards.verifier import MathVerifier
 
 Equality = Callable[[str, str], bool]
 """A function of the row's answer and the model's answer. It returns whether they are equal."""

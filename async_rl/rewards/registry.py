@@ -24,9 +24,9 @@ from async_rl.rewards.code_remote import RemoteJudge
 from async_rl.rewards.extraction import Extraction, extract_answer_tag, extract_boxed, extract_xml_answer
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.judge import judge_reward
+from async_rl.rewards.math.verifier import MathVerifier
 from async_rl.rewards.model import model_reward
 from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, WaitingReward, score_group
-from async_rl.rewards.verifier import MathVerifier
 
 Builder = Callable[[Config, float], Reward]
 """A function of the config and a scale. It builds a reward whose parts are multiplied by the scale."""

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.rewards.equality import based_integer, spelled_out
+from async_rl.rewards.math.equality import based_integer, spelled_out
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-r"""Reads an answer in LaTeX to its last token: lists, sets, relations, units; expressions by ``tex_expressions``.
+r"""Reads an answer in LaTeX to its last token: lists, sets, relations, units; expressions by ``expressions``.
 
 ``read`` either accounts for every token of the answer or raises ``UnreadableError``. Nothing is skipped but spaces,
 sizes of brackets and dollar signs around mathematics.
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import sympy
 
-from async_rl.rewards.tex_bars import with_bars
-from async_rl.rewards.tex_position import RELATIONS
-from async_rl.rewards.tex_quantities import QuantityReader, Term
-from async_rl.rewards.tex_tokens import UnreadableError, tokens_of
-from async_rl.rewards.tex_values import (
+from async_rl.rewards.math.bars import with_bars
+from async_rl.rewards.math.position import RELATIONS
+from async_rl.rewards.math.quantities import QuantityReader, Term
+from async_rl.rewards.math.tokens import UnreadableError, tokens_of
+from async_rl.rewards.math.values import (
     Expression,
     Group,
     NamedSet,

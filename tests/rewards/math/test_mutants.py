@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from async_rl.rewards.equality import answers_equal, spelled_out
-from async_rl.rewards.verifier import MathVerifier
-from tests.rewards.mutants import ANSWERS, DATA, all_answers, mutants
-from tests.rewards.rewritings import rewritings
+from async_rl.rewards.math.equality import answers_equal, spelled_out
+from async_rl.rewards.math.verifier import MathVerifier
+from tests.rewards.math.mutants import ANSWERS, DATA, all_answers, mutants
+from tests.rewards.math.rewritings import rewritings
 
 EQUAL = {
     (row["answer"], row["mutant"])

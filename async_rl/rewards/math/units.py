@@ -1,4 +1,4 @@
-"""Units after a number: which words are units, and which units are the same. ``tex_reading`` calls it."""
+"""Units after a number: which words are units, and which units are the same. ``reading`` calls it."""
 
 from __future__ import annotations
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.config import Config
-from async_rl.rewards.equality import answers_equal
+from async_rl.rewards.math.equality import answers_equal
+from async_rl.rewards.math.verifier import MathVerifier
 from async_rl.rewards.records import RewardInput
 from async_rl.rewards.registry import build_reward
-from async_rl.rewards.verifier import MathVerifier
 from tests.examples import some
 
-PAIRS = Path(__file__).resolve().parents[1] / "data" / "math_pairs.jsonl"
+PAIRS = Path(__file__).resolve().parents[2] / "data" / "math_pairs.jsonl"
 
 FALSE_ACCEPTS: set[tuple[str, str]] = set()
 """Pairs (gold, prediction) that are called equal and are not. A new one needs a reason here and in docs/rewards.md."""

@@ -7,9 +7,9 @@ The request ``W`` waits for the end of a worker, and the reply is the signal tha
 socket closes or the server dies, all workers end.
 
 A worker reads frames of ``net.streams`` with JSON ``{"gold", "prediction", "time_limit_s"}`` and answers each with
-``{"finding": "equal"}``, or another ``Finding`` of ``same_answer``. The limit is on processor time, so that a right
+``{"finding": "equal"}``, or another ``Finding`` of ``comparison``. The limit is on processor time, so that a right
 answer is not scored as wrong on a busy machine. The command is
-``python -m async_rl.rewards.equality_child DESCRIPTOR PARENT_PID``.
+``python -m async_rl.rewards.math.child DESCRIPTOR PARENT_PID``.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _limit_memory() -> None:
 
 def _load_sympy() -> Any:
     warnings.simplefilter("ignore")
-    from async_rl.rewards.same_answer import same_answers
+    from async_rl.rewards.math.comparison import same_answers
 
     same_answers("x+1=\\sqrt{2}", "1+x=\\frac{2}{\\sqrt{2}}")  # what is built once is not built within a limit
     return same_answers

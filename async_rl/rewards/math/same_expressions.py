@@ -1,4 +1,4 @@
-r"""Decides whether two expressions of sympy have the same value. ``same_answer`` calls it.
+r"""Decides whether two expressions of sympy have the same value. ``comparison`` calls it.
 
 Numbers are compared exactly where sympy knows their exact value, else by 300 digits, which is a relative tolerance and
 no absolute one: ``2^{-60}`` and ``2^{-61}`` differ. Expressions with variables are the same if they have the same value
@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 from sympy.core.function import AppliedUndef
 
-from async_rl.rewards.tex_values import DEGREE, Expression, is_matrix
+from async_rl.rewards.math.values import DEGREE, Expression, is_matrix
 
 _DIGITS = 50
 _SPARE_DIGITS = 10

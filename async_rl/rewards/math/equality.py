@@ -2,7 +2,7 @@ r"""Decides whether the row's answer and the model's answer are the same mathema
 
 Both are written as plain LaTeX first (``notation``). Then there are three steps, and the first step that can decide
 does. First, two plain numbers are compared exactly. Second, answers that are typeset alike are equal. Third,
-``same_answer`` reads both in a child process with a time limit, and compares what they say. An answer that can't be
+``comparison`` reads both in a child process with a time limit, and compares what they say. An answer that can't be
 read to its last token is equal only to one that is typeset alike. Colossal-RL has another fallback, which removes
 spaces, braces and commas: there ``1,2`` equals ``12``, and ``\frac{1}{23}`` equals ``\frac{12}{3}``. The second step
 here keeps such answers apart.
@@ -17,8 +17,8 @@ import re
 from fractions import Fraction
 
 from async_rl.rewards.extraction import closing_brace
-from async_rl.rewards.notation import in_latex
-from async_rl.rewards.verifier import MathVerifier
+from async_rl.rewards.math.notation import in_latex
+from async_rl.rewards.math.verifier import MathVerifier
 
 MAX_ANSWER_CHARS = 1000
 """Maximum length of answers that are parsed. Longer answers are equal only if their texts are equal."""
@@ -262,7 +262,7 @@ def based_integer(text: str) -> int | None:
 
 
 def spelled_out(text: str) -> str:
-    r"""Return the answer ``text`` with braces around all arguments, as ``tex_reading`` needs it.
+    r"""Return the answer ``text`` with braces around all arguments, as ``reading`` needs it.
 
     Braces are put around the arguments of ``\frac``, ``\binom`` and ``\sqrt``, and around fractions in exponents.
     ``\frac94\pi`` becomes ``\frac{9}{4}\pi``, and ``x^\frac12`` becomes ``x^{\frac{1}{2}}``. ``\sqrt10`` stays, because

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.rewards.equality import answers_equal
 from async_rl.rewards.extraction import extract_boxed
-from async_rl.rewards.verifier import MathVerifier
+from async_rl.rewards.math.equality import answers_equal
+from async_rl.rewards.math.verifier import MathVerifier
 
 CASES = [
     json.loads(line)
-    for line in (Path(__file__).resolve().parents[1] / "data" / "math_pairs_left_out.jsonl")
+    for line in (Path(__file__).resolve().parents[2] / "data" / "math_pairs_left_out.jsonl")
     .read_text("utf-8")
     .split("\n")
     if line

@@ -1,4 +1,4 @@
-"""A position in the tokens of an answer, and what every rule of reading needs. ``tex_expressions`` builds on it."""
+"""A position in the tokens of an answer, and what every rule of reading needs. ``expressions`` builds on it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import sympy
 
-from async_rl.rewards.tex_tokens import Token, UnreadableError
-from async_rl.rewards.tex_values import Expression, Value, is_expression, is_matrix
+from async_rl.rewards.math.tokens import Token, UnreadableError
+from async_rl.rewards.math.values import Expression, Value, is_expression, is_matrix
 
 END = Token("end", "")
 RELATIONS = frozenset({

@@ -1,6 +1,6 @@
 """What relations say, such as ``x = 5`` and ``0 < x \\le 1``: which of their sides are names, and which are answers.
 
-``same_answer`` and ``same_sets`` call it.
+``comparison`` and ``same_sets`` call it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import sympy
 from sympy.functions.elementary.trigonometric import TrigonometricFunction
 
-from async_rl.rewards.sameness import same_constant, without_functions
-from async_rl.rewards.tex_values import Group, Ratio, Relation, Value, is_constant, is_expression, is_matrix
+from async_rl.rewards.math.same_expressions import same_constant, without_functions
+from async_rl.rewards.math.values import Group, Ratio, Relation, Value, is_constant, is_expression, is_matrix
 
 _FLIPPED = {
     ">": "<",

@@ -1,11 +1,11 @@
-"""Tells the bars that open an absolute value from those that close one. ``tex_reading`` calls it."""
+"""Tells the bars that open an absolute value from those that close one. ``reading`` calls it."""
 
 from __future__ import annotations
 
 import itertools
 
-from async_rl.rewards.tex_position import END, RELATIONS
-from async_rl.rewards.tex_tokens import Token, UnreadableError
+from async_rl.rewards.math.position import END, RELATIONS
+from async_rl.rewards.math.tokens import Token, UnreadableError
 
 _MAX_UNCLEAR_BARS = 6
 _OPENS_A_BAR = frozenset({

@@ -1,6 +1,6 @@
 """What an answer in LaTeX says, as values: expressions of sympy, and the structures around them.
 
-``tex_reading`` makes the values, ``same_answer`` compares them. ``Value`` is any of them. An expression is an ``Expr``
+``reading`` makes the values, ``comparison`` compares them. ``Value`` is any of them. An expression is an ``Expr``
 or a matrix of sympy. Functions that are not computed (``f(x)``, sums, limits) are undefined functions of sympy.
 """
 

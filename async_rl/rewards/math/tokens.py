@@ -1,4 +1,4 @@
-r"""Splits an answer in LaTeX into tokens. ``tex_reading`` calls it. Every character ends up in a token, or it is space.
+r"""Splits an answer in LaTeX into tokens. ``reading`` calls it. Every character ends up in a token, or it is space.
 
 A token's kind is one of
 
@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 
 from async_rl.rewards.extraction import closing_brace
-from async_rl.rewards.notation import SINGLE_LETTER_UNITS
+from async_rl.rewards.math.notation import SINGLE_LETTER_UNITS
 
 
 class UnreadableError(Exception):

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.rewards.equality import MAX_ANSWER_CHARS, answers_equal, plain_number, typeset_form
-from async_rl.rewards.verifier import MathVerifier
+from async_rl.rewards.math.equality import MAX_ANSWER_CHARS, answers_equal, plain_number, typeset_form
+from async_rl.rewards.math.verifier import MathVerifier
 
 
 class RefusingVerifier(MathVerifier):

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-DATA = Path(__file__).resolve().parents[1] / "data"
+DATA = Path(__file__).resolve().parents[2] / "data"
 ANSWERS = [json.loads(line)["gt_answer"] for line in (DATA / "math500_answers.jsonl").read_text("utf-8").splitlines()]
 
 _COMMAND_OR_TEXT = re.compile(r"\\(?:text|mbox|mathrm|operatorname|begin|end)\s*\{[^{}]*\}|\\[A-Za-z]+|\\.")

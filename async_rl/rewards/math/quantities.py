@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import sympy
 
-from async_rl.rewards.tex_expressions import ExpressionReader
-from async_rl.rewards.tex_tokens import Token, UnreadableError
-from async_rl.rewards.tex_units import SHORT_UNITS, is_unit, unit_name
-from async_rl.rewards.tex_values import (
+from async_rl.rewards.math.expressions import ExpressionReader
+from async_rl.rewards.math.tokens import Token, UnreadableError
+from async_rl.rewards.math.units import SHORT_UNITS, is_unit, unit_name
+from async_rl.rewards.math.values import (
     DEGREE,
     Expression,
     NamedSet,

@@ -1,8 +1,8 @@
-r"""Decides whether two answers that were read whole are the same. ``equality_child`` calls it.
+r"""Decides whether two answers that were read whole are the same. ``child`` calls it.
 
 Structures are compared part by part: brackets, order (except in sets and lists without brackets), units, operators of
-relations and both of their sides. Expressions are compared by ``sameness``. What is lenient is on purpose, and listed
-in docs/rewards.md: a name before an answer (``x=5`` for 5), a unit that one side lacks, percent.
+relations and both of their sides. Expressions are compared by ``same_expressions``. What is lenient is on purpose, and
+listed in docs/rewards.md: a name before an answer (``x=5`` for 5), a unit that one side lacks, percent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, Literal
 import sympy
 from sympy.polys.polyerrors import BasePolynomialError
 
-from async_rl.rewards.relations import (
+from async_rl.rewards.math.reading import Reading, read
+from async_rl.rewards.math.relations import (
     first_and_last,
     holds,
     is_assignment,
@@ -23,11 +24,10 @@ from async_rl.rewards.relations import (
     names_in,
     plain_relation,
 )
-from async_rl.rewards.same_sets import is_region, joined_sets, real_set, same_sets, solution_set
-from async_rl.rewards.sameness import constant_ratio, same_constant, same_expression
-from async_rl.rewards.tex_reading import Reading, read
-from async_rl.rewards.tex_tokens import UnreadableError
-from async_rl.rewards.tex_values import (
+from async_rl.rewards.math.same_expressions import constant_ratio, same_constant, same_expression
+from async_rl.rewards.math.same_sets import is_region, joined_sets, real_set, same_sets, solution_set
+from async_rl.rewards.math.tokens import UnreadableError
+from async_rl.rewards.math.values import (
     Group,
     NamedSet,
     Quantity,

@@ -1,7 +1,7 @@
 r"""Makes ``tests/data/math_pairs.jsonl`` from the tests that other projects publish. Run by hand:
 
     pip download --no-deps --no-binary :all: -d SDISTS math-verify==0.9.0 lm-eval==0.4.13 sympy==1.14.0
-    python -m tests.rewards.collect_math_pairs SDISTS
+    python -m tests.rewards.math.collect_math_pairs SDISTS
 
 Every (gold, prediction, equal?) of a source is taken but for the classes counted under ``left out``, which are told
 from the form of a case and never from what this project's comparison makes of it:
@@ -39,7 +39,7 @@ from typing import Any
 
 from async_rl.rewards.extraction import extract_boxed
 
-OUT = Path(__file__).resolve().parents[1] / "data" / "math_pairs.jsonl"
+OUT = Path(__file__).resolve().parents[2] / "data" / "math_pairs.jsonl"
 LEFT_OUT = OUT.with_name("math_pairs_left_out.jsonl")
 OPTIONS = {"strict": True, "allow_set_relation_comp": False, "precision": 6}
 """Of math-verify's cases, and the value that is its default."""

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from async_rl.errors import RewardError
 from async_rl.net.streams import pack_frame, read_exactly, read_frame
 from async_rl.process.child import module_command, package_environment
-from async_rl.rewards.equality_child import FORK, MAX_FRAME_BYTES, RECORD, WAIT
+from async_rl.rewards.math.child import FORK, MAX_FRAME_BYTES, RECORD, WAIT
 
 Verdict = Literal["equal", "different", "not_computed", "timed_out", "crashed"]
 
@@ -47,7 +47,7 @@ class _Worker:
 
 
 class _Server:
-    """The server process, which has imported sympy and forks workers (see ``equality_child``).
+    """The server process, which has imported sympy and forks workers (see ``child``).
 
     Raises:
         RewardError: the process does not start.
@@ -58,7 +58,7 @@ class _Server:
         descriptor, parent_pid = str(theirs.fileno()), str(os.getpid())
         # -P and the package's own root: the child must find this async_rl, and no module of the working directory.
         self._process = subprocess.Popen(
-            module_command("async_rl.rewards.equality_child", descriptor, parent_pid, flags=("-P",)),
+            module_command("async_rl.rewards.math.child", descriptor, parent_pid, flags=("-P",)),
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=package_environment(), pass_fds=(theirs.fileno(),),
         )  # fmt: skip
         theirs.close()
@@ -121,7 +121,7 @@ class MathVerifier:
         return tuple(worker.pid for worker in self._idle)
 
     def ask(self, gold: str, prediction: str, time_limit_s: float) -> Verdict:
-        """Compare two answers by ``same_answer`` and return the verdict.
+        """Compare two answers by ``comparison`` and return the verdict.
 
         Args:
             gold: the row's answer. It must be short (see ``equality.MAX_ANSWER_CHARS``).

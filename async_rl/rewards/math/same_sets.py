@@ -1,4 +1,4 @@
-"""Compares sets of real numbers: intervals, their unions, and what inequalities say. ``same_answer`` calls it."""
+"""Compares sets of real numbers: intervals, their unions, and what inequalities say. ``comparison`` calls it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import sympy
 
-from async_rl.rewards.relations import INEQUALITIES, is_solution, names_in, plain_relation
-from async_rl.rewards.sameness import without_functions
-from async_rl.rewards.tex_values import Group, NamedSet, Relation, SetOperation, Value, is_expression, is_matrix
+from async_rl.rewards.math.relations import INEQUALITIES, is_solution, names_in, plain_relation
+from async_rl.rewards.math.same_expressions import without_functions
+from async_rl.rewards.math.values import Group, NamedSet, Relation, SetOperation, Value, is_expression, is_matrix
 
 _SETS = {"R": sympy.S.Reals, "Z": sympy.S.Integers, "N": sympy.S.Naturals, "Q": sympy.S.Rationals, "": sympy.S.EmptySet}
 

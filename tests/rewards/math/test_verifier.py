@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import RewardError
-from async_rl.rewards import verifier as verifier_module
-from async_rl.rewards.verifier import MAX_WORKERS, MathVerifier
+from async_rl.rewards.math import verifier as verifier_module
+from async_rl.rewards.math.verifier import MAX_WORKERS, MathVerifier
 
 HANGS = "9^{9^{9^9}}"
 """Python computes it in one C call that never returns to Python."""
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def wait_until_ended(pidfd: int, timeout_s: float) -> bool:
@@ -132,7 +132,7 @@ def test_close_ends_the_processes_and_can_be_repeated():
 @pytest.mark.parametrize("answer", ["x", HANGS])
 def test_the_processes_end_when_their_parent_is_killed_idle_or_busy(answer: str):
     program = (
-        "import sys, threading; from async_rl.rewards.verifier import MathVerifier\n"
+        "import sys, threading; from async_rl.rewards.math.verifier import MathVerifier\n"
         "verifier = MathVerifier(); verifier.ask('x', 'y', 30.0)\n"
         "print(*verifier.idle_pids, flush=True); sys.stdin.read(1)\n"
         f"threading.Thread(target=verifier.ask, args=('5', {answer!r}, 300.0), daemon=True).start()\n"

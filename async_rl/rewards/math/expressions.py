@@ -1,4 +1,4 @@
-r"""Reads sums, products, powers and functions in LaTeX: the part of ``tex_reading`` below lists and relations.
+r"""Reads sums, products, powers and functions in LaTeX: the part of ``reading`` below lists and relations.
 
 What is read has the meaning that its author most likely had: ``x^12`` is the twelfth power, ``\sin 2x`` the sine of
 ``2x``, ``2\frac{1}{2}`` a mixed number. Text with two usual meanings (``1/xy``) is refused instead.
@@ -10,10 +10,10 @@ import re
 
 import sympy
 
-from async_rl.rewards.tex_commands import CommandReader
-from async_rl.rewards.tex_position import END, undefined
-from async_rl.rewards.tex_tokens import Token, UnreadableError
-from async_rl.rewards.tex_values import DEGREE, Expression, Group, Value, is_constant, is_expression, is_matrix
+from async_rl.rewards.math.commands import CommandReader
+from async_rl.rewards.math.position import END, undefined
+from async_rl.rewards.math.tokens import Token, UnreadableError
+from async_rl.rewards.math.values import DEGREE, Expression, Group, Value, is_constant, is_expression, is_matrix
 
 _FUNCTION_LETTERS = frozenset("fghFGH")
 
