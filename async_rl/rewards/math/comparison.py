@@ -178,7 +178,9 @@ class Comparison:
             return self._same_relation(gold, answer)
         if isinstance(answer, Relation):
             asked = all(is_name(side) or is_constant(side) or may_be_asked_for(side) for side in answer.sides[:-1])
-            return asked and self._is_named(answer) and holds(answer) and self.same(gold, answer.sides[-1])
+            if not (asked and self._is_named(answer) and holds(answer)) or _is_interval_for_list(gold, answer):
+                return False
+            return self.same(gold, answer.sides[-1])
         if not self._is_named(gold) or gold.modulus is not None:
             return False
         named = any(is_name(side) for side in gold.sides[:-1])
@@ -260,6 +262,13 @@ def same_in_any_order(gold: Sequence[Value], answer: Sequence[Value], same: Call
             return False
         left.pop(index)
     return True
+
+
+def _is_interval_for_list(gold: Value, answer: Relation) -> bool:
+    """Whether ``answer`` says ``x \\in (2,3)`` but ``gold`` is a list or a set of numbers, which a tuple may equal."""
+    inside = answer.sides[-1]
+    is_interval = answer.operators[-1:] == ("\\in",) and isinstance(inside, Group) and inside.opening in ("(", "[")
+    return is_interval and isinstance(gold, Group) and gold.opening not in ("(", "[")
 
 
 def _has_dots(group: Group) -> bool:

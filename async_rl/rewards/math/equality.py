@@ -27,7 +27,7 @@ MAX_NESTING = 16
 """Maximum depth of nested brackets in answers that are read, because the reader is recursive."""
 
 _GROUPED = r"[1-9][0-9]{0,2}(?:,[0-9]{3})+|[1-9][0-9]{0,2}(?: [0-9]{3})+"
-_DECIMAL = re.compile(rf"(?:(?P<whole>{_GROUPED}|[0-9]+)(?:\.(?P<part>[0-9]*))?|\.(?P<only_part>[0-9]+))\.?")
+_DECIMAL = re.compile(rf"(?:(?P<whole>{_GROUPED}|[0-9]+)(?:\.(?P<part>[0-9]*))?|\.(?P<only_part>[0-9]+))")
 _FRACTION = re.compile(r"(?:(?P<whole>[0-9]+) )?(?P<top>[0-9]+) ?/ ?(?P<bottom>[0-9]+)\.?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?[0-9]+)\s*\}|([0-9]))\s*(?:\{\s*([0-9]+)\s*\}|([0-9]))")
 _SCIENTIFIC = re.compile(
