@@ -89,6 +89,7 @@ SAME = {
     # Lenient on purpose, see docs/rewards.md: a unit that one side lacks, a base, a name, brackets of a tuple.
     ("90^\\circ", "90"), ("120^\\circ", "120"), ("36", "36^\\circ"), ("30^\\circ", "30"), ("36", "\\$36"),
     ("15", "15\\mbox{ cm}^2"), ("40_9", "40"), ("5", "x=5"), ("(-2,1)", "-2,1"),
+    ("\\pi", "180^\\circ"),  # an angle in radians and in degrees
 }  # fmt: skip
 
 
