@@ -53,7 +53,7 @@ def same_answers(gold: str, answer: str) -> Finding:
     """Return whether both texts can be read to their last token and say the same.
 
     Args:
-        gold: the row's answer, in the notation of ``notation.in_latex`` and ``equality.spelled_out``.
+        gold: the row's answer, in the notation of ``notation.in_latex`` and ``arguments.spelled_out``.
         answer: the model's answer, likewise.
     """
     try:

@@ -44,7 +44,7 @@ LONG_DECIMAL = 12
 
 
 def read(text: str) -> Reading:
-    """Return what ``text`` says. It is in the notation of ``notation.in_latex`` and ``equality.spelled_out``.
+    """Return what ``text`` says. It is in the notation of ``notation.in_latex`` and ``arguments.spelled_out``.
 
     Raises:
         UnreadableError: no reading accounts for all of it.

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.rewards.math.equality import MAX_ANSWER_CHARS, answers_equal, plain_number, typeset_form
+from async_rl.rewards.math.equality import MAX_ANSWER_CHARS, answers_equal
+from async_rl.rewards.math.numbers import plain_number
+from async_rl.rewards.math.typesetting import typeset_form
 from async_rl.rewards.math.verifier import MathVerifier
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from async_rl.rewards.math.equality import answers_equal, spelled_out
+from async_rl.rewards.math.arguments import spelled_out
+from async_rl.rewards.math.equality import answers_equal
 from async_rl.rewards.math.verifier import MathVerifier
 from tests.rewards.math.mutants import ANSWERS, DATA, all_answers, mutants
 from tests.rewards.math.rewritings import rewritings
