@@ -48,6 +48,31 @@ PAIRS_OF_TEXT: Mapping[str, Form] = {
     "implicit": lambda ask, good, bad: {k: ask["content"] + m["content"] for k, m in zip(PAIR[1:], (good, bad))},
 }
 PAIR = ("prompt", "chosen", "rejected")
+LABELLED_MESSAGES: Mapping[str, Form] = {
+    "prompt": lambda ask, good, bad: {"prompt": [ask], **labelled(good, bad, as_text=False)},
+    "messages": lambda ask, good, bad: {"messages": [ask], **labelled(good, bad, as_text=False)},
+    "a text answer": lambda ask, good, bad: {"prompt": [ask], **labelled(good, bad, as_text=True)},
+    "a text prompt": lambda ask, good, bad: {"prompt": ask["content"], **labelled(good, bad, as_text=False)},
+    "nulls": lambda ask, good, bad: {
+        "prompt": [{**ask, "name": None}],
+        **labelled(good, bad, as_text=False),
+        "id": None,
+    },
+}
+LABELLED_TEXT: Mapping[str, Form] = {
+    "prompt": lambda ask, good, bad: {"prompt": ask["content"], **labelled(good, bad, as_text=True)},
+    "zero and one": lambda ask, good, bad: {
+        "prompt": ask["content"],
+        **{k: int(v) if k == "label" else v for k, v in labelled(good, bad, as_text=True).items()},
+    },
+}
+
+
+def labelled(good: dict[str, Any], bad: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """An answer with its label: the right one to an even sum, else the wrong one."""
+    is_good = int(good["content"]) % 2 == 0
+    answer = good if is_good else bad
+    return {"completion": answer["content"] if as_text else [answer], "label": is_good}
 
 
 def rows_of(form: Form) -> list[dict[str, Any]]:
@@ -62,7 +87,7 @@ def rows_of(form: Form) -> list[dict[str, Any]]:
     ]
 
 
-def trained(directory: Path, command: str, form: Form, ending: str) -> dict[str, Any]:
+def trained(directory: Path, command: str, form: Form, ending: str, **keys: Any) -> dict[str, Any]:
     """The weights after two steps on all rows."""
     directory.mkdir()
     tiny_model(directory / "model")
@@ -72,7 +97,7 @@ def trained(directory: Path, command: str, form: Form, ending: str) -> dict[str,
     else:
         path = directory / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section = {"data": str(path), "out": str(directory / "out"), "steps": 2, "batch_size": NUM_ROWS, "lr": 1e-2}
+    section = {"data": str(path), "out": str(directory / "out"), "steps": 2, "batch_size": NUM_ROWS, "lr": 1e-2, **keys}
     RUN[command](tiny_config(directory, "model", **{command: section}))
     return load_file(directory / "out" / "model.safetensors")
 
@@ -87,6 +112,8 @@ def trained(directory: Path, command: str, form: Form, ending: str) -> dict[str,
         pytest.param("sft", WHOLE_TEXT, id="sft on whole text"),
         pytest.param("dpo", PAIRS_OF_MESSAGES, id="dpo on messages"),
         pytest.param("dpo", PAIRS_OF_TEXT, id="dpo on text"),
+        pytest.param("kto", LABELLED_MESSAGES, id="kto on messages"),
+        pytest.param("kto", LABELLED_TEXT, id="kto on text"),
         pytest.param("rm", PAIRS_OF_MESSAGES, id="rm on messages"),
         pytest.param("rm", PAIRS_OF_TEXT, id="rm on text"),
     ],
@@ -94,8 +121,9 @@ def trained(directory: Path, command: str, form: Form, ending: str) -> dict[str,
 def test_a_run_on_any_form_of_the_same_rows_gives_the_same_weights(
     tmp_path: Path, command: str, forms: Mapping[str, Form]
 ):
+    keys = {"loss": "kto"} if command == "kto" else {}
     found: Sequence[dict[str, Any]] = [
-        trained(tmp_path / f"{index}{ending}", command, form, ending)
+        trained(tmp_path / f"{index}{ending}", "dpo" if command == "kto" else command, form, ending, **keys)
         for index, form in enumerate(forms.values())
         for ending in (".jsonl", ".parquet")
     ]

@@ -23,6 +23,8 @@ from async_rl.learner.packing import TrainSequence
 
 logger = logging.getLogger(__name__)
 
+_LABELS: Mapping[str | int, bool] = {1: True, 0: False, "1": True, "0": False, "true": True, "false": False}
+
 Row = TypeVar("Row")
 
 
@@ -167,12 +169,11 @@ def load_labelled(source: str, key: str, encoder: RowEncoder, *, max_length: int
 
 
 def _label(label: Any, where: str) -> bool:
-    """Return the label of a row. In CSV it is text."""
-    if isinstance(label, str) and label.lower() in ("true", "false"):
-        return label.lower() == "true"
-    if not isinstance(label, bool):
-        raise DataError(f'{where}: expected true or false as "label", got {label!r:.40}; correct the row')
-    return label
+    """Return the label of a row: true or false, 1 or 0, in CSV as text."""
+    named = _LABELS.get(label.lower() if isinstance(label, str) else label) if isinstance(label, str | int) else None
+    if named is None:
+        raise DataError(f'{where}: expected true or false (or 1 or 0) as "label", got {label!r:.40}; correct the row')
+    return named
 
 
 def _exchanged(of_prompt: TrainSequence, of_answer: TrainSequence, max_length: int) -> TrainSequence:
