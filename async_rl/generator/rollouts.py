@@ -321,6 +321,7 @@ def graded_rollouts(
             max_new_tokens=lease.sampling.max_new_tokens,
             finish_reason=sample.finish_reason,
             messages=lease.prompt.messages,
+            token_ids=sample.token_ids.tolist(),
         )
         for sample in samples
     ]

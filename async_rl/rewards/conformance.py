@@ -86,7 +86,8 @@ def example_of(kind: RewardType, reward_data: Mapping[str, Any]) -> Example:
 
 def rollout_of(text: str, reward_data: Mapping[str, Any], max_new_tokens: int) -> RewardInput:
     """Return ``text`` as a rollout of a few tokens that ended by itself."""
-    return RewardInput(text, row_fields(reward_data), _NUM_TOKENS, max_new_tokens, "stop")
+    token_ids = range(_NUM_TOKENS)
+    return RewardInput(text, row_fields(reward_data), _NUM_TOKENS, max_new_tokens, "stop", token_ids=tuple(token_ids))
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
 """The forms that a user's reward function may have, found from the names of its parameters, and their arguments.
 
 ``item``: one ``RewardInput``. ``items``: the list of a group. ``pairs`` (``completions, solutions``): DistRL-LLM's
-form. ``lists``: TRL's form, which gets ``prompts``, ``completions`` and each column of the rows as a list over the
-group, by name. ``score``: verl's form, which gets ``data_source, solution_str, ground_truth, extra_info`` of one
-rollout, by name. docs/rewards.md describes what each returns.
+form. ``lists``: TRL's form, which gets ``prompts``, ``completions``, ``completion_ids`` and each column of the rows as
+a list over the group, by name. ``score``: verl's form, which gets ``data_source, solution_str, ground_truth,
+extra_info`` of one rollout, by name. docs/rewards.md describes what each returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXACT: Mapping[tuple[str, ...], FormKind] = {
     ("completions", "solutions"): "pairs",
 }
 _SCORE = ("data_source", "solution_str", "ground_truth", "extra_info")
-_ABSENT = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+_ABSENT = ("trainer_state", "log_extra", "log_metric", "environments")
 """Arguments that TRL's trainer passes and that generators do not have. A function that can do without gets none."""
 
 
@@ -71,7 +71,7 @@ def form_of(name: str, function: Any) -> Form:
         return Form(_EXACT[needed])
     if "solution_str" in named and (takes_all or set(required) <= set(_SCORE)):
         return Form("score", named, required, takes_all)
-    if "completions" in named or ("prompts" in named and takes_all):
+    if "completions" in named or (takes_all and ("prompts" in named or "completion_ids" in named)):
         if absent := [key for key in required if key in _ABSENT]:
             raise ConfigError(
                 f"{name}: expected a function that can do without {absent[0]}, which only TRL's trainer has; give the "
@@ -104,6 +104,7 @@ def list_arguments(
     given: dict[str, list[Any]] = {
         "prompts": [_prompt(item) for item in items],
         "completions": [_completion(item) for item in items],
+        "completion_ids": [list(item.token_ids) for item in items],
     }
     data = items[0].reward_data
     keys = {key: key for key in data} | {column: key for column, key in columns.items() if key in data}

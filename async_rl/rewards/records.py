@@ -23,6 +23,7 @@ class RewardInput:
         max_new_tokens: the limit on ``num_tokens`` for this rollout.
         finish_reason: ``length`` if the text was cut at a limit.
         messages: the messages of the prompt, as in ``records.Prompt``.
+        token_ids: the sampled tokens, the end-of-sequence token included.
     """
 
     text: str
@@ -31,6 +32,7 @@ class RewardInput:
     max_new_tokens: int
     finish_reason: FinishReason
     messages: Sequence[Mapping[str, str]] = ()
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

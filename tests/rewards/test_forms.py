@@ -18,7 +18,8 @@ CHAT = ({"role": "user", "content": "1+1"},)
 
 
 def group(*texts: str, messages: Any = CHAT, **data: Any) -> list[RewardInput]:
-    return [RewardInput(text, data or {"solution": "2"}, 10, 100, "stop", messages) for text in texts]
+    data = data or {"solution": "2"}
+    return [RewardInput(text, data, 10, 100, "stop", messages, token_ids=[1] * len(text)) for text in texts]
 
 
 def as_reward(function: Any, **settings: Any) -> FunctionReward:
@@ -43,9 +44,17 @@ def test_a_function_of_trl_gets_messages_and_the_columns_as_lists():
     assert seen == {
         "prompts": [list(CHAT)] * 2,
         "completions": [[{"role": "assistant", "content": text}] for text in "ab"],
+        "completion_ids": [[1], [1]],
         "answer": ["2", "2"],
         "source": ["s", "s"],
     }
+
+
+def test_a_function_of_trl_that_reads_only_the_tokens():
+    def longer(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        return [float(len(ids)) for ids in completion_ids]
+
+    assert [o.accuracy for o in as_reward(longer).score_group(group("a", "bcd"))] == [1.0, 3.0]
 
 
 def test_with_text_prompts_prompts_and_completions_are_texts():
