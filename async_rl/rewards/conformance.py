@@ -111,7 +111,7 @@ class _Checks:
             self._check_threads(scored)
             self._check_missing_fields()
             self._check_counters()
-        except TimeoutError:
+        except _HangError:
             pass  # reported already; a hanging call can't be ended, so no further checks run
         return self.problems
 
@@ -218,11 +218,11 @@ class _Checks:
         """Return the result of ``call``. If ``call`` raises an error, note a problem with ``what`` and return None.
 
         Raises:
-            TimeoutError: ``call`` did not end within the time limit. This is noted as a problem too.
+            _HangError: ``call`` did not end within the time limit. This is noted as a problem too.
         """
         try:
             return _bounded(call, self.time_limit_s)
-        except TimeoutError:
+        except _HangError:
             self.problems.append(f"{what}: expected an output within {self.time_limit_s:g} s, got none")
             raise
         except Exception as error:
@@ -242,11 +242,15 @@ def check_reward(reward: Reward, example: Example, *, time_limit_s: float = 60.0
     return _Checks(reward, example, time_limit_s).run()
 
 
+class _HangError(Exception):
+    """A call did not end within its time limit. A ``TimeoutError`` that the call itself raises is another thing."""
+
+
 def _bounded(call: Callable[[], T], time_limit_s: float) -> T:
     """Run ``call`` in a separate thread. Return its result, or raise its error.
 
     Raises:
-        TimeoutError: ``call`` did not end within ``time_limit_s`` seconds. Its thread goes on in the background.
+        _HangError: ``call`` did not end within ``time_limit_s`` seconds. Its thread goes on in the background.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -263,7 +267,7 @@ def _bounded(call: Callable[[], T], time_limit_s: float) -> T:
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError
+        raise _HangError
     return results[0]
 
 

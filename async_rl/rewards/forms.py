@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from async_rl.errors import ConfigError, RewardError
-from async_rl.records import TEXT_ROLE
+from async_rl.records import TEXT_ROLE, TOOLS_ROLE
 from async_rl.rewards.records import RewardInput
 
 FormKind = Literal["item", "items", "pairs", "lists", "score"]
@@ -67,9 +67,10 @@ def form_of(name: str, function: Any) -> Form:
     named = tuple(p.name for p in by_name)
     required = tuple(p.name for p in by_name if p.default is p.empty)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    if needed in _EXACT:
-        return Form(_EXACT[needed])
-    if "solution_str" in named and (takes_all or set(required) <= set(_SCORE)):
+    exact = _EXACT.get(needed)
+    if exact is not None and not (exact == "pairs" and takes_all):  # with **kwargs solutions is a column, as in TRL
+        return Form(exact)
+    if "solution_str" in named and set(required) <= set(_SCORE):
         return Form("score", named, required, takes_all)
     if "completions" in named or (takes_all and ("prompts" in named or "completion_ids" in named)):
         if absent := [key for key in required if key in _ABSENT]:
@@ -141,7 +142,10 @@ def _is_text(item: RewardInput) -> bool:
 
 
 def _prompt(item: RewardInput) -> Any:
-    return item.messages[0]["content"] if _is_text(item) else [dict(message) for message in item.messages]
+    """Return the prompt as text or as messages, without the schemas of tools, which in TRL are no message."""
+    if _is_text(item):
+        return item.messages[0]["content"]
+    return [dict(message) for message in item.messages if message["role"] != TOOLS_ROLE]
 
 
 def _completion(item: RewardInput) -> Any:

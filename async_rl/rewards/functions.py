@@ -69,7 +69,7 @@ class FunctionReward:
     def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
         try:
             values = self._awaited(items) if self.is_async else self._called(items)
-        except TimeoutError as error:
+        except _TimeLimitError as error:
             raise RewardError(
                 f"{self._name} took longer than reward.time_limit_s = {self._time_limit_s:g} s; raise the key, or make "
                 f"the function faster"
@@ -217,6 +217,10 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
 
 
+class _TimeLimitError(Exception):
+    """An async call took longer than its time limit. A ``TimeoutError`` of the function itself is another thing."""
+
+
 class AsyncCalls:
     """Runs the async calls of all threads in one event loop, which runs in a thread until ``close``.
 
@@ -236,7 +240,7 @@ class AsyncCalls:
         """Run all ``calls`` and return their results, in order. Any thread may call this.
 
         Raises:
-            TimeoutError: a call took longer than the time limit.
+            _TimeLimitError: a call took longer than the time limit.
             Exception: the first error that a call raised. The other calls are cancelled.
         """
         with self._lock:
@@ -270,7 +274,14 @@ class AsyncCalls:
     async def _one(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         assert self._slots is not None
         async with self._slots:
-            return await asyncio.wait_for(call(), self._time_limit_s)
+            limit = asyncio.timeout(self._time_limit_s)
+            try:
+                async with limit:
+                    return await call()
+            except TimeoutError:
+                if limit.expired():
+                    raise _TimeLimitError from None
+                raise
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from async_rl.errors import ConfigError, RewardError
-from async_rl.records import TEXT_ROLE
+from async_rl.records import TEXT_ROLE, TOOLS_ROLE
+from async_rl.rewards.conformance import Example, check_reward
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
 
@@ -155,3 +156,48 @@ def test_a_list_of_numbers_is_enough_for_completions_and_solutions():
         return [1.0, 0.5]
 
     assert [o.parts for o in as_reward(f).score_group(group("a", "b", gt_answer="a"))] == [{"f": 1.0}, {"f": 0.5}]
+
+
+def test_completions_and_solutions_with_further_arguments_are_trls_form():
+    def f(completions: Any, solutions: Any, **kwargs: Any) -> list[float]:
+        return [float(one[0]["content"] == gold) for one, gold in zip(completions, solutions, strict=True)]
+
+    outputs = as_reward(f).score_group(group("2", "3", solutions="2", gt_answer="other"))
+    assert [output.accuracy for output in outputs] == [1.0, 0.0]
+
+
+def test_schemas_of_tools_are_no_message_of_trls_prompts():
+    def f(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+        assert prompts == [list(CHAT)]
+        return [1.0]
+
+    tools = {"role": TOOLS_ROLE, "content": '[{"name": "f", "parameters": {}}]'}
+    assert as_reward(f).score_group(group("2", messages=(tools, *CHAT)))[0].accuracy == 1.0
+
+
+def test_a_function_of_verl_that_needs_more_than_verl_gives_is_refused_at_the_start():
+    def compute_score(solution_str: str, ground_truth: str, tokenizer: Any, **kwargs: Any) -> float:
+        raise AssertionError
+
+    with pytest.raises(ConfigError, match=r"expected a function with parameters .* got \(solution_str, .*tokenizer\)"):
+        as_reward(compute_score)
+
+
+def test_a_timeout_of_the_functions_own_is_not_taken_for_the_time_limit():
+    def plain(item: RewardInput) -> float:
+        raise TimeoutError("the judge's host does not answer")
+
+    async def waiting(item: RewardInput) -> float:
+        raise TimeoutError("the judge's host does not answer")
+
+    for function in (plain, waiting):
+        with closing(as_reward(function)) as reward, pytest.raises(TimeoutError, match="host does not answer"):
+            reward.score_group(group("2"))
+
+
+def test_the_checks_of_a_reward_name_a_timeout_of_its_own_as_its_error():
+    def answered_late(item: RewardInput) -> float:
+        raise TimeoutError("the judge's host does not answer")
+
+    problems = check_reward(as_reward(answered_late), Example({"solution": "2"}, "2", "3"), time_limit_s=5.0)
+    assert "got TimeoutError: the judge's host does not answer" in problems[0]
