@@ -17,6 +17,7 @@ from typing import Any
 
 _WORD, _NAME, _KEY, _VALUE = "bluebell", "pick_flowers", "meadow", "buttercup"
 """Words that no template contains."""
+_AS_PYTHON = str({_KEY: _VALUE})
 _TOOLS = [
     {
         "type": "function",
@@ -54,8 +55,11 @@ def forms_of(template: str) -> Forms:
         forms = Forms(needs_parts, True, empty, as_text)
         called = {"role": "assistant", "content": None, "tool_calls": [_call({_KEY: _VALUE})]}
         text = _rendered(template, [_asked(needs_parts), _adapted(called, forms)])
-        # A quote with a backslash is JSON that was encoded twice.
-        if all(word in text.rpartition(_WORD)[2] for word in (_NAME, _KEY, _VALUE)) and '\\"' not in text:
+        shown = text.rpartition(_WORD)[2]
+        # A quote with a backslash is JSON that was encoded twice; single quotes are Python's, where text is expected.
+        if all(word in shown for word in (_NAME, _KEY, _VALUE)) and not any(
+            bad in shown for bad in ('\\"', _AS_PYTHON)
+        ):
             return forms
     return Forms(needs_parts)
 
@@ -73,12 +77,18 @@ def joined_text(content: Any) -> str | None:
     return None if None in texts else "".join(text for text in texts if text is not None)
 
 
+def called_function(call: Any) -> Mapping[str, Any]:
+    """Return the inner object of a tool call, with the function's name and arguments. Empty if it is none."""
+    inner = call.get("function", call) if isinstance(call, dict) else None
+    return inner if isinstance(inner, dict) else {}
+
+
 def call_arguments(call: Any) -> Any:
     """Return the arguments of a tool call as an object, if they are one or are the JSON text of one; else as they are.
 
     A call is ``{"function": {"name", "arguments"}}`` or only the inner object.
     """
-    found = call.get("function", call).get("arguments") if isinstance(call, dict) else None
+    found = called_function(call).get("arguments")
     if not isinstance(found, str):
         return found
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_rl.data.template import apply_template
-from async_rl.data.template_forms import call_arguments, forms_of, joined_text
+from async_rl.data.template_forms import Forms, call_arguments, forms_of, joined_text
 from tests.data.public_templates import cases, template, tokenizer_of
 
 ARGUMENTS = {"place": "Köln", "days": 2}
@@ -78,3 +78,17 @@ def test_arguments_that_are_no_json_object_stay_as_they_are():
 def test_parts_that_are_no_text_have_no_text():
     assert joined_text([{"type": "text", "text": "a"}, "b"]) == "ab"
     assert joined_text([{"type": "image", "url": "x"}]) is None
+
+
+CALLING = (
+    r"{%% if tools %%}Write \"f\".{%% endif %%}{%% for m in messages %%}<|im_start|>{{ m.role }}: {{ m.content }}"
+    r"{%% for call in m.tool_calls or [] %%}{{ call.function.name }} {{ %s }}{%% endfor %%}<|im_end|>{%% endfor %%}"
+)
+
+
+def test_a_backslash_before_a_quote_in_a_templates_own_words_hides_no_tool_call():
+    assert forms_of(CALLING % "call.function.arguments | tojson") == Forms(reads_calls=True)
+
+
+def test_a_template_that_would_write_an_object_as_python_does_gets_json_text():
+    assert forms_of(CALLING % "call.function.arguments") == Forms(reads_calls=True, arguments_as_text=True)
