@@ -254,9 +254,14 @@ def test_a_turn_of_tool_calls_alone_that_the_template_leaves_out_is_refused_with
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]},
             "as the JSON text of one",
         ),
+        ({**ANSWERED, "tool_calls": [{"function": "weather"}]}, "expected a tool call as"),
+        ({**ANSWERED, "tool_calls": [{"function": None}]}, "expected a tool call as"),
+        ({**ANSWERED, "tool_calls": ["weather"]}, "expected a tool call as"),
+        ({**ANSWERED, "tool_calls": 5}, "expected tool_calls as a list of calls, got the number 5"),
+        ({**ANSWERED, "tool_calls": json.dumps([CALL])}, "expected tool_calls as a list of calls, got the text"),
     ],
 )
-def test_a_message_without_text_is_refused(message: dict[str, Any], error: str):
+def test_a_message_without_text_or_with_other_calls_is_refused(message: dict[str, Any], error: str):
     with pytest.raises(DataError, match=f"^row: .*{error}"):
         encoder_of("qwen3").encode_turns(0, [], [ASKED, message], "row")
 

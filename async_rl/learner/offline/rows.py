@@ -22,7 +22,7 @@ from async_rl.config.data import parse_tools
 from async_rl.data.chat import text_ids
 from async_rl.data.files import Source, kind, messages_without_nulls, parse_json
 from async_rl.data.template import check_arguments
-from async_rl.data.template_forms import call_arguments, joined_text
+from async_rl.data.template_forms import call_arguments, called_function, joined_text
 from async_rl.data.turn_end import TurnEnds, turn_ends
 from async_rl.errors import DataError
 from async_rl.learner.offline.forms import Text
@@ -257,7 +257,16 @@ def check_message(message: Any, where: str) -> None:
                 f'{where}: expected messages with "role" and "content" as text, or a list of text parts, got '
                 f"{message!r:.80}; correct the message"
             )
+    if not isinstance(calls, list):
+        raise DataError(
+            f"{where}: expected tool_calls as a list of calls, got {kind(calls)}; write it as a list, not as JSON text"
+        )
     for call in calls:
+        if not isinstance(called_function(call).get("name"), str):
+            raise DataError(
+                f'{where}: expected a tool call as {{"function": {{"name", "arguments"}}}}, got {call!r:.80}; correct '
+                f"the message"
+            )
         if not isinstance(call_arguments(call), dict | None):
             raise DataError(
                 f"{where}: expected the arguments of a tool call as an object, or as the JSON text of one, got "

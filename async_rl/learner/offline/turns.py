@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from async_rl.data.template import apply_template, marked_spans
-from async_rl.data.template_forms import joined_text
+from async_rl.data.template_forms import called_function, joined_text
 from async_rl.data.turn_end import TurnEnds, mark_after
 from async_rl.errors import DataError
 
@@ -227,7 +227,7 @@ class TurnSplitter:
 
 def _functions(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the functions that a message calls, each with its name and arguments."""
-    return [call.get("function", call) for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    return [called_function(call) for call in message.get("tool_calls") or []]
 
 
 def _words_beside_content(message: Mapping[str, Any]) -> dict[str, list[str]]:
