@@ -30,7 +30,9 @@ def _kept(fields: Mapping[str, Any], path: list[str], dropped: Dropped) -> dict[
     kept: dict[str, Any] = {}
     for name, value in fields.items():
         here = [*path, name]
-        if isinstance(value, dict) and len(here) <= MAX_NESTING and all(isinstance(key, str) for key in value):
+        if reason := _why_no_text(name):
+            dropped.append(([*path, ascii(name)], f"a name that is {reason}"))
+        elif isinstance(value, dict) and len(here) <= MAX_NESTING and all(isinstance(key, str) for key in value):
             kept[name] = _kept(value, here, dropped)
         elif reason := why_unsendable(value, len(path)):
             dropped.append((here, reason))
@@ -45,11 +47,7 @@ def why_unsendable(value: Any, depth: int = 0) -> str:
     The result is a noun for messages, such as ``an integer of more than 64 bits``.
     """
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return "text that is not Unicode (a lone surrogate)"
-        return ""
+        return _why_no_text(value)
     if value is None or isinstance(value, float):  # bool is an int
         return ""
     if isinstance(value, int):
@@ -62,3 +60,12 @@ def why_unsendable(value: Any, depth: int = 0) -> str:
         return "an object with keys that are not text"
     items = [*value, *value.values()] if isinstance(value, dict) else value
     return next((reason for item in items if (reason := why_unsendable(item, depth + 1))), "")
+
+
+def _why_no_text(text: str) -> str:
+    """Return why ``text`` can't be sent. Empty if it can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "text that is not Unicode (a lone surrogate)"
+    return ""
