@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ASK = {"role": "user", "content": "1+1"}
 SAY_2, SAY_3 = ({"role": "assistant", "content": content} for content in "23")
+SYSTEM = {"role": "system", "content": "be brief"}
 CHAT = "<|user|>1+1<|end|>\n<|assistant|>"
 
 
@@ -145,6 +146,15 @@ def test_a_table_in_csv_holds_messages_as_json(tmp_path: Path, tokenizer: PreTra
     [
         ({"prompt": "a", "chosen": "b"}, "rows.jsonl:1: expected .* got prompt: the text 'a', chosen"),
         ({"chosen": "b", "rejected": "c"}, 'begin with the same text, .* give the question as "prompt"'),
+        (
+            {"prompt": [SYSTEM, ASK], "chosen": [ASK, SAY_2], "rejected": [ASK, SAY_3]},
+            "that begin after the prompt, or that repeat all its messages",
+        ),
+        (
+            {"prompt": [ASK], "chosen": [SYSTEM, ASK, SAY_2], "rejected": [SYSTEM, ASK, SAY_3]},
+            "begins with .*be brief.*put all of it into the prompt",
+        ),
+        ({"prompt": "1", "chosen": ["1", SAY_2], "rejected": ["1", SAY_3]}, "the last message that chosen and"),
         ({"prompt": 3, "chosen": "b", "rejected": "c"}, "whole lists of messages without a prompt"),
         ({"messages": [ASK, SAY_2], "chosen": "b", "rejected": "c"}, "to end before the answer"),
         ({"prompt": "a", "chosen": "b", "rejected": [SAY_2]}, "all as text or as lists"),

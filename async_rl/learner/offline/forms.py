@@ -101,7 +101,24 @@ def _prompt_and_answers(row: Mapping[str, Any], keys: Sequence[str], where: str)
         )
     if isinstance(prompt, str) and is_text == {False}:
         return [{"role": "user", "content": prompt}], answers
+    if isinstance(prompt, list):
+        _check_not_repeated(prompt, answers, where)
     return prompt, answers
+
+
+def _check_not_repeated(prompt: Sequence[Any], answers: Sequence[Text], where: str) -> None:
+    """Check that no answer begins with a part of the prompt, which would then be in the text twice.
+
+    Raises:
+        DataError: one does.
+    """
+    for answer in answers:
+        asked = [] if isinstance(answer, str) else list(takewhile(lambda one: _role([one]) != "assistant", answer))
+        if asked and (prompt[-1] in asked or _role(asked) == "system"):
+            raise DataError(
+                f"{where}: expected answers that begin after the prompt, or that repeat all its messages, got one that "
+                f"begins with {asked[0]!r:.80}; remove what stands before the answer, or put all of it into the prompt"
+            )
 
 
 def _no_form(row: Mapping[str, Any], keys: Sequence[str], where: str) -> DataError:
@@ -126,6 +143,10 @@ def _role(messages: Text) -> Any:
     return first.get("role") if isinstance(first, dict) else None
 
 
+def _content(message: Any) -> Any:
+    return message.get("content") if isinstance(message, dict) else None
+
+
 def _split(chosen: Sequence[Any], rejected: Sequence[Any], prompt: Any, where: str) -> tuple[Text, Text, Text]:
     """Return the messages that both lists begin with, and what follows in each. A ``prompt`` repeats the last of
     these.
@@ -141,7 +162,7 @@ def _split(chosen: Sequence[Any], rejected: Sequence[Any], prompt: Any, where: s
             f"message on, got {len(both)} equal messages of {len(chosen)} and {len(rejected)}; correct the row, or "
             f'give these messages as "prompt"'
         )
-    if isinstance(prompt, str) and both[size - 1][0].get("content") != prompt:
+    if isinstance(prompt, str) and _content(both[size - 1][0]) != prompt:
         raise DataError(
             f'{where}: expected "prompt" to be the last message that chosen and rejected have in common, got '
             f"{prompt!r:.80}; leave the prompt out, or write it as a list of messages"
