@@ -3,7 +3,7 @@
 A table has a null where a row has no such key, so keys with a null are left out, at any depth. Numbers of 32 or 16 bits
 get the shortest decimal number that they can be read from: a float32 of 0.1 is 0.1. Dates and times, of which Python
 can't hold all, become ``Unreadable``. A column of JSON (Arrow's type ``arrow.json``, which ``datasets.Json`` writes) is
-parsed, and keeps its nulls.
+parsed, and keeps its nulls. A map whose keys are text is an object.
 """
 
 from __future__ import annotations
@@ -53,6 +53,12 @@ def _values(array: pyarrow.Array) -> list[Any]:
     if isinstance(kind, pyarrow.BaseExtensionType):
         values = _values(array.storage)  # pyright: ignore[reportAttributeAccessIssue]
         return [_parsed(value) for value in values] if kind.extension_name == "arrow.json" else values
+    if pyarrow.types.is_dictionary(kind):
+        return _values(array.dictionary_decode())  # pyright: ignore[reportAttributeAccessIssue]
+    if pyarrow.types.is_run_end_encoded(kind):
+        return _values(pyarrow.compute.call_function("run_end_decode", [array]))
+    if pyarrow.types.is_map(kind):
+        return _maps(array)
     if pyarrow.types.is_null(kind):
         return [_ALWAYS_NULL] * len(array)
     if pyarrow.types.is_struct(kind):
@@ -75,6 +81,22 @@ def _values(array: pyarrow.Array) -> list[Any]:
     if pyarrow.types.is_temporal(kind):
         return [Unreadable(str(kind)) if valid else None for valid in is_valid]
     return array.to_pylist()
+
+
+def _maps(array: pyarrow.Array) -> list[Any]:
+    """Return the values of a column of maps: objects if the keys are text, else lists of pairs.
+
+    Of equal keys in an object the last one counts.
+    """
+    kind: Any = array.type
+    as_lists = array.cast(pyarrow.list_(pyarrow.struct([("key", kind.key_type), ("value", kind.item_type)])))
+    found = [
+        None if entries is None else [(entry["key"], entry["value"]) for entry in entries]
+        for entries in _values(as_lists)
+    ]
+    if not (pyarrow.types.is_string(kind.key_type) or pyarrow.types.is_large_string(kind.key_type)):
+        return found
+    return [None if pairs is None else dict(pairs) for pairs in found]
 
 
 def _parsed(text: str | None) -> _Parsed | Unreadable | None:

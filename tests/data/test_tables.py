@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,3 +148,22 @@ def test_message_keys_that_are_null_are_absent_in_every_file(tmp_path: Path):
         (found,) = load_rows(str(tmp_path / name)).rows
         assert found.messages == ({"role": "user", "content": "q"},)
         assert found.reward_data == {"gt_answer": "2"}
+
+
+@pytest.mark.parametrize("kind", [pa.float32(), pa.date32()])
+def test_encoded_columns_give_the_values_that_plain_ones_give(kind: pa.DataType):
+    plain = pa.array([1, None, 1, 2], pa.int32()).cast(kind)
+    encoded = [plain.dictionary_encode(), pyarrow.compute.call_function("run_end_encode", [plain])]
+    for array in encoded:
+        assert values_of(array) == values_of(plain)
+        assert values_of(array.slice(1)) == values_of(plain)[1:]
+
+
+def test_a_map_with_text_keys_is_an_object_whose_values_are_those_of_columns():
+    kind = pa.map_(pa.string(), pa.struct([("x", pa.float32()), ("t", pa.date32())]))
+    rows = [[("a", {"x": 0.1, "t": 3})], None, [], [("b", {"x": None, "t": None}), ("c", None)]]
+    found = values_of(pa.array(rows, kind))
+    assert found == [{"a": {"x": 0.1, "t": Unreadable("date32[day]")}}, None, {}, {"b": {}}]
+    assert values_of(pa.array(rows, kind).slice(2)) == [{}, {"b": {}}]
+    numbers = pa.array([[(1, 0.1)]], pa.map_(pa.int32(), pa.float32()))
+    assert values_of(numbers) == [[(1, 0.1)]]
