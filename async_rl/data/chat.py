@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ from async_rl.routes import RoutingShape, routing_shape
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_BREAK = "\n"
+"""A text that tokenizers do not join with what follows."""
 _MODEL_FILES = ("config.json", "generation_config.json")
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -154,6 +157,50 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
     begin = tokenizer.bos_token_id
     is_twice = isinstance(begin, int) and len(ids) > 1 and (ids[:2] == begin).all()
     return ids[1:] if is_twice and text.startswith(str(tokenizer.bos_token)) else ids
+
+
+def ids_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
+    """Return the token ids of ``text``, which follows the text ``before`` in its sequence.
+
+    Tokenizers such as those of Llama 2 and Mistral 7B write a space before each text, which is right only where a
+    sequence begins, and with some of them after a special token.
+    """
+    lead = _lead(tokenizer, before, text)
+    return _plain_ids(tokenizer, lead + text)[len(_plain_ids(tokenizer, lead)) :]
+
+
+def places_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
+    """Return the character of ``text`` at which each of its tokens begins, of which ``ids_after`` returns the ids.
+
+    Only tokenizers with a ``tokenizer.json`` know it.
+    """
+    lead = _lead(tokenizer, before, text)
+    encoded = tokenizer(lead + text, add_special_tokens=False, return_offsets_mapping=True)
+    places = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0] - len(lead)
+    return places[len(_plain_ids(tokenizer, lead)) :].tolist()
+
+
+def _lead(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> str:
+    """Return a text that shows the tokenizer what comes before ``text``. Empty if that makes no difference, or if the
+    tokenizer would join the two.
+    """
+    if not before or not _writes_space(tokenizer):
+        return ""
+    added: Mapping[int, Any] = tokenizer.added_tokens_decoder
+    lead = next((str(token.content) for token in added.values() if before.endswith(token.content)), _BREAK)
+    lead_ids = _plain_ids(tokenizer, lead)
+    return lead if _plain_ids(tokenizer, lead + text)[: len(lead_ids)] == lead_ids else ""
+
+
+@lru_cache(maxsize=8)
+def _writes_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer writes a space before a text that has none."""
+    apart = [*_plain_ids(tokenizer, _BREAK), *_plain_ids(tokenizer, "A")]
+    return _plain_ids(tokenizer, _BREAK + "A") != apart
+
+
+def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []  # pyright: ignore[reportArgumentType]
 
 
 def render_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], answer: str) -> np.ndarray:

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from async_rl.config.data import parse_tools
-from async_rl.data.chat import text_ids
+from async_rl.data.chat import ids_after, text_ids
 from async_rl.data.files import Source, kind, messages_without_nulls, parse_json
 from async_rl.data.template import check_arguments
 from async_rl.data.template_forms import call_arguments, called_function, joined_text
@@ -218,7 +218,7 @@ class RowEncoder:
                 f"set its eos_token, or write the row as messages"
             )
         begin = text_ids(self._tokenizer, prompt).tolist()
-        trained: list[int] = [*self._tokenizer(answer, add_special_tokens=False)["input_ids"], end]  # pyright: ignore[reportAssignmentType]
+        trained: list[int] = [*ids_after(self._tokenizer, prompt, answer), end]
         return [(begin, [False] * len(begin)), (trained, [True] * len(trained))]
 
 

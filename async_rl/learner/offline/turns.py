@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from async_rl.data.chat import ids_after, places_after
 from async_rl.data.template import apply_template, marked_spans
 from async_rl.data.template_forms import called_function, joined_text
 from async_rl.data.turn_end import TurnEnds, mark_after
@@ -113,7 +114,7 @@ class TurnSplitter:
             closed, size, spans = thinking, len(opened), None
         answer = closed[size:]
         self._check_rendered(messages[-1], answer, f"{where}: message {len(messages) - 1}")
-        token_ids, is_marked = self._marked(answer, size, spans)
+        token_ids, is_marked = self._marked(closed[:size], answer, spans)
         end = self._ends.num_to_end(token_ids)
         if end is not None:
             is_trained = [*is_marked[: end - 1], True]
@@ -162,7 +163,7 @@ class TurnSplitter:
             ]
             if not begun:
                 return None
-            between = self._tokens(turn.context[len(begun[0]) :])
+            between = ids_after(self._tokenizer, begun[0], turn.context[len(begun[0]) :])
             if is_open:
                 # The text goes on with the mark that was added.
                 mark = segments[-1][0].pop()
@@ -183,17 +184,17 @@ class TurnSplitter:
         before, end, _ = done.rpartition(str(self._tokenizer.convert_ids_to_tokens(segments[-1][0][-1])))
         return before + end if end else None
 
-    def _marked(self, answer: str, start: int, spans: Sequence[tuple[int, int]] | None) -> tuple[list[int], list[bool]]:
-        """Return the tokens of ``answer``, and which of them begin in one of ``spans``, characters of the whole text in
-        which the answer begins at ``start``. None as spans is all of it.
+    def _marked(
+        self, context: str, answer: str, spans: Sequence[tuple[int, int]] | None
+    ) -> tuple[list[int], list[bool]]:
+        """Return the tokens of ``answer``, which follows ``context``, and which of them begin in one of ``spans``,
+        characters of the whole text. None as spans is all of it.
         """
+        token_ids = ids_after(self._tokenizer, context, answer)
         if spans is None:
-            token_ids = self._tokens(answer)
             return token_ids, [True] * len(token_ids)
-        encoded = self._tokenizer(answer, add_special_tokens=False, return_offsets_mapping=True)
-        places: Any = encoded["offset_mapping"]
-        is_marked = [any(begin <= start + place < end for begin, end in spans) for place, _ in places]
-        return list(encoded["input_ids"]), is_marked  # pyright: ignore[reportArgumentType]
+        places = [len(context) + place for place in places_after(self._tokenizer, context, answer)]
+        return token_ids, [any(begin <= place < end for begin, end in spans) for place in places]
 
     def _spans(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
