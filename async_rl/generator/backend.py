@@ -93,8 +93,11 @@ class Text(Protocol):
         """Return the conversation as one text. The text ends where the assistant's next turn begins."""
         ...
 
-    def encode(self, text: str) -> np.ndarray:
-        """Return the text's token ids, int32 [N]. Special tokens occur only where the text spells them out."""
+    def encode(self, text: str, before: str = "") -> np.ndarray:
+        """Return the token ids of ``text``, int32 [N], which follows the text ``before`` in its sequence.
+
+        Special tokens occur only where the text spells them out.
+        """
         ...
 
     def encode_start(self, text: str) -> np.ndarray:

@@ -23,7 +23,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from async_rl.config.generator import EnvironmentConfig
-from async_rl.data.chat import text_ids
+from async_rl.data.chat import ids_after, text_ids
 from async_rl.data.template import apply_template
 from async_rl.data.vocabulary import special_ids
 from async_rl.environments.pool import EnvironmentPool, Event
@@ -348,8 +348,8 @@ class TokenizerText:
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         return str(apply_template(self._tokenizer, messages, self._arguments))
 
-    def encode(self, text: str) -> np.ndarray:
-        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+    def encode(self, text: str, before: str = "") -> np.ndarray:
+        return np.asarray(ids_after(self._tokenizer, before, text), dtype=np.int32)
 
     def encode_start(self, text: str) -> np.ndarray:
         return text_ids(self._tokenizer, text)
@@ -388,7 +388,7 @@ class Trajectory:
             self._close()
             given = self._text.encode_start(state) if is_text else self._text.encode(state)
         else:
-            given = self._text.encode(rest)
+            given = self._text.encode(rest, state[: len(state) - len(rest)])
         self._open.add_given(given)
         self._state, self._action = state, None
         return self._open.token_ids()

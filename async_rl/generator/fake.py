@@ -53,7 +53,7 @@ class FakeText:
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         return "".join(f"<{m.get('role', '')}>{m.get('content', '')}" for m in messages) + "<assistant>"
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, before: str = "") -> np.ndarray:
         chunks = [text[i : i + _CHARACTERS_PER_TOKEN] for i in range(0, len(text), _CHARACTERS_PER_TOKEN)]
         return np.array([zlib.crc32(chunk.encode()) % self._vocab_size for chunk in chunks], dtype=np.int32)
 

@@ -23,7 +23,7 @@ class CharacterText:
         ends = {"assistant": "$"}
         return "".join(f"{m['role'][0]}:{m['content']}{ends.get(m['role'], '|')}" for m in messages) + "a:"
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, before: str = "") -> np.ndarray:
         return np.array([END if c == "$" else ord(c) for c in text], dtype=np.int32)
 
     def encode_start(self, text: str) -> np.ndarray:

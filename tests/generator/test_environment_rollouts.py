@@ -216,7 +216,7 @@ def test_a_failed_rollout_is_kept_with_its_tokens_and_moves_nobody_elses_advanta
 class WithoutTilde(CharacterText):
     """A tokenizer that knows no ``~`` and leaves it out."""
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, before: str = "") -> np.ndarray:
         return super().encode(text.replace("~", ""))
 
 

@@ -137,7 +137,7 @@ class Words:
     def render(self, messages: Any) -> str:
         return "".join(message["content"] for message in messages)
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str, before: str = "") -> np.ndarray:
         return np.array([ord(c) for c in text], np.int32)
 
     def encode_start(self, text: str) -> np.ndarray:
