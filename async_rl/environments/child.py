@@ -174,12 +174,20 @@ def prepare(sock: socket.socket, code: Any) -> str:
         if not (chunk := sock.recv(_CHUNK)):
             raise ConnectionError("the generator closed the socket before it sent the environment's settings")
         buffer += chunk
+    if not hasattr(code, "prepare"):
+        return ""
     try:
-        if hasattr(code, "prepare"):
-            asyncio.run(_prepared(code.prepare(message["extra"])))
+        inspect.signature(code.prepare).bind(message["extra"])
+    except (TypeError, ValueError):
+        return (
+            "environment.name: expected its function prepare to take one argument, environment.extra, got another one; "
+            "write prepare(extra), in a class as a static method, or give it another name"
+        )
+    try:
+        asyncio.run(_prepared(code.prepare(message["extra"])))
     except Exception as error:  # an error in the environment's code, which the user gets in words
-        detail, place = describe_error(error)
-        return f"environment.name: its function prepare failed: {detail}{f' ({place})' if place else ''}"
+        detail, _ = describe_error(error)
+        return f"environment.name: its function prepare failed: {detail}; correct it, or what it reads of extra"
     return ""
 
 

@@ -32,12 +32,26 @@ PROMPTS: dict[str, str] = {
 
 def _make(env_id: str, **kwargs: Any) -> Any:
     # GEM is an extra, so the type checker lacks it; imported by name, because this module is called gem too.
-    return importlib.import_module("gem").make(env_id, **kwargs)
+    return _imported("gem").make(env_id, **kwargs)
+
+
+def _imported(module: str) -> Any:
+    """Return a module of GEM.
+
+    Raises:
+        ImportError: GEM is not installed, or lacks a package that it needs.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "gem":
+            raise
+        raise ImportError("GEM is not installed; install it with pip install async-rl[gem]") from None
 
 
 def _import_environment(env_id: str) -> None:
     """Import GEM and the module of the environment ``env_id``. An unknown name is left to ``reset``."""
-    registry = importlib.import_module("gem.envs.registration").ENV_REGISTRY
+    registry = _imported("gem.envs.registration").ENV_REGISTRY
     spec = registry.get(env_id)
     if spec is not None and isinstance(spec.entry_point, str):
         importlib.import_module(spec.entry_point.partition(":")[0])

@@ -353,6 +353,9 @@ def _start_server(
         if kind != READY:
             raise ConfigError(read_exactly(ours.recv, size).decode(errors="replace"))
     except BaseException as error:
+        if isinstance(error, ConnectionError):  # the process is ending; its exit code says why
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(_FORK_LIMIT_S)
         server.kill()
         server.wait()
         ours.close()

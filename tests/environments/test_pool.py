@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.generator import EnvironmentConfig
+from async_rl.environments.gem import Gem
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.errors import ConfigError
 from async_rl.process.user_code import code_digests
@@ -317,11 +318,14 @@ def test_with_the_fork_server_killed_its_rollouts_fail_and_the_next_ones_find_an
     ("source", "told"),
     [
         ("1 / 0", "ZeroDivisionError"),
-        ("import os; os._exit(3)", "ended"),
+        ("import os; os._exit(3)", "ended with exit code 3"),
         ("while True: pass", "not imported and prepared within 1 s"),
         (f"{STEP}def prepare(extra):\n    while True: pass", "not imported and prepared within 1 s"),
         (f"{STEP}def prepare(extra):\n    extra['index']", r"its function prepare failed: KeyError: 'index' .*line 3"),
         (f"{STEP}async def prepare(extra):\n    1 / 0", "its function prepare failed: ZeroDivisionError"),
+        (f"{STEP}def prepare():\n    pass", r"got another one; write prepare\(extra\), in a class as a static method"),
+        (f"{STEP}prepare = 3", "or give it another name"),
+        (f"{STEP}def prepare(extra):\n    raise SystemExit(4)", "ended with exit code 4"),
         ("x = 1", "to have a function step"),
     ],
 )
@@ -331,6 +335,15 @@ def test_code_that_can_not_be_imported_is_refused_at_the_start(tmp_path, monkeyp
     path.write_text(source)
     with pytest.raises(ConfigError, match=told):
         pool_of(config(str(path)))
+
+
+def test_gem_that_is_not_installed_is_named_with_the_command_that_installs_it(monkeypatch):
+    def import_module(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}", name="gem")
+
+    monkeypatch.setattr("async_rl.environments.gem.importlib.import_module", import_module)
+    with pytest.raises(ImportError, match=r"pip install async-rl\[gem\]"):
+        Gem.prepare({"env_id": "game:GuessTheNumber-v0"})
 
 
 def test_code_of_another_digest_is_refused(tmp_path):
