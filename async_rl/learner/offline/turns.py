@@ -102,13 +102,20 @@ class TurnSplitter:
         """Return the last of ``messages`` as a turn."""
         opened = self._render(messages[:-1], where, arguments, open_turn=True)
         closed = self._render(messages, where, arguments, open_turn=False)
-        if closed.startswith(opened):
-            size = len(opened)
-        else:
-            other = [*messages[:-1], {"role": "assistant", "content": _OTHER}]
-            # What the answer itself has in common with the opener by chance is no context.
-            size = _num_common(opened, closed, self._render(other, where, arguments, open_turn=False))
         spans = self._spans(messages, arguments)
+        size = len(opened)
+        if not closed.startswith(opened):
+            other = [*messages[:-1], {"role": "assistant", "content": _OTHER}]
+            answered = self._render(other, where, arguments, open_turn=False)
+            unopened = self._render(messages[:-1], where, arguments, open_turn=False)
+            # What the answer itself has in common with the opener by chance is no context.
+            size = _num_common(opened, closed, answered)
+            if size < len(unopened):
+                # The template renders the messages before the answer in another way once it is there.
+                common = closed[: _num_common(closed, answered)]
+                begin = _begin_of_answer(common, opened, unopened, messages[:-1], where)
+                spans = spans and [(first + len(opened) - begin, end + len(opened) - begin) for first, end in spans]
+                closed, size = opened + closed[begin:], len(opened)
         thinking = _with_thinking(messages[-1], opened, closed, size)
         if thinking is not None:
             closed, size, spans = thinking, len(opened), None
@@ -236,6 +243,24 @@ def _words_beside_content(message: Mapping[str, Any]) -> dict[str, list[str]]:
     found = {"tool_calls": [str(call.get("name", "")) for call in _functions(message)]}
     thoughts = {key: message.get(key) for key in _THOUGHT_KEYS}
     return found | {key: [text] for key, text in thoughts.items() if isinstance(text, str)}
+
+
+def _begin_of_answer(closed: str, opened: str, unopened: str, before: Sequence[Mapping[str, Any]], where: str) -> int:
+    """Return where the last answer begins in a text that begins with ``closed``: behind the last of what opens it.
+
+    Raises:
+        DataError: the text does not have it, or has a message of ``before`` behind it: the template joins messages.
+    """
+    opener = opened.removeprefix(unopened) if opened.startswith(unopened) else ""
+    last = (joined_text(before[-1].get("content") or "") or "").strip() if before[-1]["role"] == "assistant" else ""
+    for part in (opener, opener.partition(_THINK)[0]):
+        head, found, rest = closed.rpartition(part) if part else ("", "", "")
+        if found and not (last and last in rest):
+            return len(head) + len(found)
+    raise DataError(
+        f"{where}: expected an answer that begins where the chat template opens it, got one that the template joins "
+        f"with the message before it; join the two in the row, or use a model with another template"
+    )
 
 
 def _num_common(*texts: str) -> int:
