@@ -85,12 +85,15 @@ def called_function(call: Any) -> Mapping[str, Any]:
 
 def call_arguments(call: Any) -> Any:
     """Return the arguments of a tool call as an object, if they are one or are the JSON text of one; else as they are.
+    An empty text is no arguments.
 
     A call is ``{"function": {"name", "arguments"}}`` or only the inner object.
     """
     found = called_function(call).get("arguments")
     if not isinstance(found, str):
         return found
+    if not found.strip():
+        return {}
     try:
         parsed = json.loads(found)
     except ValueError:

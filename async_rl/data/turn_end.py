@@ -235,9 +235,12 @@ def _listed(directory: Path) -> dict[str, list[int]]:
 
 def _stored(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        stored = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{path}: expected JSON, got other text: {error}; correct the file") from error
+    if not isinstance(stored, dict):
+        raise ModelError(f"{path}: expected a JSON object, got {type(stored).__name__}; correct the file")
+    return stored
 
 
 def _as_list(ids: Any) -> list[int]:

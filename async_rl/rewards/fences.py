@@ -12,7 +12,13 @@ from collections.abc import Iterator, Sequence
 
 from async_rl.rewards.extraction import Extraction
 
-_OPENING = re.compile(r"(?<![`~])(?P<fence>`{3,}|~{3,})[ \t]*(?:python3?|py3?)(?![\w+#.-])", re.IGNORECASE)
+_ATTRIBUTES = (
+    r"(?:[ \t]*+(?:\{[^{}\n]*+\}|[\w-]++=(?:\"[^\"\n]*+\"|'[^'\n]*+'))(?=[ \t]*+(?:\r?\n|\{|[\w-]++=[\"'])))*+"
+)
+"""What may follow the language on its line: ``{.numberLines}``, ``title="a.py"``."""
+_OPENING = re.compile(
+    rf"(?<![`~])(?P<fence>`{{3,}}|~{{3,}})[ \t]*(?:python3?|py3?)(?![\w+#.-]){_ATTRIBUTES}", re.IGNORECASE
+)
 _DEFINED = re.compile(r"^(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)", re.MULTILINE)
 _BOUND = re.compile(r"\b(?:def|class)[ \t]+(\w+)|(?<![\w.])(\w+)[ \t]*=(?!=)")
 _CALLED = re.compile(r"(?<![\w.])(\w+)[ \t]*\(")

@@ -71,6 +71,7 @@ def test_a_tool_call_is_rendered_once_in_every_form_that_people_write(name: str)
 def test_arguments_that_are_no_json_object_stay_as_they_are():
     assert call_arguments({"function": {"name": "f", "arguments": '{"a": 1}'}}) == {"a": 1}
     assert call_arguments({"name": "f", "arguments": '{"a": 1}'}) == {"a": 1}
+    assert call_arguments({"function": {"name": "f", "arguments": " "}}) == {}
     assert call_arguments({"function": {"name": "f", "arguments": "[1"}}) == "[1"
     assert call_arguments({"function": {"name": "f", "arguments": "[1]"}}) == "[1]"
 

@@ -81,8 +81,9 @@ def test_the_template_s_end_is_added_to_the_generation_config_and_nothing_else_c
     assert path.read_bytes() == written
 
 
-def test_a_generation_config_that_is_no_json_is_named(tmp_path: Path):
+@pytest.mark.parametrize("text", ["{", "[2]"])
+def test_a_generation_config_that_is_no_json_is_named(text: str, tmp_path: Path):
     tokenizer = tokenizer_of("qwen2_5")
-    (model_files(tmp_path, tokenizer, []) / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"generation_config\.json: expected JSON"):
+    (model_files(tmp_path, tokenizer, []) / "generation_config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"generation_config\.json: expected (a )?JSON"):
         turn_ends(tokenizer, tmp_path)

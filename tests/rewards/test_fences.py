@@ -37,6 +37,19 @@ def test_a_fence_may_call_python_by_any_of_its_names(language: str, line_end: st
     assert (program.strip() if program else None, valid) == ("x = 1", True)
 
 
+@pytest.mark.parametrize(
+    "attributes", [' title="a.py"', "{.numberLines}", " {linenos=1} title='my file.py' ", ' a-b="" {}']
+)
+def test_what_says_how_a_fence_looks_is_not_in_its_program(attributes: str):
+    program, _ = extract_program(f"```python{attributes}\nprint(1)\n```")
+    assert (program or "").strip() == "print(1)"
+
+
+@pytest.mark.parametrize("program", [' x="a"; print(x)', " {1: 2}.get(1)", ' print({"a"})'])
+def test_a_program_in_the_fences_line_is_kept(program: str):
+    assert extract_program(f"```python{program}\n```").answer == f"{program}\n"
+
+
 @pytest.mark.parametrize("indent", ["  ", "    ", "\t"])
 @pytest.mark.parametrize("closed", [True, False])
 def test_an_indented_fence_has_a_program_without_its_indentation(indent: str, closed: bool):
@@ -103,6 +116,8 @@ def test_a_second_program_that_stands_by_itself_is_the_answer(second: str):
         "x" + "`" * 1_000_000 + "python x",
         "```python\nx" + "`" * 1_000_000 + "x",
         "```python\n" + "x``` y" * 200_000,
+        "```python" + ' a=""' * 200_000,
+        "```python" + "{a}" * 300_000 + "{" * 100_000,
         "```python\n" + " " * 300_000 + "x",
         "```python\n" + "'" * 1_000_000,
         "```python\n" + "\\'" * 500_000,
