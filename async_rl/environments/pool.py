@@ -132,9 +132,11 @@ class EnvironmentPool:
     def answer(self, key: str, message: Mapping[str, Any]) -> None:
         """Send the environment of the rollout ``key`` the answer to its message ``sample``.
 
-        ``message`` has the type ``sampled`` (the model's text) or ``over`` (no further turn).
+        ``message`` has the type ``sampled`` (the model's text) or ``over`` (no further turn). Do nothing if the process
+        has ended: an event of ``poll`` says so.
         """
-        self._ask(self._processes[key], pack(dict(message)))
+        if (process := self._processes.get(key)) is not None:
+            self._ask(process, pack(dict(message)))
 
     def cancel(self, key: str) -> None:
         """End the rollout ``key`` without a result. Its environment has ``timeout_s`` seconds to clean up.

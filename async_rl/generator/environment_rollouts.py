@@ -149,9 +149,11 @@ class EnvironmentRollouts:
 
     def collect(self) -> list[Graded]:
         for event in self._pool.poll():
-            lease_id = event.key.rpartition("/")[0]
-            rollout = self._leases[lease_id].rollouts[event.key]
-            self._leases[lease_id].progress += 1
+            open_lease = self._leases.get(event.key.rpartition("/")[0])
+            rollout = None if open_lease is None else open_lease.rollouts.get(event.key)
+            if open_lease is None or rollout is None:
+                continue  # an earlier event of this poll ended the rollout
+            open_lease.progress += 1
             if event.type == "sample":
                 self._next_turn(rollout, event.message)
             elif event.type == "ended":
@@ -440,7 +442,8 @@ class Trajectory:
 class _OpenSequence:
     """A token sequence that still grows.
 
-    It keeps one array for each state and answer, in the order in which they came.
+    It keeps one array for each state and answer, in the order in which they came. ``_num_answered`` is the number of
+    arrays up to the last answer.
     """
 
     def __init__(self) -> None:
@@ -450,14 +453,18 @@ class _OpenSequence:
         self._versions: list[np.ndarray] = []
         self._sampling_masks: list[SamplingMask] = []
         self._routes: list[RouteArray] = []
-        self.has_samples = False
+        self._num_answered = 0
+
+    @property
+    def has_samples(self) -> bool:
+        return self._num_answered > 0
 
     def add_given(self, ids: np.ndarray) -> None:
         self._add(ids, False, np.zeros(len(ids), np.float32), np.full(len(ids), NO_VERSION, np.int32))
 
     def add_sampled(self, sampled: Sampled) -> None:
         self._add(sampled.token_ids, True, sampled.logprobs, sampled.versions)
-        self.has_samples = True
+        self._num_answered = len(self._ids)
         if sampled.sampling_mask is not None:
             self._sampling_masks.append(sampled.sampling_mask)
         if sampled.routes is not None:
@@ -474,11 +481,13 @@ class _OpenSequence:
         return np.concatenate(self._ids).astype(np.int32)
 
     def sequence(self) -> TokenSequence:
+        """Return the sequence up to its last sampled token. A state that nobody answered may not fit in the context."""
+        end = self._num_answered
         return TokenSequence(
-            token_ids=self.token_ids(),
-            loss_mask=np.concatenate(self._masks),
-            behavior_logprobs=np.concatenate(self._logprobs).astype(np.float32),
-            versions=np.concatenate(self._versions).astype(np.int32),
+            token_ids=np.concatenate(self._ids[:end]).astype(np.int32),
+            loss_mask=np.concatenate(self._masks[:end]),
+            behavior_logprobs=np.concatenate(self._logprobs[:end]).astype(np.float32),
+            versions=np.concatenate(self._versions[:end]).astype(np.int32),
             sampling_mask=join(self._sampling_masks) if self._sampling_masks else None,
             routes=np.concatenate(self._routes) if self._routes else None,
         )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import select
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +238,66 @@ def test_tokens_that_are_used_up_end_a_rollout_as_cut():
     assert [lease.sampling.max_new_tokens for lease, _ in play.backend.requests] == [5, 2]
     assert rollout.finish_reason == "length"
     assert [(t.num_tokens, t.reward) for t in rollout.turns] == [(3, 2.0), (2, 2.0)]
+
+
+LONG_ANSWER = """
+def reset(extra_info):
+    return "find it: "
+
+
+def step(state, action, extra_info):
+    size = {"look": 30, "dump": 400}[action]
+    return {"next_state": extra_info.get("again", state + action) + "." * size, "reward": 1.0}
+"""
+
+
+@pytest.mark.parametrize("again", [{}, {"again": "from the beginning: "}])
+def test_an_answer_of_a_tool_that_does_not_fit_ends_the_rollout_as_cut_after_its_last_sampled_token(tmp_path, again):
+    path = tmp_path / "tool.py"
+    path.write_text(LONG_ANSWER)
+    with playing(str(path), lambda _, turn: ["look", "dump"][turn]) as play:
+        lease = row("", 1, extra_info=again)
+        rollouts = play.play(lease)
+    (rollout,) = rollouts
+    assert (rollout.finish_reason, rollout.reward, [t.num_tokens for t in rollout.turns]) == ("length", 2.0, [5, 5])
+    assert [bool(sequence.loss_mask[-1]) for sequence in rollout.sequences] == [True] * (2 if again else 1)
+    group = Group(
+        lease.lease_id, "train", lease.prompt.position, "g", lease.lineage, lease.sampling.temperature, tuple(rollouts)
+    )
+    assert why_unfit(read_summary(encode_group(group)), lease, newest_version=3) == ""
+
+
+def die_after_asking(play: Play) -> None:
+    """Kill the environment's process once its message is there, and wait until it is gone."""
+    (process,) = play.rollouts._pool._processes.values()
+    poller = select.poll()
+    poller.register(process.sock, select.POLLIN)
+    assert poller.poll(30_000)
+    os.kill(process.pid, signal.SIGKILL)
+    poller.modify(process.sock, select.POLLRDHUP)
+    assert poller.poll(30_000)
+
+
+@pytest.mark.parametrize(
+    ("max_new_tokens", "answer"), [(3, "no room for a turn"), (64, "~ has no token"), (64, "it goes on")]
+)
+def test_an_environment_that_asks_and_dies_fails_its_own_rollout(tmp_path, max_new_tokens: int, answer: str):
+    path = tmp_path / "dying.py"
+    state = "'~'" if "~" in answer else "state + action + 'x'"
+    reset = "def reset(extra_info):\n    return 'start:'\n"
+    path.write_text(
+        f"{reset}def step(state, action, extra_info):\n    return {{'next_state': {state}, 'reward': 0.0}}\n"
+    )
+    with playing(str(path), lambda _, __: "go", text=WithoutTilde()) as play:
+        lease = row("", 1, max_new_tokens=max_new_tokens)
+        play.submit(lease)
+        wait_until("the first turn", lambda: (play.rollouts.collect(), play.backend.num_running)[1])
+        play.rollouts.take(play.backend.step())
+        die_after_asking(play)
+        (graded,) = play.finished(lease)
+    assert graded.rollout is not None
+    assert graded.rollout.finish_reason == "error"
+    assert (play.rollouts.num_open, play.backend.num_running) == (0, 0)
 
 
 def test_a_first_state_that_is_too_long_fails_the_lease_as_a_prompt_that_is_too_long():
