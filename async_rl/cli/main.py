@@ -107,9 +107,11 @@ def launch(
     """
     from async_rl.config.loading import load_config
     from async_rl.launch import launch as launcher
+    from async_rl.run.reuse import check_place
 
     chosen = with_profile(overrides, profile)
     resolved = load_config(config, chosen)
+    check_place(resolved, config, chosen)
     if dry_run:
         launcher.dry_run(
             resolved, config, chosen, fresh=fresh, source=source, insecure=insecure, as_json=as_json, quiet=quiet
@@ -147,9 +149,11 @@ def learner(
         from async_rl.config.loading import load_config
         from async_rl.data.chat import quiet_progress_bars
         from async_rl.process.child import set_torch_defaults
+        from async_rl.run.reuse import check_place
 
         set_torch_defaults(is_learner=True)
         resolved = load_config(config, with_profile(overrides, profile))
+        check_place(resolved, config, overrides or [])
         if not is_launched and _is_first_rank():
             from async_rl.launch.preflight import check_learner
 
@@ -243,6 +247,9 @@ def queue(
 
         resolved = load_config(config, overrides or [])
         from async_rl.launch.preflight import check_queue
+        from async_rl.run.reuse import check_place
+
+        check_place(resolved, config, overrides or [])
 
         check_queue(resolved)
         from async_rl.queue.server.start import run_queue
@@ -422,7 +429,9 @@ def _offline(config: Path, overrides: list[str] | None) -> Iterator[Config]:
         set_torch_defaults(is_learner=True)
         resolved = load_config(config, overrides or [])
         from async_rl.data.chat import quiet_progress_bars
+        from async_rl.run.reuse import check_place
 
+        check_place(resolved, config, overrides or [])
         logging.getLogger(__name__).info("loading PyTorch")
         quiet_progress_bars()
         yield resolved

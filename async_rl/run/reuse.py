@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -104,6 +105,26 @@ def check_run_dir(config: Config, *, fresh: bool, tunable: Sequence[str] = TUNAB
     elif not fresh and _has_trained(run_dir):
         _refuse_other_run(run_dir, config, tunable)
     return run_dir
+
+
+def check_place(config: Config, path: Path, overrides: Sequence[str]) -> None:
+    """Check that the config file at ``path`` does not lie in another run's directory than ``run.dir``.
+
+    A run directory that was moved or copied still names its old place, and a new run would begin there. ``overrides``
+    are the ``--set`` options. If they name ``run.dir``, the place is as the user wants it.
+
+    Raises:
+        ConfigError: ``path`` is the config of a run that lies elsewhere than ``run.dir``. The message has both.
+    """
+    here = path.absolute().parent
+    is_chosen = any(override.partition("=")[0].strip() == "run.dir" for override in overrides)
+    is_a_run = path.name == RunDir(here).config.name and (here / "run_id").is_file()
+    if is_a_run and not is_chosen and here.resolve() != Path(config.run.dir).resolve():
+        raise ConfigError(
+            f"run.dir: expected {here}, where {path} and its run are, got {config.run.dir}; if the directory was moved "
+            f"or copied, go on with --set run.dir={shlex.quote(str(here))}, else name the directory of a new run in "
+            f"the same way"
+        )
 
 
 def has_ended(run_dir: RunDir, config: Config) -> bool:

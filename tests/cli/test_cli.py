@@ -16,6 +16,7 @@ from async_rl.cli import main as cli
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError, TrainingError
 from async_rl.run.directory import RunDir
+from async_rl.run.reuse import prepare_run_dir
 from tests.queue.builders import make_config
 from tests.queue.conftest import Servers, attach
 from tests.refusal import refusal
@@ -50,6 +51,16 @@ def write_data(directory: Path) -> str:
     path = directory / "train.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "1 + 1?"}], "gt_answer": "2"}) + "\n")
     return f"train = {str(path)!r}"
+
+
+@pytest.mark.parametrize("command", ["launch", "learner", "queue", "sft"])
+def test_a_run_directory_that_was_moved_begins_no_new_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+):
+    run_dir = prepare_run_dir(load_config(write_config(tmp_path)))
+    moved = run_dir.path.rename(tmp_path / "moved")
+    assert f"--set run.dir={moved}" in refusal(capsys, command, str(moved / "config.toml"))
+    assert not run_dir.path.exists()
 
 
 def test_bad_input_is_one_message_and_exit_code_2_in_a_real_process(tmp_path: Path):

@@ -12,7 +12,7 @@ from async_rl.config.loading import config_from_toml, load_config, load_run_conf
 from async_rl.errors import ConfigError, RunError
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import locked_run_dir
-from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_run_dir, shared_values
+from async_rl.run.reuse import check_place, check_run_dir, check_shared, has_ended, prepare_run_dir, shared_values
 
 
 def a_config(directory: Path, **sections: Mapping[str, object]) -> Config:
@@ -32,6 +32,31 @@ def test_preparing_writes_the_resolved_config_and_doing_it_twice_changes_nothing
 def test_checking_writes_nothing(tmp_path: Path):
     check_run_dir(a_config(tmp_path / "run"), fresh=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_config_of_a_moved_run_is_refused_unless_the_command_names_the_place(tmp_path: Path):
+    config = a_config(tmp_path / "run")
+    run_dir = prepare_run_dir(config)
+    check_place(config, run_dir.config, [])
+    moved = run_dir.path.rename(tmp_path / "moved here")
+    told = (
+        rf"run\.dir: expected {moved}, where .*config\.toml and its run are, got {tmp_path / 'run'}; .* --set run.dir='"
+    )
+    with pytest.raises(ConfigError, match=told):
+        check_place(config, moved / "config.toml", ["learner.steps=9"])
+    check_place(config, moved / "config.toml", [f"run.dir={moved}"])
+
+
+def test_a_place_may_be_reached_by_a_link_and_another_config_may_lie_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run_dir = prepare_run_dir(a_config(tmp_path / "run"))
+    (tmp_path / "link").symlink_to(run_dir.path)
+    monkeypatch.chdir(tmp_path)
+    check_place(a_config(Path("link")), run_dir.config, [])
+    check_place(a_config(Path("run")), Path("link/config.toml"), [])
+    check_place(a_config(tmp_path / "other"), run_dir.path / "mine.toml", [])
+    check_place(a_config(tmp_path / "other"), tmp_path / "config.toml", [])
 
 
 def trained(config: Config, steps: int = 2) -> RunDir:
