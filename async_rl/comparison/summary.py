@@ -124,11 +124,8 @@ def summarise(path: Path) -> RunSummary:
         raise RunError(
             f"{path}: expected a run directory (with config.toml and metrics.jsonl), got none; correct the path"
         )
-    try:
-        rows = sorted(read_rows(run_dir.metrics), key=lambda row: row["step"])
-        starts = set(first_steps(run_dir))
-    except ValueError as error:
-        raise RunError(str(error)) from error
+    rows = sorted(read_rows(run_dir.metrics), key=lambda row: row["step"])
+    starts = set(first_steps(run_dir))
     steps = [row for row in rows if "version" in row]
     if not steps:
         raise RunError(f"{path}: expected a run that has made a step, got none yet; wait for its first step")

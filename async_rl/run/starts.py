@@ -60,11 +60,7 @@ def read_origin(run_dir: RunDir, remedy: str) -> Origin | None:
 
 
 def first_steps(run_dir: RunDir) -> list[int]:
-    """Return the first step of each start of the learner, from ``trained.jsonl``. It is empty if there is no such file.
-
-    Raises:
-        ValueError: a line before the last is not a JSON object.
-    """
-    rows = read_rows(run_dir.trained)
+    """Return the first step of each start of the learner, from ``trained.jsonl``. Empty if there is no such file."""
+    rows = [row for row in read_rows(run_dir.trained) if "lineage" in row]
     restarts = [row["step"] for last, row in itertools.pairwise(rows) if row["lineage"] != last["lineage"]]
     return [row["step"] for row in rows[:1]] + restarts

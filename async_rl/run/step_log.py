@@ -62,19 +62,28 @@ class StepLog:
         """
         gone: list[Row] = []
         kept: list[Row] = []
-        for row in read_rows(self._path):
+        rows, damaged = _parsed(self._path)
+        for row in rows:
             (gone if row["step"] > step or is_gone(row) else kept).append(row)
         self._file.close()
         if gone:
-            number = 1
-            while (aside := self._path.with_name(f"{self._path.stem}.rolled_back-{number}.jsonl")).exists():
-                number += 1
-            write_atomically(aside, _lines(gone))
+            aside = self._write_aside("rolled_back", _lines(gone))
             where = f"after the checkpoint of step {step}" if step >= 0 else "of an earlier start without a checkpoint"
             logger.info("moved %d rows %s to %s", len(gone), where, aside.name)
+        if damaged:
+            aside = self._write_aside("damaged", "".join(f"{line}\n" for line in damaged.values()))
+            logger.warning("%s; moved to %s", _complaint(self._path, damaged), aside.name)
         write_atomically(self._path, _lines(kept))
         self._file = self._path.open("a", encoding="utf-8")
         return len(gone)
+
+    def _write_aside(self, why: str, text: str) -> Path:
+        """Write ``text`` to the next file ``NAME.WHY-N.jsonl`` that does not exist yet, and return its path."""
+        number = 1
+        while (aside := self._path.with_name(f"{self._path.stem}.{why}-{number}.jsonl")).exists():
+            number += 1
+        write_atomically(aside, text)
+        return aside
 
     def close(self) -> None:
         """Close the file."""
@@ -117,31 +126,58 @@ class StepLogTail:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        found = [_row(line) for line in whole.decode(errors="replace").split("\n")]
+        return [row for row in found if row is not None]
+
+
+_said: set[tuple[Path, tuple[int, ...]]] = set()
 
 
 def read_rows(path: Path) -> list[Row]:
     """Return all rows of a file, without an incomplete last line; an empty list if the file does not exist.
 
-    Raises:
-        ValueError: a line before the last is not a JSON object.
+    Rows that can't be read, because the file was damaged, are left out. A warning says so, once for each of them.
     """
+    rows, damaged = _parsed(path)
+    if damaged and (found := (path, tuple(damaged))) not in _said:
+        _said.add(found)
+        logger.warning("%s; left out", _complaint(path, damaged))
+    return rows
+
+
+def _parsed(path: Path) -> tuple[list[Row], dict[int, str]]:
+    """Return the rows of a file, and its lines that are none by their numbers, which begin with 1."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        return []
+        return [], {}
     *lines, torn = text.split("\n")
     del torn  # empty if the file ends in a newline, else a row that was never completed
     rows: list[Row] = []
+    damaged: dict[int, str] = {}
     for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}, line {number}: expected a JSON object, got {line[:80]!r}; delete that line"
-            ) from error
-        rows.append(row)
-    return rows
+        if (row := _row(line)) is None:
+            damaged[number] = line
+        else:
+            rows.append(row)
+    return rows, damaged
+
+
+def _row(line: str) -> Row | None:
+    """Return the row in a line. None if it is damaged."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def _complaint(path: Path, damaged: Mapping[int, str]) -> str:
+    number, line = next(iter(damaged.items()))
+    return (
+        f"{path}, line {number}{f' and {len(damaged) - 1} more' if len(damaged) > 1 else ''}: expected a JSON object "
+        f"with a step, got {line[:80]!r}"
+    )
 
 
 def _lines(rows: list[Row]) -> str:

@@ -176,4 +176,4 @@ def test_files_that_cannot_be_read_or_written_are_one_message(tmp_path: Path, ca
     (tmp_path / "b0" / "ledger.json").write_text("{")
     assert f"expected a JSON object in {runs[0]}/ledger.json, got" in refusal(capsys, "compare", *runs)
     (tmp_path / "b4" / "metrics.jsonl").write_text("?\n")
-    assert "metrics.jsonl, line 1: expected a JSON object" in refusal(capsys, "compare", runs[1])
+    assert "expected a run that has made a step, got none yet" in refusal(capsys, "compare", runs[1])
