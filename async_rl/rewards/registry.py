@@ -62,9 +62,10 @@ def build_reward(
 
     main = named(config.reward.type, config.reward.scale)
     extras = [Extra(name.rpartition(":")[2], named(name, 1.0), weight) for name, weight in config.reward.extra.items()]
-    by_name = dict(zip(config.reward.names, (main, *(extra.reward for extra in extras)), strict=False))
-    right_by = config.reward.right_by
-    judge = by_name[right_by] if right_by in by_name else named(right_by, 1.0)
+    # The first of this name: a reward may be the main one and an extra one.
+    right_by, names = config.reward.right_by, (config.reward.type, *config.reward.extra)
+    built = zip(names, (main, *(extra.reward for extra in extras)), strict=True)
+    judge = next((reward for name, reward in built if name == right_by), None) or named(right_by, 1.0)
     return RewardSum(main, extras, scale=config.reward.scale, overlong=overlong_penalty(config), judge=judge)
 
 
@@ -174,9 +175,11 @@ class RewardSum:
         overlong: OverlongPenalty | None,
         judge: Reward | None = None,
     ) -> None:
-        self._extras, self._judge = tuple(extras), main if judge is None else judge
-        summed = (main, *(extra.reward for extra in extras))
-        self._rewards = summed if any(one is self._judge for one in summed) else (*summed, self._judge)
+        self._extras = tuple(extras)
+        self._rewards = (main, *(extra.reward for extra in extras))
+        if judge is not None and all(one is not judge for one in self._rewards):
+            self._rewards += (judge,)
+        self._judge = next(i for i, one in enumerate(self._rewards) if judge is None or one is judge)
         self._scale, self._overlong = scale, overlong
 
     @property
@@ -222,21 +225,13 @@ class RewardSum:
                 earned = sum(sums.values()) / self._scale
                 has_answer = output.extracted is not None if output.has_answer is None else output.has_answer
                 sums["overlong"] = self._scale * self._overlong(item, earned, has_answer)
-        verdicts = self._verdicts(scored)
+        verdicts = scored[self._judge]
+        if self._judge:
+            _check_accuracies(verdicts)
         return [
             RewardOutput(sums, o.accuracy, o.extracted, spans=tuple(sorted(judged.items())))
             for sums, judged, o in zip(parts, spans, verdicts, strict=True)
         ]
-
-    def _verdicts(self, scored: Sequence[Sequence[RewardOutput]]) -> Sequence[RewardOutput]:
-        """Return the outputs of the reward that says what is right, of the outputs of all rewards."""
-        index = next(i for i, reward in enumerate(self._rewards) if reward is self._judge)
-        if index and (outside := [o.accuracy for o in scored[index] if not 0 <= o.accuracy <= 1]):
-            raise RewardError(
-                f"reward.accuracy: expected an accuracy from 0 to 1, got {outside[0]:g}; let the function return 1 "
-                f"for a right answer and 0 for a wrong one"
-            )
-        return scored[index]
 
     def counters(self) -> dict[str, int]:
         """Return the counters of all rewards. Counters of the same name are summed."""
@@ -249,6 +244,19 @@ class RewardSum:
     def close(self) -> None:
         for reward in self._rewards:
             reward.close()
+
+
+def _check_accuracies(outputs: Sequence[RewardOutput]) -> None:
+    """Check that the reward that ``reward.accuracy`` names has an accuracy.
+
+    Raises:
+        RewardError: it has none.
+    """
+    if outside := [output.accuracy for output in outputs if not 0 <= output.accuracy <= 1]:
+        raise RewardError(
+            f"reward.accuracy: expected an accuracy from 0 to 1, got {outside[0]:g}; let the function return 1 for a "
+            f"right answer and 0 for a wrong one"
+        )
 
 
 def overlong_penalty(config: Config) -> OverlongPenalty | None:

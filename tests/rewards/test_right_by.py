@@ -58,6 +58,11 @@ def test_the_main_reward_says_what_is_right_if_no_other_does(code: str):
     assert score(config_of(code, type="exact", accuracy="exact"), "2") == score(config_of(code, type="exact"), "2")
 
 
+def test_a_reward_that_is_added_twice_needs_no_accuracy(code: str):
+    name = f"{code}:points"
+    assert score(config_of(code, type=name, extra={name: 2.0}), "abc") == RewardOutput({"points": 9.0}, 3.0)
+
+
 def test_an_accuracy_outside_0_and_1_is_refused(code: str):
     with pytest.raises(RewardError, match=r"^reward.accuracy: expected an accuracy from 0 to 1, got 2; let"):
         score(config_of(code, type="exact", accuracy=f"{code}:grade"), "2")
