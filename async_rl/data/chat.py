@@ -166,7 +166,7 @@ def ids_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> lis
     sequence begins, and with some of them after a special token.
     """
     lead = _lead(tokenizer, before, text)
-    return _plain_ids(tokenizer, lead + text)[len(_plain_ids(tokenizer, lead)) :]
+    return plain_ids(tokenizer, lead + text)[len(plain_ids(tokenizer, lead)) :]
 
 
 def places_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> list[int]:
@@ -177,7 +177,7 @@ def places_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
     lead = _lead(tokenizer, before, text)
     encoded = tokenizer(lead + text, add_special_tokens=False, return_offsets_mapping=True)
     places = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0] - len(lead)
-    return places[len(_plain_ids(tokenizer, lead)) :].tolist()
+    return places[len(plain_ids(tokenizer, lead)) :].tolist()
 
 
 def _lead(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> str:
@@ -188,18 +188,19 @@ def _lead(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> str:
         return ""
     added: Mapping[int, Any] = tokenizer.added_tokens_decoder
     lead = next((str(token.content) for token in added.values() if before.endswith(token.content)), _BREAK)
-    lead_ids = _plain_ids(tokenizer, lead)
-    return lead if _plain_ids(tokenizer, lead + text)[: len(lead_ids)] == lead_ids else ""
+    lead_ids = plain_ids(tokenizer, lead)
+    return lead if plain_ids(tokenizer, lead + text)[: len(lead_ids)] == lead_ids else ""
 
 
 @lru_cache(maxsize=8)
 def _writes_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the tokenizer writes a space before a text that has none."""
-    apart = [*_plain_ids(tokenizer, _BREAK), *_plain_ids(tokenizer, "A")]
-    return _plain_ids(tokenizer, _BREAK + "A") != apart
+    apart = [*plain_ids(tokenizer, _BREAK), *plain_ids(tokenizer, "A")]
+    return plain_ids(tokenizer, _BREAK + "A") != apart
 
 
-def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of ``text`` alone. Special tokens occur only where the text spells them out."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []  # pyright: ignore[reportArgumentType]
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from async_rl.data.chat import plain_ids
 from async_rl.data.template import apply_template
 from async_rl.data.template_forms import joined_text
 from async_rl.data.vocabulary import special_ids
@@ -147,7 +148,7 @@ def mark_after(
     else:  # the template drops the answer's thinking when the user goes on
         visible = (joined_text(messages[-1].get("content") or "") or "").rpartition("</think>")[2].strip()
         following = more.rpartition(visible)[2] if visible else ""
-    mark = ends.next_mark(_tokens(tokenizer, following.partition(_NEXT)[0]), tokenizer)
+    mark = ends.next_mark(plain_ids(tokenizer, following.partition(_NEXT)[0]), tokenizer)
     return ends.eos if mark is None else mark
 
 
@@ -206,13 +207,9 @@ def _text_after(
 
 def _first_marks(tokenizer: PreTrainedTokenizerBase, text: str, marks: frozenset[int]) -> list[int]:
     """Return the first run of tokens in ``text`` that are among ``marks``."""
-    token_ids = _tokens(tokenizer, text)
+    token_ids = plain_ids(tokenizer, text)
     first = next((place for place, token in enumerate(token_ids) if token in marks), len(token_ids))
     return list(takewhile(marks.__contains__, token_ids[first:]))
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []  # pyright: ignore[reportArgumentType]
 
 
 def _listed(directory: Path) -> dict[str, list[int]]:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from async_rl.data.chat import ids_after, places_after
+from async_rl.data.chat import ids_after, places_after, plain_ids
 from async_rl.data.template import apply_template, marked_spans
 from async_rl.data.template_forms import called_function, joined_text
 from async_rl.data.turn_end import TurnEnds, mark_after
@@ -96,7 +96,9 @@ class TurnSplitter:
         joined = self._joined(found)
         if joined is not None:
             return [joined]
-        return [[_context(self._tokens(turn.context)), (turn.token_ids, turn.is_trained)] for turn in found]
+        return [
+            [_context(plain_ids(self._tokenizer, turn.context)), (turn.token_ids, turn.is_trained)] for turn in found
+        ]
 
     def _turn(self, messages: Sequence[Mapping[str, Any]], where: str, arguments: Mapping[str, Any]) -> _Turn:
         """Return the last of ``messages`` as a turn."""
@@ -228,9 +230,6 @@ class TurnSplitter:
                 f"{where}: the chat template of model.path can't render the messages: {error}; change the row, or use "
                 f"a model whose template accepts it"
             ) from error
-
-    def _tokens(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])  # pyright: ignore[reportArgumentType]
 
 
 def _functions(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
