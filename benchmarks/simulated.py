@@ -246,7 +246,7 @@ class _Simulation:
         facts = GroupSummary(
             lease_id=lease.lease_id, kind="train", position=lease.prompt.position, generator_id=generator.name,
             lineage=_LINEAGE, num_rollouts=size, num_tokens=num_tokens, oldest_version=min(versions),
-            newest_version=max(versions), reward=accuracy, accuracy=accuracy, every_rollout_failed=False, unfit="",
+            newest_version=max(versions), reward=accuracy, accuracy=accuracy, num_failed=0, unfit="",
             temperature=lease.sampling.temperature, has_sampling_mask=False,
         )  # fmt: skip
         self._handed[lease.lease_id] = rollouts

@@ -79,8 +79,15 @@ class QueueConfig(Section):
     max_attempts: int = Field(
         default=3,
         ge=1,
-        description="Number of attempts to sample a prompt that may fail before the prompt is excluded from the run. "
-        "Attempts whose group became too old to train on are counted separately, with the same limit.",
+        description="Number of attempts to sample a prompt that may fail, while other prompts succeed, before the "
+        "prompt is excluded from the run. Attempts whose group became too old to train on are counted separately, with "
+        "the same limit.",
+    )
+    max_outage_s: float = Field(
+        default=3600.0,
+        gt=0,
+        description="Seconds for which the run waits while every lease fails, because a tool, a judge or a reward is "
+        "away. The generators try again all the time. After it the run stops with the last error.",
     )
     max_refused_share: float = Field(
         default=0.1,

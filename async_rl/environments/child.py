@@ -9,7 +9,7 @@ The fork server gets ``prepare`` (extra). The generator sends ``start`` (prompt,
 ``sampled`` (text, finish_reason, num_tokens),
 ``over`` (the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state, max_tokens, stop),
 ``ended`` (turns: the reward and score of every action), ``failed`` (error; for an exception also what
-``describe_error`` returns, as detail and place) and ``cancelled``.
+``describe_error`` returns, as detail and place, and ``is_transient``) and ``cancelled``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 from async_rl.environments.protocol import Action, Rollout, RolloutOverError, State
 from async_rl.errors import WireError
 from async_rl.net.streams import pack_frame, take_frame
+from async_rl.process.transient import is_transient
 from async_rl.process.user_code import describe_error
 from async_rl.records import row_fields
 
@@ -240,7 +241,8 @@ async def _play(channel: _Channel, code: Any, rollout: RemoteRollout) -> None:
     except Exception as error:  # an error in the environment's code fails its rollout; the traceback is logged
         detail, place = describe_error(error)
         trace = traceback.format_exc()[-_ERROR_CHARACTERS:]
-        await channel.send({"type": "failed", "error": trace, "detail": detail, "place": place})
+        failed = {"type": "failed", "error": trace, "detail": detail, "place": place}
+        await channel.send({**failed, "is_transient": is_transient(error)})
     else:
         await channel.send({"type": "ended", "turns": rollout.turns})
 

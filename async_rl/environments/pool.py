@@ -281,7 +281,7 @@ class EnvironmentPool:
             return []
         self._processes.pop(process.key, None)
         self.counts[count] += 1
-        return [Event(process.key, {"type": "failed", "error": error})]
+        return [Event(process.key, {"type": "failed", "error": error, "is_transient": count == "timed_out"})]
 
     def _end(self, process: _Process) -> None:
         self._selector.unregister(process.sock)

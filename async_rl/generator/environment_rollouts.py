@@ -14,6 +14,7 @@ new sequence, for example if the chat template removes old thoughts.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -29,6 +30,7 @@ from async_rl.data.vocabulary import special_ids
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
 from async_rl.generator.rollouts import Graded
+from async_rl.queue.messages import Failure
 from async_rl.records import (
     DROPPED_KEY,
     NO_VERSION,
@@ -81,11 +83,15 @@ class EnvironmentRollouts:
     It implements ``rollouts.Rollouts``. ``collect`` also returns a rollout that failed, with finish reason ``error``.
     """
 
-    def __init__(self, backend: Backend, pool: EnvironmentPool, text: Text, config: EnvironmentConfig) -> None:
+    def __init__(
+        self, backend: Backend, pool: EnvironmentPool, text: Text, config: EnvironmentConfig, *,
+        max_abs: float = math.inf,
+    ) -> None:  # fmt: skip
+        """A rollout with a turn's reward above ``max_abs`` in absolute value fails."""
         self._backend = backend
         self._pool = pool
         self._text = text
-        self._config = config
+        self._config, self._max_abs = config, max_abs
         self._leases: dict[str, _OpenLease] = {}
         self._requests: dict[str, _Open] = {}
         self._done: list[Graded] = []
@@ -159,7 +165,9 @@ class EnvironmentRollouts:
             elif event.type == "ended":
                 self._end(rollout, event)
             else:
-                self._fail(rollout, **{key: str(event.message.get(key, "")) for key in ("error", "detail", "place")})
+                said = event.message
+                texts = {key: str(said.get(key, "")) for key in ("error", "detail", "place")}
+                self._fail(rollout, **texts, is_transient=bool(said.get("is_transient")))
         done, self._done = self._done, []
         return done
 
@@ -209,7 +217,7 @@ class EnvironmentRollouts:
             return
         if is_first and (len(ids) > sampling.max_prompt_tokens or not len(ids)):
             detail = f"{len(ids)} tokens, sampling.max_prompt_tokens = {sampling.max_prompt_tokens}"
-            self._done.append(Graded(lease, rollout.index, None, cause="prompt_too_long", detail=detail))
+            self._done.append(Graded(lease, rollout.index, None, Failure("prompt_too_long", detail)))
             return
         if not len(ids):
             self._abandon(rollout, "its state has no token that the model could continue")
@@ -257,6 +265,9 @@ class EnvironmentRollouts:
         if not counts or len(earned) != len(counts) or not np.isfinite(earned).all():
             self._fail(rollout, f"expected finite rewards for {len(counts)} answers (at least one), got {earned}")
             return
+        if max(abs(amount) for pair in earned for amount in pair) > self._max_abs:
+            self._fail(rollout, f"expected rewards of at most reward.max_abs = {self._max_abs:g}, got {earned}")
+            return
         turns = tuple(Turn(count, reward, score) for count, (reward, score) in zip(counts, earned, strict=True))
         self._finish(
             rollout,
@@ -274,12 +285,14 @@ class EnvironmentRollouts:
         self._pool.cancel(rollout.key)
         self._fail(rollout, error)
 
-    def _fail(self, rollout: _Open, error: str, detail: str = "", place: str = "") -> None:
-        """End a rollout that failed. Log ``error``; report ``detail`` (by default ``error``) and ``place``."""
+    def _fail(
+        self, rollout: _Open, error: str, detail: str = "", place: str = "", *, is_transient: bool = False
+    ) -> None:
+        """End a rollout that failed. Log ``error``; report ``detail`` (by default ``error``) and the rest."""
         logger.warning("environment failed on position %d, %s: %s", rollout.lease.prompt.position, rollout.key, error)
         self._stop_sampling(rollout)
         failed = Rollout(rollout.trajectory.sequences(), {"environment": 0.0}, 0.0, "error")
-        self._finish(rollout, failed, detail or error, place)
+        self._finish(rollout, failed, Failure("environment_error", detail or error, place, is_transient))
 
     def _stop_sampling(self, rollout: _Open) -> None:
         if rollout.request_id is not None:
@@ -287,12 +300,12 @@ class EnvironmentRollouts:
             self._backend.cancel(rollout.request_id)
             rollout.request_id = None
 
-    def _finish(self, rollout: _Open, scored: Rollout, detail: str = "", place: str = "") -> None:
+    def _finish(self, rollout: _Open, scored: Rollout, failure: Failure | None = None) -> None:
         open_lease = self._leases[rollout.lease.lease_id]
         del open_lease.rollouts[rollout.key]
         if not open_lease.rollouts:
             del self._leases[rollout.lease.lease_id]
-        self._done.append(Graded(rollout.lease, rollout.index, scored, detail=detail, place=place))
+        self._done.append(Graded(rollout.lease, rollout.index, scored, failure))
 
 
 def start_message(config: EnvironmentConfig, lease: Lease, index: int, prompt: str | None) -> dict[str, Any]:

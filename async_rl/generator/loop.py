@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, Protocol
 
 from async_rl.config.config import Config
@@ -27,7 +26,7 @@ from async_rl.queue.messages import (
     Announced,
     Announcement,
     Cancelled,
-    FailureCause,
+    Failure,
     Finished,
     GeneratorEvent,
     GeneratorStats,
@@ -47,6 +46,7 @@ LEASE_WAIT_S = 8.0
 MAX_UNANSWERED_RETURNS = 32
 """With this many unanswered groups the queue is behind: request no leases until it answers."""
 
+_MAX_TRACEBACKS = 100
 _POLL_WHILE_RUNNING_S = 0.003
 _POLL_WHILE_BUSY_S = 0.005
 _PAUSE_AFTER_EMPTY_ANSWER_S = 0.05
@@ -65,9 +65,9 @@ class Queue(Protocol):
     def trouble(self) -> str: ...
     def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None: ...
     def heartbeat(self, progress: dict[str, int], stats: GeneratorStats, trouble: str) -> None: ...
-    def return_group(self, group: Group) -> None: ...
+    def return_group(self, group: Group, failed: Mapping[Failure, int]) -> None: ...
     def answer_probe(self, lineage: str, answer: Answer) -> None: ...
-    def fail(self, lease_id: str, cause: FailureCause, detail: str, place: str = "") -> None: ...
+    def fail(self, lease_id: str, failure: Failure) -> None: ...
     def poll(self, timeout_s: float) -> list[GeneratorEvent]: ...
 
 
@@ -192,6 +192,7 @@ class Worker:
         self._scorers, self._num_waits = (*scorers, *(() if teachers is None else (teachers,))), 0
         self._counters = counters
         self._queue_reason = ""
+        self._failed_places: set[str] = set()
         self._receiver_trouble: str | None = None
 
     def run(self) -> None:
@@ -326,11 +327,12 @@ class Worker:
             prompt_ids = self._rollouts.encode(lease)
         except Exception as error:  # boundary to templates and tokenizers: one bad prompt must not end the run
             logger.exception("prompt at position %d can't be rendered", lease.prompt.position)
-            self._queue.fail(lease.lease_id, "engine_error", f"prompt can't be rendered: {error}")
+            detail = f"prompt can't be rendered: {error}"
+            self._queue.fail(lease.lease_id, Failure("engine_error", detail, "render"))
             return
         if len(prompt_ids) > lease.sampling.max_prompt_tokens:
             detail = f"{len(prompt_ids)} tokens, sampling.max_prompt_tokens = {lease.sampling.max_prompt_tokens}"
-            self._queue.fail(lease.lease_id, "prompt_too_long", detail)
+            self._queue.fail(lease.lease_id, Failure("prompt_too_long", detail))
             return
         if lease.kind == "train":
             self._device.group_begins()
@@ -364,26 +366,34 @@ class Worker:
             active = self._leases.get(lease_id)
             if active is None:
                 continue
-            if graded.rollout is None:
-                self._fail(graded)
-                continue
-            active.rollouts[graded.index] = graded.rollout
-            if not active.is_complete:
-                continue
-            if active.has_failed:
-                self._fail(replace(graded, cause="environment_error"))
+            if graded.failure is not None:
+                self._log_failure(graded, graded.failure)
+            if graded.rollout is not None:
+                active.add(graded.index, graded.rollout, graded.failure)
+                if not active.is_complete:
+                    continue
+            if graded.rollout is None or active.has_failed:
+                assert graded.failure is not None
+                self._drop(lease_id)
+                self._queue.fail(lease_id, graded.failure)
                 continue
             self._leases.remove(lease_id)
             fault_point("generator.sampled")
-            self._queue.return_group(active.group(self._generator_id, self._digests, self._clock()))
+            self._queue.return_group(active.group(self._generator_id, self._digests, self._clock()), active.failed)
 
-    def _fail(self, graded: Graded) -> None:
-        lease, cause = graded.lease, graded.cause
-        if cause != "prompt_too_long":
-            failed, position = cause.removesuffix("_error"), lease.prompt.position
-            logger.error("%s failed on position %d, lease %s", failed, position, lease.lease_id, exc_info=graded.error)
-        self._drop(lease.lease_id)
-        self._queue.fail(lease.lease_id, cause, graded.detail, graded.place)
+    def _log_failure(self, graded: Graded, failure: Failure) -> None:
+        """Log a failure, with the traceback if it is the first one at its place."""
+        if failure.cause == "prompt_too_long":
+            return
+        is_new = failure.place not in self._failed_places and len(self._failed_places) < _MAX_TRACEBACKS
+        if is_new:
+            self._failed_places.add(failure.place)
+        lease, what = graded.lease, failure.cause.removesuffix("_error")
+        line = "%s failed on %s, rollout %d of lease %s: %s"
+        where = f"position {lease.prompt.position}"
+        logger.error(
+            line, what, where, graded.index, lease.lease_id, failure.detail, exc_info=graded.error if is_new else None
+        )
 
     def _heartbeat(self) -> None:
         now_s = self._clock()

@@ -108,14 +108,13 @@ class _OfflineSampling:
         found = self._open.get(lease.lease_id)
         if found is None:
             return
-        if graded.rollout is None:
-            self._fail(lease, graded.cause, graded.detail)
-            return
-        found[graded.index] = graded.rollout
-        if len(found) < lease.group_size:
-            return
-        if all(rollout.finish_reason == "error" for rollout in found.values()):
-            self._fail(lease, "environment_error", graded.detail)
+        if graded.rollout is not None:
+            found[graded.index] = graded.rollout
+            if len(found) < lease.group_size:
+                return
+        if graded.rollout is None or all(rollout.finish_reason == "error" for rollout in found.values()):
+            assert graded.failure is not None
+            self._fail(lease, graded.failure.cause, graded.failure.detail)
             return
         del self._open[lease.lease_id]
         self._done[lease.lease_id] = tuple(found[index] for index in range(lease.group_size))

@@ -13,9 +13,11 @@ message. The chat template's text after that message is kept, because it begins 
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,8 +26,9 @@ from typing import Protocol
 import numpy as np
 
 from async_rl.generator.backend import Backend, Sampled
+from async_rl.process.transient import is_transient
 from async_rl.process.user_code import describe_error
-from async_rl.queue.messages import FailureCause
+from async_rl.queue.messages import Failure, FailureCause
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, Span, TokenSequence, row_fields
 from async_rl.rewards.records import CountingReward, GroupReward, RewardInput, RewardOutput, WaitingReward, score_group
 from async_rl.run.eval_records import Decode
@@ -42,7 +45,7 @@ class ActiveLease:
     ``is_submitted`` is False while the lease waits for newer weights. ``heartbeats_in_line`` counts the heartbeats at
     which the backend had no token of the submitted lease (none yet, or all answers are finished), while the generator
     did other work, or at which the generator was paused. ``most_sampled`` is the largest number of tokens that the
-    backend had.
+    backend had. ``failed`` counts the rollouts that failed, by the reason.
     """
 
     lease: Lease
@@ -52,16 +55,23 @@ class ActiveLease:
     heartbeats_in_line: int = 0
     most_sampled: int = 0
     rollouts: dict[int, Rollout] = field(default_factory=dict)
+    failed: Counter[Failure] = field(default_factory=Counter)
+
+    def add(self, index: int, rollout: Rollout, failure: Failure | None) -> None:
+        """Add a rollout that is scored, or that failed because of ``failure``."""
+        self.rollouts[index] = rollout
+        if failure is not None:
+            self.failed[failure] += 1
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rollout is scored."""
+        """Whether every rollout is scored or has failed."""
         return len(self.rollouts) == self.lease.group_size
 
     @property
     def has_failed(self) -> bool:
-        """Whether every scored rollout ended in an error of its environment."""
-        return all(rollout.finish_reason == "error" for rollout in self.rollouts.values())
+        """Whether no rollout is scored."""
+        return self.failed.total() == len(self.rollouts)
 
     def group(self, generator_id: str, digests: Mapping[int, str], now_s: float) -> Group:
         """Return the complete group to send to the queue.
@@ -353,20 +363,23 @@ def token_spans(spans: Sequence[tuple[int, float]], token_ids: np.ndarray, decod
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graded:
-    """The result for one sample: a scored rollout, or the reason why its lease failed.
+    """The result for one sample: a rollout that is scored or has failed, or the reason why its whole lease failed.
 
-    ``rollout`` is None if the lease failed. Only in this case ``cause`` is meaningful, and ``error`` is the exception
-    that the reward raised, or None if it raised none. ``detail`` describes the failure of the lease, or of a rollout
-    that ended in an error, and ``place`` says where it happened: equal failures have equal places.
+    ``rollout`` is None if the lease failed, and its finish reason is ``error`` if the rollout failed. In both cases
+    ``failure`` says why, and ``error`` is the exception, or None if there is none in this process.
     """
 
     lease: Lease
     index: int
     rollout: Rollout | None
+    failure: Failure | None = None
     error: Exception | None = None
-    cause: FailureCause = "reward_error"
-    detail: str = ""
-    place: str = ""
+
+
+def failure_of(error: BaseException, cause: FailureCause) -> Failure:
+    """Return why a lease or rollout failed, from the exception that the user's code or the engine raised."""
+    detail, place = describe_error(error)
+    return Failure(cause, detail, place, is_transient(error))
 
 
 class Grader(Protocol):
@@ -388,13 +401,36 @@ class Grader(Protocol):
         ...
 
 
-def _graded(reward: ScoreOne, lease: Lease, samples: Sequence[Sampled], decode: Decode | None) -> list[Graded]:
+def _graded(
+    reward: ScoreOne, lease: Lease, samples: Sequence[Sampled], decode: Decode | None, max_abs: float
+) -> list[Graded]:
     try:
         rollouts = graded_rollouts(reward, lease, samples, decode)
-        return [Graded(lease, sample.index, rollout) for sample, rollout in zip(samples, rollouts, strict=True)]
-    except Exception as error:  # the boundary to reward code: the loop fails and counts the lease
-        detail, place = describe_error(error)
-        return [Graded(lease, sample.index, None, error, detail=detail, place=place) for sample in samples]
+    except Exception as error:  # the boundary to reward code: the loop counts the failed rollouts
+        return [_failed(lease, sample, failure_of(error, "reward_error"), error) for sample in samples]
+    return [
+        _failed(lease, sample, _too_large(max_abs))
+        if largest_reward(rollout) > max_abs
+        else Graded(lease, sample.index, rollout)
+        for sample, rollout in zip(samples, rollouts, strict=True)
+    ]
+
+
+def _failed(lease: Lease, sample: Sampled, failure: Failure, error: Exception | None = None) -> Graded:
+    rollout = Rollout((whole_sequence(sample),), {}, 0.0, "error")
+    return Graded(lease, sample.index, rollout, failure, error)
+
+
+def _too_large(max_abs: float) -> Failure:
+    detail = f"expected rewards of at most reward.max_abs = {max_abs:g}, got a larger one; scale it, or raise that"
+    return Failure("reward_error", detail)
+
+
+def largest_reward(rollout: Rollout) -> float:
+    """Return the largest absolute value of the rollout's rewards: parts, turns, spans, and the accuracy."""
+    amounts = [*rollout.reward_parts.values(), rollout.accuracy]
+    amounts += [turn.reward for turn in rollout.turns] + [span.reward for span in rollout.spans]
+    return max(map(abs, amounts))
 
 
 class ThreadGrader:
@@ -404,9 +440,14 @@ class ThreadGrader:
     ``collect`` returns samples in the order in which their scores are ready.
     """
 
-    def __init__(self, reward: ScoreOne, *, num_threads: int = 1, decode: Decode | None = None) -> None:
-        """Start the threads. ``decode`` is that of ``graded_rollouts``, and is called in these threads."""
-        self._reward, self._decode = reward, decode
+    def __init__(
+        self, reward: ScoreOne, *, num_threads: int = 1, decode: Decode | None = None, max_abs: float = math.inf
+    ) -> None:
+        """Start the threads. ``decode`` is that of ``graded_rollouts``, and is called in these threads.
+
+        A rollout with a reward above ``max_abs`` in absolute value has failed.
+        """
+        self._reward, self._decode, self._max_abs = reward, decode, max_abs
         self._needs_whole_group = isinstance(reward, GroupReward) and reward.needs_whole_group
         self._incomplete: dict[str, list[Sampled]] = {}
         self._todo: queue.SimpleQueue[tuple[Lease, list[Sampled]] | None] = queue.SimpleQueue()
@@ -469,5 +510,5 @@ class ThreadGrader:
 
     def _run(self) -> None:
         while (item := self._todo.get()) is not None:
-            for graded in _graded(self._reward, *item, self._decode):
+            for graded in _graded(self._reward, *item, self._decode, self._max_abs):
                 self._done.put(graded)

@@ -21,9 +21,8 @@ from async_rl.data.chat import load_tokenizer
 from async_rl.data.vocabulary import vocabulary_digest
 from async_rl.errors import RewardError
 from async_rl.generator.backend import Sampled
-from async_rl.generator.rollouts import Graded, Rollouts
+from async_rl.generator.rollouts import Graded, Rollouts, failure_of
 from async_rl.net.keys import ClientKeys
-from async_rl.process.user_code import describe_error
 from async_rl.records import Lease, Rollout, TeacherScores, TokenSequence
 from async_rl.scoring.client import ScorerClient
 
@@ -153,8 +152,7 @@ def _taught(asked: _Asked, top_k: int) -> Graded:
             for sequence, scores in zip(asked.rollout.sequences, asked.scores, strict=True)
         )
     except (RewardError, ValueError) as error:
-        detail, place = describe_error(error)
-        return replace(asked.graded, rollout=None, error=error, detail=detail, place=place)
+        return replace(asked.graded, rollout=None, failure=failure_of(error, "reward_error"), error=error)
     return replace(asked.graded, rollout=structs.replace(asked.rollout, sequences=sequences))
 
 

@@ -197,7 +197,8 @@ def build_grader(
     """
     reward = stack.enter_context(closing(build_reward(config, code_digests=code_digests, keys=keys)))
     decode = None if directory is None else _text_of_tokens(config, directory)
-    grader = ThreadGrader(reward, num_threads=grading_threads(config, reward), decode=decode)
+    threads, max_abs = grading_threads(config, reward), config.reward.max_abs
+    grader = ThreadGrader(reward, num_threads=threads, decode=decode, max_abs=max_abs)
     return stack.enter_context(closing(grader))
 
 
@@ -310,7 +311,7 @@ def build_environment(
     digest = digest_of(config.environment.name, code_digests)
     pool = EnvironmentPool(config.environment, allowed=config.generator.allow_code, digest=digest)
     stack.enter_context(closing(pool))
-    return EnvironmentRollouts(backend, pool, text, config.environment)
+    return EnvironmentRollouts(backend, pool, text, config.environment, max_abs=config.reward.max_abs)
 
 
 @contextmanager

@@ -26,6 +26,8 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 """The type of a name that the server stores. Its length is limited."""
 MAX_COUNTERS = 64
 """Maximum number of counters that a generator reports."""
+MAX_DETAIL = 2000
+"""Maximum number of characters of the text with which a generator says why a lease or a rollout failed."""
 MAX_TROUBLE = 1000
 """Maximum number of characters of the text with which a generator says what is wrong."""
 
@@ -40,6 +42,35 @@ Verdict = Literal["queued", "filtered", "duplicate", "stale", "unknown_lease", "
 
 FailureCause = Literal["prompt_too_long", "engine_error", "reward_error", "environment_error"]
 """The reason why a generator returns a lease without a group. A prompt that is too long is not tried again."""
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a lease or a rollout failed.
+
+    Attributes:
+        cause: what failed.
+        detail: the exception as text for people.
+        place: where it was raised: equal failures have equal places.
+        is_transient: whether it is a failure that may pass by itself (``process.transient``).
+    """
+
+    cause: FailureCause
+    detail: Annotated[str, msgspec.Meta(max_length=MAX_DETAIL)]
+    place: Annotated[str, msgspec.Meta(max_length=MAX_DETAIL)] = ""
+    is_transient: bool = False
+
+    def shortened(self) -> Failure:
+        """Return the failure with its texts cut to what the queue accepts. An empty place becomes the detail."""
+        detail = self.detail[:MAX_DETAIL]
+        return Failure(self.cause, detail, self.place[:MAX_DETAIL] or detail, self.is_transient)
+
+
+class FailedRollouts(msgspec.Struct, frozen=True):
+    """Rollouts of a returned group that failed for the same reason. ``count`` is their number."""
+
+    lease_id: str
+    failure: Failure
+    count: Count
 
 
 class Announcement(msgspec.Struct, frozen=True):
@@ -425,22 +456,19 @@ class Heartbeat(OfGenerator, frozen=True):
 class ReturnGroups(OfGenerator, frozen=True):
     """A generator returns finished groups.
 
-    The parts are the encoded groups of the leases ``lease_ids``, in this order.
+    The parts are the encoded groups of the leases ``lease_ids``, in this order. ``failed`` has the failures of single
+    rollouts of these groups.
     """
 
     lease_ids: tuple[str, ...]
+    failed: tuple[FailedRollouts, ...] = ()
 
 
 class FailLease(OfGenerator, frozen=True):
-    """A generator returns a lease without a group.
-
-    ``detail`` is text for people. ``place`` says where the failure happened: equal failures have equal places.
-    """
+    """A generator returns a lease without a group."""
 
     lease_id: str
-    cause: FailureCause
-    detail: str
-    place: str
+    failure: Failure
 
 
 class AnswerProbe(OfGenerator, frozen=True):

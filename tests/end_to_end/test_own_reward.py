@@ -123,7 +123,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_own_error_and_the_cor
         expected = (
             f"KeyError: 'answer' ({source}, line 4, in right: return len(calls) < 8 or item.reward_data['answer'])"
         )
-        assert f"the reward failed 8 times in a row with the same error: {expected}" in failed.log
+        assert f"the reward failed 8 times in a row with the same error, and never succeeded: {expected}" in failed.log
         assert "Traceback" not in failed.log
         source.write_text("def right(item):\n    return float(item.reward_data['gt_answer'] in item.text)\n")
         start("corrected", "launch", str(path)).succeed()

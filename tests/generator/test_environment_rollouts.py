@@ -306,7 +306,8 @@ def test_a_first_state_that_is_too_long_fails_the_lease_as_a_prompt_that_is_too_
         lease = replace(lease, sampling=replace(lease.sampling, max_prompt_tokens=4))
         play.submit(lease)
         (graded,) = play.finished(lease)
-    assert (graded.rollout, graded.cause) == (None, "prompt_too_long")
+    assert graded.failure is not None
+    assert (graded.rollout, graded.failure.cause) == (None, "prompt_too_long")
 
 
 def test_a_cancelled_lease_leaves_nothing_in_the_backend_or_in_its_environments():

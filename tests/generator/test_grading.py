@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -112,5 +113,33 @@ def test_an_error_is_every_rollouts_of_the_group():
     for index in (0, 1):
         grader.submit(lease, sample(lease, index, "x"))
     graded = grader.collect()
-    assert [(one.index, one.rollout) for one in graded] == [(0, None), (1, None)]
+    assert [(one.index, one.rollout and one.rollout.finish_reason) for one in graded] == [(0, "error"), (1, "error")]
+    assert all(one.failure is not None and one.failure.cause == "reward_error" for one in graded)
     assert all("expected a list" in str(one.error) for one in graded)
+
+
+def test_a_reward_that_raises_for_one_answer_fails_that_rollout_alone():
+    def picky(item: RewardInput) -> float:
+        return 1.0 / len(item.text.strip("x"))
+
+    grader, lease = InlineGrader(reward_of(picky)), make_lease("a")
+    for index, text in enumerate(("1", "x")):
+        grader.submit(lease, sample(lease, index, text))
+    good, failed = grader.collect()
+    assert (good.failure, good.rollout and good.rollout.reward) == (None, 1.0)
+    assert failed.rollout is not None
+    assert (failed.rollout.finish_reason, failed.rollout.reward_parts) == ("error", {})
+    assert failed.failure is not None
+    assert failed.failure.detail.startswith(f"ZeroDivisionError: float division by zero ({__file__}, line ")
+    assert not failed.failure.is_transient
+
+
+def test_a_reward_above_the_limit_fails_its_rollout_and_is_never_sent():
+    with closing(ThreadGrader(reward_of(lambda item: float(item.text)), max_abs=100.0)) as grader:
+        lease = make_lease("a")
+        for index, text in enumerate(("7", "101")):
+            grader.submit(lease, sample(lease, index, text))
+        good, failed = collect(grader, 2)
+    assert (good.failure, good.rollout and good.rollout.reward) == (None, 7.0)
+    assert failed.failure is not None
+    assert "at most reward.max_abs = 100" in failed.failure.detail

@@ -13,6 +13,7 @@ from async_rl.config.distill import DistillConfig
 from async_rl.errors import RewardError
 from async_rl.generator.rollouts import Graded
 from async_rl.generator.teachers import TaughtRollouts, Teachers
+from async_rl.queue.messages import Failure
 from async_rl.records import Lease, Rollout, TokenSequence
 from async_rl.scoring.client import ScorerClient
 from tests.generator.leases import make_lease
@@ -104,14 +105,14 @@ def test_each_source_has_its_teacher_and_evaluations_have_none():
 
 def test_a_teacher_that_cant_score_fails_the_lease_with_its_words():
     taught, inner, clients, _ = scene()
-    failed = Graded(make_lease("b"), 0, None, cause="environment_error")
+    failed = Graded(make_lease("b"), 0, None, Failure("environment_error", "gone"))
     inner.graded = [graded(make_lease("a"), 3), graded(make_lease("c"), 3), graded(make_lease("d"), 3), failed]
     assert taught.collect() == [failed]  # it has no rollout to score
     error, nan, short = clients["big"].futures
     error.set_exception(RewardError("the scorer big: too long"))
     nan.set_result((np.full((2, 1), np.nan, np.float32), np.zeros((2, 0), np.int32)))
     short.set_result(answer(1))
-    details = [done.detail for done in taught.collect() if done.rollout is None]
+    details = [done.failure.detail for done in taught.collect() if done.failure is not None]
     assert len(details) == 3
     assert "too long" in details[0]
     assert "finite" in details[1]
@@ -126,7 +127,7 @@ def test_an_answer_that_no_teacher_gives_fails_the_lease():
     positive.set_result((np.full((2, 3), 0.5, np.float32), np.zeros((2, 2), np.int32)))
     other.set_result(answer(2, 1))  # of one token instead of two
     none.set_result(())
-    details = [done.detail for done in taught.collect() if done.rollout is None]
+    details = [done.failure.detail for done in taught.collect() if done.failure is not None]
     assert len(details) == 3
     assert "at most 0" in details[0]
     assert "2 likeliest tokens from the teacher, got arrays of the shapes [[2, 2], [2, 1]]" in details[1]

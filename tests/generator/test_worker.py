@@ -23,6 +23,7 @@ from async_rl.queue.messages import (
     Announced,
     Announcement,
     Cancelled,
+    Failure,
     Finished,
     GeneratorEvent,
     GeneratorStats,
@@ -78,6 +79,7 @@ class FakeQueue:
         self.returned: list[Group] = []
         self.answered: list[tuple[str, Answer]] = []
         self.failed: list[tuple[str, str, str]] = []
+        self.failed_rollouts: list[tuple[str, str, int]] = []
         self.heartbeats: list[tuple[dict[str, int], GeneratorStats]] = []
         self.troubles: list[str] = []
         self.troubles: list[str] = []
@@ -94,14 +96,15 @@ class FakeQueue:
         self.troubles.append(trouble)
         self.troubles.append(trouble)
 
-    def return_group(self, group: Group) -> None:
+    def return_group(self, group: Group, failed: Mapping[Failure, int]) -> None:
         self.returned.append(group)
+        self.failed_rollouts += [(why.cause, why.detail, count) for why, count in failed.items()]
 
     def answer_probe(self, lineage: str, answer: Answer) -> None:
         self.answered.append((lineage, answer))
 
-    def fail(self, lease_id: str, cause: str, detail: str, place: str = "") -> None:
-        self.failed.append((lease_id, cause, detail))
+    def fail(self, lease_id: str, failure: Failure) -> None:
+        self.failed.append((lease_id, failure.cause, failure.detail))
 
     def poll(self, timeout_s: float) -> list[GeneratorEvent]:
         self.timeouts.append(timeout_s)
@@ -296,7 +299,7 @@ def test_a_failing_reward_gives_the_lease_back_and_the_worker_goes_on(scene, cap
     assert (lease_id, cause) == ("bad", "reward_error")
     assert detail.startswith(f"ZeroDivisionError: no such answer ({__file__}, line ")
     assert [group.lease_id for group in scene.queue.returned] == ["good"]
-    assert "reward failed on position 0, lease bad" in caplog.text
+    assert "reward failed on position 0, rollout 0 of lease bad" in caplog.text
 
 
 def test_a_prompt_that_is_too_long_is_given_back_unsampled(scene):

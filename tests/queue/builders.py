@@ -17,7 +17,15 @@ from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
-from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedCounts, Verdict
+from async_rl.queue.messages import (
+    Announcement,
+    Failure,
+    FailureCause,
+    NotReady,
+    StepAck,
+    TrainedCounts,
+    Verdict,
+)
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, Sampling, TokenSequence
 
 LINEAGE = "line-a"
@@ -49,6 +57,7 @@ def settings(**changes: Any) -> QueueSettings:
         "max_filtered": 3200,
         "lease_timeout_s": 10.0,
         "max_attempts": 3,
+        "max_outage_s": 3600.0,
         "seed": 0,
         "generator_timeout_s": 30.0,
         "on_stale": "drop",
@@ -114,6 +123,31 @@ def group(
 def put(state: QueueState, returned: Group, *, now: float = 0.0) -> Verdict:
     payload = encode_group(returned)
     return generator_requests.receive(state, returned.generator_id, read_summary(payload), payload, now)[0]
+
+
+def fail(
+    state: QueueState, lease: Lease, cause: FailureCause = "engine_error", *, generator: str = "g0", now: float = 0.0,
+    detail: str = "KeyError: 'x' (/r.py, line 3, in score)", place: str = "KeyError at /r.py:3",
+    is_transient: bool = False,
+) -> Verdict:  # fmt: skip
+    failure = Failure(cause, detail, place, is_transient)
+    return generator_requests.fail(state, generator, lease.lease_id, failure, now)
+
+
+def fail_until_excluded(state: QueueState, position: int, *, generator: str = "g0") -> int:
+    """Fail the prompt at ``position`` again and again, and return good groups of the other prompts that are leased.
+
+    Return how often it failed.
+    """
+    num_failed = 0
+    while position not in state.last_excluded:
+        (lease,) = leases(state, 1, generator=generator)
+        if lease.prompt.position == position:
+            fail(state, lease, generator=generator)
+            num_failed += 1
+        else:
+            assert put(state, group(lease, generator=generator)) == "queued"
+    return num_failed
 
 
 def take(state: QueueState, *, now: float = 0.0) -> tuple[TakenPayload, ...] | NotReady:

@@ -2,6 +2,7 @@
 
 import re
 
+import msgspec
 import pytest
 
 from async_rl.errors import LineageError, QueueError
@@ -20,6 +21,8 @@ from tests.queue.builders import (
     ack,
     announce,
     dropped,
+    fail,
+    fail_until_excluded,
     fill_and_take,
     group,
     groups_of,
@@ -151,7 +154,11 @@ def test_a_group_that_does_not_fit_its_lease_is_refused_and_sampled_again():
     assert put(state, group(second, version=1)) == "refused"  # the learner is at 0
     assert put(state, group(third, finish_reason="error")) == "refused"
     assert dropped(state) == {"refused": 2, "failed": 1}
-    assert [lease.prompt.position for lease in leases(state, 3)] == [0, 1, 2]
+    # What failed comes after new prompts, until a group is good.
+    again = leases(state, 3)
+    assert [lease.prompt.position for lease in again] == [0, 1, 3]
+    assert put(state, group(again[0])) == "queued"
+    assert [lease.prompt.position for lease in leases(state, 1)] == [2]
 
 
 # Consumption.
@@ -281,6 +288,16 @@ def test_groups_without_signal_are_filtered(accuracies, verdict):
     assert put(state, group(lease, accuracies=accuracies)) == verdict
 
 
+def test_failed_rollouts_say_nothing_to_the_filter():
+    state = make_state()
+    (lease,) = leases(state, 1)
+    returned = group(lease, accuracies=(1.0, 0.0))
+    good, failed = returned.rollouts
+    rollouts = (good, msgspec.structs.replace(failed, finish_reason="error"))
+    # Of the two, one failed and the other is right: nothing to learn.
+    assert put(state, msgspec.structs.replace(returned, rollouts=rollouts)) == "filtered"
+
+
 def test_the_filter_is_strict_at_its_edges():
     state = make_state(filter_range=(0.5, 0.9))
     (lease,) = leases(state, 1)
@@ -362,19 +379,16 @@ def test_an_expired_prompt_comes_again_to_another_generator():
 
 
 def test_a_prompt_that_keeps_failing_is_poison():
-    state = make_state(max_attempts=3)
-    for _ in range(3):
-        (lease,) = leases(state, 1)
-        assert lease.prompt.position == 0
-        generator_requests.fail(state, "g0", lease.lease_id, "engine_error", 0.0)
-    assert dropped(state) == {"failed": 2, "poison": 1}
-    assert [lease.prompt.position for lease in leases(state, 1)] == [1]
+    state = make_state(max_attempts=3, groups_per_step=50)
+    assert fail_until_excluded(state, 0) == 4  # the first, before any good group, does not count
+    assert dropped(state) == {"failed": 3, "poison": 1}
+    assert 0 not in {lease.prompt.position for lease in leases(state, 20)}
 
 
 def test_a_prompt_that_is_too_long_is_refused_once_and_for_all():
     state = make_state()
     (lease,) = leases(state, 1)
-    assert generator_requests.fail(state, "g0", lease.lease_id, "prompt_too_long", 0.0) == "refused"
+    assert fail(state, lease, "prompt_too_long") == "refused"
     assert dropped(state) == {"refused": 1}
     assert state.stats().prompts_too_long == 1
     assert [lease.prompt.position for lease in leases(state, 1)] == [1]
@@ -386,7 +400,7 @@ def test_an_epoch_of_refused_prompts_stops_the_run():
         (lease,) = leases(state, 1)
         assert isinstance(answer := take(state), NotReady)
         assert not answer.stop
-        generator_requests.fail(state, "g0", lease.lease_id, "prompt_too_long", 0.0)
+        fail(state, lease, "prompt_too_long")
     assert isinstance(answer := take(state), NotReady)
     assert "every prompt of epoch 0 was excluded (3 were longer than sampling.max_prompt_tokens = 8" in answer.stop
 
@@ -512,7 +526,7 @@ def test_results_come_in_row_order_until_they_are_confirmed():
     held = leases(state, 2)
     put(state, group(held[1], accuracies=(1.0,)))
     assert learner_requests.eval_wait(state, LINEAGE).startswith("the evaluation of test at step 0 (1 of 2 rows)")
-    generator_requests.fail(state, "g0", held[0].lease_id, "prompt_too_long", 0.0)
+    fail(state, held[0], "prompt_too_long")
     assert learner_requests.eval_wait(state, LINEAGE) == ""
     for _ in range(2):
         (result,) = learner_requests.eval_results(state, LINEAGE)
@@ -620,7 +634,7 @@ def make_snapshot() -> tuple[QueueState, MemoryPayloads, bytes]:
     held = leases(state, 5)
     for lease in held[:3]:
         put(state, group(lease), now=1.0)
-    generator_requests.fail(state, "g0", held[4].lease_id, "engine_error", 1.0)
+    fail(state, held[4], "engine_error", now=1.0)
     take(state)
     snapshot = ack(state, snapshot=True, now=3.0)
     assert snapshot is not None
@@ -631,9 +645,10 @@ def test_a_snapshot_finds_its_groups_again_though_they_were_trained_since():
     state, payloads, snapshot = make_snapshot()
     for lease in leases(state, 1, version=1, now=3.0):
         put(state, group(lease, 1), now=3.0)
-    assert positions(take(state, now=3.0)) == [2, 4]
+    # Position 4 failed before, so that a new prompt came first.
+    assert positions(take(state, now=3.0)) == [2, 5]
     ack(state, now=3.0)
-    # Position 4 was not in the snapshot, and its payload is gone; that of 2 is pinned.
+    # Position 5 was not in the snapshot, and its payload is gone; that of 2 is pinned.
     assert len(payloads) == 1
     learner_requests.attach(state, "line-b", LINEAGE, 1, 1, 100, snapshot, 100.0)
     announce(state, 1, "line-b")
@@ -662,7 +677,7 @@ def test_without_the_bodies_of_a_snapshot_its_prompts_come_again():
     learner_requests.attach(other, "line-b", LINEAGE, 1, 1, 100, snapshot, 100.0)
     announce(other, 1, "line-b")
     next_leases = leases(other, 4, version=1, now=100.0)
-    assert [(lease.prompt.position, lease.attempt) for lease in next_leases] == [(2, 1), (3, 1), (4, 2), (5, 1)]
+    assert [(lease.prompt.position, lease.attempt) for lease in next_leases] == [(2, 1), (3, 1), (5, 1), (6, 1)]
     # One in flight at the snapshot, and one whose payload is gone.
     assert dropped(other) == {"failed": 1, "rolled_back": 2}
     assert decode_group(bytes(put_and_take(other, next_leases)[0].payload)).lineage == "line-b"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from async_rl.queue.core import generator_requests, learner_requests, persistence
+from async_rl.queue.core import learner_requests, persistence
 from async_rl.queue.core.state import QueueState
-from tests.queue.builders import ack, all_trained, group, leases, make_state, put, take
+from tests.queue.builders import ack, all_trained, fail, fail_until_excluded, group, leases, make_state, put, take
 
 pytestmark = pytest.mark.usefixtures("fixed_admission")
 
@@ -16,20 +16,17 @@ POISON = {"position": 0, "row": 0, "epoch": 0, "cause": "poison"}
 def poisoned_queue() -> QueueState:
     """The prompt at position 0 has failed ``max_attempts`` times."""
     state = make_state(max_attempts=2)
-    for _ in range(2):
-        (lease,) = leases(state, 1)
-        assert lease.prompt.position == 0
-        generator_requests.fail(state, "g0", lease.lease_id, "engine_error", 0.0)
+    fail_until_excluded(state, 0)
     return state
 
 
 def test_prompts_that_were_set_aside_are_named_with_row_and_cause():
     state = poisoned_queue()
     (lease,) = leases(state, 1)
-    generator_requests.fail(state, "g0", lease.lease_id, "prompt_too_long", 0.0)
+    fail(state, lease, "prompt_too_long")
     assert persistence.ledger_file(state)["excluded"] == [
         POISON,
-        {"position": 1, "row": 1, "epoch": 0, "cause": "too_long"},
+        {"position": lease.prompt.position, "row": lease.prompt.row, "epoch": 0, "cause": "too_long"},
     ]
     assert persistence.status(state, 0.0)["excluded"] == persistence.ledger_file(state)["excluded"]
 
@@ -40,7 +37,7 @@ def test_a_second_epoch_names_the_row_again():
         (lease,) = leases(state, 1)
         cause = "engine_error" if lease.prompt.position == 2 else None
         if cause is not None:
-            generator_requests.fail(state, "g0", lease.lease_id, cause, 0.0)
+            fail(state, lease, cause)
         else:
             put(state, group(lease))
     assert persistence.ledger_file(state)["excluded"] == [{"position": 2, "row": 0, "epoch": 1, "cause": "poison"}]
@@ -53,8 +50,8 @@ def test_going_back_to_a_snapshot_keeps_those_before_it_and_forgets_those_after(
     take(state)
     snapshot = ack(state, all_trained(), snapshot=True)
     (lease,) = leases(state, 1, version=1)
-    generator_requests.fail(state, "g0", lease.lease_id, "prompt_too_long", 0.0)
-    assert [entry["position"] for entry in persistence.ledger_file(state)["excluded"]] == [0, 3]
+    fail(state, lease, "prompt_too_long")
+    assert [entry["position"] for entry in persistence.ledger_file(state)["excluded"]] == [0, lease.prompt.position]
     learner_requests.attach(state, "line-b", "line-a", 1, 1, 100, snapshot, 0.0)
     assert persistence.ledger_file(state)["excluded"] == [POISON]
     learner_requests.attach(state, "line-c", "line-b", 0, 0, 100, None, 0.0)
@@ -64,7 +61,7 @@ def test_going_back_to_a_snapshot_keeps_those_before_it_and_forgets_those_after(
 def test_a_hundred_are_named_and_all_are_counted():
     state = make_state(num_rows=200, groups_per_step=200, max_bytes=1 << 24)
     for lease in leases(state, 150):
-        generator_requests.fail(state, "g0", lease.lease_id, "prompt_too_long", 0.0)
+        fail(state, lease, "prompt_too_long")
     named = [entry["position"] for entry in persistence.ledger_file(state)["excluded"]]
     assert named == list(range(50, 150))
     assert persistence.status(state, 0.0)["prompts_too_long"] == 150

@@ -1,66 +1,114 @@
-"""A reward or environment that fails for every answer stops the run, with the user's own error."""
+"""Failed leases: what counts against a prompt, who is quarantined, when the run pauses, and when it stops."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from async_rl.errors import RunStoppedError
+from async_rl.net.codec import encode_group
 from async_rl.queue.client.clients import Returned
-from async_rl.queue.core import generator_requests, learner_requests
-from async_rl.queue.core.leases import FailureStreak
+from async_rl.queue.core import generator_requests, learner_requests, persistence
+from async_rl.queue.core.failures import LONGEST_PAUSE_S, TRANSIENT_WAIT_S
+from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.state import QueueState
-from async_rl.queue.messages import NotReady
-from tests.queue.builders import LINEAGE, group, leases, make_config, make_state, put
+from async_rl.queue.messages import FailedRollouts, Failure, NotReady
+from async_rl.records import Lease
+from tests.queue.builders import (
+    LINEAGE,
+    SAMPLING,
+    ack,
+    all_trained,
+    fail,
+    fail_until_excluded,
+    group,
+    groups_of,
+    leases,
+    make_config,
+    make_state,
+    put,
+    rows,
+    take,
+)
 from tests.queue.conftest import Servers, attach
 from tests.queue.test_server import events_until, get_leases
 
-
-def fail(state: QueueState, count: int, *, detail: str = "TypeError: bad", **changes: Any) -> None:
-    report = {"cause": "reward_error", "place": "TypeError at /r.py:3", **changes}
-    for _ in range(count):
-        (lease,) = leases(state, 1)
-        generator_requests.fail(state, "g0", lease.lease_id, now=0.0, detail=detail, **report)
+DOWN = {"is_transient": True, "place": "ConnectionError at /tool.py:7", "detail": "ConnectionRefusedError: tool:80"}
 
 
-def stop(state: QueueState) -> str:
-    answer = learner_requests.take(state, LINEAGE, 0, 0, 0.0)
+def fail_many(state: QueueState, count: int, *, generator: str = "g0", now: float = 0.0, **failure: object) -> None:
+    for lease in leases(state, count, generator=generator, now=now):
+        fail(state, lease, "reward_error", generator=generator, now=now, **failure)  # type: ignore[arg-type]
+
+
+def stop(state: QueueState, now: float = 0.0) -> str:
+    answer = learner_requests.take(state, LINEAGE, 0, 0, now)
     assert isinstance(answer, NotReady)
     return answer.stop
 
 
-def test_eight_leases_in_a_row_that_fail_at_one_place_stop_the_run_with_the_last_error():
-    state = make_state()
+def awaited(state: QueueState, now: float = 0.0) -> str:
+    answer = learner_requests.take(state, LINEAGE, 0, 0, now)
+    assert isinstance(answer, NotReady)
+    return answer.reason
+
+
+def one_lease(state: QueueState, *, generator: str = "g0", now: float = 0.0) -> Lease:
+    (lease,) = leases(state, 1, generator=generator, now=now)
+    return lease
+
+
+def succeed(state: QueueState, *, generator: str = "g0", now: float = 0.0) -> int:
+    """Return a good group of the next prompt, and the prompt's position."""
+    lease = one_lease(state, generator=generator, now=now)
+    assert put(state, group(lease, generator=generator), now=now) == "queued"
+    return lease.prompt.position
+
+
+def wide_state(**changes: object) -> QueueState:
+    return make_state(**{"groups_per_step": 200, "max_bytes": 1 << 24, "generator_timeout_s": 1e9, **changes})  # type: ignore[arg-type]
+
+
+# A mistake in the code.
+
+
+def test_eight_equal_failures_before_the_first_good_group_stop_the_run_with_the_last_error():
+    state = wide_state()
     for number in range(8):
         assert stop(state) == ""
-        fail(state, 1, detail=f"TypeError: {number} (/r.py, line 3, in score)")
+        fail_many(state, 1, detail=f"TypeError: {number} (/r.py, line 3, in score)")
     said = stop(state)
-    assert "the reward failed 8 times in a row with the same error: TypeError: 7 (/r.py, line 3, in score)" in said
+    assert "the reward failed 8 times in a row with the same error, and never succeeded" in said
+    assert "TypeError: 7 (/r.py, line 3, in score)" in said
     assert "the log of generator 'g0' has the traceback" in said
 
 
-def test_a_good_group_or_another_error_in_between_begins_the_count_again():
-    for other in ("good", "place", "cause"):
-        state = make_state()
-        fail(state, 7)
-        if other == "good":
-            (lease,) = leases(state, 1)
-            assert put(state, group(lease)) == "queued"
-        else:
-            fail(state, 1, **({"place": "elsewhere"} if other == "place" else {"cause": "environment_error"}))
-        fail(state, 7)
-        assert stop(state) == "", other
-        fail(state, 1)
-        assert "failed 8 times" in stop(state)
+def test_failures_at_different_places_or_of_a_tool_that_starts_late_do_not_stop_the_run():
+    for failures in ([{"place": str(number)} for number in range(8)], [DOWN] * 8):
+        state = wide_state()
+        for failure in failures:
+            fail_many(state, 1, **failure)  # type: ignore[arg-type]
+        assert stop(state) == ""
+        assert "the run is paused because every lease fails" in awaited(state)
 
 
-def test_failures_that_are_not_the_users_code_do_not_count():
-    state = make_state(max_attempts=99)
-    for _ in range(20):
-        fail(state, 1, cause="engine_error")
+def test_a_good_group_proves_the_code_until_it_changes():
+    state = wide_state()
+    succeed(state)
+    fail_many(state, 8)
     assert stop(state) == ""
+    state.code = "another digest"
+    assert "never succeeded" in stop(state)
+
+
+def test_two_generators_that_both_fail_eight_times_stop_the_run_and_one_does_not():
+    state = wide_state()
+    generator_requests.hello(state, "g1", "host", "fake", 0.0)
+    fail_many(state, 8)
+    assert stop(state) == ""
+    fail_many(state, 8, generator="g1")
+    assert "never succeeded" in stop(state)
 
 
 def test_an_evaluation_whose_reward_always_fails_stops_the_wait_for_it(servers: Servers, tmp_path: Path):
@@ -73,16 +121,232 @@ def test_an_evaluation_whose_reward_always_fails_stops_the_wait_for_it(servers: 
     for number in range(8):
         assert "0 of 2 rows" in learner.await_eval("line-a", wait_s=0.0)
         (lease,) = get_leases(generator, count=1)
-        generator.fail(lease.lease_id, "reward_error", f"TypeError: {number}", "TypeError at /r.py:3")
+        generator.fail(lease.lease_id, Failure("reward_error", f"TypeError: {number}", "TypeError at /r.py:3"))
         events_until(generator, Returned)
-    with pytest.raises(RunStoppedError, match="the reward failed 8 times in a row with the same error: TypeError: 7"):
+    with pytest.raises(RunStoppedError, match="and never succeeded: TypeError: 7"):
         learner.await_eval("line-a", wait_s=60.0)
 
 
-def test_failures_after_the_eighth_do_not_change_why_the_run_stops():
-    streak = FailureStreak()
-    for _ in range(8):
-        streak = streak.after("reward_error", "a.py:2", "KeyError: 'x'", "g")
-    assert "failed 8 times in a row with the same error: KeyError: 'x'" in streak.diagnosis
-    assert streak.after("reward_error", "a.py:2", "KeyError: 'x'", "g") == streak
-    assert streak.after("reward_error", "b.py:9", "another", "h") == streak
+# An outage.
+
+
+def test_an_outage_pauses_the_run_and_makes_no_prompt_poison():
+    state = wide_state()
+    succeed(state)
+    fail_many(state, 8, now=10.0, **DOWN)
+    assert leases(state, 4, now=10.5) == []
+    now, pauses = 11.0, list[float]()
+    while now < 600.0:
+        (lease,) = leases(state, 4, now=now)
+        assert leases(state, 4, now=now) == []
+        fail(state, lease, "reward_error", now=now, **DOWN)  # type: ignore[arg-type]
+        again = state.generators.get("g0")
+        assert again is not None
+        assert again.failing.retry_at is not None
+        pauses.append(again.failing.retry_at - now)
+        now = again.failing.retry_at
+    assert pauses[:7] == [2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    assert state.excluded.total() == 0
+    assert "(generator 'g0'; tried again in 0 s; the run stops after queue.max_outage_s" in awaited(state, now)
+    succeed(state, now=now)
+    assert len(leases(state, 4, now=now)) == 4
+    assert "the run is paused" not in awaited(state, now)
+    assert any("the run goes on after" in line for line in state.news)
+
+
+def test_many_outages_make_no_prompt_poison():
+    state = wide_state(max_attempts=3)
+    now = 0.0
+    for _ in range(20):
+        succeed(state, now=now)
+        fail_many(state, 8, now=now, **DOWN)
+        for _ in range(3):
+            now += 40.0
+            fail(state, one_lease(state, now=now), now=now, **DOWN)  # type: ignore[arg-type]
+        now += 40.0
+        # Whatever failed is good now.
+        for _ in range(12):
+            succeed(state, now=now)
+    assert groups_of(state)["dropped"]["poison"] == 0
+
+
+def test_an_outage_longer_than_the_limit_stops_the_run():
+    state = wide_state(max_outage_s=100.0)
+    succeed(state)
+    fail_many(state, 8, now=10.0, **DOWN)
+    assert stop(state, 109.0) == ""
+    assert "every lease failed for 100 s (queue.max_outage_s): the reward failed: Connec" in stop(state, 110.0)
+
+
+def test_all_generators_try_again_at_once_when_one_succeeds_after_an_outage():
+    state = wide_state()
+    for name in ("g0", "g1"):
+        succeed(state, generator=name)
+        fail_many(state, 8, generator=name, **DOWN)
+    fail(state, one_lease(state, generator="g1", now=1.0), generator="g1", now=1.0, **DOWN)  # type: ignore[arg-type]
+    assert leases(state, 1, generator="g1", now=2.0) == []
+    succeed(state, generator="g0", now=2.0)
+    assert len(leases(state, 4, generator="g1", now=2.0)) == 1
+
+
+def test_a_waiting_generator_is_told_when_it_may_try_again():
+    state = wide_state()
+    succeed(state)
+    fail_many(state, 8, now=5.0, **DOWN)
+    assert state.next_deadline == 6.0
+    before = state.revision
+    state.expire(6.0)
+    assert state.revision > before
+    # Told once: else the server would never sleep.
+    assert state.next_deadline is None or state.next_deadline > 6.0
+
+
+def test_a_trial_that_expires_makes_room_for_another_one():
+    state = wide_state(lease_timeout_s=10.0)
+    succeed(state)
+    fail_many(state, 8, **DOWN)
+    one_lease(state, now=1.0)
+    assert leases(state, 1, now=5.0) == []
+    assert len(leases(state, 1, now=12.0)) == 1
+
+
+# A broken generator.
+
+
+def test_a_generator_that_fails_where_others_succeed_is_quarantined_and_taken_back():
+    state = wide_state()
+    succeed(state, generator="good")
+    fail_many(state, 8, generator="bad", **DOWN)
+    assert state.stop_diagnosis() == ""
+    assert "the run is paused" not in awaited(state)
+    shown = {entry["id"]: entry["quarantined"] for entry in persistence.status(state, 0.0)["generators"]}
+    assert shown["good"] == ""
+    assert shown["bad"].startswith("its last 8 leases failed, in the end because the reward failed: ConnectionRefused")
+    assert "tried again in 1 s" in shown["bad"]
+    assert any("generator 'bad' is quarantined, while others succeed" in line for line in state.news)
+    answer = generator_requests.lease(state, "bad", (LINEAGE, 0), 1, 0.5)
+    assert "this generator is quarantined: its last 8 leases failed" in answer.reason
+    # The prompts that failed there are sampled by the other one.
+    assert [succeed(state, generator="good", now=0.5) for _ in range(9)] == [9, *range(1, 9)]
+    succeed(state, generator="bad", now=1.0)
+    assert len(leases(state, 4, generator="bad", now=1.0)) == 4
+    assert "takes part again" in state.news[-1]
+
+
+def test_a_generator_that_never_succeeded_excludes_no_prompt():
+    state = wide_state(max_attempts=1, num_rows=30)
+    succeed(state, generator="good")
+    for now in range(0, 3000, 60):
+        for lease in leases(state, 8, generator="bad", now=float(now)):
+            fail(state, lease, generator="bad", now=float(now))
+        succeed(state, generator="good", now=float(now)) if now < 1200 else None
+    assert state.excluded.total() == 0
+
+
+# Raising rows.
+
+
+def test_a_row_that_raises_while_others_succeed_is_poison():
+    state = wide_state(max_attempts=3)
+    succeed(state)
+    assert fail_until_excluded(state, 1) == 3
+    assert persistence.ledger_file(state)["excluded"][0]["cause"] == "poison"
+
+
+def test_the_last_rows_of_the_data_that_raise_are_poison_and_no_outage():
+    state = wide_state(num_rows=4, epochs=1, max_attempts=3)
+    succeed(state)
+    now = 0.0
+    for _ in range(9):
+        while not (found := leases(state, 1, now=now)):
+            now += 1.0
+        fail(state, found[0], now=now)
+    assert sorted(state.last_excluded) == [1, 2, 3]
+    assert now < 10.0
+
+
+def test_a_last_row_whose_tool_never_answers_is_given_up_in_minutes():
+    state = wide_state(num_rows=2, epochs=1, max_attempts=3, max_outage_s=1e6)
+    succeed(state)
+    now = 0.0
+    while not state.last_excluded:
+        now += 1.0
+        for lease in leases(state, 1, now=now):
+            fail(state, lease, now=now, **DOWN)  # type: ignore[arg-type]
+    assert 2 * TRANSIENT_WAIT_S <= now <= 2 * (TRANSIENT_WAIT_S + LONGEST_PAUSE_S) + 10
+
+
+def test_prompts_that_failed_in_vain_come_after_new_ones():
+    state = wide_state()
+    succeed(state)
+    fail_many(state, 2)
+    assert [lease.prompt.position for lease in leases(state, 3)] == [3, 4, 5]
+    put(state, group(leases(state, 1)[0]))
+    assert [lease.prompt.position for lease in leases(state, 3)] == [1, 2, 7]
+
+
+def test_an_evaluation_counts_its_raising_rows_as_unanswered_and_goes_on():
+    state = make_state(max_attempts=3)
+    learner_requests.evaluate(state, "test", 0, rows(5), 2, SAMPLING, 0, True)
+    now, num_failed = 0.0, 0
+    while not learner_requests.eval_results(state, LINEAGE):
+        now += 1.0
+        for lease in leases(state, 1, now=now):
+            if lease.prompt.row in (1, 4):
+                fail(state, lease, now=now)
+                num_failed += 1
+            else:
+                assert put(state, group(lease), now=now) == "eval_done"
+    assert num_failed == 6
+    assert stop(state, now) == ""
+    (place,) = persistence.ledger_file(state)["failures"]
+    assert place["eval_rows"] == ["test:1", "test:4"]
+    assert any(line.startswith("on row 1 of test the engine failed") for line in state.news)
+
+
+def test_failed_places_are_counted_with_their_rows_and_said_once():
+    state = wide_state(max_attempts=9)
+    succeed(state)
+    for _ in range(3):
+        fail_many(state, 2)
+        succeed(state)
+    (place,) = persistence.ledger_file(state)["failures"]
+    assert (place["cause"], place["rollouts"], place["rows"]) == ("reward_error", 12, [1, 2])
+    assert place["detail"] == "KeyError: 'x' (/r.py, line 3, in score)"
+    assert persistence.status(state, 0.0)["ledger"]["failures"] == [place]
+    (said,) = [line for line in state.news if "KeyError" in line]
+    assert said.startswith("on row 1 of data.train the reward failed: KeyError: 'x' (/r.py, line 3, in score)")
+
+
+def test_single_failed_rollouts_of_a_good_group_are_counted_too():
+    state = make_state()
+    lease = one_lease(state)
+    payload = encode_group(group(lease))
+    failed = [FailedRollouts(lease.lease_id, Failure("reward_error", "KeyError: 'x'", "place"), 1)]
+    generator_requests.receive(state, "g0", read_summary(payload), payload, 0.0, failed)
+    (place,) = persistence.ledger_file(state)["failures"]
+    assert (place["rollouts"], place["rows"]) == (1, [0])
+
+
+def test_of_more_than_twenty_places_the_rest_are_counted_together():
+    state = wide_state(max_attempts=99)
+    succeed(state)
+    for number in range(30):
+        fail(state, one_lease(state), place=str(number))
+        succeed(state)
+    places = persistence.ledger_file(state)["failures"]
+    assert len(places) == 21
+    assert sum(place["rollouts"] for place in places) == 60
+
+
+def test_what_is_known_of_failures_survives_a_return_to_a_checkpoint():
+    state = make_state()
+    for _ in range(2):
+        succeed(state)
+    take(state)
+    snapshot = ack(state, all_trained(), snapshot=True)
+    fail(state, leases(state, 1, version=1)[0])
+    learner_requests.attach(state, "line-b", "line-a", 1, 1, 100, snapshot, 0.0)
+    assert state.num_good == 2
+    assert state.proven_code == state.code
+    assert [place["rollouts"] for place in persistence.ledger_file(state)["failures"]] == [2]

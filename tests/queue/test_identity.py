@@ -24,7 +24,7 @@ from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import GeneratorStats, LeasesGranted
 from async_rl.queue.parity import Answer, encode_answer
 from async_rl.records import Lease
-from tests.queue.builders import LINEAGE, group, leases, make_config, make_state, put
+from tests.queue.builders import LINEAGE, fail, group, leases, make_config, make_state, put
 from tests.queue.conftest import DEADLINE_S, attach, wait_until
 from tests.queue.direct import RefusedError, Run
 
@@ -101,7 +101,7 @@ def test_a_group_or_a_failure_for_anothers_lease_is_refused_and_counted():
     state, (first, second) = owned(MINE)
     claim(state, "g1", THEIRS, 0.0)
     assert put(state, group(first, generator="g1")) == "refused"
-    assert generator_requests.fail(state, "g1", second.lease_id, "prompt_too_long", 0.0) == "refused"
+    assert fail(state, second, "prompt_too_long", generator="g1") == "refused"
     assert state.ledger.groups.in_flight == 2
     entry = state.generators.get("g1")
     assert entry is not None
@@ -187,7 +187,7 @@ def requests_of(lease: Lease) -> list[tuple[msgspec.Struct, list[bytes]]]:
         (messages.LeaseRequest("g0", LINEAGE, 0, 1), []),
         (messages.Heartbeat("g0", {lease.lease_id: 10**6}, GeneratorStats()), []),
         (messages.ReturnGroups("g0", (lease.lease_id,)), [encode_group(group(lease))]),
-        (messages.FailLease("g0", lease.lease_id, "prompt_too_long", "", ""), []),
+        (messages.FailLease("g0", lease.lease_id, messages.Failure("prompt_too_long", "")), []),
         (messages.AnswerProbe("g0", LINEAGE, 0, PROBE_ANSWER), []),
         (messages.Goodbye("g0"), []),
     ]

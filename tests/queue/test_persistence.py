@@ -9,10 +9,11 @@ import pytest
 
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import LearnerSide
+from async_rl.queue.core.failures import Attempts, FailedPlace
 from async_rl.queue.core.ledger import Account, Ledger, Outcomes, Sums
-from async_rl.queue.core.persistence import KEPT_AT_RESTORE
+from async_rl.queue.core.persistence import KEPT_AT_RESTORE, KNOWN_AT_RESTORE
 from async_rl.queue.core.prompts import StreamCursor
-from async_rl.queue.core.state import Attempts, PersistedState, QueueState
+from async_rl.queue.core.state import PersistedState, QueueState
 from async_rl.queue.messages import Announcement
 from async_rl.queue.storage.journal import Kind
 from tests.queue.builders import LINEAGE, make_state
@@ -38,7 +39,7 @@ def full_state() -> PersistedState:
         ),
         old_lineages={"line-a"},
         cursor=StreamCursor(40, [3, 5], Counter({0: 1}), Counter({1: 2})),
-        attempts={7: Attempts(1, 2)},
+        attempts={7: Attempts(1, 2, 3, 4.5)},
         excluded=Counter({0: 2}),
         last_excluded={8: "poison"},
         filtered_since_step=6,
@@ -49,6 +50,10 @@ def full_state() -> PersistedState:
         outcomes=Outcomes(*sums),
         received_evals={("test", 1)},
         num_damaged=2,
+        num_good=17,
+        code="new",
+        proven_code="old",
+        failed_places={"r.py:3": FailedPlace("reward_error", "KeyError", 2, [1], ["test:1"])},
     )  # fmt: skip
 
 
@@ -108,10 +113,10 @@ def test_a_restore_without_a_snapshot_leaves_nothing_but_what_is_kept():
     for ledger in (state.ledger, state.eval_ledger):
         ledger.groups, ledger.rollouts, ledger.tokens = Account(), Account(), Account()
     persistence.restore(state, None)
-    empty = PersistedState()
+    empty, left = PersistedState(), KEPT_AT_RESTORE | KNOWN_AT_RESTORE
     for field in fields(PersistedState):
         is_empty = getattr(state, field.name) == getattr(empty, field.name)
-        assert is_empty == (field.name not in KEPT_AT_RESTORE or field.name == "received_evals"), field.name
+        assert is_empty == (field.name not in left or field.name == "received_evals"), field.name
 
 
 def test_a_snapshot_counts_what_is_in_flight_as_not_yet_drawn():

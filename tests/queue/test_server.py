@@ -22,6 +22,7 @@ from async_rl.queue.messages import (
     Announcement,
     Batch,
     Cancelled,
+    Failure,
     Finished,
     GeneratorStats,
     LeasesGranted,
@@ -207,7 +208,7 @@ def test_evaluation_results_reach_the_learner(servers, tmp_path):
     generator.hello(10.0, "fake")
     held = get_leases(generator, count=9)
     assert [(lease.kind, lease.group_size, lease.sampling.temperature) for lease in held] == [("eval", 3, 0.0)] * 2
-    generator.fail(held[1].lease_id, "prompt_too_long", "99 tokens")
+    generator.fail(held[1].lease_id, Failure("prompt_too_long", "99 tokens"))
     events_until(generator, Returned)
     assert return_all(generator, held[:1]) == ["eval_done"]
     assert learner.await_eval("line-a", wait_s=5.0) == ""

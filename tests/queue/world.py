@@ -17,7 +17,7 @@ from async_rl.errors import LineageError
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.groups import GroupSummary
 from async_rl.queue.core.learner_requests import TakenPayload
-from async_rl.queue.messages import GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedCounts, Verdict
+from async_rl.queue.messages import Failure, GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedCounts, Verdict
 from async_rl.records import Lease
 from tests.queue import builders
 from tests.queue.builders import SAMPLING
@@ -129,7 +129,7 @@ class World(Witness):
             newest_version=versions[1],
             reward=accuracy,
             accuracy=accuracy,
-            every_rollout_failed=what == "failed",
+            num_failed=lease.group_size if what == "failed" else 0,
             unfit="every rollout failed" if what == "failed" else "",
             temperature=lease.sampling.temperature,
             has_sampling_mask=False,
@@ -160,7 +160,7 @@ class World(Witness):
         generator = self.generators[name]
         lease = generator.leases.pop(lease_id)
         del generator.asked[lease_id]
-        if generator_requests.fail(self.state, name, lease_id, cause, self.now) == "refused":
+        if generator_requests.fail(self.state, name, lease_id, Failure(cause, cause), self.now) == "refused":
             assert lease_id in self.entries["lease"]
             if cause == "prompt_too_long" and lease.kind == "train":
                 self.books.too_long.add(lease.prompt.position)

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -32,7 +33,8 @@ from async_rl.queue.messages import (
     BatchPart,
     Cancelled,
     EvalResult,
-    FailureCause,
+    FailedRollouts,
+    Failure,
     Finished,
     GeneratorEvent,
     GeneratorStats,
@@ -433,6 +435,7 @@ class GeneratorQueue:
         self._is_known = False
         self._early: list[GeneratorEvent] = []
         self._returning: dict[str, bytes] = {}
+        self._failed: list[FailedRollouts] = []
         self._num_unanswered = 0
 
     def hello(self, wait_s: float, backend: str, host: str = "", *, replaces: str | None = None) -> Welcome:
@@ -526,22 +529,22 @@ class GeneratorQueue:
             shown = trouble[: messages.MAX_TROUBLE]
             self._connection.post(messages.Heartbeat(self.generator_id, dict(progress), stats, shown))
 
-    def return_group(self, group: Group) -> None:
-        """Send a finished group, at the latest in the next ``poll``. A ``Returned`` event says what became of it."""
+    def return_group(self, group: Group, failed: Mapping[Failure, int] = MappingProxyType({})) -> None:
+        """Send a finished group, at the latest in the next ``poll``. A ``Returned`` event says what became of it.
+
+        ``failed`` has the number of its failed rollouts by the reason.
+        """
         self._returning[group.lease_id] = encode_group(group)
+        self._failed += [FailedRollouts(group.lease_id, why.shortened(), count) for why, count in failed.items()]
         self._num_unanswered += 1
         num_bytes = sum(map(len, self._returning.values()))
         if num_bytes >= _RETURN_BYTES or len(self._returning) >= _RETURN_GROUPS:
             self._send_returns()
 
-    def fail(self, lease_id: str, cause: FailureCause, detail: str = "", place: str = "") -> None:
-        """Return a lease without a group. A ``Returned`` event has the queue's reply.
-
-        ``place`` is where the failure happened, by default ``detail``. Equal failures must have equal places.
-        """
+    def fail(self, lease_id: str, failure: Failure) -> None:
+        """Return a lease without a group. A ``Returned`` event has the queue's reply."""
         self._num_unanswered += 1
-        detail, place = detail[:2000], (place or detail)[:2000]
-        self._connection.post(messages.FailLease(self.generator_id, lease_id, cause, detail, place))
+        self._connection.post(messages.FailLease(self.generator_id, lease_id, failure.shortened()))
 
     def answer_probe(self, lineage: str, answer: Answer) -> None:
         """Send this generator's log-probabilities for the tokens of an ``Announcement.probe``. The queue keeps them."""
@@ -578,7 +581,8 @@ class GeneratorQueue:
         if not self._returning:
             return
         returning, self._returning = self._returning, {}
-        request = messages.ReturnGroups(self.generator_id, tuple(returning))
+        failed, self._failed = tuple(self._failed), []
+        request = messages.ReturnGroups(self.generator_id, tuple(returning), failed)
         self._connection.post(request, list(returning.values()))
 
     def _answer_to(self, request_id: str, deadline: float) -> Message | None:

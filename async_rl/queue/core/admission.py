@@ -64,6 +64,7 @@ class QueueSettings:
     max_filtered: int
     lease_timeout_s: float
     max_attempts: int
+    max_outage_s: float
     seed: int
     generator_timeout_s: float
     on_stale: OnStale
@@ -134,6 +135,7 @@ class QueueSettings:
             max_filtered=config.max_filtered,
             lease_timeout_s=config.queue.lease_timeout_s,
             max_attempts=config.queue.max_attempts,
+            max_outage_s=config.queue.max_outage_s,
             seed=config.run.seed,
             generator_timeout_s=GENERATOR_TIMEOUT_S,
             on_stale=config.queue.on_stale,

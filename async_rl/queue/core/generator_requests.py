@@ -14,16 +14,16 @@ Leases are granted for evaluations first, then for training, as far as the stale
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections.abc import Mapping, Sequence
 
 from async_rl.errors import IdInUseError, QueueError
 from async_rl.queue.core.admission import LearnerSide, lease_seed
+from async_rl.queue.core.failures import Attempts, Failing, add_failed, counts_against_prompt, describe
 from async_rl.queue.core.groups import GroupSummary, StoredGroup, refusal_cause, why_unfit
-from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, FailureStreak, GeneratorEntry, Owner
+from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, GeneratorEntry, Owner
 from async_rl.queue.core.prompts import Answer, Evaluation
-from async_rl.queue.core.state import Attempts, QueueState
-from async_rl.queue.messages import DropCause, FailureCause, GeneratorStats, LeasesGranted, Verdict
+from async_rl.queue.core.state import QueueState
+from async_rl.queue.messages import DropCause, FailedRollouts, Failure, GeneratorStats, LeasesGranted, Verdict
 from async_rl.queue.storage.payloads import Payload
 from async_rl.records import Lease, LeaseKind
 
@@ -102,6 +102,11 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
     state.expire(now)
     if entry.quarantined:
         return LeasesGranted((), f"this generator is quarantined: {entry.quarantined}")
+    failing = entry.failing
+    if failing.retry_at is not None:
+        if not failing.may_try(state.now, is_trial_open=state.leases.get(failing.trial) is not None):
+            return LeasesGranted((), f"this generator is quarantined: {failing.line(state.now)}")
+        max_leases = min(max_leases, 1)
     learner = state.learner
     if learner is None:
         return LeasesGranted((), "waits for a learner to attach")
@@ -125,6 +130,8 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
         if answer is None or (answer_train is not None and answer_train.activate is not None):
             answer = answer_train
     if leases:
+        if failing.retry_at is not None:
+            failing.trial = leases[0].lease_id
         state.revision += 1
         return LeasesGranted(tuple(leases))
     return answer or LeasesGranted((), "no lease was requested")
@@ -152,11 +159,12 @@ def heartbeat(
 
 
 def receive(
-    state: QueueState, generator_id: str, group: GroupSummary, payload: Payload, now: float
-) -> tuple[Verdict, str]:
+    state: QueueState, generator_id: str, group: GroupSummary, payload: Payload, now: float,
+    failed: Sequence[FailedRollouts] = (),
+) -> tuple[Verdict, str]:  # fmt: skip
     """Receive a group from a generator. Return the verdict, and the reason if the group was refused.
 
-    ``group`` is the summary of the group's bytes, ``payload``.
+    ``group`` is the summary of the group's bytes, ``payload``. ``failed`` are its rollouts that failed.
 
     Raises:
         QueueError: the payload can't be stored. The generator may return the group again.
@@ -181,17 +189,70 @@ def receive(
     if not unfit and active.evaluation is None and len(payload) > max(active.reserved, room):
         unfit = f"expected at most {max(active.reserved, room)} bytes (queue.max_bytes), got {len(payload)}"
     if unfit:
-        _lose_returned(state, active, "failed" if group.every_rollout_failed else "refused", group.num_tokens)
-        if not group.every_rollout_failed:
+        if group.every_rollout_failed:
+            failure = failed[0].failure if failed else Failure("environment_error", unfit, unfit)
+            counts = _note_failed(state, entry, active, failure)
+            _lose_returned(state, active, "failed", group.num_tokens, counts=counts)
+        else:
+            _lose_returned(state, active, "refused", group.num_tokens)
             _note_refused(state, generator_id, refusal_cause(unfit))
         return "refused", f"group {group.lease_id}: {unfit}"
+    for one in failed:
+        _count_failed(state, active, one.failure, min(one.count, group.num_rollouts))
     if active.evaluation is not None:
         verdict = _receive_answer(state, active, group, payload)
     else:
         verdict = _receive_training(state, learner, active, group, payload)
     entry.note_returned(refused=False)
-    state.failures = FailureStreak()
+    _note_good(state, entry)
     return verdict, ""
+
+
+def _note_good(state: QueueState, entry: GeneratorEntry) -> None:
+    """Record that a generator returned a good group. It ends the generator's quarantine, and an outage for all."""
+    if (outage := state.outage) is not None:
+        state.news.append(f"the run goes on after {state.now - outage.since:.0f} s in which every lease failed")
+        for other in state.generators.alive(state.now):
+            other.failing.try_now(state.now)
+    elif entry.failing.retry_at is not None:
+        away_s = state.now - entry.failing.since
+        state.news.append(f"generator {entry.generator_id!r} takes part again, after {away_s:.0f} s of failures")
+    state.num_good += 1
+    entry.last_good, entry.failing, state.proven_code = state.num_good, Failing(), state.code
+
+
+def _note_failed(state: QueueState, entry: GeneratorEntry, active: ActiveLease, failure: Failure) -> bool:
+    """Record that a lease failed. Return whether the failure counts against its prompt."""
+    _count_failed(state, active, failure, active.lease.group_size)
+    had_outage = state.outage is not None
+    if entry.failing.add(failure, active.lease.lease_id, state.now):
+        outage, max_s = state.outage, state.settings.max_outage_s
+        if outage is not None and not had_outage:
+            state.news.append(outage.line(state.now, max_s))
+        elif not had_outage:
+            line = entry.failing.line(state.now)
+            state.news.append(f"generator {entry.generator_id!r} is quarantined, while others succeed: {line}")
+    row = active.lease.prompt.row
+    evaluation = None if active.evaluation is None else state.evals.get(active.evaluation)
+    if evaluation is not None:
+        attempts = evaluation.attempts(row)
+    else:
+        attempts = state.attempts.get(active.lease.prompt.position, Attempts())
+    state.revision += 1
+    return counts_against_prompt(
+        attempts, entry.last_good, failure, state.now, only_suspects=state.has_only_suspects(active)
+    )
+
+
+def _count_failed(state: QueueState, active: ActiveLease, failure: Failure, rollouts: int) -> None:
+    row = active.lease.prompt.row
+    where = f"row {row} of data.train" if active.evaluation is None else f"row {row} of {active.evaluation[0]}"
+    name = row if active.evaluation is None else f"{active.evaluation[0]}:{row}"
+    if add_failed(state.failed_places, failure, rollouts, name):
+        state.news.append(
+            f"on {where} {describe(failure)}. Such rollouts are never trained on; `async-rl status` and ledger.json "
+            f"count them"
+        )
 
 
 def _note_refused(state: QueueState, generator_id: str, cause: str) -> None:
@@ -244,26 +305,20 @@ def renew(state: QueueState, generator_id: str, lease_ids: Sequence[str], now: f
             active.grown_at = state.now
 
 
-def fail(
-    state: QueueState, generator_id: str, lease_id: str, cause: FailureCause, now: float, *, detail: str = "",
-    place: str = "",
-) -> Verdict:  # fmt: skip
-    """End a lease that a generator returned without a group.
-
-    ``cause``, ``detail`` and ``place`` are the generator's reason (see ``FailLease``).
-    """
-    _seen(state, generator_id, now)
+def fail(state: QueueState, generator_id: str, lease_id: str, failure: Failure, now: float) -> Verdict:
+    """End a lease that a generator returned without a group, because of ``failure``."""
+    entry = _seen(state, generator_id, now)
     active = state.leases.get(lease_id)
     if active is None:
         return "duplicate" if state.leases.status_of(lease_id) is not None else "unknown_lease"
     if active.generator_id != generator_id:
         _refuse_foreign(state, generator_id, lease_id)
         return "refused"
-    if cause == "prompt_too_long":
+    if failure.cause == "prompt_too_long":
         state.refuse_prompt(active)
     else:
-        state.failures = state.failures.after(cause, place, detail, generator_id)
-        state.lose_lease(active, "failed", stop_sampling=False)
+        counts = _note_failed(state, entry, active, failure)
+        state.lose_lease(active, "failed", stop_sampling=False, counts=counts)
     return "refused"
 
 
@@ -355,7 +410,7 @@ def _grant_training(
                 (), f"queue.max_bytes = {settings.max_bytes}: {used} bytes are in use or reserved"
             )
         num_passed = state.stream.num_passed
-        position = state.stream.draw()
+        position = state.stream.draw(lambda found: state.was_tried_in_vain(state.attempts.get(found)))
         if position is None:
             state.revision += num_passed != state.stream.num_passed
             return leases, LeasesGranted((), "the data has ended (data.epochs)")
@@ -395,10 +450,11 @@ def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, 
 def _issue_eval(
     state: QueueState, learner: LearnerSide, generator_id: str, version: int, evaluation: Evaluation
 ) -> Lease:
-    row, wanted = heapq.heappop(evaluation.todo), evaluation.request
+    wanted = evaluation.request
+    row = evaluation.take_row(lambda found: state.was_tried_in_vain(wanted.attempts.get(found)))
     lease = build_lease(
         state, evaluation, row, lease_id=_new_id(state, learner, "eval", row), lineage=learner.lineage,
-        min_version=wanted.min_version, attempt=wanted.attempts.get(row, 0) + 1, version=version,
+        min_version=wanted.min_version, attempt=evaluation.attempts(row).failed + 1, version=version,
     )  # fmt: skip
     state.leases.add(ActiveLease(lease, generator_id, version, 0, state.now, state.now, evaluation=evaluation.key))
     state.eval_ledger.issue(wanted.num_samples)
@@ -455,8 +511,10 @@ def _receive_late(state: QueueState, group: GroupSummary) -> Verdict:
     return "old_lineage" if status == "rolled_back" else "unknown_lease"
 
 
-def _lose_returned(state: QueueState, active: ActiveLease, cause: DropCause, tokens: int) -> None:
-    state.lose_lease(active, cause, tokens=tokens, stop_sampling=False)
+def _lose_returned(
+    state: QueueState, active: ActiveLease, cause: DropCause, tokens: int, *, counts: bool = True
+) -> None:
+    state.lose_lease(active, cause, tokens=tokens, stop_sampling=False, counts=counts)
     state.leases.set_status(active.lease.lease_id, _RETURNED)
 
 
@@ -482,7 +540,7 @@ def _receive_training(
     state: QueueState, learner: LearnerSide, active: ActiveLease, group: GroupSummary, payload: Payload
 ) -> Verdict:
     settings = state.settings
-    accuracy = group.accuracy / group.num_rollouts
+    accuracy = group.accuracy / max(1, group.num_rollouts - group.num_failed)  # failed rollouts say nothing
     fits_filter = _fits(settings.filter_range, accuracy, group.rewards_differ)
     bound_version = group.newest_version if settings.on_stale == "mask" else group.oldest_version
     if bound_version < settings.oldest_trainable(learner.version):

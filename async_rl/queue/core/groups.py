@@ -46,7 +46,7 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
         reward: the sum of the rewards of all rollouts.
         accuracy: the sum of the accuracies of all rollouts.
         rewards_differ: whether the rewards of its rollouts differ. None if they have accuracies, all in 0..1.
-        every_rollout_failed: whether the finish reason of all rollouts is an error.
+        num_failed: the number of rollouts that failed: their finish reason is an error.
         unfit: the reason why no lease could accept the group; empty if there is none.
         has_sampling_mask: whether the group has the sets of tokens that top-p and top-k left.
         route_shape: the layers, the experts for each token and the bytes of an expert in the routes. None if the group
@@ -72,7 +72,7 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     newest_version: int
     reward: float
     accuracy: float
-    every_rollout_failed: bool
+    num_failed: int
     unfit: str
     temperature: float
     has_sampling_mask: bool
@@ -86,6 +86,10 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     versions: tuple[int, ...] = ()
     weights_digest: dict[int, str] = {}
 
+    @property
+    def every_rollout_failed(self) -> bool:
+        return self.num_failed == self.num_rollouts
+
 
 def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSummary:
     """Read the summary of a group from its encoded bytes, ``payload``.
@@ -97,10 +101,10 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
     fields = group.fields
     num_tokens = int(np.count_nonzero(group.loss_mask))
     versions = _sampled_versions(group) if num_tokens else (NO_VERSION,)
-    every_rollout_failed = fields.finish_reason.count("error") == group.num_rollouts
+    num_failed = fields.finish_reason.count("error")
     reward = float(sum(sum(filter(None, values)) for values in fields.reward_parts.values()))
     accuracy = float(sum(fields.accuracy))
-    unfit = "every rollout failed" if every_rollout_failed else _first_fault(group, reward + accuracy)
+    unfit = "every rollout failed" if num_failed == group.num_rollouts else _first_fault(group, reward + accuracy)
     has_accuracy = not group.num_rollouts or 0.0 <= min(fields.accuracy) <= max(fields.accuracy) <= 1.0
     return GroupSummary(
         lease_id=fields.lease_id,
@@ -115,7 +119,7 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
         reward=reward,
         accuracy=accuracy,
         rewards_differ=None if has_accuracy else _rewards_differ(group),
-        every_rollout_failed=every_rollout_failed,
+        num_failed=num_failed,
         unfit=unfit,
         temperature=fields.temperature,
         has_sampling_mask=group.sampling_mask is not None,

@@ -387,6 +387,8 @@ def _why_nobody_samples(state: QueueState) -> str:
     alive = state.generators.alive(state.now)
     if not alive:
         return "no generator is connected"
+    if (outage := state.outage) is not None:
+        return outage.line(state.now, state.settings.max_outage_s)
     if all(entry.trouble for entry in alive):
         others = f" (problems of other generators: {len(alive) - 1})" if len(alive) > 1 else ""
         return f"generator {alive[0].generator_id} reports: {alive[0].trouble}{others}"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from async_rl.queue.messages import DOCTOR, FailureCause, GeneratorStats
+from async_rl.queue.core.failures import Failing, Outage, outage_of
+from async_rl.queue.messages import DOCTOR, GeneratorStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.records import Lease
 
@@ -38,47 +39,6 @@ class LeaseRecord(msgspec.Struct, frozen=True, gc=False):
     version: int
     issued_at: float
     evaluation: tuple[str, int] | None
-
-
-MAX_EQUAL_FAILURES = 8
-"""The run stops after this many leases in a row that failed at the same place of the user's code."""
-_USERS_CODE: Mapping[FailureCause, str] = {"reward_error": "the reward", "environment_error": "the environment"}
-
-
-@dataclass(frozen=True, slots=True)
-class FailureStreak:
-    """The leases that failed in a row at the same place of a reward or environment, without a good group in between.
-
-    Attributes:
-        cause: the cause that the generator reported.
-        place: where the failure happened.
-        detail: the last failure, as text for people.
-        generator_id: the generator that reported it.
-        count: the number of these leases.
-    """
-
-    cause: FailureCause = "reward_error"
-    place: str = ""
-    detail: str = ""
-    generator_id: str = ""
-    count: int = 0
-
-    def after(self, cause: FailureCause, place: str, detail: str, generator_id: str) -> FailureStreak:
-        """Return the streak after one more failed lease. A streak that stops the run stays as it is."""
-        if cause not in _USERS_CODE or self.diagnosis:
-            return self
-        is_same = self.count and (self.cause, self.place) == (cause, place)
-        return FailureStreak(cause, place, detail, generator_id, self.count + 1 if is_same else 1)
-
-    @property
-    def diagnosis(self) -> str:
-        """The reason why the run can't continue; empty if it can."""
-        if self.count < MAX_EQUAL_FAILURES:
-            return ""
-        return (
-            f"{_USERS_CODE[self.cause]} failed {self.count} times in a row with the same error: {self.detail}. Correct "
-            f"the cause, then run the same command again; the log of generator {self.generator_id!r} has the traceback"
-        )
 
 
 @dataclass(slots=True)
@@ -272,6 +232,8 @@ class GeneratorEntry:
         returned: for each of its last groups, whether the group was refused.
         quarantined: the reason why it gets no more leases; empty if it gets leases.
         num_foreign: the number of requests under its id that came from other clients and were refused.
+        failing: its leases that failed since its last good group.
+        last_good: the number that its last good group has among all good groups; 0 if it has returned none.
     """
 
     generator_id: str
@@ -286,6 +248,8 @@ class GeneratorEntry:
     returned: deque[bool] = field(default_factory=lambda: deque(maxlen=QUARANTINE_OF))
     quarantined: str = ""
     num_foreign: int = 0
+    failing: Failing = field(default_factory=Failing)
+    last_good: int = 0
     trouble: str = ""
     _logged_trouble: str = ""
     _log_trouble_at: float = -math.inf
@@ -381,6 +345,24 @@ class GeneratorTable:
     def _is_alive(self, entry: GeneratorEntry, now: float) -> bool:
         return now - entry.seen_at <= self._timeout_s
 
+    def outage(self, now: float) -> Outage | None:
+        """Return the outage if all generators that could sample are quarantined because their leases fail."""
+        return outage_of({e.generator_id: e.failing for e in self.alive(now) if not e.quarantined})
+
+    @property
+    def next_trial(self) -> float | None:
+        """The earliest time at which a generator that is quarantined for failed leases may try one; None if none."""
+        waiting = [e.failing for e in self._entries.values() if not (e.failing.trial or e.failing.is_due)]
+        return min((one.retry_at for one in waiting if one.retry_at is not None), default=None)
+
+    def due_trials(self, now: float) -> int:
+        """Return the number of generators that may try a lease since ``now``. Each is returned once."""
+        found = [e.failing for e in self._entries.values() if not (e.failing.trial or e.failing.is_due)]
+        due = [one for one in found if one.retry_at is not None and one.retry_at <= now]
+        for one in due:
+            one.is_due = True
+        return len(due)
+
     def why_nobody(self, now: float) -> str:
         """Return a text that says that all generators that are alive are quarantined, with the reasons.
 
@@ -434,7 +416,7 @@ class GeneratorTable:
                 "alive": self._is_alive(e, now),
                 "stats": msgspec.structs.asdict(e.stats),
                 "refused": dict(e.refused),
-                "quarantined": e.quarantined,
+                "quarantined": e.quarantined or e.failing.line(now),
                 "trouble": e.trouble,
                 "foreign_requests": e.num_foreign,
             }

@@ -38,10 +38,13 @@ Entries = Mapping[Kind, Mapping[str, Any]]
 _ANNOUNCED = ("lineage", "version", "digest", "channel", "ports")
 """The names of the announcement's fields that the queue's status shows."""
 KEPT_AT_RESTORE = frozenset({
-    "now", "data_digest", "learner", "old_lineages", "outcomes", "received_evals", "num_damaged",
+    "now", "data_digest", "learner", "old_lineages", "outcomes", "received_evals", "num_damaged", "code",
 })  # fmt: skip
 """Names of the fields that the restore of a snapshot does not replace: the clock, the digest of the rows, the learners,
-the outcomes of groups, the received evaluations, and the number of damaged groups."""
+the outcomes of groups, the received evaluations, the number of damaged groups, and the digest of the user's code."""
+KNOWN_AT_RESTORE = frozenset({"num_good", "proven_code", "failed_places"})
+"""Names of the fields that the restore of a snapshot replaces only if nothing is known since: what has failed, and what
+was good."""
 
 _FIELDS = tuple(field.name for field in fields(PersistedState))
 _DIGEST_BYTES = 16
@@ -278,6 +281,7 @@ def restore(state: QueueState, found: Snapshot | None) -> None:
     """
     saved = PersistedState() if found is None else found.state
     kept = {name: getattr(state, name) for name in KEPT_AT_RESTORE}
+    kept |= {name: getattr(state, name) or getattr(saved, name) for name in KNOWN_AT_RESTORE}
     ledger, eval_ledger = saved.ledger.restored_over(state.ledger), saved.eval_ledger.restored_over(state.eval_ledger)
     state.adopt(replace(saved, ledger=ledger, eval_ledger=eval_ledger, **kept))
     drop_undelivered(state, "rolled_back")

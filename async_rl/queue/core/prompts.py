@@ -17,7 +17,7 @@ import heapq
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ import numpy as np
 
 from async_rl.config.data import CurriculumConfig
 from async_rl.queue.core.curriculum import Curriculum
+from async_rl.queue.core.failures import Attempts
 from async_rl.queue.core.mixture import Mixture
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import PayloadRef, PayloadStore
@@ -123,10 +124,11 @@ class PromptStream:
     @property
     def exhausted(self) -> bool:
         """Whether there is no position left to draw."""
-        return not self.cursor.requeued and self._is_at_end
+        return not self.cursor.requeued and self.is_at_end
 
     @property
-    def _is_at_end(self) -> bool:
+    def is_at_end(self) -> bool:
+        """Whether all new positions are drawn."""
         if self._epochs is None:
             return False
         if not self.num_passed:
@@ -154,16 +156,21 @@ class PromptStream:
         place = self.curriculum.places.get(position)
         return self._row(source, index if place is None else place.index)
 
-    def draw(self) -> int | None:
+    def draw(self, avoid: Callable[[int], bool] = lambda position: False) -> int | None:
         """Return the next position to sample; None at the end of the last epoch.
 
-        Rows that the curriculum passes over are counted in the cursor, also if None is returned.
+        Requeued positions come first, but those that ``avoid`` names come last. Rows that the curriculum passes over
+        are counted in the cursor, also if None is returned.
         """
-        if self.cursor.requeued:
-            return heapq.heappop(self.cursor.requeued)
+        found = pop_first(self.cursor.requeued, avoid)
+        if found is None:
+            found = self._draw_new()
+        return heapq.heappop(self.cursor.requeued) if found is None and self.cursor.requeued else found
+
+    def _draw_new(self) -> int | None:
         position = self.cursor.position
         source = self._mixture.locate(position)[0]
-        while not self._is_at_end:
+        while not self.is_at_end:
             index = self._next_index(source)
             verdict = self.curriculum.verdict(*self._row(source, index), source, index)
             if verdict == "sampled":
@@ -207,6 +214,17 @@ class PromptStream:
         return order
 
 
+def pop_first(heap: list[int], avoid: Callable[[int], bool]) -> int | None:
+    """Remove and return the lowest number of a heap that ``avoid`` does not name; None if there is none."""
+    avoided: list[int] = []
+    while heap and avoid(heap[0]):
+        avoided.append(heapq.heappop(heap))
+    found = heapq.heappop(heap) if heap else None
+    for number in avoided:
+        heapq.heappush(heap, number)
+    return found
+
+
 # Evaluations.
 
 
@@ -234,7 +252,7 @@ class EvaluationRecord(msgspec.Struct):
         num_samples: the number of rollouts for each row.
         min_version: the oldest weights version that may sample it.
         exclusive: whether no training lease is granted until the evaluation is done.
-        attempts: the number of failed attempts by row.
+        attempts: the failed attempts by row.
     """
 
     dataset: str
@@ -242,7 +260,7 @@ class EvaluationRecord(msgspec.Struct):
     num_samples: int
     min_version: int
     exclusive: bool
-    attempts: dict[int, int] = {}
+    attempts: dict[int, Attempts] = {}
 
 
 @dataclass(slots=True)
@@ -275,13 +293,21 @@ class Evaluation:
         """Put a row back whose lease ended without a failure. This does not count as a failed attempt."""
         heapq.heappush(self.todo, row)
 
+    def take_row(self, avoid: Callable[[int], bool]) -> int:
+        """Remove and return the first row of ``todo``. Rows that ``avoid`` names come last."""
+        found = pop_first(self.todo, avoid)
+        return heapq.heappop(self.todo) if found is None else found
+
+    def attempts(self, row: int) -> Attempts:
+        """Return the failed attempts to sample a row, to be changed."""
+        return self.request.attempts.setdefault(row, Attempts())
+
     def lose(self, row: int, *, max_attempts: int, requeue: bool) -> bool:
-        """Count a failed attempt to sample a row. Put the row back, or return True if it must be given up.
+        """Put a row back whose attempt failed, or return True if it must be given up.
 
         A row is given up after ``max_attempts`` failed attempts, or at once if ``requeue`` is False.
         """
-        attempts = self.request.attempts[row] = self.request.attempts.get(row, 0) + 1
-        if requeue and attempts < max_attempts:
+        if requeue and self.attempts(row).failed < max_attempts:
             heapq.heappush(self.todo, row)
             return False
         return True

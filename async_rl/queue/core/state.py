@@ -12,15 +12,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 
 from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import LearnerSide, QueueSettings
 from async_rl.queue.core.curriculum import rows_by_source
+from async_rl.queue.core.failures import Attempts, FailedPlace, Outage, failures_dict
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
-from async_rl.queue.core.leases import ActiveLease, FailureStreak, GeneratorTable, LeaseTable
+from async_rl.queue.core.leases import ActiveLease, GeneratorTable, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
 from async_rl.queue.core.prompts import Answer, EvalBook, EvalKey, PromptStream, Row, StreamCursor
 from async_rl.queue.messages import DropCause, QueueStats
@@ -30,17 +30,6 @@ from async_rl.records import Prompt
 
 _NAMED = 100
 """Maximum number of excluded prompts that are listed. All excluded prompts are counted."""
-
-
-class Attempts(msgspec.Struct):
-    """The numbers of failed and of late attempts to sample a prompt.
-
-    A prompt with ``queue.max_attempts`` failed attempts is excluded under the cause ``poison``. A prompt with as many
-    late attempts is excluded under the cause ``too_slow``.
-    """
-
-    failed: int = 0
-    stale: int = 0
 
 
 class _Counted(Protocol):
@@ -77,6 +66,10 @@ class PersistedState:
         outcomes: sums over groups by how they ended.
         received_evals: the evaluations whose answers the learner has received.
         num_damaged: the number of groups whose stored bytes were damaged.
+        num_good: the number of good groups, of training and evaluations.
+        code: the digest of the user's code that the learner told.
+        proven_code: the digest of the code with which the last good group was scored; None if there is none.
+        failed_places: the rollouts that failed, by the place of the failure.
     """
 
     now: float = 0.0
@@ -95,6 +88,10 @@ class PersistedState:
     outcomes: Outcomes = field(default_factory=Outcomes)
     received_evals: set[EvalKey] = field(default_factory=set)
     num_damaged: int = 0
+    num_good: int = 0
+    code: str = ""
+    proven_code: str | None = None
+    failed_places: dict[str, FailedPlace] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,7 +111,7 @@ class QueueState(PersistedState):
         clock_ahead_s: the seconds by which the queue's clock is ahead of the caller's.
         vocab_size: limit on the token ids of returned groups. None if unknown.
         damage: the number of damaged groups by file, until the server has logged them.
-        failures: the leases that failed in a row with the same error. A restarted server counts from 0.
+        news: what the server must log about failed leases.
     """
 
     settings: QueueSettings
@@ -137,7 +134,7 @@ class QueueState(PersistedState):
     vocab_size: int | None = None
     damage: Counter[str] = field(default_factory=Counter)
     _sources: Mapping[str, np.ndarray] = field(init=False)
-    failures: FailureStreak = field(default_factory=FailureStreak)
+    news: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.stream.num_rows != len(self.rows):
@@ -184,12 +181,14 @@ class QueueState(PersistedState):
         for active in expired:
             self.lose_lease(active, "expired")
         self.generators.forget_silent(self.now)
+        # The requests of generators that may try a lease now are waiting for a change.
+        self.revision += self.generators.due_trials(self.now)
         return len(expired)
 
     @property
     def next_deadline(self) -> float | None:
         """The time, on the caller's clock, at which ``expire`` must be called next; None if it need not be called."""
-        deadlines = (self.leases.next_deadline, self._wait_deadline)
+        deadlines = (self.leases.next_deadline, self._wait_deadline, self.generators.next_trial)
         return min((d - self.clock_ahead_s for d in deadlines if d is not None), default=None)
 
     @property
@@ -245,6 +244,7 @@ class QueueState(PersistedState):
         tokens: int = 0,
         stop_sampling: bool = True,
         requeue: bool = True,
+        counts: bool = True,
     ) -> None:
         """End a lease that gave no usable group. Requeue its prompt, or exclude the prompt after too many attempts.
 
@@ -253,12 +253,15 @@ class QueueState(PersistedState):
             tokens: the number of tokens that the generator returned anyway.
             stop_sampling: whether to notify the generator that it must stop.
             requeue: False gives up the row of an evaluation at once.
+            counts: whether a failure counts against the prompt (``failures.counts_against_prompt``).
         """
         rollouts = active.lease.group_size
         if stop_sampling:
             self.generators.cancel(active)
         if active.evaluation is not None:
             evaluation = self.evals.get(active.evaluation)
+            if evaluation is not None:
+                self._note_failed(evaluation.attempts(active.lease.prompt.row), cause, counts=counts)
             given_up = evaluation is not None and evaluation.lose(
                 active.lease.prompt.row, max_attempts=self.settings.max_attempts, requeue=requeue
             )
@@ -270,7 +273,7 @@ class QueueState(PersistedState):
             self.leases.close(active.lease.lease_id, final)
             self.eval_ledger.drop("in_flight", final, rollouts, tokens)
         else:
-            final = self._requeue_or_exclude(active.lease.prompt.position, cause)
+            final = self._requeue_or_exclude(active.lease.prompt.position, cause, counts=counts)
             self.leases.close(active.lease.lease_id, final)
             self.ledger.drop("in_flight", final, rollouts, tokens)
             if cause == "cancelled":
@@ -392,10 +395,41 @@ class QueueState(PersistedState):
                 self.ledger.drop("in_flight", "unused_at_end", active.lease.group_size, 0)
                 self.revision += 1
 
+    @property
+    def outage(self) -> Outage | None:
+        """The outage because of which the run is paused; None if there is none."""
+        return self.generators.outage(self.now)
+
+    @property
+    def outage_diagnosis(self) -> str:
+        """The reason why the run stops because all leases fail; empty if it goes on."""
+        outage, is_proven = self.outage, self.proven_code == self.code
+        if outage is None:
+            return ""
+        return outage.diagnosis(self.now, self.settings.max_outage_s, is_proven=is_proven)
+
+    def was_tried_in_vain(self, attempts: Attempts | None) -> bool:
+        """Return whether no group was good since a prompt with these attempts failed. Others are sampled first then."""
+        return attempts is not None and attempts.num_good == self.num_good
+
+    def has_only_suspects(self, active: ActiveLease) -> bool:
+        """Return whether each prompt of this lease's kind that is left to sample has a failed attempt that counts."""
+        leases = [one.lease.prompt for one in self.leases if one.evaluation == active.evaluation]
+        if active.evaluation is not None:
+            evaluation = self.evals.get(active.evaluation)
+            if evaluation is None:
+                return False
+            attempts, left = evaluation.request.attempts, [*evaluation.todo, *(prompt.row for prompt in leases)]
+        elif self.stream.is_at_end:
+            attempts, left = self.attempts, [*self.cursor.requeued, *(prompt.position for prompt in leases)]
+        else:
+            return False
+        return all(one in attempts and attempts[one].failed for one in left)
+
     def stop_diagnosis(self) -> str:
         """Return the reason why the run can't continue; empty if it can."""
-        if self.failures.diagnosis:
-            return self.failures.diagnosis
+        if stop := self.outage_diagnosis:
+            return stop
         if self.filtered_since_step >= self.settings.max_filtered:
             right = self.filtered_right_since_step
             wrong = self.filtered_since_step - right
@@ -454,6 +488,7 @@ class QueueState(PersistedState):
             **self.ledger.as_dict(),
             "eval": self.eval_ledger.as_dict(),
             "outcomes": self.outcomes.as_dict(),
+            "failures": failures_dict(self.failed_places.values()),
         }
 
     def check_totals(self) -> None:
@@ -523,8 +558,14 @@ class QueueState(PersistedState):
         self.attempts.pop(position, None)
         self.stream.curriculum.close_place(position)
 
-    def _requeue_or_exclude(self, position: int, cause: DropCause) -> DropCause:
-        """Requeue a prompt, or exclude it if it has no attempt left.
+    def _note_failed(self, attempts: Attempts, cause: DropCause, *, counts: bool) -> None:
+        if cause == "failed":
+            attempts.num_good = self.num_good
+        if counts:
+            attempts.failed, attempts.failed_at = attempts.failed + 1, self.now
+
+    def _requeue_or_exclude(self, position: int, cause: DropCause, *, counts: bool = True) -> DropCause:
+        """Requeue a prompt, or exclude it if it has no attempt left. ``counts`` as for ``lose_lease``.
 
         Return the cause under which to count its group.
         """
@@ -533,7 +574,7 @@ class QueueState(PersistedState):
             attempts.stale += 1
             final: DropCause = "too_slow" if attempts.stale >= self.settings.max_attempts else cause
         else:
-            attempts.failed += 1
+            self._note_failed(attempts, cause, counts=counts)
             final = "poison" if attempts.failed >= self.settings.max_attempts else cause
         if final == cause:
             self.stream.requeue(position)

@@ -25,6 +25,7 @@ from async_rl.errors import QueueError, StorageFullError, WireError
 from async_rl.net.codec import field, read_as
 from async_rl.net.wire import SAME_VERSION, Frame, Message
 from async_rl.process.package_versions import package_versions
+from async_rl.process.user_code import DIGESTS_FILE
 from async_rl.queue import messages
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import eval_sampling
@@ -42,6 +43,7 @@ from async_rl.queue.messages import (
     BatchPart,
     EvalEntry,
     EvalRow,
+    FailedRollouts,
     LeasesGranted,
     NotReady,
     Ok,
@@ -207,6 +209,8 @@ class Handlers:
         self.run_id, self.learner_gone = request.run_id, False
         self.welcome = pack
         self.state.vocab_size = vocab_size
+        code = b"".join(part for name, part in zip(pack.names, pack.files, strict=True) if name == DIGESTS_FILE)
+        self.state.code = hashlib.sha256(code).hexdigest()
         return Reply(messages.Attached(self.run_id, shared_values(self._config)))
 
     def _vocab_size(self, pack: WelcomePack) -> int | None:
@@ -265,7 +269,7 @@ class Handlers:
     def _on_await_eval(self, request: messages.AwaitEval, message: Message, now: float) -> Deferred:
         def attempt(now: float, last: bool) -> Reply | None:
             reason = learner_requests.eval_wait(self.state, request.lineage)
-            stop = self.state.failures.diagnosis
+            stop = self.state.outage_diagnosis
             return Reply(messages.EvalWait(reason, stop)) if last or stop or not reason else None
 
         return Deferred(_wait_s(message), attempt)
@@ -370,7 +374,8 @@ class Handlers:
         why: dict[str, str] = {}
         for lease_id, payload in zip(lease_ids, parts, strict=True):
             try:
-                verdicts[lease_id], reason = self._receive_group(request.generator_id, lease_id, payload, now)
+                failed = [one for one in request.failed if one.lease_id == lease_id]
+                verdicts[lease_id], reason = self._receive_group(request.generator_id, lease_id, payload, now, failed)
             except StorageFullError:
                 # Send no reply, so that the generator repeats the message. Groups that were stored are duplicates then.
                 generator_requests.renew(self.state, request.generator_id, lease_ids, now)
@@ -390,7 +395,9 @@ class Handlers:
                 "it again", generator_id, entry.quarantined,
             )  # fmt: skip
 
-    def _receive_group(self, generator_id: str, lease_id: str, payload: Frame, now: float) -> tuple[Verdict, str]:
+    def _receive_group(
+        self, generator_id: str, lease_id: str, payload: Frame, now: float, failed: Sequence[FailedRollouts]
+    ) -> tuple[Verdict, str]:
         try:
             group = read_summary(payload)
             if group.lease_id != lease_id:
@@ -400,14 +407,12 @@ class Handlers:
                 )
         except WireError as error:
             return generator_requests.refuse(self.state, generator_id, lease_id, now), str(error)
-        return generator_requests.receive(self.state, generator_id, group, payload, now)
+        return generator_requests.receive(self.state, generator_id, group, payload, now, failed)
 
     def _on_fail(self, request: messages.FailLease, message: Message, now: float) -> Reply:
         lease_id = request.lease_id
-        verdict = generator_requests.fail(
-            self.state, request.generator_id, lease_id, request.cause, now, detail=request.detail, place=request.place
-        )
-        return Reply(messages.ReturnReply({lease_id: verdict}, {lease_id: request.detail}))
+        verdict = generator_requests.fail(self.state, request.generator_id, lease_id, request.failure, now)
+        return Reply(messages.ReturnReply({lease_id: verdict}, {lease_id: request.failure.detail}))
 
     def _on_parity(self, request: messages.AnswerProbe, message: Message, now: float) -> Reply:
         data = request.answer

@@ -242,6 +242,7 @@ class QueueServer:
         self._state.expire(now)
         self._pending.answer(now)
         self._log_damage()
+        self._log_failures()
         self._push_notices()
         self._commit()
         self._flush()
@@ -524,6 +525,11 @@ class QueueServer:
                 "%s: %d groups are damaged; they count as rolled_back, and their prompts are sampled again", file, count
             )
         self._state.damage.clear()
+
+    def _log_failures(self) -> None:
+        for line in self._state.news:
+            logger.warning("%s", line)
+        self._state.news.clear()
 
     def _push_notices(self) -> None:
         """Send generators notices about a new version, the end of the run, and cancelled leases."""

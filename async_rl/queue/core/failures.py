@@ -1,0 +1,260 @@
+"""What follows from failed leases: which count against their prompts, who gets no leases, and when the run stops.
+
+A lease fails if the reward, the environment or the engine raises. The fault may lie with the prompt, with the
+generator's machine, with the user's code, or with a tool that is away for a while. What succeeded meanwhile tells them
+apart:
+
+- A *prompt* is charged a failed attempt only if its generator returned a good group of another prompt since the
+  prompt's last attempt (``counts_against_prompt``). So neither an outage nor a broken machine excludes a prompt.
+- A *generator* whose last ``MAX_FAILED_IN_A_ROW`` leases failed is quarantined. It gets one lease to try again after
+  ``FIRST_PAUSE_S``, and each trial that fails doubles the pause, up to ``LONGEST_PAUSE_S``. A good group ends it.
+- If all generators are quarantined in this way, the *run is paused* (``Outage``). The first good group ends the pause
+  for all of them. A pause of ``queue.max_outage_s`` stops the run.
+- Before the first good group since the user's code changed, the same failure of all generators is a mistake in the
+  code or the config, and stops the run at once. A *transient* failure (``process.transient``: a connection, a
+  time-out) does not, because a tool may start later than the run.
+
+All times are in seconds of the queue's clock. A restarted queue server knows the attempts, and forgets who is
+quarantined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from async_rl.queue.messages import Failure, FailureCause
+
+MAX_FAILED_IN_A_ROW = 8
+"""A generator is quarantined after this many failed leases without a good group in between."""
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+"""The first and the longest time between two trials of a quarantined generator."""
+TRANSIENT_WAIT_S = 300.0
+"""Where only prompts are left that failed while others succeeded, a transient failure of one of them counts as a failed
+attempt if the last one that counts is so long ago. Else the last prompt of a data set, whose tool never answers, would
+stop the run."""
+_MAX_PLACES = 20
+_MAX_ROWS = 100
+_WHAT: Mapping[FailureCause, str] = {
+    "reward_error": "the reward", "environment_error": "the environment", "engine_error": "the engine",
+    "prompt_too_long": "the prompt",
+}  # fmt: skip
+
+
+def describe(failure: Failure) -> str:
+    """Return what failed and why, as a part of a sentence: "the reward failed: KeyError: 'x' (r.py, line 3, in f)"."""
+    return f"{_WHAT[failure.cause]} failed: {failure.detail}"
+
+
+class Attempts(msgspec.Struct):
+    """The numbers of failed and of late attempts to sample a prompt.
+
+    A prompt with ``queue.max_attempts`` failed attempts is excluded under the cause ``poison``. A prompt with as many
+    late attempts is excluded under the cause ``too_slow``.
+
+    Attributes:
+        failed: the failed attempts that count.
+        stale: the late attempts.
+        num_good: the queue's number of good groups when the last attempt failed; -1 if none failed.
+        failed_at: the time of the last failed attempt that counts.
+    """
+
+    failed: int = 0
+    stale: int = 0
+    num_good: int = -1
+    failed_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Failing:
+    """The leases of one generator that failed since its last good group.
+
+    Attributes:
+        count: their number.
+        num_equal: the number of the last ones that failed at the same place.
+        since: the time at which the first of them failed.
+        last: why the last one failed.
+        retry_at: the time from which the generator may try a lease; None if it is not quarantined.
+        trial: the id of the lease that it tries; empty if none.
+        pause_s: the pause before the next trial.
+        is_due: whether ``retry_at`` has passed, so that waiting requests were tried again.
+    """
+
+    count: int = 0
+    num_equal: int = 0
+    since: float = 0.0
+    last: Failure | None = None
+    retry_at: float | None = None
+    trial: str = ""
+    pause_s: float = FIRST_PAUSE_S
+    is_due: bool = False
+
+    def add(self, failure: Failure, lease_id: str, now: float) -> bool:
+        """Add a failed lease. Return whether it puts the generator into quarantine."""
+        is_equal = self.last is not None and (self.last.cause, self.last.place) == (failure.cause, failure.place)
+        self.num_equal = self.num_equal + 1 if is_equal else 1
+        self.since = self.since if self.count else now
+        self.count, self.last = self.count + 1, failure
+        if self.retry_at is None:
+            if self.count < MAX_FAILED_IN_A_ROW:
+                return False
+            self.retry_at, self.is_due = now + self.pause_s, False
+            return True
+        if lease_id == self.trial:
+            self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+            self.retry_at, self.trial, self.is_due = now + self.pause_s, "", False
+        return False
+
+    def may_try(self, now: float, *, is_trial_open: bool) -> bool:
+        """Return whether a quarantined generator may have a lease. ``is_trial_open``: ``trial`` has not ended."""
+        if self.trial and not is_trial_open:
+            self.trial = ""  # it ended without a result: expired, or its learner is gone
+        return self.retry_at is not None and now >= self.retry_at and not self.trial
+
+    def try_now(self, now: float) -> None:
+        """Let a quarantined generator try a lease at once, because another one that had failed has succeeded."""
+        if self.retry_at is not None and not self.trial:
+            self.retry_at, self.is_due = min(self.retry_at, now), False
+
+    @property
+    def is_mistake(self) -> bool:
+        """Whether all ``MAX_FAILED_IN_A_ROW`` last leases failed at the same place, and not by a transient failure."""
+        return self.num_equal >= MAX_FAILED_IN_A_ROW and self.last is not None and not self.last.is_transient
+
+    def line(self, now: float) -> str:
+        """Return why the generator is quarantined and when it tries again, as text; empty if it is not."""
+        if self.retry_at is None or self.last is None:
+            return ""
+        again = "a lease is being tried" if self.trial else f"tried again in {max(0.0, self.retry_at - now):.0f} s"
+        return f"its last {self.count} leases failed, in the end because {describe(self.last)}; {again}"
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """The state of a run in which every generator is quarantined because its leases fail.
+
+    Attributes:
+        since: the time since which all of them fail.
+        retry_at: the time of the next trial.
+        last: why the newest of their leases failed.
+        generator_id: the generator of that lease.
+        is_mistake: whether all fail as a mistake in the user's code fails.
+    """
+
+    since: float
+    retry_at: float
+    last: Failure
+    generator_id: str
+    is_mistake: bool
+
+    def line(self, now: float, max_s: float) -> str:
+        """Return what the run waits for, as text."""
+        again = max(0.0, self.retry_at - now)
+        return (
+            f"the run is paused because every lease fails, for {now - self.since:.0f} s so far: {describe(self.last)} "
+            f"(generator {self.generator_id!r}; tried again in {again:.0f} s; the run stops after "
+            f"queue.max_outage_s = {max_s:g} s)"
+        )
+
+    def diagnosis(self, now: float, max_s: float, *, is_proven: bool) -> str:
+        """Return the reason why the run stops; empty if it goes on.
+
+        ``is_proven`` says whether a group was good since the user's code changed.
+        """
+        log = f"the log of generator {self.generator_id!r} has the traceback"
+        remedy = f"Correct the cause, then run the same command again; {log}"
+        if self.is_mistake and not is_proven:
+            what = _WHAT[self.last.cause]
+            return (
+                f"{what} failed {MAX_FAILED_IN_A_ROW} times in a row with the same error, and never succeeded: "
+                f"{self.last.detail}. {remedy}"
+            )
+        if now - self.since < max_s:
+            return ""
+        return f"every lease failed for {now - self.since:.0f} s (queue.max_outage_s): {describe(self.last)}. {remedy}"
+
+
+def outage_of(failing: Mapping[str, Failing]) -> Outage | None:
+    """Return the outage if all generators that may sample are quarantined because their leases fail, else None.
+
+    ``failing`` has the failures of these generators by id.
+    """
+    if not failing or any(one.retry_at is None for one in failing.values()):
+        return None
+    newest = max(failing, key=lambda generator_id: failing[generator_id].since)
+    last = failing[newest].last
+    assert last is not None
+    return Outage(
+        since=failing[newest].since,
+        retry_at=min(one.retry_at for one in failing.values() if one.retry_at is not None),
+        last=last,
+        generator_id=newest,
+        is_mistake=all(one.is_mistake for one in failing.values()),
+    )
+
+
+def counts_against_prompt(
+    attempts: Attempts, generators_last_good: int, failure: Failure, now: float, *, only_suspects: bool
+) -> bool:
+    """Return whether a lease that failed counts as a failed attempt of its prompt.
+
+    It does if its generator had a good group since the prompt's last attempt. If ``only_suspects``, no other group can
+    be good, so it counts as well; a transient failure only if the last one is ``TRANSIENT_WAIT_S`` ago.
+
+    Args:
+        attempts: the prompt's attempts before this one.
+        generators_last_good: the number that the generator's last good group has among all good groups; 0 if it has
+            returned none.
+        only_suspects: whether each prompt that is left to sample has a failed attempt that counts.
+    """
+    if generators_last_good > max(attempts.num_good, 0):
+        return True
+    return only_suspects and (not failure.is_transient or now - attempts.failed_at >= TRANSIENT_WAIT_S)
+
+
+class FailedPlace(msgspec.Struct):
+    """The rollouts that failed at one place of the code.
+
+    Attributes:
+        cause: what failed.
+        detail: the last exception as text, with its place.
+        rollouts: their number.
+        rows: the rows of the training data whose rollouts they were, at most 100.
+        eval_rows: the same for the rows of evaluations, as "<set>:<row>".
+    """
+
+    cause: FailureCause
+    detail: str
+    rollouts: int = 0
+    rows: list[int] = []
+    eval_rows: list[str] = []
+
+
+def add_failed(places: dict[str, FailedPlace], failure: Failure, rollouts: int, row: int | str) -> bool:
+    """Count failed rollouts in ``places``, by the place of the failure. Return whether the place is new.
+
+    Of more than 20 places, the last one has the rest.
+
+    Args:
+        row: their row of the training data, or "<set>:<row>" of an evaluation.
+    """
+    key = failure.place
+    if key not in places and len(places) >= _MAX_PLACES:
+        key = "other places"
+    is_new = key not in places
+    place = places.setdefault(key, FailedPlace(failure.cause, failure.detail))
+    place.cause, place.detail = failure.cause, failure.detail
+    place.rollouts += rollouts
+    rows: list[Any] = place.rows if isinstance(row, int) else place.eval_rows
+    if row not in rows and len(rows) < _MAX_ROWS:
+        rows.append(row)
+    return is_new
+
+
+def failures_dict(places: Iterable[FailedPlace]) -> list[dict[str, Any]]:
+    """Return failed places for ``ledger.json`` and ``async-rl status``, the most frequent first, as plain data."""
+    return [msgspec.structs.asdict(place) for place in sorted(places, key=lambda place: -place.rollouts)]

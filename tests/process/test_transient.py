@@ -1,0 +1,79 @@
+"""Failures that may pass by themselves, as Python and the usual client libraries raise them."""
+
+import errno
+import socket
+import urllib.error
+import urllib.request
+from email.message import Message
+
+import httpx
+import pytest
+import requests
+
+from async_rl.process.transient import is_transient
+
+
+def raised(call: object) -> BaseException:
+    with pytest.raises(Exception) as caught:  # noqa: PT011 any exception is what the test asks about
+        call()  # type: ignore[operator]
+    return caught.value
+
+
+def closed_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def test_a_service_that_refuses_is_transient_whatever_library_asks():
+    url = f"http://127.0.0.1:{closed_port()}/"
+    for call in (urllib.request.urlopen, requests.get, httpx.get):
+        assert is_transient(raised(lambda call=call: call(url))), call
+
+
+def test_a_service_that_never_answers_is_transient():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+        assert is_transient(raised(lambda: requests.get(url, timeout=0.05)))
+        assert is_transient(raised(lambda: httpx.get(url, timeout=0.05)))
+        assert is_transient(raised(lambda: urllib.request.urlopen(url, timeout=0.05)))
+
+
+def with_status(code: int) -> list[BaseException]:
+    response = httpx.Response(code, request=httpx.Request("GET", "http://a"))
+    old = requests.Response()
+    old.status_code = code
+    return [
+        raised(response.raise_for_status),
+        raised(old.raise_for_status),
+        urllib.error.HTTPError("http://a", code, "no", Message(), None),
+    ]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(503, True), (500, True), (429, True), (404, False), (400, False)])
+def test_an_http_reply_is_transient_by_its_status(code: int, expected: bool):
+    for error in with_status(code):
+        assert is_transient(error) == expected, type(error)
+
+
+def test_the_users_own_exception_is_transient_if_a_transient_one_led_to_it():
+    def wrapped(*, hidden: bool) -> None:
+        try:
+            raise ConnectionResetError("gone")
+        except ConnectionResetError as error:
+            if hidden:
+                raise ValueError("tool failed") from None
+            raise ValueError("tool failed") from error
+
+    assert is_transient(raised(lambda: wrapped(hidden=False)))
+    assert not is_transient(raised(lambda: wrapped(hidden=True)))
+
+
+def test_mistakes_are_not_transient():
+    mistakes = (KeyError("x"), ValueError("1"), FileNotFoundError(errno.ENOENT, "no"), MemoryError(), SystemExit(500))
+    assert [error for error in mistakes if is_transient(error)] == []
+
+
+def test_networks_and_names_that_are_away_are_transient():
+    away = (OSError(errno.EHOSTUNREACH, "no route"), socket.gaierror("unknown"), TimeoutError(), BrokenPipeError())
+    assert all(map(is_transient, away))
