@@ -102,10 +102,10 @@ def test_a_run_with_rewards_of_the_user_s_own_over_a_table(tmp_path: Path):
 @pytest.mark.slow
 def test_a_reward_that_always_fails_stops_the_run_with_its_own_error_and_the_corrected_one_goes_on(tmp_path: Path):
     source = tmp_path / "my_rewards.py"
-    # It fails only after many calls, so that the trial before the start finds nothing.
+    # It does not fail in the trial before the start, which finds nothing.
     source.write_text(
-        "calls = []\ndef right(item):\n    calls.append(item)\n"
-        "    return len(calls) < 8 or item.reward_data['answer']\n"
+        "import sys\nIS_TRIAL = 'async_rl.launch.user_code_trial' in sys.orig_argv\ndef right(item):\n"
+        "    return IS_TRIAL or item.reward_data['answer']\n"
     )
     config = tiny_config(
         tmp_path,
@@ -121,7 +121,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_own_error_and_the_cor
         failed = start("failed", "launch", str(path))
         assert failed.wait() == 1
         expected = (
-            f"KeyError: 'answer' ({source}, line 4, in right: return len(calls) < 8 or item.reward_data['answer'])"
+            f"KeyError: 'answer' ({source}, line 4, in right: return IS_TRIAL or item.reward_data['answer'])"
         )
         assert f"the reward failed 8 times in a row with the same error, and never succeeded: {expected}" in failed.log
         assert "Traceback" not in failed.log
