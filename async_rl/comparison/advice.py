@@ -194,6 +194,8 @@ def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
             f"Lower queue.max_staleness below {bound}, or lower optimizer.lr.",
             (f"The effective sample size is only {ess:.3f}: the data is too old for this learning rate.",),
         )
+    if waits := _slow_scores(summaries):
+        return waits
     if overlap is not None and overlap < _LOW_OVERLAP:
         return Advice(
             f"Try a queue.max_staleness above {bound}.",
@@ -217,6 +219,26 @@ def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
     return Advice(
         f"Nothing speaks against queue.max_staleness = {bound}.",
         ("Compare it with other bounds: only that shows whether another one is faster.",),
+    )
+
+
+def _slow_scores(summaries: Sequence[RunSummary]) -> Advice | None:
+    """Return the advice for runs whose generators wait mostly for rewards or environments; None for others."""
+    grading = _mean(summary.idle_grading for summary in summaries) or 0.0
+    environment = _mean(summary.idle_environment for summary in summaries) or 0.0
+    if max(grading, environment) <= _IDLE:
+        return None
+    if grading >= environment:
+        return Advice(
+            "Make the reward faster: the staleness bound is not what holds this run up.",
+            (
+                f"Generators wait for scores {grading:.0%} of the time. An async reward function scores many answers "
+                f"at once, and several generators grade side by side (docs/rewards.md).",
+            ),
+        )
+    return Advice(
+        "Make the environment or its tools faster, or play more rollouts at once (generator.batch_size).",
+        (f"Generators wait for environments {environment:.0%} of the time.",),
     )
 
 

@@ -64,6 +64,8 @@ class RunSummary:
         overlap: mean of ``overlap/efficiency``, weighted by time.
         idle_learner: share of time in which the learner waited for groups.
         idle_generators: share of time in which generators decoded nothing.
+        idle_grading: share of time in which generators decoded nothing and waited for scores.
+        idle_environment: share of time in which they decoded nothing and waited for environments.
         staleness_mean: mean staleness of trained tokens, in versions.
         staleness_max: staleness of the oldest trained token, in versions.
         ess: mean normalised effective sample size, in (0, 1].
@@ -88,6 +90,8 @@ class RunSummary:
     overlap: float | None
     idle_learner: float | None
     idle_generators: float | None
+    idle_grading: float | None
+    idle_environment: float | None
     staleness_mean: float | None
     staleness_max: float | None
     ess: float | None
@@ -144,6 +148,8 @@ def summarise(path: Path) -> RunSummary:
         overlap=_mean(warm, "overlap/efficiency", "time/step_s"),
         idle_learner=_mean(warm, "idle/learner", "time/step_s"),
         idle_generators=_mean(warm, "idle/generators", "time/step_s"),
+        idle_grading=_mean(warm, "idle/grading", "time/step_s"),
+        idle_environment=_mean(warm, "idle/environment", "time/step_s"),
         staleness_mean=_mean(warm, "staleness/mean", "tokens/trained"),
         staleness_max=max((row["staleness/max"] for row in warm if row.get("staleness/max") is not None), default=None),
         ess=_mean(warm, "ratio/ess", "tokens/trained"),

@@ -244,6 +244,12 @@ class RewardConfig(Section):
         description="Maximum processor seconds for comparing one answer, and maximum wall-clock seconds for one call "
         "of your own async reward.",
     )
+    max_call_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds for which a running call of a reward keeps its leases alive. A call that takes longer is "
+        "taken to hang: its leases expire, and their prompts are sampled again.",
+    )
     code: CodeRewardConfig = Field(default=CodeRewardConfig(), description="How programs are run and judged.")
     judge: JudgeConfig = Field(default=JudgeConfig(), description="The language model that judges answers.")
 

@@ -108,10 +108,10 @@ class EnvironmentPool:
         """The ids of the processes that play a rollout now."""
         return [process.pid for process in self._processes.values()]
 
-    def is_starting(self, key: str) -> bool:
-        """Return whether the rollout ``key`` is in the first reset of its process."""
+    def is_working(self, key: str) -> bool:
+        """Return whether the rollout ``key`` waits for its process, which has a time limit."""
         process = self._processes.get(key)
-        return process is not None and process.is_new
+        return process is not None and process.deadline_s is not None
 
     def start(self, key: str, start: Mapping[str, Any]) -> None:
         """Begin the rollout ``key``. ``start`` has the fields of the message ``start``, which ``child`` lists.

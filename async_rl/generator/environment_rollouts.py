@@ -174,8 +174,8 @@ class EnvironmentRollouts:
     def progress(self) -> dict[str, int]:
         """Return for each lease id a count that grows while the lease makes progress.
 
-        The count also grows while a turn waits for a slot and the backend samples other sequences, and during the first
-        reset of a process, which has a time limit of its own.
+        The count also grows while a turn waits for a slot and the backend samples other sequences, and while a process
+        works, which has a time limit of its own.
         """
         sampled = self._backend.progress()
         moved = self._num_steps > self._steps_at_progress
@@ -184,7 +184,7 @@ class EnvironmentRollouts:
         for lease_id, open_lease in self._leases.items():
             tokens = [sampled.get(r.request_id, 0) for r in open_lease.rollouts.values() if r.request_id is not None]
             open_lease.progress += int(moved and 0 in tokens) + int(
-                any(map(self._pool.is_starting, open_lease.rollouts))
+                any(map(self._pool.is_working, open_lease.rollouts))
             )
             progress[lease_id] = open_lease.progress + sum(tokens)
         return progress

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from async_rl.config.config import Config
 from async_rl.errors import QueueError
@@ -168,6 +168,7 @@ class Worker:
         self._queue = queue
         self._receiver = receiver
         self._backend = backend
+        self._grader, self._max_call_s = grader, config.reward.max_call_s
         single = SingleTurnRollouts(backend, grader, truncates=config.data.on_long_prompt == "truncate")
         rollouts: Rollouts = single if environment is None else environment
         self._rollouts = rollouts if teachers is None else TaughtRollouts(rollouts, teachers)
@@ -176,7 +177,7 @@ class Worker:
         self._wait_s = wait_s
         self._clock = clock
         self._leases = ActiveLeases()
-        self._activity = Activity(clock)
+        self._activity = Activity(clock, pending="grading" if environment is None else "environment")
         # Eval and training groups differ in size. Expect the next lease to be like the last one.
         self._expected_group_size = config.sampling.group_size
         self._announced: Announcement | None = None
@@ -400,17 +401,28 @@ class Worker:
         if now_s < self._heartbeat_at_s:
             return
         self._heartbeat_at_s = now_s + HEARTBEAT_S
-        # Leases must outlive a scorer's absence, so a heartbeat that waits for one counts as work.
-        self._num_waits += any(scorer.num_waiting for scorer in self._scorers)
+        # Leases must outlive a scorer's absence and a slow reward, so a heartbeat that waits for one counts as work.
+        is_grading = 0.0 < self._grader.longest_call_s < self._max_call_s
+        self._num_waits += is_grading or any(scorer.num_waiting for scorer in self._scorers)
         work = self._backend.num_tokens + self._num_graded + self._num_waits
         progress = self._leases.progress(self._rollouts.progress(), work, is_paused=self._is_paused)
-        trouble = self._receiver_trouble or self._scorer_trouble
+        trouble = self._receiver_trouble or self._scorer_trouble or self._slow_call
         self._queue.heartbeat(progress, self._activity.stats(self._backend, self._counters()), trouble)
 
     @property
     def _scorer_trouble(self) -> str:
         """Why grading waits for a scorer; empty if it does not, or if the cause is not known."""
         return next((scorer.trouble for scorer in self._scorers if scorer.trouble), "")
+
+    @property
+    def _slow_call(self) -> str:
+        """That a call of the reward runs for long; empty if none does."""
+        longest_s, limit_s = self._grader.longest_call_s, self._max_call_s
+        if longest_s <= WATCHDOG_S:
+            return ""
+        if longest_s < limit_s:
+            return f"a call of the reward has run for more than {WATCHDOG_S:.0f} s (limit: reward.max_call_s)"
+        return f"a call of the reward has run for more than reward.max_call_s = {limit_s:g} s: its leases expire"
 
     def _handle_events(self) -> None:
         now_s = self._clock()
@@ -465,9 +477,16 @@ class Worker:
                 f"{self._queue.silent_s:.0f} s; {cause}"
             )
         is_running = self._is_paused or self._backend.num_running > 0
+        self._activity.elapse(
+            is_running=is_running,
+            is_pending=self._rollouts.num_pending > 0,
+            awaits_weights=self._announced is None or self._is_transferring,
+        )
+        self._activity.warn_of(self._generator_id, self._slow_call)
         self._activity.check_idle(self._generator_id, is_running=is_running, awaited=self._awaited)
 
     def _awaited(self) -> str:
+        """Return what the generator waits for, as text."""
         if self._announced is None:
             return "the learner's first announcement"
         if self._is_transferring:
@@ -479,14 +498,26 @@ class Worker:
             )
         if self._scorer_trouble:
             return f"a scorer ({self._scorer_trouble})"
+        if self._rollouts.num_pending:
+            what = "the environments" if self._activity.pending == "environment" else "the reward"
+            return f"{what} ({self._rollouts.num_pending} answers)"
         return f"a lease ({self._queue_reason or 'the queue gave no reason'})"
+
+
+Pending = Literal["grading", "environment"]
+"""What rollouts that the backend does not sample wait for."""
 
 
 class Activity:
     """Counts the work and the idle time of one generator for its heartbeats. ``clock`` returns the time in seconds."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], pending: Pending = "grading") -> None:
+        self.pending: Pending = pending
         self._clock = clock
+        self._elapsed_to_s = clock()
+        self._waited_s = {"grading": 0.0, "environment": 0.0}
+        self._idle_s = {"grading": 0.0, "environment": 0.0, "weights": 0.0, "leases": 0.0}
+        self._warned_of = ""
         self._started_s = self._idle_since_s = clock()
         self._busy_s = self._busy_sequence_s = self._pause_s = 0.0
         self._num_activations = 0
@@ -502,6 +533,28 @@ class Activity:
         self._pause_s += pause_s
         self._num_activations += 1
 
+    def elapse(self, *, is_running: bool, is_pending: bool, awaits_weights: bool) -> None:
+        """Count the time since the last call by what the generator did in it.
+
+        Args:
+            is_running: whether sequences are running.
+            is_pending: whether rollouts wait for ``pending``.
+            awaits_weights: whether the generator can't sample because it waits for a version of the weights.
+        """
+        now_s = self._clock()
+        passed_s, self._elapsed_to_s = now_s - self._elapsed_to_s, now_s
+        if is_pending:
+            self._waited_s[self.pending] += passed_s
+        if not is_running:
+            awaited = self.pending if is_pending else "weights" if awaits_weights else "leases"
+            self._idle_s[awaited] += passed_s
+
+    def warn_of(self, generator_id: str, problem: str) -> None:
+        """Log a problem when it begins."""
+        if problem and problem != self._warned_of:
+            logger.warning("generator %s: %s", generator_id, problem)
+        self._warned_of = problem
+
     def stats(self, backend: Backend, counters: Mapping[str, int]) -> GeneratorStats:
         """Return what has been counted since this object was created, as the record for a heartbeat."""
         return GeneratorStats(
@@ -510,6 +563,12 @@ class Activity:
             busy_s=self._busy_s,
             busy_sequence_s=self._busy_sequence_s,
             pause_s=self._pause_s,
+            grading_s=self._waited_s["grading"],
+            environment_s=self._waited_s["environment"],
+            idle_grading_s=self._idle_s["grading"],
+            idle_environment_s=self._idle_s["environment"],
+            idle_weights_s=self._idle_s["weights"],
+            idle_leases_s=self._idle_s["leases"],
             num_activations=self._num_activations,
             num_tokens=backend.num_tokens,
             counters=dict(counters),

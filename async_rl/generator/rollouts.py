@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -390,6 +391,11 @@ class Grader(Protocol):
         """The number of samples that are being scored, or are scored but not collected."""
         ...
 
+    @property
+    def longest_call_s(self) -> float:
+        """For how many seconds the oldest running call of the reward runs; 0 if none does."""
+        ...
+
     def submit(self, lease: Lease, sample: Sampled) -> None: ...
 
     def collect(self) -> list[Graded]:
@@ -453,6 +459,8 @@ class ThreadGrader:
         self._todo: queue.SimpleQueue[tuple[Lease, list[Sampled]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Graded] = queue.SimpleQueue()
         self._num_pending = 0
+        self._began_s: dict[int, float] = {}
+        """When the running calls began, by the id of their thread."""
         self._threads = [threading.Thread(target=self._run, name="grading", daemon=True) for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()
@@ -460,6 +468,11 @@ class ThreadGrader:
     @property
     def num_pending(self) -> int:
         return self._num_pending
+
+    @property
+    def longest_call_s(self) -> float:
+        began_s = list(self._began_s.values())
+        return max(0.0, time.monotonic() - min(began_s)) if began_s else 0.0
 
     def submit(self, lease: Lease, sample: Sampled) -> None:
         samples = [sample]
@@ -510,5 +523,7 @@ class ThreadGrader:
 
     def _run(self) -> None:
         while (item := self._todo.get()) is not None:
+            self._began_s[threading.get_ident()] = time.monotonic()
             for graded in _graded(self._reward, *item, self._decode, self._max_abs):
                 self._done.put(graded)
+            del self._began_s[threading.get_ident()]

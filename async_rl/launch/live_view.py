@@ -25,7 +25,15 @@ from async_rl.launch.status import ask_status, awaited_by, generator_troubles
 from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
 from async_rl.run.directory import RunDir
-from async_rl.run.progress import RunProgress, duration, eval_lines, is_step_row, number_text, step_line
+from async_rl.run.progress import (
+    RunProgress,
+    duration,
+    eval_lines,
+    generator_waits,
+    is_step_row,
+    number_text,
+    step_line,
+)
 from async_rl.run.step_log import Row, StepLogTail
 from async_rl.terminal import visible, visible_values
 
@@ -221,8 +229,11 @@ class LiveView:
         table.add_row("queue", self._queue_text(row))
         trained, generated = (row.get(f"throughput/{side}_tokens_per_s") for side in ("trained", "generated"))
         table.add_row("tokens/s", f"trained {number_text(trained)}, generated {number_text(generated)}")
+        waits = generator_waits(row)
         table.add_row(
-            "idle", f"learner {_share(row.get('idle/learner'))}, generators {_share(row.get('idle/generators'))}"
+            "idle",
+            f"learner {_share(row.get('idle/learner'))}, generators {_share(row.get('idle/generators'))}"
+            + (f" ({waits})" if waits else ""),
         )
 
     def _queue_text(self, row: Row) -> str:

@@ -262,11 +262,18 @@ class StepClock:
         # ``each_s`` is the average time between the two readings of one generator.
         each_s = (now.wall_s - before.wall_s) / len(alive_generators)
         generate = (now.busy_sequence_s - before.busy_sequence_s) / (now.max_running * each_s) * wall
+
+        def share(name: str) -> float:
+            return min(max((getattr(now, name) - getattr(before, name)) / (now.wall_s - before.wall_s), 0.0), 1.0)
+
         activations = now.num_activations - before.num_activations
         return {
             "idle/generators": min(max(1.0 - (now.busy_s - before.busy_s) / (now.wall_s - before.wall_s), 0.0), 1.0),
             "throughput/generated_tokens_per_s": (now.num_tokens - before.num_tokens) / each_s,
             "time/pause_s": (now.pause_s - before.pause_s) / activations if activations else 0.0,
             "time/generate_s": generate,
+            "time/grading_s": (now.grading_s - before.grading_s) / (now.wall_s - before.wall_s) * wall,
+            "time/environment_s": (now.environment_s - before.environment_s) / (now.wall_s - before.wall_s) * wall,
+            **{f"idle/{cause}": share(f"idle_{cause}_s") for cause in ("grading", "environment", "weights", "leases")},
             "overlap/efficiency": max(generate, learner_busy) / wall,
         }

@@ -119,6 +119,12 @@ class GeneratorStats(msgspec.Struct, frozen=True):
         busy_s: the time in which it sampled.
         busy_sequence_s: the sum, over all sequences, of the time in which each was sampled.
         pause_s: the time in which it paused to activate versions.
+        grading_s: the time in which at least one answer waited for its score.
+        environment_s: the time in which at least one rollout waited for its environment.
+        idle_grading_s: the part of ``grading_s`` in which it sampled nothing.
+        idle_environment_s: the part of ``environment_s`` in which it sampled nothing.
+        idle_weights_s: the time in which it sampled nothing and waited for a version of the weights.
+        idle_leases_s: the time in which it sampled nothing and waited for a lease.
         num_activations: the number of activated versions.
         num_tokens: the number of sampled tokens.
         counters: the counts of its rewards, by name (``Reward.counters``).
@@ -129,6 +135,12 @@ class GeneratorStats(msgspec.Struct, frozen=True):
     busy_s: float = 0.0
     busy_sequence_s: float = 0.0
     pause_s: float = 0.0
+    grading_s: float = 0.0
+    environment_s: float = 0.0
+    idle_grading_s: float = 0.0
+    idle_environment_s: float = 0.0
+    idle_weights_s: float = 0.0
+    idle_leases_s: float = 0.0
     num_activations: int = 0
     num_tokens: int = 0
     counters: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_COUNTERS)] = {}

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _COLORS = {"reward": "#0072b2", "accuracy": "#009e73", "staleness": "#d55e00", "speed": "#000000", "ess": "#e69f00"}
 _IDLE = {"idle/learner": ("learner", "#0072b2"), "idle/generators": ("generators", "#cc79a7")}
+_WAITS = {"idle/grading": ("generators, for grading", "#e69f00"), "idle/environment": ("for environments", "#009e73")}
+_SHOWN_WAIT = 0.05
 _EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
@@ -166,6 +168,9 @@ def draw_figure(run_dir: RunDir, rows: Sequence[Row]) -> Figure:
         speed.plot([], [], color="0.4", linewidth=0.8, linestyle="--", label="restart")
     for key, (label, color) in _IDLE.items():
         _draw_mean(idle, rows, key, color, label)
+    for key, (label, color) in _WAITS.items():
+        if max((row.get(key) or 0.0 for row in rows), default=0.0) >= _SHOWN_WAIT:
+            _draw_mean(idle, rows, key, color, label)
     idle.set(ylabel="idle share of the time", ylim=(-0.02, 1.08))
     _draw_mean(ess, rows, "ratio/ess", _COLORS["ess"], "of each step")
     # The range begins at 0.98 or below, so that rounding errors of a healthy run don't look like changes.

@@ -209,6 +209,9 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "time/checkpoint_write_s": "Seconds from the beginning of a checkpoint until its files were written, in the "
         "row of the step in which it was committed.",
         "time/generate_s": "Busy sequence-seconds of all generators divided by the sequences that fit, per step.",
+        "time/grading_s": "Seconds of the step in which a generator had answers that waited for their score; mean over "
+        "the generators. Other answers may have been sampled meanwhile.",
+        "time/environment_s": "The same for rollouts that waited for their environments.",
         "time/gather_s": "Seconds in which the learner gathered the newest version and copied it to the host; a part "
         "of time/publish_s.",
         "time/transfer_s": "Seconds of the newest transfer of a version that has ended. Nobody waits for it.",
@@ -221,6 +224,12 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "learner_sampled/tokens": "Number of tokens that they sampled in these groups.",
         "idle/generators": "Share of the step's time in which generators decoded nothing; ranks of the learner that "
         "sample count, also while they train.",
+        "idle/grading": "Share of the generators' time in which they decoded nothing and waited for scores. This and "
+        "the next three add up to idle/generators, but for pauses and what happens between decode steps.",
+        "idle/environment": "Share in which they decoded nothing and waited for environments.",
+        "idle/weights": "Share in which they decoded nothing and waited for a version of the weights.",
+        "idle/leases": "Share in which they decoded nothing and had no lease: the queue is full (the staleness bound), "
+        "or grants none.",
         "overlap/efficiency": "Busy seconds per step of the busier side (time/generate_s, or the learner's) divided "
         "by time/step_s; 1 is perfect overlap.",
         "throughput/trained_tokens_per_s": "Trained tokens per second.",

@@ -16,6 +16,9 @@ ETA_STEPS = 20
 
 logger = logging.getLogger(__name__)
 
+_WAITS = {"grading": "for grading", "environment": "for environments", "weights": "for weights", "leases": "for leases"}
+"""What generators wait for while they decode nothing, as text, by the metrics' names below ``idle/``."""
+_SHOWN_WAIT = 0.05
 _GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
 
 
@@ -80,6 +83,12 @@ class RunProgress:
         return (last_s - first_s) / (last_step - first_step) * max(0, self.num_steps - last_step)
 
 
+def generator_waits(row: Row) -> str:
+    """Return what the generators waited for while they were idle, as in "60% for grading, 5% for leases"."""
+    shares = {words: row.get(f"idle/{cause}") or 0.0 for cause, words in _WAITS.items()}
+    return ", ".join(f"{share:.0%} {words}" for words, share in shares.items() if share >= _SHOWN_WAIT)
+
+
 def is_step_row(row: Row) -> bool:
     """Return whether ``row`` of ``metrics.jsonl`` is about an optimizer step. All other rows are about evaluations."""
     return "version" in row and "tokens/trained" in row
@@ -134,6 +143,8 @@ def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
     idle = [
         f"{who} {row[f'idle/{who}']:.0%}" for who in ("learner", "generators") if row.get(f"idle/{who}") is not None
     ]
+    if idle and (waits := generator_waits(row)):
+        idle[-1] += f" ({waits})"
     parts += [f"idle {', '.join(idle)}"] if idle else []
     parts += [f"ETA {duration(eta_s)}"] if eta_s is not None else []
     return " | ".join(parts)

@@ -120,9 +120,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_own_error_and_the_cor
     with roles(tmp_path / "logs") as start:
         failed = start("failed", "launch", str(path))
         assert failed.wait() == 1
-        expected = (
-            f"KeyError: 'answer' ({source}, line 4, in right: return IS_TRIAL or item.reward_data['answer'])"
-        )
+        expected = f"KeyError: 'answer' ({source}, line 4, in right: return IS_TRIAL or item.reward_data['answer'])"
         assert f"the reward failed 8 times in a row with the same error, and never succeeded: {expected}" in failed.log
         assert "Traceback" not in failed.log
         source.write_text("def right(item):\n    return float(item.reward_data['gt_answer'] in item.text)\n")

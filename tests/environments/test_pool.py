@@ -204,7 +204,7 @@ def test_settings_that_are_no_json_are_refused_by_their_key():
 def test_the_first_reset_of_a_process_has_a_limit_of_its_own():
     with driving(first_reset_timeout_s=3 * TIMEOUT_S) as driver:
         driver.start("a", reset="sleep")
-        assert driver.pool.is_starting("a")
+        assert driver.pool.is_working("a")
         driver.pass_time()
         assert driver.pool.poll() == []
         driver.pass_time()
@@ -214,7 +214,7 @@ def test_the_first_reset_of_a_process_has_a_limit_of_its_own():
         )
         driver.start("b")
         driver.next("b")
-        assert not driver.pool.is_starting("b")
+        assert not driver.pool.is_working("b")  # it waits for the model
         driver.order("b", "stop")
         driver.start("c", reset="sleep")  # in the process that has played b, where everything is imported
         driver.pass_time()

@@ -82,7 +82,6 @@ class FakeQueue:
         self.failed_rollouts: list[tuple[str, str, int]] = []
         self.heartbeats: list[tuple[dict[str, int], GeneratorStats]] = []
         self.troubles: list[str] = []
-        self.troubles: list[str] = []
         self.timeouts: list[float] = []
 
     def request_leases(self, lineage: str, version: int, max_leases: int, wait_s: float) -> None:
@@ -93,7 +92,6 @@ class FakeQueue:
 
     def heartbeat(self, progress: dict[str, int], stats: GeneratorStats, trouble: str) -> None:
         self.heartbeats.append((progress, stats))
-        self.troubles.append(trouble)
         self.troubles.append(trouble)
 
     def return_group(self, group: Group, failed: Mapping[Failure, int]) -> None:
@@ -147,6 +145,7 @@ class Scene:
         device: Device | None = None,
         scorers: Sequence[AsksScorers] = (),
         grader: Grader | None = None,
+        reward: dict[str, Any] | None = None,
         **generator: Any,
     ) -> None:
         section = {"backend": "fake", "batch_size": 4} | generator
@@ -157,6 +156,7 @@ class Scene:
             "generator": section,
             "experimental": {"fake": {"mean_tokens": mean_tokens}},
             "data": data or {},
+            "reward": reward or {},
         }
         self.config: Config = parse_config(raw, "test")
         self.clock = Clock()
@@ -527,3 +527,79 @@ def test_a_probe_is_answered_once_when_its_version_is_active_and_dropped_when_pa
         announced(1, probe_of(1)), announced(2, probe_of(2)), stage(1), [], announced(3, b""), stage(3), [], [],
     )  # fmt: skip
     assert [(lineage, answer.version) for lineage, answer in scene.queue.answered] == [("first", 1)]
+
+
+class SlowGrader:
+    """A reward whose call runs for ``ends_s - began_s`` seconds of the scene's clock, and then scores the answers."""
+
+    trouble, num_waiting = "", 0
+
+    def __init__(self, call_s: float) -> None:
+        self.call_s, self.began_s = call_s, 0.0
+        self.clock: Clock | None = None
+        self.samples: list[tuple[Any, Any]] = []
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.samples)
+
+    @property
+    def longest_call_s(self) -> float:
+        return self.clock.now_s - self.began_s if self.clock is not None and self.samples else 0.0
+
+    def submit(self, lease: Any, sample: Any) -> None:
+        assert self.clock is not None
+        self.began_s = self.began_s if self.samples else self.clock.now_s
+        self.samples.append((lease, sample))
+
+    def collect(self) -> list[Graded]:
+        if self.longest_call_s < self.call_s:
+            return []
+        done, self.samples = self.samples, []
+        grader = InlineGrader(grade)
+        for lease, sample in done:
+            grader.submit(lease, sample)
+        return grader.collect()
+
+    def forget(self, lease_id: str) -> None: ...
+
+
+def run_slow_reward(call_s: float, **reward: Any) -> Scene:
+    grader = SlowGrader(call_s)
+    scene = Scene(grader=grader, reward=reward)
+    grader.clock = scene.clock
+    polls: list[list[GeneratorEvent]] = [[]] * int(200 * call_s)
+    scene.run(scene.announce(0), granted(make_lease("a")), *polls)
+    return scene
+
+
+def test_a_running_call_of_the_reward_is_progress_of_its_leases_up_to_its_limit(caplog):
+    for limit_s, grows in ((600.0, True), (35.0, False)):
+        scene = run_slow_reward(50.0, max_call_s=limit_s)
+        seen = [progress["a"] for progress, _ in scene.queue.heartbeats if "a" in progress]
+        assert len(seen) > 45
+        assert (seen == sorted(set(seen))) == grows
+        assert len(set(seen[:30])) == 30
+        assert [group.lease_id for group in scene.queue.returned] == ["a"]
+        assert "generator g: a call of the reward has run for more than 30 s" in caplog.text
+        assert scene.queue.troubles[40].startswith("a call of the reward has run for more than")
+        assert scene.queue.troubles[5] == ""
+
+
+def test_idle_time_is_counted_by_what_the_generator_waits_for():
+    scene = run_slow_reward(20.0)
+    _, stats = scene.queue.heartbeats[-1]
+    assert stats.grading_s == pytest.approx(20.0, abs=1.5)
+    assert stats.idle_grading_s == pytest.approx(20.0, abs=1.5)
+    assert (stats.environment_s, stats.idle_environment_s) == (0.0, 0.0)
+    idle = stats.idle_grading_s + stats.idle_weights_s + stats.idle_leases_s
+    assert idle <= stats.wall_s
+    assert stats.idle_leases_s > 0.0
+
+
+def test_a_generator_without_weights_waits_for_weights():
+    scene = Scene()
+    scene.run(scene.announce(0, staged=False), *quiet(300))
+    _, stats = scene.queue.heartbeats[-1]
+    assert stats.idle_weights_s > 0.9 * stats.wall_s
+    assert stats.idle_leases_s == 0.0

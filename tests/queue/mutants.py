@@ -92,7 +92,7 @@ def corpus(
     return {type_: (encode(type_, fields, num_parts=len(parts)), *parts) for type_, (fields, parts) in plain.items()}
 
 
-_STATS = GeneratorStats(8, 10.0, 5.0, 40.0, 0.5, 3, 1000)
+_STATS = GeneratorStats(8, 10.0, 5.0, 40.0, 0.5, num_activations=3, num_tokens=1000)
 
 
 def mutants(messages: Mapping[str, Frames], seed: int) -> Iterator[Frames]:
