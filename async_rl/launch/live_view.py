@@ -25,6 +25,7 @@ from async_rl.launch.status import ask_status, awaited_by, generator_troubles
 from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
 from async_rl.run.directory import RunDir
+from async_rl.run.notes import NotesTail
 from async_rl.run.progress import (
     RunProgress,
     duration,
@@ -112,10 +113,12 @@ class PlainView:
     def __init__(self, console: Console, metrics: Path, num_steps: int) -> None:
         self._console, self._tail = console, StepLogTail(metrics)
         self._progress, self._hints = RunProgress(num_steps, self._tail.history), Hints()
-        self._logs = RunDir(metrics.parent).logs
+        self._logs, self._notes = RunDir(metrics.parent).logs, NotesTail(RunDir(metrics.parent).notes)
         self._started_at = self._noted_at = time.monotonic()
 
     def refresh(self, processes: Sequence[ProcessStatus]) -> None:
+        for line in self._notes.poll():
+            self.note(line)
         for row in self._tail.poll():
             self._progress.add(row)
             for line in eval_lines(row):
@@ -150,7 +153,7 @@ class LiveView:
     def __init__(self, console: Console, metrics: Path, num_steps: int, keys: ClientKeys | None = None) -> None:
         self._console, self._tail, self._keys = console, StepLogTail(metrics), keys
         self._progress, self._hints = RunProgress(num_steps, self._tail.history), Hints()
-        self._logs = RunDir(metrics.parent).logs
+        self._logs, self._notes = RunDir(metrics.parent).logs, NotesTail(RunDir(metrics.parent).notes)
         self._poller: StatusPoller | None = None
         self._has_queue_ended = False
         self._drawn_at, self._started_at = 0.0, time.monotonic()
@@ -184,6 +187,8 @@ class LiveView:
         self._live.stop()
 
     def _show_rows(self) -> None:
+        for line in self._notes.poll():
+            self.note(line)
         for row in self._tail.poll():
             self._progress.add(row)
             for line in [*eval_lines(row), *(self._hints.add(row) if is_step_row(row) else [])]:

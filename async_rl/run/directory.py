@@ -46,6 +46,11 @@ class RunDir:
         return self.path / "metrics.jsonl"
 
     @property
+    def notes(self) -> Path:
+        """Path of ``notes.log``, lines for the user of ``launch``."""
+        return self.path / "notes.log"
+
+    @property
     def trained(self) -> Path:
         return self.path / "trained.jsonl"
 
