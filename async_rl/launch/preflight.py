@@ -44,8 +44,8 @@ from async_rl.process.user_code import check_allowed, code_digests
 from async_rl.rewards.judge import judge_reward
 from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_writable
-from async_rl.run.metrics import check_wandb
 from async_rl.run.reuse import check_run_dir, has_ended
+from async_rl.run.wandb_log import check_wandb
 from async_rl.weights.transport import TRANSPORTS
 
 logger = logging.getLogger(__name__)

@@ -47,10 +47,11 @@ from async_rl.run.curve import draw_curve
 from async_rl.run.directory import RunDir
 from async_rl.run.eval_records import Decode
 from async_rl.run.lock import RunLock, locked_run_dir
-from async_rl.run.metrics import MetricsWriter, check_wandb
+from async_rl.run.metrics import MetricsWriter
 from async_rl.run.progress import StepLines
 from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_run_dir
 from async_rl.run.step_log import Row, StepLog, read_rows
+from async_rl.run.wandb_log import check_wandb
 from async_rl.weights.adapters import ADAPTER_BASE
 from async_rl.weights.collective import nccl
 from async_rl.weights.publisher import Publisher

@@ -9,19 +9,17 @@ Values that are not finite become null, because JSON has no NaN.
 from __future__ import annotations
 
 import math
-import netrc
-import os
 import sys
-import uuid
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from async_rl.config.config import Config
-from async_rl.errors import ConfigError
-from async_rl.run.directory import RunDir, write_atomically
+from async_rl.run.directory import RunDir
+from async_rl.run.notes import tell
 from async_rl.run.step_log import Row, StepLog
+from async_rl.run.wandb_log import start_wandb
 
 EVAL_FIGURES: dict[str, str] = {
     "accuracy": "Mean accuracy of the answers (mean@n), 0 to 1; rows without an answer count as wrong. Of a reward "
@@ -290,9 +288,10 @@ class MetricsWriter:
         ``on_row`` is called with each row that is written.
 
         Raises:
-            ConfigError: ``log.wandb`` is on, but wandb can't start.
+            ConfigError: ``log.wandb`` is on, and wandb or its server refuses a run that has not begun.
         """
-        self._wandb = _start_wandb(run_dir, config)
+        name = config.run.name or run_dir.name
+        self._wandb = start_wandb(run_dir, config, name=name, note=partial(tell, RunDir(run_dir)))
         self._log = StepLog(RunDir(run_dir).metrics)
         self._on_row = on_row
 
@@ -302,7 +301,7 @@ class MetricsWriter:
         self._log.write(plain)
         self._on_row(plain)
         if self._wandb is not None:
-            self._wandb.log({key: value for key, value in plain.items() if value is not None})
+            self._wandb.write({key: value for key, value in plain.items() if value is not None})
 
     def rewind_to(self, step: int, *, evals_to_come: Collection[tuple[str, int]] = ()) -> int:
         """Move the rows of the steps after ``step`` to another file, as ``StepLog.rewind_to`` does.
@@ -319,7 +318,7 @@ class MetricsWriter:
         """Close ``metrics.jsonl`` and finish the run in Weights & Biases."""
         self._log.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._wandb.close()
 
 
 def _finite(value: Any) -> Any:
@@ -332,67 +331,6 @@ def _is_eval_of(row: Row, evals: Collection[tuple[str, int]]) -> bool:
     return any(
         row["step"] == step and any(key.startswith(f"eval/{dataset}/") for key in row) for dataset, step in evals
     )
-
-
-def check_wandb(config: Config) -> None:
-    """Check that there is an API key for Weights & Biases if ``log.wandb`` is ``"online"``.
-
-    Without an API key, wandb would wait for the user to type one.
-
-    Raises:
-        ConfigError: ``WANDB_API_KEY`` is not set, and the netrc file has no key for the server.
-    """
-    if config.log.wandb != "online" or os.environ.get("WANDB_API_KEY"):
-        return
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    path = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        found = path.exists() and netrc.netrc(path).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError) as error:
-        raise ConfigError(
-            f'log.wandb = "online" needs an API key, but {path} can\'t be read: {error}; set WANDB_API_KEY, or correct '
-            f"that file"
-        ) from error
-    if not found:
-        raise ConfigError(
-            f'log.wandb = "online", but there is no API key for {host}: set WANDB_API_KEY, run `wandb login`, or set '
-            f'log.wandb = "offline" (synced later with `wandb sync`)'
-        )
-
-
-def _start_wandb(run_dir: Path, config: Config) -> Any:
-    """Start logging to Weights & Biases. Return the wandb run; None if ``log.wandb`` is off.
-
-    The wandb run's id is kept in the file ``wandb_id``, so that a resumed run goes on in the same wandb run.
-    """
-    check_wandb(config)
-    mode = config.log.wandb
-    if mode == "off":
-        return None
-    import wandb
-
-    id_file = run_dir / "wandb_id"
-    if not id_file.exists():
-        write_atomically(id_file, uuid.uuid4().hex[:12])
-    try:
-        run = wandb.init(
-            project=config.log.project,
-            name=config.run.name or run_dir.name,
-            id=id_file.read_text(encoding="utf-8"),
-            resume="allow",
-            dir=run_dir,
-            mode=mode,
-            config=config.model_dump(mode="json"),
-            settings=wandb.Settings(console="off", silent=True),
-        )
-    except wandb.Error as error:
-        raise ConfigError(
-            f'log.wandb = "{config.log.wandb}": wandb did not start: {error}; correct the cause, or set log.wandb = '
-            f'"off"'
-        ) from error
-    # Rows carry their own step: wandb's own counter rejects the smaller steps that follow a rollback.
-    run.define_metric("*", step_metric="step")
-    return run
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 
 from tests.end_to_end.harness import metrics, roles, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
+from tests.run.wandb_server import wandb_server
 
 
 def records(data: bytes) -> Iterator[bytes]:
@@ -63,3 +64,19 @@ def test_every_row_arrives_without_a_key_a_prompt_or_a_network(tmp_path: Path):
         }
     assert "wandb" not in launch.log
     assert "wandb" not in (tmp_path / "run" / "logs" / "learner-0.log").read_text().replace("log.wandb", "")
+
+
+@pytest.mark.long
+def test_a_run_starts_and_ends_without_the_server_and_says_so(tmp_path: Path):
+    raw = tiny_config(tmp_path, write_tiny_task(tmp_path), learner={"steps": 3}, log={"wandb": "online"})
+    config = write_config(tmp_path / "config.toml", raw)
+    with wandb_server() as server, roles(tmp_path / "logs") as start:
+        server.is_silent.set()
+        environment = {"WANDB_API_KEY": "k" * 40, "WANDB_BASE_URL": server.url, "HOME": str(tmp_path / "home")}
+        launch = start("launch", "launch", str(config), env=environment)
+        launch.succeed()
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert [row["step"] for row in history(file)] == [row["step"] for row in metrics(tmp_path / "run")]
+    (note,) = [line for line in launch.log.splitlines() if "wandb" in line]
+    assert "did not start within 20 s" in note
+    assert note.endswith(f"wandb sync {file.parent}")

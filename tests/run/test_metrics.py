@@ -1,5 +1,6 @@
 """metrics.jsonl: appended, rewound, read with a torn end; wandb offline."""
 
+import io
 import json
 import math
 import subprocess
@@ -13,8 +14,10 @@ import pytest
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError
-from async_rl.run.metrics import MetricsWriter, check_wandb, markdown
+from async_rl.run import wandb_child
+from async_rl.run.metrics import MetricsWriter, markdown
 from async_rl.run.step_log import read_rows
+from async_rl.run.wandb_log import check_wandb
 
 
 def a_config(directory: Path, wandb: str = "off") -> Config:
@@ -114,33 +117,40 @@ def test_wandb_is_not_imported_when_it_is_off(tmp_path: Path):
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_wandb_gets_the_mode_the_project_and_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wandb_gets_the_mode_the_project_and_every_row(monkeypatch: pytest.MonkeyPatch):
     import wandb
 
     asked: dict[str, Any] = {}
-    logged: list[dict[str, Any]] = []
+    logged: list[Any] = []
 
     class Service:
+        dir = "/there/run-1/files"
+
         def define_metric(self, name: str, step_metric: str) -> None: ...
 
         def log(self, row: dict[str, Any]) -> None:
             logged.append(row)
 
-        def finish(self) -> None: ...
+        def finish(self, exit_code: int) -> None:
+            logged.append(exit_code)
 
     def init(**settings: Any) -> Service:
         asked.update(settings)
         return Service()
 
     monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
-    log = {"wandb": "online", "project": "async-rl"}
-    config = parse_config({"run": {"dir": str(tmp_path)}, "model": {"path": "tiny"}, "log": log}, "test")
-    writer = MetricsWriter(tmp_path, config)
-    writer.write({"step": 1, "reward/mean": 0.5})
-    writer.close()
-    assert (asked["mode"], asked["project"]) == ("online", "async-rl")
-    assert logged == read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    row, limits = {"step": 1, "reward/mean": 0.5}, {"limit_s": 20.0, "finish_s": 10.0, "stats_pid": 1}
+    for end, exit_code in ((['"end"\n'], 0), ([], 1)):  # without the end, the parent has died
+        logged.clear()
+        replies = io.StringIO()
+        lines = [json.dumps({"mode": "online", "project": "async-rl", **limits}) + "\n", json.dumps(row) + "\n", *end]
+        wandb_child.serve(io.StringIO("".join(lines)), replies)
+        assert (asked["mode"], asked["project"]) == ("online", "async-rl")
+        assert logged == [row, exit_code]
+        assert [json.loads(line) for line in replies.getvalue().splitlines()] == [
+            {"state": "loaded"}, {"state": "started", "directory": "/there/run-1"},
+        ]  # fmt: skip
 
 
 def test_wandb_offline_writes_a_run_that_keeps_its_id_when_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
