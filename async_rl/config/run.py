@@ -74,7 +74,10 @@ class LogConfig(Section):
     """What is logged in addition to ``metrics.jsonl``."""
 
     wandb: Literal["off", "online", "offline"] = Field(
-        default="off", description="Whether metrics also go to Weights & Biases, over the network or into local files."
+        default="off",
+        description="Whether metrics also go to Weights & Biases, over the network or into local files; those of sft, "
+        "dpo and rm too. If the server does not answer within 20 s at the start, they go to files, and the run goes "
+        "on.",
     )
     project: str = Field(default="async-rl", description="Name of the wandb project.")
     rollouts_every: int = Field(

@@ -13,8 +13,8 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -40,6 +40,7 @@ from async_rl.process.fault_points import fault_point
 from async_rl.process.stop import StopRequest
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
+from async_rl.run.wandb_log import check_wandb, start_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +152,7 @@ def run_offline(task: OfflineTask[Any]) -> None:
     for key in ("data", "out"):
         if not getattr(section, key):
             raise ConfigError(f"{task.name}.{key}: expected a value, got none; set it in the file or with --set")
+    check_wandb(config)
     done, num_steps = _saved_steps(task)
     out = Path(section.out)
     if done and done == num_steps and out.is_dir() and any(out.iterdir()):
@@ -238,7 +240,8 @@ class _Leader(Generic[Row]):
         )
         with closing(checkpoints) as writer:
             try:
-                self._make_steps(writer)
+                with self._open_metrics() as write:
+                    self._make_steps(writer, write)
             except Exception:
                 with suppress(Exception):  # the error is the news; an older checkpoint stays
                     self._commit(writer, wait=True)
@@ -275,31 +278,49 @@ class _Leader(Generic[Row]):
         self._run_dir.mkdir(parents=True, exist_ok=True)
         _forget_metrics_after(self._run_dir / "metrics.jsonl", self._done)
 
-    def _make_steps(self, writer: CheckpointWriter) -> None:
+    @contextmanager
+    def _open_metrics(self) -> Iterator[Callable[[Mapping[str, float | None]], None]]:
+        """Open ``metrics.jsonl``, and wandb if it is on. Yield the function that writes a row."""
+        name = f"{self._config.run.name or Path(self._config.run.dir).name}-{self._task.name}"
+        wandb = start_wandb(self._run_dir, self._config, name=name, note=logger.warning)
+        with ExitStack() as held:
+            if wandb is not None:
+                held.callback(wandb.close)
+            file = held.enter_context((self._run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1))
+
+            def write(row: Mapping[str, float | None]) -> None:
+                file.write(json.dumps(row) + "\n")
+                if wandb is not None:
+                    wandb.write({key: value for key, value in row.items() if value is not None})
+
+            yield write
+
+    def _make_steps(self, writer: CheckpointWriter, write: Callable[[Mapping[str, float | None]], None]) -> None:
         """Make the steps that are left. A checkpoint is written while the next steps are made.
+
+        ``write`` writes a step's row of metrics.
 
         Raises:
             StoppedError: a signal asked to stop after a step, and that step is saved.
         """
         every, progress = self._section.checkpoint_every, _Progress(self._done, self._num_steps)
-        with (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1) as metrics:
-            for step in range(self._done + 1, self._num_steps + 1):
-                row = self._make_step(step, progress)
-                fault_point("offline.trained")
-                metrics.write(json.dumps(row) + "\n")
-                signum = self._stop_signal()
-                is_last = bool(signum) or step == self._num_steps
-                is_due = is_last or bool(every and step % every == 0)
-                self._commit(writer, wait=is_due)
-                if is_due:
-                    extra = {"step": step, "num_steps": self._num_steps, "rows": self._rows.digest}
-                    writer.begin(step, {**extra, "settings": _settings(self._task)})
-                    self._commit(writer, wait=is_last)
-                if signum:
-                    raise StoppedError(
-                        f"stopped by {signal.Signals(signum).name}: saved at step {step}; the same command resumes "
-                        f"from {checkpoint_name(step)}"
-                    )
+        for step in range(self._done + 1, self._num_steps + 1):
+            row = self._make_step(step, progress)
+            fault_point("offline.trained")
+            write(row)
+            signum = self._stop_signal()
+            is_last = bool(signum) or step == self._num_steps
+            is_due = is_last or bool(every and step % every == 0)
+            self._commit(writer, wait=is_due)
+            if is_due:
+                extra = {"step": step, "num_steps": self._num_steps, "rows": self._rows.digest}
+                writer.begin(step, {**extra, "settings": _settings(self._task)})
+                self._commit(writer, wait=is_last)
+            if signum:
+                raise StoppedError(
+                    f"stopped by {signal.Signals(signum).name}: saved at step {step}; the same command resumes "
+                    f"from {checkpoint_name(step)}"
+                )
 
     def _make_step(self, step: int, progress: _Progress) -> dict[str, float | None]:
         """Make one step. Return its row of ``metrics.jsonl``."""
