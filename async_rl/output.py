@@ -3,7 +3,8 @@
 ``Progress`` shows what a command is doing. On a terminal it redraws one line. Otherwise, and on a terminal that can't
 move its cursor, it writes plain lines: the first after two seconds, then one every ten seconds. Functions that take
 long have an argument of the type ``Report``, which they call when they begin with something else. Processes that keep a
-log, such as the learner, use ``logged`` instead. ``print_json`` and ``size_text`` write values.
+log, such as the learner, use ``logged`` instead. ``print_json`` and ``size_text`` write values. While a command runs
+the user's code, ``prints_to_stderr`` keeps what that prints out of the result.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 
 from async_rl.terminal import visible
@@ -47,6 +48,20 @@ def can_redraw(stream: TextIO) -> bool:
 def print_json(value: Any) -> None:
     """Print ``value``, which is plain data, as one JSON object. Numbers that are not finite become null."""
     sys.stdout.write(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n")
+
+
+@contextmanager
+def prints_to_stderr() -> Iterator[None]:
+    """Let all that this process and its children print to standard output go to standard error inside the block."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def size_text(num_bytes: float) -> str:

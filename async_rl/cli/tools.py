@@ -41,7 +41,7 @@ from async_rl.cli.options import (
     TopK,
     TopP,
 )
-from async_rl.output import Progress, print_json
+from async_rl.output import Progress, print_json, prints_to_stderr
 from async_rl.terminal import visible
 
 if TYPE_CHECKING:
@@ -302,7 +302,8 @@ def evaluate(
         settings = eval_settings(models, options)
         for note in settings.notes:
             progress.note(note)
-        found = run_eval(models, settings, out=out, insecure=insecure, report=progress.show)
+        with prints_to_stderr():
+            found = run_eval(models, settings, out=out, insecure=insecure, report=progress.show)
     if as_json:
         print_json(evaluation_json(found))
         return
@@ -380,7 +381,7 @@ def doctor(
     from async_rl.doctor.check import exit_code, findings_json, print_table
 
     command = "launch"
-    with Progress(quiet=quiet) as progress:
+    with Progress(quiet=quiet) as progress, prints_to_stderr():
         if config is not None:
             if keys is not None:
                 raise ConfigError("--keys is only for --connect; leave it out, because CONFIG names the run's keys")

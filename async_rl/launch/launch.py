@@ -32,7 +32,7 @@ from async_rl.launch.preflight import check_launch
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
-from async_rl.output import Progress, can_redraw, print_json
+from async_rl.output import Progress, can_redraw, print_json, prints_to_stderr
 from async_rl.process.child import DEVICES_ARE_DEALT, module_command, package_path
 from async_rl.process.user_code import code_changes
 from async_rl.run.curve import CurveUpdater
@@ -161,7 +161,8 @@ def preflight(config: Config, *, insecure: bool) -> None:
         UserError: a check failed. The message is that of the first failed check.
     """
     _commands(config, [], run_id="", insecure=insecure)
-    check_launch(config, insecure=insecure)
+    with prints_to_stderr():  # own code is tried
+        check_launch(config, insecure=insecure)
 
 
 def describe_commands(config: Config, commands: RunCommands) -> list[str]:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from async_rl.cli import main as cli
+from async_rl.config.config import Config
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError, TrainingError
+from async_rl.launch import launch
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import prepare_run_dir
 from tests.queue.builders import make_config
@@ -506,6 +508,46 @@ def test_a_dry_run_as_json_has_every_process_and_why_launch_would_refuse(
     plan = printed_json(capsys, "launch", config, "--dry-run", "--set", "data.train=nowhere.jsonl", code=2)
     assert "no dataset at nowhere.jsonl" in plan["problem"]
     assert "--json: expected only with --dry-run" in refusal(capsys, "launch", config, "--json")
+
+
+PRINTING_REWARD = """
+import os, subprocess
+
+print("at the import")
+
+
+def right(completions, solutions):
+    print("at the call")
+    os.write(1, b"past Python\\n")
+    subprocess.run(["echo", "from a process"])
+    return [1.0 for _ in completions]
+"""
+
+
+def test_what_own_code_prints_is_no_part_of_the_result_of_eval(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    make_model(tmp_path / "model")
+    (tmp_path / "own.py").write_text(PRINTING_REWARD)
+    code = f"backend = 'fake'\nallow_code = ['{tmp_path}/own.py']"
+    data, reward = write_data(tmp_path), f"type = '{tmp_path}/own.py:right'"
+    config = str(write_config(tmp_path, data=data, sampling=SHORT, reward=reward, generator=code))
+    rows = ["--dataset", str(tmp_path / "train.jsonl")]
+    (found,) = printed_json(capfd, "eval", str(tmp_path / "model"), "--config", config, *rows)["results"]
+    assert found["figures"]["accuracy"] == 1.0
+
+
+def test_what_own_code_prints_in_the_checks_of_launch_goes_to_standard_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def check(config: Config, *, insecure: bool) -> None:
+        print("at the import")
+        subprocess.run(["echo", "from a process"], check=True)
+
+    monkeypatch.setattr(launch, "check_launch", check)
+    launch.preflight(load_config(write_config(tmp_path)), insecure=False)
+    print("the result")
+    printed = capfd.readouterr()
+    assert printed.out == "the result\n"
+    assert sorted(printed.err.splitlines()) == ["at the import", "from a process"]
 
 
 def test_config_as_json_has_the_values_or_their_explanations(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
