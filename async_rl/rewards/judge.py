@@ -82,18 +82,22 @@ class JudgeReward(ServedReward):
         if (found := self._cache.get(digest)) is not None:
             self._client.count(cached=1)
             return found
-        reply = ""
+        text, num_cut = "", 0
         for _ in range(config.max_attempts):
             reply = self._client.ask(request)
-            score = read_score(reply, config)
+            text, num_cut = reply.text, num_cut + reply.is_cut
+            # The last line of a reply that was cut may be the judge's thoughts, or lack a digit.
+            score = None if reply.is_cut else read_score(text, config)
             if score is not None:
                 self._cache.put(digest, score)
                 return score
             self._client.count(unreadable=1)
+        cut = f", of which {num_cut} were cut at reward.judge.max_tokens = {config.max_tokens}" if num_cut else ""
+        remedy = "raise that key" if num_cut else "correct the rubric, or use another model"
         raise RewardError(
             f"reward.judge: expected a reply of {config.model} whose last line is 'Score: N', N from "
-            f"{config.min_score:g} to {config.max_score:g}, got {config.max_attempts} others, the last ending in "
-            f"{reply[-200:]!r}; correct the rubric, raise reward.judge.max_tokens if it is cut, or use another model"
+            f"{config.min_score:g} to {config.max_score:g}, got {config.max_attempts} others{cut}, the last ending in "
+            f"{text[-200:]!r}; {remedy}"
         )
 
 

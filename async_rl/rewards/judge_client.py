@@ -16,6 +16,7 @@ import urllib.request
 from collections import Counter
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 
@@ -42,6 +43,14 @@ class _UnavailableError(Exception):
     def __init__(self, cause: str, pause_s: float = 0.0) -> None:
         super().__init__(cause)
         self.pause_s = pause_s
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A completion's text. ``is_cut`` says that it ended at its limit of tokens, so a score may lack digits."""
+
+    text: str
+    is_cut: bool
 
 
 class _NoRedirections(urllib.request.HTTPRedirectHandler):
@@ -108,8 +117,8 @@ class JudgeClient:
             with suppress(InvalidStateError):
                 reply.set_exception(RewardError(_CLOSED))
 
-    def ask(self, request: dict[str, Any]) -> str:
-        """Send ``request`` until the service answers it. Return the text of the completion.
+    def ask(self, request: dict[str, Any]) -> Completion:
+        """Send ``request`` until the service answers it. Return the completion.
 
         Raises:
             RewardError: the service refuses the request, or the client is closed.
@@ -122,14 +131,14 @@ class JudgeClient:
             with self._slots:
                 while not self._closed.is_set():
                     try:
-                        text = self._text_of(self._sent(body))
+                        completion = self._completion_of(self._sent(body))
                     except _UnavailableError as error:
                         self._note(str(error))
                         self._closed.wait(min(_LONGEST_PAUSE_S, max(pause_s, error.pause_s)))
                         pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                     else:
                         self._note("")
-                        return text
+                        return completion
         finally:
             with self._lock:
                 self.num_waiting -= 1
@@ -194,14 +203,15 @@ class JudgeClient:
         except (OSError, ValueError, HTTPException, RecursionError) as error:  # the last: nested too deeply
             raise _UnavailableError(self._without_key(f"{type(error).__name__}: {error}")) from None
 
-    def _text_of(self, reply: Any) -> str:
-        """Return the completion's text, and count its tokens.
+    def _completion_of(self, reply: Any) -> Completion:
+        """Return the completion, and count its tokens.
 
         Raises:
             _UnavailableError: the reply is no completion.
         """
         try:
-            text = reply["choices"][0]["message"]["content"]
+            choice = reply["choices"][0]
+            text, is_cut = choice["message"]["content"], choice.get("finish_reason") == "length"
             usage = reply.get("usage") or {}
             counts = [int(usage.get(key) or 0) for key in ("prompt_tokens", "completion_tokens")]
             if not 0 <= min(counts) <= max(counts) <= _MOST_TOKENS:
@@ -210,7 +220,7 @@ class JudgeClient:
             raise _UnavailableError(f"no completion, but {self._without_key(json.dumps(reply))[:200]}") from None
         price = counts[0] * self._prices[0] + counts[1] * self._prices[1]
         self.count(prompt_tokens=counts[0], completion_tokens=counts[1], cost_millionths=round(price))
-        return text if isinstance(text, str) else ""  # a refusal has null
+        return Completion(text if isinstance(text, str) else "", is_cut)  # a refusal has null
 
     def _without_key(self, text: str) -> str:
         """Return ``text`` without the key, which services quote."""

@@ -13,9 +13,12 @@ Reply = tuple[int, Any]
 Answer = Callable[[dict[str, Any]], Reply]
 
 
-def completion(text: str | None, tokens: tuple[int, int] = (100, 10)) -> Reply:
+def completion(text: str | None, tokens: tuple[int, int] = (100, 10), *, finish_reason: str | None = None) -> Reply:
     usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}
-    return 200, {"choices": [{"message": {"content": text}}], "usage": usage}
+    choice: dict[str, Any] = {"message": {"content": text}}
+    if finish_reason is not None:
+        choice["finish_reason"] = finish_reason
+    return 200, {"choices": [choice], "usage": usage}
 
 
 class Judge(ThreadingHTTPServer):

@@ -127,6 +127,20 @@ def test_an_unreadable_verdict_is_asked_for_again_and_then_fails_visibly():
         assert len(server.requests) == 2
 
 
+def test_a_reply_that_was_cut_is_no_score():
+    # "Score: 10" without its last token.
+    cut, whole = (completion("Score: 1", finish_reason=reason) for reason in ("length", "stop"))
+    with judge([cut, completion("Score: 10")]) as server, closing(reward_of(server.url)) as reward:
+        assert reward(item("a")).accuracy == 1.0
+        assert reward.counters()["judge_unreadable"] == 1
+    with judge([whole]) as server, closing(reward_of(server.url)) as reward:
+        assert reward(item("a")).accuracy == pytest.approx(0.1)
+    with judge([cut]) as server, closing(reward_of(server.url, max_attempts=2, max_tokens=64)) as reward:
+        with pytest.raises(RewardError, match=r"got 2 others, of which 2 were cut at reward.judge.max_tokens = 64, "):
+            reward(item("a"))
+        assert len(server.requests) == 2
+
+
 def test_a_refusal_fails_at_once_without_the_key(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("THE_KEY", "secret")
     for reply, cause in (((401, "wrong key secret"), r"401 Unauthorized: .wrong key \(the key\)"), ((302, ""), "302")):
