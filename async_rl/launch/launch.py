@@ -255,8 +255,9 @@ def _run(
     finally:
         curve.close()
         view.close()
-    if outcome.exit_code <= 1 and lock.is_current:
-        curve.draw()
+        with suppress(KeyboardInterrupt):  # a further Ctrl-C: the summary matters more than the picture
+            if lock.is_current:
+                curve.draw()
     for line in summary(run_dir, time.monotonic() - started):
         _print_line(console, line)
     sys.stdout.flush()

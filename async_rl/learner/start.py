@@ -148,7 +148,11 @@ def run_learner(
                         logger.info("%s", note)
             else:
                 held.callback(lock.close)
-        _lead(config, ranks, lock, sampler, fresh=fresh, insecure=insecure, is_launched=is_launched)
+        try:
+            _lead(config, ranks, lock, sampler, fresh=fresh, insecure=insecure, is_launched=is_launched)
+        finally:  # at the end of the run there is a picture already, and ``launch`` draws its own
+            if not is_launched and not run_dir.is_finished and (problem := draw_curve(run_dir, lock)):
+                logger.warning("%s", problem)
 
 
 def _follow(config: Config, ranks: Ranks, sampler: RankSampler | None) -> None:

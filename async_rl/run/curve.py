@@ -1,7 +1,7 @@
 """Draw ``curve.png``, a picture of a run's metrics.
 
-``launch`` draws it again and again while the run goes (``CurveUpdater``), and once more when the run ends. The learner
-draws it only at the end of the run. Only then does the learner import matplotlib.
+``launch`` draws it again and again while the run goes (``CurveUpdater``), and once more when it exits, for whatever
+reason. A learner that was started by hand draws it only when it exits. Only then does it import matplotlib.
 """
 
 from __future__ import annotations

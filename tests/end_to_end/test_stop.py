@@ -42,6 +42,11 @@ def saved_step(run_dir: Path) -> int:
     return step
 
 
+def check_curve(run_dir: Path) -> None:
+    """The curve was drawn after the last step."""
+    assert (run_dir / "curve.png").stat().st_mtime_ns >= (run_dir / "metrics.jsonl").stat().st_mtime_ns
+
+
 def check_resumed(run_dir: Path, step: int) -> None:
     """The second learner began with ``step``: no step of the first was repeated."""
     lineages = [row["lineage"] for row in trained_rows(run_dir)]
@@ -75,6 +80,7 @@ def test_a_launch_that_gets_sigterm_saves_and_the_same_command_resumes(tmp_path:
     step = saved_step(run_dir)
     assert f"the run was stopped by SIGTERM; the same command resumes from step-{step:06d}" in launch.log
     check_ledger(run_dir)
+    check_curve(run_dir)
     start("again", "launch", str(config)).succeed()
     check_resumed(run_dir, step)
 
@@ -96,6 +102,7 @@ def test_a_signal_at_the_queue_and_one_of_two_ranks_saves_for_both_and_one_rank_
     assert "SIGTERM at another rank: saving" in ranks[0].log
     assert f"saved at step {step}" in ranks[0].log
     assert not any("Traceback" in rank.log for rank in ranks)
+    check_curve(run_dir)
     # The generator holds groups that nobody asks for any more.
     start("again", "learner", str(config)).succeed()
     generator.succeed()

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -600,6 +601,27 @@ def test_a_quiet_launch_prints_only_the_summary(
         assert ("the learner is done" in lines) == (not quiet)
         assert lines[-1] == f"run directory: {tmp_path / 'run'}"
         assert len(lines) == (2 if quiet else 4)  # the state and the directory; else also the title and the note
+
+
+@pytest.mark.parametrize("end", ["finished", "failed", "SIGINT", "a bug"])
+def test_the_curve_is_drawn_at_every_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str):
+    # Within the first ten seconds, in which nothing is drawn while the run goes.
+    run_dir = RunDir(tmp_path / "run")
+
+    class Ends:
+        def __init__(self, *arguments: object, **options: object) -> None: ...
+
+        def run(self) -> Outcome:
+            run_dir.metrics.write_text('{"step": 1, "reward/mean": 0.5}\n')
+            if end == "a bug":
+                raise ZeroDivisionError
+            return {"finished": Outcome(0), "failed": Outcome(1, "why"), "SIGINT": Outcome(130, "SIGINT")}[end]
+
+    monkeypatch.setattr(launch_module, "Supervisor", Ends)
+    monkeypatch.setattr(launch_module, "preflight", lambda config, **options: None)
+    with pytest.raises(ZeroDivisionError) if end == "a bug" else nullcontext():
+        launch_module.launch(a_config(run_dir.path), fresh=False, insecure=False, quiet=True)
+    assert run_dir.curve.exists()
 
 
 def test_a_launch_is_refused_a_run_directory_in_use_and_takes_it_over_when_told_to(
