@@ -20,7 +20,7 @@ import errno
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,10 @@ _FILTER_INSTRUCTION_BYTES = 8
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
-_MEMORY = "brk mmap mprotect munmap mremap madvise mincore msync membarrier mlock munlock"
+# mincore, and preadv2 by its flags, would say which parts of shared files other programs have read.
+_MEMORY = "brk mmap mprotect munmap mremap madvise msync membarrier mlock munlock"
 _THREADS = (
-    "futex futex_waitv set_robust_list get_robust_list set_tid_address rseq gettid sched_yield sched_getaffinity "
+    "set_robust_list get_robust_list set_tid_address rseq gettid sched_yield sched_getaffinity "
     "sched_setaffinity sched_getparam sched_getscheduler sched_get_priority_max sched_get_priority_min getcpu "
     "getpriority setpriority"
 )
@@ -73,10 +74,10 @@ _TIME = (
     "timer_getoverrun timer_delete timerfd_create timerfd_settime timerfd_gettime"
 )
 _FILES = (
-    "read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 open openat creat close close_range "
+    "read write readv writev pread64 pwrite64 preadv pwritev open openat creat close close_range "
     "lseek stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat getdents "
     "getdents64 mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 link linkat symlink symlinkat chmod "
-    "fchmod fchmodat truncate ftruncate fallocate fsync fdatasync flock utime utimes utimensat chdir fchdir fcntl "
+    "fchmod fchmodat truncate ftruncate fallocate fsync fdatasync utime utimes utimensat chdir fchdir "
     "fadvise64 sendfile copy_file_range dup dup2 dup3 pipe pipe2 getrandom"
 )
 _EVENTS = (
@@ -98,6 +99,17 @@ REFUSED = (
 _TERMINAL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """The permitted ``ioctl`` requests, which ``isatty`` and file objects use: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO,
 FIONCLEX and FIOCLEX."""
+
+_FILE_REQUESTS = (0, 1, 2, 3, 4, 1030, 1032, 1034)
+"""The permitted ``fcntl`` requests: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC, F_GETPIPE_SZ and
+F_GET_SEALS. A lock or a lease on a file that all programs can read would be a message to those that ask for it."""
+
+_LOCK_REQUESTS = (6, 7, 37, 38)
+"""The ``fcntl`` requests that lock a range of a file: F_SETLK, F_SETLKW, F_OFD_SETLK and F_OFD_SETLKW."""
+
+_FUTEX_PRIVATE, _FUTEX_CLOCK_REALTIME = 128, 256
+_SHARED_FUTEXES = (0, 1, 9, 10)
+"""FUTEX_WAIT, FUTEX_WAKE, FUTEX_WAIT_BITSET and FUTEX_WAKE_BITSET, without the flag FUTEX_PRIVATE."""
 
 _AF_UNIX = 1
 
@@ -213,6 +225,7 @@ def build_filter() -> bytes:
         add(refused, name)
     for request in _TERMINAL_REQUESTS:
         add(seccomp.ALLOW, "ioctl", seccomp.Arg(1, seccomp.EQ, request))
+    _filter_messages(add)
     add(seccomp.ALLOW, "socketpair", seccomp.Arg(0, seccomp.EQ, _AF_UNIX))
     # clone3 hides its flags from filters; ENOSYS, the default, makes the C library use clone.
     add(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, CLONE_THREAD, CLONE_THREAD))
@@ -223,6 +236,29 @@ def build_filter() -> bytes:
         built.export_bpf(file)
         file.seek(0)
         return file.read()
+
+
+def _filter_messages(add: Callable[..., None]) -> None:
+    """Let ``add`` the rules on calls by which programs could pass messages through files that all of them can read.
+
+    Locks succeed without any effect. A program is alone in its directory, so nobody else could hold a lock there.
+
+    A futex without the flag ``FUTEX_PRIVATE`` in a page of a shared library is the same futex for every program. Calls
+    that wait for one or wake one return at once. The C library makes them only to join a thread, and asks again: waking
+    up for no reason is allowed.
+    """
+    import pyseccomp as seccomp
+
+    without_effect = seccomp.ERRNO(0)  # the call returns 0
+    add(without_effect, "flock")
+    for request in _LOCK_REQUESTS:
+        add(without_effect, "fcntl", seccomp.Arg(1, seccomp.EQ, request))
+    for request in _FILE_REQUESTS:
+        add(seccomp.ALLOW, "fcntl", seccomp.Arg(1, seccomp.EQ, request))
+    add(seccomp.ALLOW, "futex", seccomp.Arg(1, seccomp.MASKED_EQ, _FUTEX_PRIVATE, _FUTEX_PRIVATE))
+    for operation in _SHARED_FUTEXES:
+        for clock in (0, _FUTEX_CLOCK_REALTIME):
+            add(without_effect, "futex", seccomp.Arg(1, seccomp.EQ, operation | clock))
 
 
 SCRATCH = "/scratch"

@@ -3,6 +3,7 @@
 They are sent the way a model's answers are, through the code reward, so that what is tested is what trains.
 """
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -483,3 +484,131 @@ for number in range(1 << 20):
         heard, spoken = [threads.submit(sandbox.run, Program(source), limits) for source in (listen, talk)]
         assert spoken.result().exit_code == 0
         assert heard.result().output == b"True\nnothing\n"
+
+
+_COMMON = """
+import ctypes, fcntl, os, struct, sys, time
+path = os.__file__  # every program can read it
+file = os.open(path, os.O_RDONLY)
+end = time.monotonic() + 2.0
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def tried(call, *arguments):
+    try:
+        return call(*arguments)
+    except (OSError, ValueError):
+        return None
+
+
+def blocked(call, *arguments):
+    try:
+        call(*arguments)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def looked(condition):
+    while time.monotonic() < end:
+        if condition():
+            return print("heard")
+        time.sleep(0.01)
+    print("nothing")
+"""
+
+_LOCK = "struct.pack('hhqqi4x', {kind}, 0, 0, 0, 0)"  # struct flock
+_FUTEX = """
+libc.mmap.restype = ctypes.c_void_p
+page = libc.mmap(None, ctypes.c_size_t(4096), 1, {sharing}, file, ctypes.c_long(0))
+value = ctypes.c_uint32.from_address(page).value
+limit = struct.pack("qq", 0, 20_000_000)
+
+
+def futex(operation, value, timeout=None):
+    number = 202 if os.uname().machine == 'x86_64' else 98
+    return libc.syscall(number, ctypes.c_void_p(page), operation, value, timeout, None, 0xFFFFFFFF)
+"""
+_TALKS = {
+    "flock": (
+        "looked(lambda: blocked(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB) "
+        "or tried(fcntl.flock, file, fcntl.LOCK_UN))",
+        "tried(fcntl.flock, file, fcntl.LOCK_SH)\ntime.sleep(2.5)",
+    ),
+    "a lock of a range": (
+        f"""def seen():
+    found = tried(fcntl.fcntl, file, fcntl.F_GETLK, {_LOCK.format(kind="fcntl.F_WRLCK")})
+    return found is not None and struct.unpack("hhqqi4x", found)[0] != fcntl.F_UNLCK
+looked(seen)""",
+        f"tried(fcntl.fcntl, file, fcntl.F_SETLK, {_LOCK.format(kind='fcntl.F_RDLCK')})\ntime.sleep(2.5)",
+    ),
+    "an open file description lock": (
+        f"""def seen():
+    found = tried(fcntl.fcntl, file, 36, {_LOCK.format(kind="fcntl.F_WRLCK")})
+    return found is not None and struct.unpack("hhqqi4x", found)[0] != fcntl.F_UNLCK
+looked(seen)""",
+        f"tried(fcntl.fcntl, file, 37, {_LOCK.format(kind='fcntl.F_RDLCK')})\ntime.sleep(2.5)",
+    ),
+    "a futex in a private mapping": (
+        _FUTEX.format(sharing=2) + "looked(lambda: futex(1, 1) > 0)",
+        _FUTEX.format(sharing=2) + "looked(lambda: futex(0, value, limit) is None)",
+    ),
+    "a futex in a shared mapping": (
+        _FUTEX.format(sharing=1) + "looked(lambda: futex(1, 1) > 0)",
+        _FUTEX.format(sharing=1) + "looked(lambda: futex(0, value, limit) is None)",
+    ),
+}
+"""What the listener and the talker do, by the means."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("means", _TALKS)
+def test_programs_pass_no_message_by_files_that_all_can_read(means: str):
+    listen, talk = _TALKS[means]
+    limits = Limits(30.0, 512 << 20, 1 << 20, 1 << 20, 8)
+    with closing(Sandbox()) as sandbox, ThreadPoolExecutor(2) as threads:
+        heard, spoken = [threads.submit(sandbox.run, Program(_COMMON + source), limits) for source in (listen, talk)]
+        assert spoken.result().exit_code == 0, spoken.result()
+        assert heard.result().output == b"nothing\n", heard.result()
+
+
+def test_a_lock_in_a_program_neither_reaches_the_machine_nor_sees_its_locks():
+    source = """
+import fcntl, os
+file = os.open(os.__file__, os.O_RDONLY)
+fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+print("locked", flush=True)
+input()
+"""
+    limits = Limits(10.0, 512 << 20, 1 << 20, 1 << 20, 8)
+    with closing(Sandbox()) as sandbox, open(os.__file__, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert sandbox.run(Program(source, stdin=b"\n"), limits).output == b"locked\n"
+
+
+def test_programs_that_lock_their_own_files_or_join_threads_run_as_elsewhere():
+    source = """
+import ctypes, fcntl, mmap, os, sqlite3, threading
+with open("mine", "w+b") as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    file.write(b"x" * 4096)
+    file.flush()
+    with mmap.mmap(file.fileno(), 4096) as whole:
+        print(whole[:2])
+with sqlite3.connect("rows.db") as rows:
+    rows.execute("create table t (x)")
+    rows.execute("insert into t values (1)")
+    print(rows.execute("select * from t").fetchall())
+threads = [threading.Thread(target=lambda: None) for _ in range(3)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+work = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: libc.usleep(100_000) and None)
+print(libc.pthread_create(ctypes.byref(thread), None, work, None), libc.pthread_join(thread, None))
+"""
+    limits = Limits(10.0, 512 << 20, 1 << 20, 1 << 20, 8)
+    with closing(Sandbox()) as sandbox:
+        assert sandbox.run(Program(source), limits).output == b"b'xx'\n[(1,)]\n0 0\n"
