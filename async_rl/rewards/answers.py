@@ -28,7 +28,8 @@ STRUCTURE_POINTS = 0.1
 TAG_POINTS = 0.05
 PENALTY_A_CHARACTER = 0.001
 
-_STRUCTURE = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
+_START = "<think>"
+_BETWEEN = re.compile(r"</think>\s*+<answer>")
 _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 _END = "</answer>"
 
@@ -118,11 +119,21 @@ def xml_format_points(text: str) -> float:
     Two rules of the original are changed. There, thoughts of several lines did not earn the 0.1, and a reply that ended
     at ``</answer>`` without a line break lost points for its whole length.
     """
-    points = STRUCTURE_POINTS if _STRUCTURE.match(text) else 0.0
+    points = STRUCTURE_POINTS if _has_structure(text) else 0.0
     earned = [text.count(tag) == 1 for tag in _TAGS]
     points += TAG_POINTS * sum(earned)
     tail = text[text.rfind(_END) + len(_END) :].removeprefix("\n") if _END in text else ""
     return points - PENALTY_A_CHARACTER * len(tail) * sum(earned[2:])
+
+
+def _has_structure(text: str) -> bool:
+    """Return whether ``text`` begins with ``<think>...</think>``, white space and ``<answer>...</answer>``.
+
+    Only the first end of thoughts before an answer counts, so that the time is linear: if no ``</answer>`` follows it,
+    none follows a later one.
+    """
+    between = _BETWEEN.search(text, len(_START)) if text.startswith(_START) else None
+    return between is not None and text.find(_END, between.end()) >= 0
 
 
 class XmlFormatReward:

@@ -49,11 +49,16 @@ def extract_program(text: str, function: str | None = None) -> Extraction:
 def _fenced(text: str) -> Iterator[str]:
     """Yield the contents of the fences in ``text``, in order."""
     opening = _OPENING.search(text)
+    unclosed: dict[str, int] = {}  # mark -> the shortest fence of it that nothing closes from here on
     while opening is not None:
         mark, size = opening["fence"][0], len(opening["fence"])
-        # A fence inside a line, as in print("```"), is text of the program. It closes at an end of a line.
-        bare = rf"(?<!{mark}){mark}{{{size},}}(?!{mark})"
-        closing = re.compile(rf"^[ \t]*{bare}|{bare}[ \t]*$", re.MULTILINE).search(text, opening.end())
+        closing = None
+        if size < unclosed.get(mark, size + 1):  # else a search for each of many openings would be quadratic
+            # A fence inside a line, as in print("```"), is text of the program. It closes at an end of a line.
+            bare = rf"(?<!{mark}){mark}{{{size},}}(?!{mark})"
+            closing = re.compile(rf"^[ \t]*{bare}|{bare}[ \t]*$", re.MULTILINE).search(text, opening.end())
+        if closing is None:
+            unclosed[mark] = min(size, unclosed.get(mark, size))
         end = text.find(opening["fence"], opening.end()) if closing is None else closing.start()
         yield _without_indent(text[opening.end() : None if end < 0 else end])
         opening = None if end < 0 else _OPENING.search(text, end)

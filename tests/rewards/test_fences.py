@@ -113,6 +113,8 @@ def test_a_second_program_that_stands_by_itself_is_the_answer(second: str):
     "text",
     [
         "```python\n" * 100_000,
+        "```python x " * 80_000,
+        "```python {" * 80_000,
         "x" + "`" * 1_000_000 + "python x",
         "```python\nx" + "`" * 1_000_000 + "x",
         "```python\n" + "x``` y" * 200_000,
