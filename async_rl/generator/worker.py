@@ -50,7 +50,7 @@ from async_rl.output import logged
 from async_rl.process.child import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
-from async_rl.rewards.math.verifier import MAX_WORKERS
+from async_rl.rewards.math.verifier import MAX_CALLERS
 from async_rl.rewards.registry import RewardSum, build_reward
 from async_rl.run.eval_records import Decode
 
@@ -225,10 +225,10 @@ def _text_of_tokens(config: Config, directory: Path) -> Decode:
 def grading_threads(config: Config, reward: RewardSum) -> int:
     """Return how many answers to grade at the same time, at least 1.
 
-    There is one for each worker process of the rewards, or for each call of a user's async function that may run at
-    once.
+    There is one for each program that runs at the same time, for each call of a user's async function that may run at
+    once, or for each comparison of mathematics that may wait for a worker.
     """
-    mathematics = MAX_WORKERS if config.reward.compares_mathematics else 1
+    mathematics = MAX_CALLERS if config.reward.compares_mathematics else 1
     threads = max(mathematics, config.reward.code.num_workers if config.reward.runs_programs else 1)
     return max(threads, MAX_CONCURRENT_CALLS) if reward.is_async else threads
 

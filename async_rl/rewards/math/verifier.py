@@ -29,6 +29,14 @@ Verdict = Literal["equal", "different", "not_computed", "timed_out", "crashed"]
 MAX_WORKERS = 8
 """Maximum number of comparisons that run at the same time. It may exceed the number of cores, so that a comparison does
 not have to wait for others that use their whole time limit."""
+SLOW_WORKERS = 4
+"""Maximum number of comparisons that run at the same time in addition, because they took longer than
+``FIRST_LIMIT_S``."""
+FIRST_LIMIT_S = 0.1
+"""Processor seconds after which a comparison begins again in the slow queue, where no others wait for it. Nearly all
+comparisons of real answers take less."""
+MAX_CALLERS = 64
+"""How many threads should call ``MathVerifier.ask``: so many that nearly all may wait in the slow queue."""
 START_LIMIT_S = 120.0
 """Time limit in seconds for importing sympy on a busy machine. It is not part of the limit of a comparison."""
 _WALL_FACTOR = 50.0
@@ -100,7 +108,11 @@ class _Server:
 
 
 class MathVerifier:
-    """Compares answers in at most ``MAX_WORKERS`` worker processes. Any thread may call it.
+    """Compares answers in worker processes. Any thread may call it.
+
+    At most ``MAX_WORKERS`` comparisons run at a time, for at most ``FIRST_LIMIT_S`` processor seconds. Those that take
+    longer begin again in a queue of their own, of which ``SLOW_WORKERS`` run at a time. So hostile answers, which use
+    up their whole limit, delay no others.
 
     The processes are started when they are needed. ``counts`` has the number of comparisons (``requests``), of those
     that sympy gave up (``not_computed``), that ``timed_out`` and that ``crashed``, and of workers that were
@@ -111,6 +123,7 @@ class MathVerifier:
         self.counts = {"requests": 0, "not_computed": 0, "timed_out": 0, "crashed": 0, "started": 0}
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(MAX_WORKERS)
+        self._slow_slots = threading.BoundedSemaphore(SLOW_WORKERS)
         self._server: _Server | None = None
         self._idle: list[_Worker] = []
         self._is_closed = False
@@ -131,12 +144,10 @@ class MathVerifier:
         Raises:
             RewardError: the processes do not start.
         """
-        request = {"gold": gold, "prediction": prediction, "time_limit_s": time_limit_s}
-        with self._slots:
-            verdict = self._ask_once(request)
-            if verdict == "crashed" and not self._is_closed:
-                # If memory runs out, a worker may be killed that did not cause it: only the second crash counts.
-                verdict = self._ask_once(request)
+        first_limit_s = min(time_limit_s, FIRST_LIMIT_S)
+        verdict = self._ask_in(self._slots, gold, prediction, first_limit_s)
+        if verdict == "timed_out" and first_limit_s < time_limit_s:
+            verdict = self._ask_in(self._slow_slots, gold, prediction, time_limit_s)
         with self._lock:
             self.counts["requests"] += 1
             if verdict in self.counts:
@@ -149,8 +160,20 @@ class MathVerifier:
             self._is_closed = True
             self._drop_server()
 
+    def _ask_in(self, slots: threading.BoundedSemaphore, gold: str, prediction: str, time_limit_s: float) -> Verdict:
+        """Wait for one of ``slots``, then compare."""
+        request = {"gold": gold, "prediction": prediction, "time_limit_s": time_limit_s}
+        with slots:
+            verdict = self._ask_once(request)
+            if verdict == "crashed" and not self._is_closed:
+                # If memory runs out, a worker may be killed that did not cause it: only the second crash counts.
+                verdict = self._ask_once(request)
+        return verdict
+
     def _ask_once(self, request: dict[str, Any]) -> Verdict:
         with self._lock:
+            if self._is_closed:  # while this call waited
+                return "crashed"
             server, worker = self._take_worker()
         deadline = time.monotonic() + _WALL_FACTOR * request["time_limit_s"]
         try:

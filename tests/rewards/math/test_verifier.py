@@ -14,7 +14,7 @@ import pytest
 
 from async_rl.errors import RewardError
 from async_rl.rewards.math import verifier as verifier_module
-from async_rl.rewards.math.verifier import MAX_WORKERS, MathVerifier
+from async_rl.rewards.math.verifier import MAX_WORKERS, SLOW_WORKERS, MathVerifier
 
 HANGS = "9^{9^{9^9}}"
 """Python computes it in one C call that never returns to Python."""
@@ -52,7 +52,7 @@ def test_a_hanging_answer_is_ended_at_the_limit_and_the_next_one_is_answered(ver
     assert wait_until_ended(pidfd, 0)
     assert verifier.ask("x+1", "1+x", 30.0) == "equal"
     assert verifier.idle_pids != (pid,)
-    assert verifier.counts == {"requests": 3, "not_computed": 0, "timed_out": 1, "crashed": 0, "started": 2}
+    assert verifier.counts == {"requests": 3, "not_computed": 0, "timed_out": 1, "crashed": 0, "started": 3}
 
 
 def test_what_can_not_be_computed_is_counted(verifier: MathVerifier):
@@ -71,16 +71,29 @@ def test_an_honest_answer_does_not_wait_for_hanging_ones(verifier: MathVerifier)
         verifier.ask("5", prediction, limit_s)
         ended.append(name)
 
-    # Each bomb has 20 seconds of a processor that all of them share, so the honest answer ends first on any machine.
-    bombs = [threading.Thread(target=ask, args=("bomb", HANGS, 20.0)) for _ in range(MAX_WORKERS - 1)]
+    # Each bomb has 20 seconds of a processor that all of them share, so the honest answers end first on any machine,
+    # although there are more bombs than workers of either queue.
+    num_bombs = MAX_WORKERS + SLOW_WORKERS + 4
+    bombs = [threading.Thread(target=ask, args=("bomb", HANGS, 20.0)) for _ in range(num_bombs)]
     for bomb in bombs:
         bomb.start()
-    wait_for(lambda: verifier.counts["started"] >= MAX_WORKERS - 1)
-    ask("honest", "x+5", 20.0)
-    assert ended == ["honest"]
+    wait_for(lambda: verifier.counts["started"] >= num_bombs)  # all have begun; the slow ones are started again
+    for _ in range(3):
+        ask("honest", "x+5", 20.0)
+    assert ended == ["honest"] * 3
     verifier.close()
     for bomb in bombs:
         bomb.join()
+
+
+def test_a_right_answer_that_takes_longer_than_the_first_limit_is_right(
+    verifier: MathVerifier, monkeypatch: pytest.MonkeyPatch
+):
+    # It takes 50 ms or more. A worker is ended at the first limit, and another one has the whole limit.
+    monkeypatch.setattr(verifier_module, "FIRST_LIMIT_S", 0.001)
+    gold = "+".join(rf"\sin({x})^2+\cos({x})^2+{x}^{{20}}" for x in "abcdfgh")
+    assert verifier.ask(gold, "7+" + "+".join(f"{x}^{{20}}" for x in "abcdfgh"), 30.0) == "equal"
+    assert verifier.counts == {"requests": 1, "not_computed": 0, "timed_out": 0, "crashed": 0, "started": 2}
 
 
 def test_time_in_which_a_worker_does_not_run_is_not_counted(verifier: MathVerifier):
