@@ -111,10 +111,6 @@ class SandboxFailedError(RewardError):
     """The sandbox or the remote verifier failed to run a program, so it is unknown whether the program is correct."""
 
 
-class EnvironmentProcessError(AsyncRLError):
-    """An environment's process can't be started or has ended, so the rollout that used the environment fails."""
-
-
 class TrainingError(AsyncRLError):
     """Training can't go on, for example because too many groups were filtered. The message explains the cause."""
 

@@ -6,7 +6,10 @@ process, a crash or an endless loop ends only that rollout.
 ``pool.py`` starts the fork server and sends it ``environment.extra``, as a message of ``child``, over a socket. The
 environment's function ``prepare``, if it has one, gets it. Then come records of 5 bytes. The record ``F`` comes with a
 descriptor and asks for a fork. The answer is the new process's id, or 0 if the fork failed. The record ``K`` kills one
-forked process and all processes that it started. When the socket closes, all processes end.
+forked process and all processes that it started. When the socket closes or the pool's process dies, all processes end.
+
+The environment variable ``MARK`` marks this process and all that it or its forked processes start, and ``CHILD_MARK``
+what one forked process starts, so that they are found in sessions of their own, too.
 
 The command is ``python -m async_rl.environments.fork_server DESCRIPTOR NAME DIGEST ALLOWED...``. ``DIGEST`` is a
 result of ``digest_word``, and ``ALLOWED`` is the list ``generator.allow_code``.
@@ -23,8 +26,11 @@ import struct
 import sys
 import traceback
 
+from async_rl.process.family import descendants_of, kill_all, kill_marked
+
 RECORD = struct.Struct("<cI")
 READY, REFUSED = b"R", b"E"
+MARK, CHILD_MARK = "ASYNC_RL_ENVIRONMENTS", "ASYNC_RL_ENVIRONMENT"
 _ANY, _SHA256 = "any", "sha256:"
 _PR_SET_PDEATHSIG = 1
 _MOST_KILLABLE = b"1000"
@@ -66,8 +72,13 @@ def main() -> None:
     if error := prepare(control, code):
         _refuse(control, error)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # runs what kills the others, when the parent dies
+    _die_with_parent(None, signal.SIGTERM)
     control.sendall(RECORD.pack(READY, 0))
-    _Server(control, code).run()
+    try:
+        _Server(control, code).run()
+    finally:
+        kill_marked(MARK, os.environ.get(MARK, ""))
 
 
 def _refuse(control: socket.socket, error: str) -> None:
@@ -75,15 +86,15 @@ def _refuse(control: socket.socket, error: str) -> None:
     control.sendall(RECORD.pack(REFUSED, len(body)) + body)
 
 
-def _die_with_parent(expected_parent: int | None) -> None:
-    """Have the kernel kill this process when its parent dies, on Linux.
+def _die_with_parent(expected_parent: int | None, signum: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process ``signum`` when its parent dies, on Linux.
 
     Exit at once if ``expected_parent`` is not the parent's process id, because the parent is dead then. On other
     systems this process ends when its socket closes.
     """
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
     if expected_parent is not None and os.getppid() != expected_parent:
         os._exit(1)
 
@@ -108,8 +119,6 @@ class _Server:
             else:
                 self._kill(pid)
             self._reap()
-        for pid in list(self._children):
-            self._kill(pid)
 
     def _fork(self, descriptor: int) -> None:
         server = os.getpid()
@@ -133,6 +142,8 @@ class _Server:
             with contextlib.suppress(OSError):
                 os.setpgid(0, 0)
             _die_with_parent(server)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.environ[CHILD_MARK] = f"{os.environ.get(MARK, '')}-{os.getpid()}"
             _be_killed_first()
             self._control.close()
             from async_rl.environments.child import serve
@@ -146,15 +157,18 @@ class _Server:
             os._exit(code)
 
     def _kill(self, pid: int) -> None:
-        """Kill the forked process ``pid`` and its process group. Do nothing if ``pid`` was killed before.
+        """Kill the forked process ``pid`` and all that it started. Do nothing if ``pid`` was killed before.
 
         No other process can have got the id ``pid`` meanwhile, because the exit status was not collected yet.
         """
         if pid not in self._children:
             return
+        family = descendants_of(pid)  # before they lose their parents
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(pid, signal.SIGKILL)
+        kill_all(family)
+        kill_marked(CHILD_MARK, f"{os.environ.get(MARK, '')}-{pid}")
         self._children.discard(pid)
         self._killed.add(pid)
 

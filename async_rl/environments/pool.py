@@ -1,18 +1,19 @@
 """The generator's side of environments: gives each running rollout a process and exchanges messages with the process.
 
-``generator.environment_rollouts`` calls this module in one thread. The calls wait only for forks, which take
-milliseconds. After a rollout without errors, its process plays another rollout. If a process crashes or spends more
-than ``environment.timeout_s`` on one reset or step (``first_reset_timeout_s`` on its first reset), the process and all
-that it started are killed, and its rollout fails.
+``generator.environment_rollouts`` calls this module in one thread. No call waits: not for a process, not for the fork
+server, which is replaced if it dies or stands still. After a rollout without errors, its process plays another
+rollout. If a process crashes or spends more than ``environment.timeout_s`` on one reset or step
+(``first_reset_timeout_s`` on its first reset), the process and all that it started are killed, and its rollout fails.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
+import select
 import selectors
 import socket
-import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,16 +21,14 @@ from typing import Any
 
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.child import FrameError, pack, unpack
-from async_rl.environments.fork_server import READY, RECORD, digest_word
-from async_rl.errors import ConfigError, EnvironmentProcessError
-from async_rl.net.streams import read_exactly
-from async_rl.process.child import module_command, package_environment
+from async_rl.environments.fork_client import ForkServer, ServerLostError
 
-START_TIMEOUT_S = 120.0
-"""Time limit for importing the environment's code and for its function ``prepare``."""
+logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 16
-_FORK_LIMIT_S = 30.0
+_LOOK_S = 1.0
+_LONG_S = 5.0
+"""Seconds after which a silent fork server is worth a word."""
 _REPLIES = ("sample", "ended", "failed")
 
 
@@ -55,11 +54,16 @@ class _Process:
 
     ``key`` is the key of the rollout that the process plays. It is None while the process is idle or cancels a
     rollout. ``deadline_s`` is the time on the pool's clock by which the process must answer. It is None if the process
-    owes no answer. ``is_new`` says that the process has not answered yet, so its first reset may still import modules.
+    owes no answer. ``pid`` is 0 until the process is forked; until then ``sent`` is its first message, and ``theirs``
+    its end of the socket; ``num_tries`` says how often it was asked for. ``is_new`` says that the process has not
+    answered yet, so its first reset may still import modules.
     """
 
-    pid: int
     sock: socket.socket
+    theirs: socket.socket
+    pid: int = 0
+    sent: bytes = b""
+    num_tries: int = 1
     key: str | None = None
     deadline_s: float | None = None
     cancelling: bool = False
@@ -94,40 +98,63 @@ class EnvironmentPool:
     ) -> None:
         self.counts = {"started": 0, "timed_out": 0, "crashed": 0}
         self._config = config
-        self._start_server = partial(_start_server, config, allowed, digest)
+        self._start_server = partial(ForkServer, config, allowed, digest)
         self._clock = clock
         self._processes: dict[str, _Process] = {}
         self._cancelling: list[_Process] = []
         self._idle: list[_Process] = []
         self._failed_at_start: list[Event] = []
+        self._unforked: deque[_Process] = deque()
+        self._forking: deque[_Process] = deque()
+        self._had_trouble = False
         self._selector = selectors.DefaultSelector()
-        self._server, self._control = self._start_server()
+        self._server = self._start_server()
+        try:
+            while not self._server.is_ready:
+                _wait_for(self._server.control, _LOOK_S)
+                self._server.receive()
+        except BaseException:
+            self._server.close()
+            self._selector.close()
+            raise
 
     @property
     def pids(self) -> list[int]:
         """The ids of the processes that play a rollout now."""
-        return [process.pid for process in self._processes.values()]
+        return [process.pid for process in self._processes.values() if process.pid]
+
+    @property
+    def trouble(self) -> str:
+        """What the rollouts wait for that have no process yet; empty if that is nothing unusual."""
+        waiting = len(self._unforked) + len(self._forking)
+        if not waiting or self._server.silent_s < _LONG_S:
+            return ""
+        return (
+            f"{waiting} rollouts wait for a process: the environment's fork server (process {self._server.pid}) has "
+            f"not answered for {self._server.silent_s:.0f} s; it may be stopped, or the environment's import is slow"
+        )
 
     def is_working(self, key: str) -> bool:
-        """Return whether the rollout ``key`` waits for its process, which has a time limit."""
+        """Return whether the rollout ``key`` waits for its process, which has a time limit, or for its fork."""
         process = self._processes.get(key)
-        return process is not None and process.deadline_s is not None
+        return process is not None and (process.deadline_s is not None or not process.pid)
 
     def start(self, key: str, start: Mapping[str, Any]) -> None:
         """Begin the rollout ``key``. ``start`` has the fields of the message ``start``, which ``child`` lists.
 
-        Raises:
-            ConfigError: the fork server died and can't be started again.
+        If no process is idle, the fork server is asked for one, which is not waited for.
         """
         try:
             frame = pack({"type": "start", **start})
-            process = self._idle.pop() if self._idle else self._fork()
-        except (EnvironmentProcessError, FrameError) as error:
+            process = self._idle.pop() if self._idle else self._new_process()
+        except (OSError, FrameError) as error:
             self._failed_at_start.append(Event(key, {"type": "failed", "error": str(error)}))
             return
         process.key, process.cancelling = key, False
         self._processes[key] = process
+        process.sent = b"" if process.pid else frame
         self._ask(process, frame)
+        self._ask_for_forks()
 
     def answer(self, key: str, message: Mapping[str, Any]) -> None:
         """Send the environment of the rollout ``key`` the answer to its message ``sample``.
@@ -152,17 +179,28 @@ class EnvironmentPool:
         self._ask(process, pack({"type": "cancel"}))
 
     def poll(self) -> list[Event]:
-        """Exchange messages with all processes without waiting. Return the events of rollouts since the last call."""
+        """Exchange messages with all processes without waiting. Return the events of rollouts since the last call.
+
+        Raises:
+            ConfigError: the fork server died, and another one can't import or prepare the environment.
+        """
         events, self._failed_at_start = self._failed_at_start, []
+        events += self._take_forked()
+        self._ask_for_forks()
+        trouble = self.trouble
+        if trouble and not self._had_trouble:
+            logger.warning("%s; other rollouts go on", trouble)
+        self._had_trouble = bool(trouble)
         for selected, mask in self._selector.select(0):
             process: _Process = selected.data
             if mask & selectors.EVENT_WRITE:
                 self._flush(process)
-            if mask & selectors.EVENT_READ:
+            # What arrives before the fork server's answer is read once its process is known.
+            if mask & selectors.EVENT_READ and process.pid:
                 events += self._receive(process)
         now_s = self._clock()
         for process in [*self._processes.values(), *self._cancelling]:
-            if process.deadline_s is not None and now_s > process.deadline_s:
+            if process.pid and process.deadline_s is not None and now_s > process.deadline_s:
                 call, key = self._limit(process)
                 events += self._fail(
                     process,
@@ -175,16 +213,13 @@ class EnvironmentPool:
     def close(self) -> None:
         """Kill the fork server and every process that plays rollouts."""
         for process in [*self._processes.values(), *self._cancelling, *self._idle]:
-            self._end(process)
-        self._processes.clear()
-        self._cancelling.clear()
-        self._idle.clear()
+            process.sock.close()
+        for process in self._unforked:
+            process.theirs.close()
+        for kept in (self._processes, self._cancelling, self._idle, self._unforked, self._forking):
+            kept.clear()
         self._selector.close()
-        self._control.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._server.wait(_FORK_LIMIT_S)
-        self._server.kill()
-        self._server.wait()
+        self._server.close()
 
     def _limit(self, process: _Process) -> tuple[str, str]:
         """Return what the process does now, and the key of ``[environment]`` that limits it."""
@@ -286,91 +321,101 @@ class EnvironmentPool:
     def _end(self, process: _Process) -> None:
         self._selector.unregister(process.sock)
         process.sock.close()
-        with contextlib.suppress(OSError):  # with the server gone, the kernel has killed its children
-            self._control.sendall(RECORD.pack(b"K", process.pid))
+        if process.pid:
+            self._server.kill(process.pid)
+        elif process in self._unforked:
+            self._unforked.remove(process)
+            process.theirs.close()
 
-    def _fork(self) -> _Process:
-        """Return a new process of the environment. If the fork server has died, start it again first.
-
-        Raises:
-            EnvironmentProcessError: the machine refuses another process.
-            ConfigError: the fork server died and can't be started again.
-        """
-        pid, ours = self._try_fork()
-        if pid is None:
-            self._control.close()
-            self._server.kill()
-            self._server.wait()
-            self._server, self._control = self._start_server()
-            pid, ours = self._try_fork()
-        if not pid:
-            ours.close()
-            raise EnvironmentProcessError(
-                "the machine refuses another process for the environment; lower generator.max_concurrent_groups, or "
-                "free memory and raise the limit on processes (ulimit -u)"
-            )
-        ours.setblocking(False)
-        process = _Process(pid, ours)
-        self._selector.register(ours, selectors.EVENT_READ, process)
-        self.counts["started"] += 1
+    def _new_process(self) -> _Process:
+        """Return a process that is still to be forked. What is sent to it waits in its socket."""
+        process = _Process(*_sockets())
+        self._selector.register(process.sock, selectors.EVENT_READ, process)
+        self._unforked.append(process)
         return process
 
-    def _try_fork(self) -> tuple[int | None, socket.socket]:
-        """Ask the fork server for a process. Return the process's id and the socket that is connected to it.
+    def _ask_for_forks(self) -> None:
+        """Ask the fork server for the processes that it has not been asked for, as far as it takes requests now."""
+        try:
+            while self._unforked and self._server.fork(self._unforked[0].theirs):
+                process = self._unforked.popleft()
+                process.theirs.close()
+                self._forking.append(process)
+        except ServerLostError:
+            self._replace_server()
 
-        The id is 0 if the fork failed, and None if the fork server has ended.
+    def _take_forked(self) -> list[Event]:
+        """Take the fork server's answers. Return events of rollouts for which there is no process.
+
+        Raises:
+            ConfigError: the fork server was replaced, and the new one can't import or prepare the environment.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                socket.send_fds(self._control, [RECORD.pack(b"F", 0)], [theirs.fileno()])
-                return RECORD.unpack(read_exactly(self._control.recv, RECORD.size))[1], ours
-            except OSError:
-                ours.close()
-                return None, ours
+        events: list[Event] = []
+        try:
+            pids = self._server.receive()
+        except ServerLostError:
+            self._replace_server()
+            return events
+        for pid in pids:
+            process = self._forking.popleft()
+            process.pid = pid
+            if not pid:
+                events += self._fail(process, "crashed", _REFUSED)
+                continue
+            self.counts["started"] += 1
+            if process.sock.fileno() < 0:  # its rollout has ended meanwhile
+                self._server.kill(pid)
+            elif process.deadline_s is not None:
+                process.deadline_s = self._clock() + getattr(self._config, self._limit(process)[1])
+        return events
+
+    def _replace_server(self) -> None:
+        """Start another fork server, because this one has ended or is silent. Its processes end with it.
+
+        The processes that it has not forked are asked for again, with their first messages.
+        """
+        self._server.close()
+        lost = [process for process in self._forking if process.sock.fileno() >= 0]
+        self._forking.clear()
+        again = [process for process in lost if process.num_tries < _MAX_TRIES and process.key is not None]
+        for process in lost:
+            if process not in again:
+                self._failed_at_start += self._fail(process, "crashed", _NO_SERVER)
+        for process in again:
+            self._selector.unregister(process.sock)
+            process.sock.close()
+            process.num_tries += 1
+            process.sock, process.theirs = _sockets()
+            process.outgoing[:] = process.sent
+            self._selector.register(process.sock, selectors.EVENT_READ, process)
+            self._flush(process)
+        self._unforked.extendleft(reversed(again))
+        self._server = self._start_server()
 
 
-def _start_server(
-    config: EnvironmentConfig, allowed: Collection[str], digest: str | None
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    try:
-        settings = pack({"type": "prepare", "extra": config.extra})
-    except FrameError as error:
-        raise ConfigError(f"environment.extra: {error}") from None
+_REFUSED = (
+    "the machine refuses another process for the environment; lower generator.max_concurrent_groups, or free memory "
+    "and raise the limit on processes (ulimit -u)"
+)
+
+
+_NO_SERVER = (
+    "the fork server of the environment ended whenever it was asked for a process; see its output above, and check "
+    "that the machine has memory left"
+)
+_MAX_TRIES = 2
+"""How often a process is asked for, if the fork server ends each time."""
+
+
+def _sockets() -> tuple[socket.socket, socket.socket]:
+    """Return the pool's and the process's end of a connection. Only the pool's does not block."""
     ours, theirs = socket.socketpair()
-    with theirs:
-        server = subprocess.Popen(
-            module_command(
-                "async_rl.environments.fork_server", str(theirs.fileno()), config.name, digest_word(digest), *allowed,
-                flags=("-P",),
-            ),
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            env=package_environment(),
-        )  # fmt: skip
-    try:
-        ours.settimeout(START_TIMEOUT_S)
-        ours.sendall(settings)
-        kind, size = RECORD.unpack(read_exactly(ours.recv, RECORD.size))
-        if kind != READY:
-            raise ConfigError(read_exactly(ours.recv, size).decode(errors="replace"))
-    except BaseException as error:
-        if isinstance(error, ConnectionError):  # the process is ending; its exit code says why
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(_FORK_LIMIT_S)
-        server.kill()
-        server.wait()
-        ours.close()
-        if isinstance(error, TimeoutError):
-            raise ConfigError(
-                f"environment.name: {config.name} was not imported and prepared within {START_TIMEOUT_S:g} s; do slow "
-                f"work in reset instead"
-            ) from None
-        if isinstance(error, ConnectionError):
-            raise ConfigError(
-                f"environment.name: the process that imports {config.name} ended with exit code {server.returncode}; "
-                f"see its output above"
-            ) from None
-        raise
-    ours.settimeout(_FORK_LIMIT_S)
-    return server, ours
+    ours.setblocking(False)
+    return ours, theirs
+
+
+def _wait_for(sock: socket.socket, timeout_s: float) -> None:
+    """Wait until ``sock`` has bytes to read, or its peer has closed it."""
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    poller.poll(timeout_s * 1000)

@@ -56,6 +56,12 @@ def _leave_a_process_behind() -> None:
     _spin()
 
 
+def _leave_daemons_behind() -> None:
+    """Start two processes in sessions of their own. The parent of the second one has ended."""
+    subprocess.Popen(["sleep", str(AROUND_THE_WORLD)], start_new_session=True)
+    subprocess.run(["sh", "-c", f"setsid sleep {AROUND_THE_WORLD} &"], check=True)
+
+
 def _ignore_everything() -> None:
     while True:
         try:
@@ -69,6 +75,7 @@ _MISDEEDS: dict[str, Any] = {
     "exit": lambda: os._exit(3),
     "recurse": lambda: os.kill(os.getpid(), 11),
     "raise": lambda: {}["no such key"],
+    "daemon": _leave_daemons_behind,
     "spawn": _leave_a_process_behind,
     "ignore": _ignore_everything,
     "leave": sys.exit,

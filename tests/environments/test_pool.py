@@ -54,6 +54,10 @@ class Driver:
                 key, {"prompt": "the row", "state": "the row", "extra_info": info, "seed": 5, "max_turns": 4}
             )
 
+    def await_process(self) -> None:
+        """Wait until a process plays a rollout."""
+        wait_until("a process", lambda: self.waiting.extend(self.pool.poll()) or self.pool.pids)
+
     def next(self, key: str) -> Any:
         """The next message of ``key``."""
 
@@ -205,6 +209,7 @@ def test_the_first_reset_of_a_process_has_a_limit_of_its_own():
     with driving(first_reset_timeout_s=3 * TIMEOUT_S) as driver:
         driver.start("a", reset="sleep")
         assert driver.pool.is_working("a")
+        driver.await_process()  # the limit begins with the process
         driver.pass_time()
         assert driver.pool.poll() == []
         driver.pass_time()
@@ -314,6 +319,71 @@ def test_with_the_fork_server_killed_its_rollouts_fail_and_the_next_ones_find_an
         assert driver.order("b", "stop")["type"] == "ended"
 
 
+def server_of(driver: Driver) -> int:
+    """The fork server, which is the parent of the process of a rollout."""
+    (pid,) = driver.pool.pids
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_stopped_fork_server_blocks_no_call_and_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("async_rl.environments.pool._LONG_S", 0.5)
+    with driving() as driver:
+        driver.start("a")
+        driver.next("a")
+        server = server_of(driver)
+        os.kill(server, signal.SIGSTOP)
+        began_s = time.monotonic()
+        driver.start("b", "c")
+        driver.pool.cancel("c")
+        assert driver.pool.poll() == []
+        assert time.monotonic() - began_s < 5.0  # no call waits
+        assert driver.order("a", "on")["type"] == "sample"  # the others go on
+        wait_until("a word", lambda: driver.pool.poll() or f"fork server (process {server}) has not ans" in caplog.text)
+        monkeypatch.setattr("async_rl.environments.fork_client.FORK_LIMIT_S", 0.0)
+        driver.waiting += driver.pool.poll()
+        monkeypatch.setattr("async_rl.environments.fork_client.FORK_LIMIT_S", 30.0)
+        assert "ended" in driver.next("a")["error"]  # its process ended with the server
+        driver.next("b")
+        assert driver.order("b", "stop")["type"] == "ended"
+        assert state_of(server) is None
+
+
+def test_a_fork_server_that_goes_on_serves_what_waited():
+    with driving() as driver:
+        driver.start("a")
+        driver.next("a")
+        server = server_of(driver)
+        os.kill(server, signal.SIGSTOP)
+        driver.start("b")
+        assert driver.pool.poll() == []
+        os.kill(server, signal.SIGCONT)
+        assert driver.next("b")["type"] == "sample"
+
+
+@pytest.mark.parametrize("ends", ["the process", "the pool", "the fork server"])
+def test_grandchildren_in_sessions_of_their_own_end_too(monkeypatch: pytest.MonkeyPatch, ends: str):
+    monkeypatch.setenv("ASYNC_RL_TEST_MARKER", str(time.monotonic_ns()))
+    marker = f"ASYNC_RL_TEST_MARKER={os.environ['ASYNC_RL_TEST_MARKER']}"
+    with driving() as driver:
+        driver.start("a")
+        driver.next("a")
+        server = server_of(driver)
+        assert driver.order("a", "daemon")["type"] == "sample"
+        wait_until("the grandchildren", lambda: len(processes_of(marker)) == 4)
+        if ends == "the process":
+            driver.say("a", "sleep")
+            driver.pass_time()
+            assert driver.next("a")["type"] == "failed"
+            wait_until("only the fork server to be left", lambda: len(processes_of(marker)) == 1)
+        elif ends == "the fork server":
+            os.kill(server, signal.SIGKILL)
+            assert driver.next("a")["type"] == "failed"
+            wait_until("only a new fork server", lambda: driver.pool.poll() or len(processes_of(marker)) == 1)
+    assert processes_of(marker) == []
+
+
 @pytest.mark.parametrize(
     ("source", "told"),
     [
@@ -330,7 +400,7 @@ def test_with_the_fork_server_killed_its_rollouts_fail_and_the_next_ones_find_an
     ],
 )
 def test_code_that_can_not_be_imported_is_refused_at_the_start(tmp_path, monkeypatch, source, told):
-    monkeypatch.setattr("async_rl.environments.pool.START_TIMEOUT_S", 1.0 if "while" in source else 60.0)
+    monkeypatch.setattr("async_rl.environments.fork_client.START_TIMEOUT_S", 1.0 if "while" in source else 60.0)
     path = tmp_path / "broken.py"
     path.write_text(source)
     with pytest.raises(ConfigError, match=told):
@@ -374,6 +444,7 @@ def test_nothing_outlives_a_generator_that_is_killed(tmp_path):
         driver = Driver(config())
         driver.start("a", "b")
         driver.next("a"), driver.next("b")
+        driver.order("b", "daemon")
         driver.say("a", "spin")
         print("ready", flush=True)
         time.sleep({3600})
@@ -385,7 +456,7 @@ def test_nothing_outlives_a_generator_that_is_killed(tmp_path):
     ) as generator:
         assert generator.stdout is not None
         assert generator.stdout.readline() == "ready\n"
-        assert len(processes_of(marker)) == 4
+        wait_until("the grandchildren", lambda: len(processes_of(marker)) == 6)
         generator.kill()
     wait_until("all its processes to end", lambda: not processes_of(marker))
     assert state_of(generator.pid) in (None, "Z")
