@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -317,6 +319,41 @@ def test_with_the_fork_server_killed_its_rollouts_fail_and_the_next_ones_find_an
         driver.start("b")
         driver.next("b")
         assert driver.order("b", "stop")["type"] == "ended"
+
+
+FATES = ("x", "stop", "exit", "raise", "nan", "killed", "cancelled", "killed and cancelled", "ended, then answered")
+
+
+@pytest.mark.parametrize("fates", list(itertools.combinations_with_replacement(FATES, 2)))
+def test_of_two_events_in_one_poll_neither_is_lost_or_twice_there(driver: Driver, fates: tuple[str, str]):
+    keys = ("a", "b")
+    driver.start(*keys)
+    for key in keys:
+        driver.next(key)
+    processes = {key: driver.pool._processes[key] for key in keys}
+    for key, fate in zip(keys, fates, strict=True):
+        if fate not in ("killed", "cancelled", "killed and cancelled"):
+            driver.say(key, "stop" if fate.startswith("ended") else fate)
+        if fate.startswith("killed"):
+            os.kill(processes[key].pid, signal.SIGKILL)
+        if fate.endswith("cancelled"):
+            driver.pool.cancel(key)
+    for process in processes.values():  # both are there before the pool looks
+        assert select.select([process.sock], [], [], 30.0)[0]
+    events = driver.pool.poll()
+    wanted = {"x": "sample", "stop": "ended", "ended, then answered": "ended"}
+    told = {key: wanted.get(fate, "failed") for key, fate in zip(keys, fates, strict=True)}
+    told = {key: kind for key, kind in told.items() if not fates[keys.index(key)].endswith("cancelled")}
+    wait_until("all events", lambda: events.extend(driver.pool.poll()) or len(events) >= len(told))
+    assert {event.key: event.type for event in events} == told
+    assert len(events) == len(told)
+    for key in keys:  # late answers and cancellations of those that have ended are ignored
+        driver.pool.answer(key, {"type": "over"})
+        driver.pool.cancel(key)
+    driver.start("c")
+    assert driver.next("c")["type"] == "sample"
+    assert driver.order("c", "stop")["type"] == "ended"
+    assert driver.waiting == []
 
 
 def server_of(driver: Driver) -> int:
