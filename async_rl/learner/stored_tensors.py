@@ -1,7 +1,8 @@
 """The engine's files of a checkpoint: model, optimizer and random state.
 
-torch.distributed.checkpoint writes them, one shard per rank, and can read them on any number of ranks. torch's
-``.metadata`` is a pickle: load only checkpoints that you trust.
+torch.distributed.checkpoint writes them, one shard per rank, and can read them on any number of ranks. It plans who
+reads what; the files themselves, which may come from anybody, are read by ``stored_metadata.py`` and
+``stored_items.py``, so that no checkpoint can run code, read other files or take more memory than its size.
 
 ``FsdpEngine`` calls ``write_training_state``, in a thread or not, and ``load_training_state``, on all ranks.
 ``export.py`` calls ``load_tensors`` in one process.
@@ -9,6 +10,7 @@ torch.distributed.checkpoint writes them, one shard per rank, and can read them 
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import warnings
@@ -23,13 +25,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from async_rl.errors import RunError
 from async_rl.learner.checkpoint import CHECK_DISK, USE_ANOTHER
 from async_rl.learner.engine.ranks import Ranks
 from async_rl.learner.file_digests import write_part
+from async_rl.learner.stored_items import read_item
+from async_rl.learner.stored_metadata import Place, read_metadata
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
@@ -47,6 +53,8 @@ def _storage_errors(action: str, directory: Path, remedy: str) -> Iterator[None]
         yield
     except (OSError, ValueError, CheckpointException) as error:
         found = error if not isinstance(error, CheckpointException) else next(iter(error.failures.values()))[0]
+        if isinstance(found, RunError):
+            raise found from error
         # torch reports a file that is too short, after the file system's own error.
         chain = [found]
         while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
@@ -155,17 +163,12 @@ def load_training_state(
     """
     state = _tensors(model, optimizer)
     with _storage_errors("read", directory, USE_ANOTHER):
-        found = json.loads((directory / _STATE).read_text())
-        _check_fits(directory, state, ranks)
-        _silence_torch()
-        dcp.load(
-            state,
-            storage_reader=dcp.FileSystemReader(directory),
-            process_group=ranks.host_group,
-            no_dist=not ranks.has_group,
-        )
+        num_updates = _read_num_updates(directory / _STATE)
+        reader = _Reader(directory)
+        _check_fits(directory, reader.tensors, state, ranks)
+        reader.load(state, process_group=ranks.host_group, no_dist=not ranks.has_group)
     _read_random_state(directory, ranks)
-    return int(found["num_updates"])
+    return num_updates
 
 
 def load_tensors(directory: Path, prefix: str = MODEL) -> dict[str, Tensor]:
@@ -188,24 +191,22 @@ def read_batches(
     Raises:
         RunError: ``directory`` is not a checkpoint, or is damaged.
     """
-    stored = _stored(directory)
+    reader = _Reader(directory)
     batch: dict[str, Tensor] = {}
     for name in names:
-        entry = stored[prefix + name]
+        entry = reader.tensors[prefix + name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
         if batch and sum(t.nbytes for t in batch.values()) + tensor.nbytes > max_bytes:
-            yield _filled(directory, prefix, batch)
+            yield _filled(directory, reader, prefix, batch)
             batch = {}
         batch[name] = tensor
     if batch:
-        yield _filled(directory, prefix, batch)
+        yield _filled(directory, reader, prefix, batch)
 
 
-def _filled(directory: Path, prefix: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    _silence_torch()
-    state: dict[str, Any] = {prefix + name: tensor for name, tensor in batch.items()}
+def _filled(directory: Path, reader: _Reader, prefix: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     with _storage_errors("read", directory, USE_ANOTHER):
-        dcp.load(state, storage_reader=dcp.FileSystemReader(directory), no_dist=True)
+        reader.load({prefix + name: tensor for name, tensor in batch.items()}, no_dist=True)
     return batch
 
 
@@ -215,7 +216,73 @@ def stored_names(directory: Path, prefix: str = MODEL) -> list[str]:
     Raises:
         RunError: ``directory`` is not a checkpoint, or is damaged.
     """
-    return [name.removeprefix(prefix) for name in _stored(directory) if name.startswith(prefix)]
+    return [name.removeprefix(prefix) for name in _Reader(directory).tensors if name.startswith(prefix)]
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the files of one checkpoint for torch.distributed.checkpoint, which would run what pickles in them say."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the metadata.
+
+        Raises:
+            RunError: the metadata is missing, is damaged, or does not agree with the files.
+        """
+        super().__init__(directory)
+        self._directory, self._metadata = directory, read_metadata(directory)
+
+    @property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """The stored tensors by name."""
+        return cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata)
+
+    def load(self, state: dict[str, Any], *, process_group: Any = None, no_dist: bool) -> None:
+        """Fill the tensors of ``state`` in place. The ranks of ``process_group`` call it together."""
+        _silence_torch()
+        dcp.load(
+            state, storage_reader=self, planner=_OnlyTensors(), process_group=process_group, no_dist=no_dist
+        )  # fmt: skip
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        del args, kwargs  # of ranks that store metadata of their own
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        per_file: dict[str, list[tuple[ReadItem, Place]]] = {}
+        for item in plan.items:
+            place: Place = self.storage_data[item.storage_index]
+            per_file.setdefault(place.file, []).append((item, place))
+        for name, items in per_file.items():
+            path = self._directory / name
+            with path.open("rb") as file:
+                for item, place in items:
+                    self._read(path, file, item, place, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, path: Path, file: io.BufferedReader, item: ReadItem, place: Place, planner: LoadPlanner) -> None:
+        index = item.storage_index
+        entry = self.tensors[index.fqn]
+        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+        try:
+            stored = read_item(file, place, sizes=sizes, dtype=entry.properties.dtype)
+        except ValueError as error:
+            raise RunError(f"{path}: {index.fqn}: {error}; {USE_ANOTHER}") from error
+        for dimension, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            stored = stored.narrow(dimension, first, length)
+        target = planner.resolve_tensor(item).detach()
+        target.copy_(stored)
+        planner.commit_tensor(item, target)
+
+
+class _OnlyTensors(dcp.DefaultLoadPlanner):
+    """Plans the reading of tensors. Other objects, which torch would unpickle, are not in our checkpoints."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise RunError(
+            f"expected only tensors in a checkpoint, got bytes for {read_item.dest_index.fqn}; {USE_ANOTHER}"
+        )
 
 
 def _tensors(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -223,16 +290,10 @@ def _tensors(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> di
     return prefixed | {OPTIMIZER + name: tensor for name, tensor in optimizer.items()}
 
 
-def _stored(directory: Path) -> dict[str, TensorStorageMetadata]:
-    try:
-        metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-    except OSError as error:
-        raise RunError(f"expected a checkpoint in {directory}, but can't read it: {error}; {USE_ANOTHER}") from error
-    return {name: entry for name, entry in metadata.items() if isinstance(entry, TensorStorageMetadata)}
-
-
-def _check_fits(directory: Path, state: Mapping[str, Tensor], ranks: Ranks) -> None:
-    stored = {name: tuple(entry.size) for name, entry in _stored(directory).items()}
+def _check_fits(
+    directory: Path, found: Mapping[str, TensorStorageMetadata], state: Mapping[str, Tensor], ranks: Ranks
+) -> None:
+    stored = {name: tuple(entry.size) for name, entry in found.items()}
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if ranks.layout.pipeline > 1:  # other stages have other tensors
         of_ranks: list[dict[str, tuple[int, ...]]] = [{}] * ranks.world_size
@@ -253,6 +314,14 @@ def _check_fits(directory: Path, state: Mapping[str, Tensor], ranks: Ranks) -> N
         )
 
 
+def _read_num_updates(path: Path) -> int:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    number = found.get("num_updates") if isinstance(found, dict) else None
+    if type(number) is not int or number < 0:
+        raise RunError(f"{path}: expected a JSON object with num_updates, a number from 0 on, got none; {USE_ANOTHER}")
+    return number
+
+
 def _random_state_path(directory: Path, ranks: Ranks, device_type: str) -> Path:
     return directory / f"random-state-{device_type}-{ranks.rank:05d}.bin"
 
@@ -262,11 +331,16 @@ def _read_random_state(directory: Path, ranks: Ranks) -> None:
         path = _random_state_path(directory, ranks, device_type)
         if not path.is_file():
             continue
-        state = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-        if device_type == "cpu":
-            torch.set_rng_state(state)
-        else:
-            torch.cuda.set_rng_state(state, ranks.device)
+        try:
+            state = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+            if device_type == "cpu":
+                torch.set_rng_state(state)
+            else:
+                torch.cuda.set_rng_state(state, ranks.device)
+        except (OSError, ValueError, TypeError, RuntimeError) as error:  # torch has no error of its own for this
+            raise RunError(
+                f"{path}: expected a state of torch's random generator, got: {error}; {USE_ANOTHER}"
+            ) from error
 
 
 def _silence_torch() -> None:
