@@ -22,7 +22,7 @@ from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoint import MODEL_FILES, model_part, reading
 from async_rl.learner.engine.heads import auto_class, is_value_config
 from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
-from async_rl.learner.file_digests import find_damage
+from async_rl.learner.file_digests import find_damage, is_inside
 from async_rl.learner.sharded_export import BATCH_BYTES, MAX_SHARD_BYTES, plan_export, write_shards
 from async_rl.learner.stored_tensors import load_tensors, read_batches, stored_names
 from async_rl.output import Report, ignore
@@ -144,6 +144,10 @@ def _write(checkpoint_dir: Path, target: Path, report: Report) -> None:
     else:
         _write_all_weights(checkpoint_dir, config, dtype, target, report)
     for path in sorted(files.iterdir()):
+        if not is_inside(checkpoint_dir, path) or not path.is_file():
+            raise RunError(
+                f"{path}: expected a file of the checkpoint, got one that leads to {path.resolve()}; remove it"
+            )
         # transformers writes a generation config of its own, made from config.json: the model's own has more.
         if path.name == GENERATION_CONFIG or not (target / path.name).exists():
             shutil.copy2(path, target / path.name)

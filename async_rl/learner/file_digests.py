@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,17 +83,30 @@ def find_damage(directory: Path) -> str:
         entries = {str(name): (int(size), str(digest)) for name, (size, digest) in plain.items()}
     except OSError as error:
         return _damage_by(error, path)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         return f"can't read {path}: {type(error).__name__}: {error}"
     names = sorted(entries)
+    if foreign := next((name for name in names if not is_inside(directory, directory / name)), None):
+        return f"{path}: expected names of files of the checkpoint, got {foreign!r}, which leads elsewhere"
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="digests") as threads:
         found = threads.map(lambda name: _damage_of(directory / name, entries[name]), names)
         return next(filter(None, found), "")
 
 
+def is_inside(directory: Path, path: Path) -> bool:
+    """Return whether ``path``, if it exists, is in ``directory``, also if a part of it is a symbolic link."""
+    try:
+        return path.resolve().is_relative_to(directory.resolve())
+    except (OSError, RuntimeError, ValueError):  # a link to itself, or no path at all
+        return False
+
+
 def _damage_of(path: Path, expected: Entry) -> str:
     try:
-        size = path.stat().st_size
+        found = path.stat()
+        size = found.st_size
+        if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for ever
+            return f"{path}: expected a regular file"
         if size != expected[0]:
             return f"{path}: expected {expected[0]} bytes, got {size}"
         _, digest = digest_of(path)
