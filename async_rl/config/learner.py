@@ -40,7 +40,9 @@ class ModelConfig(Section):
         "and generators. float32 takes time and a copy of the head.",
     )
     trust_remote_code: bool = Field(
-        default=False, description="Whether Python code that comes with the model or its tokenizer may be executed."
+        default=False,
+        description="Whether the learner may execute Python code that comes with the model. Code of its tokenizer, and "
+        "any in generators and scorers, is never executed.",
     )
     gradient_checkpointing: Recomputation = Field(
         default="none",

@@ -86,7 +86,8 @@ def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrain
     # AutoTokenizer goes by the model's type and would rebuild a generic tokenizer with that model's own splitting.
     is_generic = _tokenizer_class(directory) in _GENERIC_CLASSES
     try:
-        tokenizer = (PreTrainedTokenizerFast if is_generic else AutoTokenizer).from_pretrained(directory)
+        tokenizer_class = PreTrainedTokenizerFast if is_generic else AutoTokenizer
+        tokenizer = tokenizer_class.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
         raise ModelError(
             f"can't load a tokenizer from {path}: {type(error).__name__}: {error}; save it again with "

@@ -128,7 +128,8 @@ def _variables(template: str) -> set[str]:
     Raises:
         ModelError: ``template`` is not a template.
     """
-    from jinja2 import Environment, TemplateSyntaxError, ext, meta, nodes, parser
+    from jinja2 import TemplateSyntaxError, ext, meta, nodes, parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(ext.Extension):
         """The block ``{% generation %}``, which transformers adds to jinja2's language."""
@@ -140,7 +141,8 @@ def _variables(template: str) -> set[str]:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     try:
-        tree = Environment(extensions=[Generation, ext.loopcontrols]).parse(template)
+        # It renders nothing, but jinja2 computes with constants when it looks for variables.
+        tree = ImmutableSandboxedEnvironment(extensions=[Generation, ext.loopcontrols]).parse(template)
     except TemplateSyntaxError as error:
         raise ModelError(
             f"model.path: can't read the chat template: line {error.lineno}: {error.message}; correct "

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from async_rl.data.chat import plain_ids
+from async_rl.data.model_config import read_model_config
 from async_rl.data.template import apply_template
 from async_rl.data.template_forms import joined_text
 from async_rl.data.vocabulary import special_ids
@@ -216,12 +217,12 @@ def _listed(directory: Path) -> dict[str, list[int]]:
     """Return the end tokens that the model's files list, by the file's name. ``config.json`` counts with the default of
     its model type.
     """
-    from transformers import AutoConfig
-
     path = directory / GENERATION_CONFIG
     found = {GENERATION_CONFIG: _as_list(_stored(path).get(_KEY))} if path.is_file() else {}
     try:
-        config: Any = AutoConfig.from_pretrained(directory)
+        config: Any = read_model_config(directory)
+    except ModelError:
+        raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
         raise ModelError(
             f"can't read the model config in {directory}: {type(error).__name__}: {error}; correct model.path"

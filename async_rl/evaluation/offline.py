@@ -328,8 +328,8 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     raw.setdefault("data", {}).pop("curriculum", None)
     read_tools(raw)
     config = parse_config(raw, "the config with this command line")
-    if options.config is None and config.reward.asks_judge:
-        _refuse_foreign_secrets(config, options.overrides)
+    if options.config is None:
+        _refuse_foreign_decisions(config, options.overrides)
     if not config.data.eval:
         raise ConfigError(
             "async-rl eval: expected --dataset FILE, or a config with data.eval, got neither; pass --dataset"
@@ -337,21 +337,28 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
     return EvalSettings(config, tuple(notes))
 
 
-def _refuse_foreign_secrets(config: Config, overrides: Sequence[str]) -> None:
-    """Refuse a judge that gets what is in the environment or in files, if only the config beside the weights says so:
-    it may come from the weights' author.
+def _refuse_foreign_decisions(config: Config, overrides: Sequence[str]) -> None:
+    """Refuse what only the config beside the weights says, which may come from the weights' author: a judge that gets
+    what is in the environment or in files, a file that is written, programs that run without the sandbox.
 
     Raises:
         ConfigError: the config sets such a key, and none of ``overrides`` does.
     """
     named = {override.partition("=")[0].strip() for override in overrides}
-    for key in ("api_key_env", "rubric_file"):
-        value = getattr(config.reward.judge, key)
-        if value is not None and f"reward.judge.{key}" not in named:
+    judge, reasons = config.reward.judge, dict[str, str]()
+    if config.reward.asks_judge:
+        for key in ("api_key_env", "rubric_file"):
+            if (value := getattr(judge, key)) is not None:
+                reasons[f"reward.judge.{key}"] = f"what {value} has is sent to {judge.endpoint}"
+        if judge.cache is not None:
+            reasons["reward.judge.cache"] = f"the judge's answers are written to {judge.cache}"
+    if config.reward.runs_programs and config.reward.code.allow_unsafe:
+        reasons["reward.code.allow_unsafe"] = "the model's programs run without the sandbox"
+    for key, reason in reasons.items():
+        if key not in named:
             raise ConfigError(
-                f"reward.judge.{key}: expected a config that you name, because what {value} has is sent to "
-                f"{config.reward.judge.endpoint}, got it from the config beside the model; if you trust it, pass it "
-                f"with --config"
+                f"{key}: expected a config that you name, because {reason}, got it from the config beside the model; "
+                f"if you trust it, pass it with --config"
             )
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from async_rl.data.chat import quiet_progress_bars
+from async_rl.data.model_config import read_model_config
 from async_rl.data.turn_end import GENERATION_CONFIG, write_turn_ends
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.checkpoint import MODEL_FILES, model_part, reading
@@ -127,15 +128,16 @@ def _write_models(checkpoint_dir: Path, target: Path, report: Report) -> None:
 def _write(checkpoint_dir: Path, target: Path, report: Report) -> None:
     """Write the checkpoint's model, its config and its tokenizer, and the end tokens of its turns."""
     report("loading transformers")
-    from transformers import AutoConfig
-
     quiet_progress_bars()
     files = checkpoint_dir / MODEL_FILES
     try:
-        config = AutoConfig.from_pretrained(files)
-    except (OSError, ValueError, KeyError) as error:
+        config = read_model_config(files)
+    except ModelError:
+        raise
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
         raise RunError(
-            f"expected the model's config in {files}, but can't read it: {error}; use another checkpoint"
+            f"expected the model's config in {files}, but can't read it: {type(error).__name__}: {error}; use "
+            f"another checkpoint"
         ) from error
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     report(f"reading the weights of {checkpoint_dir}")
@@ -160,7 +162,9 @@ def _class_of(config: PretrainedConfig) -> Any:
 
 def _merged(checkpoint_dir: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model that the adapters were trained on, with the adapters merged into its weights."""
-    model: Any = _class_of(config).from_pretrained(check_base(checkpoint_dir), config=config, dtype=dtype)
+    model: Any = _class_of(config).from_pretrained(
+        check_base(checkpoint_dir), config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
+    )
     merge_into(model, checkpoint_dir, load_tensors(checkpoint_dir))
     return model
 
@@ -175,7 +179,7 @@ def _write_all_weights(
         ModelError: the checkpoint's weights don't fit its config.
     """
     with torch.device("meta"):
-        model = _class_of(config).from_config(config, dtype=dtype)
+        model = _class_of(config).from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()
     names = stored_names(checkpoint_dir)
     plan = plan_export(model, names, dtype)

@@ -16,6 +16,7 @@ from torch import nn
 
 from async_rl.attention_limits import caps_attention
 from async_rl.config.scorer import ScorerConfig
+from async_rl.data.model_config import read_model_config
 from async_rl.errors import ModelError
 
 
@@ -86,8 +87,11 @@ def load_classifier(directory: Path, dtype: torch.dtype, *, is_described: bool =
     place: dict[str, Any] = {"device_map": "meta"} if is_described else {}
     try:
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            directory, dtype=dtype, output_loading_info=True, **place
-        )
+            directory, config=read_model_config(directory), dtype=dtype, output_loading_info=True,
+            trust_remote_code=False, use_safetensors=True, **place,
+        )  # fmt: skip
+    except ModelError:
+        raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unfit directories
         raise ModelError(
             f"can't load a sequence-classification model from {directory}: {type(error).__name__}: {error}; expected "

@@ -100,6 +100,23 @@ def test_only_a_config_that_somebody_named_says_what_a_judge_gets_of_this_machin
     assert settings(run).config.reward.asks_judge
 
 
+def test_only_a_config_that_somebody_named_lets_programs_run_unprotected_and_writes_files(run: Path):
+    file = run / "config.toml"
+    cases = (
+        ("code", "reward.code.allow_unsafe", "[reward.code]\nallow_unsafe = true\n", "without the sandbox"),
+        ("judge", "reward.judge.cache",
+         '[reward.judge]\nendpoint = "http://x/v1"\nmodel = "m"\ncache = "/home/me/.bashrc"\n', "written to .*bashrc"),
+    )  # fmt: skip
+    for reward, key, section, reason in cases:
+        file.write_text(RUN.replace("mine.py:right", reward).replace("10.0", "100.0") + section)
+        with pytest.raises(ConfigError, match=rf"{key}: .*{reason}.*--config"):
+            settings(run)
+        assert settings("base", config=file).config.reward.type == reward
+        override = f"{key}={'true' if reward == 'code' else 'mine'}"
+        assert settings(run, overrides=(override,)).config.reward.type == reward
+        assert settings(run, reward__type="boxed").config.reward.type == "boxed"
+
+
 def test_what_is_of_the_runs_machines_is_left_out(run: Path):
     generator = settings(run).config.generator
     assert (generator.backend, generator.devices) == ("transformers", None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from async_rl.data.chat import check_causal_lm
+from async_rl.data.model_config import read_model_config
 from async_rl.errors import ModelError, WeightsError
 from async_rl.weights.manifest import digest_bytes
 
@@ -39,11 +40,13 @@ def build_model(
     model: Any
     try:
         if load_pretrained:
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, dtype=dtype, trust_remote_code=False, use_safetensors=True
+            )
             model = model.to(device)
         else:
             with torch.device(device), no_init_weights():
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
             model.tie_weights()
     except (OSError, ValueError) as error:
         raise ModelError(
@@ -70,7 +73,7 @@ def describe_model(directory: Path) -> PreTrainedModel:
         )
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         model.tie_weights()
     except (OSError, ValueError) as error:
         raise ModelError(
@@ -81,10 +84,10 @@ def describe_model(directory: Path) -> PreTrainedModel:
 
 
 def _read_config(directory: Path) -> PretrainedConfig:
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(directory)
+        return read_model_config(directory)
+    except ModelError:
+        raise
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
         raise ModelError(
             f"can't read the model config in {directory}: {type(error).__name__}: {error}; correct model.path"

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from async_rl.data.chat import check_causal_lm
+from async_rl.data.model_config import read_model_config
 from async_rl.errors import ModelError
 
 if TYPE_CHECKING:
@@ -55,10 +56,9 @@ def read_config(directory: Path, head: Head, *, trust_remote_code: bool) -> Pret
         ModelError: ``directory`` has a sequence classification model and ``head`` is not its. Or, for values, the
             family has no such model, or the one in ``directory`` has several labels.
     """
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as FAMILIES
 
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    config = read_model_config(directory, trust_remote_code=trust_remote_code)
     if head == "tokens":
         check_causal_lm(directory)
         return config

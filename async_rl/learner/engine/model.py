@@ -131,6 +131,7 @@ def load_model(config: ModelConfig, head: Head = "tokens") -> PreTrainedModel:
             config=read_config(directory, head, trust_remote_code=config.trust_remote_code),
             dtype=torch.float32,
             trust_remote_code=config.trust_remote_code,
+            use_safetensors=True,  # other files are pickles
             output_loading_info=True,
         )
     except ModelError:
