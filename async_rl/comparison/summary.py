@@ -21,7 +21,7 @@ from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.metrics import Row
 from async_rl.run.starts import Origin, first_steps, read_origin
-from async_rl.run.step_log import read_rows
+from async_rl.run.step_log import is_metrics_row, read_rows
 
 WARM_UP = 0.1
 """Share of a run's steps, at its beginning, that means over steps leave out. At least one step remains."""
@@ -128,7 +128,7 @@ def summarise(path: Path) -> RunSummary:
         raise RunError(
             f"{path}: expected a run directory (with config.toml and metrics.jsonl), got none; correct the path"
         )
-    rows = sorted(read_rows(run_dir.metrics), key=lambda row: row["step"])
+    rows = sorted(read_rows(run_dir.metrics, is_whole=_is_whole), key=lambda row: row["step"])
     starts = set(first_steps(run_dir))
     steps = [row for row in rows if "version" in row]
     if not steps:
@@ -167,6 +167,10 @@ def summarise(path: Path) -> RunSummary:
         changes=read_changes(run_dir),
         origin=read_origin(run_dir, "delete the file: the run itself does not need it"),
     )
+
+
+def _is_whole(row: Row) -> bool:
+    return is_metrics_row(row, needed=("time_s", "time/step_s")) and (row.get("time/step_s") or 1) > 0
 
 
 def _mean(rows: Sequence[Row], key: str, weight: str | None) -> float | None:

@@ -6,7 +6,6 @@ of offline evaluations. No model is evaluated again, and torch is not imported.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.errors import RunError
-from async_rl.run.directory import RunDir
-from async_rl.run.step_log import read_rows
+from async_rl.run.directory import RunDir, is_figure, read_json
+from async_rl.run.step_log import read_metrics
 
 FIGURES_FILE = "figures.json"
 """Name of the file that ``async-rl eval --out DIR`` writes. It is a JSON list of objects, each with
@@ -130,17 +129,37 @@ def _entries(path: Path) -> list[tuple[str, Entry]]:
     """
     metrics, figures = RunDir(path).metrics, path / FIGURES_FILE
     if figures.is_file():
-        written: list[dict[str, Any]] = json.loads(figures.read_text(encoding="utf-8"))
-        return [(one["dataset"], Entry((one["model"], "-"), one["figures"])) for one in written]
+        return _written(figures)
     if not metrics.is_file():
         raise RunError(
             f"{path}: expected a run directory (with a metrics.jsonl) or an --out directory of `async-rl eval` (with a "
             f"{FIGURES_FILE}), got neither; correct the path"
         )
     entries: list[tuple[str, Entry]] = []
-    for row in sorted(read_rows(metrics), key=lambda row: row["step"]):
+    for row in sorted(read_metrics(metrics), key=lambda row: row["step"]):
         for dataset, of_set in _figures_of_row(row).items():
             entries.append((dataset, Entry((str(path), str(row["step"])), of_set)))
+    return entries
+
+
+def _written(path: Path) -> list[tuple[str, Entry]]:
+    """Return what ``figures.json`` has, as ``_entries`` does."""
+    try:
+        written = read_json(path)
+    except (OSError, ValueError) as error:
+        raise RunError(f"can't read {path}: {error}; evaluate again with `async-rl eval --out DIR`") from error
+    entries: list[tuple[str, Entry]] = []
+    for number, one in enumerate(written if isinstance(written, list) else [written], start=1):
+        match one:
+            case {"dataset": str(dataset), "model": str(model), "figures": dict(figures)} if all(
+                map(is_figure, figures.values())
+            ):
+                entries.append((dataset, Entry((model, "-"), figures)))
+            case _:
+                raise RunError(
+                    f"{path}: expected a list of objects with dataset, model and figures, got another one at place "
+                    f"{number}; the file is damaged, evaluate again with `async-rl eval --out DIR`"
+                )
     return entries
 
 

@@ -7,7 +7,6 @@ this module.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shlex
@@ -40,7 +39,7 @@ from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, locked_run_dir
 from async_rl.run.progress import duration, eval_accuracies
 from async_rl.run.reuse import check_run_dir, has_ended
-from async_rl.run.step_log import read_rows
+from async_rl.run.step_log import read_metrics
 from async_rl.terminal import visible
 
 _CHECKING = "checking data, model and address"
@@ -203,7 +202,7 @@ def continuation_lines(run_dir: RunDir, config: Config, earlier: Config | None) 
 
     Return none if the run starts anew. ``earlier`` is the config of the launch before, None if it is unknown.
     """
-    trained = max((row["step"] for row in read_rows(run_dir.metrics)), default=0)
+    trained = max((row["step"] for row in read_metrics(run_dir.metrics)), default=0)
     checkpoint = run_dir.latest_checkpoint
     if checkpoint is None and not trained:
         return []
@@ -282,7 +281,7 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
     They show the number of steps, the first and last accuracy on each evaluation set, the counts of the ledger, and the
     paths of the run's files. ``wall_s`` is the duration of this launch in seconds.
     """
-    rows = read_rows(run_dir.metrics)
+    rows = read_metrics(run_dir.metrics)
     steps = max((row["step"] for row in rows), default=0)
     evals: dict[str, list[float]] = {}
     for row in rows:
@@ -294,7 +293,7 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
     if any(len(values) > 2 for values in evals.values()):
         lines.append(f"all evaluations: async-rl eval --compare {run_dir.path}")
     if run_dir.ledger.exists():
-        ledger = json.loads(run_dir.ledger.read_text(encoding="utf-8"))
+        ledger = run_dir.read_ledger()
         lines += [ledger_line(ledger), *filter_note(ledger)]
     lines.append(f"run directory: {run_dir.path}")
     if run_dir.curve.exists():
@@ -310,7 +309,7 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
 
 def next_lines(run_dir: RunDir, config: Config) -> list[str]:
     """Return lines with commands to try after the finished run of ``config``."""
-    trained = max((row["step"] for row in read_rows(run_dir.metrics)), default=0)
+    trained = max((row["step"] for row in read_metrics(run_dir.metrics)), default=0)
     has_ended_early = trained < config.learner.steps  # the data did
     more = f"data.epochs={(config.data.epochs or 1) + 1}" if has_ended_early else f"learner.steps={2 * trained}"
     bound = config.queue.max_staleness

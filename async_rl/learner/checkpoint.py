@@ -267,6 +267,27 @@ def read_extra(directory: Path) -> dict[str, Any]:
     return extra
 
 
+def run_state(directory: Path, extra: Mapping[str, Any]) -> tuple[str, TrainerState, bytes]:
+    """Return the config as TOML, the trainer's state and the queue's snapshot from ``extra`` of the checkpoint
+    ``directory`` of a reinforcement learning run.
+
+    Raises:
+        RunError: one of them is missing or malformed.
+    """
+    config, queue, plain = (extra.get(key) for key in ("config", "queue", "trainer"))
+    try:
+        state = TrainerState.from_plain(cast(Any, plain))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        state = None
+    is_state = state is not None and type(state.step) is int and type(state.version) is int
+    if state is None or not is_state or not isinstance(config, str) or not isinstance(queue, bytes):
+        raise RunError(
+            f"{directory / _EXTRA}: expected the config, the trainer's state and the queue's snapshot of a run, got "
+            f"other data; {USE_ANOTHER}"
+        )
+    return config, state, queue
+
+
 def write_model_files(directory: Path, files: Mapping[str, bytes]) -> None:
     """Write the model's config and tokenizer files into a checkpoint that is being written."""
     target = directory / MODEL_FILES

@@ -22,7 +22,7 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.loading import changed_keys, config_from_toml, is_among
-from async_rl.errors import RunError
+from async_rl.errors import QueueError, RunError
 from async_rl.learner.checkpoint import (
     TrainerState,
     checkpoint_name,
@@ -30,10 +30,11 @@ from async_rl.learner.checkpoint import (
     checkpoints_of,
     read_extra,
     resolve_checkpoint,
+    run_state,
     write_extra,
 )
 from async_rl.learner.checkpoint_writer import commit_latest
-from async_rl.learner.file_digests import renew_entry
+from async_rl.learner.file_digests import find_damage, renew_entry
 from async_rl.queue.core.persistence import snapshot_for_other_data
 from async_rl.run.directory import RunDir, write_atomically
 from async_rl.run.reuse import starts_over
@@ -142,15 +143,21 @@ def fork_run(point: ForkPoint, config: Config) -> dict[str, tuple[Any, Any]]:
         ConfigError: another version of async-rl wrote the checkpoint's config.
     """
     run_dir = RunDir(Path(config.run.dir))
+    if damage := find_damage(point.checkpoint):
+        raise RunError(
+            f"--from: the checkpoint {point.checkpoint} is damaged: {damage}; name another step, as RUN@STEP"
+        )
     extra = read_extra(point.checkpoint)
     if "queue" not in extra:
         raise RunError(
             f"--from: expected a checkpoint of launch or learner, got {point.checkpoint}, which `async-rl sft`, `dpo` "
             f"or `rm` wrote; set model.path to the model that sft or dpo exported, and leave out --from"
         )
-    old = config_from_toml(str(extra["config"]), "the checkpoint's config")
+    config_toml, state, snapshot = run_state(point.checkpoint, extra)
+    old = config_from_toml(config_toml, "the checkpoint's config")
     _check_critic(point, old, config)
     changed = changed_keys(old, config)
+    forked = {**extra, **_forked_extra(state, snapshot, config, changed)}
     try:
         source = {"run_dir": str(point.run_dir.absolute()), "run_id": point.run_id, "step": point.step}
         write_atomically(run_dir.origin, json.dumps(source, indent=1) + "\n")
@@ -160,7 +167,7 @@ def fork_run(point: ForkPoint, config: Config) -> dict[str, tuple[Any, Any]]:
             shutil.rmtree(remains, ignore_errors=True)
         shutil.copytree(point.checkpoint, partial, copy_function=_link_or_copy)
         (partial / "extra.msgpack").unlink()
-        write_extra(partial, _forked_extra(extra, config, changed))
+        write_extra(partial, forked)
         renew_entry(partial, "extra.msgpack")
         partial.rename(target)
         commit_latest(run_dir.path, point.checkpoint.name, "fork", lambda: None)
@@ -208,21 +215,24 @@ def _check_critic(point: ForkPoint, old: Config, new: Config) -> None:
             )
 
 
-def _forked_extra(extra: dict[str, object], config: Config, changed: Collection[str]) -> dict[str, object]:
-    """Return ``extra`` of a checkpoint as the fork needs it. It evaluates first, so that its curve has a beginning.
+def _forked_extra(state: TrainerState, snapshot: bytes, config: Config, changed: Collection[str]) -> dict[str, object]:
+    """Return what changes in ``extra`` of a checkpoint for the fork. It evaluates first, so that its curve has a
+    beginning.
 
     ``changed`` are the config keys that differ from the checkpoint's.
+
+    Raises:
+        RunError: ``snapshot``, the queue's, is damaged.
     """
     keeps_place = not any(is_among(key, _PLACE_KEYS) for key in changed)
-    trainer, queue = extra["trainer"], extra["queue"]
-    assert isinstance(trainer, dict)
-    assert isinstance(queue, bytes)
-    state = TrainerState.from_plain(trainer)
     state = replace(
         state, digests={}, pending_evals=[(name, state.step) for name in config.data.eval], skipped_in_a_row=0,
         critic_skipped_in_a_row=0, bound_state=None, exhausted=False,
     )  # fmt: skip
-    return {**extra, "trainer": state.to_plain(), "queue": queue if keeps_place else snapshot_for_other_data(queue)}
+    try:
+        return {"trainer": state.to_plain(), "queue": snapshot if keeps_place else snapshot_for_other_data(snapshot)}
+    except QueueError as error:
+        raise RunError(f"--from: {error}") from error
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -23,7 +23,7 @@ from async_rl.config.generator import has_model
 from async_rl.config.loading import config_from_toml, config_to_toml, show_change
 from async_rl.data.chat import load_tokenizer, model_files, model_routing, vocabulary_size
 from async_rl.errors import QueueError, StoppedError
-from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, read_extra
+from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, read_extra, run_state
 from async_rl.learner.engine import Critic, Engine
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import Ranks, compute_dtype, init_ranks
@@ -380,12 +380,13 @@ def _restore(engine: Engine, checkpoint: Path | None, config: Config) -> Restore
     extra = read_extra(checkpoint)
     with logged(logger, f"reading {checkpoint}"):
         engine.load(checkpoint)
-    old = config_from_toml(extra["config"], f"the config in {checkpoint}")
-    state = TrainerState.from_plain(extra["trainer"]).fitted(config).fork()
+    config_toml, stored, snapshot = run_state(checkpoint, extra)
+    old = config_from_toml(config_toml, f"the config in {checkpoint}")
+    state = stored.fitted(config).fork()
     if config.data.epochs != old.data.epochs:
         state.exhausted = False
     logger.info("resuming from %s: step %d, version %d", checkpoint, state.step, state.version)
-    return Restored(state, extra["queue"], old)
+    return Restored(state, snapshot, old)
 
 
 def _publisher(config: Config, queue_address: str, context: LearnerContext) -> Publisher:

@@ -22,7 +22,7 @@ from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock
 from async_rl.run.metrics import Row
 from async_rl.run.starts import first_steps
-from async_rl.run.step_log import read_rows
+from async_rl.run.step_log import read_metrics
 from async_rl.terminal import visible
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class CurveUpdater:
 
     def _is_training(self) -> bool:
         """Return whether the run has metrics, so that there is a picture, and has further steps to train."""
-        rows = read_rows(self._run_dir.metrics)
+        rows = read_metrics(self._run_dir.metrics)
         return bool(rows) and max(row["step"] for row in rows) < self._num_steps
 
 
@@ -142,7 +142,7 @@ def write_curve(run_dir: RunDir, lock: RunLock | None = None) -> bool:
     Return whether the picture was written. It is not if the run has no metrics yet, or if ``lock`` is no longer valid.
     A reader never sees half a file.
     """
-    rows = read_rows(run_dir.metrics)
+    rows = read_metrics(run_dir.metrics)
     if not rows:
         return False
     return save_picture(draw_figure(run_dir, rows), run_dir.curve, lock)

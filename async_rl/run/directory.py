@@ -16,6 +16,13 @@ from typing import Any
 
 from async_rl.errors import RunError
 
+_ACCOUNTS: Mapping[str, frozenset[str]] = {
+    "groups": frozenset({"trained", "filtered", "dropped"}),
+    "rollouts": frozenset(),
+    "tokens": frozenset({"trained", "masked"}),
+}
+"""Accounts of ``ledger.json``, each with the counts that its readers need."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
@@ -33,8 +40,22 @@ class RunDir:
         """The run's id, read from the file ``run_id``. No other run has the same id.
 
         The id is generated when the directory is created, and stays the same when the run is resumed.
+
+        Raises:
+            RunError: the file is damaged.
+            OSError: there is no such file.
         """
-        return (self.path / "run_id").read_text(encoding="utf-8").strip()
+        path = self.path / "run_id"
+        try:
+            run_id = path.read_text(encoding="utf-8").strip()
+        except ValueError:
+            run_id = ""
+        if not run_id or not run_id.isprintable():
+            raise RunError(
+                f"expected the id of a run in {path}, got other text; the file is damaged: put it back, or start over "
+                f"with --fresh (the old directory is moved aside)"
+            )
+        return run_id
 
     @property
     def queue(self) -> Path:
@@ -125,17 +146,18 @@ class RunDir:
         """
         if not self.ledger.is_file():
             return {}
-        content = self.ledger.read_bytes()
         try:
-            found = json.loads(content)
-        except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            raise RunError(
-                f"expected a JSON object in {self.ledger}, got {content[:40]!r}; the file is damaged, delete it: "
-                f"async-rl only shows it"
-            )
-        return found
+            found = read_json(self.ledger)
+        except (OSError, ValueError) as error:
+            found = error
+        wrong = _wrong_in_ledger(found) if isinstance(found, dict) else ""
+        if isinstance(found, dict) and not wrong:
+            return found
+        got = f"something else in {wrong!r}" if wrong else repr(found)[:80]
+        raise RunError(
+            f"expected a JSON object in {self.ledger}, got {got}; the file is damaged, delete it: async-rl "
+            f"only shows it"
+        )
 
     def mark_finished(self, facts: Mapping[str, Any]) -> None:
         """Write ``finished.json``, which marks the run as finished.
@@ -143,6 +165,52 @@ class RunDir:
         ``facts`` is its content, such as steps and seconds.
         """
         write_atomically(self.finished_marker, json.dumps(dict(facts), indent=2) + "\n")
+
+
+def _wrong_in_ledger(ledger: Mapping[str, Any]) -> str:
+    """Return the key of ``ledger`` whose value is not as the queue server writes it. Empty if there is none."""
+    for of in (ledger, ledger.get("eval", {})):
+        if not isinstance(of, dict):
+            return "eval"
+        for key, always in _ACCOUNTS.items():
+            account = of.get(key, {})
+            if not isinstance(account, dict):
+                return key
+            needed = always if account and of is ledger else frozenset[str]()
+            by_cause = {name for name, count in account.items() if _are_counts(count)}
+            counts = {name for name, count in account.items() if is_figure(count)}
+            if not needed <= account.keys() or by_cause | counts != account.keys():
+                return key
+            if by_cause & {"trained", "filtered"} or counts & {"dropped", "masked"}:
+                return key
+    outcomes = ledger.get("outcomes", {})
+    keys = {"groups", "rollouts", "tokens", "reward", "accuracy"}
+    if not isinstance(outcomes, dict) or not all(_are_counts(o) and keys <= o.keys() for o in outcomes.values()):
+        return "outcomes"
+    return ""
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_figure, value.values()))
+
+
+def is_figure(value: Any) -> bool:
+    """Return whether ``value`` is a number with which can be computed: not NaN, and nowhere near the largest float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e100 < value < 1e100
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        OSError: the file can't be read.
+        ValueError: it is not JSON.
+    """
+    content = path.read_bytes()
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("lists or objects in one another, too many levels of them") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

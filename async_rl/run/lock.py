@@ -242,7 +242,15 @@ def _holder_of(path: Path) -> Holder | None:
 def _read_holders(fd: int) -> list[Holder]:
     """Return the processes named in the open lock file ``fd``: first the one that took the lock, then its children."""
     *lines, _ = os.pread(fd, 1 << 16, 0).decode("utf-8", errors="replace").split("\n")
-    return [Holder(**json.loads(line)) for line in lines]
+    return [holder for line in lines if (holder := _holder(line)) is not None]
+
+
+def _holder(line: str) -> Holder | None:
+    """Return the process that a line of the lock file names. None if the line is damaged: it is only shown."""
+    try:
+        return Holder(**json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return None
 
 
 def _first_living(holders: Sequence[Holder]) -> Holder | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.net.address import check_address
-from async_rl.run.directory import write_atomically
+from async_rl.run.directory import read_json, write_atomically
 
 LEDGER_EVERY_S = 1.0
 _LEDGER_GAP_S = 0.25
@@ -40,7 +40,7 @@ class QueueRecord:
 def read_record(run_dir: Path) -> QueueRecord | None:
     """Return the content of ``queue.json`` in ``run_dir``; None if the file does not exist or is malformed."""
     try:
-        plain = json.loads((run_dir / "queue.json").read_text(encoding="utf-8"))
+        plain = read_json(run_dir / "queue.json")
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     match plain:

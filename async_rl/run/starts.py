@@ -6,13 +6,12 @@ The curve marks restarts, and ``comparison`` leaves the start-up out of the seco
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.errors import RunError
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, read_json
 from async_rl.run.step_log import read_rows
 
 
@@ -53,7 +52,7 @@ def read_origin(run_dir: RunDir, remedy: str) -> Origin | None:
     if not run_dir.origin.exists():
         return None
     try:
-        found = json.loads(run_dir.origin.read_bytes())
+        found = read_json(run_dir.origin)
         return Origin(str(found["run_dir"]), str(found["run_id"]), int(found["step"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"can't read {run_dir.origin}: {type(error).__name__}: {error}; {remedy}") from error

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from async_rl.run.directory import write_atomically
+from async_rl.run.directory import is_figure, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class StepLog:
 
 
 class StepLogTail:
-    """Reads the rows that another process appends to a file. The other process may replace the file by a shorter one.
+    """Reads the rows that another process appends to ``metrics.jsonl``, or replaces by a shorter file.
 
     ``history`` has the rows that the file had when this object was constructed.
     """
@@ -127,25 +128,42 @@ class StepLogTail:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
         found = [_row(line) for line in whole.decode(errors="replace").split("\n")]
-        return [row for row in found if row is not None]
+        return [row for row in found if row is not None and is_metrics_row(row)]
 
 
 _said: set[tuple[Path, tuple[int, ...]]] = set()
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path, *, is_whole: Callable[[Row], bool] = lambda row: True) -> list[Row]:
     """Return all rows of a file, without an incomplete last line; an empty list if the file does not exist.
 
     Rows that can't be read, because the file was damaged, are left out. A warning says so, once for each of them.
+
+    Args:
+        is_whole: returns False for a row whose content is damaged, too.
     """
-    rows, damaged = _parsed(path)
+    rows, damaged = _parsed(path, is_whole)
     if damaged and (found := (path, tuple(damaged))) not in _said:
         _said.add(found)
         logger.warning("%s; left out", _complaint(path, damaged))
     return rows
 
 
-def _parsed(path: Path) -> tuple[list[Row], dict[int, str]]:
+def read_metrics(path: Path, *, needed: Collection[str] = ("time_s",)) -> list[Row]:
+    """Return the rows of ``metrics.jsonl``, as ``read_rows`` does. Every figure is a number, or None.
+
+    ``needed`` are keys whose figures a step's row must have.
+    """
+    return read_rows(path, is_whole=partial(is_metrics_row, needed=needed))
+
+
+def is_metrics_row(row: Row, *, needed: Collection[str] = ("time_s",)) -> bool:
+    """Return whether the figures of a row of ``metrics.jsonl`` can be computed with. A damaged file may have others."""
+    figures = all(value is None or is_figure(value) for value in row.values())
+    return figures and row["step"] >= 0 and ("version" not in row or all(is_figure(row.get(key)) for key in needed))
+
+
+def _parsed(path: Path, is_whole: Callable[[Row], bool] = lambda row: True) -> tuple[list[Row], dict[int, str]]:
     """Return the rows of a file, and its lines that are none by their numbers, which begin with 1."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -156,7 +174,7 @@ def _parsed(path: Path) -> tuple[list[Row], dict[int, str]]:
     rows: list[Row] = []
     damaged: dict[int, str] = {}
     for number, line in enumerate(lines, start=1):
-        if (row := _row(line)) is None:
+        if (row := _row(line)) is None or not is_whole(row):
             damaged[number] = line
         else:
             rows.append(row)
