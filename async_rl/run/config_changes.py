@@ -62,7 +62,7 @@ def read_changes(run_dir: RunDir) -> list[ConfigChange]:
             ConfigChange(int(one["step"]), {str(key): (old, new) for key, (old, new) in one["changed"].items()})
             for one in plain
         ]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise RunError(
             f"can't read {path}: {type(error).__name__}: {error}; delete the file, and the run goes on without its "
             f"list of changed config keys"

@@ -248,9 +248,14 @@ def _read_holders(fd: int) -> list[Holder]:
 def _holder(line: str) -> Holder | None:
     """Return the process that a line of the lock file names. None if the line is damaged: it is only shown."""
     try:
-        return Holder(**json.loads(line))
-    except (ValueError, TypeError, RecursionError):
+        plain = json.loads(line)
+    except (ValueError, RecursionError):
         return None
+    match plain:
+        case {"pid": int(pid), "host": str(host), "role": str(role)} if 0 < pid < 1 << 31:
+            return Holder(pid, host, role)
+        case _:
+            return None
 
 
 def _first_living(holders: Sequence[Holder]) -> Holder | None:

@@ -54,7 +54,7 @@ def read_origin(run_dir: RunDir, remedy: str) -> Origin | None:
     try:
         found = read_json(run_dir.origin)
         return Origin(str(found["run_dir"]), str(found["run_id"]), int(found["step"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise RunError(f"can't read {run_dir.origin}: {type(error).__name__}: {error}; {remedy}") from error
 
 

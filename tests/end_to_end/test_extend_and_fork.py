@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from async_rl.comparison.summary import summarise
+from async_rl.learner.file_digests import renew_entry
 from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
 from tests.end_to_end.faults_harness import fault_config, trained_rows
@@ -66,3 +69,34 @@ def run_bound(config: Path) -> int:
     from async_rl.config.loading import load_config
 
     return load_config(config).queue.max_staleness
+
+
+class Bomb:
+    """Creates the file MARKER when somebody unpickles it."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self._marker), "w")
+
+
+@pytest.mark.slow
+def test_a_bomb_in_a_foreign_checkpoint_does_not_go_off_in_a_fork_or_a_resume(tmp_path: Path):
+    config = fault_config(tmp_path, num_rows=NUM_ROWS, learner={"steps": 2}, checkpoint={"every": 2})
+    run, fork, marker = RunDir(tmp_path / "run"), RunDir(tmp_path / "fork"), tmp_path / "MARKER"
+    with roles(tmp_path / "logs") as start:
+        start("first", "launch", str(config)).succeed()
+        checkpoint = run.checkpoints / "step-000002"
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(Bomb(marker)))
+        renew_entry(checkpoint, ".metadata")
+        more = ("--set", "learner.steps=4")
+        forked = start("forked", "launch", str(config), "--from", str(run.path), "--set", f"run.dir={fork.path}", *more)
+        assert forked.wait() != 0
+        resumed = start("resumed", "launch", str(config), *more)
+        assert resumed.wait() != 0
+    assert not marker.exists()
+    for directory, log in ((fork.path, forked.log), (run.path, resumed.log)):
+        said = "".join((directory / "logs" / "learner-0.log").read_text().split()) + "".join(log.split())
+        assert "step-000002/.metadata:expectedwhattorchwrites" in said
+        assert "Traceback" not in said

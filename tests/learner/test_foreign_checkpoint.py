@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 
 from async_rl.cli.main import main
 from async_rl.errors import RunError
+from async_rl.learner.checkpoint import TrainerState, run_state
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export import export_checkpoint
 from async_rl.learner.file_digests import find_damage, write_manifest
@@ -332,6 +333,21 @@ def test_other_files_of_the_engine_are_refused_by_name(whole: Whole, run: Path, 
     text = resume_error(whole, run)
     assert STEP in text
     assert "use another checkpoint" in text
+
+
+WHOLE: dict[str, Any] = {"config": "", "queue": b"", "trainer": TrainerState().to_plain()}
+
+
+@pytest.mark.parametrize("extra", [
+    {}, WHOLE | {"config": 1}, WHOLE | {"queue": None}, WHOLE | {"trainer": []}, WHOLE | {"trainer": {}},
+    WHOLE | {"trainer": WHOLE["trainer"] | {"step": "1"}}, WHOLE | {"trainer": WHOLE["trainer"] | {"digests": [1]}},
+    WHOLE | {"trainer": WHOLE["trainer"] | {"bound_state": {"unknown": 1}}},
+])  # fmt: skip
+def test_a_state_that_is_no_trainers_is_refused_by_name(run: Path, extra: dict[str, Any]):
+    checkpoint = run / "checkpoints" / STEP
+    assert run_state(checkpoint, WHOLE)[1] == TrainerState()
+    with pytest.raises(RunError, match=rf"{STEP}/extra\.msgpack: expected the config.*use another checkpoint"):
+        run_state(checkpoint, extra)
 
 
 def test_a_link_among_the_models_files_is_not_exported(run: Path):
