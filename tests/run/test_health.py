@@ -1,0 +1,164 @@
+"""Notes on the training of a run: one for each cause, by the third step that shows it, none for healthy runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from async_rl.run.health import CAUSES, Health, Note
+from async_rl.run.step_log import Row
+
+GOOD: dict[str, float] = {
+    "tokens/trained": 900.0, "lr": 1e-5, "accuracy/mean": 0.4, "entropy": 0.4, "grad_norm": 0.5, "staleness/mean": 3.0,
+    "ratio/ess": 0.98, "ratio/kl": 0.001, "ratio/clip_fraction": 0.01, "mismatch_kl/lag_0": 0.0005, "lag_0/tokens": 9.0,
+}  # fmt: skip
+
+
+def a_row(step: int, figures: dict[str, Any]) -> Row:
+    """A step's row: good figures but for ``figures``, whose names have ``__`` for the slash."""
+    return {"step": step, "version": step, **GOOD, **{key.replace("__", "/"): value for key, value in figures.items()}}
+
+
+def notes_of(rows: Sequence[Row]) -> list[Note]:
+    health = Health()
+    return [note for row in rows for note in health.add(row)]
+
+
+def good_then(num_bad: int, *, num_good: int = 10, **figures: Any) -> list[Row]:
+    """``num_good`` good steps, then ``num_bad`` with ``figures``."""
+    good = [a_row(step, {}) for step in range(1, num_good + 1)]
+    return [*good, *(a_row(num_good + number, figures) for number in range(1, num_bad + 1))]
+
+
+@pytest.mark.parametrize(
+    ("cause", "figures"),
+    [
+        ("samples", {"ratio__ess": 0.48}),  # below half of 0.98
+        ("samples", {"ratio__kl": 0.21}),  # above half of the entropy, 0.2
+        ("samples", {"ratio__clip_fraction": 0.31}),  # above 0.3
+        ("engines", {"mismatch_kl__lag_0": 0.11}),
+        ("certain", {"entropy": 0.019}),  # below a twentieth of 0.4
+        ("random", {"entropy": 1.21}),  # above three times 0.4
+        ("gradient", {"grad_norm": 10.1}),  # above 20 times 0.5
+        ("worse", {"accuracy__mean": 0.079}),  # below a fifth of 0.4
+        ("no_gradient", {"grad_norm": 0.0}),
+    ],
+)
+def test_every_cause_is_noted_by_the_third_step_that_shows_it_and_once(cause: str, figures: dict[str, Any]):
+    notes = notes_of(good_then(20, **figures))
+    assert [note.cause for note in notes] == [cause]
+    assert notes[0].step <= 13
+    assert notes_of(good_then(1, **figures)) == [], "one bad step is none"
+
+
+def test_all_causes_are_in_the_test_above():
+    assert {cause.name for cause in CAUSES} == {
+        "samples", "engines", "certain", "random", "gradient", "worse", "no_gradient"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"ratio__ess": 0.5},
+        {"ratio__kl": 0.19},
+        {"ratio__clip_fraction": 0.29},
+        {"mismatch_kl__lag_0": 0.09},
+        {"mismatch_kl__lag_0": 3.0, "lag_0__tokens": 0},
+        {"entropy": 0.021},
+        {"entropy": 1.19},
+        {"grad_norm": 9.9},
+        {"accuracy__mean": 0.081},
+        {"grad_norm": 0.0, "tokens__trained": 0},
+        # More answers are right: certainty, no gradient and a larger one are what learning looks like.
+        {"entropy": 0.001, "accuracy__mean": 0.46},
+        {"entropy": 1.3, "accuracy__mean": 0.46},
+        {"grad_norm": 0.0, "accuracy__mean": 1.0},
+        {"grad_norm": 11.0, "accuracy__mean": 0.8},
+        # A student that imitates a teacher takes on the teacher's entropy.
+        {"entropy": 0.001, "distill__kl": 0.1},
+    ],
+)
+def test_what_is_within_the_limits_draws_no_note(figures: dict[str, Any]):
+    assert notes_of(good_then(20, **figures)) == []
+
+
+def test_a_note_has_the_course_of_each_metric_and_what_to_change():
+    rows = good_then(0)
+    rows += [a_row(11, {"ratio__kl": 0.3, "lr": 3e-4}), a_row(12, {"ratio__kl": 36.0, "ratio__ess": 0.004, "lr": 3e-4})]
+    assert [note.text for note in notes_of(rows)] == [
+        "note: step 12: the policy has left the samples that it trains on: effective sample size 0.98 -> 0.004 within "
+        "one step, KL to the sampling policy 0.001 -> 36 nats within 2 steps. Lower optimizer.lr (now 0.0003) or "
+        "queue.max_staleness (the data is 3.0 versions old), or choose a loss.preset that corrects more; launch --from "
+        "RUN@STEP goes on from an earlier checkpoint"
+    ]
+
+
+def test_what_follows_a_collapse_refers_to_its_note():
+    rows = good_then(3, ratio__kl=1.0) + [a_row(step, {"entropy": 0.001}) for step in (14, 15)]
+    first, second = notes_of(rows)
+    assert (first.cause, second.cause) == ("samples", "certain")
+    assert second.text == (
+        "note: step 15: the policy has become certain of answers that are no better: entropy 0.4 -> 0.001 nats within "
+        "2 steps. The note of step 12 has the remedy"
+    )
+
+
+def test_a_run_that_is_sick_from_its_first_step_is_judged_without_a_beginning():
+    assert [note.step for note in notes_of(good_then(3, num_good=0, ratio__ess=0.2))] == [2]
+    # All rewards are equal, so also all accuracies, whether 0 or 1.
+    for accuracy in (0.0, 1.0):
+        notes = notes_of(good_then(5, num_good=0, grad_norm=0.0, accuracy__mean=accuracy))
+        assert [(note.cause, note.step) for note in notes] == [("no_gradient", 3)]
+
+
+def test_engines_that_round_differently_from_the_beginning_set_a_higher_limit():
+    # KL 0.05 from the first step on, with an entropy of 0.4: the limit is 5 * 0.05.
+    rows = [a_row(step, {"ratio__kl": 0.05}) for step in range(1, 11)]
+    assert notes_of([*rows, *(a_row(step, {"ratio__kl": 0.24}) for step in range(11, 15))]) == []
+    assert notes_of([*rows, *(a_row(step, {"ratio__kl": 0.26}) for step in range(11, 15))]) != []
+
+
+def test_figures_that_are_missing_or_not_finite_say_nothing():
+    rows = good_then(5, ratio__kl=None, ratio__ess=float("nan"), entropy=float("inf"))
+    assert notes_of(rows) == []
+    rows = [{"step": step, "version": step, "tokens/trained": 0} for step in range(1, 9)]
+    assert notes_of(rows) == []
+    assert notes_of([{"step": 3, "time_s": 1.0, "eval/math/accuracy": 0.0}]) == []
+
+
+def test_a_resume_neither_repeats_nor_forgets_a_note():
+    rows = good_then(10, ratio__kl=1.0)
+    resumed = Health(rows)
+    assert [note.step for note in resumed.notes] == [12]
+    assert resumed.add(a_row(21, {"ratio__kl": 1.0})) == []
+
+
+def test_a_resume_from_a_step_before_the_note_notes_what_happens_again():
+    health = Health(good_then(5, ratio__kl=1.0))
+    # The learner goes on from step 9: what happened after it is trained again, first well and then badly.
+    assert health.add(a_row(10, {})) == []
+    assert health.notes == []
+    assert [note.step for step in (11, 12) for note in health.add(a_row(step, {"ratio__kl": 1.0}))] == [12]
+
+
+def test_a_collapse_counts_again_after_two_steps_of_a_resumed_run():
+    health = Health(good_then(10, ratio__kl=1.0))
+    assert health.collapse_after(0) is not None
+    assert health.collapse_after(20) is None
+    health.add(a_row(21, {"ratio__kl": 1.0}))
+    assert health.collapse_after(20) is None
+    health.add(a_row(22, {"ratio__kl": 1.0}))
+    note = health.collapse_after(20)
+    assert note is not None
+    assert note.remedy.startswith("Lower optimizer.lr"), "the message that stops a run has its remedy"
+    health.add(a_row(23, {}))
+    assert health.collapse_after(20) is None
+
+
+def test_a_run_with_nothing_to_learn_is_not_stopped_as_collapsed():
+    health = Health(good_then(9, grad_norm=0.0))
+    assert [note.cause for note in health.notes] == ["no_gradient"]
+    assert health.collapse_after(0) is None
