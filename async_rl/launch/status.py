@@ -48,6 +48,8 @@ _ONLY_IF_ANY = frozenset({
     "prompts_too_long", "filtered_since_step", "damaged_groups", "malformed", "limited", "refused_handshakes",
     "closed_connections",
 })  # fmt: skip
+_OF_THE_RUN = ("run_id", "lineage", "step", "version", "notes", "excluded")
+"""The keys of ``ledger.json`` that are no counts."""
 _AWAITED = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_eval": "an evaluation"}
 """What the sender of a request waits for until the queue server replies, by the type of the request."""
 
@@ -96,7 +98,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
     """
     run_dir = RunDir(path)
     if run_dir.is_finished and (ledger := run_dir.read_ledger()):
-        known = {key: ledger.pop(key) for key in ("run_id", "lineage", "step", "version", "excluded") if key in ledger}
+        known = {key: ledger.pop(key) for key in _OF_THE_RUN if key in ledger}
         return {**known, "finished": True, "ledger": ledger}
     record = read_record(path)
     if record is None:
@@ -139,6 +141,8 @@ def status_tables(status: Mapping[str, Any]) -> list[Table]:
     tables = [run]
     for label, text in _run_rows(rest):
         run.add_row(label, text)
+    if notes := rest.pop("notes", None):
+        tables.append(_notes_table(notes))
     generators = rest.pop("generators", [])
     if not any(g.get("alive", True) and g.get("backend") != DOCTOR for g in generators) and not status.get("finished"):
         run.add_row("generators", "no generator is connected")
@@ -229,6 +233,14 @@ def generator_troubles(generators: Sequence[Mapping[str, Any]]) -> dict[str, str
         if generator.get("alive", True) and (quarantined or trouble):
             found[str(generator.get("id", ""))] = f"quarantined: {quarantined}" if quarantined else str(trouble)
     return found
+
+
+def _notes_table(notes: Sequence[str]) -> Table:
+    table = Table(title="notes on the training", title_justify="left", show_header=False)
+    table.add_column(overflow="fold")
+    for note in notes:
+        table.add_row(note)
+    return table
 
 
 def _troubles_table(troubles: Mapping[str, str]) -> Table:
