@@ -123,6 +123,10 @@ class RunStoppedError(UserError, TrainingError):
     """The queue stopped the run for a cause that the user can correct, such as a reward that fails for every answer."""
 
 
+class CollapseError(UserError, TrainingError):
+    """The training has collapsed, and ``run.stop_on_collapse`` is set. The message says which step is saved."""
+
+
 class OwnCodeError(UserError, TrainingError):
     """The user's own loss or advantages failed, or returned something other than they must, so training stops."""
 

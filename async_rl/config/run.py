@@ -29,6 +29,11 @@ class RunConfig(Section):
         lt=2**31,
         description="Random seed for the order of the data, for sampling and for new adapter weights.",
     )
+    stop_on_collapse: bool = Field(
+        default=False,
+        description="Whether the run saves a checkpoint and stops with exit code 1 when its metrics show that the "
+        "policy collapses (docs/troubleshooting.md). If false, it only says so.",
+    )
 
 
 class CheckpointConfig(Section):

@@ -33,6 +33,7 @@ from async_rl.config.config import Config
 from async_rl.errors import RunError
 from async_rl.learner.file_digests import MANIFEST
 from async_rl.learner.staleness import BoundState
+from async_rl.run.directory import checkpoint_name
 
 MODEL_FILES = "hf"
 """Folder of a checkpoint with the model's config and tokenizer."""
@@ -125,11 +126,6 @@ def model_part(directory: Path, model: str) -> Path:
     others in a subdirectory of their name.
     """
     return directory if model == "policy" else directory / model
-
-
-def checkpoint_name(step: int) -> str:
-    """Return the directory name of the checkpoint after ``step`` steps."""
-    return f"step-{step:06d}"
 
 
 def latest_path(run_dir: Path) -> Path:

@@ -28,7 +28,7 @@ from async_rl.learner.engine import UpdateStats
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import WeightsSender
 from async_rl.learner.staleness import DropBias
-from async_rl.learner.step_result import StepResult, device_metrics, step_metrics
+from async_rl.learner.step_result import StepResult, device_metrics, queue_metrics
 from async_rl.queue.messages import Acked, GeneratorStats, TakenGroup
 from async_rl.run.eval_records import Decode, answer_record, write_json_lines
 
@@ -85,18 +85,19 @@ class StepRecorder:
         self._step_log.write({"step": self._state.step, "lineage": self._state.lineage, "groups": groups})
 
     def record_step(
-        self, result: StepResult, acked: Acked, bound_metrics: Mapping[str, float],
+        self, result: StepResult, acked: Acked, figures: Mapping[str, float],
         critic_updates: Sequence[UpdateStats] = (),
     ) -> None:  # fmt: skip
         """Write the metrics of the step that was just acknowledged and published, and its rollouts if they are due.
 
-        ``critic_updates`` are the critic's optimizer steps, which use the devices as the policy's do.
+        ``figures`` are the metrics of the step's training. ``critic_updates`` are the critic's optimizer steps, which
+        use the devices as the policy's do.
 
         Raises:
             ParityError: a generator's answer shows that its engine differs from the learner's.
         """
         state, stats = self._state, acked.stats
-        row = {**step_metrics(result, stats), **bound_metrics}
+        row = {**figures, **queue_metrics(stats)}
         row |= self.clock.lap(
             stats.generators, alive_generators=stats.alive_generators, trained_tokens=result.facts.tokens_trained
         )

@@ -200,8 +200,8 @@ def _measured(last: UpdateStats | None) -> str:
     )
 
 
-def step_metrics(result: StepResult, queue: QueueStats) -> dict[str, float]:
-    """Return the step's row of ``metrics.jsonl``, without step, version and times."""
+def trained_metrics(result: StepResult) -> dict[str, float]:
+    """Return the part of the step's row of ``metrics.jsonl`` that is about its rollouts and its training."""
     prepared, updates, staleness, facts = result.prepared, result.measured, result.staleness, result.facts
     return {
         **_sampled_metrics(result.groups, prepared),
@@ -219,6 +219,12 @@ def step_metrics(result: StepResult, queue: QueueStats) -> dict[str, float]:
         "staleness/max": staleness.max,
         "staleness/in_flight_mean": staleness.in_flight_mean,
         "staleness/in_queue_mean": staleness.in_queue_mean,
+    }
+
+
+def queue_metrics(queue: QueueStats) -> dict[str, float]:
+    """Return the part of the step's row that is about the queue after the step."""
+    return {
         "queue/depth": queue.depth,
         "queue/bytes": queue.bytes,
         "queue/in_flight": queue.in_flight,

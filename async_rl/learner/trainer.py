@@ -34,7 +34,7 @@ from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
-from async_rl.errors import LineageError, RunStoppedError, StoppedError
+from async_rl.errors import CollapseError, LineageError, RunStoppedError, StoppedError
 from async_rl.learner.advantages import with_advantages
 from async_rl.learner.batch import PreparedBatch, prepare_batch, with_scores
 from async_rl.learner.checkpoint import TrainerState, checkpoint_name
@@ -52,13 +52,16 @@ from async_rl.learner.recorder import RowWriter, StepRecorder, WaitLog
 from async_rl.learner.sampling import IdleSampling
 from async_rl.learner.staleness import BoundLimits, BoundState, check_staleness, reading_of, update_bound
 from async_rl.learner.step_masks import judge_step
-from async_rl.learner.step_result import StepResult, check_skipped, count_skipped, step_result
+from async_rl.learner.step_result import StepResult, check_skipped, count_skipped, step_result, trained_metrics
 from async_rl.output import logged
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Acked, Batch, StepAck
 from async_rl.routes import RoutingShape
+from async_rl.run.directory import RunDir
 from async_rl.run.eval_records import Decode
+from async_rl.run.health import Health, Note
+from async_rl.run.step_log import read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,14 @@ class _Asked(Exception):  # noqa: N818 - not an error: it leaves the loop
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
+
+
+class _Collapsed(Exception):  # noqa: N818 - the error is raised once the step is saved
+    """A step shows a collapse, and ``run.stop_on_collapse`` is set."""
+
+    def __init__(self, note: Note) -> None:
+        super().__init__(note.cause)
+        self.note = note
 
 
 class Trainer:
@@ -124,6 +135,7 @@ class Trainer:
             engine, run_dir, config.checkpoint, lineage=state.lineage, confirm=self._confirm
         )
         self._saved_metrics: dict[str, float] = {}
+        self._health, self._first_step = Health(read_rows(RunDir(run_dir).metrics)), state.step
         self._last_checkpoint = state.step if state.is_resumed else -1
 
     def run(self) -> None:
@@ -134,6 +146,7 @@ class Trainer:
             TrainingError: too many optimizer steps in a row were skipped.
             LineageError: a newer learner took over.
             StoppedError: a signal asked to stop. The last trained step is saved.
+            CollapseError: the training has collapsed (``run.stop_on_collapse``). The last trained step is saved.
             RunError: a checkpoint could not be written.
         """
         try:
@@ -146,9 +159,15 @@ class Trainer:
                 if batch is None:
                     break
                 self._check_stop()
+                self._check_collapse()
             self._finish()
         except _Asked as asked:
             raise StoppedError(f"stopped by {signal.Signals(asked.signum).name}: {self._save_for_stop()}") from None
+        except _Collapsed as collapsed:
+            note = collapsed.note
+            raise CollapseError(
+                f"run.stop_on_collapse: {note.finding} at step {note.step}. {note.remedy}. {self._save_for_stop()}"
+            ) from None
         except LineageError:
             raise
         except Exception:
@@ -160,6 +179,13 @@ class Trainer:
     def _check_stop(self) -> None:
         if signum := self._stop_signal():
             raise _Asked(signum)
+
+    def _check_collapse(self) -> None:
+        """End the loop after a collapse if ``run.stop_on_collapse`` is set and there are further steps."""
+        if self.config.run.stop_on_collapse and not self._is_last_step:
+            note = self._health.collapse_after(self._first_step)
+            if note is not None:
+                raise _Collapsed(note)
 
     def _tick(self) -> None:
         """Keep the other ranks alive during a wait, and commit a checkpoint whose files are written. Raise if a signal
@@ -195,7 +221,9 @@ class Trainer:
         has_own_loss = self.config.loss.function is not None
         result = step_result(batch.groups, prepared, updates, version=version, has_own_loss=has_own_loss)
         fault_point("learner.trained")
-        bound_metrics = self._update_bound(result)
+        figures = {**trained_metrics(result), **self._update_bound(result)}
+        for note in self._health.add({"step": self.state.step + 1, "version": self.state.version, **figures}):
+            logger.warning("%s", note.text)
         acked = self._acknowledge(result)
         self._recorder.record_trained(batch.groups)
         fault_point("learner.acknowledged")
@@ -205,7 +233,7 @@ class Trainer:
                 self._publish(is_last=self._is_last_step)
         sampled = {} if self._sampling is None else self._sampling.metrics(batch.groups)
         of_critic = critic_metrics(judged, critic_updates, version=version)
-        row = {**bound_metrics, **of_critic, **self._saved_metrics, **sampled}
+        row = {**figures, **of_critic, **self._saved_metrics, **sampled}
         self._recorder.record_step(result, acked, row, critic_updates)
         self._saved_metrics = {}
         self._evaluations.collect()
@@ -384,6 +412,7 @@ class Trainer:
             trained=result.facts,
             snapshot=needs_snapshot,
             lease_bound=None if bound_state is None else bound_state.bound,
+            notes=tuple(note.text for note in self._health.notes),
         )
         # The queue prepares the next batch while this step is published and recorded.
         acked = self.queue.ack(ack, next_take_s=TAKE_WAIT_S if done < steps else None)

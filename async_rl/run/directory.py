@@ -213,6 +213,11 @@ def read_json(path: Path) -> Any:
         raise ValueError("lists or objects in one another, too many levels of them") from None
 
 
+def checkpoint_name(step: int) -> str:
+    """Return the directory name of the checkpoint after ``step`` steps."""
+    return f"step-{step:06d}"
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to the file ``path``. Readers see the whole old file or the whole new one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

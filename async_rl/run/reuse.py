@@ -31,7 +31,7 @@ from async_rl.errors import ConfigError, RunError
 from async_rl.run.directory import RunDir, write_atomically
 
 FREE: tuple[str, ...] = (
-    "run.dir", "run.name", "data.on_change",
+    "run.dir", "run.name", "run.stop_on_collapse", "data.on_change",
     "reward.code.endpoint", "reward.code.workers", "reward.code.allow_unsafe",
     "reward.judge.endpoint", "reward.judge.api_key_env", "reward.judge.timeout_s", "reward.judge.max_concurrent",
     "reward.judge.cache", "reward.judge.prompt_price", "reward.judge.completion_price",

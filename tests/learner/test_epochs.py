@@ -16,8 +16,8 @@ from async_rl.learner.batch import PreparedBatch
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.learner.staleness import staleness_summary
-from async_rl.learner.step_result import StepResult, step_metrics, step_result
-from async_rl.queue.messages import GeneratorStats, QueueStats, TakenGroup
+from async_rl.learner.step_result import StepResult, step_result, trained_metrics
+from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease, Prompt
 from async_rl.run.step_log import read_rows
 from tests.examples import examples
@@ -128,7 +128,7 @@ def test_sequences_and_tokens_that_some_epochs_leave_out_are_counted_once():
     assert result_of(prepared, replace(first, stepped=False), second).facts.tokens_masked == {"token_range": 2}
     # Ages 0 and 1 of all five tokens. The rule met 3 of 10.
     assert (result.staleness.mean, result.staleness.max) == (0.5, 1)
-    metrics = step_metrics(result, QueueStats(0, 0, 0, 1, GeneratorStats(), {}))
+    metrics = trained_metrics(result)
     assert (metrics["rule/far"], metrics["skip/sequences"], metrics["skip/steps"]) == (0.3, 1, 0)
 
 

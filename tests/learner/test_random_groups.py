@@ -23,7 +23,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.recorder import log_rollouts
 from async_rl.learner.staleness import check_staleness
-from async_rl.learner.step_result import step_metrics, step_result
+from async_rl.learner.step_result import queue_metrics, step_result, trained_metrics
 from async_rl.net.codec import decode_group
 from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.admission import QueueSettings
@@ -144,7 +144,8 @@ def through_the_queue(learner: Learner, state: QueueState, data: st.DataObject) 
     result = learner.train(taken, version)
     # The queue's checks leave nothing to the learner's.
     assert "invalid" not in result.prepared.masked.values()
-    step_metrics(result, state.stats())
+    trained_metrics(result)
+    queue_metrics(state.stats())
     log_rollouts(Path(learner.config.run.dir), taken, step=1, version=version, config=learner.config, decode=str)
     acked = learner_requests.ack(state, StepAck(LINEAGE, step, version + result.facts.stepped, result.facts), 0.0)
     assert acked is not None
@@ -200,5 +201,6 @@ def test_the_learner_masks_what_it_cant_train_if_the_queue_lets_it_pass(learners
     if not taken:
         return
     result = learner.train(taken, 0)
-    step_metrics(result, make_queue(learner).stats())
+    trained_metrics(result)
+    queue_metrics(make_queue(learner).stats())
     assert np.isfinite(result.prepared.rewards).all()
