@@ -30,6 +30,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLORS = {"reward": "#0072b2", "accuracy": "#009e73", "staleness": "#d55e00", "speed": "#000000", "ess": "#e69f00"}
+_POLICY = {
+    "entropy": ("entropy (nats)", "#56b4e9"),
+    "grad_norm": ("gradient norm", "#0072b2"),
+    "ratio/kl": ("KL to the sampling\npolicy (nats)", "#d55e00"),
+    "ratio/clip_fraction": ("clipped share\nof the tokens", "#cc79a7"),
+}
+"""Metric -> label and colour of a panel of its own."""
 _IDLE = {"idle/learner": ("learner", "#0072b2"), "idle/generators": ("generators", "#cc79a7")}
 _WAITS = {"idle/grading": ("generators, for grading", "#e69f00"), "idle/environment": ("for environments", "#009e73")}
 _SHOWN_WAIT = 0.05
@@ -38,6 +45,8 @@ _EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 _HIGH = 98.0
 """Percentile of the seconds per step. Steps of more than twice as long are above the panel."""
+_LOW = 1e-6
+"""Lowest value of a panel with a logarithmic scale. Values below are rounding errors."""
 _FAR = 3.0
 """The bound is drawn if it is at most this many times the highest staleness."""
 _LEGEND_WIDTH = 80
@@ -150,9 +159,9 @@ def write_curve(run_dir: RunDir, lock: RunLock | None = None) -> bool:
 
 def draw_figure(run_dir: RunDir, rows: Sequence[Row]) -> Figure:
     """Return the picture of a run with these rows of metrics."""
-    figure = new_figure(13, 8)
-    panels = figure.subplots(3, 2, sharex=True)
-    (accuracy, speed), (reward, idle), (staleness, ess) = panels
+    figure = new_figure(13, 12)
+    panels = figure.subplots(5, 2, sharex=True)
+    (accuracy, speed), (reward, idle), (staleness, ess), *others = panels
     figure.suptitle(plain_label(run_dir.path.resolve().name), fontsize=13)
     _draw_accuracy(accuracy, rows)
     _draw_mean(reward, rows, "reward/mean", _COLORS["reward"], "mean of the step's rollouts")
@@ -175,6 +184,13 @@ def draw_figure(run_dir: RunDir, rows: Sequence[Row]) -> Figure:
     _draw_mean(ess, rows, "ratio/ess", _COLORS["ess"], "of each step")
     # The range begins at 0.98 or below, so that rounding errors of a healthy run don't look like changes.
     ess.set(ylabel="effective sample size\n(share of the tokens)", ylim=(min(0.98, ess.get_ylim()[0]), 1.002))
+    for axes, (key, (label, color)) in zip(np.ravel(others), _POLICY.items(), strict=True):
+        _draw_mean(axes, rows, key, color, "of each step")
+        axes.set_ylabel(label)
+    for axes, key in ((others[0][1], "grad_norm"), (others[1][0], "ratio/kl")):
+        if max(_series(rows, key)[1], default=0.0) > _LOW:
+            axes.set_yscale("log")
+            axes.set_ylim(bottom=max(_LOW, axes.get_ylim()[0]))
     for axes in panels[-1]:
         axes.set_xlabel("optimizer step")
     return figure

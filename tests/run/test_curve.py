@@ -67,7 +67,7 @@ def test_restarts_and_the_bound_are_marked_and_start_up_squashes_nothing(tmp_pat
     change = {"step": 40, "changed": {"queue.max_staleness": [4, 6]}}
     (tmp_path / "config_changes.jsonl").write_text(json.dumps(change) + "\n")
     figure = curve.draw_figure(RunDir(tmp_path), rows)
-    accuracy, speed, _, _, staleness, _ = figure.axes
+    accuracy, speed, _, _, staleness, *_ = figure.axes
     assert speed.get_ylim() == (0.0, 2.0)
     labels = speed.get_legend_handles_labels()[1]
     assert labels[0].startswith("of each step; slowest 500 s")
@@ -75,6 +75,26 @@ def test_restarts_and_the_bound_are_marked_and_start_up_squashes_nothing(tmp_pat
     assert [40.5, 40.5] in [np.asarray(line.get_xdata()).tolist() for line in accuracy.lines]
     bound = next(line for line in staleness.lines if line.get_label() == "bound")
     assert np.asarray(bound.get_ydata()).tolist() == [4] * 40 + [6] * 60
+
+
+def test_what_shows_a_collapse_has_a_panel_and_a_scale_that_shows_its_course(tmp_path: Path):
+    collapse = {"ratio/ess": 0.01, "ratio/kl": 36.0, "entropy": 0.02, "grad_norm": 50.0, "ratio/clip_fraction": 0.7}
+    healthy = {"ratio/ess": 1.0, "ratio/kl": 1e-3, "entropy": 2.0, "grad_norm": 0.5, "ratio/clip_fraction": 0.01}
+    rows = [row | (collapse if row["step"] > 60 else healthy) for row in some_rows(100)]
+    figure = curve.draw_figure(RunDir(tmp_path), rows)
+    drawn = {axes.get_ylabel().split("\n")[0]: axes for axes in figure.axes}
+    scales = {label: axes.get_yscale() for label, axes in drawn.items()}
+    assert (scales["effective sample size"], scales["entropy (nats)"], scales["clipped share"]) == ("linear",) * 3
+    assert (scales["KL to the sampling"], scales["gradient norm"]) == ("log", "log")
+    assert drawn["KL to the sampling"].get_ylim()[0] <= 1e-3
+    assert len(figure.axes) == 10
+
+
+def test_rounding_errors_alone_get_no_logarithmic_scale(tmp_path: Path):
+    rows = [row | {"ratio/kl": 1e-14, "grad_norm": 0.0} for row in some_rows(20)]
+    write_rows(tmp_path, rows)
+    assert write_curve(RunDir(tmp_path))
+    assert {axes.get_yscale() for axes in curve.draw_figure(RunDir(tmp_path), rows).axes} == {"linear"}
 
 
 def test_a_directory_whose_name_looks_like_a_formula_has_a_curve(tmp_path: Path):
