@@ -1,12 +1,19 @@
-"""Notes of ``launch`` about figures of a step that need an explanation: answers cut short, steps that trained nothing.
+"""Notes of ``launch`` about the figures of a run that need an explanation.
 
-The views give every new row of ``metrics.jsonl`` to ``Hints`` and show the notes that it returns.
+The views give every new row of ``metrics.jsonl`` to ``Hints`` and show the notes that it returns: answers cut short,
+steps that trained nothing, training that goes wrong (``run.health``). The summary shows the last of these again, and
+``best_lines``.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections import deque
+from collections.abc import Sequence
 
+from async_rl.run.directory import RunDir, checkpoint_name
+from async_rl.run.health import Health
+from async_rl.run.progress import eval_accuracies
 from async_rl.run.step_log import Row
 
 _STEPS = 5
@@ -15,9 +22,15 @@ _MOST = 0.5
 
 
 class Hints:
-    """Finds what a user should know about the steps of a run. Each note is given once in a launch."""
+    """Finds what a user should know about the steps of a run. Each note is given once in a launch.
 
-    def __init__(self) -> None:
+    Attributes:
+        health: judges the training. Its notes are given once in a run.
+    """
+
+    def __init__(self, history: Sequence[Row] = ()) -> None:
+        """Take the rows of earlier launches as ``history``."""
+        self.health = Health(history)
         self._rows: deque[Row] = deque(maxlen=_STEPS)
         self._given: set[str] = set()
 
@@ -27,7 +40,38 @@ class Hints:
         found = {"truncated": _truncated(list(self._rows)), "masked": _masked(row), "skipped": _skipped(row)}
         new = {kind: note for kind, note in found.items() if note and kind not in self._given}
         self._given |= new.keys()
-        return list(new.values())
+        return [*new.values(), *(note.text for note in self.health.add(row))]
+
+
+def best_lines(run_dir: RunDir, rows: Sequence[Row]) -> list[str]:
+    """Return a line for each evaluation set whose best evaluation was before the last one, and how to export its model.
+
+    ``rows`` are those of the run's ``metrics.jsonl``.
+    """
+    points: dict[str, list[tuple[int, float, float]]] = {}
+    for row in rows:
+        for dataset, accuracy in eval_accuracies(row).items():
+            error = row.get(f"eval/{dataset}/accuracy_se") or 0.0
+            points.setdefault(dataset, []).append((row["step"], accuracy, error))
+    return [_best_line(run_dir, name, found) for name, found in points.items() if _best(found)[1] > found[-1][1]]
+
+
+def _best(points: Sequence[tuple[int, float, float]]) -> tuple[int, float, float]:
+    return max(points, key=lambda point: point[1])
+
+
+def _best_line(run_dir: RunDir, dataset: str, points: Sequence[tuple[int, float, float]]) -> str:
+    (step, best, error), (last_step, last, last_error) = _best(points), points[-1]
+    errors = (error**2 + last_error**2) ** 0.5
+    doubt = ", which may be chance" if best - last <= 2 * errors else ""
+    checkpoint = run_dir.checkpoints / checkpoint_name(step)
+    if checkpoint.is_dir():
+        remedy = f"export it: async-rl export {shlex.quote(str(checkpoint))} OUT"
+    elif step:
+        remedy = "its checkpoint is gone (checkpoint.keep_every keeps more)"
+    else:
+        remedy = "that is the model at model.path"
+    return f"best on {dataset}: {best:.3f} at step {step}, the last is {last:.3f} at step {last_step}{doubt}; {remedy}"
 
 
 def _truncated(rows: list[Row]) -> str:

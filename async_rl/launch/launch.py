@@ -25,6 +25,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import changed_keys, load_run_config, machine_overrides, show_change
 from async_rl.errors import ConfigError, UserError
 from async_rl.launch.capacity import has_gpu
+from async_rl.launch.hints import best_lines
 from async_rl.launch.live_view import LiveView, PlainView
 from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.preflight import check_launch
@@ -36,6 +37,7 @@ from async_rl.process.child import DEVICES_ARE_DEALT, module_command, package_pa
 from async_rl.process.user_code import code_changes
 from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir
+from async_rl.run.health import Health
 from async_rl.run.lock import RunLock, locked_run_dir
 from async_rl.run.progress import duration, eval_accuracies
 from async_rl.run.reuse import check_run_dir, has_ended
@@ -278,8 +280,9 @@ def nobody_samples_line(config: Config) -> str:
 def summary(run_dir: RunDir, wall_s: float) -> list[str]:
     """Return the lines of text that ``launch`` prints at the end of a run.
 
-    They show the number of steps, the first and last accuracy on each evaluation set, the counts of the ledger, and the
-    paths of the run's files. ``wall_s`` is the duration of this launch in seconds.
+    They show the number of steps, the first and last accuracy on each evaluation set and the best one if it came
+    earlier, what went wrong with the training, the counts of the ledger, and the paths of the run's files. ``wall_s``
+    is the duration of this launch in seconds.
     """
     rows = read_metrics(run_dir.metrics)
     steps = max((row["step"] for row in rows), default=0)
@@ -290,8 +293,10 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
     state = "finished" if run_dir.is_finished else "not finished"
     lines = [f"{state}: {steps} steps, this launch took {duration(wall_s)}"]
     lines += [f"accuracy on {name}: {values[0]:.3f} -> {values[-1]:.3f}" for name, values in evals.items()]
+    lines += best_lines(run_dir, rows)
     if any(len(values) > 2 for values in evals.values()):
         lines.append(f"all evaluations: async-rl eval --compare {run_dir.path}")
+    lines += [note.text for note in Health(rows).notes]
     if run_dir.ledger.exists():
         ledger = run_dir.read_ledger()
         lines += [ledger_line(ledger), *filter_note(ledger)]

@@ -46,6 +46,8 @@ MAX_NAMED_PROCESSES = 8
 LINE_EVERY_S = 10.0
 """Seconds between two lines of ``PlainView`` while no step is trained."""
 _MAX_TROUBLES = 3
+_HEALTH_ROWS = {"ESS, KL": ("ratio/ess", "ratio/kl"), "entropy, gradient": ("entropy", "grad_norm")}
+"""Label -> metrics of a row of the table."""
 _LOG_BYTES = 8 << 10
 _LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \S+ (?:INFO|WARNING) [\w.]+: (.+)$")
 
@@ -112,7 +114,8 @@ class PlainView:
 
     def __init__(self, console: Console, metrics: Path, num_steps: int) -> None:
         self._console, self._tail = console, StepLogTail(metrics)
-        self._progress, self._hints = RunProgress(num_steps, self._tail.history), Hints()
+        self._progress = RunProgress(num_steps, self._tail.history)
+        self._hints = Hints(self._tail.history)
         self._logs, self._notes = RunDir(metrics.parent).logs, NotesTail(RunDir(metrics.parent).notes)
         self._started_at = self._noted_at = time.monotonic()
 
@@ -152,7 +155,8 @@ class LiveView:
 
     def __init__(self, console: Console, metrics: Path, num_steps: int, keys: ClientKeys | None = None) -> None:
         self._console, self._tail, self._keys = console, StepLogTail(metrics), keys
-        self._progress, self._hints = RunProgress(num_steps, self._tail.history), Hints()
+        self._progress = RunProgress(num_steps, self._tail.history)
+        self._hints = Hints(self._tail.history)
         self._logs, self._notes = RunDir(metrics.parent).logs, NotesTail(RunDir(metrics.parent).notes)
         self._poller: StatusPoller | None = None
         self._has_queue_ended = False
@@ -215,6 +219,8 @@ class LiveView:
             table.add_row("queue", self._queue_text(row))
         for generator_id, trouble in list(generator_troubles(status.get("generators", ())).items())[:_MAX_TROUBLES]:
             table.add_row("problem", f"generator {generator_id}: {trouble}")
+        for note in self._hints.health.notes:
+            table.add_row("problem", f"step {note.step}: {note.finding}")
         if waits := _waits_text(status.get("waits", ())):
             table.add_row("waiting", waits)
         for dataset, points in progress.evals.items():
@@ -228,6 +234,8 @@ class LiveView:
         )
         if row.get("distill/kl") is not None:
             table.add_row("KL to the teacher", f"{number_text(row['distill/kl'])} nats a token")
+        for label, keys in _HEALTH_ROWS.items():
+            table.add_row(label, ", ".join(number_text(row.get(key)) for key in keys))
         table.add_row(
             "staleness", f"{number_text(row.get('staleness/mean'))} (max {number_text(row.get('staleness/max'))})"
         )

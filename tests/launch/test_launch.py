@@ -853,6 +853,33 @@ def test_the_figures_of_the_generators_stay_on_every_line_until_the_next_ones(tm
     assert "generated" not in line
 
 
+COLLAPSED = {"ratio/ess": 0.01, "ratio/kl": 2.5, "entropy": 0.125, "grad_norm": 7.5}
+
+
+def test_a_step_has_the_figures_that_show_a_collapse(tmp_path: Path):
+    (line,) = shown_lines(tmp_path, a_row(1, **COLLAPSED))
+    assert line == "step 1/10 | ESS 0.01 | KL 2.5 | entropy 0.125 | gradient 7.5"
+
+
+def test_a_collapse_is_told_once_also_by_the_next_launch(tmp_path: Path):
+    (note,) = [line for line in shown_lines(tmp_path, *(a_row(n, **COLLAPSED) for n in range(1, 6))) if "note:" in line]
+    assert note.startswith("note: step 2: the policy has left the samples that it trains on: effective sample size")
+    assert not any("note:" in line for line in shown_lines(tmp_path, a_row(6, **COLLAPSED)))
+    assert note in summary(RunDir(tmp_path), 3.0)
+
+
+def test_the_live_view_keeps_what_goes_wrong_in_its_table(tmp_path: Path):
+    append(tmp_path / "metrics.jsonl", *(a_row(n, **COLLAPSED) for n in range(1, 4)))
+    console = Console(width=200, force_terminal=True, record=True, file=io.StringIO())
+    view = LiveView(console, tmp_path / "metrics.jsonl", 10)
+    append(tmp_path / "metrics.jsonl", a_row(4, **COLLAPSED))
+    view.close()
+    table = console.export_text()
+    assert "step 2: the policy has left the samples that it trains on" in table
+    rows = {line.split("  ")[0]: line.rstrip().rpartition("  ")[2] for line in table.splitlines()}
+    assert (rows["ESS, KL"], rows["entropy, gradient"]) == ("0.01, 2.5", "0.125, 7.5")
+
+
 def test_most_answers_cut_at_the_limit_are_told_once_with_what_it_costs(tmp_path: Path):
     cut = {"length/truncated": 0.75, "reward/overlong": -0.5, "masked/truncated": 6}
     # Means over the last five steps: 0, 0.375, 0.5, 0.5625.
@@ -1000,6 +1027,30 @@ def test_the_summary_tells_accuracies_before_and_after_and_the_ledger(tmp_path: 
     append(run_dir.metrics, {"step": 2, "eval/gsm8k/accuracy": 0.5})
     assert f"all evaluations: async-rl eval --compare {tmp_path}" in summary(run_dir, 3.0)
     assert "groups: issued 9 = trained 6 + filtered 2 + dropped as stale 1" in lines
+
+
+def test_the_summary_says_if_the_best_evaluation_was_before_the_last(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    points = {0: 0.3, 40: 0.9, 60: 0.85, 80: 0.5}
+    error = {"eval/a/accuracy_se": 0.02}
+    append(run_dir.metrics, *({"step": step, "eval/a/accuracy": value, **error} for step, value in points.items()))
+    line = "best on a: 0.900 at step 40, the last is 0.500 at step 80"
+    assert f"{line}; its checkpoint is gone (checkpoint.keep_every keeps more)" in summary(run_dir, 3.0)
+    checkpoint = run_dir.checkpoints / "step-000040"
+    checkpoint.mkdir(parents=True)
+    assert f"{line}; export it: async-rl export {checkpoint} OUT" in summary(run_dir, 3.0)
+    # Two standard errors of the difference are 2 * sqrt(2) * 0.02 = 0.057.
+    append(run_dir.metrics, {"step": 100, "eval/a/accuracy": 0.87, **error})
+    assert any("the last is 0.870 at step 100, which may be chance; export" in line for line in summary(run_dir, 3.0))
+    append(run_dir.metrics, {"step": 120, "eval/a/accuracy": 0.9, **error})
+    assert not any("best on" in line for line in summary(run_dir, 3.0))
+
+
+def test_the_model_that_a_run_began_with_may_be_its_best(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    append(run_dir.metrics, {"step": 0, "eval/a/accuracy": 0.3}, {"step": 9, "eval/a/accuracy": 0.0})
+    line = "best on a: 0.300 at step 0, the last is 0.000 at step 9; that is the model at model.path"
+    assert line in summary(run_dir, 3.0)
 
 
 def test_the_end_of_a_run_names_its_files_and_what_to_do_next(tmp_path: Path):
