@@ -36,7 +36,8 @@ _LAST_LINES = 3
 def try_reward(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
     """Let the user's reward functions score two answers, a right and a wrong one, to each of the first ``rows``.
 
-    Built-in rewards are not tried, because loading the data has checked the fields that they need.
+    Built-in rewards are not tried, because loading the data has checked the fields that they need. Log a warning if an
+    answer that is scored twice gets another reward: the policy can't learn from chance.
 
     Args:
         rows: the reward data of training rows, such as ``{"gt_answer": "4"}``.
@@ -82,8 +83,11 @@ def _try(config: Config, key: str, names: str, rows: Sequence[Mapping[str, Any]]
             f"{key}: the process that tried {names} ended with exit code {done.returncode}; let the function return "
             f"its result or raise an exception. Its last output:\n{last}"
         )
-    if error := json.loads(done.stdout)["error"]:
-        raise ConfigError(error)
+    answer = json.loads(done.stdout)
+    if answer["error"]:
+        raise ConfigError(answer["error"])
+    if answer["note"]:
+        logging.getLogger(__name__).warning("%s", answer["note"])
 
 
 def _score_two_answers(config: Config, reward: RewardSum, data: Mapping[str, Any]) -> list[RewardOutput]:
@@ -94,24 +98,41 @@ def _score_two_answers(config: Config, reward: RewardSum, data: Mapping[str, Any
     return reward.score_group([rollout_of(text, data, config.sampling.max_new_tokens) for text in texts])
 
 
-def _first_error(config: Config, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a message about the first row that can't be scored. Return an empty text if there is none."""
+def _score_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return a message about the first row that can't be scored, and one about rewards that depend on chance. Each is
+    empty if there is nothing to say.
+    """
     try:
         reward = build_reward(config, has_scorers=False)
     except UserError as error:
-        return str(error)
+        return str(error), ""
+    note = ""
     try:
         for number, data in enumerate(rows):
             try:
-                _score_two_answers(config, reward, data)
+                first, second = (_score_two_answers(config, reward, data) for _ in range(2))
             except Exception as error:  # the user's code raises what it likes
                 sentence, _ = describe_error(error)
-                return (
+                message = (
                     f"{_key(config)}: {_names(config)} can't score an answer to training row {number}: {sentence}; "
                     f"correct the function or the row"
                 )
+                return message, ""
+            note = note or _differing(config, number, first, second)
     finally:
         reward.close()
+    return "", note
+
+
+def _differing(config: Config, number: int, first: Sequence[RewardOutput], second: Sequence[RewardOutput]) -> str:
+    """Return a message if the same answers to row ``number`` were scored differently. Else return an empty text."""
+    for before, after in zip(first, second, strict=True):
+        if before.parts != after.parts:
+            rewards = " and ".join(f"{sum(output.parts.values()):.4g}" for output in (before, after))
+            return (
+                f"{_key(config)}: {_names(config)} gave one answer to training row {number} the rewards {rewards}: if "
+                f"rewards depend on chance, less is learned, or nothing; let equal answers get equal rewards"
+            )
     return ""
 
 
@@ -149,8 +170,8 @@ def _child() -> None:
     os.dup2(2, 1)
     request = json.load(sys.stdin)
     config, rows = config_from_toml(request["config"], "the config"), request["rows"]
-    error = _error_of_loss(config) if rows is None else _first_error(config, rows)
-    json.dump({"error": error}, answer)
+    error, note = (_error_of_loss(config), "") if rows is None else _score_rows(config, rows)
+    json.dump({"error": error, "note": note}, answer)
     answer.flush()
     # Do not wait for threads that the user's code left running.
     os._exit(0)

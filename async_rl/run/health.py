@@ -4,7 +4,8 @@ Pure: rows of steps go in, notes come out. ``Health`` gives one note for each ca
 show it and the settings to change. The learner, ``launch`` and its summary each give the same rows of ``metrics.jsonl``
 to a ``Health`` of their own, so all of them say the same, also after a resume.
 
-A cause is noted when two of the last ``WINDOW`` steps show it, the newest among them: one bad step is no collapse.
+A cause is noted when two of the last ``WINDOW`` steps show it, the newest among them: one bad step is no collapse. Of
+log-probabilities that differ with the same weights, one step suffices, and without a gradient it takes three.
 Most limits are relative to the run's own beginning, which is the median of its first ``BEGINNING`` steps. While these
 steps are among those to be judged, only the limits apply that need no beginning. The limits were set on half of the
 healthy runs in ``tests/data/health_runs.json.gz``, and judged on the other half.
@@ -290,6 +291,7 @@ CAUSES: tuple[_Cause, ...] = (
         "generators and learner compute different log-probabilities with the same weights",
         (_LAG_0,),
         lambda _: 'Compare temperature, dtype and engine of both; weights.parity = "stop" names the generator',
+        num_bad=1,
     ),
     _Cause("samples", "the policy has left the samples that it trains on", (_ESS, _KL, _CLIPPED), _slower),
     _Cause(

@@ -12,7 +12,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.doctor.task import check_reward
 from async_rl.errors import ConfigError, RewardError
-from async_rl.launch.user_code_trial import try_reward
+from async_rl.launch.user_code_trial import _score_rows, try_reward
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import build_reward
 
@@ -94,6 +94,19 @@ def test_a_failing_function_is_named_before_the_run(code: str, tmp_path: Path):
     (tmp_path / "mine.py").write_text("def grade(item):\n    raise ValueError('no grade')\n")
     with pytest.raises(ConfigError, match=r"^reward\.accuracy: .*grade can't score an answer to training row 0"):
         try_reward(config_of(code, type="exact", accuracy=f"{code}:grade"), [{"gt_answer": "2"}])
+
+
+def test_a_reward_that_depends_on_chance_is_named_before_the_run(code: str, tmp_path: Path):
+    counts = f"{tmp_path}/counts.py"
+    Path(counts).write_text("calls = []\ndef grade(item):\n    calls.append(0)\n    return float(len(calls))\n")
+    error, note = _score_rows(config_of(counts, type=f"{counts}:grade"), [{"gt_answer": "2"}])
+    # Two answers are scored, then again: 1 and 2, then 3 and 4.
+    assert error == ""
+    assert note == (
+        f"reward.type: {counts}:grade gave one answer to training row 0 the rewards 1 and 3: if rewards depend on "
+        f"chance, less is learned, or nothing; let equal answers get equal rewards"
+    )
+    assert _score_rows(config_of(code, type=f"{code}:points"), [{"gt_answer": "2"}]) == ("", "")
 
 
 def test_the_doctor_grades_by_it_and_only_warns_of_a_function_that_rewards_something_else(code: str, tmp_path: Path):

@@ -50,7 +50,8 @@ def test_every_cause_is_noted_by_the_third_step_that_shows_it_and_once(cause: st
     notes = notes_of(good_then(20, **figures))
     assert [note.cause for note in notes] == [cause]
     assert notes[0].step <= 13
-    assert notes_of(good_then(1, **figures)) == [], "one bad step is none"
+    suffices = cause == "engines"  # with the same weights there is no chance in it
+    assert len(notes_of(good_then(1, **figures))) == suffices, "one bad step is no collapse"
 
 
 def test_all_causes_are_in_the_test_above():
