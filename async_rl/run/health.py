@@ -8,7 +8,7 @@ A cause is noted when two of the last ``WINDOW`` steps show it, the newest among
 log-probabilities that differ with the same weights, one step suffices, and without a gradient it takes three.
 Most limits are relative to the run's own beginning, which is the median of its first ``BEGINNING`` steps. While these
 steps are among those to be judged, only the limits apply that need no beginning. The limits were set on half of the
-healthy runs in ``tests/data/health_runs.json.gz``, and judged on the other half.
+healthy runs in ``tests/data/health_runs.json``, and judged on the other half.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Health:
 
 
 def _figures_of(row: Row) -> Figures:
-    found = {key: row.get(key) for key in _KEYS}
+    found = {key: row.get(key) for key in KEYS}
     return {key: float(value) for key, value in found.items() if value is not None and math.isfinite(value)}
 
 
@@ -219,14 +219,19 @@ def _clip_limit(_: Figures, beginning: Figures) -> float:
 
 
 def _engine_limit(step: Figures, _: Figures) -> float | None:
-    """Return 0.1 nats if any token was sampled with the weights that the learner holds."""
-    return 0.1 if step.get("lag_0/tokens") else None
+    """Return 0.1 nats if most tokens were sampled with the weights that the learner holds, as in the first step.
+
+    If they are few, they end answers that began with older weights, whose cached keys and values may be the cause.
+    """
+    return 0.1 if step.get("lag_0/tokens", 0.0) > 0.5 * step.get("tokens/trained", 0.0) else None
 
 
 def _high_entropy(step: Figures, beginning: Figures) -> float | None:
+    """Return three times the beginning's, or twice if far fewer answers are right. None for better answers."""
     if "entropy" not in beginning or _is_better(step, beginning) or "distill/kl" in step:
         return None
-    return max(0.1, 3 * beginning["entropy"])
+    is_far_worse = step.get("accuracy/mean", 1.0) < 0.6 * beginning.get("accuracy/mean", 0.0)
+    return max(0.05, 2 * beginning["entropy"]) if is_far_worse else max(0.1, 3 * beginning["entropy"])
 
 
 def _low_entropy(step: Figures, beginning: Figures) -> float | None:
@@ -325,7 +330,8 @@ CAUSES: tuple[_Cause, ...] = (
 )
 """What may go wrong, in the order in which it is noted."""
 
-_KEYS = (
+KEYS = (
     *dict.fromkeys(sign.key for cause in CAUSES for sign in cause.signs),
     "lr", "staleness/mean", "lag_0/tokens", "tokens/trained", "distill/kl",
 )  # fmt: skip
+"""The metrics that are read."""

@@ -9,10 +9,12 @@ import pytest
 
 from async_rl.run.health import CAUSES, Health, Note
 from async_rl.run.step_log import Row
+from tests.run.health_runs import HEALTHY, SET_ON, SICK, load
 
 GOOD: dict[str, float] = {
     "tokens/trained": 900.0, "lr": 1e-5, "accuracy/mean": 0.4, "entropy": 0.4, "grad_norm": 0.5, "staleness/mean": 3.0,
-    "ratio/ess": 0.98, "ratio/kl": 0.001, "ratio/clip_fraction": 0.01, "mismatch_kl/lag_0": 0.0005, "lag_0/tokens": 9.0,
+    "ratio/ess": 0.98, "ratio/kl": 0.001, "ratio/clip_fraction": 0.01, "mismatch_kl/lag_0": 0.0005,
+    "lag_0/tokens": 900.0,
 }  # fmt: skip
 
 
@@ -41,6 +43,7 @@ def good_then(num_bad: int, *, num_good: int = 10, **figures: Any) -> list[Row]:
         ("engines", {"mismatch_kl__lag_0": 0.11}),
         ("certain", {"entropy": 0.019}),  # below a twentieth of 0.4
         ("random", {"entropy": 1.21}),  # above three times 0.4
+        ("random", {"entropy": 0.81, "accuracy__mean": 0.23}),  # twice, with less than 0.6 times as many right answers
         ("gradient", {"grad_norm": 10.1}),  # above 20 times 0.5
         ("worse", {"accuracy__mean": 0.079}),  # below a fifth of 0.4
         ("no_gradient", {"grad_norm": 0.0}),
@@ -67,9 +70,11 @@ def test_all_causes_are_in_the_test_above():
         {"ratio__kl": 0.19},
         {"ratio__clip_fraction": 0.29},
         {"mismatch_kl__lag_0": 0.09},
-        {"mismatch_kl__lag_0": 3.0, "lag_0__tokens": 0},
+        {"mismatch_kl__lag_0": 3.0, "lag_0__tokens": 450},  # ends of answers that began with older weights
         {"entropy": 0.021},
         {"entropy": 1.19},
+        {"entropy": 0.79, "accuracy__mean": 0.23},
+        {"entropy": 1.19, "accuracy__mean": 0.25},
         {"grad_norm": 9.9},
         {"accuracy__mean": 0.081},
         {"grad_norm": 0.0, "tokens__trained": 0},
@@ -163,3 +168,33 @@ def test_a_run_with_nothing_to_learn_is_not_stopped_as_collapsed():
     health = Health(good_then(9, grad_norm=0.0))
     assert [note.cause for note in health.notes] == ["no_gradient"]
     assert health.collapse_after(0) is None
+
+
+RUNS = load()
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_draws_no_note(name: str):
+    assert notes_of(RUNS[name]) == []
+
+
+def test_the_limits_are_judged_on_as_many_healthy_runs_as_they_were_set_on():
+    assert set(SET_ON) < set(HEALTHY)
+    assert len(HEALTHY) - len(SET_ON) >= len(SET_ON)
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_sick_run_is_named_where_the_metrics_show_it(name: str):
+    run = SICK[name]
+    notes = notes_of(RUNS[name])
+    assert [(note.cause, note.step) for note in notes[:1]] == ([(run.cause, run.step)] if run.cause else [])
+    assert run.cause or run.named_by, "somebody must name it"
+
+
+@pytest.mark.parametrize("name", [name for name, run in SICK.items() if run.cause in ("samples", "random")])
+def test_only_runs_that_collapse_are_stopped(name: str):
+    # A run that stops on collapse ends at the first note.
+    health = Health(row for row in RUNS[name] if row["step"] <= SICK[name].step)
+    note = health.collapse_after(0)
+    assert note is not None
+    assert note.cause == SICK[name].cause
