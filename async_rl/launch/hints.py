@@ -40,7 +40,7 @@ class Hints:
         found = {"truncated": _truncated(list(self._rows)), "masked": _masked(row), "skipped": _skipped(row)}
         new = {kind: note for kind, note in found.items() if note and kind not in self._given}
         self._given |= new.keys()
-        return [*new.values(), *(note.text for note in self.health.add(row))]
+        return [*new.values(), *(f"note: {note.text}" for note in self.health.add(row))]
 
 
 def best_lines(run_dir: RunDir, rows: Sequence[Row]) -> list[str]:

@@ -296,7 +296,7 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
     lines += best_lines(run_dir, rows)
     if any(len(values) > 2 for values in evals.values()):
         lines.append(f"all evaluations: async-rl eval --compare {run_dir.path}")
-    lines += [note.text for note in Health(rows).notes]
+    lines += [f"note: {note.text}" for note in Health(rows).notes]
     if run_dir.ledger.exists():
         ledger = run_dir.read_ledger()
         lines += [ledger_line(ledger), *filter_note(ledger)]

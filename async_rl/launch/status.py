@@ -48,7 +48,7 @@ _ONLY_IF_ANY = frozenset({
     "prompts_too_long", "filtered_since_step", "damaged_groups", "malformed", "limited", "refused_handshakes",
     "closed_connections",
 })  # fmt: skip
-_OF_THE_RUN = ("run_id", "lineage", "step", "version", "notes", "excluded")
+_OF_THE_RUN = ("run_id", "lineage", "step", "version", "training_notes", "excluded")
 """The keys of ``ledger.json`` that are no counts."""
 _AWAITED = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_eval": "an evaluation"}
 """What the sender of a request waits for until the queue server replies, by the type of the request."""
@@ -141,8 +141,6 @@ def status_tables(status: Mapping[str, Any]) -> list[Table]:
     tables = [run]
     for label, text in _run_rows(rest):
         run.add_row(label, text)
-    if notes := rest.pop("notes", None):
-        tables.append(_notes_table(notes))
     generators = rest.pop("generators", [])
     if not any(g.get("alive", True) and g.get("backend") != DOCTOR for g in generators) and not status.get("finished"):
         run.add_row("generators", "no generator is connected")
@@ -188,6 +186,8 @@ def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
         stored, reserved, kept, most = (size_text(rest.pop(key, 0)) for key in keys)
         kept_too = "" if kept == size_text(0) else f", {kept} kept for checkpoints"
         yield "memory", f"{stored} of groups, {reserved} reserved by leases{kept_too}, limit {most}"
+    for text in rest.pop("training_notes", None) or ():
+        yield "note", text
     if stream := rest.pop("stream", None):
         again = f", {stream['requeued']} earlier ones to lease again" if stream.get("requeued") else ""
         passed = stream.get("aside", 0) + stream.get("thinned", 0)
@@ -233,14 +233,6 @@ def generator_troubles(generators: Sequence[Mapping[str, Any]]) -> dict[str, str
         if generator.get("alive", True) and (quarantined or trouble):
             found[str(generator.get("id", ""))] = f"quarantined: {quarantined}" if quarantined else str(trouble)
     return found
-
-
-def _notes_table(notes: Sequence[str]) -> Table:
-    table = Table(title="notes on the training", title_justify="left", show_header=False)
-    table.add_column(overflow="fold")
-    for note in notes:
-        table.add_row(note)
-    return table
 
 
 def _troubles_table(troubles: Mapping[str, str]) -> Table:

@@ -166,7 +166,7 @@ class Trainer:
         except _Collapsed as collapsed:
             note = collapsed.note
             raise CollapseError(
-                f"run.stop_on_collapse: {note.finding} at step {note.step}. {note.remedy}. {self._save_for_stop()}"
+                f"run.stop_on_collapse: {note.finding} at step {note.step} ({self._save_for_stop()}). {note.remedy}"
             ) from None
         except LineageError:
             raise
@@ -223,7 +223,7 @@ class Trainer:
         fault_point("learner.trained")
         figures = {**trained_metrics(result), **self._update_bound(result)}
         for note in self._health.add({"step": self.state.step + 1, "version": self.state.version, **figures}):
-            logger.warning("%s", note.text)
+            logger.warning("note: %s", note.text)
         acked = self._acknowledge(result)
         self._recorder.record_trained(batch.groups)
         fault_point("learner.acknowledged")
@@ -412,7 +412,7 @@ class Trainer:
             trained=result.facts,
             snapshot=needs_snapshot,
             lease_bound=None if bound_state is None else bound_state.bound,
-            notes=tuple(note.text for note in self._health.notes),
+            training_notes=tuple(note.text for note in self._health.notes),
         )
         # The queue prepares the next batch while this step is published and recorded.
         acked = self.queue.ack(ack, next_take_s=TAKE_WAIT_S if done < steps else None)

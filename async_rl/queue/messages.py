@@ -380,8 +380,8 @@ class StepAck(msgspec.Struct, frozen=True):
     """The learner reports that it has done the step for which it took groups as ``step``. It is now at ``version``.
 
     ``lease_bound`` is its staleness bound for new leases. None stands for ``queue.max_staleness``. If ``snapshot`` is
-    true, the reply has the queue's snapshot for a checkpoint. ``notes`` are all that the learner has noted so far about
-    how the training goes wrong.
+    true, the reply has the queue's snapshot for a checkpoint. ``training_notes`` are all that the learner has noted
+    so far about how the training goes wrong.
     """
 
     lineage: str
@@ -390,7 +390,7 @@ class StepAck(msgspec.Struct, frozen=True):
     trained: TrainedCounts
     snapshot: bool = False
     lease_bound: int | None = None
-    notes: tuple[str, ...] = ()
+    training_notes: tuple[str, ...] = ()
 
 
 class TakeSnapshot(OfLearner, frozen=True):

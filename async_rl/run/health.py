@@ -58,8 +58,8 @@ class Note:
 
     @property
     def text(self) -> str:
-        """The whole note, as it is printed."""
-        return f"note: step {self.step}: {self.finding}. {self.remedy}"
+        """The whole note, as it is printed after ``note: ``."""
+        return f"step {self.step}: {self.finding}. {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True)

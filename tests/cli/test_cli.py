@@ -412,11 +412,11 @@ def test_status_of_a_finished_run_is_read_from_its_files(tmp_path: Path, capsys:
 def test_status_of_a_finished_run_has_the_notes_on_its_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     RunDir(tmp_path).mark_finished({"step": 3})
     groups = {"issued": 12, "in_flight": 0, "trained": 12, "dropped": {"stale": 0}}
-    note = "note: step 3: the gradient explodes: gradient norm 1 -> 300 within one step"
-    RunDir(tmp_path).ledger.write_text(json.dumps({"step": 3, "notes": [note], "groups": groups}))
+    note = "step 3: the gradient explodes: gradient norm 1 -> 300 within one step"
+    RunDir(tmp_path).ledger.write_text(json.dumps({"step": 3, "training_notes": [note], "groups": groups}))
     status_of(tmp_path)
     printed = capsys.readouterr().out
-    assert "notes on the training" in printed
+    assert "note" in printed
     assert "the gradient explodes" in printed
 
 

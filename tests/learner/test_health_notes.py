@@ -48,7 +48,7 @@ def test_a_collapse_is_logged_once_and_is_in_status_and_ledger(tmp_path: Path, c
     # Steps 1 and 2 are good, 3 and 4 are bad.
     assert noted(caplog) == [NOTE]
     for shown in (persistence.status(run.queue_state, 0.0), persistence.ledger_file(run.queue_state)):
-        (note,) = shown["notes"]
+        (note,) = shown["training_notes"]
         assert "effective sample size 1 -> 0.01 within 2 steps" in note
 
 
@@ -62,7 +62,7 @@ def test_a_resumed_learner_repeats_no_note_and_status_keeps_it(tmp_path: Path, c
 
     def look(request: str, step: int) -> None:
         if request == "take":
-            seen.append(len(persistence.status(run.queue_state, 0.0)["notes"]))
+            seen.append(len(persistence.status(run.queue_state, 0.0)["training_notes"]))
 
     run.start(look)
     assert noted(caplog) == []
@@ -75,8 +75,8 @@ def test_a_collapse_stops_the_run_with_a_checkpoint_if_that_is_set(tmp_path: Pat
         run.start()
     said = str(caught.value)
     assert said.startswith("run.stop_on_collapse: the policy has left the samples that it trains on: ")
-    assert "at step 4. Lower optimizer.lr" in said
-    assert said.endswith("saved at step 4; the same command resumes from step-000004")
+    saved = "at step 4 (saved at step 4; the same command resumes from step-000004). Lower optimizer.lr"
+    assert saved in said
     assert run.steps == [1, 2, 3, 4]
 
 

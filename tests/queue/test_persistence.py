@@ -36,7 +36,7 @@ def full_state() -> PersistedState:
         learner=LearnerSide(
             "line-b", 3, 9, 4, 2, 1, announcement=Announcement("line-b", 4, "digest", "tcp://a:1", b"probe", (1, 2)),
             taken_ids=(), acked=(2, b"snapshot"), finished=True, digests={4: "digest"},
-            notes=("note: step 3: the gradient explodes",),
+            training_notes=("step 3: the gradient explodes",),
         ),
         old_lineages={"line-a"},
         cursor=StreamCursor(40, [3, 5], Counter({0: 1}), Counter({1: 2})),

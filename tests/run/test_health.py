@@ -95,7 +95,7 @@ def test_a_note_has_the_course_of_each_metric_and_what_to_change():
     rows = good_then(0)
     rows += [a_row(11, {"ratio__kl": 0.3, "lr": 3e-4}), a_row(12, {"ratio__kl": 36.0, "ratio__ess": 0.004, "lr": 3e-4})]
     assert [note.text for note in notes_of(rows)] == [
-        "note: step 12: the policy has left the samples that it trains on: effective sample size 0.98 -> 0.004 within "
+        "step 12: the policy has left the samples that it trains on: effective sample size 0.98 -> 0.004 within "
         "one step, KL to the sampling policy 0.001 -> 36 nats within 2 steps. Lower optimizer.lr (now 0.0003) or "
         "queue.max_staleness (the data is 3.0 versions old), or choose a loss.preset that corrects more; launch --from "
         "RUN@STEP goes on from an earlier checkpoint"
@@ -107,7 +107,7 @@ def test_what_follows_a_collapse_refers_to_its_note():
     first, second = notes_of(rows)
     assert (first.cause, second.cause) == ("samples", "certain")
     assert second.text == (
-        "note: step 15: the policy has become certain of answers that are no better: entropy 0.4 -> 0.001 nats within "
+        "step 15: the policy has become certain of answers that are no better: entropy 0.4 -> 0.001 nats within "
         "2 steps. The note of step 12 has the remedy"
     )
 

@@ -220,7 +220,7 @@ class QueueSettings:
         return max(0, version + (batches_before + 1) * self.updates_per_batch - 1 - bound)
 
 
-LEARNER_STATUS = ("lineage", "step", "num_steps", "version", "lease_bound", "notes")
+LEARNER_STATUS = ("lineage", "step", "num_steps", "version", "lease_bound", "training_notes")
 """The names of the learner's fields that the queue's status shows."""
 
 
@@ -239,7 +239,7 @@ class LearnerSide(msgspec.Struct):
         acked: the last step that it reported, with the queue's snapshot if it asked for one. None before the first.
         finished: whether it has ended the run.
         digests: the digests of the published versions that a lease may still use.
-        notes: what it has noted about how the training goes wrong.
+        training_notes: what it has noted about how the training goes wrong.
     """
 
     lineage: str
@@ -253,7 +253,7 @@ class LearnerSide(msgspec.Struct):
     acked: tuple[int, bytes | None] | None = None
     finished: bool = False
     digests: dict[int, str] = msgspec.field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    training_notes: tuple[str, ...] = ()
 
     @classmethod
     def continued(
@@ -267,8 +267,8 @@ class LearnerSide(msgspec.Struct):
         bound = settings.max_staleness
         if settings.adaptive and before is not None:
             bound = min(bound, before.lease_bound)
-        notes = () if before is None else before.notes
-        return cls(lineage, step, num_steps, version, version, bound, notes=notes)
+        notes = () if before is None else before.training_notes
+        return cls(lineage, step, num_steps, version, version, bound, training_notes=notes)
 
     def group_limit(self, settings: QueueSettings, active_version: int) -> int:
         """Return how many groups may be in flight, queued and taken together. See ``QueueSettings.group_limit``."""
@@ -304,7 +304,7 @@ class LearnerSide(msgspec.Struct):
 
     def advance(self, ack: StepAck, settings: QueueSettings) -> None:
         """Set step, version, staleness bound and notes from a report that ``check`` accepted."""
-        self.step, self.version, self.notes = ack.step + 1, ack.version, ack.notes
+        self.step, self.version, self.training_notes = ack.step + 1, ack.version, ack.training_notes
         self.lease_bound = settings.max_staleness if ack.lease_bound is None else ack.lease_bound
 
     @property

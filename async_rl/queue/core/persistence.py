@@ -344,7 +344,7 @@ def ledger_file(state: QueueState) -> dict[str, Any]:
         "version": learner.version if learner else None,
         **state.ledger_dict(),
         "excluded": excluded(state),
-        "notes": learner.notes if learner else (),
+        "training_notes": learner.training_notes if learner else (),
     }
     try:
         state.check_totals()
