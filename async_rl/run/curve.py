@@ -187,6 +187,7 @@ def draw_figure(run_dir: RunDir, rows: Sequence[Row]) -> Figure:
     for axes, (key, (label, color)) in zip(np.ravel(others), _POLICY.items(), strict=True):
         _draw_mean(axes, rows, key, color, "of each step")
         axes.set_ylabel(label)
+    others[1][1].set_ylim(0, max(0.01, others[1][1].get_ylim()[1]))
     for axes, key in ((others[0][1], "grad_norm"), (others[1][0], "ratio/kl")):
         if max(_series(rows, key)[1], default=0.0) > _LOW:
             axes.set_yscale("log")
