@@ -163,7 +163,8 @@ class DataConfig(Section):
         default=None,
         ge=1,
         description="Passes over the training rows after which the run ends; if unset, learner.steps alone decides. "
-        "With data.weights, the run ends when every source has been passed over this often, and some more often.",
+        "The last batch may be smaller. With data.weights, the run ends when every source has been passed over this "
+        "often, and some more often.",
     )
     system_prompt: str | None = Field(
         default=None,

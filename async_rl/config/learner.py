@@ -151,12 +151,16 @@ class LearnerConfig(Section):
         ge=1,
         description="Number of steps, each of which trains on one batch; the run ends after the last one.",
     )
-    groups_per_step: int = Field(default=32, ge=1, description="Number of groups in a batch, over all ranks.")
+    groups_per_step: int = Field(
+        default=32,
+        ge=1,
+        description="Number of groups in a batch, over all ranks; the last batch of data.epochs may have fewer.",
+    )
     updates_per_batch: int = Field(
         default=1,
         ge=1,
         description="Number of optimizer steps on each batch; each trains on another part of the batch and makes a "
-        "version.",
+        "version. A smaller last batch makes fewer.",
     )
     epochs_per_batch: int = Field(
         default=1,
@@ -231,6 +235,14 @@ class LearnerConfig(Section):
         description="Maximum number of groups that each rank begins to sample in one step; if unset, as many as fit "
         "into its time.",
     )
+
+    def num_updates(self, num_groups: int) -> int:
+        """Return the number of optimizer steps on a batch of ``num_groups`` groups in one epoch.
+
+        It is ``updates_per_batch`` for a whole batch. The last batch of data that has ended may be smaller: its steps
+        are fewer, so that they train on about as many groups as those before.
+        """
+        return -(-num_groups * self.updates_per_batch // self.groups_per_step)
 
     @property
     def versions_per_batch(self) -> int:

@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -48,7 +49,7 @@ MASK_CAUSES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedBatch:
-    """The sequences of one step, split into ``learner.updates_per_batch`` parts, and the rollout that each comes from.
+    """The sequences of one step, split into the parts of its updates, and the rollout that each comes from.
 
     Attributes:
         updates: the sequences to train on, for each part. Their advantages are 0 until ``with_advantages``.
@@ -126,14 +127,14 @@ def prepare_batch(
     routing: RoutingShape | None = None,
     distill: DistillConfig | None = None,
 ) -> PreparedBatch:
-    """Turn the groups of a step into sequences, in order, in ``num_updates`` equal parts. Advantages are still 0.
+    """Turn the groups of a step into sequences, in order, in ``num_updates`` parts. Advantages are still 0.
 
-    Masked rollouts give no sequences.
+    Their numbers of groups differ by at most one. Masked rollouts give no sequences.
 
     Args:
         taken: the groups of the step.
         mask_truncated: the value of ``loss.mask_truncated``.
-        num_updates: the value of ``learner.updates_per_batch``.
+        num_updates: the number of parts, at most the number of groups (``LearnerConfig.num_updates``).
         known_weights: returns whether this run published the weights with which a group was sampled.
         oldest_version: tokens sampled with an earlier version are left out of the loss. None: all tokens stay.
         vocab_size: token ids must be below it. None: no limit.
@@ -142,11 +143,11 @@ def prepare_batch(
         distill: the section ``[distill]``. None: there is no teacher, and a teacher's scores are left out.
     """
     builder = _Builder(oldest_version)
-    per_update = max(1, len(taken) // num_updates)
+    bounds = [-(-len(taken) * number // num_updates) for number in range(num_updates + 1)]
     updates: list[tuple[TrainSequence, ...]] = []
-    for start in range(0, len(taken), per_update):
+    for start, end in pairwise(bounds):
         sequences: list[TrainSequence] = []
-        for item in taken[start : start + per_update]:
+        for item in taken[start:end]:
             trusted = known_weights(item.group)
             for rollout in item.group.rollouts:
                 fault = _fault(rollout, item.group.temperature, vocab_size, routing)

@@ -1,7 +1,8 @@
 """The learner's loop on rank 0. One step is::
 
     take G groups        _take          the queue sends a batch, or the reason why it has none yet; meanwhile the
-                                        ranks sample if learner.generate says so (sampling.py)
+                                        ranks sample if learner.generate says so (sampling.py). The last batch of
+                                        data that has ended may be smaller
     advantages           _prepare       groups -> sequences with masks, scores, values, advantages
     train the critic     _train_critic  only with loss.advantage = "gae" (critic.py)
     judge, pack, train   _update        rules over a whole step (step_masks.py); engine: pack, log-probs, loss, clip,
@@ -298,7 +299,7 @@ class Trainer:
         prepared = prepare_batch(
             batch.groups,
             mask_truncated=config.loss.mask_truncated,
-            num_updates=config.learner.updates_per_batch,
+            num_updates=config.learner.num_updates(len(batch.groups)),
             known_weights=self._publisher.knows_weights,
             oldest_version=last_version - max_staleness if config.queue.on_stale == "mask" else None,
             vocab_size=self._vocab_size,

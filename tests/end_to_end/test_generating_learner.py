@@ -84,10 +84,10 @@ POINTS = tuple(point for point in FAULT_POINTS if point != "generator.receiving"
 @pytest.mark.parametrize(
     ("kills", "num_rows", "num_generators"),
     [
-        pytest.param([("generator.sampled", None)], 21, 0, marks=pytest.mark.slow, id="once"),
-        pytest.param([(point, None) for point in POINTS], 103, 0, marks=pytest.mark.long, id="alone, at each place"),
-        pytest.param([(point, "queue") for point in POINTS], 103, 0, marks=pytest.mark.long, id="alone, the queue"),
-        pytest.param([(point, "learner") for point in POINTS], 103, 1, marks=pytest.mark.long,
+        pytest.param([("generator.sampled", None)], 22, 0, marks=pytest.mark.slow, id="once"),
+        pytest.param([(point, None) for point in POINTS], 104, 0, marks=pytest.mark.long, id="alone, at each place"),
+        pytest.param([(point, "queue") for point in POINTS], 104, 0, marks=pytest.mark.long, id="alone, the queue"),
+        pytest.param([(point, "learner") for point in POINTS], 104, 1, marks=pytest.mark.long,
                      id="beside a generator"),
     ],
 )  # fmt: skip

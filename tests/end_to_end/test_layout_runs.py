@@ -56,6 +56,30 @@ def test_a_run_samples_trains_evaluates_and_exports(tmp_path: Path, name: str):
     check_run(layout_run(tmp_path, name))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "parallel"), [(3, {}), pytest.param(4, {"pipeline": 2}, marks=pytest.mark.long)], ids=str
+)
+def test_the_last_batch_of_the_data_may_have_fewer_answers_than_there_are_ranks(
+    tmp_path: Path, num_ranks: int, parallel: dict[str, int]
+):
+    # Three rows, two groups of two answers a step: the second step has two answers.
+    task = write_tiny_task(tmp_path, num_rows=3)
+    raw = tiny_config(
+        tmp_path, task, learner={"steps": 99, "groups_per_step": 2, "nproc": num_ranks}, parallel=parallel,
+        optimizer={"lr": 1e-2},
+    )  # fmt: skip
+    raw["data"]["epochs"] = 1
+    with roles(tmp_path / "logs") as start:
+        start("launch", "launch", str(write_config(tmp_path / "config.toml", raw))).succeed()
+    groups = check_ledger(tmp_path / "run")["groups"]
+    assert (groups["issued"], groups["trained"]) == (3, 3)
+    last = [row for row in metrics(tmp_path / "run") if "version" in row][-1]
+    assert (last["step"], last["version"]) == (2, 2)
+    assert last["tokens/trained"] > 0
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("lora", [{}, LORA], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -279,6 +279,103 @@ def test_data_that_ended_goes_on_with_more_epochs(tmp_path: Path):
     assert run.steps == [1, 2, 3, 4]
 
 
+def trained_positions(run: Run) -> list[list[int]]:
+    """The positions of the groups of each step of the surviving history."""
+    return [[position for position, _ in row["groups"]] for row in read_rows(run.path / "trained.jsonl")]
+
+
+def test_the_last_step_of_the_data_trains_on_what_is_left(tmp_path: Path):
+    # Seven rows, two groups a step: the fourth step has one group.
+    run = make_run(tmp_path, num_rows=7, data={"epochs": 1}, learner={"steps": 99})
+    state = run.start()
+    assert (state.step, state.version, state.exhausted) == (4, 4, True)
+    assert trained_positions(run) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert (run.steps, run.evals) == ([1, 2, 3, 4], [0, 2, 4])
+    ledger = run.queue_state.stats().ledger["groups"]
+    assert (ledger["issued"], ledger["trained"], run.dropped) == (7, 7, {})
+    assert latest_checkpoint(run.path) == run.path / "checkpoints" / "step-000004"
+
+
+def test_a_smaller_batch_makes_fewer_updates_of_the_usual_size(tmp_path: Path):
+    # Four groups a step in two updates of two. What is left are three groups: updates of two and of one; or one group.
+    for num_rows, last in ((7, [2, 1]), (5, [1])):
+        run = make_run(
+            tmp_path / f"{num_rows}", num_rows=num_rows, data={"epochs": 1}, queue={"max_staleness": 2},
+            learner={"steps": 99, "groups_per_step": 4, "updates_per_batch": 2},
+        )  # fmt: skip
+        run.engine = engine = CountingEngine()
+        state = run.start()
+        assert [num // 2 for num in engine.num_sequences] == [2, 2, *last]
+        assert (state.step, state.version) == (2, 2 + len(last))
+        assert (run.queue_state.stats().ledger["groups"]["trained"], run.dropped) == (num_rows, {})
+
+
+@dataclass
+class CountingEngine(ScriptedEngine):
+    """Remembers how many sequences each update had."""
+
+    num_sequences: list[int] = field(default_factory=list)
+
+    def update(self, sequences: Sequence[TrainSequence], *, version: int) -> UpdateStats:
+        self.num_sequences.append(len(sequences))
+        return super().update(sequences, version=version)
+
+
+@pytest.mark.parametrize(
+    ("request_name", "at_step"), [("take", 2), ("ack", 2), ("take", 3), ("checkpoint_committed", 3), ("finish", 3)]
+)
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_learner_killed_around_a_smaller_last_step_trains_every_row_once(
+    tmp_path: Path, request_name: str, at_step: int, every: int
+):
+    run = make_run(
+        tmp_path, num_rows=5, data={"epochs": 1}, learner={"steps": 99},
+        checkpoint={"every": every, "asynchronous": False},
+    )  # fmt: skip
+    run.dies(request_name, at_step)
+    state = run.start()
+    assert (state.step, state.exhausted) == (3, True)
+    assert trained_positions(run) == [[0, 1], [2, 3], [4]]
+    assert run.queue_state.stats().ledger["groups"]["trained"] == 5
+    assert set(run.dropped) <= {"rolled_back"}
+
+
+def test_the_rest_of_the_data_is_trained_under_an_adaptive_bound(tmp_path: Path):
+    run = make_run(
+        tmp_path, num_rows=7, data={"epochs": 1}, learner={"steps": 99}, queue={"max_staleness": 3, "adaptive": True}
+    )
+    assert run.start().step == 4
+    assert (run.queue_state.stats().ledger["groups"]["trained"], run.dropped) == (7, {})
+
+
+def test_the_rest_of_the_data_is_judged_by_best_k(tmp_path: Path):
+    run = make_run(
+        tmp_path, num_rows=3, data={"epochs": 1}, learner={"steps": 99}, loss={"best_k": 1, "mask_truncated": False}
+    )
+    assert run.start().step == 2
+    ledger = run.queue_state.stats().ledger
+    assert (ledger["groups"]["trained"], ledger["rollouts"]["trained"]) == (3, 3)
+    assert ledger["rollouts"]["masked"] == {"best_k": 3}
+
+
+def test_filtered_groups_leave_a_smaller_last_step_and_masked_ones_do_not(tmp_path: Path):
+    def answer(lease: Lease, version: int) -> Group:
+        accuracies = [1.0, 0.0] if lease.prompt.position % 3 else [0.0, 0.0]
+        return group(lease, version, accuracies=accuracies[: lease.group_size])
+
+    # Of rows 0 to 6, positions 0, 3 and 6 have wrong answers alone.
+    run = make_run(tmp_path / "refill", num_rows=8, data={"epochs": 1}, learner={"steps": 99})
+    assert run.start(answer=answer).step == 3
+    assert trained_positions(run) == [[1, 2], [4, 5], [7]]
+    masked = make_run(
+        tmp_path / "masked", num_rows=7, data={"epochs": 1}, learner={"steps": 99}, queue={"refill": False}
+    )
+    state = masked.start(answer=answer)
+    # The last step has only position 6, whose answers are masked.
+    assert (state.step, state.version) == (4, 3)
+    assert masked.dropped == {"step_skipped": 1}
+
+
 def test_a_step_whose_gradient_is_not_finite_leaves_what_it_trained_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -363,28 +460,17 @@ def test_a_run_goes_back_to_the_checkpoint_before_a_damaged_one(tmp_path: Path):
     assert (run.path / "checkpoints" / "step-000004.damaged-1").is_dir()
 
 
-def test_data_that_ends_inside_a_step_ends_the_run_there(tmp_path: Path):
-    # Seven rows, two groups a step: three steps, and one group that no step can use.
-    run = make_run(tmp_path, num_rows=7, data={"epochs": 1})
-    state = run.start()
-    assert (run.steps, run.evals, state.exhausted) == ([1, 2, 3], [0, 2, 3], True)
-    assert run.dropped == {"unused_at_end": 1}
-    checkpoint = latest_checkpoint(run.path)
-    assert checkpoint is not None
-    assert checkpoint.name == "step-000003"
-
-
-@pytest.mark.parametrize(("num_rows", "request_name"), [(7, "await_eval"), (7, "finish"), (1, "finish")])
+@pytest.mark.parametrize(("num_rows", "request_name"), [(5, "await_eval"), (5, "finish"), (1, "finish")])
 def test_a_learner_killed_after_the_data_ended_only_evaluates_again(tmp_path: Path, num_rows: int, request_name: str):
-    # With one row there is no step at all, and the first evaluation is the last.
+    # Two groups a step, and the last step has one.
     run = make_run(tmp_path, num_rows=num_rows, data={"epochs": 1})
-    num_steps = num_rows // 2
+    num_steps = (num_rows + 1) // 2
     run.dies(request_name, num_steps)
     state = run.start()
     assert (state.step, state.exhausted) == (num_steps, True)
     assert run.steps == list(range(1, num_steps + 1))
-    assert run.evals == ([0, 2, 3] if num_steps else [0])
-    assert run.dropped["unused_at_end"] == 1
+    assert run.evals == ([0, 2, 3] if num_steps == 3 else [0, 1])
+    assert run.dropped == {}
 
 
 def test_skipped_optimizer_steps_in_a_row_go_on_with_new_groups_and_no_new_version(tmp_path: Path):

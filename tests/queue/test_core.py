@@ -5,20 +5,21 @@ import re
 import msgspec
 import pytest
 
-from async_rl.errors import LineageError, QueueError
+from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.net.codec import decode_group
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import GeneratorStats, NotReady, StepAck, TrainedCounts
-from async_rl.queue.storage.payloads import MemoryPayloads
+from async_rl.queue.storage.payloads import MemoryPayloads, Payload, PayloadRef
 from async_rl.records import Lease
 from tests.queue.builders import (
     LINEAGE,
     SAMPLING,
     SKIPPED,
     ack,
+    all_trained,
     announce,
     dropped,
     fail,
@@ -429,22 +430,81 @@ def test_who_takes_a_dead_generators_place_has_its_leases_given_out_again_at_onc
 # The ends.
 
 
-def test_the_end_of_the_data_is_said_once_nothing_is_in_flight():
+def test_the_last_step_takes_what_is_left_of_the_data_once_nothing_is_in_flight():
     state = make_state(num_rows=3, epochs=1)
     held = leases(state, 9)
     assert len(held) == 3
     for lease in held[:2]:
         put(state, group(lease))
-    take(state)
+    assert positions(take(state)) == [0, 1]
     ack(state)
     assert isinstance(answer := take(state), NotReady)
     assert not answer.exhausted
     put(state, group(held[2]))
+    assert positions(take(state)) == [2]
+    assert positions(take(state)) == [2], "a take repeated"
+    ack(state, all_trained(1))
     assert isinstance(answer := take(state), NotReady)
-    assert answer.exhausted
+    assert (answer.exhausted, answer.reason) == (True, "no prompt is left (data.epochs)")
     learner_requests.finish(state, LINEAGE, 0.0)
-    assert dropped(state) == {"unused_at_end": 1}
+    assert (groups_of(state)["trained"], dropped(state)) == (3, {})
     assert state.finished
+
+
+def test_data_of_less_than_a_step_is_one_step():
+    state = make_state(num_rows=1, epochs=1)
+    (held,) = leases(state, 9)
+    assert isinstance(answer := take(state), NotReady)
+    assert not answer.exhausted
+    put(state, group(held))
+    assert positions(take(state)) == [0]
+
+
+def test_the_rest_waits_for_a_prompt_that_comes_again():
+    # Position 2 expires, and comes again: the last step has positions 2 and 3 or waits.
+    state = make_state(num_rows=5, epochs=1, max_staleness=2)
+    held = leases(state, 9)
+    for lease in (*held[:2], *held[3:]):
+        put(state, group(lease))
+    assert positions(take(state)) == [0, 1]
+    ack(state)
+    assert positions(take(state)) == [3, 4]
+    ack(state)
+    assert isinstance(answer := take(state, now=11.0), NotReady)
+    assert not answer.exhausted
+    assert dropped(state) == {"expired": 1}
+    (again,) = leases(state, 9, version=2, now=11.0)
+    put(state, group(again, 2), now=11.0)
+    assert positions(take(state, now=11.0)) == [2]
+
+
+class Damageable(MemoryPayloads):
+    """A store whose payloads in ``damaged`` can't be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.damaged: set[PayloadRef] = set()
+
+    def read(self, ref: PayloadRef) -> Payload:
+        if ref in self.damaged:
+            raise DamagedPayloadError("its checksum differs", "000001.seg")
+        return super().read(ref)
+
+
+def test_a_damaged_group_of_the_rest_is_sampled_again_before_the_last_step():
+    state, payloads = make_state(num_rows=3, epochs=1), Damageable()
+    state.payloads = payloads
+    for lease in leases(state, 9):
+        put(state, group(lease))
+    assert positions(take(state)) == [0, 1]
+    ack(state)
+    (rest,) = state.queued
+    payloads.damaged.add(rest.ref)
+    assert isinstance(answer := take(state), NotReady)
+    assert not answer.exhausted
+    (again,) = leases(state, 9, version=1)
+    put(state, group(again, 1))
+    assert positions(take(state)) == [2]
 
 
 def test_a_finished_run_gives_no_lease():

@@ -243,7 +243,8 @@ class World(Witness):
         facts = [self.sent[lease_id][0] for lease_id in taken]
         num_tokens = sum(f.num_tokens for f in facts)
         if updates:
-            done = TrainedCounts(True, 3, {"truncated": 1}, num_tokens - 1, {"truncated": 1})
+            num_rollouts = sum(f.num_rollouts for f in facts)  # one is masked
+            done = TrainedCounts(True, num_rollouts - 1, {"truncated": 1}, num_tokens - 1, {"truncated": 1})
         else:
             done = TrainedCounts(False, 0)
         step, version = learner.step, learner.version + updates
@@ -367,6 +368,7 @@ class World(Witness):
             if not isinstance(answer, NotReady):
                 self.ack(self.settings.updates_per_batch)
             elif (answer.stop or answer.exhausted) and not self.entries["evaluation"]:
+                assert not (answer.exhausted and self.learner.steps_left and self.ledger["queued"]), "none is left out"
                 self._finish()
                 return answer
             elif self.state.revision == before and not any(told):

@@ -4,8 +4,9 @@ Each public function handles one request: it changes ``state`` and returns the a
 nothing. ``now`` is the time in seconds. All functions but ``evaluate`` and ``attach`` raise LineageError if another
 learner owns the queue.
 
-A take returns groups within the staleness bound, in the order of (named version, stream position). Under ``on_stale =
-"wait"`` a take first waits for the leases whose groups would be too old after its step. If the stored bytes of a group
+A take returns groups within the staleness bound, in the order of (named version, stream position). When the data has
+ended, the last take returns the groups that are left, if they are fewer than a step needs. Under ``on_stale = "wait"``
+a take first waits for the leases whose groups would be too old after its step. If the stored bytes of a group
 or of an evaluation's answer are damaged, it is dropped as ``rolled_back``, and its prompt is sampled again.
 """
 
@@ -183,10 +184,11 @@ def eval_wait(state: QueueState, lineage: str) -> str:
 
 
 def take(state: QueueState, lineage: str, step: int, version: int, now: float) -> tuple[TakenPayload, ...] | NotReady:
-    """Return the groups of the learner's next step, exactly ``groups_per_step``, or why they are not ready.
+    """Return the groups of the learner's next step, or why they are not ready.
 
-    The learner has done ``step`` steps, and trains the groups first at ``version``. Until the learner reports the step,
-    a repeated take returns the same groups.
+    They are exactly ``groups_per_step``, or fewer in the last step of data that has ended. The learner has done
+    ``step`` steps, and trains the groups first at ``version``. Until the learner reports the step, a repeated take
+    returns the same groups.
 
     Raises:
         QueueError: ``step`` or ``version`` is not the one that the learner reported last, or the groups were taken
@@ -205,12 +207,12 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
     if state.taken:
         payloads = _read_again(state)
     else:
-        num_groups = state.settings.groups_per_step
         state.drop_too_old(learner)
+        num_groups = _num_ready(state)
         is_over = learner.finished or not learner.steps_left
-        if is_over or len(state.queued) < num_groups or _must_wait(state, learner):
+        if is_over or not num_groups or _must_wait(state, learner):
             return _not_ready(state, learner)
-        groups, payloads = _pop_batch(state)
+        groups, payloads = _pop_batch(state, num_groups)
         if not groups:
             return _not_ready(state, learner)
         state.set_taken(groups)
@@ -226,7 +228,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
 
 
 def lacks_groups(state: QueueState, lineage: str, step: int) -> bool:
-    """Return whether too few groups are ready for a take of this step.
+    """Return whether too few groups are ready for a take of this step, while others may come.
 
     This function is much cheaper than ``take``, which also builds statistics.
     """
@@ -303,14 +305,23 @@ def snapshot(state: QueueState, lineage: str, now: float) -> bytes:
 # Helpers of ``take``, ``ack`` and ``eval_results``.
 
 
-def _pop_batch(state: QueueState) -> tuple[tuple[StoredGroup, ...], list[Payload]]:
-    """Remove the groups of the next step from the ready ones, and return them with their bytes. Drop damaged groups.
+def _num_ready(state: QueueState) -> int:
+    """Return the number of groups of the next step, 0 if too few are ready.
 
-    If too few groups are left, return none, and leave them ready.
+    If no prompt and no lease is left, no other group will come, and the groups that are ready are the last step.
+    """
+    num_queued, num_groups = len(state.queued), state.settings.groups_per_step
+    return min(num_queued, num_groups) if num_queued >= num_groups or state.has_sampled_all else 0
+
+
+def _pop_batch(state: QueueState, num_groups: int) -> tuple[tuple[StoredGroup, ...], list[Payload]]:
+    """Remove the next ``num_groups`` ready groups, and return them with their bytes. Drop damaged groups.
+
+    If too few groups are left, return none, and leave them ready: the prompts of damaged groups are sampled again.
     """
     groups: list[StoredGroup] = []
     payloads: list[Payload] = []
-    while len(groups) < state.settings.groups_per_step:
+    while len(groups) < num_groups:
         if not len(state.queued):
             for group in groups:
                 state.queued.add(group)
@@ -346,16 +357,13 @@ def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
     """Return the answer to a take for which too few groups are ready, with the reason in words."""
     # If the ledger counts groups that do not exist, a take may wait for them forever.
     state.check_totals()
-    num_groups = state.settings.groups_per_step
     if learner.finished or not learner.steps_left:
         return NotReady(f"all {learner.num_steps} steps are trained", state.stats(), exhausted=True)
     stop = state.stop_diagnosis()
     if stop:
         return NotReady(stop, state.stats(), stop=stop)
-    in_flight = state.ledger.groups.in_flight
-    if state.stream.exhausted and not in_flight:
-        line = f"the data has ended (data.epochs): {len(state.queued)} groups are left, a step needs {num_groups}"
-        return NotReady(line, state.stats(), exhausted=True)
+    if state.has_sampled_all:
+        return NotReady("no prompt is left (data.epochs)", state.stats(), exhausted=True)
     if state.waits_since is not None:
         late = state.leases.training_older_than(state.settings.oldest_after_step(learner.version))
         waited_s = state.now - state.waits_since
@@ -402,7 +410,7 @@ def _with_causes(awaited: str, *causes: str) -> str:
 
 
 def _must_wait(state: QueueState, learner: LearnerSide) -> bool:
-    """Return whether the take of a complete batch must wait for leases that would be too old after its step."""
+    """Return whether the take of a batch that is ready must wait for leases that would be too old after its step."""
     if state.settings.on_stale != "wait":
         return False
     if not state.leases.training_older_than(state.settings.oldest_after_step(learner.version)):

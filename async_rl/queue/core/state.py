@@ -231,6 +231,11 @@ class QueueState(PersistedState):
         groups = self.ledger.groups
         return groups.taken + groups.in_flight + groups.queued
 
+    @property
+    def has_sampled_all(self) -> bool:
+        """Whether the data has ended: no prompt is left to sample, and no training lease is in flight."""
+        return self.stream.exhausted and not self.leases.num_training
+
     def prompt(self, position: int) -> Prompt:
         row, epoch = self.stream.locate(position)
         found = self.rows[row]
