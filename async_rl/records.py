@@ -21,6 +21,8 @@ from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask
 
 FinishReason = Literal["stop", "length", "error"]
+CutLimit = Literal["max_new_tokens", "max_turn_tokens", "context"]
+"""What cut an answer: ``sampling.max_new_tokens``, ``environment.max_turn_tokens``, or the end of the context."""
 LeaseKind = Literal["train", "eval"]
 
 Int32Array = npt.NDArray[np.int32]
@@ -295,6 +297,20 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
         return min(oldest, default=NO_VERSION)
 
 
+def cut_limit(num_sampled: int, last_turn: int, *, max_new_tokens: int, max_turn_tokens: int | None) -> CutLimit:
+    """Return which limit cut a rollout whose finish reason is ``length``.
+
+    Args:
+        num_sampled: number of tokens that the policy sampled.
+        last_turn: number of those in the rollout's last turn, which are all without an environment.
+        max_new_tokens: the value of ``sampling.max_new_tokens``.
+        max_turn_tokens: the value of ``environment.max_turn_tokens``. None: no limit.
+    """
+    if num_sampled >= max_new_tokens:
+        return "max_new_tokens"
+    return "max_turn_tokens" if max_turn_tokens is not None and last_turn >= max_turn_tokens else "context"
+
+
 def why_parts_misfit(num_sampled: int, turn_tokens: Sequence[int], span_ends: Sequence[int]) -> str:
     """Return why the turns or spans of a rollout of ``num_sampled`` tokens can't be; empty if they can.
 
@@ -318,6 +334,8 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     Groups are delivered whole, advantages are computed within a group, and the queue's ledger counts groups.
     ``weights_digest`` maps each weights version that sampled tokens of the group to the digest of that version's
     weights, as the generator computed it. The learner refuses a group with a digest that it did not publish.
+    ``example`` is the end of one answer's text, if the answers say little about each other: they are equally accurate,
+    or all cut. Else it is empty.
     """
 
     lease_id: str
@@ -329,6 +347,7 @@ class Group(msgspec.Struct, frozen=True, eq=False):
     rollouts: tuple[Rollout, ...]
     weights_digest: Mapping[int, str] = msgspec.field(default_factory=dict)
     sampling_time_s: float = 0.0
+    example: str = ""
 
     @property
     def oldest_version(self) -> int:

@@ -53,7 +53,8 @@ class _Open:
     """A rollout that has not ended.
 
     ``chat`` is the row's rendered prompt; empty if the row has none, or plain text.
-    ``request_id`` is the id of the rollout's request that the backend is sampling; None if there is none.
+    ``request_id`` is the id of the rollout's request that the backend is sampling; None if there is none. ``text`` is
+    the model's newest answer.
     """
 
     key: str
@@ -64,6 +65,7 @@ class _Open:
     request_id: str | None = None
     finish_reason: FinishReason = "stop"
     is_over: bool = False
+    text: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +142,7 @@ class EnvironmentRollouts:
             if rollout is None:
                 continue
             rollout.request_id = None
-            rollout.finish_reason = sample.finish_reason
+            rollout.finish_reason, rollout.text = sample.finish_reason, sample.text
             rollout.trajectory.add_answer(sample)
             self._leases[rollout.lease.lease_id].progress += len(sample.token_ids)
             self._pool.answer(
@@ -305,7 +307,7 @@ class EnvironmentRollouts:
         del open_lease.rollouts[rollout.key]
         if not open_lease.rollouts:
             del self._leases[rollout.lease.lease_id]
-        self._done.append(Graded(rollout.lease, rollout.index, scored, failure))
+        self._done.append(Graded(rollout.lease, rollout.index, scored, failure, text=rollout.text))
 
 
 def start_message(config: EnvironmentConfig, lease: Lease, index: int, prompt: str | None) -> dict[str, Any]:

@@ -370,7 +370,7 @@ class Worker:
             if graded.failure is not None:
                 self._log_failure(graded, graded.failure)
             if graded.rollout is not None:
-                active.add(graded.index, graded.rollout, graded.failure)
+                active.add(graded.index, graded.rollout, graded.failure, graded.text)
                 if not active.is_complete:
                     continue
             if graded.rollout is None or active.has_failed:

@@ -38,6 +38,9 @@ Encode = Callable[[Sequence[Mapping[str, str]]], np.ndarray]
 
 ScoreOne = Callable[[RewardInput], RewardOutput]
 
+_EXAMPLE_CHARACTERS = 120
+"""Number of characters of an answer's end that a group takes along for the user."""
+
 
 @dataclass(slots=True, eq=False)
 class ActiveLease:
@@ -46,7 +49,8 @@ class ActiveLease:
     ``is_submitted`` is False while the lease waits for newer weights. ``heartbeats_in_line`` counts the heartbeats at
     which the backend had no token of the submitted lease (none yet, or all answers are finished), while the generator
     did other work, or at which the generator was paused. ``most_sampled`` is the largest number of tokens that the
-    backend had. ``failed`` counts the rollouts that failed, by the reason.
+    backend had. ``failed`` counts the rollouts that failed, by the reason. ``example`` is the end of the text of one
+    of its answers.
     """
 
     lease: Lease
@@ -57,10 +61,12 @@ class ActiveLease:
     most_sampled: int = 0
     rollouts: dict[int, Rollout] = field(default_factory=dict)
     failed: Counter[Failure] = field(default_factory=Counter)
+    example: str = ""
 
-    def add(self, index: int, rollout: Rollout, failure: Failure | None) -> None:
-        """Add a rollout that is scored, or that failed because of ``failure``."""
+    def add(self, index: int, rollout: Rollout, failure: Failure | None, text: str = "") -> None:
+        """Add a rollout that is scored, or that failed because of ``failure``. ``text`` is its answer's."""
         self.rollouts[index] = rollout
+        self.example = text[-_EXAMPLE_CHARACTERS:] or self.example
         if failure is not None:
             self.failed[failure] += 1
 
@@ -81,6 +87,8 @@ class ActiveLease:
         """
         rollouts = tuple(self.rollouts[index] for index in range(self.lease.group_size))
         sampled = np.concatenate([s.versions[s.loss_mask] for r in rollouts for s in r.sequences])
+        accuracies = {r.accuracy for r in rollouts if r.finish_reason != "error"}
+        says_little = len(accuracies) == 1 or all(r.finish_reason == "length" for r in rollouts)
         return Group(
             lease_id=self.lease.lease_id,
             kind=self.lease.kind,
@@ -91,6 +99,7 @@ class ActiveLease:
             rollouts=rollouts,
             weights_digest={version: digests[version] for version in np.unique(sampled).tolist()},
             sampling_time_s=now_s - self.received_s,
+            example=self.example if says_little else "",
         )
 
 
@@ -367,7 +376,8 @@ class Graded:
     """The result for one sample: a rollout that is scored or has failed, or the reason why its whole lease failed.
 
     ``rollout`` is None if the lease failed, and its finish reason is ``error`` if the rollout failed. In both cases
-    ``failure`` says why, and ``error`` is the exception, or None if there is none in this process.
+    ``failure`` says why, and ``error`` is the exception, or None if there is none in this process. ``text`` is the
+    answer's text, with an environment that of its last turn.
     """
 
     lease: Lease
@@ -375,6 +385,7 @@ class Graded:
     rollout: Rollout | None
     failure: Failure | None = None
     error: Exception | None = None
+    text: str = ""
 
 
 def failure_of(error: BaseException, cause: FailureCause) -> Failure:
@@ -417,7 +428,7 @@ def _graded(
     return [
         _failed(lease, sample, _too_large(max_abs))
         if largest_reward(rollout) > max_abs
-        else Graded(lease, sample.index, rollout)
+        else Graded(lease, sample.index, rollout, text=sample.text)
         for sample, rollout in zip(samples, rollouts, strict=True)
     ]
 

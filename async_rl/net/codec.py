@@ -133,6 +133,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         spans: the spans of all rollouts. None if there are none.
         teacher_top_k: K of the teacher's scores, whose two arrays are the last of the message. None if the group has
             none.
+        example: as in ``Group``.
     """
 
     lease_id: str
@@ -153,6 +154,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     routes: RouteFields | None = None
     spans: SpanFields | None = None
     teacher_top_k: Annotated[int, msgspec.Meta(ge=0, le=1024)] | None = None
+    example: str = ""
 
 
 def encode_group(group: Group) -> bytes:
@@ -196,6 +198,7 @@ def encode_group(group: Group) -> bytes:
         if spans
         else None,
         teacher_top_k=teachers[0].top_k if teachers else None,
+        example=group.example,
     )
     arrays = [
         _column("<i4", [s.token_ids for s in sequences]),
@@ -307,6 +310,7 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
         rollouts=tuple(rollouts),
         weights_digest=fields.weights_digest,
         sampling_time_s=fields.sampling_time_s,
+        example=fields.example,
     )
 
 

@@ -234,7 +234,11 @@ def test_a_later_state_without_a_token_fails_its_rollout_and_not_the_generator(t
 def test_tokens_that_are_used_up_end_a_rollout_as_cut():
     # 5 tokens for all turns: "go$" takes 3, then 2 are left for "stop".
     with playing(SAMPLES, lambda _, turn: ["go", "stop"][turn]) as play:
-        (rollout,) = play.play(row("", 1, max_new_tokens=5))
+        play.submit(lease := row("", 1, max_new_tokens=5))
+        (graded,) = play.finished(lease)
+        rollout = graded.rollout
+    assert rollout is not None
+    assert graded.text == "st", "the newest answer"
     assert [lease.sampling.max_new_tokens for lease, _ in play.backend.requests] == [5, 2]
     assert rollout.finish_reason == "length"
     assert [(t.num_tokens, t.reward) for t in rollout.turns] == [(3, 2.0), (2, 2.0)]

@@ -3,13 +3,14 @@
 import threading
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from async_rl.generator.backend import Sampled
-from async_rl.generator.rollouts import Graded, ThreadGrader
-from async_rl.records import Lease
+from async_rl.generator.rollouts import ActiveLease, Graded, ThreadGrader
+from async_rl.records import FinishReason, Lease
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput
 from tests.generator.leases import make_lease
@@ -95,6 +96,29 @@ def test_other_rewards_do_not_wait():
     grader, lease = InlineGrader(reward_of(right)), make_lease("a")
     grader.submit(lease, sample(lease, 1, "2"))
     assert accuracies(grader.collect()) == [(1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "finish_reason", "example"),
+    [
+        (("x" * 200, "so it is 3"), "stop", "so it is 3"),  # both are wrong
+        (("so it is 3", "x" * 200), "stop", "x" * 120),
+        (("2", "so it is 3"), "stop", ""),  # one is right
+        (("2", "so it is 3"), "length", "so it is 3"),  # all are cut
+    ],
+)
+def test_a_group_whose_answers_say_little_takes_along_the_end_of_one(
+    texts: tuple[str, str], finish_reason: FinishReason, example: str
+):
+    grader, lease = InlineGrader(reward_of(right)), make_lease("a", group_size=2)
+    active = ActiveLease(lease, np.ones(1, np.int32), 0.0)
+    for index, text in enumerate(texts):
+        grader.submit(lease, replace(sample(lease, index, text), finish_reason=finish_reason))
+        for graded in grader.collect():
+            assert graded.rollout is not None
+            active.add(graded.index, graded.rollout, graded.failure, graded.text)
+    assert active.is_complete
+    assert active.group("g", {0: "digest", 1: "digest"}, 1.0).example == example
 
 
 def test_samples_of_a_lease_that_is_gone_are_forgotten():

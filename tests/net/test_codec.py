@@ -68,8 +68,9 @@ def test_a_lease_that_is_not_one_is_refused_with_the_place(change: dict[str, obj
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
 def test_a_group_survives_the_wire(lengths: list[list[int]]):
-    sent = group(lengths)
+    sent = replace(group(lengths), example="so it is 42")
     received = decode_group(encode_group(sent))
+    assert (received.example, decode_group(encode_group(group(lengths))).example) == ("so it is 42", "")
     assert (received.position, received.temperature, received.weights_digest) == (7, 0.9, {0: "abc"})
     assert received.num_sampled == sent.num_sampled
     for before, after in zip(sent.rollouts, received.rollouts, strict=True):

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import accumulate, islice
 from types import MappingProxyType
 
 import msgspec
@@ -29,6 +29,8 @@ from async_rl.sampling_mask import contains, largest_id
 _MAX_LOGPROB = 1e-3
 """Largest log-probability that is accepted. It is above 0 because of rounding."""
 _MAX_TOKEN_ID = 2**31 - 1
+_MOST_EXAMPLE = 160
+"""Number of characters of an answer's end that are kept."""
 _CAUSES = frozenset(
     {"token ids", "lengths", "first token", "logprobs", "rewards", "turns", "weights", "routes", "malformed"}
 )
@@ -59,6 +61,9 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
             not empty.
         versions: the weights versions of the sampled tokens, ascending.
         weights_digest: the digest of the weights of each version, as the generator computed it.
+        rewards_vary: whether the rewards of its rollouts differ.
+        cut: for each rollout that a limit has cut, its number of sampled tokens, and of those in its last turn.
+        example: the end of one answer's text; empty if the group has none.
     """
 
     lease_id: str
@@ -85,6 +90,9 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     largest_reward: float = 0.0
     versions: tuple[int, ...] = ()
     weights_digest: dict[int, str] = {}
+    rewards_vary: bool = False
+    cut: tuple[tuple[int, int], ...] = ()
+    example: str = ""
 
     @property
     def every_rollout_failed(self) -> bool:
@@ -106,6 +114,7 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
     accuracy = float(sum(fields.accuracy))
     unfit = "every rollout failed" if num_failed == group.num_rollouts else _first_fault(group, reward + accuracy)
     has_accuracy = not group.num_rollouts or 0.0 <= min(fields.accuracy) <= max(fields.accuracy) <= 1.0
+    rewards_vary = _rewards_differ(group)
     return GroupSummary(
         lease_id=fields.lease_id,
         kind=fields.kind,
@@ -118,7 +127,7 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
         newest_version=versions[-1],
         reward=reward,
         accuracy=accuracy,
-        rewards_differ=None if has_accuracy else _rewards_differ(group),
+        rewards_differ=None if has_accuracy else rewards_vary,
         num_failed=num_failed,
         unfit=unfit,
         temperature=fields.temperature,
@@ -132,7 +141,24 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
         largest_reward=0.0 if unfit else _largest_reward(group),
         versions=versions if num_tokens else (),
         weights_digest=fields.weights_digest,
+        rewards_vary=rewards_vary,
+        cut=() if unfit else _cut(group),
+        example=fields.example[-_MOST_EXAMPLE:],
     )
+
+
+def _cut(group: FlatGroup) -> tuple[tuple[int, int], ...]:
+    """Return the sampled tokens of each rollout that was cut, and those of its last turn."""
+    reasons, turns = group.fields.finish_reason, group.fields.turns
+    if "length" not in reasons:
+        return ()
+    num_sampled = _num_sampled(group)
+    last_turns = num_sampled
+    if turns is not None:
+        ends = accumulate(turns.counts)
+        last_turns = [turns.num_tokens[end - 1] if n else 0 for end, n in zip(ends, turns.counts, strict=True)]
+    rollouts = zip(reasons, num_sampled, last_turns, strict=True)
+    return tuple((sampled, last_turn) for reason, sampled, last_turn in rollouts if reason == "length")
 
 
 def _rewards_differ(group: FlatGroup) -> bool:
