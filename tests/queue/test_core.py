@@ -445,7 +445,7 @@ def test_the_last_step_takes_what_is_left_of_the_data_once_nothing_is_in_flight(
     assert positions(take(state)) == [2], "a take repeated"
     ack(state, all_trained(1))
     assert isinstance(answer := take(state), NotReady)
-    assert (answer.exhausted, answer.reason) == (True, "no prompt is left (data.epochs)")
+    assert (answer.exhausted, answer.reason) == (True, "the data has ended (data.epochs); prompts: 3 trained")
     learner_requests.finish(state, LINEAGE, 0.0)
     assert (groups_of(state)["trained"], dropped(state)) == (3, {})
     assert state.finished

@@ -83,6 +83,10 @@ class QueueSettings:
     """Bytes of a teacher's scores of one sampled token. 0 without a teacher."""
     span_bytes: int = 0
     """Bytes of one span, of which an answer has at most one for each sampled token. 0 if no reward can make spans."""
+    mask_truncated: bool = False
+    """The value of ``loss.mask_truncated``."""
+    max_turn_tokens: int | None = None
+    """The value of ``environment.max_turn_tokens``. None without an environment."""
 
     def __post_init__(self) -> None:
         if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
@@ -151,6 +155,8 @@ class QueueSettings:
             routing=routing,
             teacher_bytes=_BYTES_PER_WORD * (1 + 2 * config.distill.top_k) if config.distill.is_set else 0,
             span_bytes=_BYTES_PER_SPAN if config.makes_spans else 0,
+            mask_truncated=config.loss.mask_truncated,
+            max_turn_tokens=config.environment.max_turn_tokens if config.environment.is_set else None,
         )
 
     @property

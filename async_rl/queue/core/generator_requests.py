@@ -20,6 +20,7 @@ from async_rl.errors import IdInUseError, QueueError
 from async_rl.queue.core.admission import LearnerSide, lease_seed
 from async_rl.queue.core.failures import Attempts, Failing, add_failed, counts_against_prompt, describe
 from async_rl.queue.core.groups import GroupSummary, StoredGroup, refusal_cause, why_unfit
+from async_rl.queue.core.learning_signal import flaw_of
 from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, GeneratorEntry, Owner
 from async_rl.queue.core.prompts import Answer, Evaluation
 from async_rl.queue.core.state import QueueState
@@ -542,6 +543,7 @@ def _receive_training(
     settings = state.settings
     accuracy = group.accuracy / max(1, group.num_rollouts - group.num_failed)  # failed rollouts say nothing
     fits_filter = _fits(settings.filter_range, accuracy, group.rewards_differ)
+    flaw = flaw_of(group, settings, fits_filter=fits_filter)
     bound_version = group.newest_version if settings.on_stale == "mask" else group.oldest_version
     if bound_version < settings.oldest_trainable(learner.version):
         state.count_outcome("received", group)
@@ -551,6 +553,7 @@ def _receive_training(
     if not fits_filter and settings.refill:
         state.leases.close(active.lease.lease_id, _RETURNED)
         state.revision += 1
+        state.signal.observe(flaw, group, settings, learner.step)
         state.count_outcome("received", group)
         state.stream.observe(group.position, min(1.0, max(0.0, accuracy)))
         state.ledger.arrive("filtered", group.num_rollouts, group.num_tokens)
@@ -562,6 +565,7 @@ def _receive_training(
         return "filtered"
     # Store the payload before any change. If the disk has no room, the generator returns the group again.
     ref = state.payloads.keep(payload)
+    state.signal.observe(flaw, group, settings, learner.step)
     state.stream.observe(group.position, min(1.0, max(0.0, accuracy)))
     state.leases.close(active.lease.lease_id, _RETURNED)
     state.count_outcome("received", group)

@@ -363,7 +363,7 @@ def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
     if stop:
         return NotReady(stop, state.stats(), stop=stop)
     if state.has_sampled_all:
-        return NotReady("no prompt is left (data.epochs)", state.stats(), exhausted=True)
+        return NotReady(state.why_ended(), state.stats(), exhausted=True)
     if state.waits_since is not None:
         late = state.leases.training_older_than(state.settings.oldest_after_step(learner.version))
         waited_s = state.now - state.waits_since

@@ -345,6 +345,7 @@ def ledger_file(state: QueueState) -> dict[str, Any]:
         **state.ledger_dict(),
         "excluded": excluded(state),
         "training_notes": learner.training_notes if learner else (),
+        "group_notes": state.notes(),
     }
     try:
         state.check_totals()
@@ -382,6 +383,7 @@ def status(state: QueueState, now: float) -> dict[str, Any]:
         "filtered_since_step": state.filtered_since_step,
         "stop": state.stop_diagnosis(),
         "excluded": excluded(state),
+        "group_notes": state.notes(),
         "ledger": state.ledger_dict(),
     }
 

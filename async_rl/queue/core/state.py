@@ -20,6 +20,7 @@ from async_rl.queue.core.admission import LearnerSide, QueueSettings
 from async_rl.queue.core.curriculum import rows_by_source
 from async_rl.queue.core.failures import Attempts, FailedPlace, Outage, failures_dict
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
+from async_rl.queue.core.learning_signal import SignalWatch, describe
 from async_rl.queue.core.leases import ActiveLease, GeneratorTable, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
 from async_rl.queue.core.prompts import Answer, EvalBook, EvalKey, PromptStream, Row, StreamCursor
@@ -70,6 +71,7 @@ class PersistedState:
         code: the digest of the user's code that the learner told.
         proven_code: the digest of the code with which the last good group was scored; None if there is none.
         failed_places: the rollouts that failed, by the place of the failure.
+        signal: counts the groups that train nothing.
     """
 
     now: float = 0.0
@@ -92,6 +94,7 @@ class PersistedState:
     code: str = ""
     proven_code: str | None = None
     failed_places: dict[str, FailedPlace] = field(default_factory=dict)
+    signal: SignalWatch = field(default_factory=SignalWatch)
 
 
 @dataclass(slots=True, eq=False)
@@ -456,6 +459,45 @@ class QueueState(PersistedState):
                 f"slow queue.max_attempts times); see the generators' logs"
             )
         return self.generators.why_nobody(self.now)
+
+    def notes(self) -> dict[str, str]:
+        """Return what the user should know about the run's groups, by cause. Empty if there is nothing."""
+        slow, settings = self.ledger.groups.dropped["too_slow"], self.settings
+        if not slow:
+            return dict(self.signal.notes)
+        waits = settings.on_stale == "wait"
+        remedy = "raise queue.wait_s" if waits else 'set queue.on_stale = "wait", with which steps wait for them'
+        text = (
+            f"{slow} prompt{'s were' if slow > 1 else ' was'} excluded as too slow: {settings.max_attempts} times "
+            f"(queue.max_attempts) all tokens of the answers were older than queue.max_staleness = "
+            f"{settings.max_staleness} allows when they arrived. What takes long, such as slow tools and long answers, "
+            f"is missing from the training. Raise queue.max_staleness, or {remedy}"
+        )
+        return {**self.signal.notes, "too_slow": text}
+
+    def why_ended(self) -> str:
+        """Return what became of the prompts of data that has ended, and if none was trained, what to do."""
+        groups, flaws = self.ledger.groups, self.signal.flaws
+        amounts = {
+            "trained": groups.done,
+            f"filtered ({flaws['wrong']} with only wrong answers, {flaws['right']} with only right ones)": (
+                groups.filtered
+            ),
+            "longer than sampling.max_prompt_tokens": self.prompts_too_long,
+            "failed queue.max_attempts times": groups.dropped["poison"],
+            "too slow queue.max_attempts times": groups.dropped["too_slow"],
+            "in skipped steps": groups.dropped["step_skipped"],
+        }
+        listed = ", ".join(f"{amount} {what}" for what, amount in amounts.items() if amount)
+        found = [f"the data has ended (data.epochs); prompts: {listed or 'none'}"]
+        if not groups.done:
+            notes = self.notes()
+            streak = self.signal.streak
+            if streak.num_groups and streak.noted_as not in notes:
+                found.append(describe(streak, self.settings))
+            found += notes.values()
+            found += ["The generators' logs say why prompts failed"] if groups.dropped["poison"] else []
+        return ". ".join(found)
 
     def stats(self) -> QueueStats:
         """Return statistics of the queue at the time of its clock."""
