@@ -62,6 +62,7 @@ class TrainerState:
         critic_skipped_in_a_row: the same number of the critic's optimizer steps.
         bound_state: the state of an adaptive staleness bound (``staleness.py``).
         exhausted: the data has ended.
+        first_version: the version at which the run began: 0, or that of the checkpoint from which it was forked.
     """
 
     step: int = 0
@@ -76,6 +77,7 @@ class TrainerState:
     critic_skipped_in_a_row: int = 0
     bound_state: BoundState | None = None
     exhausted: bool = False
+    first_version: int = 0
 
     @property
     def is_resumed(self) -> bool:

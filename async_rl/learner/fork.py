@@ -228,6 +228,7 @@ def _forked_extra(state: TrainerState, snapshot: bytes, config: Config, changed:
     state = replace(
         state, digests={}, pending_evals=[(name, state.step) for name in config.data.eval], skipped_in_a_row=0,
         critic_skipped_in_a_row=0, bound_state=None, exhausted=False,
+        first_version=state.version,
     )  # fmt: skip
     try:
         return {"trainer": state.to_plain(), "queue": snapshot if keeps_place else snapshot_for_other_data(snapshot)}

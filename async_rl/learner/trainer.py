@@ -137,13 +137,14 @@ class Trainer:
         )
         self._saved_metrics: dict[str, float] = {}
         self._health, self._first_step = Health(read_rows(RunDir(run_dir).metrics)), state.step
+        self._why_ended = ""
         self._last_checkpoint = state.step if state.is_resumed else -1
 
     def run(self) -> None:
         """Train until the last step or the end of the data. The caller notifies the queue of the end afterwards.
 
         Raises:
-            RunStoppedError: the queue stopped the run.
+            RunStoppedError: the queue stopped the run, or it ended and has trained nothing.
             TrainingError: too many optimizer steps in a row were skipped.
             LineageError: a newer learner took over.
             StoppedError: a signal asked to stop. The last trained step is saved.
@@ -161,6 +162,7 @@ class Trainer:
                     break
                 self._check_stop()
                 self._check_collapse()
+            self._check_trained()
             self._finish()
         except _Asked as asked:
             raise StoppedError(f"stopped by {signal.Signals(asked.signum).name}: {self._save_for_stop()}") from None
@@ -176,6 +178,25 @@ class Trainer:
             raise
         finally:
             self._writer.close()
+
+    def _check_trained(self) -> None:
+        """Stop a run that ends with the weights that it began with. It must not look like a success.
+
+        A step that trained only the critic counts as training.
+        """
+        state = self.state
+        if state.version > state.first_version or (state.step and self._critic is not None):
+            if self._why_ended:
+                logger.info("step %d was the last one: %s", state.step, self._why_ended)
+            return
+        skipped = ""
+        if state.step:
+            skipped = (
+                f"no step of {state.step} has changed the weights: their optimizer steps were skipped, or all their "
+                f"answers were left out of the loss (masked/* and skip/* in metrics.jsonl, and the learner's log say "
+                f"why). Correct the config, and pass --fresh to start over. "
+            )
+        raise RunStoppedError(f"this run has trained nothing: {skipped}{self._why_ended}".rstrip())
 
     def _check_stop(self) -> None:
         if signum := self._stop_signal():
@@ -264,8 +285,7 @@ class Trainer:
                 if answer.stop:
                     raise RunStoppedError(answer.stop)
                 if answer.exhausted:
-                    logger.info("the data has ended at step %d: %s", self.state.step, answer.reason)
-                    self.state.exhausted = True
+                    self.state.exhausted, self._why_ended = True, answer.reason
                     return None
                 wait.still_waiting(answer.reason)
                 self._evaluations.confirm_awaited()

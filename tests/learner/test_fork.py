@@ -11,17 +11,18 @@ import pytest
 from async_rl.cli.main import main
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
-from async_rl.errors import RunError
+from async_rl.errors import RunError, RunStoppedError
 from async_rl.learner.checkpoint import read_extra, write_extra
 from async_rl.learner.file_digests import find_damage, renew_entry
 from async_rl.learner.fork import ForkPoint, find_fork_point, fork_run, must_fork, notes_on_models
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
+from async_rl.records import Group, Lease
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import prepare_run_dir
 from tests.learner.test_trainer import Run, make_run, retune
-from tests.queue.builders import rows
+from tests.queue.builders import group, rows
 
 
 @pytest.fixture
@@ -65,6 +66,18 @@ def test_a_fork_goes_on_at_the_step_and_the_place_of_its_checkpoint_and_evaluate
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
     origin = json.loads((fork.path / "origin.json").read_text())
     assert origin == {"run_dir": str(run.path), "run_id": RunDir(run.path).run_id, "step": 2}
+
+
+def test_a_fork_that_trains_nothing_is_no_success(run: Run, tmp_path: Path):
+    def wrong(lease: Lease, version: int) -> Group:
+        return group(lease, version, accuracies=[0.0, 0.0][: lease.group_size])
+
+    # Its checkpoint has version 2, which its parent has trained.
+    fork = forked(run, tmp_path / "fork", digest="of other rows", data={"train": "other.jsonl", "epochs": 1})
+    fork.queue_state.stream = PromptStream(100, seed=0, shuffle=False, epochs=1)
+    fork.queue_state.stream.cursor = fork.queue_state.cursor
+    with pytest.raises(RunStoppedError, match=r"this run has trained nothing: .* prompts: 100 filtered"):
+        fork.start(answer=wrong)
 
 
 def test_a_fork_with_other_data_begins_at_its_first_prompt(run: Run, tmp_path: Path):

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.errors import TrainingError
+from async_rl.errors import RunStoppedError, TrainingError
 from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, write_extra
 from async_rl.learner.engine import Engine, PolicyScores, UpdateStats
 from async_rl.learner.packing import TrainSequence
@@ -376,6 +376,34 @@ def test_filtered_groups_leave_a_smaller_last_step_and_masked_ones_do_not(tmp_pa
     assert masked.dropped == {"step_skipped": 1}
 
 
+def all_wrong(lease: Lease, version: int) -> Group:
+    return group(lease, version, accuracies=[0.0, 0.0][: lease.group_size])
+
+
+def test_data_of_which_no_group_can_be_trained_is_no_success(tmp_path: Path):
+    run = make_run(tmp_path, num_rows=5, data={"epochs": 1})
+    with pytest.raises(RunStoppedError) as stopped:
+        run.start(answer=all_wrong)
+    assert str(stopped.value).startswith(
+        "this run has trained nothing: the data has ended (data.epochs); prompts: 5 filtered (5 with only wrong "
+        "answers, 0 with only right ones). all 5 groups since the run began have only wrong answers. Read an answer"
+    )
+    assert (run.steps, latest_checkpoint(run.path)) == ([], None)
+    # The same command, with data that the model can do, begins anew.
+    assert run.start().step == 3
+    assert trained_positions(run) == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("steps", [2, 99])
+def test_a_run_whose_steps_were_all_skipped_is_no_success(tmp_path: Path, steps: int):
+    run = make_run(
+        tmp_path, num_rows=4, data={"epochs": 1}, learner={"steps": steps}, experimental={"max_skipped_steps": 9}
+    )
+    run.engine.stepped = [False, False]
+    with pytest.raises(RunStoppedError, match="this run has trained nothing: no step of 2 has changed the weights"):
+        run.start()
+
+
 def test_a_step_whose_gradient_is_not_finite_leaves_what_it_trained_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -489,8 +517,9 @@ def test_a_step_with_nothing_left_to_train_on_is_skipped(tmp_path: Path):
         return group(lease, version, accuracies=[1.0, 0.0][: lease.group_size], finish_reason="length")
 
     run = make_run(tmp_path)
-    state = run.start(answer=cut_short)
-    assert (run.steps, state.version, run.engine.versions) == ([1, 2, 3, 4, 5], 0, [])
+    with pytest.raises(RunStoppedError, match="this run has trained nothing"):
+        run.start(answer=cut_short)
+    assert (run.steps, run.engine.versions) == ([1, 2, 3, 4, 5], [])
     assert run.dropped == {"step_skipped": 10}
 
 
