@@ -197,8 +197,8 @@ class LossConfig(Section):
     )
     mask_truncated: bool = Field(
         default=False,
-        description="Whether answers that were cut at sampling.max_new_tokens are left out of the loss and of their "
-        "group's baseline.",
+        description="Whether answers that were cut at sampling.max_new_tokens, at environment.max_turn_tokens or at "
+        "the end of the context are left out of the loss and of their group's baseline.",
     )
 
     @model_validator(mode="before")

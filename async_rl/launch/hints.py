@@ -1,8 +1,8 @@
-"""Notes of ``launch`` about the figures of a run that need an explanation.
+"""Notes of ``launch`` about what needs an explanation: answers cut short, steps and groups that train nothing, collapse.
 
 The views give every new row of ``metrics.jsonl`` to ``Hints`` and show the notes that it returns: answers cut short,
-steps that trained nothing, training that goes wrong (``run.health``). The summary shows the last of these again, and
-``best_lines``.
+steps that trained nothing, training that goes wrong (``run.health``). ``LedgerNotes`` reads those of the queue, which
+``ledger.json`` has. The summary shows the last of these again, and ``best_lines``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import shlex
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
+from async_rl.errors import RunError
 from async_rl.run.directory import RunDir, checkpoint_name
 from async_rl.run.health import Health
 from async_rl.run.progress import eval_accuracies
@@ -19,6 +21,43 @@ from async_rl.run.step_log import Row
 _STEPS = 5
 _MIN_STEPS = 3
 _MOST = 0.5
+
+
+class LedgerNotes:
+    """Finds the notes of the queue in ``ledger.json``. Each cause is reported once in a launch.
+
+    What the file had before this launch is left out: a learner that starts makes a new lineage.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._changed_at = self._mtime()
+        self._lineage_before = self._read().get("lineage")
+        self._given: set[str] = set()
+
+    def poll(self) -> list[str]:
+        """Return the notes that are new since the last call."""
+        if (changed_at := self._mtime()) == self._changed_at:
+            return []
+        self._changed_at = changed_at
+        ledger = self._read()
+        if ledger.get("lineage") in (None, self._lineage_before):
+            return []
+        new = {cause: text for cause, text in ledger.get("group_notes", {}).items() if cause not in self._given}
+        self._given |= new.keys()
+        return [f"note: {text}" for text in new.values()]
+
+    def _mtime(self) -> int:
+        try:
+            return self._run_dir.ledger.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return self._run_dir.read_ledger()
+        except RunError:  # a damaged file has no notes; the server writes it again
+            return {}
 
 
 class Hints:
@@ -85,10 +124,26 @@ def _truncated(rows: list[Row]) -> str:
         costs.append("are left out of the loss (loss.mask_truncated)")
     effect = f" They {' and '.join(costs)}." if costs else ""
     return (
-        f"note: {share:.0%} of the answers of the last {len(rows)} steps were cut at the token limit.{effect} Raise "
-        f"sampling.max_new_tokens, or let the prompt ask for shorter answers. If they are complete and go on, the "
+        f"note: {share:.0%} of the answers of the last {len(rows)} steps were cut at {_cut_at(rows)}.{effect} Raise "
+        f"{_raised(rows)}, or let the prompt ask for shorter answers. If they are complete and go on, the "
         f"model does not end its turns: async-rl doctor lists the tokens that end one"
     )
+
+
+_CUT_KEYS = {"length/cut_turn": "environment.max_turn_tokens", "length/cut_context": "the end of the context"}
+
+
+def _cut_at(rows: list[Row]) -> str:
+    """Return the limit that cut most of the cut answers of ``rows``."""
+    shares = {limit: sum(row.get(key) or 0.0 for row in rows) for key, limit in _CUT_KEYS.items()}
+    others = sum(row.get("length/truncated") or 0.0 for row in rows) - sum(shares.values())
+    return max([("sampling.max_new_tokens", others), *shares.items()], key=lambda item: item[1])[0]
+
+
+def _raised(rows: list[Row]) -> str:
+    """Return the keys to raise, so that fewer answers are cut."""
+    limit = _cut_at(rows)
+    return "sampling.max_prompt_tokens or sampling.max_new_tokens" if limit == "the end of the context" else limit
 
 
 def _masked(row: Row) -> str:
@@ -97,7 +152,7 @@ def _masked(row: Row) -> str:
         return ""
     causes = {key.removeprefix("masked/"): count for key, count in row.items() if key.startswith("masked/") and count}
     listed = ", ".join(f"{count} {cause}" for cause, count in causes.items())
-    remedy = "; raise sampling.max_new_tokens, or set loss.mask_truncated = false" if "truncated" in causes else ""
+    remedy = f"; raise {_raised([row])}, or set loss.mask_truncated = false" if "truncated" in causes else ""
     return (
         f"note: step {row['step']} trained nothing, because all its answers are left out of the loss"
         f"{f' ({listed})' if listed else ''}{remedy}. The ledger counts such groups as step_skipped"

@@ -299,7 +299,8 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
     lines += [f"note: {note.text}" for note in Health(rows).notes]
     if run_dir.ledger.exists():
         ledger = run_dir.read_ledger()
-        lines += [ledger_line(ledger), *filter_note(ledger)]
+        notes = [f"note: {text}" for text in ledger.get("group_notes", {}).values()]
+        lines += [ledger_line(ledger), *(notes or filter_note(ledger))]
     lines.append(f"run directory: {run_dir.path}")
     if run_dir.curve.exists():
         lines.append(f"curve: {run_dir.curve}")
@@ -341,9 +342,9 @@ def ledger_line(ledger: Mapping[str, Any]) -> str:
 
 
 def filter_note(ledger: Mapping[str, Any]) -> list[str]:
-    """Return a line of text if most groups of the ledger were filtered; no line otherwise."""
+    """Return a line of text if most groups of the ledger that have ended were filtered; no line otherwise."""
     groups = ledger["groups"]
-    share = groups["filtered"] / max(1, groups["filtered"] + groups["trained"])
+    share = groups["filtered"] / max(1, groups["filtered"] + groups["trained"] + sum(groups["dropped"].values()))
     if share < _MOSTLY_FILTERED:
         return []
     return [

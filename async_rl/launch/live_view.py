@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.errors import AsyncRLError
-from async_rl.launch.hints import Hints
+from async_rl.launch.hints import Hints, LedgerNotes
 from async_rl.launch.status import ask_status, awaited_by, generator_troubles
 from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
@@ -117,6 +117,7 @@ class PlainView:
         self._progress = RunProgress(num_steps, self._tail.history)
         self._hints = Hints(self._tail.history)
         self._logs, self._notes = RunDir(metrics.parent).logs, NotesTail(RunDir(metrics.parent).notes)
+        self._ledger_notes = LedgerNotes(RunDir(metrics.parent))
         self._started_at = self._noted_at = time.monotonic()
 
     def refresh(self, processes: Sequence[ProcessStatus]) -> None:
@@ -130,6 +131,8 @@ class PlainView:
                 self.note(step_line(self._progress.step_row, self._progress.num_steps, self._progress.eta_s))
                 for line in self._hints.add(row):
                     self.note(line)
+        for line in self._ledger_notes.poll():
+            self.note(line)
         now = time.monotonic()
         if processes and not self._progress.is_training and now - self._noted_at >= LINE_EVERY_S:
             doing = "; ".join(f"{name}: {message}" for name, message in newest_messages(self._logs).items())
@@ -158,6 +161,7 @@ class LiveView:
         self._progress = RunProgress(num_steps, self._tail.history)
         self._hints = Hints(self._tail.history)
         self._logs, self._notes = RunDir(metrics.parent).logs, NotesTail(RunDir(metrics.parent).notes)
+        self._ledger_notes = LedgerNotes(RunDir(metrics.parent))
         self._poller: StatusPoller | None = None
         self._has_queue_ended = False
         self._drawn_at, self._started_at = 0.0, time.monotonic()
@@ -197,6 +201,8 @@ class LiveView:
             self._progress.add(row)
             for line in [*eval_lines(row), *(self._hints.add(row) if is_step_row(row) else [])]:
                 self.note(line)
+        for line in self._ledger_notes.poll():
+            self.note(line)
 
     def _draw(self, processes: Sequence[ProcessStatus]) -> RenderableType:
         progress, row = self._progress, self._progress.step_row

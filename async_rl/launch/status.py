@@ -48,7 +48,7 @@ _ONLY_IF_ANY = frozenset({
     "prompts_too_long", "filtered_since_step", "damaged_groups", "malformed", "limited", "refused_handshakes",
     "closed_connections",
 })  # fmt: skip
-_OF_THE_RUN = ("run_id", "lineage", "step", "version", "training_notes", "excluded")
+_OF_THE_RUN = ("run_id", "lineage", "step", "version", "training_notes", "group_notes", "excluded")
 """The keys of ``ledger.json`` that are no counts."""
 _AWAITED = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_eval": "an evaluation"}
 """What the sender of a request waits for until the queue server replies, by the type of the request."""
@@ -181,6 +181,8 @@ def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
         value = rest.pop(key, None)
         if value not in ("", None, []) and (value or key not in _ONLY_IF_ANY):
             yield label, _text(value)
+    for text in (rest.pop("group_notes", None) or {}).values():
+        yield "note", text
     if "max_bytes" in rest:
         keys = ("bytes", "bytes_reserved", "bytes_pinned", "max_bytes")
         stored, reserved, kept, most = (size_text(rest.pop(key, 0)) for key in keys)

@@ -36,7 +36,7 @@ MASK_CAUSES = (
 - ``quarantined``: its generator's log-probabilities are far from the learner's (``learner.parity``).
 - ``failed``: its inference engine failed.
 - ``filter``: its group's accuracy is outside ``queue.filter_range``, and ``queue.refill`` is false.
-- ``truncated``: it was cut at ``sampling.max_new_tokens``, and ``loss.mask_truncated`` is set.
+- ``truncated``: it was cut at a token limit (``records.CutLimit``), and ``loss.mask_truncated`` is set.
 - ``too_long``: one of its sequences has more than ``Config.longest_sequence`` tokens, so no micro-batch can hold it.
 - ``best_k``: it is not among the best ``loss.best_k`` of its group.
 - ``policy_frozen``: its step trains only the critic (``critic.freeze_steps``).

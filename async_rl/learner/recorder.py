@@ -28,7 +28,7 @@ from async_rl.learner.engine import UpdateStats
 from async_rl.learner.parity import ParityGate
 from async_rl.learner.publishing import WeightsSender
 from async_rl.learner.staleness import DropBias
-from async_rl.learner.step_result import StepResult, device_metrics, queue_metrics
+from async_rl.learner.step_result import StepResult, cut_metrics, device_metrics, queue_metrics
 from async_rl.queue.messages import Acked, GeneratorStats, TakenGroup
 from async_rl.run.eval_records import Decode, answer_record, write_json_lines
 
@@ -98,6 +98,11 @@ class StepRecorder:
         """
         state, stats = self._state, acked.stats
         row = {**figures, **queue_metrics(stats)}
+        row |= cut_metrics(
+            [rollout for item in result.groups for rollout in item.group.rollouts],
+            max_new_tokens=self._config.sampling.max_new_tokens,
+            max_turn_tokens=self._config.environment.max_turn_tokens,
+        )
         row |= self.clock.lap(
             stats.generators, alive_generators=stats.alive_generators, trained_tokens=result.facts.tokens_trained
         )

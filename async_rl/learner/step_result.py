@@ -26,7 +26,7 @@ from async_rl.learner.engine import UpdateStats
 from async_rl.learner.losses.diagnostics import summarise, update_effect
 from async_rl.learner.staleness import StalenessSummary, staleness_summary
 from async_rl.queue.messages import QueueStats, TakenGroup, TrainedCounts
-from async_rl.records import Rollout
+from async_rl.records import Rollout, cut_limit
 
 _LAG_FIGURES = (
     "tokens", "mismatch_k1", "mean_abs_log", "ratio_mean", "ratio_max", "ratio_p01", "ratio_p50", "ratio_p99",
@@ -296,6 +296,26 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "score/mean": float(np.mean([rollout.score for rollout in played])),
         "turns/mean": float(np.mean([len(rollout.turns) for rollout in played])),
         "turns/max": max(len(rollout.turns) for rollout in played),
+    }
+
+
+def cut_metrics(rollouts: Sequence[Rollout], *, max_new_tokens: int, max_turn_tokens: int | None) -> dict[str, float]:
+    """Return the shares of all rollouts that ``environment.max_turn_tokens`` and the context cut. Empty without an
+    environment, where only ``sampling.max_new_tokens`` cuts answers.
+    """
+    if not any(rollout.turns for rollout in rollouts):
+        return {}
+    limits = Counter(
+        cut_limit(
+            rollout.num_sampled, rollout.turns[-1].num_tokens if rollout.turns else 0, max_new_tokens=max_new_tokens,
+            max_turn_tokens=max_turn_tokens,
+        )
+        for rollout in rollouts
+        if rollout.finish_reason == "length"
+    )  # fmt: skip
+    return {
+        "length/cut_turn": limits["max_turn_tokens"] / len(rollouts),
+        "length/cut_context": limits["context"] / len(rollouts),
     }
 
 

@@ -94,7 +94,10 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "evaluations.",
         "length/mean": "Mean sampled tokens per rollout.",
         "length/max": "Most sampled tokens of a rollout.",
-        "length/truncated": "Share of rollouts that were cut at the token limit.",
+        "length/truncated": "Share of rollouts that were cut at a token limit.",
+        "length/cut_turn": "Share of rollouts that were cut at environment.max_turn_tokens. Only with an environment.",
+        "length/cut_context": "Share of rollouts that were cut because states and answers fill the context "
+        "(sampling.max_prompt_tokens + sampling.max_new_tokens). Only with an environment.",
         "score/mean": "Mean score of a rollout, which is the sum of the scores of its turns; only with an environment.",
         "turns/mean": "Mean turns per rollout; only with an environment.",
         "turns/max": "Most turns of a rollout; only with an environment.",

@@ -700,6 +700,7 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "leases": [{}, {}],
         "malformed": 0,
         "limited": 3,
+        "group_notes": {"wrong": "all 8 groups have only wrong answers"},
         "ledger": {
             "groups": groups,
             "rollouts": {"trained": 3, "masked": {"truncated": 1}, "dropped": {"stale": 2}},
@@ -729,6 +730,7 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "d quarantined: 9 of 9 refused",
         "next prompt number 9 of the data, epoch 0",
         "leases 2",
+        "note all 8 groups have only wrong answers",
         "messages above the rate limit 3",
         "issued 7 4,000",
         "dropped: stale 2 2 900",

@@ -23,6 +23,7 @@ from async_rl.config.loading import parse_config
 from async_rl.config.queue import QueueConfig
 from async_rl.errors import AddressError, ConfigError, ModelError, QueueError, RunError
 from async_rl.launch import launch as launch_module
+from async_rl.launch.hints import LedgerNotes
 from async_rl.launch.launch import (
     RunCommands,
     continuation_lines,
@@ -887,11 +888,56 @@ def test_most_answers_cut_at_the_limit_are_told_once_with_what_it_costs(tmp_path
         line for line in shown_lines(tmp_path, a_row(1), *(a_row(n, **cut) for n in range(2, 9))) if "note" in line
     ]
     assert notes == [
-        "note: 56% of the answers of the last 4 steps were cut at the token limit. They lower the mean reward by "
-        "0.38 (reward.soft_overlong) and are left out of the loss (loss.mask_truncated). Raise "
+        "note: 56% of the answers of the last 4 steps were cut at sampling.max_new_tokens. They lower the mean "
+        "reward by 0.38 (reward.soft_overlong) and are left out of the loss (loss.mask_truncated). Raise "
         "sampling.max_new_tokens, or let the prompt ask for shorter answers. If they are complete and go on, the model "
         "does not end its turns: async-rl doctor lists the tokens that end one"
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "limit", "raised"),
+    [
+        ("length/cut_turn", "environment.max_turn_tokens", "environment.max_turn_tokens"),
+        ("length/cut_context", "the end of the context", "sampling.max_prompt_tokens or sampling.max_new_tokens"),
+    ],
+)
+def test_the_note_about_cut_answers_names_the_limit_that_cut_most(tmp_path: Path, key: str, limit: str, raised: str):
+    cut = {"length/truncated": 0.75, key: 0.5, "skip/steps": 1, "masked/truncated": 6}
+    of_step, of_answers = (
+        line for line in shown_lines(tmp_path, *(a_row(n, **cut) for n in range(1, 4))) if "note" in line
+    )
+    assert of_answers.startswith(f"note: 75% of the answers of the last 3 steps were cut at {limit}. They are left out")
+    assert f"Raise {raised}, or let the prompt" in of_answers
+    assert f"(6 truncated); raise {raised}, or set loss.mask_truncated = false" in of_step
+
+
+def write_ledger(directory: Path, lineage: str, **notes: str) -> None:
+    (directory / "ledger.json").write_text(json.dumps({"lineage": lineage, "group_notes": notes}), encoding="utf-8")
+
+
+def test_notes_of_the_queue_are_shown_once_for_each_cause_and_not_those_of_an_earlier_launch(tmp_path: Path):
+    write_ledger(tmp_path, "before", wrong="of the launch before")
+    plain = Console(width=60, force_terminal=False, record=True, file=io.StringIO())
+    live = Console(width=60, force_terminal=True, record=True, file=io.StringIO())
+    views = [PlainView(plain, tmp_path / "metrics.jsonl", 10), LiveView(live, tmp_path / "metrics.jsonl", 10)]
+    for number, notes in enumerate(({}, {"wrong": "all 8 \x1b[2J"}, {"wrong": "all 9", "too_slow": "1 prompt"})):
+        write_ledger(tmp_path, "now" if number else "before", **notes)
+        for view in views:
+            view.refresh([])
+    for view in views:
+        view.close()
+    assert plain.export_text() == "note: all 8 \\x1b[2J\nnote: 1 prompt\n"
+    assert "note: 1 prompt" in live.export_text()
+
+
+def test_a_damaged_ledger_has_no_notes(tmp_path: Path):
+    (tmp_path / "ledger.json").write_text("{", encoding="utf-8")
+    notes = LedgerNotes(RunDir(tmp_path))
+    (tmp_path / "ledger.json").write_text("[]", encoding="utf-8")
+    assert notes.poll() == []
+    write_ledger(tmp_path, "now", wrong="all 8")
+    assert notes.poll() == ["note: all 8"]
 
 
 def test_a_step_that_trained_nothing_says_why_once(tmp_path: Path):
@@ -1078,13 +1124,19 @@ def test_the_end_of_a_run_names_its_files_and_what_to_do_next(tmp_path: Path):
 def test_the_ledger_of_nothing_is_a_line_too():
     empty = dict.fromkeys(("issued", "in_flight", "queued", "taken", "trained", "filtered"), 0)
     assert ledger_line({"groups": {**empty, "dropped": {}}}) == "groups: issued 0 = 0"
-    assert filter_note({"groups": empty}) == []
+    assert filter_note({"groups": {**empty, "dropped": {}}}) == []
+
+
+def test_groups_that_were_dropped_are_not_taken_for_filtered_ones():
+    # Two of ten groups were filtered, and the run trained on none.
+    groups = {"trained": 0, "filtered": 2, "dropped": {"poison": 8}}
+    assert filter_note({"groups": groups}) == []
 
 
 @pytest.mark.parametrize(("filtered", "noted"), [(29, False), (30, True)])
 def test_a_run_that_filtered_most_groups_says_what_that_means(filtered: int, noted: bool):
     # 30 of 40 groups that ended in one of the two states are three quarters.
-    note = filter_note({"groups": {"trained": 10, "filtered": filtered}})
+    note = filter_note({"groups": {"trained": 10, "filtered": filtered, "dropped": {}}})
     assert bool(note) == noted
     assert not noted or note[0].startswith("note: 75% of these groups were filtered, because nearly all their answers")
 

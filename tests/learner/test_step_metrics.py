@@ -14,9 +14,9 @@ from async_rl.learner.engine import UpdateCost, UpdateStats
 from async_rl.learner.losses.diagnostics import diagnostic_sums
 from async_rl.learner.losses.policy import policy_loss
 from async_rl.learner.packing import PaddedCost
-from async_rl.learner.step_result import device_metrics, source_metrics, turn_metrics, update_metrics
+from async_rl.learner.step_result import cut_metrics, device_metrics, source_metrics, turn_metrics, update_metrics
 from async_rl.queue.messages import TakenGroup
-from async_rl.records import Group, Prompt, Rollout, Turn
+from async_rl.records import Group, Prompt, Rollout, TokenSequence, Turn
 from async_rl.run.metrics import METRIC_KEYS
 from tests.learner.losses.cases import of_ratios
 from tests.run.metric_keys import declared_key
@@ -104,6 +104,27 @@ def test_an_unknown_peak_gives_no_utilisation_and_an_engine_without_costs_no_spe
 def test_all_numbers_are_plain_floats_or_ints():
     metrics = update_metrics([an_update([2.0, 1.0], [0, 1])])
     assert all(isinstance(value, float | int) and not isinstance(value, np.ndarray) for value in metrics.values())
+
+
+def cut_rollout(*turn_tokens: int) -> Rollout:
+    """A rollout that a limit cut, with so many tokens in each turn; with one number without an environment."""
+    num_sampled = sum(turn_tokens)
+    sequence = TokenSequence(
+        np.arange(1 + num_sampled, dtype=np.int32), np.arange(1 + num_sampled) > 0,
+        np.zeros(1 + num_sampled, np.float32), np.zeros(1 + num_sampled, np.int32),
+    )  # fmt: skip
+    turns = tuple(Turn(tokens, 0.0, 0.0) for tokens in turn_tokens) if len(turn_tokens) > 1 else ()
+    return Rollout((sequence,), {}, 0.0, "length", turns=turns)
+
+
+def test_cut_answers_are_counted_by_the_limit_that_cut_them():
+    # Of four rollouts: one at 8 tokens in all, one at 3 in the last turn, one before either, and one not cut.
+    whole = Rollout((), {}, 1.0, "stop", turns=(Turn(1, 1.0, 1.0),))
+    rollouts = [cut_rollout(5, 3), cut_rollout(2, 3), cut_rollout(2, 2), whole]
+    metrics = cut_metrics(rollouts, max_new_tokens=8, max_turn_tokens=3)
+    assert metrics == {"length/cut_turn": 0.25, "length/cut_context": 0.25}
+    assert metrics.keys() <= METRIC_KEYS.keys()
+    assert cut_metrics([cut_rollout(8)], max_new_tokens=8, max_turn_tokens=None) == {}
 
 
 def test_turns_and_scores_of_played_rollouts_are_reported():
