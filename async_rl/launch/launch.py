@@ -28,6 +28,7 @@ from async_rl.launch.capacity import has_gpu
 from async_rl.launch.hints import best_lines
 from async_rl.launch.live_view import LiveView, PlainView
 from async_rl.launch.placement import VISIBLE, place, visible_devices
+from async_rl.launch.planned_steps import planned_steps, schedule_note
 from async_rl.launch.preflight import check_launch
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.net.address import check_address
@@ -76,13 +77,16 @@ def launch(
         return 0
     with Progress(quiet=quiet) as progress:
         progress.show(_CHECKING)
-        preflight(config, insecure=insecure)
+        most_prompts = preflight(config, insecure=insecure)
     earlier = None if fresh else _earlier_config(run_dir)
     with locked_run_dir(config, role="launch", fresh=fresh, takeover=takeover) as (run_dir, lock):
         shown = Console(markup=False, emoji=False, quiet=quiet)
         for line in make_fork() if make_fork is not None else continuation_lines(run_dir, config, earlier):
             _print_line(shown, line)
-        code = _run(config, run_dir, lock, console, insecure=insecure, fresh=fresh, quiet=quiet)
+        num_steps = planned_steps(config, most_prompts, run_dir)
+        if line := schedule_note(config, num_steps):
+            _print_line(shown, line)
+        code = _run(config, run_dir, lock, console, num_steps, insecure=insecure, fresh=fresh, quiet=quiet)
         if run_dir.is_finished and name_next:
             for line in next_lines(run_dir, config):
                 _print_line(shown, line)
@@ -155,15 +159,18 @@ def _planned_fork(config: Config, source: str, *, fresh: bool) -> Callable[[], l
     return make_fork
 
 
-def preflight(config: Config, *, insecure: bool) -> None:
+def preflight(config: Config, *, insecure: bool) -> float:
     """Check that this machine can run ``config``: data, model, queue address, keys, devices. Write nothing.
+
+    Returns:
+        As ``check_launch``.
 
     Raises:
         UserError: a check failed. The message is that of the first failed check.
     """
     _commands(config, [], run_id="", insecure=insecure)
     with prints_to_stderr():  # own code is tried
-        check_launch(config, insecure=insecure)
+        return check_launch(config, insecure=insecure)
 
 
 def describe_commands(config: Config, commands: RunCommands) -> list[str]:
@@ -230,18 +237,20 @@ def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, i
 
 
 def _run(
-    config: Config, run_dir: RunDir, lock: RunLock, console: Console, *, insecure: bool, fresh: bool, quiet: bool
-) -> int:
+    config: Config, run_dir: RunDir, lock: RunLock, console: Console, num_steps: int, *, insecure: bool, fresh: bool,
+    quiet: bool,
+) -> int:  # fmt: skip
     started = time.monotonic()
     run_id = run_dir.run_id
     name = config.run.name or run_dir.path.name
     shown = Console(markup=False, emoji=False, quiet=quiet)
-    _print_line(shown, f"{name}: {config.learner.steps} steps in {run_dir.path} (logs in {run_dir.logs})")
+    at_most = "at most " if num_steps < config.learner.steps else ""
+    _print_line(shown, f"{name}: {at_most}{num_steps} steps in {run_dir.path} (logs in {run_dir.logs})")
     if can_redraw(sys.stdout) and not quiet:
-        view = LiveView(console, run_dir.metrics, config.learner.steps, client_keys_of(config.queue.keys))
+        view = LiveView(console, run_dir.metrics, num_steps, client_keys_of(config.queue.keys))
     else:
-        view = PlainView(shown, run_dir.metrics, config.learner.steps)
-    curve = CurveUpdater(run_dir, lock, view.note, config.learner.steps)
+        view = PlainView(shown, run_dir.metrics, num_steps)
+    curve = CurveUpdater(run_dir, lock, view.note, num_steps)
     try:
         # The processes read the copy in the run directory, so an edit of the user's file can't affect a restart.
         commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)

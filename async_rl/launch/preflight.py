@@ -41,6 +41,7 @@ from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.net.streams import listening_socket
 from async_rl.process.child import DEVICES_ARE_DEALT
 from async_rl.process.user_code import check_allowed, code_digests
+from async_rl.queue.core.prompts import PromptStream
 from async_rl.rewards.judge import judge_reward
 from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_writable
@@ -54,8 +55,11 @@ NUM_TOKENIZED = 100
 """Number of prompts in which ``unknown_text`` looks for text that the tokenizer does not know."""
 
 
-def check_launch(config: Config, *, insecure: bool) -> None:
+def check_launch(config: Config, *, insecure: bool) -> float:
     """Check that ``launch`` can run ``config`` on this machine. The caller has called ``check_run_dir`` before.
+
+    Returns:
+        The number of prompts of the training data in all epochs; infinite without ``data.epochs``.
 
     Raises:
         UserError: a check failed. The later checks are not made.
@@ -87,6 +91,7 @@ def check_launch(config: Config, *, insecure: bool) -> None:
     check_own_reward(config, rows)
     check_own_environment(config, rows)
     try_loss(config)
+    return PromptStream.of_config(config, rows).most_prompts_left
 
 
 def check_judge(config: Config) -> None:

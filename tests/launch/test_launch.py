@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -594,7 +595,7 @@ def test_a_quiet_launch_prints_only_the_summary(
             return Outcome(0)
 
     monkeypatch.setattr(launch_module, "Supervisor", NothingToDo)
-    monkeypatch.setattr(launch_module, "preflight", lambda config, **options: None)
+    monkeypatch.setattr(launch_module, "preflight", lambda config, **options: math.inf)
     monkeypatch.setenv("COLUMNS", "200")
     for quiet in (True, False):
         launch_module.launch(a_config(tmp_path / "run"), fresh=False, insecure=False, quiet=quiet)
@@ -619,7 +620,7 @@ def test_the_curve_is_drawn_at_every_exit(tmp_path: Path, monkeypatch: pytest.Mo
             return {"finished": Outcome(0), "failed": Outcome(1, "why"), "SIGINT": Outcome(130, "SIGINT")}[end]
 
     monkeypatch.setattr(launch_module, "Supervisor", Ends)
-    monkeypatch.setattr(launch_module, "preflight", lambda config, **options: None)
+    monkeypatch.setattr(launch_module, "preflight", lambda config, **options: math.inf)
     with pytest.raises(ZeroDivisionError) if end == "a bug" else nullcontext():
         launch_module.launch(a_config(run_dir.path), fresh=False, insecure=False, quiet=True)
     assert run_dir.curve.exists()
@@ -630,7 +631,7 @@ def test_a_launch_is_refused_a_run_directory_in_use_and_takes_it_over_when_told_
 ):
     config = a_config(tmp_path / "run")
     started: list[RunLock] = []
-    monkeypatch.setattr(launch_module, "preflight", lambda config, *, insecure: None)
+    monkeypatch.setattr(launch_module, "preflight", lambda config, *, insecure: math.inf)
     monkeypatch.setattr(launch_module, "_run", lambda config, run_dir, lock, *rest, **options: started.append(lock))
     older = acquire(prepare_run_dir(config), "launch")
     with pytest.raises(RunError, match="`async-rl launch --takeover` takes the run over"):
@@ -1166,7 +1167,7 @@ def test_a_second_start_says_from_where_it_goes_on_and_what_code_changed(tmp_pat
 def test_a_second_launch_names_each_key_that_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(launch_module, "preflight", lambda config, *, insecure: None)
+    monkeypatch.setattr(launch_module, "preflight", lambda config, *, insecure: math.inf)
     monkeypatch.setattr(launch_module, "_run", lambda *arguments, **options: 0)
     monkeypatch.setenv("COLUMNS", "200")
     run_dir = prepare_run_dir(a_config(tmp_path / "run", optimizer={"lr": 5e-5}, learner={"steps": 200}))

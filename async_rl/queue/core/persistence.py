@@ -361,6 +361,7 @@ def status(state: QueueState, now: float) -> dict[str, Any]:
     announced = learner.announcement if learner else None
     return {
         **{name: getattr(learner, name, None) for name in LEARNER_STATUS},
+        "num_steps": state.most_steps,
         "finished": bool(learner and learner.finished),
         "announced": {name: getattr(announced, name) for name in _ANNOUNCED} if announced else None,
         "depth": len(state.queued),

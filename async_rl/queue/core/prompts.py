@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from async_rl.config.config import Config
 from async_rl.config.data import CurriculumConfig
 from async_rl.queue.core.curriculum import Curriculum
 from async_rl.queue.core.failures import Attempts
@@ -96,6 +98,26 @@ class PromptStream:
         self.cursor = StreamCursor()
         self.curriculum = Curriculum(curriculum or CurriculumConfig(), num_rows, seed=seed)
         self._orders: dict[tuple[int, int], np.ndarray] = {}
+
+    @classmethod
+    def of_config(cls, config: Config, rows: Sequence[Row]) -> PromptStream:
+        """Make the stream of the training rows of ``config``."""
+        sizes = Counter(row.source for row in rows) if config.data.weights else {}
+        return cls(
+            len(rows), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs,
+            weights=[config.data.weights[source] for source in sizes] or (1,), sizes=list(sizes.values()),
+            curriculum=config.data.curriculum,
+        )  # fmt: skip
+
+    @property
+    def most_prompts_left(self) -> float:
+        """Limit on the number of prompts that may still be drawn; infinite if the stream has no end.
+
+        A curriculum may pass over some of them.
+        """
+        if self._epochs is None:
+            return math.inf
+        return (0 if self.is_at_end else self._end - self.position) + self.num_requeued
 
     @property
     def position(self) -> int:

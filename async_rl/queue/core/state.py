@@ -7,6 +7,7 @@ process, ``PersistedState``.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -238,6 +239,18 @@ class QueueState(PersistedState):
     def has_sampled_all(self) -> bool:
         """Whether the data has ended: no prompt is left to sample, and no training lease is in flight."""
         return self.stream.exhausted and not self.leases.num_training
+
+    @property
+    def most_steps(self) -> int | None:
+        """The number of steps that the run makes at most: ``learner.steps``, or fewer if the data ends before. None
+        without a learner.
+        """
+        learner, groups = self.learner, self.ledger.groups
+        if learner is None:
+            return None
+        left = groups.queued + groups.in_flight + self.stream.most_prompts_left
+        steps = learner.step + bool(self.taken) + left / self.settings.groups_per_step
+        return learner.num_steps if steps >= learner.num_steps else math.ceil(steps)
 
     def prompt(self, position: int) -> Prompt:
         row, epoch = self.stream.locate(position)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -119,12 +118,7 @@ class DurableState:
     def _start_empty(self, run_id: str) -> None:
         """Replace the state by one without groups."""
         config, data, journal = self._config, self._data, self._journal
-        sizes = Counter(row.source for row in data.train) if config.data.weights else {}
-        stream = PromptStream(
-            len(data.train), seed=config.run.seed, shuffle=config.data.shuffle, epochs=config.data.epochs,
-            weights=[config.data.weights[source] for source in sizes] or (1,), sizes=list(sizes.values()),
-            curriculum=config.data.curriculum,
-        )  # fmt: skip
+        stream = PromptStream.of_config(config, data.train)
         self._changes = Changes(is_wanted=journal is not None)
         self.state = QueueState(
             self._settings, data.train, stream, data_digest=data.digest, instance=secrets.token_hex(16),
