@@ -233,15 +233,15 @@ class Config(Section):
             )
 
     def _check_code_keys(self) -> None:
-        lease = self.queue.lease_timeout_s
+        limit = self.reward.max_call_s
         for key, longest, is_asked in (
             ("reward.code.total_time_limit_s", self.reward.code.total_time_limit_s, self.reward.runs_programs),
             ("reward.time_limit_s", self.reward.time_limit_s, any(one.is_user_code for one in self.reward.types)),
         ):
-            if is_asked and longest >= lease:
+            if is_asked and longest >= limit:
                 raise ValueError(
-                    f"{key}: expected less than queue.lease_timeout_s = {lease}, got {longest}; the lease of an "
-                    f"answer that takes so long would expire, so lower {key} or raise queue.lease_timeout_s"
+                    f"{key}: expected less than reward.max_call_s = {limit}, got {longest}; the lease of an answer "
+                    f"that takes so long would expire, so lower {key} or raise reward.max_call_s"
                 )
 
     def _check_scorers(self) -> None:
@@ -359,12 +359,6 @@ class Config(Section):
                     f"[environment], got none; name one, or leave the key out"
                 )
             return
-        if environment.timeout_s >= self.queue.lease_timeout_s:
-            raise ValueError(
-                f"environment.timeout_s: expected less than queue.lease_timeout_s = {self.queue.lease_timeout_s:g}, "
-                f"got {environment.timeout_s:g}; a lease could expire during one call, so lower "
-                f"environment.timeout_s or raise queue.lease_timeout_s"
-            )
         if self.reward.names != (RewardConfig().type,):
             raise ValueError(
                 f"reward.type, extra, accuracy: expected none with an environment, which scores its rollouts itself, "

@@ -207,8 +207,8 @@ class RewardConfig(Section):
     max_abs: float = Field(
         default=1e6,
         gt=0,
-        description="Largest absolute value of a reward, also of one turn's reward. The queue refuses a group that "
-        "exceeds it.",
+        description="Largest absolute value of a reward, also of one turn's reward. A rollout that exceeds it has "
+        "failed.",
     )
     extra: dict[str, float] = Field(
         default={},

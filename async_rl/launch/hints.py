@@ -1,4 +1,4 @@
-"""Notes of ``launch`` about what needs an explanation: answers cut short, steps and groups that train nothing, collapse.
+"""Notes of ``launch`` about what needs an explanation: answers cut short, steps that train nothing, a collapse.
 
 The views give every new row of ``metrics.jsonl`` to ``Hints`` and show the notes that it returns: answers cut short,
 steps that trained nothing, training that goes wrong (``run.health``). ``LedgerNotes`` reads those of the queue, which

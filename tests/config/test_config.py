@@ -172,14 +172,14 @@ def test_keys_of_a_curriculum_without_effect_are_refused():
         a_config(data={"curriculum": curriculum})
 
 
-def test_a_reward_that_may_take_longer_than_a_lease_is_refused():
-    queue = {"lease_timeout_s": 20.0}
+def test_a_reward_that_may_take_longer_than_its_leases_are_kept_is_refused():
     for reward, key in (
         ({"type": "code"}, "reward.code.total_time_limit_s"),
         ({"extra": {"code": 1.0}}, "reward.code.total_time_limit_s"),
         ({"type": "mine:f", "time_limit_s": 20.0}, "reward.time_limit_s"),
     ):
-        assert f"{key}: expected less than queue.lease_timeout_s = 20.0" in refusal(reward=reward, queue=queue)
+        said = refusal(reward={**reward, "max_call_s": 20.0})
+        assert f"{key}: expected less than reward.max_call_s = 20.0" in said
 
 
 @pytest.mark.parametrize("groups", [1, 7, "all"])
@@ -247,7 +247,6 @@ ENGINE: dict[str, Any] = {"backend": "transformers"}
         ({"learner": {"nproc": 2, "devices": [0]}}, "learner.devices"),
         ({"learner": {"packing": "padded"}, "parallel": {"sequence": 2}}, "parallel.sequence"),
         ({"generator": {"count": 2, "devices": [0]}}, "generator.devices"),
-        ({"environment": GAME | {"timeout_s": 20.0}, "queue": {"lease_timeout_s": 20.0}}, "environment.timeout_s"),
         ({"environment": {"rows": 3}}, "environment.rows"),
         ({"environment": {"extra": {"a": 1}}}, "environment.extra"),
         ({"sampling": {"stop": ["###", ""]}}, "sampling.stop"),

@@ -170,6 +170,22 @@ def test_many_outages_make_no_prompt_poison():
     assert groups_of(state)["dropped"]["poison"] == 0
 
 
+def test_outages_that_come_one_after_the_other_make_no_prompt_poison():
+    # Between two of them, eight leases at a time, only the same first prompts can have failed and failed again.
+    state = wide_state(max_attempts=3)
+    now = 0.0
+    for _ in range(10):
+        held = leases(state, 9, now=now)
+        good = held[-1]
+        assert put(state, group(good), now=now) == "queued"
+        for lease in held[:-1]:
+            fail(state, lease, now=now, **DOWN)  # type: ignore[arg-type]
+        now += 1.0
+        succeed(state, now=now)
+    assert state.excluded.total() == 0
+    assert max(attempts.failed for attempts in state.attempts.values()) <= 1
+
+
 def test_an_outage_longer_than_the_limit_stops_the_run():
     state = wide_state(max_outage_s=100.0)
     succeed(state)

@@ -5,7 +5,8 @@ generator's machine, with the user's code, or with a tool that is away for a whi
 apart:
 
 - A *prompt* is charged a failed attempt only if its generator returned a good group of another prompt since the
-  prompt's last attempt (``counts_against_prompt``). So neither an outage nor a broken machine excludes a prompt.
+  prompt's last attempt (``counts_against_prompt``), and if the generator is not quarantined then, or by the failures
+  that follow. So neither an outage nor a broken machine excludes a prompt.
 - A *generator* whose last ``MAX_FAILED_IN_A_ROW`` leases failed is quarantined. It gets one lease to try again after
   ``FIRST_PAUSE_S``, and each trial that fails doubles the pause, up to ``LONGEST_PAUSE_S``. A good group ends it.
 - If all generators are quarantined in this way, the *run is paused* (``Outage``). The first good group ends the pause
@@ -21,12 +22,15 @@ quarantined.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from async_rl.queue.messages import Failure, FailureCause
+
+EvalKey = tuple[str, int]
+"""What identifies an evaluation: the name of its dataset, and the learner's step that requested it."""
 
 MAX_FAILED_IN_A_ROW = 8
 """A generator is quarantined after this many failed leases without a good group in between."""
@@ -38,6 +42,7 @@ TRANSIENT_WAIT_S = 300.0
 attempt if the last one that counts is so long ago. Else the last prompt of a data set, whose tool never answers, would
 stop the run."""
 _MAX_PLACES = 20
+_SHOWN_DETAIL = 400
 _MAX_ROWS = 100
 _WHAT: Mapping[FailureCause, str] = {
     "reward_error": "the reward", "environment_error": "the environment", "engine_error": "the engine",
@@ -82,6 +87,7 @@ class Failing:
         trial: the id of the lease that it tries; empty if none.
         pause_s: the pause before the next trial.
         is_due: whether ``retry_at`` has passed, so that waiting requests were tried again.
+        charged: the prompts that were charged an attempt: the evaluation, or None, and the row or position.
     """
 
     count: int = 0
@@ -92,6 +98,7 @@ class Failing:
     trial: str = ""
     pause_s: float = FIRST_PAUSE_S
     is_due: bool = False
+    charged: list[tuple[EvalKey | None, int]] = field(default_factory=list)
 
     def add(self, failure: Failure, lease_id: str, now: float) -> bool:
         """Add a failed lease. Return whether it puts the generator into quarantine."""
@@ -198,20 +205,23 @@ def outage_of(failing: Mapping[str, Failing]) -> Outage | None:
 
 
 def counts_against_prompt(
-    attempts: Attempts, generators_last_good: int, failure: Failure, now: float, *, only_suspects: bool
-) -> bool:
+    attempts: Attempts, failing: Failing, generators_last_good: int, failure: Failure, now: float, *,
+    only_suspects: bool,
+) -> bool:  # fmt: skip
     """Return whether a lease that failed counts as a failed attempt of its prompt.
 
-    It does if its generator had a good group since the prompt's last attempt. If ``only_suspects``, no other group can
-    be good, so it counts as well; a transient failure only if the last one is ``TRANSIENT_WAIT_S`` ago.
+    It does if its generator is not quarantined and had a good group since the prompt's last attempt. If
+    ``only_suspects``, no other group can be good, so it counts as well; a transient failure only if the last one that
+    counts is ``TRANSIENT_WAIT_S`` ago.
 
     Args:
         attempts: the prompt's attempts before this one.
+        failing: the generator's failed leases, this one included.
         generators_last_good: the number that the generator's last good group has among all good groups; 0 if it has
             returned none.
         only_suspects: whether each prompt that is left to sample has a failed attempt that counts.
     """
-    if generators_last_good > max(attempts.num_good, 0):
+    if failing.retry_at is None and generators_last_good > max(attempts.num_good, 0):
         return True
     return only_suspects and (not failure.is_transient or now - attempts.failed_at >= TRANSIENT_WAIT_S)
 
@@ -253,6 +263,16 @@ def add_failed(places: dict[str, FailedPlace], failure: Failure, rollouts: int, 
     if row not in rows and len(rows) < _MAX_ROWS:
         rows.append(row)
     return is_new
+
+
+def failed_line(place: FailedPlace) -> str:
+    """Return how many rollouts failed at a place, on which rows, and why, as text."""
+    rows = [*(f"row {row} of data.train" for row in place.rows), *place.eval_rows]
+    others = f" and {len(rows) - 1} other row{'s' if len(rows) > 2 else ''}" if rows[1:] else ""
+    return (
+        f"{place.rollouts} rollouts of {rows[0]}{others} failed and are not trained on: {_WHAT[place.cause]} failed: "
+        f"{place.detail[:_SHOWN_DETAIL]}"
+    )
 
 
 def failures_dict(places: Iterable[FailedPlace]) -> list[dict[str, Any]]:

@@ -225,7 +225,7 @@ def _note_good(state: QueueState, entry: GeneratorEntry) -> None:
 def _note_failed(state: QueueState, entry: GeneratorEntry, active: ActiveLease, failure: Failure) -> bool:
     """Record that a lease failed. Return whether the failure counts against its prompt."""
     _count_failed(state, active, failure, active.lease.group_size)
-    had_outage = state.outage is not None
+    had_outage, only_suspects = state.outage is not None, state.has_only_suspects(active)
     if entry.failing.add(failure, active.lease.lease_id, state.now):
         outage, max_s = state.outage, state.settings.max_outage_s
         if outage is not None and not had_outage:
@@ -233,16 +233,18 @@ def _note_failed(state: QueueState, entry: GeneratorEntry, active: ActiveLease, 
         elif not had_outage:
             line = entry.failing.line(state.now)
             state.news.append(f"generator {entry.generator_id!r} is quarantined, while others succeed: {line}")
-    row = active.lease.prompt.row
-    evaluation = None if active.evaluation is None else state.evals.get(active.evaluation)
-    if evaluation is not None:
-        attempts = evaluation.attempts(row)
-    else:
-        attempts = state.attempts.get(active.lease.prompt.position, Attempts())
+        if not only_suspects:
+            state.forgive(entry.failing.charged)
+        entry.failing.charged.clear()
     state.revision += 1
-    return counts_against_prompt(
-        attempts, entry.last_good, failure, state.now, only_suspects=state.has_only_suspects(active)
-    )
+    number = active.lease.prompt.position if active.evaluation is None else active.lease.prompt.row
+    counts = counts_against_prompt(
+        state.attempts_of(active.evaluation, number) or Attempts(), entry.failing, entry.last_good, failure, state.now,
+        only_suspects=only_suspects,
+    )  # fmt: skip
+    if counts and entry.failing.retry_at is None:
+        entry.failing.charged.append((active.evaluation, number))
+    return counts
 
 
 def _count_failed(state: QueueState, active: ActiveLease, failure: Failure, rollouts: int) -> None:

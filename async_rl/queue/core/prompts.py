@@ -28,7 +28,7 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.config.data import CurriculumConfig
 from async_rl.queue.core.curriculum import Curriculum
-from async_rl.queue.core.failures import Attempts
+from async_rl.queue.core.failures import Attempts, EvalKey
 from async_rl.queue.core.mixture import Mixture
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import PayloadRef, PayloadStore
@@ -248,10 +248,6 @@ def pop_first(heap: list[int], avoid: Callable[[int], bool]) -> int | None:
 
 
 # Evaluations.
-
-
-EvalKey = tuple[str, int]
-"""What identifies an evaluation: the name of its dataset, and the learner's step that requested it."""
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):

@@ -19,7 +19,7 @@ from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import LearnerSide, QueueSettings
 from async_rl.queue.core.curriculum import rows_by_source
-from async_rl.queue.core.failures import Attempts, FailedPlace, Outage, failures_dict
+from async_rl.queue.core.failures import Attempts, FailedPlace, Outage, failed_line, failures_dict
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
 from async_rl.queue.core.learning_signal import SignalWatch, describe
 from async_rl.queue.core.leases import ActiveLease, GeneratorTable, LeaseTable
@@ -433,6 +433,20 @@ class QueueState(PersistedState):
         """Return whether no group was good since a prompt with these attempts failed. Others are sampled first then."""
         return attempts is not None and attempts.num_good == self.num_good
 
+    def attempts_of(self, evaluation: EvalKey | None, number: int) -> Attempts | None:
+        """Return the attempts of the prompt at a position, or of a row of an evaluation. None: it has none yet."""
+        if evaluation is None:
+            return self.attempts.get(number)
+        found = self.evals.get(evaluation)
+        return None if found is None else found.request.attempts.get(number)
+
+    def forgive(self, charged: Iterable[tuple[EvalKey | None, int]]) -> None:
+        """Take back one failed attempt of each of these prompts: their generator failed with all others, too."""
+        for evaluation, number in charged:
+            attempts = self.attempts_of(evaluation, number)
+            if attempts is not None and attempts.failed:
+                attempts.failed -= 1
+
     def has_only_suspects(self, active: ActiveLease) -> bool:
         """Return whether each prompt of this lease's kind that is left to sample has a failed attempt that counts."""
         leases = [one.lease.prompt for one in self.leases if one.evaluation == active.evaluation]
@@ -475,9 +489,23 @@ class QueueState(PersistedState):
 
     def notes(self) -> dict[str, str]:
         """Return what the user should know about the run's groups, by cause. Empty if there is nothing."""
+        return {**self.signal.notes, **self._too_slow_note(), **self._failure_notes()}
+
+    def _failure_notes(self) -> dict[str, str]:
+        """Return what fails at present, and where rollouts have failed."""
+        notes = {f"failed: {place}": failed_line(found) for place, found in self.failed_places.items()}
+        if (outage := self.outage) is not None:
+            return {**notes, "outage": outage.line(self.now, self.settings.max_outage_s)}
+        lines = {entry.generator_id: entry.failing.line(self.now) for entry in self.generators.alive(self.now)}
+        said = {
+            name: f"generator {name!r} is quarantined, while others succeed: {line}" for name, line in lines.items()
+        }
+        return {**notes, **{f"quarantined: {name}": text for name, text in said.items() if lines[name]}}
+
+    def _too_slow_note(self) -> dict[str, str]:
         slow, settings = self.ledger.groups.dropped["too_slow"], self.settings
         if not slow:
-            return dict(self.signal.notes)
+            return {}
         waits = settings.on_stale == "wait"
         remedy = "raise queue.wait_s" if waits else 'set queue.on_stale = "wait", with which steps wait for them'
         text = (
@@ -486,7 +514,7 @@ class QueueState(PersistedState):
             f"{settings.max_staleness} allows when they arrived. What takes long, such as slow tools and long answers, "
             f"is missing from the training. Raise queue.max_staleness, or {remedy}"
         )
-        return {**self.signal.notes, "too_slow": text}
+        return {"too_slow": text}
 
     def why_ended(self) -> str:
         """Return what became of the prompts of data that has ended, and if none was trained, what to do."""
