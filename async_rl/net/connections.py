@@ -8,8 +8,12 @@ the other connections, so that descriptors are left for files.
 libzmq reports the descriptor of each accepted connection as an event of a monitor socket. To close a connection, this
 module shuts its descriptor down, after a check that the descriptor still is that connection. libzmq then sees that the
 peer is gone. The monitor's event queue is short, and libzmq accepts no further connection while the queue is full. So
-the limits hold even if the events are read late. The queue server and the publisher of weights use this module, in the
-thread that owns the socket.
+the limits hold even if the events are read late.
+
+On a server with keys, CURVE checks a key only when a connection begins. This module asks the server's list again at
+each message, and closes the connections of keys that the list has lost.
+
+The queue server, the publisher of weights and the scorers use this module, in the thread that owns the socket.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from collections.abc import Iterator
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from async_rl.net.keys import AllowList
 from async_rl.net.streams import UnauthenticatedPeers, raise_descriptor_limit
 
 FIRST_MESSAGE_S = 15.0
@@ -67,17 +72,22 @@ class RouterConnections:
     The owner calls ``check`` in every turn of its loop.
 
     Args:
-        has_keys: whether ``router`` admits only clients with a listed key.
+        allow_list: the clients that ``router`` admits. None: any.
         max_connections: limit on authenticated connections. None computes it from the limit on open files.
 
     Attributes:
         num_refused: number of handshakes that were refused.
         num_closed: number of connections that were shut down because of a limit.
+        num_sent_away: number of connections that were shut down because their key was removed.
     """
 
-    def __init__(self, router: zmq.Socket[bytes], *, has_keys: bool, max_connections: int | None = None) -> None:
-        self.num_refused = self.num_closed = 0
-        self._router, self._has_keys = router, has_keys
+    def __init__(
+        self, router: zmq.Socket[bytes], *, allow_list: AllowList | None, max_connections: int | None = None
+    ) -> None:
+        self.num_refused = self.num_closed = self.num_sent_away = 0
+        self._router, self._allow_list = router, allow_list
+        self._keys: dict[int, bytes] = {}
+        self._num_removed = 0 if allow_list is None else allow_list.num_removed
         self._max = max_connections or most_connections(raise_descriptor_limit())
         self._unauthenticated: UnauthenticatedPeers[int] = UnauthenticatedPeers(
             most=MAX_UNAUTHENTICATED, most_of_address=MAX_UNAUTHENTICATED_OF_ADDRESS
@@ -99,22 +109,28 @@ class RouterConnections:
     def check_within_s(self) -> float:
         """Seconds until ``check`` must be called again even if nothing arrives; infinity if it need not be called."""
         if not self._unauthenticated:
-            return float("inf")
-        return _CHECK_S if self._has_keys else _LOOK_S
+            return float("inf") if self._allow_list is None else _LOOK_S
+        return _LOOK_S if self._allow_list is None else _CHECK_S
 
     def note_message(self, frame: zmq.Frame) -> bool:
         """Record that the connection from which ``frame`` came has sent a message, so that it counts as authenticated.
 
-        Return False if there are too many connections. This connection is then shut down, and the caller must ignore
-        its message.
+        Return False if there are too many connections, or if the sender's key is not admitted any more. This connection
+        is then shut down, and the caller must ignore its message.
         """
         fd = int(frame.get("__fd"))
         if fd not in self._addresses:
             self._read_events()  # its begin was reported before its message came
+        if self._allow_list is not None:
+            key = str(frame.get("User-Id")).encode()
+            if self._allow_list.name_of(key) is None:
+                self._send_away(fd)
+                return False
+            self._keys[fd] = key
         if not self._unauthenticated.remove(fd):
             return True
         if len(self._addresses) - len(self._unauthenticated) > self._max:
-            self._shut_down(fd)
+            self.num_closed += self._shut_down(fd)
             return False
         return True
 
@@ -126,11 +142,12 @@ class RouterConnections:
             return
         self._checked_at = now
         for fd in self._unauthenticated.overdue(now - FIRST_MESSAGE_S):
-            self._shut_down(fd)
-        if self._has_keys:
+            self.num_closed += self._shut_down(fd)
+        if self._allow_list is not None:
             for fd in self._unauthenticated.connections():
                 if _sends_too_much(fd):
-                    self._shut_down(fd)
+                    self.num_closed += self._shut_down(fd)
+            self._send_away_removed(self._allow_list)
 
     def close(self) -> None:
         """Stop the monitor. The owner must have closed the router socket before."""
@@ -139,6 +156,22 @@ class RouterConnections:
             if parse_monitor_message(self._monitor.recv_multipart())["event"] == zmq.EVENT_MONITOR_STOPPED:
                 break
         self._monitor.close()
+
+    def _send_away_removed(self, allow_list: AllowList) -> None:
+        """Close the connections of removed keys.
+
+        Close those without a message, too, because their keys are not known: an admitted client connects again.
+        """
+        if allow_list.num_removed == self._num_removed:
+            return
+        self._num_removed = allow_list.num_removed
+        for fd in self._unauthenticated.connections():
+            self._shut_down(fd)
+        for fd in [fd for fd, key in self._keys.items() if allow_list.name_of(key) is None]:
+            self._send_away(fd)
+
+    def _send_away(self, fd: int) -> None:
+        self.num_sent_away += self._shut_down(fd)
 
     def _read_events(self) -> None:
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
@@ -161,19 +194,22 @@ class RouterConnections:
             return
         self._addresses[fd] = address
         for other in self._unauthenticated.add(fd, address[0], time.monotonic()):
-            self._shut_down(other)
+            self.num_closed += self._shut_down(other)
 
     def _forget(self, fd: int) -> None:
         self._addresses.pop(fd, None)
+        self._keys.pop(fd, None)
         self._unauthenticated.remove(fd)
 
-    def _shut_down(self, fd: int) -> None:
+    def _shut_down(self, fd: int) -> bool:
+        """End a connection. Return False if it has ended already."""
         address = self._addresses.get(fd)
         self._forget(fd)
         with contextlib.suppress(OSError), _borrowed(fd) as connection:  # it may have ended meanwhile
             if address is not None and _peer_of(connection, self._port()) == address:
                 connection.shutdown(socket.SHUT_RDWR)
-                self.num_closed += 1
+                return True
+        return False
 
     def _port(self) -> int:
         endpoint = self._router.getsockopt(zmq.LAST_ENDPOINT)

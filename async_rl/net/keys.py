@@ -3,16 +3,21 @@
 ``async-rl keys new DIR`` makes a directory with ``queue.key`` (the server's key pair), a file for each client (the
 client's key pair and the server's public key) and ``allowed.txt`` (the public keys of admitted clients). A server calls
 ``ServerKeys.guard`` for its socket, and a client calls ``ClientKeys.identify``.
+
+CURVE checks a key only when a connection begins. ``net.connections`` therefore asks the server's ``AllowList`` again at
+each message, and when the list has lost a key.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
 import threading
+import time
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self
@@ -20,6 +25,8 @@ from typing import Protocol, Self
 import zmq
 
 from async_rl.errors import KeyFileError
+
+logger = logging.getLogger(__name__)
 
 SERVER_FILE = "queue.key"
 CLIENT_FILE = "client.key"
@@ -29,6 +36,11 @@ SECRET_VARIABLE = "ASYNC_RL_GENERATOR_SECRET"
 """Name of the environment variable with the secret by which a generator owns its id on a queue without keys. If the
 variable is unset, the secret is random. ``launch`` gives all its generators the same secret, so that a restarted
 generator can take over the id of a dead one at once."""
+
+REMOVED_AFTER_S = 2.0
+"""A key is removed when ``allowed.txt`` has lacked it for this many seconds. An editor may empty the file before it
+writes it anew, and a copy over a network may arrive in pieces."""
+_LOOK_S = 0.1
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
@@ -96,12 +108,18 @@ class ServerKeys:
         """
         return cls(*zmq.curve_keypair(), _checked_list(directory))
 
-    def guard(self, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> Guard:
-        """Make ``socket`` admit only the clients in ``allowed.txt``. Call it before ``bind``.
+    def allow_list(self) -> AllowList:
+        """Return the list of admitted clients, for ``guard`` and for ``connections.RouterConnections``."""
+        return AllowList(self.allowed)
+
+    def guard(
+        self, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], allow_list: AllowList
+    ) -> Guard:  # fmt: skip
+        """Make ``socket`` admit only the clients in ``allow_list``. Call it before ``bind``.
 
         Return the thread that decides. The caller stops this guard after it has closed the socket.
         """
-        guard = _start_guard(context, AllowList(self.allowed))
+        guard = _start_guard(context, allow_list)
         # With a domain, libzmq admits a client only if the guard answers.
         socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
         socket.curve_publickey, socket.curve_secretkey, socket.curve_server = self.public, self.secret, True
@@ -115,32 +133,79 @@ class Guard(Protocol):
 
 
 class AllowList:
-    """The public keys in ``allowed.txt``. The file is read again whenever it has changed. Thread-safe."""
+    """The public keys in ``allowed.txt``. The file is read again whenever it has changed. Thread-safe.
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
+    A new key counts at once. A key is removed after the file has lacked it for ``REMOVED_AFTER_S``, so a file that is
+    being replaced (empty, half-written or missing for a moment) removes nobody. A malformed line counts as missing; the
+    other lines stay valid. A file that can't be read, or that other users may write, counts as empty.
+
+    Args:
+        clock: returns the time in seconds, from any start.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path, self._clock, self._lock = path, clock, threading.Lock()
         self._stamp: tuple[int, ...] | None = None
-        self._names: Mapping[bytes, str] = {}
+        self._names: dict[bytes, str] = {}
+        self._missing_since: dict[bytes, float] = {}
+        self._num_removed, self._looked_at = 0, float("-inf")
+        self._problem, self._problem_since = "", 0.0
+        self._logged_problem = ""
+
+    @property
+    def num_removed(self) -> int:
+        """How many keys were removed since the start. Reading it looks at the file."""
+        with self._lock:
+            self._refresh(self._clock())
+            return self._num_removed
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Return whether the client with the public key ``key`` (z85) is admitted. pyzmq calls this method."""
         return self.name_of(key) is not None
 
     def name_of(self, key: bytes) -> str | None:
-        """Return the name of the client with the public key ``key``; None if the list lacks it or can't be read."""
+        """Return the name of the admitted client with the public key ``key``; None if there is none."""
         with self._lock:
-            self._refresh()
+            now = self._clock()
+            if key not in self._names:
+                self._looked_at = float("-inf")  # it may have been added just now
+            self._refresh(now)
             return self._names.get(key)
 
-    def _refresh(self) -> None:
+    def _refresh(self, now: float) -> None:
+        if now - self._looked_at >= _LOOK_S:
+            self._looked_at = now
+            self._look(now)
+        if self._problem and now - self._problem_since >= REMOVED_AFTER_S and self._problem != self._logged_problem:
+            self._logged_problem = self._problem
+            logger.warning("%s", self._problem)
+        for key, since in list(self._missing_since.items()):
+            if now - since >= REMOVED_AFTER_S:
+                del self._missing_since[key]
+                self._num_removed += 1
+                logger.warning(
+                    "the key of client %r, %s, is not in %s any more; its connections are closed, and it is not "
+                    "admitted again until its line is back", self._names.pop(key), key.decode(), self.path,
+                )  # fmt: skip
+
+    def _look(self, now: float) -> None:
+        """Read the file if it has changed. Note the keys that are new, and those that are missing."""
         try:
-            about = self._path.stat()
-            stamp = (about.st_mtime_ns, about.st_size, about.st_ino)
-            if stamp != self._stamp:
-                self._names, self._stamp = read_allowed(self._path), stamp
-        except (OSError, KeyFileError):
-            # If the list can't be read, no client is admitted.
-            self._names, self._stamp = {}, None
+            about = self.path.stat()
+            # The time of the last status change, too: a change of the mode decides as well.
+            stamp = (about.st_mtime_ns, about.st_ctime_ns, about.st_size, about.st_ino)
+            if stamp == self._stamp:
+                return
+            names, problem = _parse_allowed(self.path)
+        except (OSError, KeyFileError) as error:
+            stamp, names = None, {}
+            problem = str(error) if isinstance(error, KeyFileError) else f"can't read {self.path}: {error.strerror}"
+        self._stamp = stamp
+        if problem != self._problem:
+            self._problem, self._problem_since = problem, now
+        self._names.update(names)
+        missing = self._names.keys() - names.keys()
+        self._missing_since = {key: self._missing_since.get(key, now) for key in missing}
 
 
 def _start_guard(context: zmq.Context[zmq.Socket[bytes]], allow_list: AllowList) -> Guard:
@@ -223,6 +288,19 @@ def read_allowed(path: Path) -> dict[bytes, str]:
         KeyFileError: other users may write the file, or a line is malformed.
         OSError: the file can't be read.
     """
+    names, problem = _parse_allowed(path)
+    if problem:
+        raise KeyFileError(problem)
+    return names
+
+
+def _parse_allowed(path: Path) -> tuple[dict[bytes, str], str]:
+    """Return the client names in the well-formed lines, by public key, and what is wrong with the first other line.
+
+    Raises:
+        KeyFileError: other users may write the file.
+        OSError: the file can't be read.
+    """
     text, mode = _read(path)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KeyFileError(
@@ -230,17 +308,19 @@ def read_allowed(path: Path) -> dict[bytes, str]:
             f"run: chmod 600 {path}"
         )
     names: dict[bytes, str] = {}
+    problem = ""
     for number, line in enumerate(text.splitlines(), start=1):
         key, _, name = line.strip().partition(" ")
         if not key:
             continue
-        if not _KEY.fullmatch(key):
-            raise KeyFileError(
+        if _KEY.fullmatch(key):
+            names[key.encode()] = name.strip() or "unnamed"
+        elif not problem:
+            problem = (
                 f"{path}, line {number}: expected a public key of 40 characters and a name, got {line[:60]!r}; correct "
                 f"the line, or delete it"
             )
-        names[key.encode()] = name.strip() or "unnamed"
-    return names
+    return names, problem
 
 
 def _checked_list(directory: str | Path) -> Path:

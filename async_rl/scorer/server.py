@@ -59,15 +59,16 @@ class ScorerServer:
         self._pending: deque[tuple[bytes, Received]] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._connections = RouterConnections(self._socket, has_keys=keys is not None)
+        allow_list = None if keys is None else keys.allow_list()
+        self._connections = RouterConnections(self._socket, allow_list=allow_list)
         self._guard: Guard | None = None
         host, port = check_address(address)
         self._socket.setsockopt(zmq.IPV6, int(":" in host))
         self._socket.setsockopt(zmq.MAXMSGSIZE, LIMITS.max_bytes)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # an answer that was dropped would be waited for
         try:
-            if keys is not None:
-                self._guard = keys.guard(self._socket, self._context)
+            if keys is not None and allow_list is not None:
+                self._guard = keys.guard(self._socket, self._context, allow_list)
             self._socket.bind(f"tcp://{url_host(host)}:{port}")
         except zmq.ZMQError as error:
             self.close()

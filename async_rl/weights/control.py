@@ -315,8 +315,11 @@ class MemberSocket:
     ) -> None:
         self.num_malformed = 0
         self._socket = context.socket(zmq.ROUTER)
-        self._connections = RouterConnections(self._socket, has_keys=keys is not None)
-        self._guard: Guard | None = None if keys is None else keys.guard(self._socket, context)
+        self._allowed = None if keys is None else keys.allow_list()
+        self._connections = RouterConnections(self._socket, allow_list=self._allowed)
+        self._guard: Guard | None = None
+        if keys is not None and self._allowed is not None:
+            self._guard = keys.guard(self._socket, context, self._allowed)
         self._socket.linger = 0
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, TO_PUBLISHER_LIMITS.max_bytes)
@@ -350,7 +353,8 @@ class MemberSocket:
 
         ``key`` is the sender's public key, which CURVE has verified, or empty on a publisher without keys.
 
-        Call this in every turn of the loop, because it also closes connections above the limits.
+        Call this in every turn of the loop, because it also closes connections above the limits, and those of removed
+        keys.
         """
         self._connections.check()
         while True:
@@ -367,6 +371,15 @@ class MemberSocket:
                 yield frames[0].bytes, key, decode_message(frames[1].bytes, TO_PUBLISHER, TO_PUBLISHER_LIMITS)
             except WireError:
                 self.num_malformed += 1
+
+    @property
+    def num_removed_keys(self) -> int:
+        """How many keys the list of admitted clients has lost since the start."""
+        return 0 if self._allowed is None else self._allowed.num_removed
+
+    def admits(self, key: str) -> bool:
+        """Return whether a client with this public key is admitted. On a publisher without keys, all are."""
+        return self._allowed is None or self._allowed.name_of(key.encode()) is not None
 
     def send(self, member_id: bytes, message: PublisherMessage) -> bool:
         """Send ``message`` to a member. Return whether the member is connected.

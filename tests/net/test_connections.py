@@ -62,8 +62,10 @@ def a_router(keys: Path | None = None, max_connections: int | None = None) -> It
     with zmq.Context() as context, ExitStack() as opened:
         router = context.socket(zmq.ROUTER)
         router.setsockopt(zmq.LINGER, 0)
-        watched = RouterConnections(router, has_keys=keys is not None, max_connections=max_connections)
-        guard = None if keys is None else ServerKeys.load(keys).guard(router, context)
+        server = None if keys is None else ServerKeys.load(keys)
+        allow_list = None if server is None else server.allow_list()
+        watched = RouterConnections(router, allow_list=allow_list, max_connections=max_connections)
+        guard = None if server is None or allow_list is None else server.guard(router, context, allow_list)
         try:
             yield Router(router, watched, router.bind_to_random_port("tcp://127.0.0.1"), opened)
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,15 @@ import zmq
 
 from async_rl.cli.main import main
 from async_rl.errors import KeyFileError
-from async_rl.net.keys import AllowList, ClientKeys, ServerKeys, client_keys_of, make_keys, read_allowed
+from async_rl.net.keys import (
+    REMOVED_AFTER_S,
+    AllowList,
+    ClientKeys,
+    ServerKeys,
+    client_keys_of,
+    make_keys,
+    read_allowed,
+)
 from tests.refusal import refusal
 
 
@@ -81,27 +90,113 @@ def test_secrets_that_others_may_read_are_refused_with_the_remedy(tmp_path: Path
         make_keys(tmp_path / "keys", ["more"])
 
 
-def test_a_list_that_others_may_write_lets_nobody_in(tmp_path: Path):
-    make_keys(tmp_path / "keys")
-    path = tmp_path / "keys" / "allowed.txt"
-    client = ClientKeys.load(tmp_path / "keys" / "client.key")
-    allow = AllowList(path)
-    assert allow.callback("async-rl", client.public)
-    path.chmod(0o620)
-    os.utime(path, (1, 1))
-    assert not allow.callback("async-rl", client.public)
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Listed:
+    """An allow-list of the clients ``a`` and ``b``, by a clock that the test moves."""
+
+    path: Path
+    a: bytes
+    b: bytes
+    clock: Clock
+    allow: AllowList
+
+    def are_admitted(self) -> tuple[bool, bool]:
+        return self.allow.callback("async-rl", self.a), self.allow.callback("async-rl", self.b)
+
+    def after(self, seconds: float) -> tuple[bool, bool]:
+        self.clock.now += seconds
+        return self.are_admitted()
+
+
+@pytest.fixture
+def listed(tmp_path: Path) -> Listed:
+    make_keys(tmp_path / "keys", ["a", "b"])
+    path, clock = tmp_path / "keys" / "allowed.txt", Clock()
+    a, b = (ClientKeys.load(tmp_path / "keys" / f"{name}.key").public for name in "ab")
+    made = Listed(path, a, b, clock, AllowList(path, clock))
+    assert made.are_admitted() == (True, True)
+    return made
+
+
+def without(text: str, key: bytes) -> str:
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(key.decode()))
+
+
+def test_a_list_that_others_may_write_lets_nobody_in(listed: Listed):
+    listed.path.chmod(0o620)
+    assert listed.after(1.0) == (True, True)
+    assert listed.after(REMOVED_AFTER_S) == (False, False)
     with pytest.raises(KeyFileError, match="other users may write it"):
-        ServerKeys.load(tmp_path / "keys")
+        ServerKeys.load(listed.path.parent)
+    listed.path.chmod(0o600)
+    assert listed.after(1.0) == (True, True)
 
 
-def test_the_list_is_read_again_when_it_changed(tmp_path: Path):
-    make_keys(tmp_path / "keys")
-    allow = AllowList(tmp_path / "keys" / "allowed.txt")
-    make_keys(tmp_path / "keys", ["late"])
-    late = ClientKeys.load(tmp_path / "keys" / "late.key")
-    assert allow.name_of(late.public) == "late"
-    (tmp_path / "keys" / "allowed.txt").unlink()
-    assert allow.name_of(late.public) is None
+def test_the_list_is_read_again_when_it_changed(listed: Listed):
+    make_keys(listed.path.parent, ["late"])
+    late = ClientKeys.load(listed.path.parent / "late.key")
+    assert listed.allow.name_of(late.public) == "late"
+    listed.path.unlink()
+    listed.after(1.0)
+    assert listed.allow.name_of(late.public) == "late"
+    listed.after(REMOVED_AFTER_S)
+    assert listed.allow.name_of(late.public) is None
+
+
+def test_a_key_whose_line_is_deleted_is_removed_alone_and_said(listed: Listed, caplog: pytest.LogCaptureFixture):
+    text = listed.path.read_text()
+    listed.path.write_text(without(text, listed.b))
+    assert listed.after(1.0) == (True, True)
+    assert listed.after(REMOVED_AFTER_S - 0.01) == (True, True)
+    assert listed.allow.num_removed == 0
+    assert listed.after(0.02) == (True, False)
+    assert listed.allow.num_removed == 1
+    assert f"the key of client 'b', {listed.b.decode()}, is not in {listed.path} any more" in caplog.text
+    listed.path.write_text(text)
+    assert listed.after(0.0) == (True, True)
+
+
+@pytest.mark.parametrize("middle", ["empty", "half a line", "a part", "missing"])
+def test_a_list_that_is_being_replaced_removes_nobody(listed: Listed, middle: str, caplog: pytest.LogCaptureFixture):
+    text = listed.path.read_text()
+    if middle == "missing":
+        listed.path.unlink()
+    else:
+        listed.path.write_text({"empty": "", "half a line": text[:20], "a part": without(text, listed.b)}[middle])
+    assert listed.after(0.5) == (True, True)
+    listed.path.write_text(text)
+    listed.path.chmod(0o600)
+    assert listed.after(1.0) == (True, True)
+    assert listed.after(10 * REMOVED_AFTER_S) == (True, True)
+    assert (listed.allow.num_removed, caplog.text) == (0, "")
+
+
+def test_a_list_that_is_written_over_and_over_still_loses_a_key(listed: Listed):
+    text = without(listed.path.read_text(), listed.b)
+    for number in range(5):  # each time another file, 0.5 s apart: longer than 2 s in all
+        listed.path.write_text(text + "\n" * number)
+        listed.after(0.5)
+    assert listed.are_admitted() == (True, False)
+
+
+def test_a_mistake_in_one_line_of_a_list_in_use_costs_this_client_alone(
+    listed: Listed, caplog: pytest.LogCaptureFixture
+):
+    text = listed.path.read_text()
+    listed.path.write_text(text.replace(listed.b.decode(), listed.b.decode()[1:]))
+    assert listed.after(1.0) == (True, True)
+    assert listed.after(REMOVED_AFTER_S) == (True, False)
+    assert "expected a public key of 40 characters and a name" in caplog.text
+    listed.after(60.0)
+    assert caplog.text.count("expected a public key") == 1
 
 
 def test_unfit_files_are_named_and_their_secrets_are_not_shown(tmp_path: Path):

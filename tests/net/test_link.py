@@ -41,7 +41,7 @@ def server(keys: ServerKeys | None = None, port: int = 0) -> Iterator[str]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     made = context.socket(zmq.ROUTER)
     made.linger = 0
-    guard = None if keys is None else keys.guard(made, context)
+    guard = None if keys is None else keys.guard(made, context, keys.allow_list())
     bound = port or made.bind_to_random_port("tcp://127.0.0.1")
     if port:
         made.bind(f"tcp://127.0.0.1:{port}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from async_rl.net.keys import ServerKeys
 from async_rl.scorer import server
 from async_rl.scorer.server import Scored, ScorerServer
 from async_rl.scoring.messages import Received
@@ -46,8 +47,8 @@ class Dies(BaseException):
 class RunningScorer:
     """A scorer that serves in a thread until ``end``, or until its model raises ``Dies``."""
 
-    def __init__(self, address: str, model: ScriptedModel) -> None:
-        self._server, self._is_over = ScorerServer(address, model), threading.Event()
+    def __init__(self, address: str, model: ScriptedModel, keys: ServerKeys | None = None) -> None:
+        self._server, self._is_over = ScorerServer(address, model, keys), threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 

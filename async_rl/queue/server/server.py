@@ -439,9 +439,9 @@ class QueueServer:
             for peer in {*self._handlers.registry.peers, *filter(None, [self._learner_peer])}:
                 self._endpoint.send_now(peer, [frame])
         self._lifetime.wait(_LOOK_AGAIN_S)
-        if self._held.has_room:
-            for peer, key, frames in self._endpoint.receive(_MAX_DRAIN, now):
-                self._receive(peer, key, frames)
+        # With 0, too, because that closes the connections of removed keys.
+        for peer, key, frames in self._endpoint.receive(_MAX_DRAIN if self._held.has_room else 0, now):
+            self._receive(peer, key, frames)
 
     def _hold(self, peer: bytes, key: str, request_id: str | None, message: Message, frames: list[memoryview]) -> None:
         """Answer a status request or a ping at once, and keep any other message until a commit succeeds."""

@@ -24,7 +24,7 @@ from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import AddressError, QueueError, WireError
 from async_rl.net.address import advertised_address, check_address, refuse_open_bind, url_host
 from async_rl.net.connections import RouterConnections
-from async_rl.net.keys import ALLOWED_FILE, DEFAULT_CLIENT, AllowList, Guard, ServerKeys
+from async_rl.net.keys import ALLOWED_FILE, DEFAULT_CLIENT, Guard, ServerKeys
 from async_rl.net.wire import SAME_VERSION, Frame, Limits, Message
 from async_rl.queue.client.connection import is_readable, send_frames
 from async_rl.queue.messages import RECEIVE_HIGH_WATER_MARK
@@ -97,13 +97,16 @@ class Endpoint:
         self._outgoing: dict[bytes, list[_Bundle]] = {}
         self._current: zmq.Frame | None = None
         self._refused, self._closed, self._dropped = _LoggedCount(), _LoggedCount(), _LoggedCount()
+        refuse_open_bind(config.address or _ANY, insecure=insecure, has_keys=config.keys is not None)
+        keys = None if config.keys is None else ServerKeys.load(config.keys)
+        self._allowed = None if keys is None else keys.allow_list()
         self._guard: Guard | None = None
-        self._allowed: AllowList | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._connections = RouterConnections(self._socket, has_keys=config.keys is not None)
+        self._connections = RouterConnections(self._socket, allow_list=self._allowed)
         try:
-            self._secure(insecure=insecure)
+            if keys is not None and self._allowed is not None:
+                self._guard = keys.guard(self._socket, self._context, self._allowed)
             self.address = self._bind(last_port)
         except BaseException:
             self.close()
@@ -123,7 +126,7 @@ class Endpoint:
         """Yield up to ``most`` arrived messages as (peer, key, frames). Messages of peers above their rate are dropped.
 
         ``key`` is the client's public key, which CURVE has verified, or empty on a server without keys. Call this
-        method in every turn of the loop, because it also closes connections above a limit.
+        method in every turn of the loop, because it also closes connections above a limit, and those of removed keys.
         """
         self._check_connections(now)
         for _ in range(most):
@@ -255,13 +258,6 @@ class Endpoint:
         """Return the public key of the current message's sender or, without keys, the sender's address, as text."""
         frame, name = self._current, "User-Id" if self._config.keys else "Peer-Address"
         return f"{name} {frame.get(name)}" if frame is not None else "key and address unknown"
-
-    def _secure(self, *, insecure: bool) -> None:
-        config = self._config
-        refuse_open_bind(config.address or _ANY, insecure=insecure, has_keys=config.keys is not None)
-        if config.keys is not None:
-            keys = ServerKeys.load(config.keys)
-            self._guard, self._allowed = keys.guard(self._socket, self._context), AllowList(keys.allowed)
 
     def _bind(self, last_port: int | None) -> str:
         wanted = self._config.address or _ANY
