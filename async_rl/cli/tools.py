@@ -453,7 +453,8 @@ def keys_new(
 
     Set queue.keys to DIR for the queue server and the learner. Only the learner uses DIR/client.key. Copy one client
     file to each machine of generators, over a channel that you trust. Run it again to add clients, also while a run
-    goes on: it replaces nothing. To shut a client out, delete its line in allowed.txt and restart the queue server.
+    goes on: it replaces nothing. To shut a client out, delete its line in allowed.txt. Within 5 s the running servers
+    close its connections.
 
     \b
     Example:

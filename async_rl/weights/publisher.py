@@ -184,6 +184,7 @@ class Publisher:
         self._transfer_s = 0.0
         self._last = _LastTransfer()
         self._next_ping = 0.0
+        self._num_removed_keys = 0
         self._changed = threading.Condition()
         self._stats = PublisherStats()
         self._error: BaseException | None = None
@@ -328,6 +329,7 @@ class Publisher:
             self._manager.publish(self._published.popleft())
         for member_id, key, message in self._socket.receive():
             self._handle(member_id, key, message)
+        self._drop_removed()
         for sender in self._senders:
             sender.poll(ready)
         # Do this before further actions, to wake first a thread that waits for a version.
@@ -335,6 +337,17 @@ class Publisher:
         self._ping_awaited()
         self._manager.act()
         self._update_stats()
+
+    def _drop_removed(self) -> None:
+        """Drop the members whose key was removed, which also ends their pulls."""
+        if self._socket.num_removed_keys == self._num_removed_keys:
+            return
+        self._num_removed_keys = self._socket.num_removed_keys
+        for member_id, member in list(self._scheduler.members.items()):
+            key, generator_id = member.generator
+            if not self._socket.admits(key):
+                logger.warning("generator %s gets no more weights, because its key was removed", generator_id)
+                self._scheduler.drop(member_id, "its key was removed from the list of admitted clients")
 
     def _handle(self, member_id: bytes, key: str, message: control.MemberMessage) -> None:
         now = time.monotonic()

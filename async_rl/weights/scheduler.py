@@ -198,7 +198,7 @@ class SyncScheduler:
         """
         for other in [m for m in self.members.values() if m.generator == generator]:
             if other.member_id != member_id:
-                self._drop(other.member_id, "joined again over another connection")
+                self.drop(other.member_id, "joined again over another connection")
         if member_id in self.members:
             self.leave(member_id)
         self.members[member_id] = Member(member_id, generator, now, can_collect, num_ranks, tuple(devices), digest)
@@ -210,6 +210,12 @@ class SyncScheduler:
         self._mark_answered(member_id)
         if self._communicator is not None and member_id in self._communicator:
             self._communicator = None
+
+    def drop(self, member_id: bytes, reason: str) -> None:
+        """Remove a member, and tell it why (``DropAction``). Its pull ends, and no later collective includes it."""
+        if member_id in self.members:
+            self.leave(member_id)
+            self._drops.append(DropAction(member_id, reason))
 
     def mark_seen(self, member_id: bytes, now: float) -> bool:
         """Record that this sender's message came at ``now``. Return whether the sender is a member."""
@@ -268,7 +274,7 @@ class SyncScheduler:
             member.pull = None
             member.num_failures += 1
             if member.num_failures >= MAX_FAILURES:
-                self._drop(member_id, f"failed {member.num_failures} times in a row, at last: {reason}")
+                self.drop(member_id, f"failed {member.num_failures} times in a row, at last: {reason}")
         elif attempt == self._attempt:
             self._mark_answered(member_id)
             self._communicator = None
@@ -434,12 +440,7 @@ class SyncScheduler:
     def _drop_silent_and_overdue(self, now: float) -> None:
         for member in list(self.members.values()):
             if now - member.last_seen > self._silent_s:
-                self._drop(member.member_id, f"silent for {now - member.last_seen:.1f} s")
+                self.drop(member.member_id, f"silent for {now - member.last_seen:.1f} s")
             elif now >= self._overdue_at(member):
                 why = f", at last: {member.last_failure}" if member.last_failure else ""
-                self._drop(member.member_id, f"no version within {self._deadline_s:.1f} s (weights.deadline_s){why}")
-
-    def _drop(self, member_id: bytes, reason: str) -> None:
-        if member_id in self.members:
-            self.leave(member_id)
-            self._drops.append(DropAction(member_id, reason))
+                self.drop(member.member_id, f"no version within {self._deadline_s:.1f} s (weights.deadline_s){why}")
