@@ -5,6 +5,8 @@ Shape letters: T = tokens of a sequence, S = its sampled tokens, K = tokens of t
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -15,9 +17,20 @@ from async_rl.errors import WireError
 from async_rl.net.codec import read_as
 from async_rl.net.wire import SAME_VERSION, Frame, Limits, decode, encode
 
-LIMITS = Limits(max_bytes=64 << 20, max_header_bytes=16 << 20, max_arrays=2)
+MAX_QUESTION_BYTES = 8 << 20
+MAX_ANSWER_BYTES = 128 << 20
+"""Limit on the answer to one question. Both sides check it before the question is computed, and again afterwards."""
+MAX_PEER_QUESTIONS, MAX_PEER_BYTES = 1024, 128 << 20
+"""Budget of one connection: its questions without a read answer, and their bytes with those of their answers. A single
+question may exceed the bytes. Clients keep within it, and scorers refuse what is above it."""
+CHUNK_BYTES = 256 << 10
+"""Answers travel in chunks, so that a scorer's socket holds little of what is not read."""
+LIMITS = Limits(max_bytes=MAX_QUESTION_BYTES, max_header_bytes=MAX_QUESTION_BYTES, max_arrays=2)
 """Limits on a question: a text, or the tokens of one sequence."""
-_ANSWER_LIMITS = Limits(max_bytes=1 << 30, max_header_bytes=1 << 20, max_arrays=2)
+_ANSWER_LIMITS = Limits(max_bytes=MAX_ANSWER_BYTES, max_header_bytes=1 << 20, max_arrays=2)
+_ANSWER_HEADER_BYTES = 4096
+_MAX_ERROR = 2000
+_CHUNK = struct.Struct("<QQ")
 
 
 class TextQuestion(msgspec.Struct, frozen=True, tag="text"):
@@ -61,12 +74,14 @@ class Answer(msgspec.Struct, frozen=True):
         digest: the digest of the scorer's model, with its tokenizer.
         vocabulary: the digest of its tokenizer's vocabulary.
         error: why the question has no answer; empty if it has one.
+        retry_s: above 0 if the scorer refuses the question only for now; ask again after this many seconds.
     """
 
     request_id: int
     digest: str
     vocabulary: str
     error: str = ""
+    retry_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,9 +123,80 @@ def _check_tokens(arrays: tuple[np.ndarray, ...]) -> None:
         raise WireError("expected a first token outside the loss mask in a question, because nothing predicts it")
 
 
+def answer_bytes(question: TextQuestion | TokensQuestion, arrays: tuple[np.ndarray, ...]) -> int:
+    """Return the size that the answer to a question has at most, in bytes."""
+    if isinstance(question, TextQuestion):
+        return _ANSWER_HEADER_BYTES
+    # Of each sampled token 1 + K log-probabilities and K ids, of 4 bytes each.
+    return _ANSWER_HEADER_BYTES + int(arrays[1].sum()) * 4 * (1 + 2 * question.top_k)
+
+
+def why_too_large(question_bytes: int, answer_bytes: int) -> str:
+    """Return why a question can never be answered, because of its size or its answer's; empty if it can."""
+    if question_bytes > MAX_QUESTION_BYTES:
+        return (
+            f"expected a question of at most {MAX_QUESTION_BYTES} bytes, got {question_bytes}; lower "
+            f"sampling.max_new_tokens or sampling.max_prompt_tokens"
+        )
+    if answer_bytes > MAX_ANSWER_BYTES:
+        return (
+            f"expected a question whose answer has at most {MAX_ANSWER_BYTES} bytes, got one of {answer_bytes}: 4 "
+            f"bytes for each sampled token, and 8 more for each of its distill.top_k likeliest tokens; lower "
+            f"distill.top_k or sampling.max_new_tokens"
+        )
+    return ""
+
+
 def encode_answer(answer: Answer, arrays: tuple[np.ndarray, ...] = ()) -> bytes:
-    """Encode an answer as one frame."""
-    return encode("answer", answer, arrays)
+    """Encode an answer as one frame. A long ``error`` is cut off.
+
+    Raises:
+        WireError: the frame is larger than ``MAX_ANSWER_BYTES``.
+    """
+    frame = encode("answer", msgspec.structs.replace(answer, error=answer.error[:_MAX_ERROR]), arrays)
+    if len(frame) > MAX_ANSWER_BYTES:
+        raise WireError(f"expected an answer of at most {MAX_ANSWER_BYTES} bytes, got one of {len(frame)}")
+    return frame
+
+
+def chunks(frame: Frame) -> Iterator[list[Frame]]:
+    """Yield an encoded answer in chunks of at most ``CHUNK_BYTES``. Each is two frames: its place, then its bytes."""
+    view = memoryview(frame)
+    for start in range(0, len(view), CHUNK_BYTES):
+        yield [_CHUNK.pack(len(view), start), view[start : start + CHUNK_BYTES]]
+
+
+class AnswerReader:
+    """Joins the chunks of the answers from one scorer. What a broken connection has left incomplete is discarded."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._num_bytes = self._total = 0
+
+    def feed(self, frames: Sequence[bytes]) -> Iterator[bytes]:
+        """Take in the frames of one message, which has one or several chunks. Yield the answers that are complete.
+
+        Raises:
+            WireError: the frames are no chunks, or an answer is larger than ``MAX_ANSWER_BYTES``.
+        """
+        if len(frames) % 2:
+            raise WireError(f"expected chunks of two frames each, got {len(frames)} frames; {SAME_VERSION}")
+        for place, part in zip(frames[::2], frames[1::2], strict=True):
+            if len(place) != _CHUNK.size:
+                raise WireError(f"expected a chunk's place of {_CHUNK.size} bytes, got {len(place)}; {SAME_VERSION}")
+            total, start = _CHUNK.unpack(place)
+            if total > MAX_ANSWER_BYTES:
+                raise WireError(f"expected an answer of at most {MAX_ANSWER_BYTES} bytes, got {total}; {SAME_VERSION}")
+            if start == 0:
+                self._parts, self._num_bytes, self._total = [], 0, total
+            if (start, total) != (self._num_bytes, self._total) or not part or start + len(part) > total:
+                self._parts, self._num_bytes, self._total = [], 0, 0  # its begin went to an earlier connection
+                continue
+            self._parts.append(part)
+            self._num_bytes += len(part)
+            if self._num_bytes == total:
+                yield self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+                self._parts, self._num_bytes, self._total = [], 0, 0
 
 
 def decode_answer(frame: Frame) -> Received:
