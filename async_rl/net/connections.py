@@ -23,7 +23,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -74,6 +74,7 @@ class RouterConnections:
     Args:
         allow_list: the clients that ``router`` admits. None: any.
         max_connections: limit on authenticated connections. None computes it from the limit on open files.
+        on_ended: called with the descriptor of each connection that has ended.
 
     Attributes:
         num_refused: number of handshakes that were refused.
@@ -82,13 +83,15 @@ class RouterConnections:
     """
 
     def __init__(
-        self, router: zmq.Socket[bytes], *, allow_list: AllowList | None, max_connections: int | None = None
-    ) -> None:
+        self, router: zmq.Socket[bytes], *, allow_list: AllowList | None, max_connections: int | None = None,
+        on_ended: Callable[[int], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         self.num_refused = self.num_closed = self.num_sent_away = 0
-        self._router, self._allow_list = router, allow_list
+        self._router, self._allow_list, self._on_ended = router, allow_list, on_ended
         self._keys: dict[int, bytes] = {}
         self._num_removed = 0 if allow_list is None else allow_list.num_removed
-        self._max = max_connections or most_connections(raise_descriptor_limit())
+        most = most_connections(raise_descriptor_limit())
+        self._max = most if max_connections is None else min(max_connections, most)
         self._unauthenticated: UnauthenticatedPeers[int] = UnauthenticatedPeers(
             most=MAX_UNAUTHENTICATED, most_of_address=MAX_UNAUTHENTICATED_OF_ADDRESS
         )
@@ -149,6 +152,14 @@ class RouterConnections:
                     self.num_closed += self._shut_down(fd)
             self._send_away_removed(self._allow_list)
 
+    def shut_down(self, fd: int) -> None:
+        """End the connection with the descriptor ``fd`` because it is above a limit of the owner."""
+        self.num_closed += self._shut_down(fd)
+
+    def is_open(self, fd: int) -> bool:
+        """Return whether the connection with this descriptor goes on. Its last messages may come after its end."""
+        return fd in self._addresses
+
     def close(self) -> None:
         """Stop the monitor. The owner must have closed the router socket before."""
         # libzmq may wait for a place in the monitor's queue until it is told to stop.
@@ -197,7 +208,8 @@ class RouterConnections:
             self.num_closed += self._shut_down(other)
 
     def _forget(self, fd: int) -> None:
-        self._addresses.pop(fd, None)
+        if self._addresses.pop(fd, None) is not None:
+            self._on_ended(fd)
         self._keys.pop(fd, None)
         self._unauthenticated.remove(fd)
 

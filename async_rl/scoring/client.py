@@ -2,16 +2,21 @@
 
 A thread of its own has the socket. A question is sent again when the scorer was away and is back, so nothing is lost by
 its death, and nothing is answered in its place. A scorer whose model is not the one that answered first counts as away.
+
+The client sends no more than a connection's budget at a time (``messages.MAX_PEER_BYTES``); the other questions wait
+here. A scorer that has no room refuses a question for now. Then the client asks again later, with fewer at a time.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,12 +29,18 @@ from async_rl.net.address import check_address
 from async_rl.net.keys import ClientKeys
 from async_rl.net.link import Link
 from async_rl.scoring.messages import (
+    CHUNK_BYTES,
+    MAX_PEER_BYTES,
+    MAX_PEER_QUESTIONS,
     Answer,
+    AnswerReader,
     Received,
     TextQuestion,
     TokensQuestion,
+    answer_bytes,
     decode_answer,
     encode_question,
+    why_too_large,
 )
 
 logger = logging.getLogger(__name__)
@@ -39,14 +50,101 @@ SILENT_S = 60.0
 _LOOK_S = 0.5
 _ASK_AGAIN_S = 5.0
 """How often a scorer that had another model is asked again."""
+_BUSY_S = 10.0
+"""After this long without an answer from a scorer that refuses questions for now, ``trouble`` says why."""
+_BLOCKED_S = 0.01
+_RECEIVE_HIGH_WATER_MARK = 64
+"""Messages in ZeroMQ's memory, each of about ``CHUNK_BYTES`` at most."""
 _Question = TextQuestion | TokensQuestion
 _POLLIN = int(zmq.POLLIN)
 
 
 @dataclass(slots=True)
 class _Waiting:
+    """A question without an answer. ``held_bytes`` is its size and that of its answer."""
+
     frame: bytes
+    held_bytes: int
     future: Future[tuple[np.ndarray, ...]]
+
+
+class _Window:
+    """Which questions the scorer has, and which wait to be sent. Only the socket's thread uses it.
+
+    A scorer that refuses a question for now halves the number of questions that it gets at a time. Each answer raises
+    it by one.
+
+    Attributes:
+        resume_at: when to send again after a refusal, on the monotonic clock.
+        is_blocked: whether the socket had no room or no connection for the last question.
+    """
+
+    def __init__(self) -> None:
+        self._unsent: OrderedDict[int, _Waiting] = OrderedDict()
+        self._sent: OrderedDict[int, _Waiting] = OrderedDict()
+        self._size, self._sent_bytes = MAX_PEER_QUESTIONS, 0
+        self.resume_at, self.is_blocked = 0.0, False
+
+    def __len__(self) -> int:
+        return len(self._unsent) + len(self._sent)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._sent or number in self._unsent
+
+    def seconds_to_send(self, now: float) -> float:
+        """Return when to call ``send`` again although nothing happens; infinity if that is not needed."""
+        if not self._unsent or (now >= self.resume_at and not self.is_blocked):
+            return float("inf")
+        return max(self.resume_at - now, _BLOCKED_S)
+
+    def add(self, number: int, waiting: _Waiting) -> None:
+        self._unsent[number] = waiting
+
+    def send(self, send: Callable[[bytes], bool], now: float) -> None:
+        """Send the questions that the scorer may have now. ``send`` returns False if there is no connection."""
+        self.is_blocked = False
+        while self._unsent and now >= self.resume_at and len(self._sent) < self._size:
+            number, waiting = next(iter(self._unsent.items()))
+            if self._sent and self._sent_bytes + waiting.held_bytes > MAX_PEER_BYTES:
+                return
+            if not send(waiting.frame):
+                self.is_blocked = True
+                return
+            self._sent[number] = self._unsent.pop(number)
+            self._sent_bytes += waiting.held_bytes
+
+    def refuse(self, number: int, retry_s: float, now: float) -> None:
+        """Take back a question that the scorer refused for now. It is the next one that is sent."""
+        if (waiting := self._take_back(number)) is not None:
+            self._unsent[number] = waiting
+            self._unsent.move_to_end(number, last=False)
+            if now >= self.resume_at:  # the first refusal of this pause
+                self.resume_at = now + retry_s
+                self._size = max(1, len(self._sent) // 2)
+
+    def take_back_all(self) -> None:
+        """Take back all questions: the scorer has lost them, or did not answer them as it should."""
+        self._unsent = OrderedDict([*self._sent.items(), *self._unsent.items()])
+        self._sent.clear()
+        self._sent_bytes, self.resume_at = 0, 0.0
+
+    def pop(self, number: int) -> _Waiting:
+        """Remove and return a question that is answered."""
+        self._size = min(self._size + 1, MAX_PEER_QUESTIONS)
+        waiting = self._take_back(number)
+        return self._unsent.pop(number) if waiting is None else waiting
+
+    def pop_all(self) -> list[_Waiting]:
+        waiting = [*self._sent.values(), *self._unsent.values()]
+        self._sent.clear()
+        self._unsent.clear()
+        return waiting
+
+    def _take_back(self, number: int) -> _Waiting | None:
+        waiting = self._sent.pop(number, None)
+        if waiting is not None:
+            self._sent_bytes -= waiting.held_bytes
+        return waiting
 
 
 class ScorerClient:
@@ -76,8 +174,8 @@ class ScorerClient:
         self._digest, self._vocabulary = digest, vocabulary
         self._numbers = itertools.count()
         self._asked: queue.SimpleQueue[tuple[int, _Waiting]] = queue.SimpleQueue()
-        self._waiting: dict[int, _Waiting] = {}
-        self._trouble, self._misfit = "", ""
+        self._waiting, self._reader = _Window(), AnswerReader()
+        self._trouble, self._misfit, self._busy = "", "", ""
         self._lock, self._is_closed = threading.Lock(), False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake_address = f"inproc://wake-{uuid.uuid4().hex}"
@@ -98,14 +196,14 @@ class ScorerClient:
 
     def score(self, messages: list[dict[str, str]], text: str) -> Future[tuple[np.ndarray, ...]]:
         """Ask for the score of an answer. The result has one array, float32 [1]."""
-        return self._ask(lambda number: encode_question(TextQuestion(number, messages, text)))
+        return self._ask(lambda number: _encoded(TextQuestion(number, messages, text)))
 
     def logprobs(
         self, token_ids: np.ndarray, loss_mask: np.ndarray, *, temperature: float, top_k: int
     ) -> Future[tuple[np.ndarray, ...]]:
         """Ask for the log-probabilities of the sampled tokens of a sequence. The result is as ``Answer`` describes."""
         arrays = (np.ascontiguousarray(token_ids, "<i4"), np.ascontiguousarray(loss_mask, "|b1"))
-        return self._ask(lambda number: encode_question(TokensQuestion(number, temperature, top_k), arrays))
+        return self._ask(lambda number: _encoded(TokensQuestion(number, temperature, top_k), arrays))
 
     def close(self) -> None:
         """End the thread. Questions without an answer fail with ``RewardError``. A second call does nothing."""
@@ -118,8 +216,8 @@ class ScorerClient:
         self._wake.close(linger=0)
         self._context.term()
 
-    def _ask(self, encode: Callable[[int], bytes]) -> Future[tuple[np.ndarray, ...]]:
-        """Post the question that ``encode`` makes of its number.
+    def _ask(self, encode: Callable[[int], tuple[bytes, int]]) -> Future[tuple[np.ndarray, ...]]:
+        """Post the question that ``encode`` makes of its number. ``encode`` also returns the size of its answer.
 
         The future's result is the answer's arrays. It fails with ``RewardError`` if the scorer can't answer this
         question, or if the client is closed.
@@ -130,7 +228,11 @@ class ScorerClient:
                 future.set_exception(self._closed_error())
                 return future
             number = next(self._numbers)
-            self._asked.put((number, _Waiting(encode(number), future)))
+            frame, expected = encode(number)
+            if refusal := why_too_large(len(frame), expected):
+                future.set_exception(RewardError(f"the scorer {self._name}: {refusal}"))
+                return future
+            self._asked.put((number, _Waiting(frame, len(frame) + expected, future)))
             self._wake.send(b"")
         return future
 
@@ -155,11 +257,9 @@ class ScorerClient:
             dealer.close(linger=0)
             wake.close(linger=0)
             while not self._asked.empty():
-                number, waiting = self._asked.get()
-                self._waiting[number] = waiting
-            for waiting in self._waiting.values():
+                self._waiting.add(*self._asked.get())
+            for waiting in self._waiting.pop_all():
                 waiting.future.set_exception(self._closed_error())
-            self._waiting.clear()
 
     def _dealer(self) -> zmq.Socket[bytes]:
         dealer = self._context.socket(zmq.DEALER)
@@ -167,54 +267,76 @@ class ScorerClient:
         dealer.setsockopt(zmq.IDENTITY, uuid.uuid4().hex.encode())
         dealer.setsockopt(zmq.RECONNECT_IVL, 100)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        for option in (zmq.SNDHWM, zmq.RCVHWM):
-            dealer.setsockopt(option, 0)  # a generator asks no more than its groups in flight
+        # Queue nothing while there is no connection: all questions are sent again when there is one.
+        dealer.setsockopt(zmq.IMMEDIATE, 1)
+        dealer.setsockopt(zmq.SNDHWM, MAX_PEER_QUESTIONS)
+        dealer.setsockopt(zmq.RCVHWM, _RECEIVE_HIGH_WATER_MARK)
+        dealer.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES)
         dealer.setsockopt(zmq.IPV6, int(":" in check_address(self._address)[0]))
         if self._keys is not None:
             self._keys.identify(dealer)
         return dealer
 
     def _serve(self, dealer: zmq.Socket[bytes], wake: zmq.Socket[bytes], link: Link, poller: zmq.Poller) -> None:
-        heard_at = asked_again_at = time.monotonic()
+        heard_at = answered_at = asked_again_at = time.monotonic()
+
+        def send(frame: bytes) -> bool:
+            try:
+                dealer.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            return True
+
         while not self._is_closed:
-            ready = dict(poller.poll(round(_LOOK_S * 1000)))
+            wait_s = min(_LOOK_S, self._waiting.seconds_to_send(time.monotonic()))
+            ready = dict(poller.poll(math.ceil(wait_s * 1000)))
             now = time.monotonic()
             if wake in ready:
                 wake.recv()
                 if not self._waiting:
-                    heard_at = now
-                self._take_asked(dealer, is_connected=link.is_connected)
+                    heard_at = answered_at = now
+                while not self._asked.empty():
+                    self._waiting.add(*self._asked.get())
             if dealer in ready:
                 heard_at = now
-                self._receive(dealer.recv())
+                if self._has_answer(dealer.recv_multipart(), now):
+                    answered_at = now
             asks_again = bool(self._misfit) and now - asked_again_at > _ASK_AGAIN_S
             if link.update() or asks_again:
                 asked_again_at = now
-                for waiting in self._waiting.values():
-                    dealer.send(waiting.frame)
-            self._note(link, silent_s=now - heard_at if self._waiting else 0.0)
+                self._waiting.take_back_all()
+            if link.is_connected:
+                self._waiting.send(send, now)
+            is_idle = not self._waiting
+            self._note(
+                link, silent_s=0.0 if is_idle else now - heard_at, busy_s=0.0 if is_idle else now - answered_at
+            )  # fmt: skip
 
-    def _take_asked(self, dealer: zmq.Socket[bytes], *, is_connected: bool) -> None:
-        """Send new questions. Without a connection they are sent when there is one, with all others that wait."""
-        while not self._asked.empty():
-            number, waiting = self._asked.get()
-            self._waiting[number] = waiting
-            if is_connected:
-                dealer.send(waiting.frame)
-
-    def _receive(self, frame: bytes) -> None:
+    def _has_answer(self, frames: list[bytes], now: float) -> bool:
+        """Take in a message. Return whether it completes an answer other than a refusal for now."""
+        has_answer = False
         try:
-            received = decode_answer(frame)
+            for frame in self._reader.feed(frames):
+                has_answer |= self._receive(decode_answer(frame), now)
         except WireError as error:
-            logger.warning("the scorer %s sent a malformed answer, which is ignored: %s", self._name, error)
-            return
+            self._misfit = f"the scorer {self._name} at {self._address} sent a malformed answer: {error}"
+        return has_answer
+
+    def _receive(self, received: Received, now: float) -> bool:
         answer: Answer = received.message
         if answer.request_id not in self._waiting:
-            return  # it was asked twice
+            return False  # it was asked twice
         self._misfit = self._why_unfit(answer)
-        if not self._misfit:
-            self._digest = answer.digest
-            self._deliver(answer, received)
+        if self._misfit:
+            return False
+        self._digest = answer.digest
+        if answer.retry_s:
+            self._busy = answer.error
+            self._waiting.refuse(answer.request_id, answer.retry_s, now)
+            return False
+        self._busy = ""
+        self._deliver(answer, received)
+        return True
 
     def _deliver(self, answer: Answer, received: Received) -> None:
         waiting = self._waiting.pop(answer.request_id)
@@ -237,10 +359,12 @@ class ScorerClient:
             )
         return ""
 
-    def _note(self, link: Link, *, silent_s: float) -> None:
+    def _note(self, link: Link, *, silent_s: float, busy_s: float) -> None:
         trouble = ""
         if self._waiting:
             trouble = link.trouble or self._misfit
+            if not trouble and self._busy and busy_s > _BUSY_S:
+                trouble = f"the scorer {self._name} at {self._address} refuses questions for now: {self._busy}"
             if not trouble and silent_s > SILENT_S:
                 trouble = (
                     f"the scorer {self._name} at {self._address} has not answered for {SILENT_S:.0f} s; see its log, "
@@ -253,3 +377,10 @@ class ScorerClient:
                 "%s",
                 f"grading waits: {trouble}" if trouble else f"the scorer {self._name} answers again",
             )
+
+
+def _encoded(
+    question: TextQuestion | TokensQuestion, arrays: tuple[np.ndarray, ...] = ()
+) -> tuple[bytes, int]:  # fmt: skip
+    """Return the encoded question, and the size that its answer has at most."""
+    return encode_question(question, arrays), answer_bytes(question, arrays)

@@ -48,7 +48,7 @@ class RunningScorer:
     """A scorer that serves in a thread until ``end``, or until its model raises ``Dies``."""
 
     def __init__(self, address: str, model: ScriptedModel, keys: ServerKeys | None = None) -> None:
-        self._server, self._is_over = ScorerServer(address, model, keys), threading.Event()
+        self.server, self._is_over = ScorerServer(address, model, keys), threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -61,11 +61,11 @@ class RunningScorer:
 
     def _serve(self) -> None:
         try:
-            self._server.serve(self._is_over.is_set)
+            self.server.serve(self._is_over.is_set)
         except Dies:
             pass
         finally:
-            self._server.close()
+            self.server.close()
 
     def __enter__(self) -> RunningScorer:
         return self
