@@ -40,6 +40,8 @@ TO_MEMBER_LIMITS = Limits(max_bytes=64 << 20, max_arrays=0, max_depth=None)
 """Larger, because the queue announces the publisher's key. Each field is still checked against its type."""
 _MAX_REASON = 2000
 _LINGER_MS = 500
+_HIGH_WATER_MARK = 64
+"""Maximum number of messages of one member that wait in the socket's memory, in each direction."""
 
 
 class CollectiveOffer(msgspec.Struct, frozen=True):
@@ -323,6 +325,8 @@ class MemberSocket:
         self._socket.linger = 0
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, TO_PUBLISHER_LIMITS.max_bytes)
+        for option in (zmq.RCVHWM, zmq.SNDHWM):
+            self._socket.setsockopt(option, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.IPV6, int(":" in bind_host))
         self.port = self._bind(bind_host, ports)
