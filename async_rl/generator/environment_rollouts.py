@@ -107,6 +107,16 @@ class EnvironmentRollouts:
     def num_pending(self) -> int:
         return self.num_open - len(self._requests)
 
+    @property
+    def trouble(self) -> str:
+        """Why environments don't start; empty if nothing is known to be wrong."""
+        return self._pool.trouble
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of rollouts that wait for another process without a time limit: none does."""
+        return 0
+
     def encode(self, lease: Lease) -> np.ndarray:
         messages = lease.prompt.messages
         if not messages:

@@ -497,7 +497,7 @@ class Worker:
                 f"{trouble})"
             )
         if self._scorer_trouble:
-            return f"a scorer ({self._scorer_trouble})"
+            return f"another process ({self._scorer_trouble})"
         if self._rollouts.num_pending:
             what = "the environments" if self._activity.pending == "environment" else "the reward"
             return f"{what} ({self._rollouts.num_pending} answers)"

@@ -138,10 +138,12 @@ def build_worker(
     """
     refuse_open_scorers(config, insecure=insecure, has_keys=keys is not None)
     grader = build_grader(config, code_digests, stack, directory, keys)
+    environment = build_environment(config, directory, backend, code_digests, stack)
     return Worker(
         queue=queue, receiver=receiver, backend=backend, grader=grader, config=config, generator_id=generator_id,
-        wait_s=wait_s, environment=build_environment(config, directory, backend, code_digests, stack), device=device,
-        scorers=[grader], teachers=build_teachers(config, directory, keys, stack), counters=grader.counters,
+        wait_s=wait_s, environment=environment, device=device,
+        scorers=[grader] if environment is None else [grader, environment],
+        teachers=build_teachers(config, directory, keys, stack), counters=grader.counters,
     )  # fmt: skip
 
 
