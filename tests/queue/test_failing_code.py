@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from async_rl.errors import RunStoppedError
 from async_rl.net.codec import encode_group
@@ -281,6 +282,45 @@ def test_the_last_rows_of_the_data_that_raise_are_poison_and_no_outage():
     assert now < 10.0
 
 
+def test_after_a_restart_the_last_rows_of_the_data_that_raise_are_poison_too():
+    # Nobody has succeeded since, and nobody can: without this the run waits for queue.max_outage_s, and then stops.
+    state = wide_state(num_rows=4, epochs=1, max_attempts=3)
+    succeed(state)
+    generator_requests.goodbye(state, "g0", 0.0)
+    now = 0.0
+    while len(state.last_excluded) < 3 and now < 600.0:
+        for lease in leases(state, 1, generator="g1", now=now):
+            fail(state, lease, generator="g1", now=now)
+        now += 1.0
+    assert sorted(state.last_excluded) == [1, 2, 3]
+
+
+def test_a_row_that_always_fails_does_not_keep_others_from_their_turn():
+    # Row 1 raises, row 2 failed only because the tool was away. No other row is left to be tried.
+    state = wide_state(num_rows=3, epochs=1, max_attempts=9)
+    succeed(state)
+    generator_requests.goodbye(state, "g0", 0.0)
+    for lease in leases(state, 2, generator="g1"):
+        fail(state, lease, generator="g1", is_transient=True)
+    for _ in range(2):
+        (lease,) = leases(state, 1, generator="g1")
+        if lease.prompt.position == 2:
+            return
+        fail(state, lease, generator="g1", is_transient=True)
+    raise AssertionError("row 2 was never tried again")
+
+
+def test_a_row_of_an_evaluation_that_always_fails_does_not_keep_others_from_their_turn():
+    state = make_state(max_attempts=9)
+    learner_requests.evaluate(state, "test", 0, rows(2), 2, SAMPLING, 0, True)
+    turns = list[int]()
+    for _ in range(4):
+        (lease,) = leases(state, 1)
+        turns.append(lease.prompt.row)
+        fail(state, lease, **DOWN)  # type: ignore[arg-type]
+    assert turns == [0, 1, 0, 1]
+
+
 def test_a_last_row_whose_tool_never_answers_is_given_up_in_minutes():
     state = wide_state(num_rows=2, epochs=1, max_attempts=3, max_outage_s=1e6)
     succeed(state)
@@ -337,11 +377,26 @@ def test_failed_places_are_counted_with_their_rows_and_said_once():
 def test_single_failed_rollouts_of_a_good_group_are_counted_too():
     state = make_state()
     lease = one_lease(state)
-    payload = encode_group(group(lease))
+    good = group(lease)
+    first, *others = good.rollouts
+    returned = structs.replace(good, rollouts=(structs.replace(first, finish_reason="error"), *others))
+    payload = encode_group(returned)
     failed = [FailedRollouts(lease.lease_id, Failure("reward_error", "KeyError: 'x'", "place"), 1)]
-    generator_requests.receive(state, "g0", read_summary(payload), payload, 0.0, failed)
+    # Only one rollout has failed, whatever its generator says.
+    failed += [FailedRollouts(lease.lease_id, Failure("reward_error", "a lie", str(number)), 9) for number in range(99)]
+    assert generator_requests.receive(state, "g0", read_summary(payload), payload, 0.0, failed)[0] == "filtered"
     (place,) = persistence.ledger_file(state)["failures"]
-    assert (place["rollouts"], place["rows"]) == (1, [0])
+    assert (place["detail"], place["rollouts"], place["rows"]) == ("KeyError: 'x'", 1, [0])
+
+
+def test_long_texts_about_failures_do_not_fill_the_journal():
+    # Each commit writes what is known of all places.
+    state = wide_state(max_attempts=99)
+    before = len(persistence.save(state))
+    for number in range(30):
+        fail(state, one_lease(state), place=f"{number:02}".ljust(2000, "p"), detail="d" * 2000)
+        succeed(state)
+    assert len(persistence.save(state)) - before < 30_000
 
 
 def test_of_more_than_twenty_places_the_rest_are_counted_together():

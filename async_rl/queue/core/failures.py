@@ -41,6 +41,9 @@ TRANSIENT_WAIT_S = 300.0
 """Where only prompts are left that failed while others succeeded, a transient failure of one of them counts as a failed
 attempt if the last one that counts is so long ago. Else the last prompt of a data set, whose tool never answers, would
 stop the run."""
+_MAX_TEXT = 400
+"""Maximum number of characters of a place and of a detail that are counted, because each commit of the journal writes
+all of them."""
 _MAX_PLACES = 20
 _SHOWN_DETAIL = 400
 _MAX_ROWS = 100
@@ -65,13 +68,21 @@ class Attempts(msgspec.Struct):
         failed: the failed attempts that count.
         stale: the late attempts.
         num_good: the queue's number of good groups when the last attempt failed; -1 if none failed.
-        failed_at: the time of the last failed attempt that counts.
+        failed_at: the time of the last failed attempt that counts; if none counts, of the first failed one.
+        tries: the number of all failed attempts.
     """
 
     failed: int = 0
     stale: int = 0
     num_good: int = -1
     failed_at: float = 0.0
+    tries: int = 0
+
+    def note(self, num_good: int, now: float, *, counts: bool) -> None:
+        """Note an attempt that failed when the queue had received ``num_good`` good groups."""
+        if counts or not self.tries:
+            self.failed_at = now
+        self.failed, self.tries, self.num_good = self.failed + counts, self.tries + 1, num_good
 
 
 @dataclass(slots=True)
@@ -219,7 +230,8 @@ def counts_against_prompt(
         failing: the generator's failed leases, this one included.
         generators_last_good: the number that the generator's last good group has among all good groups; 0 if it has
             returned none.
-        only_suspects: whether each prompt that is left to sample has a failed attempt that counts.
+        only_suspects: whether each prompt that is left to sample has a failed attempt that counts or, while the run is
+            paused, any failed attempt.
     """
     if failing.retry_at is None and generators_last_good > max(attempts.num_good, 0):
         return True
@@ -252,12 +264,12 @@ def add_failed(places: dict[str, FailedPlace], failure: Failure, rollouts: int, 
     Args:
         row: their row of the training data, or "<set>:<row>" of an evaluation.
     """
-    key = failure.place
+    key, detail = failure.place[:_MAX_TEXT], failure.detail[:_MAX_TEXT]
     if key not in places and len(places) >= _MAX_PLACES:
         key = "other places"
     is_new = key not in places
-    place = places.setdefault(key, FailedPlace(failure.cause, failure.detail))
-    place.cause, place.detail = failure.cause, failure.detail
+    place = places.setdefault(key, FailedPlace(failure.cause, detail))
+    place.cause, place.detail = failure.cause, detail
     place.rollouts += rollouts
     rows: list[Any] = place.rows if isinstance(row, int) else place.eval_rows
     if row not in rows and len(rows) < _MAX_ROWS:

@@ -198,8 +198,10 @@ def receive(
             _lose_returned(state, active, "refused", group.num_tokens)
             _note_refused(state, generator_id, refusal_cause(unfit))
         return "refused", f"group {group.lease_id}: {unfit}"
-    for one in failed:
-        _count_failed(state, active, one.failure, min(one.count, group.num_rollouts))
+    num_uncounted = group.num_failed
+    for one in failed[:num_uncounted]:
+        _count_failed(state, active, one.failure, min(one.count, num_uncounted))
+        num_uncounted -= min(one.count, num_uncounted)
     if active.evaluation is not None:
         verdict = _receive_answer(state, active, group, payload)
     else:
@@ -413,7 +415,10 @@ def _grant_training(
                 (), f"queue.max_bytes = {settings.max_bytes}: {used} bytes are in use or reserved"
             )
         num_passed = state.stream.num_passed
-        position = state.stream.draw(lambda found: state.was_tried_in_vain(state.attempts.get(found)))
+        position = state.stream.draw(
+            lambda found: state.was_tried_in_vain(state.attempts.get(found)),
+            lambda found: state.attempts.get(found, Attempts()).tries,
+        )
         if position is None:
             state.revision += num_passed != state.stream.num_passed
             return leases, LeasesGranted((), "the data has ended (data.epochs)")

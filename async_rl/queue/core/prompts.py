@@ -178,16 +178,18 @@ class PromptStream:
         place = self.curriculum.places.get(position)
         return self._row(source, index if place is None else place.index)
 
-    def draw(self, avoid: Callable[[int], bool] = lambda position: False) -> int | None:
+    def draw(
+        self, avoid: Callable[[int], bool] = lambda position: False, tries: Callable[[int], int] = lambda position: 0
+    ) -> int | None:
         """Return the next position to sample; None at the end of the last epoch.
 
-        Requeued positions come first, but those that ``avoid`` names come last. Rows that the curriculum passes over
-        are counted in the cursor, also if None is returned.
+        Requeued positions come first, but those that ``avoid`` names come last, the one with the fewest ``tries``
+        first. Rows that the curriculum passes over are counted in the cursor, also if None is returned.
         """
         found = pop_first(self.cursor.requeued, avoid)
         if found is None:
             found = self._draw_new()
-        return heapq.heappop(self.cursor.requeued) if found is None and self.cursor.requeued else found
+        return pop_least(self.cursor.requeued, tries) if found is None and self.cursor.requeued else found
 
     def _draw_new(self) -> int | None:
         position = self.cursor.position
@@ -244,6 +246,17 @@ def pop_first(heap: list[int], avoid: Callable[[int], bool]) -> int | None:
     found = heapq.heappop(heap) if heap else None
     for number in avoided:
         heapq.heappush(heap, number)
+    return found
+
+
+def pop_least(heap: list[int], tries: Callable[[int], int]) -> int:
+    """Remove and return the number of a heap that has the fewest ``tries``, the lowest of several.
+
+    So each of them gets its turn: the lowest one may fail for ever, and the others only during an outage.
+    """
+    found = min(heap, key=lambda number: (tries(number), number))
+    heap.remove(found)
+    heapq.heapify(heap)
     return found
 
 
@@ -312,9 +325,9 @@ class Evaluation:
         heapq.heappush(self.todo, row)
 
     def take_row(self, avoid: Callable[[int], bool]) -> int:
-        """Remove and return the first row of ``todo``. Rows that ``avoid`` names come last."""
+        """Remove and return the first row of ``todo``; those that ``avoid`` names come last, the least tried first."""
         found = pop_first(self.todo, avoid)
-        return heapq.heappop(self.todo) if found is None else found
+        return pop_least(self.todo, lambda row: self.attempts(row).tries) if found is None else found
 
     def attempts(self, row: int) -> Attempts:
         """Return the failed attempts to sample a row, to be changed."""

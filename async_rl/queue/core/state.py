@@ -424,10 +424,15 @@ class QueueState(PersistedState):
     @property
     def outage_diagnosis(self) -> str:
         """The reason why the run stops because all leases fail; empty if it goes on."""
-        outage, is_proven = self.outage, self.proven_code == self.code
+        outage = self.outage
         if outage is None:
             return ""
-        return outage.diagnosis(self.now, self.settings.max_outage_s, is_proven=is_proven)
+        return outage.diagnosis(self.now, self.settings.max_outage_s, is_proven=self.is_code_proven)
+
+    @property
+    def is_code_proven(self) -> bool:
+        """Whether a group was good since the user's code changed."""
+        return self.proven_code == self.code
 
     def was_tried_in_vain(self, attempts: Attempts | None) -> bool:
         """Return whether no group was good since a prompt with these attempts failed. Others are sampled first then."""
@@ -448,18 +453,23 @@ class QueueState(PersistedState):
                 attempts.failed -= 1
 
     def has_only_suspects(self, active: ActiveLease) -> bool:
-        """Return whether each prompt of this lease's kind that is left to sample has a failed attempt that counts."""
+        """Return whether each prompt of this lease's kind that is left to sample has a failed attempt that counts.
+
+        While the run is paused, and if the code is proven, a failed attempt that does not count is enough: after a
+        restart no generator has succeeded, and none can if only prompts are left that raise.
+        """
+        if active.evaluation is None and not self.stream.is_at_end:
+            return False
         leases = [one.lease.prompt for one in self.leases if one.evaluation == active.evaluation]
         if active.evaluation is not None:
             evaluation = self.evals.get(active.evaluation)
             if evaluation is None:
                 return False
             attempts, left = evaluation.request.attempts, [*evaluation.todo, *(prompt.row for prompt in leases)]
-        elif self.stream.is_at_end:
-            attempts, left = self.attempts, [*self.cursor.requeued, *(prompt.position for prompt in leases)]
         else:
-            return False
-        return all(one in attempts and attempts[one].failed for one in left)
+            attempts, left = self.attempts, [*self.cursor.requeued, *(prompt.position for prompt in leases)]
+        is_paused = self.is_code_proven and self.outage is not None
+        return all(one in attempts and (attempts[one].failed or (is_paused and attempts[one].tries)) for one in left)
 
     def stop_diagnosis(self) -> str:
         """Return the reason why the run can't continue; empty if it can."""
@@ -648,8 +658,8 @@ class QueueState(PersistedState):
 
     def _note_failed(self, attempts: Attempts, cause: DropCause, *, counts: bool) -> None:
         if cause == "failed":
-            attempts.num_good = self.num_good
-        if counts:
+            attempts.note(self.num_good, self.now, counts=counts)
+        elif counts:
             attempts.failed, attempts.failed_at = attempts.failed + 1, self.now
 
     def _requeue_or_exclude(self, position: int, cause: DropCause, *, counts: bool = True) -> DropCause:

@@ -372,10 +372,14 @@ class Handlers:
             )
         verdicts: dict[str, Verdict] = {}
         why: dict[str, str] = {}
+        failed: dict[str, list[FailedRollouts]] = {}
+        for one in request.failed:
+            failed.setdefault(one.lease_id, []).append(one)
         for lease_id, payload in zip(lease_ids, parts, strict=True):
             try:
-                failed = [one for one in request.failed if one.lease_id == lease_id]
-                verdicts[lease_id], reason = self._receive_group(request.generator_id, lease_id, payload, now, failed)
+                verdicts[lease_id], reason = self._receive_group(
+                    request.generator_id, lease_id, payload, now, failed.get(lease_id, ())
+                )
             except StorageFullError:
                 # Send no reply, so that the generator repeats the message. Groups that were stored are duplicates then.
                 generator_requests.renew(self.state, request.generator_id, lease_ids, now)
