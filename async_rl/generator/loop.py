@@ -402,7 +402,8 @@ class Worker:
             return
         self._heartbeat_at_s = now_s + HEARTBEAT_S
         # Leases must outlive a scorer's absence and a slow reward, so a heartbeat that waits for one counts as work.
-        is_grading = 0.0 < self._grader.longest_call_s < self._max_call_s
+        # A call that hangs must not take the other ones' leases away.
+        is_grading = any(call_s < self._max_call_s for call_s in self._grader.calls_s)
         self._num_waits += is_grading or any(scorer.num_waiting for scorer in self._scorers)
         work = self._backend.num_tokens + self._num_graded + self._num_waits
         progress = self._leases.progress(self._rollouts.progress(), work, is_paused=self._is_paused)
@@ -417,7 +418,7 @@ class Worker:
     @property
     def _slow_call(self) -> str:
         """That a call of the reward runs for long; empty if none does."""
-        longest_s, limit_s = self._grader.longest_call_s, self._max_call_s
+        longest_s, limit_s = max(self._grader.calls_s, default=0.0), self._max_call_s
         if longest_s <= WATCHDOG_S:
             return ""
         if longest_s < limit_s:

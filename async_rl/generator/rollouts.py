@@ -384,7 +384,7 @@ class Graded:
     index: int
     rollout: Rollout | None
     failure: Failure | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     text: str = ""
 
 
@@ -403,8 +403,8 @@ class Grader(Protocol):
         ...
 
     @property
-    def longest_call_s(self) -> float:
-        """For how many seconds the oldest running call of the reward runs; 0 if none does."""
+    def calls_s(self) -> tuple[float, ...]:
+        """For how many seconds each running call of the reward runs."""
         ...
 
     def submit(self, lease: Lease, sample: Sampled) -> None: ...
@@ -423,7 +423,7 @@ def _graded(
 ) -> list[Graded]:
     try:
         rollouts = graded_rollouts(reward, lease, samples, decode)
-    except Exception as error:  # the boundary to reward code: the loop counts the failed rollouts
+    except (Exception, SystemExit) as error:  # the boundary to reward code: the loop counts the failed rollouts
         return [_failed(lease, sample, failure_of(error, "reward_error"), error) for sample in samples]
     return [
         _failed(lease, sample, _too_large(max_abs))
@@ -433,7 +433,7 @@ def _graded(
     ]
 
 
-def _failed(lease: Lease, sample: Sampled, failure: Failure, error: Exception | None = None) -> Graded:
+def _failed(lease: Lease, sample: Sampled, failure: Failure, error: BaseException | None = None) -> Graded:
     rollout = Rollout((whole_sequence(sample),), {}, 0.0, "error")
     return Graded(lease, sample.index, rollout, failure, error)
 
@@ -481,9 +481,9 @@ class ThreadGrader:
         return self._num_pending
 
     @property
-    def longest_call_s(self) -> float:
-        began_s = list(self._began_s.values())
-        return max(0.0, time.monotonic() - min(began_s)) if began_s else 0.0
+    def calls_s(self) -> tuple[float, ...]:
+        began_s, now_s = list(self._began_s.values()), time.monotonic()
+        return tuple(max(0.0, now_s - began) for began in began_s)
 
     def submit(self, lease: Lease, sample: Sampled) -> None:
         samples = [sample]
@@ -535,6 +535,7 @@ class ThreadGrader:
     def _run(self) -> None:
         while (item := self._todo.get()) is not None:
             self._began_s[threading.get_ident()] = time.monotonic()
-            for graded in _graded(self._reward, *item, self._decode, self._max_abs):
-                self._done.put(graded)
+            scored = _graded(self._reward, *item, self._decode, self._max_abs)
             del self._began_s[threading.get_ident()]
+            for graded in scored:
+                self._done.put(graded)

@@ -10,6 +10,7 @@ import errno
 import re
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 _NAMES = re.compile(
     r"Connect|Disconnect|Time(d)?_?[oO]ut|Transport|Unavailable|RateLimit|NetworkError|ProtocolError|DNSError"
@@ -36,7 +37,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(found))
         yield found
         # urllib hides the cause in the reason.
-        reason = getattr(found, "reason", None)
+        reason = _read(found, "reason")
         if isinstance(reason, BaseException) and id(reason) not in seen:
             yield reason
         found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
@@ -53,9 +54,17 @@ def _is_of_service(error: BaseException) -> bool:
 
 def _has_status(error: BaseException) -> bool:
     """Return whether an exception has the status of an HTTP reply that says to try again later."""
-    for place in (error, getattr(error, "response", None)):
+    for place in (error, _read(error, "response")):
         for name in _STATUS_NAMES:
-            status = getattr(place, name, None)
+            status = _read(place, name)
             if isinstance(status, int) and isinstance(error, Exception):
                 return status in (408, 425, 429) or 500 <= status <= 599
     return False
+
+
+def _read(place: object, name: str) -> Any:
+    """Return an attribute of an object of another package; None if it has none, or if reading it raises."""
+    try:
+        return getattr(place, name, None)
+    except Exception:  # a property of foreign code; what it can't say is not known
+        return None

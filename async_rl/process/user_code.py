@@ -419,15 +419,22 @@ def describe_error(error: BaseException) -> tuple[str, str]:
     The sentence has the exception, and the file, the line and the source line of the innermost frame in the user's
     code. If no frame is in the user's code, the place is that of the innermost frame, and the sentence leaves it out.
     """
-    kind = type(error).__name__
+    kind, text = type(error).__name__, _text_of(error)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_users(frame.filename)]
     innermost = (own or frames or [None])[-1]
     place = kind if innermost is None else f"{kind} at {innermost.filename}:{innermost.lineno}"
     if not own:
-        return f"{kind}: {error}", place
+        return f"{kind}: {text}", place
     frame = own[-1]
-    return f"{kind}: {error} ({frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line})", place
+    return f"{kind}: {text} ({frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line})", place
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as second:  # the exception's class may be the user's
+        return f"its text can't be read ({type(second).__name__})"
 
 
 def _is_users(filename: str) -> bool:

@@ -1,5 +1,6 @@
 """Samples to rollouts, one at a time or a group at a time."""
 
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import closing
@@ -167,3 +168,39 @@ def test_a_reward_above_the_limit_fails_its_rollout_and_is_never_sent():
     assert (good.failure, good.rollout and good.rollout.reward) == (None, 7.0)
     assert failed.failure is not None
     assert "at most reward.max_abs = 100" in failed.failure.detail
+
+
+def leave(item: RewardInput) -> float:
+    if item.text == "leave":
+        sys.exit("the reward leaves")
+    return 1.0
+
+
+def test_a_reward_that_leaves_fails_its_rollout_and_no_thread():
+    with closing(ThreadGrader(reward_of(leave))) as grader:
+        lease = make_lease("a")
+        for index, text in enumerate(("leave", "stay")):
+            grader.submit(lease, sample(lease, index, text))
+        failed, good = collect(grader, 2)
+        assert grader.calls_s == ()
+    assert failed.failure is not None
+    assert failed.failure.detail.startswith("SystemExit: the reward leaves")
+    assert good.failure is None
+
+
+def test_a_running_call_is_told_with_its_time():
+    goes_on, began = threading.Event(), threading.Event()
+
+    def hang(item: RewardInput) -> float:
+        began.set()
+        goes_on.wait(10.0)
+        return 1.0
+
+    with closing(ThreadGrader(reward_of(hang))) as grader:
+        lease = make_lease("a")
+        grader.submit(lease, sample(lease, 0, "x"))
+        assert began.wait(10.0)
+        assert 0.0 <= grader.calls_s[0] < 20.0
+        goes_on.set()
+        collect(grader, 1)
+        assert grader.calls_s == ()

@@ -534,8 +534,8 @@ class SlowGrader:
 
     trouble, num_waiting = "", 0
 
-    def __init__(self, call_s: float) -> None:
-        self.call_s, self.began_s = call_s, 0.0
+    def __init__(self, call_s: float, hangs_s: float | None = None) -> None:
+        self.call_s, self.began_s, self.hangs_s = call_s, 0.0, hangs_s
         self.clock: Clock | None = None
         self.samples: list[tuple[Any, Any]] = []
 
@@ -544,8 +544,10 @@ class SlowGrader:
         return len(self.samples)
 
     @property
-    def longest_call_s(self) -> float:
-        return self.clock.now_s - self.began_s if self.clock is not None and self.samples else 0.0
+    def calls_s(self) -> tuple[float, ...]:
+        """The last submitted call, and one that hangs."""
+        own = () if self.clock is None or not self.samples else (self.clock.now_s - self.began_s,)
+        return own if self.hangs_s is None else (*own, self.hangs_s)
 
     def submit(self, lease: Any, sample: Any) -> None:
         assert self.clock is not None
@@ -553,7 +555,7 @@ class SlowGrader:
         self.samples.append((lease, sample))
 
     def collect(self) -> list[Graded]:
-        if self.longest_call_s < self.call_s:
+        if not self.samples or self.calls_s[0] < self.call_s:
             return []
         done, self.samples = self.samples, []
         grader = InlineGrader(grade)
@@ -564,8 +566,8 @@ class SlowGrader:
     def forget(self, lease_id: str) -> None: ...
 
 
-def run_slow_reward(call_s: float, **reward: Any) -> Scene:
-    grader = SlowGrader(call_s)
+def run_slow_reward(call_s: float, *, hangs_s: float | None = None, **reward: Any) -> Scene:
+    grader = SlowGrader(call_s, hangs_s)
     scene = Scene(grader=grader, reward=reward)
     grader.clock = scene.clock
     polls: list[list[GeneratorEvent]] = [[]] * int(200 * call_s)
@@ -584,6 +586,14 @@ def test_a_running_call_of_the_reward_is_progress_of_its_leases_up_to_its_limit(
         assert "generator g: a call of the reward has run for more than 30 s" in caplog.text
         assert scene.queue.troubles[40].startswith("a call of the reward has run for more than")
         assert scene.queue.troubles[5] == ""
+
+
+def test_a_call_that_hangs_does_not_end_the_leases_of_other_calls():
+    scene = run_slow_reward(20.0, hangs_s=9000.0, max_call_s=600.0)
+    seen = [progress["a"] for progress, _ in scene.queue.heartbeats if "a" in progress]
+    assert len(seen) > 15
+    assert seen == sorted(set(seen))
+    assert scene.queue.troubles[5].startswith("a call of the reward has run for more than reward.max_call_s = 600 s")
 
 
 def test_idle_time_is_counted_by_what_the_generator_waits_for():

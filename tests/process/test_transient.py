@@ -11,6 +11,7 @@ import pytest
 import requests
 
 from async_rl.process.transient import is_transient
+from async_rl.process.user_code import describe_error
 
 
 def raised(call: object) -> BaseException:
@@ -77,3 +78,21 @@ def test_mistakes_are_not_transient():
 def test_networks_and_names_that_are_away_are_transient():
     away = (OSError(errno.EHOSTUNREACH, "no route"), socket.gaierror("unknown"), TimeoutError(), BrokenPipeError())
     assert all(map(is_transient, away))
+
+
+class HostileError(Exception):
+    """An exception of user code whose own text and attributes can't be read."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+    @property
+    def response(self) -> object:
+        raise RuntimeError("the response was not read")
+
+
+def test_an_exception_that_can_not_be_read_is_described_and_no_transient_failure():
+    assert not is_transient(HostileError())
+    sentence, place = describe_error(raised(lambda: (_ for _ in ()).throw(HostileError())))
+    assert sentence.startswith("HostileError: its text can't be read (RuntimeError)")
+    assert place.startswith("HostileError at ")
