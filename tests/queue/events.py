@@ -53,6 +53,19 @@ def fail(world: World, random: Random) -> None:
         world.fail(name, random.choice(leases), random.choice(causes))
 
 
+def fail_everything(world: World, random: Random) -> None:
+    """A tool is away: some generators fail all that they get for a while, so that they are quarantined."""
+    is_transient, broken = random.random() < 0.7, random.sample(GENERATORS, random.randint(1, 3))
+    for _ in range(random.randint(1, 10)):
+        for name in broken:
+            world.activate(name)
+            world.ask(name, 4)
+            for lease_id in list(world.generators[name].leases):
+                world.fail(name, lease_id, "engine_error", is_transient=is_transient)
+        if random.random() < 0.3:
+            world.pass_time(random.choice((1.0, 8.0, 70.0, 400.0)))
+
+
 def heartbeat(world: World, random: Random) -> None:
     world.heartbeat(random.choice(GENERATORS), grows=random.random() < 0.7)
 
@@ -138,8 +151,8 @@ def restart_server(world: World, random: Random) -> None:
 
 
 EVENTS: dict[Event, int] = {
-    ask: 12, give: 14, give_everything: 6, give_again: 2, fail: 2, heartbeat: 4, go_away: 2, pass_time: 4, take: 6,
-    ack: 8, train_on: 2, announce: 2, evaluate: 1, collect_evaluations: 1, snapshot: 1, commit_checkpoint: 2,
-    restart_learner: 2, wake_old_learner: 1, restart_server: 2,
+    ask: 12, give: 14, give_everything: 6, give_again: 2, fail: 2, fail_everything: 2, heartbeat: 4, go_away: 2,
+    pass_time: 4, take: 6, ack: 8, train_on: 2, announce: 2, evaluate: 1, collect_evaluations: 1, snapshot: 1,
+    commit_checkpoint: 2, restart_learner: 2, wake_old_learner: 1, restart_server: 2,
 }  # fmt: skip
 """How often each is drawn."""

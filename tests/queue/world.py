@@ -156,11 +156,16 @@ class World(Witness):
         assert self.state.stats().depth == depth
         self.settle()
 
-    def fail(self, name: str, lease_id: str, cause: Literal["prompt_too_long", "engine_error"]) -> None:
+    def fail(
+        self, name: str, lease_id: str, cause: Literal["prompt_too_long", "engine_error"], *, is_transient: bool = True
+    ) -> None:
         generator = self.generators[name]
         lease = generator.leases.pop(lease_id)
         del generator.asked[lease_id]
-        if generator_requests.fail(self.state, name, lease_id, Failure(cause, cause), self.now) == "refused":
+        if (
+            generator_requests.fail(self.state, name, lease_id, Failure(cause, cause, "", is_transient), self.now)
+            == "refused"
+        ):
             assert lease_id in self.entries["lease"]
             if cause == "prompt_too_long" and lease.kind == "train":
                 self.books.too_long.add(lease.prompt.position)

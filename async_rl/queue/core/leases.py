@@ -322,17 +322,18 @@ class GeneratorTable:
         """
         return entry.owner == owner or not (entry.owner.has_key or self._is_alive(entry, now))
 
-    def forget_silent(self, now: float) -> None:
-        """Remove the generators that have been silent for ten times ``timeout_s``.
+    def forget_silent(self, now: float) -> int:
+        """Remove the generators that have been silent for ten times ``timeout_s``, and return their number.
 
         It is called on every request, so it looks at all generators only when one may have to be removed.
         """
         if now < self._forget_at:
-            return
-        for entry in list(self._entries.values()):
-            if now - entry.seen_at > 10 * self._timeout_s:
-                self.remove(entry.generator_id)
+            return 0
+        silent = [entry for entry in self._entries.values() if now - entry.seen_at > 10 * self._timeout_s]
+        for entry in silent:
+            self.remove(entry.generator_id)
         self._forget_at = min((e.seen_at for e in self._entries.values()), default=now) + 10 * self._timeout_s
+        return len(silent)
 
     def alive(self, now: float) -> list[GeneratorEntry]:
         """Return the generators that are alive. A doctor is none, because it takes no leases."""

@@ -184,7 +184,7 @@ class QueueState(PersistedState):
         expired = self.leases.expired(self.now)
         for active in expired:
             self.lose_lease(active, "expired")
-        self.generators.forget_silent(self.now)
+        self.revision += self.generators.forget_silent(self.now)
         # The requests of generators that may try a lease now are waiting for a change.
         self.revision += self.generators.due_trials(self.now)
         return len(expired)
