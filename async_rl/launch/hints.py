@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from async_rl.errors import RunError
@@ -67,7 +67,7 @@ class Hints:
         health: judges the training. Its notes are given once in a run.
     """
 
-    def __init__(self, history: Sequence[Row] = ()) -> None:
+    def __init__(self, history: Iterable[Row] = ()) -> None:
         """Take the rows of earlier launches as ``history``."""
         self.health = Health(history)
         self._rows: deque[Row] = deque(maxlen=_STEPS)

@@ -42,7 +42,7 @@ from async_rl.run.health import Health
 from async_rl.run.lock import RunLock, locked_run_dir
 from async_rl.run.progress import duration, eval_accuracies
 from async_rl.run.reuse import check_run_dir, has_ended
-from async_rl.run.step_log import read_metrics
+from async_rl.run.step_log import Row, iter_metrics, last_step
 from async_rl.terminal import visible
 
 _CHECKING = "checking data, model and address"
@@ -211,7 +211,7 @@ def continuation_lines(run_dir: RunDir, config: Config, earlier: Config | None) 
 
     Return none if the run starts anew. ``earlier`` is the config of the launch before, None if it is unknown.
     """
-    trained = max((row["step"] for row in read_metrics(run_dir.metrics)), default=0)
+    trained = last_step(run_dir.metrics)
     checkpoint = run_dir.latest_checkpoint
     if checkpoint is None and not trained:
         return []
@@ -293,19 +293,22 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
     earlier, what went wrong with the training, the counts of the ledger, and the paths of the run's files. ``wall_s``
     is the duration of this launch in seconds.
     """
-    rows = read_metrics(run_dir.metrics)
-    steps = max((row["step"] for row in rows), default=0)
+    steps, health = 0, Health()
+    evaluations: list[Row] = []
     evals: dict[str, list[float]] = {}
-    for row in rows:
+    for row in iter_metrics(run_dir.metrics):
+        steps = max(steps, row["step"])
+        health.add(row)
+        evaluations += [row] if eval_accuracies(row) else []
         for dataset, accuracy in eval_accuracies(row).items():
             evals.setdefault(dataset, []).append(accuracy)
     state = "finished" if run_dir.is_finished else "not finished"
     lines = [f"{state}: {steps} steps, this launch took {duration(wall_s)}"]
     lines += [f"accuracy on {name}: {values[0]:.3f} -> {values[-1]:.3f}" for name, values in evals.items()]
-    lines += best_lines(run_dir, rows)
+    lines += best_lines(run_dir, evaluations)
     if any(len(values) > 2 for values in evals.values()):
         lines.append(f"all evaluations: async-rl eval --compare {run_dir.path}")
-    lines += [f"note: {note.text}" for note in Health(rows).notes]
+    lines += [f"note: {note.text}" for note in health.notes]
     if run_dir.ledger.exists():
         ledger = run_dir.read_ledger()
         notes = [f"note: {text}" for text in ledger.get("group_notes", {}).values()]
@@ -324,7 +327,7 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
 
 def next_lines(run_dir: RunDir, config: Config) -> list[str]:
     """Return lines with commands to try after the finished run of ``config``."""
-    trained = max((row["step"] for row in read_metrics(run_dir.metrics)), default=0)
+    trained = last_step(run_dir.metrics)
     has_ended_early = trained < config.learner.steps  # the data did
     more = f"data.epochs={(config.data.epochs or 1) + 1}" if has_ended_early else f"learner.steps={2 * trained}"
     bound = config.queue.max_staleness

@@ -19,7 +19,7 @@ from async_rl.output import size_text
 from async_rl.queue.messages import DOCTOR
 from async_rl.run.directory import RunDir
 from async_rl.run.queue_files import read_record
-from async_rl.run.step_log import read_metrics
+from async_rl.run.step_log import last_step
 from async_rl.terminal import visible_values
 
 _LABELS = {
@@ -120,7 +120,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
 
 def _last_state(run_dir: RunDir) -> str:
     """Return how far an unfinished run has come, from its files."""
-    steps = max((row["step"] for row in read_metrics(run_dir.metrics)), default=0)
+    steps = last_step(run_dir.metrics)
     return f"The run has made {steps} steps, and its newest checkpoint is {run_dir.latest_checkpoint or 'none'}"
 
 

@@ -62,7 +62,7 @@ from async_rl.routes import RoutingShape
 from async_rl.run.directory import RunDir
 from async_rl.run.eval_records import Decode
 from async_rl.run.health import Health, Note
-from async_rl.run.step_log import read_rows
+from async_rl.run.step_log import iter_rows
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class Trainer:
             engine, run_dir, config.checkpoint, lineage=state.lineage, confirm=self._confirm
         )
         self._saved_metrics: dict[str, float] = {}
-        self._health, self._first_step = Health(read_rows(RunDir(run_dir).metrics)), state.step
+        self._health, self._first_step = Health(iter_rows(RunDir(run_dir).metrics)), state.step
         self._why_ended = ""
         self._last_checkpoint = state.step if state.is_resumed else -1
 

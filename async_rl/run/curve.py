@@ -1,11 +1,13 @@
 """Draw ``curve.png``, a picture of a run's metrics.
 
 ``launch`` draws it again and again while the run goes (``CurveUpdater``), and once more when it exits, for whatever
-reason. A learner that was started by hand draws it only when it exits. Only then does it import matplotlib.
+reason. A learner that was started by hand draws it only when it exits. Only then does it import matplotlib. Of a long
+run, each point stands for several steps (``run.thinning``).
 """
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import threading
@@ -22,7 +24,8 @@ from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock
 from async_rl.run.metrics import Row
 from async_rl.run.starts import first_steps
-from async_rl.run.step_log import read_metrics
+from async_rl.run.step_log import iter_metrics, last_step
+from async_rl.run.thinning import thinned
 from async_rl.terminal import visible
 
 if TYPE_CHECKING:
@@ -40,6 +43,10 @@ _POLICY = {
 _IDLE = {"idle/learner": ("learner", "#0072b2"), "idle/generators": ("generators", "#cc79a7")}
 _WAITS = {"idle/grading": ("generators, for grading", "#e69f00"), "idle/environment": ("for environments", "#009e73")}
 _SHOWN_WAIT = 0.05
+_MEANS = ("reward/mean", "accuracy/mean", "staleness/mean", "ratio/ess", "time/step_s")
+_SLOWEST = "time/step_s/max"
+_KEYS = ("version", "staleness/max", _SLOWEST, *_MEANS, *_POLICY, *_IDLE, *_WAITS)
+"""The figures that are drawn, besides those of evaluations."""
 _EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
@@ -49,6 +56,8 @@ _LOW = 1e-6
 """Lowest value of a panel with a logarithmic scale. Values below are rounding errors."""
 _FAR = 3.0
 """The bound is drawn if it is at most this many times the highest staleness."""
+_MAX_MARKS = 200
+"""Evaluations are marked only if they are at most so many. More lines would fill the panel."""
 _LEGEND_WIDTH = 80
 """Width of a panel's legend, in letters; the line before a label is as wide as six."""
 LOOK_S = 1.0
@@ -102,6 +111,8 @@ class CurveUpdater:
         if problem and not self._reported:
             self._note(problem)
         self._reported = bool(problem)
+        # Figures are cycles of objects. In a process as quiet as this one, a hundred may wait for the next collection.
+        gc.collect()
 
     def close(self) -> None:
         """End the thread. Wait until it has finished a drawing that it has begun."""
@@ -124,8 +135,8 @@ class CurveUpdater:
 
     def _is_training(self) -> bool:
         """Return whether the run has metrics, so that there is a picture, and has further steps to train."""
-        rows = read_metrics(self._run_dir.metrics)
-        return bool(rows) and max(row["step"] for row in rows) < self._num_steps
+        has_rows = next(iter_metrics(self._run_dir.metrics), None) is not None
+        return has_rows and last_step(self._run_dir.metrics) < self._num_steps
 
 
 def pause_after(drawing_s: float) -> float:
@@ -151,10 +162,22 @@ def write_curve(run_dir: RunDir, lock: RunLock | None = None) -> bool:
     Return whether the picture was written. It is not if the run has no metrics yet, or if ``lock`` is no longer valid.
     A reader never sees half a file.
     """
-    rows = read_metrics(run_dir.metrics)
+    rows = picture_rows(run_dir)
     if not rows:
         return False
     return save_picture(draw_figure(run_dir, rows), run_dir.curve, lock)
+
+
+def picture_rows(run_dir: RunDir) -> list[Row]:
+    """Return the figures of ``metrics.jsonl`` that are drawn, in no more rows than a picture can show."""
+    starts = set(first_steps(run_dir))
+    return thinned((_timed(row, row["step"] in starts) for row in iter_metrics(run_dir.metrics)), _KEYS)
+
+
+def _timed(row: Row, is_start: bool) -> Row:
+    """Return ``row`` with its seconds as those of the slowest step; without any if it waited for the start-up."""
+    seconds = None if is_start else row.get("time/step_s")
+    return row | {"time/step_s": seconds, _SLOWEST: seconds}
 
 
 def draw_figure(run_dir: RunDir, rows: Sequence[Row]) -> Figure:
@@ -293,7 +316,7 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
 def _mark_evaluations(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a thin line at each step with an evaluation: generators sample its answers, so the next step is slower."""
     steps = sorted({row["step"] for row in rows if any(key.startswith("eval/") for key in row)})
-    for number, step in enumerate(steps):
+    for number, step in enumerate(steps if len(steps) <= _MAX_MARKS else ()):
         label = "evaluation by the generators" if number == 0 else None
         axes.axvline(step, color="0.6", linewidth=0.8, linestyle=":", label=label)
 
@@ -305,12 +328,14 @@ def _draw_mean(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str
         return
     smooth = running_mean(values)
     window = len(values) - len(smooth) + 1
+    # A point of a long run stands for several steps.
+    num_steps = round(window * (steps[-1] - steps[0]) / max(1, len(steps) - 1))
     style: dict[str, Any] = {"color": color, "linewidth": 1.8}
     if window == 1:
         axes.plot(steps, values, label=label, **style)
         return
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-    axes.plot(steps[window - 1 :], smooth, label=f"{label} (mean over {window} steps)", **style)
+    axes.plot(steps[window - 1 :], smooth, label=f"{label} (mean over {num_steps} steps)", **style)
 
 
 def _draw_speed(axes: Axes, rows: Sequence[Row], starts: Sequence[int]) -> None:
@@ -321,8 +346,9 @@ def _draw_speed(axes: Axes, rows: Sequence[Row], starts: Sequence[int]) -> None:
     rows = [row for row in rows if row["step"] not in starts]
     times = _series(rows, "time/step_s")[1]
     high = float(np.percentile(times, _HIGH)) if times else 0.0
-    is_cut = bool(times) and max(times) > 2 * high
-    note = f"of each step; slowest {max(times):.3g} s" if is_cut else "of each step"
+    slowest = max((*times, *_series(rows, _SLOWEST)[1]), default=0.0)
+    is_cut = slowest > 2 * high
+    note = f"of each step; slowest {slowest:.3g} s" if is_cut else "of each step"
     _draw_mean(axes, rows, "time/step_s", _COLORS["speed"], note)
     axes.set_ylabel("seconds per step")
     axes.set_ylim(0, 2 * high if is_cut else None)

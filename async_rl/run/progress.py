@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from async_rl.run.step_log import Row
@@ -43,7 +43,7 @@ class RunProgress:
         evals: for each evaluation set, pairs (step, accuracy) in the order of the evaluations.
     """
 
-    def __init__(self, num_steps: int, history: Sequence[Row]) -> None:
+    def __init__(self, num_steps: int, history: Iterable[Row]) -> None:
         self.num_steps = num_steps
         self.step_row: Row = {}
         self.evals: dict[str, list[tuple[int, float]]] = {}

@@ -5,14 +5,13 @@ The curve marks restarts, and ``comparison`` leaves the start-up out of the seco
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.errors import RunError
 from async_rl.run.directory import RunDir, read_json
-from async_rl.run.step_log import read_rows
+from async_rl.run.step_log import iter_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,10 @@ def read_origin(run_dir: RunDir, remedy: str) -> Origin | None:
 
 def first_steps(run_dir: RunDir) -> list[int]:
     """Return the first step of each start of the learner, from ``trained.jsonl``. Empty if there is no such file."""
-    rows = [row for row in read_rows(run_dir.trained) if "lineage" in row]
-    restarts = [row["step"] for last, row in itertools.pairwise(rows) if row["lineage"] != last["lineage"]]
-    return [row["step"] for row in rows[:1]] + restarts
+    found: list[int] = []
+    lineage = None
+    for row in iter_rows(run_dir.trained):
+        if "lineage" in row and (not found or row["lineage"] != lineage):
+            found.append(row["step"])
+            lineage = row["lineage"]
+    return found

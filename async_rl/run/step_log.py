@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,18 +94,29 @@ class StepLog:
 class StepLogTail:
     """Reads the rows that another process appends to ``metrics.jsonl``, or replaces by a shorter file.
 
-    ``history`` has the rows that the file had when this object was constructed.
+    No row is kept, so a long run needs no more memory than a short one.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the existing rows into ``history``. ``poll`` returns only later rows."""
+        """Find the end of the existing rows. ``poll`` returns only later rows."""
         self._path = path
         self._inode: int | None = None
         self._offset = 0
-        self.history: list[Row] = []
         if path.exists():
             self._inode = path.stat().st_ino
-            self.history = self._read()
+            self._offset = self._end()
+        self._history_bytes = self._offset
+
+    @property
+    def history(self) -> Iterator[Row]:
+        """The rows that the file had when this object was constructed. Each use reads them again, one by one."""
+        if not self._history_bytes:
+            return
+        with self._path.open("rb") as file:
+            while file.tell() < self._history_bytes:
+                row = _row(file.readline().decode(errors="replace"))
+                if row is not None and is_metrics_row(row):
+                    yield row
 
     def poll(self) -> list[Row]:
         """Return the rows that the other process has written since the last call."""
@@ -116,10 +127,14 @@ class StepLogTail:
         replaced = self._inode is not None and inode != self._inode
         self._inode = inode
         if replaced:  # by a file with only its first rows, which were returned before
-            self._offset = 0
-            self._read()
+            self._offset = self._end()
             return []
         return self._read()
+
+    def _end(self) -> int:
+        """Return the length of the file in bytes, without an incomplete last line."""
+        with self._path.open("rb") as file:
+            return sum(len(line) for line in file if line.endswith(b"\n"))
 
     def _read(self) -> list[Row]:
         with self._path.open("rb") as file:
@@ -142,11 +157,30 @@ def read_rows(path: Path, *, is_whole: Callable[[Row], bool] = lambda row: True)
     Args:
         is_whole: returns False for a row whose content is damaged, too.
     """
-    rows, damaged = _parsed(path, is_whole)
+    return list(iter_rows(path, is_whole=is_whole))
+
+
+def iter_rows(path: Path, *, is_whole: Callable[[Row], bool] = lambda row: True) -> Iterator[Row]:
+    """Yield the rows of a file one by one, as ``read_rows`` does. A file of a long run needs much memory as a whole."""
+    damaged: dict[int, str] = {}
+    for number, line in _numbered_lines(path):
+        if (row := _row(line)) is None or not is_whole(row):
+            damaged[number] = line
+        else:
+            yield row
     if damaged and (found := (path, tuple(damaged))) not in _said:
         _said.add(found)
         logger.warning("%s; left out", _complaint(path, damaged))
-    return rows
+
+
+def iter_metrics(path: Path) -> Iterator[Row]:
+    """Yield the rows of ``metrics.jsonl`` one by one, as ``read_metrics`` does."""
+    return iter_rows(path, is_whole=is_metrics_row)
+
+
+def last_step(path: Path) -> int:
+    """Return the highest step in ``metrics.jsonl``; 0 if there is none."""
+    return max((row["step"] for row in iter_metrics(path)), default=0)
 
 
 def read_metrics(path: Path, *, needed: Collection[str] = ("time_s",)) -> list[Row]:
@@ -163,22 +197,28 @@ def is_metrics_row(row: Row, *, needed: Collection[str] = ("time_s",)) -> bool:
     return figures and row["step"] >= 0 and ("version" not in row or all(is_figure(row.get(key)) for key in needed))
 
 
-def _parsed(path: Path, is_whole: Callable[[Row], bool] = lambda row: True) -> tuple[list[Row], dict[int, str]]:
+def _parsed(path: Path) -> tuple[list[Row], dict[int, str]]:
     """Return the rows of a file, and its lines that are none by their numbers, which begin with 1."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return [], {}
-    *lines, torn = text.split("\n")
-    del torn  # empty if the file ends in a newline, else a row that was never completed
     rows: list[Row] = []
     damaged: dict[int, str] = {}
-    for number, line in enumerate(lines, start=1):
-        if (row := _row(line)) is None or not is_whole(row):
+    for number, line in _numbered_lines(path):
+        if (row := _row(line)) is None:
             damaged[number] = line
         else:
             rows.append(row)
     return rows, damaged
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a file with their numbers, which begin with 1. None if the file does not exist."""
+    try:
+        file = path.open(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return
+    with file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith("\n"):  # else a row that was never completed
+                yield number, line[:-1]
 
 
 def _row(line: str) -> Row | None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from async_rl.config.loading import parse_config
 from async_rl.config.queue import QueueConfig
 from async_rl.errors import AddressError, ConfigError, ModelError, QueueError, RunError
 from async_rl.launch import launch as launch_module
-from async_rl.launch.hints import LedgerNotes
+from async_rl.launch.hints import Hints, LedgerNotes
 from async_rl.launch.launch import (
     RunCommands,
     continuation_lines,
@@ -772,6 +773,21 @@ def test_the_tail_gives_each_new_row_once_and_history_apart(tmp_path: Path):
     with path.open("a") as out:
         out.write("}\n")
     assert tail.poll() == [{"step": 3}]
+
+
+def test_the_history_of_a_long_run_is_read_row_by_row_and_none_is_kept(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    append(path, *(a_row(step, **{f"metric/{number}": number + 0.5 for number in range(50)}) for step in range(2000)))
+    tracemalloc.start()
+    try:
+        tail = StepLogTail(path)
+        progress = RunProgress(3000, tail.history)
+        Hints(tail.history)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert progress.step_row["step"] == 1999
+    assert peak < 1 << 20  # 2,000 rows of more than 3 kB would be 6 MB
 
 
 def test_the_tail_survives_a_rollback_that_replaces_the_file(tmp_path: Path):

@@ -1,10 +1,12 @@
 """``curve.png``: what is drawn, how often ``launch`` draws it, and what happens if it can't be drawn."""
 
+import gc
 import json
 import math
 import os
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from async_rl.run import curve
 from async_rl.run.curve import CurveUpdater, pause_after, write_curve
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
+from async_rl.run.thinning import MAX_POINTS
 
 
 def some_rows(num_steps: int) -> list[dict[str, float]]:
@@ -212,3 +215,52 @@ def test_no_curve_is_written_after_another_process_has_taken_over(tmp_path: Path
     assert not write_curve(RunDir(tmp_path), lock)
     assert not list(tmp_path.glob("*curve.png*"))
     newer.close()
+
+
+def test_the_picture_of_a_long_run_has_its_first_and_last_step_and_few_points(tmp_path: Path):
+    num_steps = 50_000
+    figures = {"tokens/trained": 1, "reward/mean": 0.5, "time/step_s": 1.0}
+    rows = [figures | {"step": step, "version": step, "time_s": 1.0 * step} for step in range(1, num_steps + 1)]
+    rows[29_999]["time/step_s"] = 70.0
+    write_rows(tmp_path, rows)
+    figure = curve.draw_figure(RunDir(tmp_path), curve.picture_rows(RunDir(tmp_path)))
+    _, speed, reward, *_ = figure.axes
+    pale, smooth = (np.asarray(line.get_xdata()).tolist() for line in reward.lines)
+    assert (pale[0], pale[-1], smooth[-1]) == (1, num_steps, num_steps)
+    assert len(pale) <= MAX_POINTS + 1
+    # The first step, 1,562 points of 32 steps and one of 15 are 1,564 points. A twentieth is 78 points of 32 steps.
+    assert str(reward.lines[1].get_label()).endswith("(mean over 2495 steps)")
+    assert speed.get_legend_handles_labels()[1][0].startswith("of each step; slowest 70 s")
+
+
+def test_rows_are_read_one_by_one_so_that_a_picture_of_more_rows_needs_no_more_memory(tmp_path: Path):
+    figures = {f"metric/{number}": number + 0.5 for number in range(80)}
+    peaks: list[int] = []
+    for num_steps in (500, 2_000):  # 80 figures of 24 bytes, and their names: more than 5 kB a row
+        write_rows(
+            tmp_path, [{"step": step, "version": step, "time_s": 1.0} | figures for step in range(1, num_steps + 1)]
+        )
+        tracemalloc.start()
+        try:
+            assert curve.picture_rows(RunDir(tmp_path))
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 1_500 * 1_000
+
+
+def test_no_drawing_leaves_a_figure_behind(tmp_path: Path, lock: RunLock):
+    from matplotlib.axes import Axes
+
+    write_rows(tmp_path, some_rows(2))
+    updater = CurveUpdater(RunDir(tmp_path), lock, lambda line: None, 2, first_s=1e6)
+    updater.close()
+    gc.collect()
+    before = sum(isinstance(thing, Axes) for thing in gc.get_objects())
+    gc.disable()  # a quiet process collects rarely
+    try:
+        updater.draw()
+        assert (tmp_path / "curve.png").exists()
+        assert sum(isinstance(thing, Axes) for thing in gc.get_objects()) == before
+    finally:
+        gc.enable()

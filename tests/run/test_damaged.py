@@ -35,7 +35,7 @@ def test_a_row_of_metrics_whose_figures_are_none_is_left_out_and_counted(
     path.write_text("".join(json.dumps(one) + "\n" for one in (whole, whole | row, whole)))
     assert read_metrics(path) == [whole, whole]
     assert f"{path}, line 2: expected a JSON object with a step, got" in caplog.text
-    assert StepLogTail(path).history == [whole, whole]
+    assert list(StepLogTail(path).history) == [whole, whole]
 
 
 @pytest.mark.parametrize(("ledger", "got"), [

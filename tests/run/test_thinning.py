@@ -1,0 +1,59 @@
+"""Rows of a long run are thinned out to what a picture can show."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_rl.run.thinning import thinned
+
+
+def steps_of(rows: list[dict[str, Any]]) -> list[int]:
+    return [row["step"] for row in rows]
+
+
+def test_few_rows_keep_their_figures_and_lose_the_ones_that_are_not_drawn():
+    rows = [{"step": step, "a": 0.5 * step, "b": 1.0} for step in range(1, 4)]
+    assert thinned(rows, {"a"}) == [{"step": step, "a": 0.5 * step} for step in range(1, 4)]
+
+
+def test_neighbours_are_merged_to_means_and_maxima_and_the_first_stays_alone():
+    rows = [{"step": step, "a": float(step), "a/max": float(-step)} for step in range(1, 8)]
+    # Steps 2 to 5 fill four points, which become 2 and 3, 4 and 5; then come 6 and 7.
+    assert thinned(rows, ("a", "a/max"), max_points=4) == [
+        {"step": 1, "a": 1.0, "a/max": -1.0},
+        {"step": 3, "a": 2.5, "a/max": -2.0},
+        {"step": 5, "a": 4.5, "a/max": -4.0},
+        {"step": 7, "a": 6.5, "a/max": -6.0},
+    ]
+
+
+def test_a_figure_that_some_rows_lack_is_the_mean_of_those_that_have_it():
+    rows: list[dict[str, Any]] = [{"step": step, "a": 1.0} for step in range(1, 6)]
+    rows[2]["b"] = 3.0
+    rows[3]["b"] = None
+    assert [row.get("b") for row in thinned(rows, ("a", "b"), max_points=4)] == [None, 3.0, None]
+
+
+def test_evaluations_keep_the_first_and_the_newest_and_their_figures():
+    rows = [{"step": step, f"eval/{name}/accuracy": step / 10} for step in range(7) for name in ("x", "y")]
+    found = thinned(rows, (), max_points=4)
+    # The steps 0 to 3 fill four rows, of which 0 and 2 stay; then every second one, and the newest.
+    assert found == [{"step": s, "eval/x/accuracy": s / 10, "eval/y/accuracy": s / 10} for s in (0, 2, 4, 6)]
+
+
+@given(num_rows=st.integers(0, 400), max_points=st.sampled_from([2, 4, 10, 16]), every=st.integers(1, 5))
+def test_rows_are_bounded_in_order_and_end_with_the_last(num_rows: int, max_points: int, every: int):
+    rows: list[dict[str, Any]] = []
+    for step in range(1, num_rows + 1):
+        rows.append({"step": step, "a": 1.0, "a/max": step})
+        rows += [{"step": step, "eval/x/accuracy": 0.5}] if step % every == 0 else []
+    found = thinned(rows, ("a", "a/max"), max_points=max_points)
+    for kind, first in (("a", 1), ("eval/x/accuracy", every)):
+        steps = steps_of([row for row in found if kind in row])
+        given_steps = steps_of([row for row in rows if kind in row])
+        assert len(steps) <= max_points + 1
+        assert steps == sorted(set(steps))
+        assert steps[:1] == ([first] if given_steps else [])
+        assert steps[-1:] == given_steps[-1:]
+    assert max((row["a/max"] for row in found if "a" in row), default=0) == num_rows
