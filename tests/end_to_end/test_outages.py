@@ -178,7 +178,7 @@ def write_run(directory: Path, run: Run, served: Tool) -> Path:
         "data": {"train": str(directory / "rows.jsonl"), "eval": {}, "epochs": 100},
         "run": {"seed": run.seed},
         "learner": {"steps": run.num_steps, "groups_per_step": 4},
-        "queue": {"lease_timeout_s": LEASE_TIMEOUT_S, "max_staleness": 4, "on_stale": "mask"},
+        "queue": {"lease_timeout_s": LEASE_TIMEOUT_S, "max_staleness": 4, "on_stale": "wait"},
         "generator": {
             "backend": "fake", "batch_size": 8, "allow_code": [str(source)], "count": run.num_generators,
         },

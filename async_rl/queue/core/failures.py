@@ -282,7 +282,8 @@ def failed_line(place: FailedPlace) -> str:
     rows = [*(f"row {row} of data.train" for row in place.rows), *place.eval_rows]
     others = f" and {len(rows) - 1} other row{'s' if len(rows) > 2 else ''}" if rows[1:] else ""
     return (
-        f"{place.rollouts} rollouts of {rows[0]}{others} failed and are not trained on: {_WHAT[place.cause]} failed: "
+        f"{place.rollouts} rollout{'s' if place.rollouts > 1 else ''} of {rows[0]}{others} failed, and what fails is "
+        f"not trained on: {_WHAT[place.cause]} failed: "
         f"{place.detail[:_SHOWN_DETAIL]}"
     )
 
