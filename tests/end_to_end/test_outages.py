@@ -64,7 +64,9 @@ def visit(row):
     if row in {raising!r} and not is_trial():
         raise KeyError(f"row {{row}}")
     if row in {slow!r} and not is_trial():
-        time.sleep({slow_s})
+        end = time.monotonic() + {slow_s}
+        while time.monotonic() < end:
+            time.sleep({slow_s}) if row % 2 else sum(range(100_000))  # even rows keep the interpreter busy
     return ask(row)
 '''
 REWARD = """

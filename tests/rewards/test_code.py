@@ -130,7 +130,5 @@ def test_answers_must_be_graded_before_their_lease_expires():
         "model": {"path": "m"},
         "reward": {"type": "code", "code": {"total_time_limit_s": 600.0}},
     }
-    with pytest.raises(
-        ConfigError, match=r"reward\.code\.total_time_limit_s: expected less than queue\.lease_timeout_s"
-    ):
+    with pytest.raises(ConfigError, match=r"reward\.code\.total_time_limit_s: expected less than reward\.max_call_s"):
         parse_config(raw, "the test")
