@@ -165,7 +165,11 @@ def open_files(pid: int) -> dict[str, Path]:
     Raises:
         OSError: the process has ended.
     """
-    return {os.readlink(file): file for file in Path(f"/proc/{pid}/fd").iterdir()}
+    found = dict[str, Path]()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed between the listing and the look
+            found[os.readlink(file)] = file
+    return found
 
 
 def command_line(pid: int) -> list[str]:

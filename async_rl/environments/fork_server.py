@@ -25,6 +25,7 @@ import socket
 import struct
 import sys
 import traceback
+from typing import NoReturn
 
 from async_rl.process.family import descendants_of, kill_all, kill_marked
 
@@ -72,13 +73,26 @@ def main() -> None:
     if error := prepare(control, code):
         _refuse(control, error)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # runs what kills the others, when the parent dies
+    signal.signal(signal.SIGTERM, lambda *_: _end(0))
     _die_with_parent(None, signal.SIGTERM)
     control.sendall(RECORD.pack(READY, 0))
     try:
         _Server(control, code).run()
-    finally:
-        kill_marked(MARK, os.environ.get(MARK, ""))
+    except Exception:
+        traceback.print_exc()
+        _end(1)
+    _end(0)
+
+
+def _end(code: int) -> NoReturn:
+    """Kill all that this process and its forked processes started, and exit.
+
+    A parent that dies closes the socket first, and then the kernel sends SIGTERM. So the signal may come while this
+    function runs, and must not interrupt it halfway.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    kill_marked(MARK, os.environ.get(MARK, ""))
+    os._exit(code)
 
 
 def _refuse(control: socket.socket, error: str) -> None:

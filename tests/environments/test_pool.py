@@ -497,3 +497,18 @@ def test_nothing_outlives_a_generator_that_is_killed(tmp_path):
         generator.kill()
     wait_until("all its processes to end", lambda: not processes_of(marker))
     assert state_of(generator.pid) in (None, "Z")
+
+
+def test_a_second_signal_does_not_keep_the_fork_server_from_ending_all(monkeypatch: pytest.MonkeyPatch):
+    # A generator that dies gives two reasons to end: its socket closes, and then the kernel sends the signal.
+    monkeypatch.setenv("ASYNC_RL_TEST_MARKER", str(time.monotonic_ns()))
+    marker = f"ASYNC_RL_TEST_MARKER={os.environ['ASYNC_RL_TEST_MARKER']}"
+    with driving() as driver:
+        driver.start("a")
+        driver.next("a")
+        server = server_of(driver)
+        driver.order("a", "daemon")
+        wait_until("the grandchildren", lambda: len(processes_of(marker)) == 4)
+        while state_of(server) not in (None, "Z"):
+            os.kill(server, signal.SIGTERM)
+        wait_until("all its processes to end", lambda: not processes_of(marker), deadline_s=20.0)
