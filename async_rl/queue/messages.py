@@ -40,7 +40,7 @@ DROP_CAUSES: tuple[DropCause, ...] = get_args(DropCause)
 Verdict = Literal["queued", "filtered", "duplicate", "stale", "unknown_lease", "old_lineage", "eval_done", "refused"]
 """What became of a returned group."""
 
-FailureCause = Literal["prompt_too_long", "engine_error", "reward_error", "environment_error"]
+FailureCause = Literal["prompt_too_long", "engine_error", "reward_error", "environment_error", "no_progress"]
 """The reason why a generator returns a lease without a group. A prompt that is too long is not tried again."""
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from async_rl.net.codec import encode_group
 from async_rl.queue import messages
-from async_rl.queue.core import generator_requests, learner_requests
+from async_rl.queue.core import diagnosis, generator_requests, learner_requests
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.leases import QUARANTINE_OF
 from async_rl.queue.core.state import QueueState
@@ -160,7 +160,7 @@ def test_a_generator_whose_groups_are_refused_too_often_is_quarantined_and_the_r
     state = small_vocabulary(max_attempts=50, max_staleness=99)
     for _ in range(11):
         assert isinstance(learner_requests.take(state, LINEAGE, 0, 0, 0.0), NotReady)
-        assert not state.stop_diagnosis()
+        assert not diagnosis.stop_reason(state)
         first, *_ = leases(state, 2)
         assert give(state, forged("a negative token", first))[0] == "refused"
     granted = generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0)
@@ -173,7 +173,7 @@ def test_a_generator_whose_groups_are_refused_too_often_is_quarantined_and_the_r
     assert "g0: 11 of its last 100 groups were refused (token ids: 11)" in answer.stop
     # Another generator goes on.
     assert leases(state, 1, generator="g1")
-    assert not state.stop_diagnosis()
+    assert not diagnosis.stop_reason(state)
     state.check()
 
 

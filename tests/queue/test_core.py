@@ -369,14 +369,17 @@ def test_a_lease_lives_only_while_its_progress_grows():
 
 def test_an_expired_prompt_comes_again_to_another_generator():
     state = make_state()
-    (lost,) = leases(state, 1)
+    (good, lost) = leases(state, 2)
+    put(state, group(good))
     state.expire(10.0)
+    (other,) = leases(state, 1, generator="g1", now=10.0)  # new prompts come first until a group is good
+    put(state, group(other, generator="g1"), now=10.0)
     (again,) = leases(state, 1, generator="g1", now=10.0)
     assert (again.prompt, again.attempt, again.seed) == (lost.prompt, 2, lost.seed)
     assert again.lease_id != lost.lease_id
     assert put(state, group(lost), now=11.0) == "unknown_lease"
     assert put(state, group(again, generator="g1"), now=11.0) == "queued"
-    assert groups_of(state)["queued"] == 1
+    assert groups_of(state)["queued"] == 3
 
 
 def test_a_prompt_that_keeps_failing_is_poison():
@@ -417,11 +420,12 @@ def test_a_generator_that_leaves_gives_its_leases_back_unblamed():
 def test_who_takes_a_dead_generators_place_has_its_leases_given_out_again_at_once():
     # What killed it may have been the prompt, so an attempt is counted.
     state = make_state(max_attempts=2)
-    (held, _), (other,) = leases(state, 2), leases(state, 1, generator="g1")
+    (good, held, _), (other,) = leases(state, 3), leases(state, 1, generator="g1")
+    put(state, group(good))
     generator_requests.hello(state, "g0-1", "h", "fake", 1.0, replaces="g0")
     assert dropped(state) == {"expired": 2}
-    assert [(lease.prompt.position, lease.attempt) for lease in leases(state, 2, generator="g0-1")] == [(0, 2), (1, 2)]
     assert put(state, group(other, generator="g1")) == "queued"
+    assert [(lease.prompt.position, lease.attempt) for lease in leases(state, 2, generator="g0-1")] == [(1, 2), (2, 2)]
     assert put(state, group(held)) == "unknown_lease"
     generator_requests.hello(state, "g0-1", "h", "fake", 2.0, replaces="g0")
     assert dropped(state) == {"expired": 2}, "it may say so again"
@@ -611,6 +615,7 @@ def test_a_queue_that_lost_what_the_learner_waits_for_says_so():
 
 def test_a_lost_row_is_sampled_again():
     state = make_state()
+    put(state, group(leases(state, 1)[0]))
     ask_evaluation(state, num_rows=1)
     leases(state, 1)
     state.expire(10.0)

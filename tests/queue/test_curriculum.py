@@ -225,6 +225,8 @@ def test_a_prompt_that_is_sampled_again_is_the_same_row():
     # Its generator dies, and meanwhile the row's pass rate has changed.
     state.stream.curriculum.observe(1, 1, 1.0)
     state.expire(100.0)
+    (other,) = leases(state, 1, now=100.0)  # a new prompt, until a group is good
+    put(state, group(other), now=100.0)
     (again,) = leases(state, 1, now=100.0)
     assert again.prompt == lease.prompt
 

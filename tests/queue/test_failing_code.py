@@ -10,7 +10,7 @@ from msgspec import structs
 from async_rl.errors import RunStoppedError
 from async_rl.net.codec import encode_group
 from async_rl.queue.client.clients import Returned
-from async_rl.queue.core import generator_requests, learner_requests, persistence
+from async_rl.queue.core import diagnosis, generator_requests, learner_requests, persistence
 from async_rl.queue.core.failures import LONGEST_PAUSE_S, TRANSIENT_WAIT_S
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.state import QueueState
@@ -224,7 +224,9 @@ def test_a_trial_that_expires_makes_room_for_another_one():
     fail_many(state, 8, **DOWN)
     one_lease(state, now=1.0)
     assert leases(state, 1, now=5.0) == []
-    assert len(leases(state, 1, now=12.0)) == 1
+    state.expire(11.0)
+    assert leases(state, 1, now=12.0) == []
+    assert len(leases(state, 1, now=13.0)) == 1
 
 
 # A broken generator.
@@ -234,7 +236,7 @@ def test_a_generator_that_fails_where_others_succeed_is_quarantined_and_taken_ba
     state = wide_state()
     succeed(state, generator="good")
     fail_many(state, 8, generator="bad", **DOWN)
-    assert state.stop_diagnosis() == ""
+    assert diagnosis.stop_reason(state) == ""
     assert "the run is paused" not in awaited(state)
     shown = {entry["id"]: entry["quarantined"] for entry in persistence.status(state, 0.0)["generators"]}
     assert shown["good"] == ""
@@ -258,6 +260,79 @@ def test_a_generator_that_never_succeeded_excludes_no_prompt():
             fail(state, lease, generator="bad", now=float(now))
         succeed(state, generator="good", now=float(now)) if now < 1200 else None
     assert state.excluded.total() == 0
+
+
+# Leases that expire.
+
+
+def stall(state: QueueState, generator: str, count: int, now: float) -> float:
+    """Give leases to a generator that is alive and makes no progress. Return the time at which they have expired."""
+    assert len(leases(state, count, generator=generator, now=now)) == count
+    state.expire(now + 10.0)
+    return now + 10.0
+
+
+def test_a_generator_that_stalls_where_others_succeed_is_quarantined_and_excludes_no_prompt():
+    state = wide_state(lease_timeout_s=10.0, max_attempts=2)
+    succeed(state, generator="good")
+    succeed(state, generator="stalled")
+    now = stall(state, "stalled", 8, now=0.0)
+    assert "no progress for 10 s (queue.lease_timeout_s)" in diagnosis.notes(state)["quarantined: stalled"]
+    for _ in range(20):
+        assert leases(state, 1, generator="stalled", now=now) == []
+        now = stall(state, "stalled", 1, now + 60.0)
+    assert state.excluded.total() == 0
+    assert {succeed(state, generator="good", now=now) for _ in range(40)} >= set(range(2, 10))
+
+
+def test_a_pause_of_all_machines_excludes_no_prompt():
+    state, now = wide_state(lease_timeout_s=10.0, max_attempts=2), 0.0
+    for _ in range(20):
+        for generator in ("g0", "g1"):
+            for _ in range(3):
+                succeed(state, generator=generator, now=now)
+        for generator in ("g0", "g1"):
+            assert len(leases(state, 8, generator=generator, now=now)) == 8
+        state.expire(now + 10.0)
+        now += 100.0
+    assert state.excluded.total() == 0
+
+
+def test_a_prompt_that_stalls_while_others_succeed_is_poison():
+    state, now, num_attempts = wide_state(lease_timeout_s=10.0, max_attempts=3), 0.0, 0
+    while not state.excluded:
+        lease = one_lease(state, now=now)
+        if lease.prompt.position == 0:
+            num_attempts, now = num_attempts + 1, now + 10.0
+            state.expire(now)
+        else:
+            assert put(state, group(lease), now=now) == "queued"
+    assert (num_attempts, state.last_excluded) == (4, {0: "poison"})  # the first was before any good group
+
+
+def test_a_prompt_that_kills_its_generators_is_poison():
+    state, now = wide_state(lease_timeout_s=10.0, max_attempts=3, generator_timeout_s=5.0, num_rows=40, epochs=1), 0.0
+    poison, num_deaths = 5, 0
+    while not state.excluded and num_deaths < 20:
+        generator = f"g{num_deaths}"
+        held = leases(state, 4, generator=generator, now=now)
+        if any(lease.prompt.position == poison for lease in held):
+            num_deaths, now = num_deaths + 1, now + 10.0
+            state.expire(now)
+        else:
+            for lease in held:
+                put(state, group(lease, generator=generator), now=now)
+    assert state.last_excluded[poison] == "poison"
+    assert num_deaths == 3
+
+
+def test_the_leases_of_a_generator_that_sends_malformed_groups_do_not_count():
+    state = wide_state(max_attempts=1)
+    succeed(state)
+    leases(state, 4)
+    generator_requests.quarantine(state, "g0", "malformed groups")
+    assert state.excluded.total() == 0
+    assert [succeed(state, generator="g1") for _ in range(5)] == [0, 1, 2, 3, 4]
 
 
 # Raising rows.

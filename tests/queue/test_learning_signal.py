@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from async_rl.queue.core import persistence
+from async_rl.queue.core import diagnosis, persistence
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady
 from async_rl.records import Turn, cut_limit
@@ -33,14 +33,14 @@ def arrive(state: QueueState, count: int, accuracies: tuple[float, ...], version
 
 
 def the_note(state: QueueState) -> str:
-    (text,) = state.notes().values()
+    (text,) = diagnosis.notes(state).values()
     return text
 
 
 def test_two_batches_of_wrong_answers_make_a_note_and_one_group_less_makes_none():
     state = a_state()
     arrive(state, 7, WRONG)
-    assert state.notes() == {}
+    assert diagnosis.notes(state) == {}
     arrive(state, 1, WRONG)
     assert the_note(state) == (
         "all 8 groups since the run began have only wrong answers. Read an answer: if it is right, the reward misreads "
@@ -48,7 +48,9 @@ def test_two_batches_of_wrong_answers_make_a_note_and_one_group_less_makes_none(
         'take easier prompts (data.train). One answer ends: "so it is 42"'
     )
     assert (
-        persistence.status(state, 0.0)["group_notes"] == persistence.ledger_file(state)["group_notes"] == state.notes()
+        persistence.status(state, 0.0)["group_notes"]
+        == persistence.ledger_file(state)["group_notes"]
+        == diagnosis.notes(state)
     )
     # The streak goes on: still one note, with the newest count.
     arrive(state, 5, WRONG)
@@ -110,7 +112,7 @@ def test_answers_that_are_all_cut_and_left_out_of_the_loss_make_a_note():
     assert "set loss.mask_truncated = false" in the_note(state)
     kept = a_state()
     arrive(kept, 8, BOTH, tokens=8, finish_reason="length")
-    assert kept.notes() == {}
+    assert diagnosis.notes(kept) == {}
 
 
 def test_without_a_filter_only_equal_rewards_train_nothing():
@@ -119,14 +121,14 @@ def test_without_a_filter_only_equal_rewards_train_nothing():
     assert the_note(state).startswith("all 8 groups since the run began have only wrong answers")
     taught = a_state(filter_range=None, teacher_bytes=12)
     arrive(taught, 8, WRONG)
-    assert taught.notes() == {}
+    assert diagnosis.notes(taught) == {}
     shaped = a_state(filter_range=None)
     for _ in range(8):
         (lease,) = leases(shaped, 1)
         made = group(lease, accuracies=WRONG)
         first = structs.replace(made.rollouts[0], reward_parts={"length": 0.5})
         put(shaped, structs.replace(made, rollouts=(first, made.rollouts[1])))
-    assert shaped.notes() == {}
+    assert diagnosis.notes(shaped) == {}
 
 
 def test_a_later_streak_must_be_longer_than_chance_makes_it():
@@ -137,7 +139,7 @@ def test_a_later_streak_must_be_longer_than_chance_makes_it():
         arrive(state, 1, WRONG)
         arrive(state, 1, BOTH)
     arrive(state, 22, WRONG)
-    assert state.notes() == {}
+    assert diagnosis.notes(state) == {}
     arrive(state, 1, WRONG)
     assert the_note(state).startswith("all of the last 23 groups have only wrong answers")
 
@@ -146,7 +148,7 @@ def test_eight_batches_in_a_row_make_a_note_whatever_came_before():
     state = a_state(groups_per_step=16, max_staleness=99, max_filtered=10_000)
     arrive(state, 1, BOTH)
     arrive(state, 127, RIGHT)
-    assert state.notes() == {}
+    assert diagnosis.notes(state) == {}
     arrive(state, 1, RIGHT)
     assert the_note(state).startswith("all of the last 128 groups have only right answers")
 
@@ -162,7 +164,7 @@ def test_runs_that_learn_draw_no_note(share: float):
         arrive(state, 1, BOTH)
         for _ in range(400):
             arrive(state, 1, BOTH if random.random() < share else WRONG if random.random() < 0.5 else RIGHT)
-        assert state.notes() == {}, seed
+        assert diagnosis.notes(state) == {}, seed
 
 
 def test_notes_survive_the_queue_and_go_back_with_a_snapshot():
@@ -170,7 +172,7 @@ def test_notes_survive_the_queue_and_go_back_with_a_snapshot():
     arrive(state, 8, WRONG)
     saved = persistence.decode_state(persistence.save(state))
     assert saved.signal == state.signal
-    assert saved.signal.notes == state.notes()
+    assert saved.signal.notes == diagnosis.notes(state)
 
 
 def test_prompts_that_are_excluded_as_too_slow_make_a_note_with_the_setting():

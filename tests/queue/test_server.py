@@ -435,6 +435,7 @@ def test_leases_without_progress_are_cancelled_and_given_to_another(servers, tmp
     assert [e.lease_ids for e in heard if isinstance(e, Cancelled)] == [(held[0].lease_id,)]
     other = servers.generator(server.address, "g1")
     other.hello(10.0, "fake")
+    assert return_all(other, get_leases(other, count=1)) == ["queued"]  # a new prompt, until a group is good
     assert get_leases(other, count=1)[0].prompt.position == 0
 
 

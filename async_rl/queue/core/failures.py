@@ -1,12 +1,14 @@
 """What follows from failed leases: which count against their prompts, who gets no leases, and when the run stops.
 
-A lease fails if the reward, the environment or the engine raises. The fault may lie with the prompt, with the
-generator's machine, with the user's code, or with a tool that is away for a while. What succeeded meanwhile tells them
-apart:
+A lease fails if the reward, the environment or the engine raises, or if the lease expires although its generator is
+alive. The fault may lie with the prompt, with the generator's machine, with the user's code, or with a tool that is
+away for a while. What succeeded meanwhile tells them apart:
 
 - A *prompt* is charged a failed attempt only if its generator returned a good group of another prompt since the
   prompt's last attempt (``counts_against_prompt``), and if the generator is not quarantined then, or by the failures
-  that follow. So neither an outage nor a broken machine excludes a prompt.
+  that follow. So neither an outage nor a broken machine excludes a prompt, with two exceptions: the first failure of
+  an outage counts, which excludes the prompt if ``queue.max_attempts`` is 1; and where only prompts are left that
+  failed before, a transient failure counts every ``TRANSIENT_WAIT_S``, so that the last rows can't hold a run up.
 - A *generator* whose last ``MAX_FAILED_IN_A_ROW`` leases failed is quarantined. It gets one lease to try again after
   ``FIRST_PAUSE_S``, and each trial that fails doubles the pause, up to ``LONGEST_PAUSE_S``. A good group ends it.
 - If all generators are quarantined in this way, the *run is paused* (``Outage``). The first good group ends the pause
@@ -14,6 +16,9 @@ apart:
 - Before the first good group since the user's code changed, the same failure of all generators is a mistake in the
   code or the config, and stops the run at once. A *transient* failure (``process.transient``: a connection, a
   time-out) does not, because a tool may start later than the run.
+
+The leases of a generator that died say nothing about the other leases, because the prompt may have killed it. They
+count as failed attempts by the first rule alone.
 
 All times are in seconds of the queue's clock. A restarted queue server knows the attempts, and forgets who is
 quarantined.
@@ -49,7 +54,7 @@ _SHOWN_DETAIL = 400
 _MAX_ROWS = 100
 _WHAT: Mapping[FailureCause, str] = {
     "reward_error": "the reward", "environment_error": "the environment", "engine_error": "the engine",
-    "prompt_too_long": "the prompt",
+    "prompt_too_long": "the prompt", "no_progress": "the generator",
 }  # fmt: skip
 
 
@@ -215,6 +220,11 @@ def outage_of(failing: Mapping[str, Failing]) -> Outage | None:
     )
 
 
+def has_succeeded_since(attempts: Attempts, generators_last_good: int) -> bool:
+    """Return whether a generator had a good group since the last attempt of a prompt. See ``counts_against_prompt``."""
+    return generators_last_good > max(attempts.num_good, 0)
+
+
 def counts_against_prompt(
     attempts: Attempts, failing: Failing, generators_last_good: int, failure: Failure, now: float, *,
     only_suspects: bool,
@@ -233,7 +243,7 @@ def counts_against_prompt(
         only_suspects: whether each prompt that is left to sample has a failed attempt that counts or, while the run is
             paused, any failed attempt.
     """
-    if failing.retry_at is None and generators_last_good > max(attempts.num_good, 0):
+    if failing.retry_at is None and has_succeeded_since(attempts, generators_last_good):
         return True
     return only_suspects and (not failure.is_transient or now - attempts.failed_at >= TRANSIENT_WAIT_S)
 

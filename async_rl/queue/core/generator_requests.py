@@ -17,8 +17,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from async_rl.errors import IdInUseError, QueueError
+from async_rl.queue.core import diagnosis
 from async_rl.queue.core.admission import LearnerSide, lease_seed
-from async_rl.queue.core.failures import Attempts, Failing, add_failed, counts_against_prompt, describe
+from async_rl.queue.core.failures import Attempts, Failing, add_failed, describe
 from async_rl.queue.core.groups import GroupSummary, StoredGroup, refusal_cause, why_unfit
 from async_rl.queue.core.learning_signal import flaw_of
 from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, GeneratorEntry, Owner
@@ -87,7 +88,8 @@ def lose_generator(state: QueueState, generator_id: str, now: float) -> None:
     """Remove a generator that is dead or disconnected, and expire its leases."""
     state.at(now)
     for active in [active for active in state.leases if active.generator_id == generator_id]:
-        state.lose_lease(active, "expired", stop_sampling=False)
+        counts = state.counts_lost_lease(active)
+        state.lose_lease(active, "expired", stop_sampling=False, counts=counts)
     state.generators.remove(generator_id)
     state.revision += 1
 
@@ -227,26 +229,7 @@ def _note_good(state: QueueState, entry: GeneratorEntry) -> None:
 def _note_failed(state: QueueState, entry: GeneratorEntry, active: ActiveLease, failure: Failure) -> bool:
     """Record that a lease failed. Return whether the failure counts against its prompt."""
     _count_failed(state, active, failure, active.lease.group_size)
-    had_outage, only_suspects = state.outage is not None, state.has_only_suspects(active)
-    if entry.failing.add(failure, active.lease.lease_id, state.now):
-        outage, max_s = state.outage, state.settings.max_outage_s
-        if outage is not None and not had_outage:
-            state.news.append(outage.line(state.now, max_s))
-        elif not had_outage:
-            line = entry.failing.line(state.now)
-            state.news.append(f"generator {entry.generator_id!r} is quarantined, while others succeed: {line}")
-        if not only_suspects:
-            state.forgive(entry.failing.charged)
-        entry.failing.charged.clear()
-    state.revision += 1
-    number = active.lease.prompt.position if active.evaluation is None else active.lease.prompt.row
-    counts = counts_against_prompt(
-        state.attempts_of(active.evaluation, number) or Attempts(), entry.failing, entry.last_good, failure, state.now,
-        only_suspects=only_suspects,
-    )  # fmt: skip
-    if counts and entry.failing.retry_at is None:
-        entry.failing.charged.append((active.evaluation, number))
-    return counts
+    return state.note_failure(entry, active, failure)
 
 
 def _count_failed(state: QueueState, active: ActiveLease, failure: Failure, rollouts: int) -> None:
@@ -289,7 +272,7 @@ def quarantine(state: QueueState, generator_id: str, reason: str) -> None:
     state.generators.save(entry)
     state.revision += 1
     for active in [active for active in state.leases if active.generator_id == generator_id]:
-        state.lose_lease(active, "expired")
+        state.lose_lease(active, "expired", counts=None)
     for group in [group for group in state.queued if group.generator_id == generator_id]:
         state.queued.remove(group.lease_id)
         state.drop_group(group, "queued", "refused", requeue=True)
@@ -398,7 +381,7 @@ def _grant_evals(
 def _grant_training(
     state: QueueState, learner: LearnerSide, generator_id: str, version: int, max_leases: int
 ) -> tuple[list[Lease], LeasesGranted | None]:
-    stop = state.stop_diagnosis()
+    stop = diagnosis.stop_reason(state)
     if stop:
         return [], LeasesGranted((), f"the run has stopped: {stop}")
     if not learner.steps_left:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from async_rl.errors import DamagedPayloadError, LineageError, QueueError
-from async_rl.queue.core import persistence
+from async_rl.queue.core import diagnosis, persistence
 from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.groups import StoredGroup, snapshot_key
 from async_rl.queue.core.prompts import EvalKey, Evaluation, EvaluationRecord, Row
@@ -235,7 +235,7 @@ def lacks_groups(state: QueueState, lineage: str, step: int) -> bool:
     learner = state.learner
     if learner is None or (learner.lineage, learner.step) != (lineage, step) or state.taken:
         return False
-    is_over = learner.finished or not learner.steps_left or state.stream.exhausted or state.stop_diagnosis()
+    is_over = learner.finished or not learner.steps_left or state.stream.exhausted or diagnosis.stop_reason(state)
     return len(state.queued) < state.settings.groups_per_step and not is_over
 
 
@@ -359,11 +359,11 @@ def _not_ready(state: QueueState, learner: LearnerSide) -> NotReady:
     state.check_totals()
     if learner.finished or not learner.steps_left:
         return NotReady(f"all {learner.num_steps} steps are trained", state.stats(), exhausted=True)
-    stop = state.stop_diagnosis()
+    stop = diagnosis.stop_reason(state)
     if stop:
         return NotReady(stop, state.stats(), stop=stop)
     if state.has_sampled_all:
-        return NotReady(state.why_ended(), state.stats(), exhausted=True)
+        return NotReady(diagnosis.why_ended(state), state.stats(), exhausted=True)
     if state.waits_since is not None:
         late = state.leases.training_older_than(state.settings.oldest_after_step(learner.version))
         waited_s = state.now - state.waits_since

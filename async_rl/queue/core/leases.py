@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from async_rl.queue.core.failures import Failing, Outage, outage_of
+from async_rl.queue.core.failures import EvalKey, Failing, Outage, outage_of
 from async_rl.queue.messages import DOCTOR, GeneratorStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.records import Lease
@@ -66,6 +66,12 @@ class ActiveLease:
     evaluation: tuple[str, int] | None = None
 
     @property
+    def key(self) -> tuple[EvalKey | None, int]:
+        """What is sampled: the evaluation and its row, or None and the position of a training prompt."""
+        prompt = self.lease.prompt
+        return self.evaluation, prompt.position if self.evaluation is None else prompt.row
+
+    @property
     def oldest_version(self) -> int:
         """The oldest weights version that may sample a token of this lease."""
         return max(self.version, self.lease.min_version)
@@ -92,12 +98,13 @@ class LeaseTable:
     """The leases in flight, by lease id. A lease expires when its progress has not grown for ``timeout_s`` seconds.
 
     Attributes:
+        timeout_s: see above.
         reserved: the sum of the bytes reserved for the groups of these leases.
         num_training: the number of training leases in flight.
     """
 
     def __init__(self, timeout_s: float, changes: Changes) -> None:
-        self._timeout_s, self._changes = timeout_s, changes
+        self.timeout_s, self._changes = timeout_s, changes
         self._active: dict[str, ActiveLease] = {}
         self._closed: OrderedDict[str, ClosedLease] = OrderedDict()
         self._by_version: list[tuple[int, str]] = []
@@ -123,7 +130,7 @@ class LeaseTable:
         if active.evaluation is None:
             self.num_training += 1
             heapq.heappush(self._by_version, (active.oldest_version, lease_id))
-        deadline = active.grown_at + self._timeout_s
+        deadline = active.grown_at + self.timeout_s
         self._check_at = deadline if self._check_at is None else min(self._check_at, deadline)
 
     def close(self, lease_id: str, status: str) -> ActiveLease:
@@ -189,8 +196,8 @@ class LeaseTable:
         """
         if self._check_at is None or now < self._check_at:
             return []
-        late = [h for h in self._active.values() if now - h.grown_at >= self._timeout_s]
-        alive = [h.grown_at + self._timeout_s for h in self._active.values() if now - h.grown_at < self._timeout_s]
+        late = [h for h in self._active.values() if now - h.grown_at >= self.timeout_s]
+        alive = [h.grown_at + self.timeout_s for h in self._active.values() if now - h.grown_at < self.timeout_s]
         self._check_at = min(alive, default=None)
         return late
 
@@ -320,7 +327,7 @@ class GeneratorTable:
         A generator without a key may be replaced by any other when it is not alive, because a generator gets a new
         secret when it restarts.
         """
-        return entry.owner == owner or not (entry.owner.has_key or self._is_alive(entry, now))
+        return entry.owner == owner or not (entry.owner.has_key or self.is_alive(entry, now))
 
     def forget_silent(self, now: float) -> int:
         """Remove the generators that have been silent for ten times ``timeout_s``, and return their number.
@@ -341,9 +348,10 @@ class GeneratorTable:
 
     def alive_clients(self, now: float) -> list[GeneratorEntry]:
         """Return the generators and the doctors that are alive."""
-        return [e for e in self._entries.values() if self._is_alive(e, now)]
+        return [e for e in self._entries.values() if self.is_alive(e, now)]
 
-    def _is_alive(self, entry: GeneratorEntry, now: float) -> bool:
+    def is_alive(self, entry: GeneratorEntry, now: float) -> bool:
+        """Return whether the generator was silent for at most ``timeout_s``."""
         return now - entry.seen_at <= self._timeout_s
 
     def outage(self, now: float) -> Outage | None:
@@ -414,7 +422,7 @@ class GeneratorTable:
                 "backend": e.backend,
                 "active": list(e.active) if e.active else None,
                 "seen_s_ago": now - e.seen_at,
-                "alive": self._is_alive(e, now),
+                "alive": self.is_alive(e, now),
                 "stats": msgspec.structs.asdict(e.stats),
                 "refused": dict(e.refused),
                 "quarantined": e.quarantined or e.failing.line(now),

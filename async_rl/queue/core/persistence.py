@@ -21,6 +21,7 @@ import xxhash
 
 from async_rl.errors import DamagedJournalError, QueueError
 from async_rl.net.wire import pack_plain
+from async_rl.queue.core import diagnosis
 from async_rl.queue.core.admission import LEARNER_STATUS, LearnerSide
 from async_rl.queue.core.curriculum import PassRate, Place
 from async_rl.queue.core.generator_requests import build_lease
@@ -345,7 +346,7 @@ def ledger_file(state: QueueState) -> dict[str, Any]:
         **state.ledger_dict(),
         "excluded": excluded(state),
         "training_notes": learner.training_notes if learner else (),
-        "group_notes": state.notes(),
+        "group_notes": diagnosis.notes(state),
     }
     try:
         state.check_totals()
@@ -382,9 +383,9 @@ def status(state: QueueState, now: float) -> dict[str, Any]:
         "prompts_too_long": state.prompts_too_long,
         "damaged_groups": state.num_damaged,
         "filtered_since_step": state.filtered_since_step,
-        "stop": state.stop_diagnosis(),
+        "stop": diagnosis.stop_reason(state),
         "excluded": excluded(state),
-        "group_notes": state.notes(),
+        "group_notes": diagnosis.notes(state),
         "ledger": state.ledger_dict(),
     }
 

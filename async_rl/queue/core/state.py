@@ -19,13 +19,20 @@ from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import LearnerSide, QueueSettings
 from async_rl.queue.core.curriculum import rows_by_source
-from async_rl.queue.core.failures import Attempts, FailedPlace, Outage, failed_line, failures_dict
+from async_rl.queue.core.failures import (
+    Attempts,
+    FailedPlace,
+    Outage,
+    counts_against_prompt,
+    failures_dict,
+    has_succeeded_since,
+)
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
-from async_rl.queue.core.learning_signal import SignalWatch, describe
-from async_rl.queue.core.leases import ActiveLease, GeneratorTable, LeaseTable
+from async_rl.queue.core.learning_signal import SignalWatch
+from async_rl.queue.core.leases import ActiveLease, GeneratorEntry, GeneratorTable, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
 from async_rl.queue.core.prompts import Answer, EvalBook, EvalKey, PromptStream, Row, StreamCursor
-from async_rl.queue.messages import DropCause, QueueStats
+from async_rl.queue.messages import DropCause, Failure, QueueStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import MemoryPayloads, PayloadStore
 from async_rl.records import Prompt
@@ -183,7 +190,7 @@ class QueueState(PersistedState):
         self._stop_waiting()
         expired = self.leases.expired(self.now)
         for active in expired:
-            self.lose_lease(active, "expired")
+            self._lose_expired(active)
         self.revision += self.generators.forget_silent(self.now)
         # The requests of generators that may try a lease now are waiting for a change.
         self.revision += self.generators.due_trials(self.now)
@@ -257,6 +264,46 @@ class QueueState(PersistedState):
         found = self.rows[row]
         return Prompt(position, row, epoch, found.messages, found.reward_data, found.source)
 
+    def note_failure(self, entry: GeneratorEntry, active: ActiveLease, failure: Failure) -> bool:
+        """Record that a lease of the generator failed. Return whether the failure counts against its prompt."""
+        had_outage, only_suspects = self.outage is not None, self.has_only_suspects(active)
+        if entry.failing.add(failure, active.lease.lease_id, self.now):
+            outage, max_s = self.outage, self.settings.max_outage_s
+            if outage is not None and not had_outage:
+                self.news.append(outage.line(self.now, max_s))
+            elif not had_outage:
+                line = entry.failing.line(self.now)
+                self.news.append(f"generator {entry.generator_id!r} is quarantined, while others succeed: {line}")
+            if not only_suspects:
+                self.forgive(entry.failing.charged)
+            entry.failing.charged.clear()
+        self.revision += 1
+        attempts = self.attempts_of(*active.key) or Attempts()
+        counts = counts_against_prompt(
+            attempts, entry.failing, entry.last_good, failure, self.now, only_suspects=only_suspects
+        )
+        if counts and entry.failing.retry_at is None:
+            entry.failing.charged.append(active.key)
+        return counts
+
+    def counts_lost_lease(self, active: ActiveLease) -> bool:
+        """Return whether a lease whose generator died counts as a failed attempt of its prompt."""
+        entry = self.generators.get(active.generator_id)
+        last_good = 0 if entry is None else entry.last_good
+        attempts = self.attempts_of(*active.key) or Attempts()
+        return has_succeeded_since(attempts, last_good) or self.has_only_suspects(active)
+
+    def _lose_expired(self, active: ActiveLease) -> None:
+        """End a lease without progress. A generator that is alive has failed; one that is dead may have been killed."""
+        entry = self.generators.get(active.generator_id)
+        if entry is not None and self.generators.is_alive(entry, self.now):
+            detail = f"a lease showed no progress for {self.leases.timeout_s:g} s (queue.lease_timeout_s)"
+            failure = Failure("no_progress", detail, detail, is_transient=True)
+            counts = self.note_failure(entry, active, failure)
+        else:
+            counts = self.counts_lost_lease(active)
+        self.lose_lease(active, "expired", counts=counts)
+
     def lose_lease(
         self,
         active: ActiveLease,
@@ -265,7 +312,7 @@ class QueueState(PersistedState):
         tokens: int = 0,
         stop_sampling: bool = True,
         requeue: bool = True,
-        counts: bool = True,
+        counts: bool | None = True,
     ) -> None:
         """End a lease that gave no usable group. Requeue its prompt, or exclude the prompt after too many attempts.
 
@@ -274,7 +321,8 @@ class QueueState(PersistedState):
             tokens: the number of tokens that the generator returned anyway.
             stop_sampling: whether to notify the generator that it must stop.
             requeue: False gives up the row of an evaluation at once.
-            counts: whether a failure counts against the prompt (``failures.counts_against_prompt``).
+            counts: whether it counts as a failed attempt of the prompt (``failures.counts_against_prompt``). None if it
+                was no attempt, because it ends for a reason outside of the lease.
         """
         rollouts = active.lease.group_size
         if stop_sampling:
@@ -323,9 +371,9 @@ class QueueState(PersistedState):
         """Count a group as dropped for ``cause``, and delete it.
 
         The caller has removed it from the ready or taken groups. ``source`` is where the ledger has counted it. If
-        ``requeue``, its prompt is sampled again or excluded.
+        ``requeue``, its prompt is sampled again, or excluded if it was too slow too often.
         """
-        final = self._requeue_or_exclude(group.position, cause) if requeue else cause
+        final = self._requeue_or_exclude(group.position, cause, counts=None) if requeue else cause
         self.ledger.drop(source, final, group.num_rollouts, group.num_tokens)
         self.count_outcome("dropped", group)
         self.forget_group(group)
@@ -422,14 +470,6 @@ class QueueState(PersistedState):
         return self.generators.outage(self.now)
 
     @property
-    def outage_diagnosis(self) -> str:
-        """The reason why the run stops because all leases fail; empty if it goes on."""
-        outage = self.outage
-        if outage is None:
-            return ""
-        return outage.diagnosis(self.now, self.settings.max_outage_s, is_proven=self.is_code_proven)
-
-    @property
     def is_code_proven(self) -> bool:
         """Whether a group was good since the user's code changed."""
         return self.proven_code == self.code
@@ -470,85 +510,6 @@ class QueueState(PersistedState):
             attempts, left = self.attempts, [*self.cursor.requeued, *(prompt.position for prompt in leases)]
         is_paused = self.is_code_proven and self.outage is not None
         return all(one in attempts and (attempts[one].failed or (is_paused and attempts[one].tries)) for one in left)
-
-    def stop_diagnosis(self) -> str:
-        """Return the reason why the run can't continue; empty if it can."""
-        if stop := self.outage_diagnosis:
-            return stop
-        if self.filtered_since_step >= self.settings.max_filtered:
-            right = self.filtered_right_since_step
-            wrong = self.filtered_since_step - right
-            return (
-                f"{self.filtered_since_step} groups were filtered since the last step, as many as queue.max_filtered "
-                f"allows: {right} had a mean accuracy at or above the upper end of queue.filter_range, {wrong} at or "
-                f"below the lower end, or equal rewards. The data is too easy or too hard for this model, or the "
-                f"reward misreads its answers: read some (eval/ in the run directory has those of evaluations), then "
-                f"change data.train or reward.type. If rewards differ while the accuracy does not, return a graded "
-                f"accuracy, or set queue.filter_range = []"
-            )
-        full = [epoch for epoch, count in self.excluded.items() if count >= self.stream.num_rows]
-        if full:
-            first = full[0] * self.stream.num_rows
-            which = f"positions {first} to {first + self.stream.num_rows - 1}" if self.stream.has_sources else ""
-            return (
-                f"every prompt of {which or f'epoch {full[0]}'} was excluded ({self.prompts_too_long} were longer than "
-                f"sampling.max_prompt_tokens = {self.settings.sampling.max_prompt_tokens}, others failed or were too "
-                f"slow queue.max_attempts times); see the generators' logs"
-            )
-        return self.generators.why_nobody(self.now)
-
-    def notes(self) -> dict[str, str]:
-        """Return what the user should know about the run's groups, by cause. Empty if there is nothing."""
-        return {**self.signal.notes, **self._too_slow_note(), **self._failure_notes()}
-
-    def _failure_notes(self) -> dict[str, str]:
-        """Return what fails at present, and where rollouts have failed."""
-        notes = {f"failed: {place}": failed_line(found) for place, found in self.failed_places.items()}
-        if (outage := self.outage) is not None:
-            return {**notes, "outage": outage.line(self.now, self.settings.max_outage_s)}
-        lines = {entry.generator_id: entry.failing.line(self.now) for entry in self.generators.alive(self.now)}
-        said = {
-            name: f"generator {name!r} is quarantined, while others succeed: {line}" for name, line in lines.items()
-        }
-        return {**notes, **{f"quarantined: {name}": text for name, text in said.items() if lines[name]}}
-
-    def _too_slow_note(self) -> dict[str, str]:
-        slow, settings = self.ledger.groups.dropped["too_slow"], self.settings
-        if not slow:
-            return {}
-        waits = settings.on_stale == "wait"
-        remedy = "raise queue.wait_s" if waits else 'set queue.on_stale = "wait", with which steps wait for them'
-        text = (
-            f"{slow} prompt{'s were' if slow > 1 else ' was'} excluded as too slow: {settings.max_attempts} times "
-            f"(queue.max_attempts) all tokens of the answers were older than queue.max_staleness = "
-            f"{settings.max_staleness} allows when they arrived. What takes long, such as slow tools and long answers, "
-            f"is missing from the training. Raise queue.max_staleness, or {remedy}"
-        )
-        return {"too_slow": text}
-
-    def why_ended(self) -> str:
-        """Return what became of the prompts of data that has ended, and if none was trained, what to do."""
-        groups, flaws = self.ledger.groups, self.signal.flaws
-        amounts = {
-            "trained": groups.done,
-            f"filtered ({flaws['wrong']} with only wrong answers, {flaws['right']} with only right ones)": (
-                groups.filtered
-            ),
-            "longer than sampling.max_prompt_tokens": self.prompts_too_long,
-            "failed queue.max_attempts times": groups.dropped["poison"],
-            "too slow queue.max_attempts times": groups.dropped["too_slow"],
-            "in skipped steps": groups.dropped["step_skipped"],
-        }
-        listed = ", ".join(f"{amount} {what}" for what, amount in amounts.items() if amount)
-        found = [f"the data has ended (data.epochs); prompts: {listed or 'none'}"]
-        if not groups.done:
-            notes = self.notes()
-            streak = self.signal.streak
-            if streak.num_groups and streak.noted_as not in notes:
-                found.append(describe(streak, self.settings))
-            found += notes.values()
-            found += ["The generators' logs say why prompts failed"] if groups.dropped["poison"] else []
-        return ". ".join(found)
 
     def stats(self) -> QueueStats:
         """Return statistics of the queue at the time of its clock."""
@@ -656,13 +617,13 @@ class QueueState(PersistedState):
         self.attempts.pop(position, None)
         self.stream.curriculum.close_place(position)
 
-    def _note_failed(self, attempts: Attempts, cause: DropCause, *, counts: bool) -> None:
-        if cause == "failed":
+    def _note_failed(self, attempts: Attempts, cause: DropCause, *, counts: bool | None) -> None:
+        if cause in ("failed", "expired") and counts is not None:
             attempts.note(self.num_good, self.now, counts=counts)
         elif counts:
             attempts.failed, attempts.failed_at = attempts.failed + 1, self.now
 
-    def _requeue_or_exclude(self, position: int, cause: DropCause, *, counts: bool = True) -> DropCause:
+    def _requeue_or_exclude(self, position: int, cause: DropCause, *, counts: bool | None = True) -> DropCause:
         """Requeue a prompt, or exclude it if it has no attempt left. ``counts`` as for ``lose_lease``.
 
         Return the cause under which to count its group.

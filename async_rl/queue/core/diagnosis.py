@@ -1,0 +1,100 @@
+"""What the user is told about the run's groups: why it can't go on, what is wrong with it, and how its data ended.
+
+All functions read a ``QueueState`` at the time of its clock and change nothing.
+"""
+
+from __future__ import annotations
+
+from async_rl.queue.core.failures import failed_line
+from async_rl.queue.core.learning_signal import describe
+from async_rl.queue.core.state import QueueState
+
+
+def stop_reason(state: QueueState) -> str:
+    """Return the reason why the run can't continue; empty if it can."""
+    if stop := outage_reason(state):
+        return stop
+    if state.filtered_since_step >= state.settings.max_filtered:
+        right = state.filtered_right_since_step
+        wrong = state.filtered_since_step - right
+        return (
+            f"{state.filtered_since_step} groups were filtered since the last step, as many as queue.max_filtered "
+            f"allows: {right} had a mean accuracy at or above the upper end of queue.filter_range, {wrong} at or "
+            f"below the lower end, or equal rewards. The data is too easy or too hard for this model, or the "
+            f"reward misreads its answers: read some (eval/ in the run directory has those of evaluations), then "
+            f"change data.train or reward.type. If rewards differ while the accuracy does not, return a graded "
+            f"accuracy, or set queue.filter_range = []"
+        )
+    full = [epoch for epoch, count in state.excluded.items() if count >= state.stream.num_rows]
+    if full:
+        first = full[0] * state.stream.num_rows
+        which = f"positions {first} to {first + state.stream.num_rows - 1}" if state.stream.has_sources else ""
+        return (
+            f"every prompt of {which or f'epoch {full[0]}'} was excluded ({state.prompts_too_long} were longer than "
+            f"sampling.max_prompt_tokens = {state.settings.sampling.max_prompt_tokens}, others failed or were too "
+            f"slow queue.max_attempts times); see the generators' logs"
+        )
+    return state.generators.why_nobody(state.now)
+
+
+def outage_reason(state: QueueState) -> str:
+    """Return the reason why the run stops because all leases fail; empty if it goes on."""
+    outage = state.outage
+    if outage is None:
+        return ""
+    return outage.diagnosis(state.now, state.settings.max_outage_s, is_proven=state.is_code_proven)
+
+
+def why_ended(state: QueueState) -> str:
+    """Return what became of the prompts of data that has ended, and if none was trained, what to do."""
+    groups, flaws = state.ledger.groups, state.signal.flaws
+    amounts = {
+        "trained": groups.done,
+        f"filtered ({flaws['wrong']} with only wrong answers, {flaws['right']} with only right ones)": (
+            groups.filtered
+        ),
+        "longer than sampling.max_prompt_tokens": state.prompts_too_long,
+        "failed queue.max_attempts times": groups.dropped["poison"],
+        "too slow queue.max_attempts times": groups.dropped["too_slow"],
+        "in skipped steps": groups.dropped["step_skipped"],
+    }
+    listed = ", ".join(f"{amount} {what}" for what, amount in amounts.items() if amount)
+    found = [f"the data has ended (data.epochs); prompts: {listed or 'none'}"]
+    if not groups.done:
+        said = notes(state)
+        streak = state.signal.streak
+        if streak.num_groups and streak.noted_as not in said:
+            found.append(describe(streak, state.settings))
+        found += said.values()
+        found += ["The generators' logs say why prompts failed"] if groups.dropped["poison"] else []
+    return ". ".join(found)
+
+
+def notes(state: QueueState) -> dict[str, str]:
+    """Return what the user should know about the run's groups, by cause. Empty if there is nothing."""
+    return {**state.signal.notes, **_too_slow_note(state), **_failure_notes(state)}
+
+
+def _failure_notes(state: QueueState) -> dict[str, str]:
+    """Return what fails at present, and where rollouts have failed."""
+    notes = {f"failed: {place}": failed_line(found) for place, found in state.failed_places.items()}
+    if (outage := state.outage) is not None:
+        return {**notes, "outage": outage.line(state.now, state.settings.max_outage_s)}
+    lines = {entry.generator_id: entry.failing.line(state.now) for entry in state.generators.alive(state.now)}
+    said = {name: f"generator {name!r} is quarantined, while others succeed: {line}" for name, line in lines.items()}
+    return {**notes, **{f"quarantined: {name}": text for name, text in said.items() if lines[name]}}
+
+
+def _too_slow_note(state: QueueState) -> dict[str, str]:
+    slow, settings = state.ledger.groups.dropped["too_slow"], state.settings
+    if not slow:
+        return {}
+    waits = settings.on_stale == "wait"
+    remedy = "raise queue.wait_s" if waits else 'set queue.on_stale = "wait", with which steps wait for them'
+    text = (
+        f"{slow} prompt{'s were' if slow > 1 else ' was'} excluded as too slow: {settings.max_attempts} times "
+        f"(queue.max_attempts) all tokens of the answers were older than queue.max_staleness = "
+        f"{settings.max_staleness} allows when they arrived. What takes long, such as slow tools and long answers, "
+        f"is missing from the training. Raise queue.max_staleness, or {remedy}"
+    )
+    return {"too_slow": text}
