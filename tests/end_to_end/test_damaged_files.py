@@ -196,12 +196,12 @@ def is_shown(path: Path) -> bool:
 
 @pytest.mark.slow
 def test_compare_status_and_eval_survive_damage(finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    check_damages(finished, tmp_path, capsys, range(24), READERS, is_shown)
+    check_damages(finished, tmp_path, capsys, range(8), READERS, is_shown)
 
 
 @pytest.mark.slow
 def test_every_command_survives_damage(finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    check_damages(finished, tmp_path, capsys, range(40), ALL)
+    check_damages(finished, tmp_path, capsys, range(12), ALL)
 
 
 @pytest.mark.long

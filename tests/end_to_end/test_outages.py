@@ -211,11 +211,8 @@ def check_run(directory: Path, run: Run, log: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["reward", "environment"])
-def test_a_tool_that_is_away_a_broken_generator_and_bad_rows_end_no_run(
-    tmp_path: Path, kind: Literal["reward", "environment"]
-):
-    run = Run(kind, num_steps=30, num_generators=2, seed=0)
+def test_a_tool_that_is_away_a_broken_generator_and_bad_rows_end_no_run(tmp_path: Path):
+    run = Run("environment", num_steps=30, num_generators=2, seed=0)
     with tool(60, [4.0, 1.0], long_share=0.05) as served, roles(tmp_path / "logs") as start:
         launch = start("launch", "launch", str(write_run(tmp_path, run, served)))
         launch.succeed()
