@@ -44,7 +44,8 @@ def test_two_batches_of_wrong_answers_make_a_note_and_one_group_less_makes_none(
     arrive(state, 1, WRONG)
     assert the_note(state) == (
         "all 8 groups since the run began have only wrong answers. Read an answer: if it is right, the reward misreads "
-        "it (reward.type); if its form is wrong, say the form in the prompt, or train it first (async-rl sft); else "
+        "it (reward.type); if it answers another question, the chat template is wrong (async-rl doctor shows a "
+        "rendered prompt); if its form is wrong, say the form in the prompt, or train it first (async-rl sft); else "
         'take easier prompts (data.train). One answer ends: "so it is 42"'
     )
     assert (
@@ -165,6 +166,43 @@ def test_runs_that_learn_draw_no_note(share: float):
         for _ in range(400):
             arrive(state, 1, BOTH if random.random() < share else WRONG if random.random() < 0.5 else RIGHT)
         assert diagnosis.notes(state) == {}, seed
+
+
+def test_a_run_whose_first_answers_are_nearly_all_wrong_says_so_in_spite_of_lucky_ones():
+    # 12 answers a group, and 4 groups a step. One right answer of 96, in the third group.
+    wrong, lucky = (0.0,) * 12, (1.0,) + (0.0,) * 11
+    state = a_state(group_size=12)
+    arrive(state, 2, wrong)
+    arrive(state, 1, lucky)
+    arrive(state, 4, wrong, tokens=8, finish_reason="length")
+    assert diagnosis.notes(state) == {}
+    arrive(state, 1, wrong)
+    assert the_note(state) == (
+        "7 of the first 8 groups have only wrong answers, and 1% of all answers are right; 57% were cut at "
+        "sampling.max_new_tokens = 8. Raise sampling.max_new_tokens, or let the prompt ask for shorter answers; if the "
+        "answers are complete and go on, the model does not end its turns (async-rl doctor lists the tokens that end "
+        'one). One answer ends: "so it is 42"'
+    )
+
+
+@pytest.mark.parametrize(("num_right", "is_noted"), [(4, True), (5, False)])
+def test_at_most_one_right_answer_in_twenty_is_few(num_right: int, is_noted: bool):
+    # 8 groups of 10 answers, of which two groups have right ones: 4 or 5 of 80.
+    state = a_state(group_size=10)
+    for right in (2, num_right - 2):
+        arrive(state, 3, (0.0,) * 10)
+        arrive(state, 1, (1.0,) * right + (0.0,) * (10 - right))
+    assert bool(diagnosis.notes(state)) == is_noted
+
+
+def test_later_answers_that_are_nearly_all_wrong_are_no_matter_of_the_beginning():
+    wrong, lucky = (0.0,) * 10, (1.0,) + (0.0,) * 9
+    state = a_state(group_size=10)
+    arrive(state, 12, lucky)  # three batches
+    for _ in range(3):
+        arrive(state, 4, wrong)
+        arrive(state, 1, lucky)
+    assert diagnosis.notes(state) == {}
 
 
 def test_notes_survive_the_queue_and_go_back_with_a_snapshot():

@@ -4,6 +4,10 @@ A group trains nothing if its answers are all wrong, all right, equally rewarded
 every training group to ``SignalWatch.observe``. A long streak of such groups makes a note: what is the matter, how one
 of the answers ends, and the remedy. Status, ``ledger.json`` and ``launch`` show the notes.
 
+A run whose answers are nearly all wrong from its beginning may have a lucky group now and then, which ends a streak. So
+the groups of the first three batches are also counted together. From the second batch on it makes a note if most of
+them have only wrong answers, and at most one answer in twenty is right.
+
 Until the first group that could train, a streak is long if it has two batches of groups. Afterwards it must also be
 longer than chance makes it, because a run that learns filters half of its groups and more; or have eight batches.
 """
@@ -31,6 +35,7 @@ _CHANCE = 1e-6
 _MEMORY = 128
 """Number of groups before the streak that say how often a group trains nothing. Older ones count less."""
 _MOSTLY = 0.5
+_FEW_RIGHT = 0.05
 _WORDS = {
     "wrong": "only wrong answers",
     "right": "only right answers",
@@ -63,11 +68,34 @@ class Streak(msgspec.Struct):
         return self.flaws.total()
 
 
+class Beginning(msgspec.Struct):
+    """The groups of the first batches.
+
+    Attributes:
+        num_groups: the number of groups.
+        num_right: the number of right answers, or the sum of accuracies between 0 and 1.
+        wrong: those groups that have only wrong answers.
+        num_answers: the number of answers of all groups.
+    """
+
+    num_groups: int = 0
+    num_right: float = 0.0
+    num_answers: int = 0
+    wrong: Streak = msgspec.field(default_factory=Streak)
+
+    @property
+    def is_nearly_all_wrong(self) -> bool:
+        """Whether there are right answers, but so few that most groups have none."""
+        is_rare = 0 < self.num_right <= _FEW_RIGHT * self.num_answers
+        return is_rare and self.wrong.num_groups > _MOSTLY * self.num_groups
+
+
 class SignalWatch(msgspec.Struct):
     """Counts the groups that train nothing.
 
     Attributes:
         streak: the present streak.
+        beginning: the groups of the first three batches.
         flaws: the number of all groups that train nothing, by flaw.
         num_useful, num_useless: the groups before the streak that could train, and that could not. Older ones count
             less.
@@ -75,6 +103,7 @@ class SignalWatch(msgspec.Struct):
     """
 
     streak: Streak = msgspec.field(default_factory=Streak)
+    beginning: Beginning = msgspec.field(default_factory=Beginning)
     flaws: Counter[str] = msgspec.field(default_factory=Counter)
     num_useful: float = 0.0
     num_useless: float = 0.0
@@ -82,6 +111,7 @@ class SignalWatch(msgspec.Struct):
 
     def observe(self, flaw: Flaw | None, group: GroupSummary, settings: QueueSettings, step: int) -> None:
         """Count a group that has arrived, with its ``flaw``. The learner has done ``step`` steps."""
+        self._observe_beginning(flaw, group, settings)
         streak = self.streak
         if flaw is None:
             self.num_useful += 1
@@ -91,16 +121,25 @@ class SignalWatch(msgspec.Struct):
             self.streak = Streak(since_step=step)
             return
         self.flaws[flaw] += 1
-        streak.flaws[flaw] += 1
-        streak.num_answers += group.num_rollouts - group.num_failed
-        for num_sampled, last_turn in group.cut:
-            streak.cuts[_limit(num_sampled, last_turn, settings)] += 1
-        streak.example = group.example or streak.example
+        _count(streak, flaw, group, settings)
         cause = cause_of(streak)
         # A streak makes one note. As long as its cause stays the same, the note has its newest counts.
         if streak.noted_as in ("", cause) and self._is_long(settings):
             streak.noted_as = cause
             self.notes[cause] = describe(streak, settings)
+
+    def _observe_beginning(self, flaw: Flaw | None, group: GroupSummary, settings: QueueSettings) -> None:
+        beginning = self.beginning
+        if beginning.num_groups >= max(3 * settings.groups_per_step, _MIN_GROUPS):
+            return
+        beginning.num_groups += 1
+        beginning.num_right += group.accuracy
+        beginning.num_answers += group.num_rollouts - group.num_failed
+        if flaw == "wrong":
+            _count(beginning.wrong, flaw, group, settings)
+        is_known = beginning.num_groups >= max(2 * settings.groups_per_step, _MIN_GROUPS)
+        if is_known and beginning.is_nearly_all_wrong and "wrong" not in self.notes:
+            self.notes["wrong"] = describe_beginning(beginning, settings)
 
     def _is_long(self, settings: QueueSettings) -> bool:
         num_groups = self.streak.num_groups
@@ -111,6 +150,14 @@ class SignalWatch(msgspec.Struct):
         # The probability that the next groups are all useless, if at first every share of useless ones is as likely.
         useless, total = self.num_useless + 1, self.num_useless + self.num_useful + 2
         return math.prod((useless + n) / (total + n) for n in range(num_groups)) < _CHANCE
+
+
+def _count(streak: Streak, flaw: Flaw, group: GroupSummary, settings: QueueSettings) -> None:
+    streak.flaws[flaw] += 1
+    streak.num_answers += group.num_rollouts - group.num_failed
+    for num_sampled, last_turn in group.cut:
+        streak.cuts[_limit(num_sampled, last_turn, settings)] += 1
+    streak.example = group.example or streak.example
 
 
 def flaw_of(group: GroupSummary, settings: QueueSettings, *, fits_filter: bool) -> Flaw | None:
@@ -154,14 +201,31 @@ def describe(streak: Streak, settings: QueueSettings) -> str:
     else:
         listed = ", ".join(f"{count} with {_WORDS[flaw]}" for flaw, count in sorted(streak.flaws.items()))
         what = f"none of the {groups} can train: {listed}"
+    return f"{what}{_cut_text(streak, settings)}. {_remedy(streak)}.{_example_text(streak)}"
+
+
+def describe_beginning(beginning: Beginning, settings: QueueSettings) -> str:
+    """Return the text of the note about a run whose answers are nearly all wrong from its beginning."""
+    wrong = beginning.wrong
+    return (
+        f"{wrong.num_groups} of the first {beginning.num_groups} groups have only wrong answers, and "
+        f"{beginning.num_right / beginning.num_answers:.0%} of all answers are right{_cut_text(wrong, settings)}. "
+        f"{_remedy(wrong)}.{_example_text(wrong)}"
+    )
+
+
+def _cut_text(streak: Streak, settings: QueueSettings) -> str:
     cut = ", ".join(
         f"{count / streak.num_answers:.0%} were cut at {_limit_text(limit, settings)}"
         for limit, count in streak.cuts.most_common()
     )
+    return f"; {cut}" if cut else ""
+
+
+def _example_text(streak: Streak) -> str:
     # It is shown on terminals and in logs, so control characters become spaces.
     shown = " ".join("".join(c if c.isprintable() else " " for c in streak.example).split())
-    example = f' One answer ends: "{shown}"' if shown else ""
-    return f"{what}{f'; {cut}' if cut else ''}. {_remedy(streak)}.{example}"
+    return f' One answer ends: "{shown}"' if shown else ""
 
 
 def _remedy(streak: Streak) -> str:
@@ -177,8 +241,9 @@ def _remedy(streak: Streak) -> str:
         return f"{_CUT_REMEDIES[limit]}{other}"
     if cause == "wrong":
         return (
-            "Read an answer: if it is right, the reward misreads it (reward.type); if its form is wrong, say the form "
-            "in the prompt, or train it first (async-rl sft); else take easier prompts (data.train)"
+            "Read an answer: if it is right, the reward misreads it (reward.type); if it answers another question, the "
+            "chat template is wrong (async-rl doctor shows a rendered prompt); if its form is wrong, say the form in "
+            "the prompt, or train it first (async-rl sft); else take easier prompts (data.train)"
         )
     if cause == "equal":
         return (
