@@ -342,6 +342,29 @@ def _all_but_best(prepared: PreparedBatch, advantages_R: np.ndarray, groups: Seq
     return beyond
 
 
+def agreement(prepared: PreparedBatch) -> float | None:
+    """Return whether more accurate answers get higher advantages: 1 if always, 0 if by chance, -1 if always lower ones.
+
+    It is Goodman and Kruskal's gamma over the pairs of answers to one prompt that differ in both. An answer's advantage
+    is the mean over its trained tokens. None without such a pair.
+    """
+    of_rollout: dict[int, list[np.ndarray]] = {}
+    for sequence in prepared.sequences:
+        of_rollout.setdefault(prepared.rollout_of[sequence.sequence_id], []).append(
+            sequence.advantages[sequence.loss_mask]
+        )
+    means = np.full(len(prepared.rewards), np.nan)
+    for index, parts in of_rollout.items():
+        if tokens := sum(map(len, parts)):
+            means[index] = sum(float(part.sum(dtype=np.float64)) for part in parts) / tokens
+    signs = np.zeros(0)
+    for start, end in pairwise(accumulate(prepared.group_sizes, initial=0)):
+        advantages, accuracies = means[start:end], prepared.accuracies[start:end]
+        pairs = np.sign(np.subtract.outer(advantages, advantages) * np.subtract.outer(accuracies, accuracies))
+        signs = np.append(signs, pairs[np.isfinite(pairs) & (pairs != 0)])
+    return float(signs.mean()) if len(signs) else None
+
+
 def _baseline_rollouts(prepared: PreparedBatch) -> list[np.ndarray]:
     """Return, for each group, the indices (int64) of the rollouts that count in the group's baseline."""
     left_out = {index for index, cause in prepared.masked.items() if cause in _WITHOUT_REWARD}

@@ -154,6 +154,18 @@ def drop_bias(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, 
     }
 
 
+def received_accuracy(before: Mapping[str, Any], after: Mapping[str, Any]) -> float | None:
+    """Return the mean accuracy of the answers that were graded and ended between two states of the queue's ledger.
+
+    None if there were none.
+    """
+    first, last = _sums(before), _sums(after)
+    number = last.get("judged/rollouts", 0.0) - first.get("judged/rollouts", 0.0)
+    if number <= 0:
+        return None
+    return (last["judged/accuracy"] - first.get("judged/accuracy", 0.0)) / number
+
+
 def _sums(ledger: Mapping[str, Any]) -> dict[str, float]:
     """Return sums since the run began, by ``NAME/UNIT``, where NAME is one of those in ``_COUNTS_IN``."""
     sums: defaultdict[str, float] = defaultdict(float)

@@ -21,6 +21,7 @@ import numpy as np
 
 from async_rl.config.rules import SHORT_RULES
 from async_rl.errors import TrainingError
+from async_rl.learner.advantages import agreement
 from async_rl.learner.batch import MASK_CAUSES, PreparedBatch
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.losses.diagnostics import summarise, update_effect
@@ -206,6 +207,7 @@ def trained_metrics(result: StepResult) -> dict[str, float]:
     return {
         **_sampled_metrics(result.groups, prepared),
         **update_metrics(updates),
+        **({} if (agrees := agreement(prepared)) is None else {"advantage/agreement": agrees}),
         **({} if prepared.reference_kl is None else {"kl/reference": prepared.reference_kl}),
         "tokens/trained": facts.tokens_trained,
         "tokens/masked": sum(facts.tokens_masked.values()),

@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
@@ -51,7 +52,14 @@ from async_rl.learner.profiling import StepProfiler
 from async_rl.learner.publishing import VersionPublisher, WeightsSender
 from async_rl.learner.recorder import RowWriter, StepRecorder, WaitLog
 from async_rl.learner.sampling import IdleSampling
-from async_rl.learner.staleness import BoundLimits, BoundState, check_staleness, reading_of, update_bound
+from async_rl.learner.staleness import (
+    BoundLimits,
+    BoundState,
+    check_staleness,
+    reading_of,
+    received_accuracy,
+    update_bound,
+)
 from async_rl.learner.step_masks import judge_step
 from async_rl.learner.step_result import StepResult, check_skipped, count_skipped, step_result, trained_metrics
 from async_rl.output import logged
@@ -62,7 +70,7 @@ from async_rl.routes import RoutingShape
 from async_rl.run.directory import RunDir
 from async_rl.run.eval_records import Decode
 from async_rl.run.health import Health, Note
-from async_rl.run.step_log import iter_rows
+from async_rl.run.step_log import Row, iter_rows
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +137,15 @@ class Trainer:
         self._profiler = StepProfiler(config.log.profiled_steps, run_dir / "profile")
         self._publisher = VersionPublisher(config, state, engine, queue, weights, parity)
         self._evaluations = Evaluations(
-            config, state, queue, record=self._recorder.record_evaluation, run_dir=run_dir, decode=decode
+            config, state, queue, record=self._record_evaluation, run_dir=run_dir, decode=decode
         )
         self._bound_limits = BoundLimits.from_config(config) if config.queue.adaptive else None
         self._writer = CheckpointWriter(
             engine, run_dir, config.checkpoint, lineage=state.lineage, confirm=self._confirm
         )
         self._saved_metrics: dict[str, float] = {}
+        self._last_ledger: Mapping[str, Any] | None = None
+        self._received: dict[str, float] = {}
         self._health, self._first_step = Health(iter_rows(RunDir(run_dir).metrics)), state.step
         self._why_ended = ""
         self._last_checkpoint = state.step if state.is_resumed else -1
@@ -243,9 +253,8 @@ class Trainer:
         has_own_loss = self.config.loss.function is not None
         result = step_result(batch.groups, prepared, updates, version=version, has_own_loss=has_own_loss)
         fault_point("learner.trained")
-        figures = {**trained_metrics(result), **self._update_bound(result)}
-        for note in self._health.add({"step": self.state.step + 1, "version": self.state.version, **figures}):
-            logger.warning("note: %s", note.text)
+        figures = {**trained_metrics(result), **self._received, **self._update_bound(result)}
+        self._judge({"step": self.state.step + 1, "version": self.state.version, **figures})
         acked = self._acknowledge(result)
         self._recorder.record_trained(batch.groups)
         fault_point("learner.acknowledged")
@@ -438,7 +447,29 @@ class Trainer:
         # The queue prepares the next batch while this step is published and recorded.
         acked = self.queue.ack(ack, next_take_s=TAKE_WAIT_S if done < steps else None)
         self.state.step = done
+        self._received = self._received_since(acked.stats.ledger)
         return acked
+
+    def _received_since(self, ledger: Mapping[str, Any]) -> dict[str, float]:
+        """Return the accuracy of what the queue has received since the last call, for the next step's row.
+
+        Empty at the first call, and if the order of the rows makes steps differ.
+        """
+        before, self._last_ledger = self._last_ledger, ledger
+        data = self.config.data
+        if before is None or not data.shuffle or data.curriculum.is_on:
+            return {}
+        accuracy = received_accuracy(before, ledger)
+        return {} if accuracy is None else {"accuracy/received": accuracy}
+
+    def _record_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
+        self._recorder.record_evaluation(step, figures)
+        self._judge({"step": step, **figures})
+
+    def _judge(self, row: Row) -> None:
+        """Log what is wrong with the training by the row of a step or of an evaluation."""
+        for note in self._health.add(row):
+            logger.warning("note: %s", note.text)
 
     @property
     def _is_last_step(self) -> bool:

@@ -92,6 +92,11 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "judge_requests, judge_cost_millionths, verifier_timed_out or code_tests_passed.",
         "accuracy/mean": "Mean accuracy of the step's rollouts, 0 to 1, without any shaping; or reward, as in "
         "evaluations.",
+        "accuracy/received": "Mean accuracy of all training answers that were graded and ended in the step before, "
+        "those of filtered groups included. Only if every step's prompts are drawn at random from the same rows "
+        "(data.shuffle, and no data.curriculum), so that steps can be compared.",
+        "advantage/agreement": "Whether more accurate answers get higher advantages: over the pairs of answers to one "
+        "prompt, the share in which they do minus the share in which they get lower ones. Absent without such a pair.",
         "length/mean": "Mean sampled tokens per rollout.",
         "length/max": "Most sampled tokens of a rollout.",
         "length/truncated": "Share of rollouts that were cut at a token limit.",

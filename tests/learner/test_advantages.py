@@ -12,7 +12,7 @@ import pytest
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
-from async_rl.learner.advantages import with_advantages
+from async_rl.learner.advantages import agreement, with_advantages
 from async_rl.learner.batch import PreparedBatch, along_tokens, prepare_batch
 from async_rl.learner.engine import PolicyScores
 from async_rl.learner.step_result import trained_counts
@@ -429,3 +429,35 @@ def test_kl_in_the_loss_leaves_the_advantages_alone():
     assert advantages(with_advantages(step, loss(kl_coef=0.1, kl_placement="loss"))) == advantages(
         with_advantages(step, loss())
     )
+
+
+def with_values(prepared: PreparedBatch, values: Sequence[float]) -> PreparedBatch:
+    """Give the tokens of each rollout its value as their advantage."""
+    return prepared.with_sequences(
+        replace(
+            s, advantages=along_tokens(s, np.full(int(s.loss_mask.sum()), values[prepared.rollout_of[s.sequence_id]]))
+        )
+        for s in prepared.sequences
+    )
+
+
+def test_agreement_counts_the_pairs_of_a_group_that_differ_in_accuracy_and_advantage():
+    # Accuracies [1, 0, 0 | 1, 0]. The pairs: 3 > 1 and 3 < 4 | 2 = 2, which does not count.
+    prepared = prepare([rollout(1.0), rollout(0.0), rollout(0.0)], [rollout(1.0), rollout(0.0)])
+    assert agreement(with_values(prepared, [3.0, 1.0, 4.0, 2.0, 2.0])) == 0.0
+    assert agreement(with_values(prepared, [5.0, 1.0, 4.0, 2.0, 2.0])) == 1.0
+    assert agreement(with_values(prepared, [0.0, 1.0, 4.0, 2.0, 3.0])) == -1.0
+    # Two pairs agree and one does not: (2 - 1) / 3.
+    assert agreement(with_values(prepared, [5.0, 1.0, 4.0, 2.0, 3.0])) == pytest.approx(1 / 3)
+
+
+def test_there_is_no_agreement_without_a_right_and_a_wrong_answer_that_are_trained():
+    assert agreement(prepare([rollout(1.0), rollout(1.0)], [rollout(0.0)])) is None
+    cut = prepare([rollout(1.0), rollout(0.0, finish="length")])
+    assert agreement(with_values(cut, [1.0, 2.0])) is None, "the wrong one is masked"
+
+
+@pytest.mark.parametrize("name", ["group_norm", "group_mean", "leave_one_out", "global_norm", "reinforce_pp"])
+def test_the_estimators_give_right_answers_higher_advantages(name: str):
+    prepared = prepare([rollout(1.0, 3), rollout(0.0, 5), rollout(2.0)], [rollout(0.0), rollout(1.0, [2, 1])])
+    assert agreement(with_advantages(prepared, loss(advantage=name))) == 1.0

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from async_rl.learner.staleness import WINDOW_STEPS, DropBias
+from async_rl.learner.staleness import WINDOW_STEPS, DropBias, received_accuracy
 from async_rl.queue.core import generator_requests
 from async_rl.queue.core.ledger import Outcome, Outcomes
 from async_rl.queue.messages import GeneratorStats
@@ -65,6 +65,15 @@ def test_the_filter_is_no_bias():
 def test_tokens_masked_as_stale_count_as_lost_length():
     # 4 groups of 2 rollouts of 10 tokens; 8 of the 80 tokens are masked.
     assert metrics_after(ledger(stale_tokens=8, trained=(4, 10, 0.5)))["bias/length"] == pytest.approx(0.9)
+
+
+def test_the_accuracy_of_what_was_received_counts_filtered_groups_and_those_that_were_dropped():
+    # Since the first reading: 2 groups of 0.5, 1 of 1.0 and 1 of 0.0. The cancelled one was not graded.
+    before = ledger(trained=(4, 10, 0.5), filtered=(1, 10, 1.0))
+    after = ledger(trained=(6, 10, 0.5), filtered=(2, 10, 1.0), dropped=(1, 10, 0.0), cancelled=(1, 10, 0.0))
+    assert received_accuracy(before, after) == pytest.approx(0.5)
+    assert received_accuracy(ledger(), ledger(filtered=(1, 10, 1.0))) == 1.0
+    assert received_accuracy(after, after) is None
 
 
 def test_only_the_last_steps_count():
