@@ -15,7 +15,7 @@ from typing import Any
 from async_rl.errors import RunError
 from async_rl.run.directory import RunDir, checkpoint_name
 from async_rl.run.health import Health
-from async_rl.run.progress import eval_accuracies
+from async_rl.run.progress import eval_accuracies, is_step_row
 from async_rl.run.step_log import Row
 
 _STEPS = 5
@@ -74,12 +74,15 @@ class Hints:
         self._given: set[str] = set()
 
     def add(self, row: Row) -> list[str]:
-        """Take the next row of an optimizer step, and return the notes that are due now."""
+        """Take the next row of ``metrics.jsonl``, and return the notes that are due now."""
+        of_health = [f"note: {note.text}" for note in self.health.add(row)]
+        if not is_step_row(row):
+            return of_health
         self._rows.append(row)
         found = {"truncated": _truncated(list(self._rows)), "masked": _masked(row), "skipped": _skipped(row)}
         new = {kind: note for kind, note in found.items() if note and kind not in self._given}
         self._given |= new.keys()
-        return [*new.values(), *(f"note: {note.text}" for note in self.health.add(row))]
+        return [*new.values(), *of_health]
 
 
 def best_lines(run_dir: RunDir, rows: Sequence[Row]) -> list[str]:

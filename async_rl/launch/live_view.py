@@ -129,8 +129,8 @@ class PlainView:
                 self.note(line)
             if is_step_row(row):
                 self.note(step_line(self._progress.step_row, self._progress.num_steps, self._progress.eta_s))
-                for line in self._hints.add(row):
-                    self.note(line)
+            for line in self._hints.add(row):
+                self.note(line)
         for line in self._ledger_notes.poll():
             self.note(line)
         now = time.monotonic()
@@ -199,7 +199,7 @@ class LiveView:
             self.note(line)
         for row in self._tail.poll():
             self._progress.add(row)
-            for line in [*eval_lines(row), *(self._hints.add(row) if is_step_row(row) else [])]:
+            for line in [*eval_lines(row), *self._hints.add(row)]:
                 self.note(line)
         for line in self._ledger_notes.poll():
             self.note(line)

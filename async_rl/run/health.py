@@ -1,11 +1,12 @@
 """Find in a run's metrics that the training goes wrong: the policy collapses, leaves its samples or learns nothing.
 
-Pure: rows of steps go in, notes come out. ``Health`` gives one note for each cause, with the course of the metrics that
-show it and the settings to change. The learner, ``launch`` and its summary each give the same rows of ``metrics.jsonl``
-to a ``Health`` of their own, so all of them say the same, also after a resume.
+Pure: rows of steps and evaluations go in, notes come out. ``Health`` gives one note for each cause, with the course of
+the metrics that show it and the settings to change. The learner, ``launch`` and its summary each give the same rows of
+``metrics.jsonl`` to a ``Health`` of their own, so all of them say the same, also after a resume.
 
-A cause is noted when two of the last ``WINDOW`` steps show it, the newest among them: one bad step is no collapse. Of
-log-probabilities that differ with the same weights, one step suffices, and without a gradient it takes three.
+``CAUSES`` is the table of what is checked. A cause is noted when two of the last ``WINDOW`` steps show it, the newest
+among them: one bad step is no collapse. Of log-probabilities that differ with the same weights, one step suffices, and
+without a gradient it takes three. Whether answers have become worse takes more steps, or evaluations (``decline.py``).
 Most limits are relative to the run's own beginning, which is the median of its first ``BEGINNING`` steps. While these
 steps are among those to be judged, only the limits apply that need no beginning. The limits were set on half of the
 healthy runs in ``tests/data/health_runs.json``, and judged on the other half.
@@ -19,7 +20,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from async_rl.run.progress import is_step_row
+from async_rl.run.decline import Decline, Fall
+from async_rl.run.progress import eval_accuracies, is_step_row
 from async_rl.run.step_log import Row
 
 WINDOW = 3
@@ -93,7 +95,7 @@ class _Sign:
 class _Cause:
     """Something that goes wrong, with its signs, of which one suffices. ``remedy`` gets the figures of the step.
 
-    ``num_bad`` of the last ``WINDOW`` steps must show it, the newest among them.
+    ``num_bad`` of the last ``WINDOW`` steps must show it, the newest among them. Without signs, ``run.decline`` judges.
     """
 
     name: str
@@ -115,27 +117,18 @@ class Health:
         self.notes: list[Note] = []
         self._first: list[tuple[int, Figures]] = []
         self._recent: deque[tuple[int, Figures]] = deque(maxlen=_COURSE_STEPS)
+        self._decline = Decline()
         for row in history:
             self.add(row)
 
     def add(self, row: Row) -> list[Note]:
-        """Take the next row of ``metrics.jsonl``, and return the notes that are new. Rows of evaluations are ignored.
+        """Take the next row of ``metrics.jsonl``, and return the notes that are new.
 
         After a rollback the same steps come again. They replace the ones before, whose notes are forgotten.
         """
-        if not is_step_row(row):
-            return []
-        step = row["step"]
-        while self._recent and self._recent[-1][0] >= step:
-            self._recent.pop()
-        self._first = [pair for pair in self._first if pair[0] < step]
-        self.notes = [note for note in self.notes if note.step < step]
-        figures = _figures_of(row)
-        self._recent.append((step, figures))
-        if len(self._first) < BEGINNING:
-            self._first.append((step, figures))
+        found = self._of_step(row) if is_step_row(row) else self._of_evaluations(row)
         known = {note.cause for note in self.notes}
-        new = [self._note(cause) for cause in self._shown(after=-1) if cause.name not in known]
+        new = [note for note in found if note.cause not in known]
         # What follows a collapse has the same remedy.
         collapse = next((note for note in (*self.notes, *new) if note.is_collapse), None)
         if collapse is not None:
@@ -143,6 +136,37 @@ class Health:
             new = [note if note is collapse else replace(note, remedy=see) for note in new]
         self.notes += new
         return new
+
+    def _of_step(self, row: Row) -> list[Note]:
+        step = row["step"]
+        while self._recent and self._recent[-1][0] >= step:
+            self._recent.pop()
+        self._first = [pair for pair in self._first if pair[0] < step]
+        self.notes = [note for note in self.notes if note.step < step]
+        self._decline.forget_from(step)
+        figures = _figures_of(row)
+        self._recent.append((step, figures))
+        if len(self._first) < BEGINNING:
+            self._first.append((step, figures))
+        found = [self._note(cause) for cause in self._shown(after=-1)]
+        accuracy = figures.get("accuracy/received")
+        fall = None if accuracy is None else self._decline.add_step(step, accuracy)
+        return found if fall is None else [*found, self._note_of(fall)]
+
+    def _of_evaluations(self, row: Row) -> list[Note]:
+        falls: list[Fall | None] = []
+        for name, accuracy in eval_accuracies(row).items():
+            error, unanswered, rows = (
+                row.get(f"eval/{name}/{key}") or 0 for key in ("accuracy_se", "unanswered", "rows")
+            )
+            missing = unanswered / rows if rows else 0.0
+            falls.append(self._decline.add_evaluation(name, row["step"], accuracy, error, missing=missing))
+        return [self._note_of(fall) for fall in falls if fall is not None][:1]
+
+    def _note_of(self, fall: Fall) -> Note:
+        figures = self._recent[-1][1] if self._recent else {}
+        finding = f"{_WORSE.finding}: {fall.text}"
+        return Note(_WORSE.name, fall.step, finding, _WORSE.remedy(figures), _WORSE.is_collapse)
 
     def collapse_after(self, step: int) -> Note | None:
         """Return the note of a collapse that the newest steps show, judged by steps after ``step`` alone.
@@ -227,11 +251,10 @@ def _engine_limit(step: Figures, _: Figures) -> float | None:
 
 
 def _high_entropy(step: Figures, beginning: Figures) -> float | None:
-    """Return three times the beginning's, or twice if far fewer answers are right. None for better answers."""
+    """Return twice the beginning's. None for better answers: who learns to think about a task may try more."""
     if "entropy" not in beginning or _is_better(step, beginning) or "distill/kl" in step:
         return None
-    is_far_worse = step.get("accuracy/mean", 1.0) < 0.6 * beginning.get("accuracy/mean", 0.0)
-    return max(0.05, 2 * beginning["entropy"]) if is_far_worse else max(0.1, 3 * beginning["entropy"])
+    return max(0.05, 2 * beginning["entropy"])
 
 
 def _low_entropy(step: Figures, beginning: Figures) -> float | None:
@@ -258,8 +281,9 @@ def _no_gradient(step: Figures, beginning: Figures) -> float | None:
     return _NO_GRADIENT
 
 
-def _low_accuracy(_: Figures, beginning: Figures) -> float | None:
-    return 0.2 * beginning["accuracy/mean"] if beginning.get("accuracy/mean", 0.0) >= 0.1 else None
+def _low_agreement(step: Figures, _: Figures) -> float | None:
+    """Return that three of four pairs are the wrong way around. None with a teacher, who does not ask for accuracy."""
+    return None if "distill/kl" in step else -0.5
 
 
 def _is_better(step: Figures, beginning: Figures) -> bool:
@@ -288,7 +312,15 @@ _CERTAIN = _Sign("entropy", "entropy", " nats", _low_entropy, is_low=True)
 _RANDOM = _Sign("entropy", "entropy", " nats", _high_entropy)
 _EXPLODES = _Sign("grad_norm", "gradient norm", "", _high_gradient)
 _ZERO = _Sign("grad_norm", "gradient norm", "", _no_gradient, is_low=True)
-_WORSE = _Sign("accuracy/mean", "accuracy", "%", _low_accuracy, is_low=True)
+_AGREEMENT = _Sign("advantage/agreement", "agreement of accuracies and advantages", "", _low_agreement, is_low=True)
+
+_WORSE = _Cause(
+    "worse",
+    "the answers have become worse",
+    (),
+    lambda step: f"If the data has not become harder, the reward may be at odds with the accuracy. {_slower(step)}",
+    is_collapse=False,
+)
 
 CAUSES: tuple[_Cause, ...] = (
     _Cause(
@@ -313,12 +345,13 @@ CAUSES: tuple[_Cause, ...] = (
     ),
     _Cause("gradient", "the gradient explodes", (_EXPLODES,), _slower),
     _Cause(
-        "worse",
-        "the answers have become worse",
-        (_WORSE,),
-        lambda step: f"If the data has not become harder, the reward may be at odds with the accuracy. {_slower(step)}",
+        "reversed",
+        "right answers get lower advantages than wrong ones",
+        (_AGREEMENT,),
+        lambda _: "Check the signs of the reward (reward.type) and of the advantages (loss.advantage_function)",
         is_collapse=False,
     ),
+    _WORSE,
     _Cause(
         "no_gradient",
         "nothing is learned, because all answers of a group get the same advantage",
@@ -331,7 +364,7 @@ CAUSES: tuple[_Cause, ...] = (
 """What may go wrong, in the order in which it is noted."""
 
 KEYS = (
-    *dict.fromkeys(sign.key for cause in CAUSES for sign in cause.signs),
-    "lr", "staleness/mean", "lag_0/tokens", "tokens/trained", "distill/kl",
+    "mismatch_kl/lag_0", "ratio/ess", "ratio/kl", "ratio/clip_fraction", "entropy", "grad_norm", "accuracy/mean", "lr",
+    "staleness/mean", "lag_0/tokens", "tokens/trained", "distill/kl", "advantage/agreement", "accuracy/received",
 )  # fmt: skip
 """The metrics that are read."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,10 @@ from async_rl.errors import CollapseError
 from async_rl.learner.engine import UpdateStats
 from async_rl.learner.packing import TrainSequence
 from async_rl.queue.core import persistence
+from async_rl.records import Group, Lease
+from async_rl.run.step_log import read_rows
 from tests.learner.test_trainer import Killed, Run, ScriptedEngine, killed_in, make_run, retune
+from tests.queue.builders import group
 
 
 @dataclass
@@ -101,3 +105,32 @@ def test_a_stopped_run_goes_on_if_the_key_is_switched_off(tmp_path: Path):
         run.start()
     retune(run, run={"stop_on_collapse": False})
     assert run.start().step == 10
+
+
+def test_a_row_has_the_accuracy_of_what_was_received_in_the_step_before(tmp_path: Path):
+    run = make_run(tmp_path, data={"shuffle": True})
+    run.start()
+    rows = [row for row in read_rows(run.path / "metrics.jsonl") if "version" in row]
+    # Every group has a right and a wrong answer. The first acknowledgement is the beginning.
+    assert [row.get("accuracy/received") for row in rows] == [None, None, 0.5, 0.5, 0.5]
+    assert all(row["advantage/agreement"] == 1.0 for row in rows)
+
+
+@pytest.mark.parametrize("data", [{"shuffle": False}, {"shuffle": True, "curriculum": {"solved_at": 1.0}}])
+def test_steps_whose_prompts_are_no_random_ones_have_no_such_accuracy(tmp_path: Path, data: dict[str, Any]):
+    run = make_run(tmp_path, data=data)
+    run.start()
+    assert not any("accuracy/received" in row for row in read_rows(run.path / "metrics.jsonl"))
+
+
+def test_an_evaluation_that_is_much_worse_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    run = make_run(tmp_path)
+
+    def answer(lease: Lease, version: int) -> Group:
+        right = lease.kind != "eval" or version < 2
+        return group(lease, version, accuracies=[float(right), 0.0][: lease.group_size])
+
+    run.start(answer=answer)
+    # All right at step 0, none at step 2: there is no error in that.
+    assert noted(caplog) == ["note: step 2: the answers have become worse: accuracy 100 % "]
+    assert len(persistence.status(run.queue_state, 0.0)["training_notes"]) == 1

@@ -16,11 +16,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from async_rl.run.health import KEYS
-from async_rl.run.progress import is_step_row
+from async_rl.run.progress import eval_accuracies, is_step_row
 from async_rl.run.step_log import Row, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -40,7 +41,7 @@ class SickRun:
         settings: of the run.
         cause: the first cause that is noted. Empty: the learner's metrics show none, and ``named_by`` says who tells.
         step: the step of the first note.
-        named_by: what else names it.
+        named_by: what else names it, or names it earlier.
     """
 
     settings: tuple[str, Settings]
@@ -83,6 +84,7 @@ def own(key: str, name: str) -> dict[str, Any]:
     return {key: f"{PARTS}:{name}", "generator.allow_code": f'["{PARTS}"]', "weights.parity": "off"}
 
 
+_SEED_0 = "runs/quickstart-task/seed-0"
 HEALTHY: dict[str, tuple[str, Settings]] = {
     "quickstart_0": quickstart(0), "quickstart_1": quickstart(1), "quickstart_2": quickstart(2),
     "quickstart_3": quickstart(3), "lag0_default_0": study(0, 0), "lag4_default_1": study(4, 1),
@@ -99,6 +101,9 @@ HEALTHY: dict[str, tuple[str, Settings]] = {
     "on_policy_2": quickstart(2, {"queue.max_staleness": 0}),
     "gspo_0": quickstart(0, {"loss.preset": "gspo"}),
     "critic_2": quickstart(2, {"loss.advantage": "gae"}),
+    # The accuracy of what is trained falls, or hardly rises, because prompts become harder.
+    "harder_0": study(4, 0, {"data.train": f"{_SEED_0}/harder.jsonl", "data.shuffle": "false", "optimizer.lr": 1.2e-5}),
+    "curriculum_1": quickstart(1, {"data.curriculum.solved_at": 0.5, "learner.steps": 160}),
 }  # fmt: skip
 SET_ON = (
     "quickstart_0", "quickstart_1", "quickstart_2", "quickstart_3", "lag0_default_0", "lag4_default_1",
@@ -107,8 +112,8 @@ SET_ON = (
 
 _60 = {"learner.steps": 60}
 _20 = {"learner.steps": 20}
+_NEGATED = {"loss.advantage_function": f"{PARTS}:negated"}
 _NO_FILTER = {"queue.filter_range": "[]"}
-_SEED_0 = "runs/quickstart-task/seed-0"
 # The learning rate rises to its full height in the first five steps of all runs.
 SICK: dict[str, SickRun] = {
     "lr10_lag16": SickRun(study(16, 0, {**_60, "optimizer.lr": 5e-4}), "samples", 8),
@@ -124,7 +129,10 @@ SICK: dict[str, SickRun] = {
     "uncorrected_256": SickRun(
         study(256, 0, {"learner.steps": 300, "loss.surrogate": "plain", "loss.skip_threshold": 0}), "samples", 35
     ),
-    "entropy_bonus": SickRun(study(4, 1, {**_60, "loss.entropy_coef": 1.0}), "random", 52),
+    "entropy_bonus": SickRun(study(4, 1, {**_60, "loss.entropy_coef": 1.0}), "random", 39),
+    "negated_0": SickRun(study(4, 0, {**_60, **_NEGATED}), "reversed", 2),
+    "negated_1": SickRun(study(4, 1, {**_60, **_NEGATED}), "reversed", 2),
+    "negated_filtered_2": SickRun(quickstart(2, {**_60, **_NEGATED, "optimizer.lr": 5e-5}), "reversed", 2),
     "constant_reward": SickRun(study(4, 1, {**_20, **own("reward.type", "constant")}), "no_gradient", 3),
     "zero_reward": SickRun(study(4, 1, {**_20, **own("reward.type", "zero")}), "no_gradient", 3),
     "shifted_logprobs": SickRun(study(4, 0, {**_20, **own("generator.backend", "Shifted")}), "engines", 1),
@@ -136,9 +144,24 @@ SICK: dict[str, SickRun] = {
     "wrong_eos": SickRun(study(4, 0, {**_20, "model.path": f"{_SEED_0}/wrong_eos"}), "", 0, "launch.hints: step 3"),
     # A copy whose chat template turns the prompt around. The filter is off; it would leave no group.
     "wrong_template": SickRun(
-        study(4, 0, {**_20, "model.path": f"{_SEED_0}/wrong_template"}), "no_gradient", 18, "its groups: all are wrong"
+        study(4, 0, {**_20, "model.path": f"{_SEED_0}/wrong_template"}),
+        "no_gradient",
+        13,
+        "the queue, after the second batch of groups: 15 of 16 have only wrong answers",
     ),
 }
+
+
+def write_harder_rows() -> None:
+    """Make the training rows of ``harder_0``: 64 batches of which half carry, which is harder, then only such rows."""
+    lines = (ROOT / _SEED_0 / "train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows: dict[bool, list[str]] = {True: [], False: []}
+    for line in lines:
+        first, second = json.loads(line)["messages"][0]["content"].rstrip(":").split("+")
+        rows[int(first) % 10 + int(second) % 10 >= 10].append(line)
+    mixed = [line for pair in zip(rows[True][:256], rows[False][:256], strict=True) for line in pair]
+    text = "\n".join([*mixed, *rows[True][256:]])
+    (ROOT / _SEED_0 / "harder.jsonl").write_text(f"{text}\n", encoding="utf-8")
 
 
 def write_wrong_models() -> None:
@@ -176,20 +199,52 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+def evaluations(rows: Sequence[Row]) -> list[list[Any]]:
+    """Return the evaluations: how many steps are recorded before, the step, the set, the accuracy and its error."""
+    found: list[list[Any]] = []
+    num_steps = 0
+    for row in rows:
+        num_steps += is_step_row(row)
+        for name, accuracy in eval_accuracies(row).items():
+            error = row[f"eval/{name}/accuracy_se"]
+            found.append([num_steps, row["step"], name, _rounded(accuracy), _rounded(error)])
+    return found
+
+
 def load() -> dict[str, list[Row]]:
-    """Return the rows of every run in ``tests/data/health_runs.json``, by its name."""
+    """Return the rows of every run in ``tests/data/health_runs.json``, by its name.
+
+    Some runs were made before ``accuracy/received`` was measured. Without a filter it is the ``accuracy/mean`` of the
+    step before, but for groups that were dropped.
+    """
     stored = json.loads(DATA.read_text(encoding="utf-8"))
-    names = stored.pop("columns")
-    return {run: [dict(zip(names, row, strict=True)) for row in rows] for run, rows in stored.items()}
+    names, evals = stored.pop("columns"), stored.pop("evaluations")
+    runs: dict[str, list[Row]] = {}
+    for run, steps in stored.items():
+        rows = [dict(zip(names, row, strict=False)) for row in steps]
+        _, settings = HEALTHY[run] if run in HEALTHY else SICK[run].settings
+        if settings.get("queue.filter_range") == "[]" and "accuracy/received" not in rows[-1]:
+            for before, row in pairwise(rows):
+                row["accuracy/received"] = before["accuracy/mean"]
+        of_evals = [
+            (count, {"step": step, f"eval/{name}/accuracy": accuracy, f"eval/{name}/accuracy_se": error})
+            for count, step, name, accuracy, error in evals.get(run, ())
+        ]
+        parts = [(count, row) for count, row in enumerate(rows, 1)] + of_evals
+        runs[run] = [row for _, row in sorted(parts, key=lambda part: part[0])]
+    return runs
 
 
 def store(runs: Mapping[str, Path]) -> None:
     """Write the figures of ``runs``, whose directories are given, in addition to those that are there."""
-    stored = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+    stored: dict[str, Any] = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
     stored["columns"] = ["step", "version", *KEYS]
+    evals = stored.setdefault("evaluations", {})
     for name, path in runs.items():
-        rows = figures(read_rows(path / "metrics.jsonl"))
-        stored[name] = rows if name in HEALTHY else rows[:MAX_STEPS]
+        rows = read_rows(path / "metrics.jsonl")
+        steps = figures(rows)
+        stored[name] = steps if name in HEALTHY else steps[:MAX_STEPS]
+        evals[name] = [entry for entry in evaluations(rows) if entry[0] <= len(stored[name])]
     lines = [f"{json.dumps(name)}: {json.dumps(rows, separators=(',', ':'))}" for name, rows in stored.items()]
     DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
@@ -198,6 +253,7 @@ def main() -> None:
     directory, *names = sys.argv[1:]
     chosen = names or [*HEALTHY, *SICK]
     write_wrong_models()
+    write_harder_rows()
     for name in chosen:
         shutil.rmtree(Path(directory) / name, ignore_errors=True)
         make(name, Path(directory))

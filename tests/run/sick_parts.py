@@ -1,4 +1,4 @@
-"""Parts of runs that are wrong on purpose: rewards and engines, for ``health_runs.py``."""
+"""Parts of runs that are wrong on purpose: rewards, advantages and engines, for ``health_runs.py``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from async_rl.config.config import Config
 from async_rl.config.generator import BackendCapabilities
 from async_rl.generator.backend import FACTORIES, Sampled
+from async_rl.learner.own_advantage import AdvantageInputs
 from async_rl.rewards.records import RewardInput, RewardOutput
 
 
@@ -26,6 +27,14 @@ def zero(item: RewardInput) -> RewardOutput:
 def noise(item: RewardInput) -> RewardOutput:
     value = float(random.random() < 0.5)
     return RewardOutput({"right": value}, value, "")
+
+
+def negated(inputs: AdvantageInputs) -> np.ndarray:
+    """The advantages of group_mean with the wrong sign."""
+    advantages = np.zeros(len(inputs.rewards))
+    for group in inputs.groups():
+        advantages[group] = inputs.rewards[group].mean() - inputs.rewards[group]
+    return advantages
 
 
 class Hot:
