@@ -886,6 +886,15 @@ def test_a_collapse_is_told_once_also_by_the_next_launch(tmp_path: Path):
     assert note in summary(RunDir(tmp_path), 3.0)
 
 
+def test_an_evaluation_that_is_much_worse_is_told_below_its_line(tmp_path: Path):
+    evals = [{"step": n, "eval/a/accuracy": right, "eval/a/accuracy_se": 0.01} for n, right in ((0, 0.5), (9, 0.125))]
+    lines = shown_lines(tmp_path, evals[0], a_row(9), evals[1])
+    assert lines[-2] == "eval a of step 9: accuracy 0.125"
+    worse = "note: step 9: the answers have become worse: accuracy 50 % -> 12.5 % (evaluations on a at steps 0 and 9)"
+    assert lines[-1].startswith(worse)
+    assert lines[-1] in summary(RunDir(tmp_path), 3.0)
+
+
 def test_the_live_view_keeps_what_goes_wrong_in_its_table(tmp_path: Path):
     append(tmp_path / "metrics.jsonl", *(a_row(n, **COLLAPSED) for n in range(1, 4)))
     console = Console(width=200, force_terminal=True, record=True, file=io.StringIO())
