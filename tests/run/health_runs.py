@@ -130,6 +130,7 @@ SICK: dict[str, SickRun] = {
         study(256, 0, {"learner.steps": 300, "loss.surrogate": "plain", "loss.skip_threshold": 0}), "samples", 35
     ),
     "entropy_bonus": SickRun(study(4, 1, {**_60, "loss.entropy_coef": 1.0}), "random", 39),
+    "entropy_bonus_2": SickRun(study(4, 2, {**_60, "loss.entropy_coef": 1.0}), "random", 39),
     "negated_0": SickRun(study(4, 0, {**_60, **_NEGATED}), "reversed", 2),
     "negated_1": SickRun(study(4, 1, {**_60, **_NEGATED}), "reversed", 2),
     "negated_filtered_2": SickRun(quickstart(2, {**_60, **_NEGATED, "optimizer.lr": 5e-5}), "reversed", 2),
