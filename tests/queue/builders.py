@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
@@ -118,6 +119,13 @@ def group(
         rollouts=rollouts,
         weights_digest={version: f"digest-{version}"},
     )
+
+
+def with_failed(made: Group, num_failed: int) -> Group:
+    """Return the group with its last ``num_failed`` rollouts failed."""
+    first = len(made.rollouts) - num_failed
+    failed = (structs.replace(rollout, accuracy=0.0, finish_reason="error") for rollout in made.rollouts[first:])
+    return structs.replace(made, rollouts=(*made.rollouts[:first], *failed))
 
 
 def put(state: QueueState, returned: Group, *, now: float = 0.0) -> Verdict:

@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 from async_rl.errors import WireError
 from async_rl.net.codec import encode_group
 from async_rl.net.wire import ALIGNMENT, Limits, decode, encode
-from async_rl.queue.messages import Announcement, GeneratorStats, TrainedCounts
+from async_rl.queue.messages import Announcement, FailedRollouts, Failure, GeneratorStats, TrainedCounts
 from async_rl.queue.parity import Answer, encode_answer
 from async_rl.records import Lease, Prompt
 from tests.queue.builders import SAMPLING, group
@@ -49,7 +49,7 @@ def corpus(
     facts = TrainedCounts(True, 4, {"truncated": 1}, 12, {"stale": 2})
     prompt = Prompt(0, 0, 0, ({"role": "user", "content": "row 0"},), {"gt_answer": "0"})
     lease = Lease(f"{lineage}-0-train0-1-1", "train", prompt, 2, SAMPLING, lineage, 0, 1, 1, 0)
-    announcement = Announcement(lineage, step, "digest", "tcp://127.0.0.1:1")
+    announcement = Announcement(lineage, step, "digest", "tcp://127.0.0.1:1", b"", (1, 2))
     at = {**own, "step": step, "version": step}
     plain: dict[str, tuple[Mapping[str, Any], Sequence[bytes]]] = {
         "ping": ({"request_id": "r-1"}, ()),
@@ -69,30 +69,30 @@ def corpus(
         "eval_results": ({**own, "received": [["test", 0], ["test", 5]]}, ()),
         "await_eval": (own, ()),
         "take": (at, ()),
-        "ack": ({**at, "snapshot": False, "lease_bound": 1, "trained": facts}, ()),
+        "ack": ({**at, "snapshot": False, "lease_bound": 1, "trained": facts, "training_notes": ["ESS is low"]}, ()),
         "snapshot": (own, ()),
         "checkpoint_committed": ({**own, "step": step}, ()),
         "parity_answers": ({**own, "since": 0}, ()),
         "quarantine": ({**own, "generator_id": "nobody", "reason": "far"}, ()),
         "finish": (own, ()),
-        "hello": ({**mine, "host": "host-1", "backend": "fake"}, ()),
+        "hello": ({**mine, "host": "host-1", "backend": "fake", "replaces": None}, ()),
         "lease": ({**mine, "lineage": lineage, "version": 0, "max_leases": 2}, ()),
         "heartbeat": (
-            {**mine, "progress": {lease.lease_id: 5}, "stats": _STATS}, (),
+            {**mine, "progress": {lease.lease_id: 5}, "stats": _STATS, "trouble": "no route to the weights"}, (),
         ),
         "return": (
-            {**mine, "lease_ids": [lease.lease_id]}, (encode_group(group(lease, generator=generator_id)),),
+            {**mine, "lease_ids": [lease.lease_id], "failed": [FailedRollouts(lease.lease_id, _FAILURE, 1)]},
+            (encode_group(group(lease, generator=generator_id)),),
         ),
-        "fail": (
-            {**mine, "lease_id": lease.lease_id, "cause": "engine_error", "detail": "out of luck", "place": "f:1"}, (),
-        ),
+        "fail": ({**mine, "lease_id": lease.lease_id, "failure": _FAILURE}, ()),
         "parity": ({**mine, "lineage": lineage, "version": 0, "answer": answer}, ()),
         "bye": (mine, ()),
     }  # fmt: skip
     return {type_: (encode(type_, fields, num_parts=len(parts)), *parts) for type_, (fields, parts) in plain.items()}
 
 
-_STATS = GeneratorStats(8, 10.0, 5.0, 40.0, 0.5, num_activations=3, num_tokens=1000)
+_STATS = GeneratorStats(8, 10.0, 5.0, 40.0, 0.5, num_activations=3, num_tokens=1000, counters={"judge_retries": 2})
+_FAILURE = Failure("reward_error", "KeyError: 'x' (/r.py, line 3, in score)", "KeyError at /r.py:3")
 
 
 def mutants(messages: Mapping[str, Frames], seed: int) -> Iterator[Frames]:

@@ -18,12 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from msgspec.structs import asdict
 
 from async_rl.errors import AsyncRLError
-from async_rl.net.codec import encode_group
+from async_rl.net.codec import encode_group, read_as
 from async_rl.net.keys import ClientKeys, make_keys
 from async_rl.net.wire import Frame, decode, encode, pack_plain
 from async_rl.queue.client import connection
@@ -31,11 +32,21 @@ from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.client.connection import send_frames
 from async_rl.queue.core import generator_requests, persistence
 from async_rl.queue.core.state import QueueState
-from async_rl.queue.messages import REQUESTS, WIRE_TYPES, Announcement, Batch, LeasesGranted, Returned, StepAck
+from async_rl.queue.messages import (
+    REQUESTS,
+    WIRE_TYPES,
+    Announcement,
+    Batch,
+    FailedRollouts,
+    Failure,
+    LeasesGranted,
+    Returned,
+    StepAck,
+)
 from async_rl.queue.server.handlers import Deferred, Handlers, owner_of
 from async_rl.queue.server.sockets import MessageLimits
 from tests.fuzz import CHUNK, SEED, long_chunks
-from tests.queue.builders import LINEAGE, all_trained, group, leases, make_config, make_state, rows
+from tests.queue.builders import LINEAGE, all_trained, group, leases, make_config, make_state, rows, with_failed
 from tests.queue.conftest import DEADLINE_S, ROOT, Server, attach, wait_until
 from tests.queue.mutants import Frames, corpus, mutants
 from tests.queue.test_security import is_answered
@@ -54,6 +65,17 @@ def test_the_corpus_has_every_type_that_the_server_knows():
     assert set(corpus()) == known == set(REQUESTS)
 
 
+def test_each_message_of_the_corpus_has_every_field_of_its_record():
+    for type_, frames in corpus().items():
+        fields = decode(frames[0]).fields
+        read = _plain(read_as(fields, REQUESTS[type_]))
+        assert read == _plain({name: fields.get(name, "missing") for name in read}), type_
+
+
+def _plain(data: Any) -> dict[str, Any]:
+    return msgspec.json.decode(msgspec.json.encode(data))
+
+
 def fresh_handlers() -> tuple[Handlers, dict[str, Frames]]:
     """A queue in the middle of a run, and messages that are its own learner's and generator's."""
     state = make_state(num_rows=50)
@@ -62,8 +84,15 @@ def fresh_handlers() -> tuple[Handlers, dict[str, Frames]]:
     held = leases(state, 3, generator="fuzz")
     handlers = Handlers(state, make_config("unused"), {"test": rows(2)}, "run")
     messages = corpus(lineage=LINEAGE, generator_id="fuzz", run_id="run", step=0)
-    fields = {"request_id": "r", "generator_id": "fuzz", "lease_ids": [held[0].lease_id]}
-    messages["return"] = encode("return", fields, num_parts=1), encode_group(group(held[0], generator="fuzz"))
+    failure = Failure("reward_error", "KeyError: 'x'", "/r.py:3")
+    mine = {"request_id": "r", "generator_id": "fuzz"}
+    failed = [FailedRollouts(held[0].lease_id, failure, 1)]
+    payload = encode_group(with_failed(group(held[0], generator="fuzz"), 1))
+    messages["return"] = (
+        encode("return", {**mine, "lease_ids": [held[0].lease_id], "failed": failed}, num_parts=1),
+        payload,
+    )
+    messages["fail"] = (encode("fail", {**mine, "lease_id": held[1].lease_id, "failure": failure}),)
     return handlers, messages
 
 
