@@ -155,11 +155,11 @@ def test_a_group_that_does_not_fit_its_lease_is_refused_and_sampled_again():
     assert put(state, group(second, version=1)) == "refused"  # the learner is at 0
     assert put(state, group(third, finish_reason="error")) == "refused"
     assert dropped(state) == {"refused": 2, "failed": 1}
-    # What failed comes after new prompts, until a group is good.
+    # What failed or was refused comes after new prompts, until a group is good.
     again = leases(state, 3)
-    assert [lease.prompt.position for lease in again] == [0, 1, 3]
+    assert [lease.prompt.position for lease in again] == [3, 4, 5]
     assert put(state, group(again[0])) == "queued"
-    assert [lease.prompt.position for lease in leases(state, 1)] == [2]
+    assert [lease.prompt.position for lease in leases(state, 1)] == [0]
 
 
 # Consumption.

@@ -162,12 +162,14 @@ class World(Witness):
         generator = self.generators[name]
         lease = generator.leases.pop(lease_id)
         del generator.asked[lease_id]
+        num_too_long = self.state.prompts_too_long
         if (
             generator_requests.fail(self.state, name, lease_id, Failure(cause, cause, "", is_transient), self.now)
             == "refused"
         ):
             assert lease_id in self.entries["lease"]
-            if cause == "prompt_too_long" and lease.kind == "train":
+            # The first generator that says so is not believed if another one samples.
+            if self.state.prompts_too_long > num_too_long:
                 self.books.too_long.add(lease.prompt.position)
         self.settle()
 

@@ -11,6 +11,8 @@ away for a while. What succeeded meanwhile tells them apart:
   failed before, a transient failure counts every ``TRANSIENT_WAIT_S``, so that the last rows can't hold a run up.
 - A *generator* whose last ``MAX_FAILED_IN_A_ROW`` leases failed is quarantined. It gets one lease to try again after
   ``FIRST_PAUSE_S``, and each trial that fails doubles the pause, up to ``LONGEST_PAUSE_S``. A good group ends it.
+- A prompt whose lease failed, was refused, was late or expired goes to *another generator* first, if one samples. It is
+  excluded as too long on the word of two generators, or of the only one that samples.
 - If all generators are quarantined in this way, the *run is paused* (``Outage``). The first good group ends the pause
   for all of them. A pause of ``queue.max_outage_s`` stops the run.
 - Before the first good group since the user's code changed, the same failure of all generators is a mistake in the
@@ -75,6 +77,8 @@ class Attempts(msgspec.Struct):
         num_good: the queue's number of good groups when the last attempt failed; -1 if none failed.
         failed_at: the time of the last failed attempt that counts; if none counts, of the first failed one.
         tries: the number of all failed attempts.
+        by: the generator of the last attempt that failed or was late; empty if there is none.
+        too_long_for: the generator that said first that the prompt is too long; empty if none did.
     """
 
     failed: int = 0
@@ -82,6 +86,8 @@ class Attempts(msgspec.Struct):
     num_good: int = -1
     failed_at: float = 0.0
     tries: int = 0
+    by: str = ""
+    too_long_for: str = ""
 
     def note(self, num_good: int, now: float, *, counts: bool) -> None:
         """Note an attempt that failed when the queue had received ``num_good`` good groups."""
@@ -220,16 +226,11 @@ def outage_of(failing: Mapping[str, Failing]) -> Outage | None:
     )
 
 
-def has_succeeded_since(attempts: Attempts, generators_last_good: int) -> bool:
-    """Return whether a generator had a good group since the last attempt of a prompt. See ``counts_against_prompt``."""
-    return generators_last_good > max(attempts.num_good, 0)
-
-
 def counts_against_prompt(
-    attempts: Attempts, failing: Failing, generators_last_good: int, failure: Failure, now: float, *,
+    attempts: Attempts, failing: Failing, generators_last_good: int, now: float, *, is_transient: bool,
     only_suspects: bool,
 ) -> bool:  # fmt: skip
-    """Return whether a lease that failed counts as a failed attempt of its prompt.
+    """Return whether a lease that failed or was refused counts as a failed attempt of its prompt.
 
     It does if its generator is not quarantined and had a good group since the prompt's last attempt. If
     ``only_suspects``, no other group can be good, so it counts as well; a transient failure only if the last one that
@@ -237,15 +238,16 @@ def counts_against_prompt(
 
     Args:
         attempts: the prompt's attempts before this one.
-        failing: the generator's failed leases, this one included.
+        failing: the generator's failed leases, this one included if it failed.
         generators_last_good: the number that the generator's last good group has among all good groups; 0 if it has
             returned none.
+        is_transient: whether the failure may pass by itself.
         only_suspects: whether each prompt that is left to sample has a failed attempt that counts or, while the run is
             paused, any failed attempt.
     """
-    if failing.retry_at is None and has_succeeded_since(attempts, generators_last_good):
+    if failing.retry_at is None and generators_last_good > max(attempts.num_good, 0):
         return True
-    return only_suspects and (not failure.is_transient or now - attempts.failed_at >= TRANSIENT_WAIT_S)
+    return only_suspects and (not is_transient or now - attempts.failed_at >= TRANSIENT_WAIT_S)
 
 
 class FailedPlace(msgspec.Struct):

@@ -88,7 +88,7 @@ def lose_generator(state: QueueState, generator_id: str, now: float) -> None:
     """Remove a generator that is dead or disconnected, and expire its leases."""
     state.at(now)
     for active in [active for active in state.leases if active.generator_id == generator_id]:
-        counts = state.counts_lost_lease(active)
+        counts = state.counts_attempt(state.holder_of(active), active, is_transient=False)
         state.lose_lease(active, "expired", stop_sampling=False, counts=counts)
     state.generators.remove(generator_id)
     state.revision += 1
@@ -197,13 +197,15 @@ def receive(
             counts = _note_failed(state, entry, active, failure)
             _lose_returned(state, active, "failed", group.num_tokens, counts=counts)
         else:
-            _lose_returned(state, active, "refused", group.num_tokens)
+            counts = state.counts_attempt(entry, active, is_transient=False)
+            _lose_returned(state, active, "refused", group.num_tokens, counts=counts)
             _note_refused(state, generator_id, refusal_cause(unfit))
         return "refused", f"group {group.lease_id}: {unfit}"
     num_uncounted = group.num_failed
     for one in failed[:num_uncounted]:
-        _count_failed(state, active, one.failure, min(one.count, num_uncounted))
-        num_uncounted -= min(one.count, num_uncounted)
+        if count := min(one.count, num_uncounted):
+            _count_failed(state, active, one.failure, count)
+            num_uncounted -= count
     if active.evaluation is not None:
         verdict = _receive_answer(state, active, group, payload)
     else:
@@ -263,7 +265,8 @@ def _note_refused(state: QueueState, generator_id: str, cause: str) -> None:
 def quarantine(state: QueueState, generator_id: str, reason: str) -> None:
     """Stop giving leases to a generator. Its leases expire, and its groups that the learner has not taken are dropped.
 
-    Nothing changes if the generator is unknown, or quarantined already.
+    None of this counts against their prompts, and what counted since its last good group is taken back. Nothing changes
+    if the generator is unknown, or quarantined already.
     """
     entry = state.generators.get(generator_id)
     if entry is None or entry.quarantined:
@@ -271,11 +274,13 @@ def quarantine(state: QueueState, generator_id: str, reason: str) -> None:
     entry.quarantined = reason
     state.generators.save(entry)
     state.revision += 1
+    state.forgive(entry.failing.charged)
+    entry.failing.charged.clear()
     for active in [active for active in state.leases if active.generator_id == generator_id]:
         state.lose_lease(active, "expired", counts=None)
     for group in [group for group in state.queued if group.generator_id == generator_id]:
         state.queued.remove(group.lease_id)
-        state.drop_group(group, "queued", "refused", requeue=True)
+        state.drop_group(group, "queued", "refused", requeue=True, counts=False)
 
 
 def _refuse_foreign(state: QueueState, generator_id: str, lease_id: str) -> str:
@@ -303,11 +308,28 @@ def fail(state: QueueState, generator_id: str, lease_id: str, failure: Failure, 
         _refuse_foreign(state, generator_id, lease_id)
         return "refused"
     if failure.cause == "prompt_too_long":
-        state.refuse_prompt(active)
+        _note_too_long(state, active)
     else:
         counts = _note_failed(state, entry, active, failure)
         state.lose_lease(active, "failed", stop_sampling=False, counts=counts)
     return "refused"
+
+
+def _note_too_long(state: QueueState, active: ActiveLease) -> None:
+    """End a lease whose generator said that the prompt is too long.
+
+    The prompt is excluded if it is the second generator that says so, or if no other one samples. Else one broken
+    generator, with another tokenizer for example, could exclude every prompt.
+    """
+    attempts = state.attempts_of(*active.key)
+    is_confirmed = attempts is not None and attempts.too_long_for
+    if is_confirmed or not state.generators.has_another(active.generator_id, state.now):
+        state.refuse_prompt(active)
+        return
+    state.lose_lease(active, "refused", stop_sampling=False, counts=False)
+    attempts = state.attempts_of(*active.key)
+    assert attempts is not None
+    attempts.too_long_for = active.generator_id
 
 
 def refuse(state: QueueState, generator_id: str, lease_id: str, now: float) -> Verdict:
@@ -315,7 +337,9 @@ def refuse(state: QueueState, generator_id: str, lease_id: str, now: float) -> V
     state.at(now)
     active = state.leases.get(lease_id)
     if active is not None and active.generator_id == generator_id:
-        state.lose_lease(active, "refused", stop_sampling=False)
+        entry = state.generators.seen(generator_id, state.now)
+        counts = state.counts_attempt(entry, active, is_transient=False)
+        state.lose_lease(active, "refused", stop_sampling=False, counts=counts)
         _note_refused(state, generator_id, "malformed")
     return "refused"
 
@@ -399,7 +423,7 @@ def _grant_training(
             )
         num_passed = state.stream.num_passed
         position = state.stream.draw(
-            lambda found: state.was_tried_in_vain(state.attempts.get(found)),
+            lambda found: state.comes_last(state.attempts.get(found), generator_id),
             lambda found: state.attempts.get(found, Attempts()).tries,
         )
         if position is None:
@@ -442,7 +466,7 @@ def _issue_eval(
     state: QueueState, learner: LearnerSide, generator_id: str, version: int, evaluation: Evaluation
 ) -> Lease:
     wanted = evaluation.request
-    row = evaluation.take_row(lambda found: state.was_tried_in_vain(wanted.attempts.get(found)))
+    row = evaluation.take_row(lambda found: state.comes_last(wanted.attempts.get(found), generator_id))
     lease = build_lease(
         state, evaluation, row, lease_id=_new_id(state, learner, "eval", row), lineage=learner.lineage,
         min_version=wanted.min_version, attempt=evaluation.attempts(row).failed + 1, version=version,

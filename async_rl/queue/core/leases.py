@@ -358,6 +358,13 @@ class GeneratorTable:
         """Return the outage if all generators that could sample are quarantined because their leases fail."""
         return outage_of({e.generator_id: e.failing for e in self.alive(now) if not e.quarantined})
 
+    def has_another(self, generator_id: str, now: float) -> bool:
+        """Return whether a generator other than this one samples: it is alive, has weights, and is not quarantined."""
+        return any(
+            e.generator_id != generator_id and e.active is not None and not e.quarantined and e.failing.retry_at is None
+            for e in self.alive(now)
+        )
+
     @property
     def next_trial(self) -> float | None:
         """The earliest time at which a generator that is quarantined for failed leases may try one; None if none."""

@@ -25,7 +25,6 @@ from async_rl.queue.core.failures import (
     Outage,
     counts_against_prompt,
     failures_dict,
-    has_succeeded_since,
 )
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
 from async_rl.queue.core.learning_signal import SignalWatch
@@ -278,30 +277,38 @@ class QueueState(PersistedState):
                 self.forgive(entry.failing.charged)
             entry.failing.charged.clear()
         self.revision += 1
-        attempts = self.attempts_of(*active.key) or Attempts()
+        return self.counts_attempt(entry, active, is_transient=failure.is_transient, only_suspects=only_suspects)
+
+    def counts_attempt(
+        self, entry: GeneratorEntry, active: ActiveLease, *, is_transient: bool, only_suspects: bool | None = None
+    ) -> bool:
+        """Return whether a lease that gave no group counts against its prompt. Remember the prompt if it does.
+
+        ``only_suspects`` is as for ``counts_against_prompt``, and is found out if it is None.
+        """
+        if only_suspects is None:
+            only_suspects = self.has_only_suspects(active)
         counts = counts_against_prompt(
-            attempts, entry.failing, entry.last_good, failure, self.now, only_suspects=only_suspects
-        )
+            self.attempts_of(*active.key) or Attempts(), entry.failing, entry.last_good, self.now,
+            is_transient=is_transient, only_suspects=only_suspects,
+        )  # fmt: skip
         if counts and entry.failing.retry_at is None:
             entry.failing.charged.append(active.key)
         return counts
 
-    def counts_lost_lease(self, active: ActiveLease) -> bool:
-        """Return whether a lease whose generator died counts as a failed attempt of its prompt."""
-        entry = self.generators.get(active.generator_id)
-        last_good = 0 if entry is None else entry.last_good
-        attempts = self.attempts_of(*active.key) or Attempts()
-        return has_succeeded_since(attempts, last_good) or self.has_only_suspects(active)
+    def holder_of(self, active: ActiveLease) -> GeneratorEntry:
+        """Return the generator that has a lease. One that was forgotten after a long silence has no good groups."""
+        return self.generators.get(active.generator_id) or GeneratorEntry(active.generator_id, seen_at=-math.inf)
 
     def _lose_expired(self, active: ActiveLease) -> None:
         """End a lease without progress. A generator that is alive has failed; one that is dead may have been killed."""
-        entry = self.generators.get(active.generator_id)
-        if entry is not None and self.generators.is_alive(entry, self.now):
+        entry = self.holder_of(active)
+        if self.generators.is_alive(entry, self.now):
             detail = f"a lease showed no progress for {self.leases.timeout_s:g} s (queue.lease_timeout_s)"
             failure = Failure("no_progress", detail, detail, is_transient=True)
             counts = self.note_failure(entry, active, failure)
         else:
-            counts = self.counts_lost_lease(active)
+            counts = self.counts_attempt(entry, active, is_transient=False)
         self.lose_lease(active, "expired", counts=counts)
 
     def lose_lease(
@@ -325,12 +332,13 @@ class QueueState(PersistedState):
                 was no attempt, because it ends for a reason outside of the lease.
         """
         rollouts = active.lease.group_size
+        name = active.generator_id
         if stop_sampling:
             self.generators.cancel(active)
         if active.evaluation is not None:
             evaluation = self.evals.get(active.evaluation)
             if evaluation is not None:
-                self._note_failed(evaluation.attempts(active.lease.prompt.row), cause, counts=counts)
+                self._note_failed(evaluation.attempts(active.lease.prompt.row), cause, name, counts=counts)
             given_up = evaluation is not None and evaluation.lose(
                 active.lease.prompt.row, max_attempts=self.settings.max_attempts, requeue=requeue
             )
@@ -342,7 +350,7 @@ class QueueState(PersistedState):
             self.leases.close(active.lease.lease_id, final)
             self.eval_ledger.drop("in_flight", final, rollouts, tokens)
         else:
-            final = self._requeue_or_exclude(active.lease.prompt.position, cause, counts=counts)
+            final = self._requeue_or_exclude(active.lease.prompt.position, cause, name, counts=counts)
             self.leases.close(active.lease.lease_id, final)
             self.ledger.drop("in_flight", final, rollouts, tokens)
             if cause == "cancelled":
@@ -367,13 +375,20 @@ class QueueState(PersistedState):
         self.changes.put("group", group.lease_id, GroupRecord(group), is_new=True)
         self.revision += 1
 
-    def drop_group(self, group: StoredGroup, source: ledgers.Place, cause: DropCause, *, requeue: bool = False) -> None:
+    def drop_group(
+        self, group: StoredGroup, source: ledgers.Place, cause: DropCause, *, requeue: bool = False, counts: bool = True
+    ) -> None:
         """Count a group as dropped for ``cause``, and delete it.
 
         The caller has removed it from the ready or taken groups. ``source`` is where the ledger has counted it. If
-        ``requeue``, its prompt is sampled again, or excluded if it was too slow too often.
+        ``requeue``, its prompt is sampled again, or excluded if it was too slow too
+        often. ``counts`` says whether this was an attempt of the prompt.
         """
-        final = self._requeue_or_exclude(group.position, cause, counts=None) if requeue else cause
+        final = cause
+        if requeue and counts:
+            final = self._requeue_or_exclude(group.position, cause, group.generator_id)
+        elif requeue:
+            self.stream.requeue(group.position)
         self.ledger.drop(source, final, group.num_rollouts, group.num_tokens)
         self.count_outcome("dropped", group)
         self.forget_group(group)
@@ -474,9 +489,16 @@ class QueueState(PersistedState):
         """Whether a group was good since the user's code changed."""
         return self.proven_code == self.code
 
-    def was_tried_in_vain(self, attempts: Attempts | None) -> bool:
-        """Return whether no group was good since a prompt with these attempts failed. Others are sampled first then."""
-        return attempts is not None and attempts.num_good == self.num_good
+    def comes_last(self, attempts: Attempts | None, generator_id: str) -> bool:
+        """Return whether a generator gets a prompt with these attempts only if no other prompt is left.
+
+        That is so if no group was good since the prompt failed, or if its last attempt was by this generator, and
+        another one may take it.
+        """
+        if attempts is None:
+            return False
+        is_own = attempts.by == generator_id and self.generators.has_another(generator_id, self.now)
+        return is_own or attempts.num_good == self.num_good
 
     def attempts_of(self, evaluation: EvalKey | None, number: int) -> Attempts | None:
         """Return the attempts of the prompt at a position, or of a row of an evaluation. None: it has none yet."""
@@ -617,23 +639,26 @@ class QueueState(PersistedState):
         self.attempts.pop(position, None)
         self.stream.curriculum.close_place(position)
 
-    def _note_failed(self, attempts: Attempts, cause: DropCause, *, counts: bool | None) -> None:
-        if cause in ("failed", "expired") and counts is not None:
+    def _note_failed(self, attempts: Attempts, cause: DropCause, generator_id: str, *, counts: bool | None) -> None:
+        attempts.by = generator_id
+        if cause in ("failed", "refused", "expired") and counts is not None:
             attempts.note(self.num_good, self.now, counts=counts)
         elif counts:
             attempts.failed, attempts.failed_at = attempts.failed + 1, self.now
 
-    def _requeue_or_exclude(self, position: int, cause: DropCause, *, counts: bool | None = True) -> DropCause:
+    def _requeue_or_exclude(
+        self, position: int, cause: DropCause, generator_id: str, *, counts: bool | None = True
+    ) -> DropCause:
         """Requeue a prompt, or exclude it if it has no attempt left. ``counts`` as for ``lose_lease``.
 
-        Return the cause under which to count its group.
+        Return the cause under which to count its group. ``generator_id`` made the attempt.
         """
         attempts = self.attempts.setdefault(position, Attempts())
         if cause in ("stale", "cancelled"):
-            attempts.stale += 1
+            attempts.stale, attempts.by = attempts.stale + 1, generator_id
             final: DropCause = "too_slow" if attempts.stale >= self.settings.max_attempts else cause
         else:
-            self._note_failed(attempts, cause, counts=counts)
+            self._note_failed(attempts, cause, generator_id, counts=counts)
             final = "poison" if attempts.failed >= self.settings.max_attempts else cause
         if final == cause:
             self.stream.requeue(position)
