@@ -1,5 +1,7 @@
 """A journal that is damaged while no server runs: the run goes on to its end, and no prompt is trained twice.
 
+The run has seen an outage and a forging generator before, so the journal has failures, charges and a quarantine.
+
 ``make test-long`` damages every kind of file at 200 random places, other tests at a few.
 """
 
@@ -13,15 +15,20 @@ from typing import Literal
 
 import pytest
 
+from async_rl.net.codec import read_as
 from async_rl.queue import messages
+from async_rl.queue.messages import LeasesGranted
 from tests.damage import damage
 from tests.queue.direct import LINEAGE, RefusedError, Run
 
-Kind = Literal["segment", "index", "wal"]
+Kind = Literal["segment", "index", "wal", "files"]
+"""``files``: whole segments are swapped, repeated or missing, or the index is an older one."""
+KINDS: tuple[Kind, ...] = ("segment", "index", "wal", "files")
 NUM_STEPS = 8
 CHECKPOINT = 3
 """The step of the learner's last checkpoint."""
 NUM_PLACES = 200
+FORGER = "forger"
 SEED = 15
 
 
@@ -34,6 +41,8 @@ class Killed:
         run.attach()
         run.announce(0)
         run.evaluate()
+        _fail_leases(run)
+        _forge_groups(run)
         for step in range(CHECKPOINT):
             run.trained += run.take(step)
             self.snapshot = run.ack(step)
@@ -41,6 +50,7 @@ class Killed:
                 # As after many commits: records in the index, and newer ones in its log.
                 assert run.server._journal is not None
                 run.server._journal._index.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                shutil.copytree(directory / "journal", directory / "older")
         self.trained = list(run.trained)
         self.taken = run.take(CHECKPOINT)
         run.sample(CHECKPOINT)
@@ -51,6 +61,8 @@ class Killed:
         """A copy of what is left, with a damaged file."""
         directory = self.directory / f"{kind}-{number}"
         shutil.copytree(self.directory / "left", directory / "journal")
+        if kind == "files":
+            return directory, _scramble(directory / "journal", self.directory / "older", random)
         pattern = {"segment": "segment-*", "index": "index.sqlite", "wal": "index.sqlite-wal"}[kind]
         path = random.choice(sorted((directory / "journal").glob(pattern)))
         return directory, damage(path, random)
@@ -83,6 +95,60 @@ class Killed:
         return trained
 
 
+def _lease_ids(run: Run, name: str) -> list[str]:
+    reply = run.call(name.encode(), messages.LeaseRequest(name, LINEAGE, 0, 4))
+    return [lease.lease_id for lease in read_as(reply.fields, LeasesGranted).leases]
+
+
+def _fail_leases(run: Run) -> None:
+    """An outage of the tool of the only generator, until a lease of another one is good."""
+    run.call(b"sick", messages.Hello("sick", "host", "fake"))
+    failure = messages.Failure("reward_error", "ConnectionRefusedError: tool:80", "/tool.py:7", is_transient=True)
+    while run.server._state.outage is None:
+        for lease_id in _lease_ids(run, "sick"):
+            run.call(b"sick", messages.FailLease("sick", lease_id, failure))
+    run.sample(0)
+    assert run.server._state.outage is None
+
+
+def _forge_groups(run: Run) -> None:
+    run.call(FORGER.encode(), messages.Hello(FORGER, "host", "fake"))
+    while lease_ids := _lease_ids(run, FORGER):
+        for lease_id in lease_ids:
+            run.call(FORGER.encode(), messages.ReturnGroups(FORGER, (lease_id,)), [b"no group"])
+    assert _quarantined(run)
+
+
+def _quarantined(run: Run) -> bool:
+    forger = run.server._state.generators.get(FORGER)
+    return forger is not None and "malformed" in forger.quarantined
+
+
+def _scramble(journal: Path, older: Path, random: Random) -> str:
+    """Swap, copy or delete whole files of a journal; what was done."""
+    segments = sorted(journal.glob("segment-*"))
+    first, second = random.sample(segments, 2)
+    what = random.choice(("swap", "copy", "repeat", "delete", "older"))
+    if what == "swap":
+        data = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(data)
+    elif what == "copy":
+        shutil.copy(first, second)
+    elif what == "repeat":
+        number = int(segments[-1].name.removeprefix("segment-"))
+        shutil.copy(first, journal / f"segment-{number + 1:0{len(first.name) - len('segment-')}}")
+    elif what == "delete":
+        first.unlink()
+        second.unlink()
+    else:
+        for path in [*journal.glob("index*")]:
+            path.unlink()
+        for path in older.glob("index*"):
+            shutil.copy(path, journal / path.name)
+    return f"{what} {first.name} {second.name} of {len(segments)}"
+
+
 def survive(killed: Killed, kind: Kind, number: int, *, restarts_learner: bool) -> str:
     """Damage one place and go on; what came of it. Raises AssertionError: the run is wrong."""
     random = Random(f"{SEED} {kind} {number}")
@@ -94,6 +160,10 @@ def survive(killed: Killed, kind: Kind, number: int, *, restarts_learner: bool) 
         assert (len(trained), run.num_answers) == (2 * NUM_STEPS, 2), what
         assert groups["trained"] == len(trained), what
         assert groups["in_flight"] == groups["queued"] == groups["taken"] == 0, what
+        assert [one["detail"] for one in run.ledger["failures"]] == ["ConnectionRefusedError: tool:80"], what
+        assert groups["dropped"]["poison"] == 0, what
+        # A quarantine is in the index only, so it is lost with the index, or with the end of its log.
+        assert _quarantined(run) or kind in ("index", "wal"), what
         assert run.server._journal is not None
         num_damaged = run.server._state.num_damaged
         return "moved aside" if run.server._journal.damage else "groups sampled again" if num_damaged else "unnoticed"
@@ -101,7 +171,7 @@ def survive(killed: Killed, kind: Kind, number: int, *, restarts_learner: bool) 
         run.close()
 
 
-@pytest.mark.parametrize("kind", ["segment", "index", "wal"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_journal_is_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind):
     killed = Killed(tmp_path, monkeypatch)
     for number in range(6):
@@ -184,7 +254,7 @@ def test_a_run_goes_on_with_another_journal_directory(tmp_path: Path, monkeypatc
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kind", ["segment", "index", "wal"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("restarts_learner", [True, False])
 def test_a_journal_damaged_at_many_places_is_survived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, restarts_learner: bool
