@@ -10,7 +10,7 @@ import pytest
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.failures import Attempts, FailedPlace
-from async_rl.queue.core.learning_signal import SignalWatch, Streak
+from async_rl.queue.core.learning_signal import Beginning, SignalWatch, Streak
 from async_rl.queue.core.ledger import Account, Ledger, Outcomes, Sums
 from async_rl.queue.core.persistence import KEPT_AT_RESTORE, KNOWN_AT_RESTORE
 from async_rl.queue.core.prompts import StreamCursor
@@ -31,6 +31,7 @@ def full_account(first: int) -> Account:
 def full_state() -> PersistedState:
     """Every field, also of the records inside, is another than its default."""
     sums = [Sums(n, n + 1, n + 2, n + 0.5, n + 0.25) for n in range(1, 6)]
+    streak = Streak(3, Counter(wrong=1), 2, Counter(context=1), "end", "wrong")
     return PersistedState(
         now=12.5,
         data_digest=DATA_DIGEST,
@@ -56,9 +57,7 @@ def full_state() -> PersistedState:
         code="new",
         proven_code="old",
         failed_places={"r.py:3": FailedPlace("reward_error", "KeyError", 2, [1], ["test:1"])},
-        signal=SignalWatch(
-            Streak(3, Counter(wrong=1), 2, Counter(context=1), "end", "wrong"), Counter(right=1), 1.0, 2.0, {"x": "y"}
-        ),
+        signal=SignalWatch(streak, Beginning(4, 1.0, 8, streak), Counter(right=1), 1.0, 2.0, {"x": "y"}),
     )  # fmt: skip
 
 
