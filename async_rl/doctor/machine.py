@@ -20,13 +20,13 @@ from async_rl.doctor.check import Finding
 from async_rl.doctor.learner_memory import check_learner_memory
 from async_rl.errors import AddressError, ConfigError, QueueError, UserError, WeightsError
 from async_rl.launch.capacity import (
-    available_memory,
     check_memory,
     checkpoint_bytes,
     free_bytes,
     generator_bytes,
     has_gpu,
     learner_bytes,
+    process_bytes,
 )
 from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.preflight import (
@@ -43,6 +43,7 @@ from async_rl.net.address import check_address, host_towards, is_loopback, refus
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.net.link import why_unreachable
 from async_rl.output import size_text
+from async_rl.process.cgroup import available_memory, limit_text
 from async_rl.process.package_versions import package_versions
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.start import answering_run, journal_directory
@@ -241,13 +242,17 @@ def check_key_files(config: Config) -> list[Finding]:
 
 def check_room_in_memory(config: Config) -> list[Finding]:
     """Check that the memory has room for the learner and the generators of this config, if they run on the CPU."""
-    available = size_text(available_memory())
+    available = f"{size_text(available_memory())} available of {limit_text()}"
     if has_gpu():
-        return [Finding("memory", "OK", f"{available} available; learner and generators need that of the GPUs instead")]
+        return [Finding("memory", "OK", f"{available}; learner and generators need that of the GPUs instead")]
     check_memory(config)
     needed = learner_bytes(config) + config.generator.count * generator_bytes(config)
-    found = f"{available} available; learner and generators take at least {size_text(needed)}"
-    return [Finding("memory", "OK", found if needed else f"{available} available; the model's size is not known yet")]
+    models = f"learner and generators take at least {size_text(needed)}" if needed else "the model's size is unknown"
+    found = f"{available}; {models}, and all processes about {size_text(process_bytes(config))} without their models"
+    if available_memory(with_swap=True) < needed + process_bytes(config):
+        fix = "raise the limit, end other processes, or start fewer generators (generator.count)"
+        return [Finding("memory", "WARN", found, fix=fix)]
+    return [Finding("memory", "OK", found)]
 
 
 def check_learner_room(config: Config) -> list[Finding]:

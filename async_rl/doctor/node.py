@@ -29,9 +29,10 @@ from async_rl.generator.worker import (
     scratch_directory,
     write_files,
 )
-from async_rl.launch.capacity import available_memory, free_bytes
+from async_rl.launch.capacity import free_bytes
 from async_rl.net.keys import ClientKeys
 from async_rl.output import Report, ignore, size_text
+from async_rl.process.cgroup import available_memory
 from async_rl.process.user_code import DIGESTS_FILE, read_digests
 from async_rl.queue.client.clients import GeneratorQueue
 from async_rl.queue.messages import DOCTOR, Announcement, GeneratorStats, Welcome

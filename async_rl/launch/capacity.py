@@ -11,18 +11,19 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.errors import ModelError, RunError
 from async_rl.learner.memory_plan import num_sampling_copies
 from async_rl.output import size_text
+from async_rl.process.cgroup import available_memory, limit_text
 
 _CHECKPOINT_BYTES = 12
 """Bytes per parameter in float32: the parameters and AdamW's two moments."""
 _TRAINING_BYTES = 16
 """Bytes per parameter in float32: those of a checkpoint, and the gradient."""
+_PROCESS_BYTES = {"launch": 250 << 20, "queue": 60 << 20, "learner": 250 << 20, "generator": 200 << 20}
+"""Memory that a process takes without a model and without groups, most of it Python's and torch's modules."""
 
 
 def check_disk_space(config: Config) -> None:
@@ -99,7 +100,8 @@ def free_bytes(path: Path) -> int:
 
 
 def check_memory(config: Config) -> None:
-    """Check that the machine has memory for the learner and the generators that ``launch`` starts on the CPU.
+    """Check that the machine has memory for the learner and the generators that ``launch`` starts on the CPU, within
+    the limit of this process's cgroup.
 
     Nothing is checked on a machine with a GPU, because the processes then need its memory instead.
 
@@ -109,13 +111,13 @@ def check_memory(config: Config) -> None:
     if has_gpu():
         return
     learner, generator = learner_bytes(config), generator_bytes(config)
-    needed, available = learner + config.generator.count * generator, available_memory() + psutil.swap_memory().free
+    needed, available = learner + config.generator.count * generator, available_memory(with_swap=True)
     if available < needed:
         raise RunError(
             f"model.path: expected memory for at least {size_text(needed)} ({size_text(learner)} for the learner, "
             f"{size_text(generator)} for each of generator.count = {config.generator.count} generators), got "
-            f"{size_text(available)} available; end other processes, lower generator.count, set lora.rank or "
-            f"checkpoint.asynchronous = false, or take a smaller model or a machine with more memory"
+            f"{size_text(available)} available of {limit_text()}; end other processes, lower generator.count, set "
+            f"lora.rank or checkpoint.asynchronous = false, or take a smaller model or a machine with more memory"
         )
 
 
@@ -143,6 +145,12 @@ def _trained_bytes(config: Config) -> int:
     return number * (_TRAINING_BYTES if config.lora.rank is None else _dtype_bytes(config))
 
 
+def process_bytes(config: Config) -> int:
+    """Return about how much memory the processes that ``launch`` starts, and its own, take without their models."""
+    counts = {"launch": 1, "queue": 1, "learner": config.learner.nproc, "generator": config.generator.count}
+    return sum(number * _PROCESS_BYTES[role] for role, number in counts.items())
+
+
 def generator_bytes(config: Config) -> int:
     """Return how much memory a generator needs at least on the CPU, for its weights and for the version that comes.
 
@@ -150,11 +158,6 @@ def generator_bytes(config: Config) -> int:
     """
     copies = 1 if config.lora.publishes_adapters else 2
     return copies * num_parameters(config) * _dtype_bytes(config) if has_model(config.generator.backend) else 0
-
-
-def available_memory() -> int:
-    """Return how many bytes of memory new processes can use without swapping."""
-    return psutil.virtual_memory().available
 
 
 def has_gpu() -> bool:

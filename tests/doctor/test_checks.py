@@ -21,6 +21,8 @@ from async_rl.doctor.check import Finding
 from async_rl.doctor.offline import check_offline_rows
 from async_rl.errors import AddressError
 from async_rl.generator.hf.backend import TransformersBackend
+from async_rl.launch import capacity
+from async_rl.launch.capacity import generator_bytes, learner_bytes, process_bytes
 from async_rl.launch.preflight import check_judge
 from tests.learner.tiny import tiny_config, tiny_model
 from tests.scorer.test_reward_model import write_reward_model
@@ -422,3 +424,15 @@ def test_a_judge_is_not_asked_before_a_run_but_its_key_is_looked_for(root: Path,
     # Generators elsewhere have keys of their own.
     monkeypatch.delenv("THE_KEY")
     check_judge(make_config(root, reward=alone, generator={"count": 0}))
+
+
+@pytest.mark.parametrize(("more", "state"), [(0, "OK"), (-1, "WARN")])
+def test_memory_for_the_models_alone_is_a_warning(root: Path, monkeypatch: pytest.MonkeyPatch, more: int, state: str):
+    config = make_config(root)
+    needed = learner_bytes(config) + config.generator.count * generator_bytes(config) + process_bytes(config)
+    monkeypatch.setattr(capacity, "has_gpu", lambda: False)
+    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    monkeypatch.setattr(machine, "available_memory", lambda with_swap=False: needed + more)
+    (found,) = machine.check_room_in_memory(config)
+    assert found.state == state
+    assert bool(found.fix) == (state == "WARN")

@@ -102,10 +102,9 @@ def test_a_model_on_a_hub_counts_nothing(tmp_path: Path):
 def test_memory_is_enough_to_the_byte(model: Path, monkeypatch: pytest.MonkeyPatch):
     config = config_of(model, generator={"backend": "transformers", "count": 2}, checkpoint={"asynchronous": False})
     monkeypatch.setattr(capacity, "has_gpu", lambda: False)
-    monkeypatch.setattr(capacity.psutil, "swap_memory", lambda: type("Swap", (), {"free": 6_000}))
-    monkeypatch.setattr(capacity, "available_memory", lambda: 30_000)
+    monkeypatch.setattr(capacity, "available_memory", lambda with_swap: 36_000)
     check_memory(config)
-    monkeypatch.setattr(capacity, "available_memory", lambda: 29_999)
+    monkeypatch.setattr(capacity, "available_memory", lambda with_swap: 35_999)
     with pytest.raises(RunError, match=r"at least 35.2 KiB \(19.5 KiB for the learner, 7.81 KiB for each of"):
         check_memory(config)
     monkeypatch.setattr(capacity, "has_gpu", lambda: True)
