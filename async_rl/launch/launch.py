@@ -382,6 +382,7 @@ def explain(outcome: Outcome, *, checkpoint: str | None = None, fresh: bool = Fa
     for number, death in enumerate(outcome.deaths, start=1):
         title = f"first cause: {death}" if number == len(outcome.deaths) else str(death)
         lines += [f"--- {title}; the end of {death.log}:", *(f"    {line}" for line in death.tail())]
+    lines += [f"remedy: {remedy}" for remedy in dict.fromkeys(death.remedy for death in outcome.deaths) if remedy]
     return lines
 
 

@@ -18,12 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from async_rl.launch.memory_deaths import MEMORY_REMEDIES, MemoryDeaths
 from async_rl.net.address import check_address
+from async_rl.process.cgroup import prefer_for_memory_kill
 from async_rl.process.child import ParentWatch, kill_group
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import LOCK_FD, RunLock
@@ -36,6 +38,10 @@ HEALTHY_S = 600.0
 USER_ERROR = 2
 TAIL_LINES = 25
 TAIL_BYTES = 64 << 10
+MEMORY_PREFERENCE = 200
+"""By how many thousandths of the memory's limit the learner, generators and scorers count as larger when the kernel
+chooses a process to kill. Without it, it may choose ``launch``, with which the run would end, although it can go on
+after the death of any of them."""
 CAUSE_S = 30.0
 """Seconds. The death of a process does not count as the cause of later deaths if its restart has lived this long."""
 
@@ -73,16 +79,25 @@ class ProcessStatus:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The unexpected end of a process. Bytes ``log_start`` to ``log_end`` of the file ``log`` are its output."""
+    """The unexpected end of a process. Bytes ``log_start`` to ``log_end`` of the file ``log`` are its output.
+
+    ``memory`` says which memory ran out if that is why the kernel killed it; else it is empty.
+    """
 
     name: str
     exit_code: int
     log: Path
     log_start: int
     log_end: int
+    memory: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name} {describe_exit(self.exit_code)}"
+        return f"{self.name} {describe_exit(self.exit_code)}{f', {self.memory}' if self.memory else ''}"
+
+    @property
+    def remedy(self) -> str:
+        """What to do if memory ran out; empty if it did not."""
+        return MEMORY_REMEDIES[self.name.partition("-")[0]] if self.memory else ""
 
     def tail(self) -> list[str]:
         """Return the last lines of the dead process's output, at most ``TAIL_LINES``."""
@@ -218,6 +233,7 @@ class Supervisor:
         view: View,
         timing: Timing | None = None,
         lock: RunLock | None = None,
+        memory_deaths: MemoryDeaths | None = None,
     ) -> None:
         """Prepare a supervisor that has started no process yet.
 
@@ -226,10 +242,11 @@ class Supervisor:
             environment: the environment variables that every process inherits.
             view: shows the progress.
             lock: the lock of the run directory, which the learner inherits. None if the directory is not locked.
+            memory_deaths: tells whether a killed process died because memory ran out.
         """
         self._commands, self._run_dir = commands, run_dir
         self._environment, self._view, self._timing = environment, view, timing or Timing()
-        self._lock = lock
+        self._lock, self._memory_deaths = lock, memory_deaths or MemoryDeaths()
         self._parent_watch = ParentWatch()
         self._wake = threading.Event()
         self._signals: list[int] = []
@@ -238,6 +255,7 @@ class Supervisor:
         self._bound_port: int | None = None
         self._checkpoint: str | None = None
         self._deaths: list[tuple[_Unit, Death]] = []
+        self._remedies: set[str] = set()
         self._queue = _Unit("queue", lambda: [commands.queue(self._bound_port)])
         self._learner = _Unit("learner", lambda: commands.learner(_free_port()))
         self._scorers = [
@@ -307,6 +325,8 @@ class Supervisor:
             popen = self._parent_watch.spawn(command.argv, environment=environment, log=log, pass_fds=pass_fds)
             if command.cores:
                 os.sched_setaffinity(popen.pid, command.cores)
+            if unit is not self._queue:
+                prefer_for_memory_kill(popen.pid, MEMORY_PREFERENCE)
             unit.processes.append(_Process(command, popen, log, offset))
 
     def _await_queue(self) -> str:
@@ -323,7 +343,7 @@ class Supervisor:
             if unit.restart_at is not None:
                 self._start_if_due(unit)
             elif ended := unit.ended():
-                death = ended[0].death()
+                death = self._death(ended[0])
                 if death.exit_code >= 0:  # it ended for a reason of its own, and would again
                     raise self._failure(unit, death)
                 self._restart_later(unit)
@@ -376,6 +396,8 @@ class Supervisor:
             if unit is self._learner and self._queue_record() is None:
                 continue  # without a queue server the learner would start one that nobody here supervises
             self._start_if_due(unit)
+        if line := self._memory_deaths.note():
+            self._view.note(line)
 
     def _start_if_due(self, unit: _Unit) -> None:
         if unit.restart_at is not None and time.monotonic() >= unit.restart_at:
@@ -385,7 +407,7 @@ class Supervisor:
 
     def _restart_later(self, unit: _Unit) -> None:
         process = unit.processes[0]
-        death = process.death()
+        death = self._death(process)
         kill_group(process.popen.pid, signal.SIGKILL)  # its children must not outlive it
         self._deaths.append((unit, death))
         if time.monotonic() - unit.started_at > HEALTHY_S:
@@ -398,11 +420,12 @@ class Supervisor:
         pause = min(self._timing.backoff_s * 2**unit.recent_restarts, self._timing.max_backoff_s)
         unit.restart_at = time.monotonic() + pause
         self._view.note(f"{death}; restarting it in {pause:.0f} s (log: {death.log})")
+        self._note_remedy(death)
 
     def _restart_learner(self) -> None:
         # Several ranks may be dead by now: the one whose log ended first is the cause.
         dead = sorted(self._learner.dead(), key=lambda p: (p.popen.returncode != USER_ERROR, p.log.stat().st_mtime))
-        death = dead[0].death()
+        death = self._death(dead[0])
         self._end(self._learner.processes, grace_s=0.0)
         self._deaths.append((self._learner, death))
         # A learner that died after its last file, but before it notified the others, is restarted to do so.
@@ -413,6 +436,18 @@ class Supervisor:
         self._learner.restart_at = time.monotonic() + self._timing.backoff_s
         self._learner.processes = []
         self._view.note(f"{death}; restarting the learner from {newest} (log: {death.log})")
+        self._note_remedy(death)
+
+    def _death(self, process: _Process) -> Death:
+        """Return the death of a process that has ended by itself, with its cause if memory ran out."""
+        death = process.death()
+        return replace(death, memory=self._memory_deaths.cause()) if death.exit_code == -signal.SIGKILL else death
+
+    def _note_remedy(self, death: Death) -> None:
+        """Say what to do if memory ran out, once for all processes of a role."""
+        if (remedy := death.remedy) and remedy not in self._remedies:
+            self._remedies.add(remedy)
+            self._view.note(f"against it: {remedy}")
 
     def _failure(self, unit: _Unit, death: Death, stopped_by: str = "") -> _Stop:
         """Return the exception that stops the run because of ``death``, for the reason ``stopped_by``.

@@ -42,6 +42,7 @@ from async_rl.launch.live_view import (
     PlainView,
     newest_message,
 )
+from async_rl.launch.memory_deaths import MemoryDeaths
 from async_rl.launch.preflight import check_bindable, check_critic, check_weights_ports
 from async_rl.launch.supervisor import Command, Outcome, ProcessStatus, Supervisor, Timing
 from async_rl.process.child import DEVICES_ARE_DEALT, PACKAGE_ROOT, ParentWatch
@@ -367,9 +368,13 @@ class FakeView:
         self.notes.append(f"queue {address}")
 
 
-def supervise(commands: FakeCommands, view: FakeView | None = None, timing: Timing = FAST) -> Outcome:
+def supervise(
+    commands: FakeCommands, view: FakeView | None = None, timing: Timing = FAST, memory: MemoryDeaths | None = None
+) -> Outcome:
     run_dir = prepare_run_dir(a_config(commands.run))
-    supervisor = Supervisor(commands, run_dir, environment=dict(os.environ), view=view or FakeView(), timing=timing)
+    supervisor = Supervisor(
+        commands, run_dir, environment=dict(os.environ), view=view or FakeView(), timing=timing, memory_deaths=memory
+    )
     outcome = supervisor.run()
     assert [m for m in supervisor.processes() if m.state == "running"] == []
     return outcome
@@ -439,6 +444,65 @@ def test_a_generator_that_keeps_dying_stops_the_run_with_its_own_words(tmp_path:
     assert commands.generator_starts == [0, 1, 2, 3, 4, 5]
     lines = explain(outcome)
     assert lines[-1].strip() == "no such engine"
+
+
+class MemoryRanOut(MemoryDeaths):
+    def cause(self) -> str:
+        return "because memory ran out (the limit of the cgroup /x, 2 GiB)"
+
+
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_generator_that_is_always_killed_for_memory_stops_the_run_with_the_limit_and_a_remedy(tmp_path: Path):
+    commands = FakeCommands(tmp_path / "run", learner_codes=[WAIT], generator_codes=[KILLED])
+    view = FakeView()
+    outcome = supervise(commands, view, memory=MemoryRanOut())
+    why = "generator-0 was killed by SIGKILL, because memory ran out (the limit of the cgroup /x, 2 GiB)"
+    assert outcome.stopped_by == f"{why}, after 5 restarts"
+    assert [note.partition("; restarting")[0] for note in view.notes if "restarting" in note] == [why] * 5
+    remedies = [note for note in view.notes if note.startswith("against it: ")]
+    assert len(remedies) == 1
+    assert "generator.batch_size" in remedies[0]
+    assert explain(outcome)[-1] == remedies[0].replace("against it", "remedy")
+
+
+def test_a_learner_that_is_killed_for_memory_before_a_checkpoint_stops_the_run_with_a_remedy(tmp_path: Path):
+    commands = FakeCommands(tmp_path / "run", learner_codes=[KILLED])
+    lines = explain(supervise(commands, memory=MemoryRanOut()))
+    assert "learner-0 was killed by SIGKILL, because memory ran out" in lines[0]
+    assert lines[-1].startswith("remedy: raise the limit; or lower learner.max_tokens")
+
+
+def test_a_kill_by_somebody_is_not_taken_for_a_lack_of_memory(tmp_path: Path):
+    commands = FakeCommands(tmp_path / "run", learner_codes=[KILLED])
+    lines = explain(supervise(commands))
+    assert "learner-0 was killed by SIGKILL" in lines[0]
+    assert not [line for line in lines if "memory" in line or "remedy" in line]
+
+
+@pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="Linux only")
+def test_the_kernel_is_asked_to_kill_launch_and_the_queue_server_last(tmp_path: Path):
+    names = ("queue", "learner", "generator")
+    tell = {name: f"import os\nopen(RUN + '/{name}', 'w').write(f'{{os.getpid()}} ')\n" for name in names}
+    commands = FakeCommands(
+        tmp_path / "run",
+        queue_code=tell["queue"] + QUEUE,
+        learner_codes=[tell["learner"] + when_it_exists("seen", "sys.exit(0)")],
+        generator_codes=[tell["generator"] + WAIT],
+    )
+    found: dict[str, int] = {}
+
+    def look(processes: Sequence[ProcessStatus]) -> None:
+        files = [(name, tmp_path / "run" / name) for name in names]
+        pids = {name: file.read_text() for name, file in files if file.exists()}
+        if len(processes) == 3 and all(pids.get(name, "").endswith(" ") for name in names) and not found:
+            found.update({name: int(Path(f"/proc/{int(pid)}/oom_score_adj").read_text()) for name, pid in pids.items()})
+            (tmp_path / "run" / "seen").touch()
+
+    assert supervise(commands, FakeView(look)) == Outcome(0)
+    own = int(Path("/proc/self/oom_score_adj").read_text())
+    assert found == {"queue": own, "learner": max(own, 200), "generator": max(own, 200)}
 
 
 def test_bad_input_is_never_tried_again(tmp_path: Path):
