@@ -153,28 +153,33 @@ def limit_text() -> str:
 
 
 class MemoryKills:
-    """Counts the processes that the kernel killed for lack of memory since this object was made.
+    """Counts the processes that the kernel killed for lack of memory, in this process's cgroups and on the machine.
 
     The machine's count has those of its other users and containers, too.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root, self._groups = root, memory_groups(root)
-        self._in_group, self._anywhere = self._counts()
+        self._seen = self.num_own, self.num_anywhere
 
-    def poll(self) -> tuple[int, int]:
-        """Return the numbers of kills since the last call: in this process's own cgroup, and anywhere."""
-        before = self._in_group, self._anywhere
-        self._in_group, self._anywhere = self._counts()
-        return self._in_group - before[0], self._anywhere - before[1]
+    @property
+    def num_own(self) -> int:
+        """The kills in this process's own cgroup, since it was made."""
+        return self._groups[0].num_kills if self._groups else 0
 
-    def _counts(self) -> tuple[int, int]:
-        own = self._groups[0].num_kills if self._groups else 0
+    @property
+    def num_anywhere(self) -> int:
+        """A number that grows with every kill. One kill may count more than once."""
         try:
             machine = _numbers((self._root / "proc/vmstat").read_text()).get("oom_kill", 0)
         except OSError:
             machine = 0
-        return own, machine + sum(group.num_kills for group in self._groups)
+        return machine + sum(group.num_kills for group in self._groups)
+
+    def poll(self) -> tuple[int, int]:
+        """Return by how much the two numbers have grown since the last call, or since this object was made."""
+        before, self._seen = self._seen, (self.num_own, self.num_anywhere)
+        return self._seen[0] - before[0], self._seen[1] - before[1]
 
 
 def prefer_for_memory_kill(pid: int, amount: int) -> None:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import tempfile
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from async_rl.errors import SandboxError, SandboxFailedError
+from async_rl.process.cgroup import MemoryKills, limit_text
 from async_rl.process.child import PACKAGE_ROOT, module_command
 from async_rl.sandbox.child import ENVIRONMENT, Limits
 from async_rl.sandbox.system import kernel_release
@@ -147,6 +149,7 @@ class Sandbox:
         self._packages = list(packages)
         self._lock = threading.Lock()
         self._launcher: _Launcher | None = None
+        self._memory_kills = MemoryKills()
         try:
             self._start_checked()
         except SandboxError as error:
@@ -164,15 +167,22 @@ class Sandbox:
     def run(self, program: Program, limits: Limits) -> Ran:
         """Run ``program`` once, wait until it has ended, and return the result.
 
-        The program is killed after ``limits.time_s`` seconds.
+        The program is killed after ``limits.time_s`` seconds. If memory runs out, the kernel kills programs before
+        other processes, whoever took the memory. So a program that was killed then is run a second time.
 
         Raises:
             SandboxFailedError: the sandbox itself failed twice. A program can't cause this error.
         """
         for attempt in (1, 2):
             launcher = self._running()
+            num_kills = self._memory_kills.num_anywhere
             try:
                 ran = launcher.run(program, limits)
+                if ran.exit_code == -signal.SIGKILL and self._memory_kills.num_anywhere > num_kills:
+                    how = "it is run again" if attempt == 1 else "the second time, so it counts as failed"
+                    logger.warning("memory ran out (%s), and the kernel killed a program: %s", limit_text(), how)
+                    if attempt == 1:
+                        continue
             except (_LauncherLostError, SandboxFailedError) as error:
                 # If memory ran out, the launcher may have been killed without fault: only a second loss counts.
                 self._end(launcher)

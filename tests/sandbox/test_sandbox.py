@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +20,7 @@ from async_rl.errors import SandboxError, SandboxFailedError
 from async_rl.launch.preflight import check_code_reward
 from async_rl.sandbox import sandbox as sandbox_module
 from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
-from async_rl.sandbox.sandbox import Program, Sandbox
+from async_rl.sandbox.sandbox import Program, Ran, Sandbox
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(time_s=30.0, memory_bytes=1 << 30, output_bytes=1 << 20, scratch_bytes=4 << 20, max_threads=16)
@@ -168,6 +170,36 @@ def test_a_launcher_that_is_killed_is_replaced_and_the_program_run_again():
         assert running.result().output == b"done\n"
     assert sandbox.counts == {"programs": 1, "timed_out": 0, "launchers": 2}
     sandbox.close()
+
+
+class KilledPrograms:
+    """A launcher whose first ``num_killed`` programs are killed by SIGKILL."""
+
+    def __init__(self, launcher: Any, num_killed: int, kills: Any) -> None:
+        self._launcher, self._num_left, self._kills = launcher, num_killed, kills
+        self.num_runs = 0
+
+    def run(self, program: Program, limits: Limits) -> Ran:
+        self.num_runs += 1
+        ran = self._launcher.run(program, limits)
+        if self.num_runs > self._num_left:
+            return ran
+        self._kills.num_anywhere += self._kills.step
+        return replace(ran, exit_code=-signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("num_killed", "is_counted", "runs", "exit_code"), [(1, True, 2, 0), (2, True, 2, -9), (1, False, 1, -9)]
+)
+def test_a_program_that_is_killed_when_memory_runs_out_is_run_once_more(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, num_killed: int, is_counted: bool, runs: int, exit_code: int
+):
+    kills = SimpleNamespace(num_anywhere=5, step=int(is_counted))
+    launcher = KilledPrograms(sandbox._running(), num_killed, kills)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(sandbox, "_memory_kills", kills)
+    monkeypatch.setattr(sandbox, "_running", lambda: launcher)
+    assert sandbox.run(Program("print(1)"), LIMITS).exit_code == exit_code
+    assert launcher.num_runs == runs
 
 
 def test_a_sandbox_that_fails_twice_says_so_and_judges_nothing(monkeypatch: pytest.MonkeyPatch):
