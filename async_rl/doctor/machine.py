@@ -26,6 +26,7 @@ from async_rl.launch.capacity import (
     generator_bytes,
     has_gpu,
     learner_bytes,
+    memory_warning,
     process_bytes,
 )
 from async_rl.launch.placement import VISIBLE, place, visible_devices
@@ -241,17 +242,19 @@ def check_key_files(config: Config) -> list[Finding]:
 
 
 def check_room_in_memory(config: Config) -> list[Finding]:
-    """Check that the memory has room for the learner and the generators of this config, if they run on the CPU."""
-    available = f"{size_text(available_memory())} available of {limit_text()}"
-    if has_gpu():
-        return [Finding("memory", "OK", f"{available}; learner and generators need that of the GPUs instead")]
+    """Check that the memory has room for the processes of this config, and for their models if they run on the CPU."""
     check_memory(config)
+    if problem := memory_warning(config):
+        found, _, fix = problem.removeprefix("memory: ").partition("; ")
+        return [Finding("memory", "WARN", found, fix=fix)]
+    available = f"{size_text(available_memory())} available of {limit_text()}"
+    processes = f"about {size_text(process_bytes(config))}"
+    if has_gpu():
+        found = f"{available}; the processes take {processes}, their models the memory of the GPUs"
+        return [Finding("memory", "OK", found)]
     needed = learner_bytes(config) + config.generator.count * generator_bytes(config)
     models = f"learner and generators take at least {size_text(needed)}" if needed else "the model's size is unknown"
-    found = f"{available}; {models}, and all processes about {size_text(process_bytes(config))} without their models"
-    if available_memory(with_swap=True) < needed + process_bytes(config):
-        fix = "raise the limit, end other processes, or start fewer generators (generator.count)"
-        return [Finding("memory", "WARN", found, fix=fix)]
+    found = f"{available}; {models}, and all processes {processes} without their models"
     return [Finding("memory", "OK", found)]
 
 

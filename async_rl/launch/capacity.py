@@ -22,7 +22,7 @@ _CHECKPOINT_BYTES = 12
 """Bytes per parameter in float32: the parameters and AdamW's two moments."""
 _TRAINING_BYTES = 16
 """Bytes per parameter in float32: those of a checkpoint, and the gradient."""
-_PROCESS_BYTES = {"launch": 250 << 20, "queue": 60 << 20, "learner": 250 << 20, "generator": 200 << 20}
+_PROCESS_BYTES = {"queue": 60 << 20, "learner": 300 << 20, "generator": 220 << 20}
 """Memory that a process takes without a model and without groups, most of it Python's and torch's modules."""
 
 
@@ -121,6 +121,22 @@ def check_memory(config: Config) -> None:
         )
 
 
+def memory_warning(config: Config) -> str:
+    """Return a line if the memory has room for the models, but not for the rest of the processes; else empty text.
+
+    With a GPU the models are not counted, because they need its memory instead.
+    """
+    models = 0 if has_gpu() else learner_bytes(config) + config.generator.count * generator_bytes(config)
+    processes, available = process_bytes(config), available_memory(with_swap=True)
+    if available >= models + processes:
+        return ""
+    return (
+        f"memory: expected {size_text(models + processes)} for the processes that launch starts (about {size_text(processes)} "
+        f"without their models), got {size_text(available)} available of {limit_text()}; the kernel may kill some: "
+        f"raise the limit, end other processes, or lower generator.count"
+    )
+
+
 def learner_bytes(config: Config) -> int:
     """Return how much memory the learner needs at least on the CPU, on all its ranks together.
 
@@ -146,8 +162,11 @@ def _trained_bytes(config: Config) -> int:
 
 
 def process_bytes(config: Config) -> int:
-    """Return about how much memory the processes that ``launch`` starts, and its own, take without their models."""
-    counts = {"launch": 1, "queue": 1, "learner": config.learner.nproc, "generator": config.generator.count}
+    """Return about how much memory the processes that ``launch`` starts take without their models.
+
+    ``launch`` itself, or the doctor in its place, has its memory already when this is compared with what is available.
+    """
+    counts = {"queue": 1, "learner": config.learner.nproc, "generator": config.generator.count}
     return sum(number * _PROCESS_BYTES[role] for role, number in counts.items())
 
 

@@ -32,7 +32,7 @@ from async_rl.data.chat import (
 )
 from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError
-from async_rl.launch.capacity import check_disk_space, check_memory, has_gpu
+from async_rl.launch.capacity import check_disk_space, check_memory, has_gpu, memory_warning
 from async_rl.launch.environment_trial import try_environment
 from async_rl.launch.scorer_checks import check_scorers
 from async_rl.launch.user_code_trial import try_loss, try_reward
@@ -80,6 +80,8 @@ def check_launch(config: Config, *, insecure: bool) -> float:
     check_compiler(config)
     check_disk_space(config)
     check_memory(config)
+    if problem := memory_warning(config):
+        logger.warning("warning: %s", problem)
     check_stop_tokens(config)
     check_lengths(config, rows)
     if problem := unknown_text(config, rows):

@@ -432,7 +432,8 @@ def test_memory_for_the_models_alone_is_a_warning(root: Path, monkeypatch: pytes
     needed = learner_bytes(config) + config.generator.count * generator_bytes(config) + process_bytes(config)
     monkeypatch.setattr(capacity, "has_gpu", lambda: False)
     monkeypatch.setattr(machine, "has_gpu", lambda: False)
-    monkeypatch.setattr(machine, "available_memory", lambda with_swap=False: needed + more)
+    for module in (machine, capacity):
+        monkeypatch.setattr(module, "available_memory", lambda with_swap=False: needed + more)
     (found,) = machine.check_room_in_memory(config)
     assert found.state == state
     assert bool(found.fix) == (state == "WARN")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.run.directory import RunDir
 from tests.end_to_end.faults_harness import FaultRun, fault_config, judge, kill_all
 from tests.end_to_end.harness import roles, state_of, wait_until
 
@@ -51,8 +52,10 @@ def test_a_role_that_is_killed_for_memory_comes_back_and_launch_says_why(
     with roles(tmp_path / "logs") as start:
         run = FaultRun(tmp_path, config, partial(start, is_program=True))
         try:
-            run.launch()
-            run.await_step(3)
+            run.begin_launch()
+            # A learner that is killed before its first checkpoint ends the run.
+            saved = run.tended(lambda: RunDir(run.run_dir).latest_checkpoint)
+            wait_until("the first checkpoint", saved, deadline_s=240.0)
             pid = children_of(run.role_pid("launch"))[victim]
             (small_group / "cgroup.procs").write_text(str(pid))
             wait_until(f"the kill of the {victim}", lambda: state_of(pid) in (None, "Z"))
