@@ -46,8 +46,10 @@ from async_rl.launch.preflight import (
     unknown_text,
 )
 from async_rl.launch.user_code_trial import try_loss
+from async_rl.output import size_text
 from async_rl.process.user_code import describe_error
 from async_rl.queue.parity import Probe, compare, parity_limit
+from async_rl.queue.server.settings import settings_of
 from async_rl.records import TEXT_ROLE, Lease, Prompt, Sampling
 from async_rl.rewards.conformance import example_of, rollout_of
 from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights
@@ -183,7 +185,9 @@ def _template_row(config: Config, tokenizer: Any) -> Finding:
 
 
 def check_prompt_lengths(config: Config) -> list[Finding]:
-    """Check that the longest rollout fits the learner and the model, and that not all prompts are too long."""
+    """Check that the longest rollout fits the learner, the model and the queue, and that not all prompts are too
+    long.
+    """
     try:
         rows = load_train_rows(config).rows
     except UserError as error:
@@ -191,7 +195,22 @@ def check_prompt_lengths(config: Config) -> list[Finding]:
     check_stop_tokens(config)
     check_lengths(config, rows)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
-    return [Finding("lengths", "OK", f"rollouts of up to {longest} tokens fit the learner and the model")]
+    found = f"rollouts of up to {longest} tokens fit the learner, the model and the queue"
+    return [Finding("lengths", "OK", found), *_bytes_rows(config)]
+
+
+def _bytes_rows(config: Config) -> list[Finding]:
+    """Return a warning if ``queue.max_bytes`` allows fewer groups in flight than the staleness bound."""
+    settings = settings_of(config)
+    if settings.bytes_for_bound <= settings.max_bytes:
+        return []
+    found = (
+        f"{size_text(settings.max_bytes)} hold {settings.max_bytes // settings.worst_case_bytes} groups in flight, "
+        f"each of up to {size_text(settings.worst_case_bytes)}; queue.max_staleness = {settings.max_staleness} allows "
+        f"{settings.bytes_for_bound // settings.worst_case_bytes}, so generators may wait for room"
+    )
+    fix = f"queue.max_bytes = {settings.bytes_for_bound}, or a lower sampling.max_new_tokens"
+    return [Finding("queue.max_bytes", "WARN", found, fix=fix)]
 
 
 def check_reward(config: Mapping[str, Any]) -> list[Finding]:

@@ -131,9 +131,9 @@ def memory_warning(config: Config) -> str:
     if available >= models + processes:
         return ""
     return (
-        f"memory: expected {size_text(models + processes)} for the processes that launch starts (about {size_text(processes)} "
-        f"without their models), got {size_text(available)} available of {limit_text()}; the kernel may kill some: "
-        f"raise the limit, end other processes, or lower generator.count"
+        f"memory: expected {size_text(models + processes)} for the processes that launch starts (about "
+        f"{size_text(processes)} without their models), got {size_text(available)} available of {limit_text()}; the "
+        f"kernel may kill some: raise the limit, end other processes, or lower generator.count"
     )
 
 

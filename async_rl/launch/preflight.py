@@ -42,6 +42,7 @@ from async_rl.net.streams import listening_socket
 from async_rl.process.child import DEVICES_ARE_DEALT
 from async_rl.process.user_code import check_allowed, code_digests
 from async_rl.queue.core.prompts import PromptStream
+from async_rl.queue.server.settings import settings_of
 from async_rl.rewards.judge import judge_reward
 from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_writable
@@ -244,10 +245,12 @@ def check_stop_tokens(config: Config) -> None:
 
 
 def check_lengths(config: Config, rows: Sequence[Row]) -> None:
-    """Check that the longest rollout fits the learner and the model, and that not all prompts of ``rows`` are too long.
+    """Check that the longest rollout fits the learner and the model, that a step of the largest groups fits the queue,
+    and that not all prompts of ``rows`` are too long.
 
     Raises:
-        ConfigError: ``learner.max_tokens``, the model's context length or ``sampling.max_prompt_tokens`` is too small.
+        ConfigError: ``learner.max_tokens``, ``queue.max_bytes``, the model's context length or
+            ``sampling.max_prompt_tokens`` is too small.
     """
     sampling, limit = config.sampling, config.longest_sequence
     longest = sampling.max_prompt_tokens + sampling.max_new_tokens
@@ -257,6 +260,7 @@ def check_lengths(config: Config, rows: Sequence[Row]) -> None:
             f"{config.longest_sequence_keys}: expected at least {longest} ({what}), got {limit}; raise "
             f"learner.max_tokens to {-(-longest // config.parallel.sequence)}, or lower the other two"
         )
+    settings_of(config)  # raises if one step does not fit
     if not has_model(config.generator.backend):
         return
     context = context_length(config.model.path)

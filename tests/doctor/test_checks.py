@@ -24,6 +24,7 @@ from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.launch import capacity
 from async_rl.launch.capacity import generator_bytes, learner_bytes, process_bytes
 from async_rl.launch.preflight import check_judge
+from async_rl.queue.server.settings import settings_of
 from tests.learner.tiny import tiny_config, tiny_model
 from tests.scorer.test_reward_model import write_reward_model
 from tests.scoring.scripted import RunningScorer, ScriptedModel, free_address
@@ -437,3 +438,14 @@ def test_memory_for_the_models_alone_is_a_warning(root: Path, monkeypatch: pytes
     (found,) = machine.check_room_in_memory(config)
     assert found.state == state
     assert bool(found.fix) == (state == "WARN")
+
+
+def test_a_queue_that_holds_fewer_groups_than_the_bound_allows_is_a_warning(root: Path):
+    config = make_config(root, queue={"max_staleness": 4})
+    most = settings_of(config).bytes_for_bound
+    assert not [row for row in task.check_prompt_lengths(config) if row.state != "OK"]
+    low = make_config(root, queue={"max_staleness": 4, "max_bytes": max(1 << 20, most // 2)})
+    many = low.model_copy(update={"learner": low.learner.model_copy(update={"groups_per_step": 64})})
+    assert settings_of(many).bytes_for_bound > many.queue.max_bytes
+    (found,) = (row for row in task.check_prompt_lengths(many) if row.state == "WARN")
+    assert str(settings_of(many).bytes_for_bound) in found.fix

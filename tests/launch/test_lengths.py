@@ -12,14 +12,15 @@ from async_rl.errors import ConfigError
 from async_rl.launch.preflight import check_lengths
 
 
-def config_of(*, max_tokens: int, sequence: int) -> Config:
+def config_of(*, max_tokens: int, sequence: int, max_bytes: int = 1 << 30, groups: int = 1) -> Config:
     """Rollouts have up to 16 + 48 = 64 tokens."""
     raw = {
         "run": {"dir": "r"},
         "model": {"path": "nowhere"},
         "sampling": {"max_prompt_tokens": 16, "max_new_tokens": 48},
         "generator": {"backend": "fake"},
-        "learner": {"max_tokens": max_tokens},
+        "learner": {"max_tokens": max_tokens, "groups_per_step": groups},
+        "queue": {"max_bytes": max_bytes},
         "parallel": {"sequence": sequence},
     }
     return parse_config(raw, "test")
@@ -43,3 +44,10 @@ def test_a_rollout_that_fits_the_ranks_of_a_micro_batch_is_allowed(max_tokens: i
 def test_a_rollout_of_one_token_more_is_refused_with_the_arithmetic(max_tokens: int, sequence: int, message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_lengths(config_of(max_tokens=max_tokens, sequence=sequence), [])
+
+
+def test_a_step_that_does_not_fit_the_queue_is_refused_before_anything_starts():
+    # 256 groups of 8 rollouts: 256 * (8 * (64 * 13 + 1024) + 4096) = 4,849,664 bytes.
+    check_lengths(config_of(max_tokens=64, sequence=1, max_bytes=4_849_664, groups=256), [])
+    with pytest.raises(ConfigError, match=r"queue\.max_bytes: expected at least 4849664, which one step of 256 groups"):
+        check_lengths(config_of(max_tokens=64, sequence=1, max_bytes=4_849_663, groups=256), [])

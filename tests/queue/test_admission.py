@@ -14,6 +14,7 @@ import pytest
 from async_rl.errors import ConfigError, QueueError
 from async_rl.net.codec import decode_group
 from async_rl.queue.core import generator_requests, learner_requests, persistence
+from async_rl.queue.core.diagnosis import notes
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady
 from tests.queue.builders import (
@@ -175,6 +176,20 @@ def test_a_lease_is_not_given_when_its_worst_case_does_not_fit():
     state = make_state(max_staleness=9, max_bytes=3 * 6560)
     assert len(leases(state, 9)) == 3
     assert "queue.max_bytes" in generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0).reason
+
+
+def test_a_generator_that_waits_for_room_is_a_note_of_the_run():
+    state = make_state(max_staleness=9, max_bytes=3 * 6560)
+    assert len(leases(state, 3)) == 3
+    assert notes(state) == {}  # nobody has waited yet
+    generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0)
+    # The bound allows (9 + 1) steps of 2 groups: 20 * 6560 bytes.
+    assert "queue.max_bytes = 19680, and each group in flight reserves its largest size, 6560" in notes(state)["bytes"]
+    assert "raise queue.max_bytes to 131200" in notes(state)["bytes"]
+    enough = make_state(max_staleness=9, max_bytes=20 * 6560)
+    assert len(leases(enough, 20)) == 20
+    assert "limit 20 groups" in generator_requests.lease(enough, "g0", (LINEAGE, 0), 1, 0.0).reason
+    assert notes(enough) == {}
 
 
 def test_a_queue_that_cannot_hold_one_step_is_refused():

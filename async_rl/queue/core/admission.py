@@ -174,6 +174,12 @@ class QueueSettings:
         return self.group_size * (tokens * token_bytes + kept + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
 
     @property
+    def bytes_for_bound(self) -> int:
+        """What ``queue.max_bytes`` must be so that only the staleness bound limits the groups in flight."""
+        most = (self.max_staleness + 1) // self.updates_per_batch * self.groups_per_step
+        return most * self.worst_case_bytes
+
+    @property
     def _most_mask_words(self) -> int:
         """The maximum size, in int32 values, of the sampling mask of one generated token.
 

@@ -72,7 +72,7 @@ def why_ended(state: QueueState) -> str:
 
 def notes(state: QueueState) -> dict[str, str]:
     """Return what the user should know about the run's groups, by cause. Empty if there is nothing."""
-    return {**state.signal.notes, **_too_slow_note(state), **_failure_notes(state)}
+    return {**state.signal.notes, **_too_slow_note(state), **_bytes_note(state), **_failure_notes(state)}
 
 
 def _failure_notes(state: QueueState) -> dict[str, str]:
@@ -98,3 +98,16 @@ def _too_slow_note(state: QueueState) -> dict[str, str]:
         f"is missing from the training. Raise queue.max_staleness, or {remedy}"
     )
     return {"too_slow": text}
+
+
+def _bytes_note(state: QueueState) -> dict[str, str]:
+    if not state.is_short_of_bytes:
+        return {}
+    settings = state.settings
+    text = (
+        f"generators wait for room in the queue: queue.max_bytes = {settings.max_bytes}, and each group in flight "
+        f"reserves its largest size, {settings.worst_case_bytes} bytes. For the full effect of queue.max_staleness = "
+        f"{settings.max_staleness} raise queue.max_bytes to {settings.bytes_for_bound}, or lower "
+        f"sampling.max_new_tokens"
+    )
+    return {"bytes": text}

@@ -418,6 +418,7 @@ def _grant_training(
             return leases, _full(state, learner, version, limit)
         used = state.group_bytes + state.leases.reserved
         if used + settings.worst_case_bytes > settings.max_bytes:
+            state.is_short_of_bytes = True
             return leases, LeasesGranted(
                 (), f"queue.max_bytes = {settings.max_bytes}: {used} bytes are in use or reserved"
             )

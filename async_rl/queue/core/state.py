@@ -122,6 +122,7 @@ class QueueState(PersistedState):
         vocab_size: limit on the token ids of returned groups. None if unknown.
         damage: the number of damaged groups by file, until the server has logged them.
         news: what the server must log about failed leases.
+        is_short_of_bytes: whether ``queue.max_bytes`` has kept a generator from a lease that the bound allowed.
     """
 
     settings: QueueSettings
@@ -145,6 +146,7 @@ class QueueState(PersistedState):
     damage: Counter[str] = field(default_factory=Counter)
     _sources: Mapping[str, np.ndarray] = field(init=False)
     news: list[str] = field(default_factory=list)
+    is_short_of_bytes: bool = False
 
     def __post_init__(self) -> None:
         if self.stream.num_rows != len(self.rows):

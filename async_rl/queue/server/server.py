@@ -30,7 +30,6 @@ import zmq
 from msgspec.structs import asdict
 
 from async_rl.config.config import Config
-from async_rl.data.chat import model_routing, vocabulary_size
 from async_rl.errors import (
     AsyncRLError,
     ConfigError,
@@ -45,7 +44,6 @@ from async_rl.errors import (
 from async_rl.net.codec import read_as
 from async_rl.net.wire import Frame, Message, decode, encode
 from async_rl.queue.core import generator_requests, persistence
-from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.prompts import Row
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
@@ -64,6 +62,7 @@ from async_rl.queue.server.durable import LOG_EVERY_S, DurableState, FullDisk, Q
 from async_rl.queue.server.handlers import Deferred, Handlers, Reply
 from async_rl.queue.server.lifetime import Lifetime
 from async_rl.queue.server.pending import HeldMessages, PendingRequests, Request
+from async_rl.queue.server.settings import settings_of
 from async_rl.queue.server.sockets import Endpoint
 from async_rl.queue.storage.journal import Journal
 from async_rl.queue.storage.payloads import is_out_of_room
@@ -121,8 +120,7 @@ class QueueServer:
             raise ConfigError(
                 f"data.train: expected at least one row, got none in {config.data.train!r}; add rows to it"
             )
-        routing = model_routing(config.model.path) if config.model.routing_replay else None
-        settings = QueueSettings.from_config(config, vocab_size=_vocabulary_size(config), routing=routing)
+        settings = settings_of(config)
         run_dir = Path(config.run.dir)
         # Bind first: a server that can't bind its address must not create a journal.
         self._endpoint = Endpoint(
@@ -586,10 +584,3 @@ def _error(error: Exception) -> Reply:
     kinds = {LineageError: "lineage", WireError: "wire", IdInUseError: "id_in_use"}
     kind = kinds.get(type(error), "queue" if isinstance(error, AsyncRLError) else "internal")
     return Reply(ErrorReply(kind, str(error) or type(error).__name__))
-
-
-def _vocabulary_size(config: Config) -> int | None:
-    """Return the size of the model's vocabulary if sampling masks depend on it (top-p or min-p without top-k)."""
-    if config.sampling.top_k or (config.sampling.top_p == 1 and config.sampling.min_p == 0):
-        return None
-    return config.own_vocab_size or vocabulary_size(config.model.path)
