@@ -180,6 +180,7 @@ class Worker:
         self._activity = Activity(clock, pending="grading" if environment is None else "environment")
         # Eval and training groups differ in size. Expect the next lease to be like the last one.
         self._expected_group_size = config.sampling.group_size
+        self._has_sampled = False
         self._announced: Announcement | None = None
         self._active: Staged | None = None
         self._probes: dict[int, bytes] = {}
@@ -343,6 +344,9 @@ class Worker:
     def _submit_leases(self) -> None:
         """Begin the leases that have waited for the active version."""
         for active in self._leases.take_submittable(self._backend.version):
+            if not self._has_sampled:  # launch shows it until the first step, which may take long
+                self._has_sampled = True
+                logger.info("sampling answers of up to %d tokens", active.lease.sampling.max_new_tokens)
             self._rollouts.submit(active.lease, active.prompt_ids)
 
     def _drop(self, lease_id: str) -> None:

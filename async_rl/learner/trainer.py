@@ -148,6 +148,7 @@ class Trainer:
         self._received: dict[str, float] = {}
         self._health, self._first_step = Health(iter_rows(RunDir(run_dir).metrics)), state.step
         self._why_ended = ""
+        self._has_trained = False
         self._last_checkpoint = state.step if state.is_resumed else -1
 
     def run(self) -> None:
@@ -243,6 +244,7 @@ class Trainer:
         with self._clock.part("train"):
             with self._clock.part("prepare"):
                 prepared = self._prepare(batch)
+            self._log_first(prepared)
             self._check_stop()  # after the first update the step must be finished
             critic_updates, judged = self._train_critic(prepared), prepared
             if self.state.step < self.config.critic.freeze_steps:
@@ -274,6 +276,18 @@ class Trainer:
         self._commit()
         if acked.snapshot is not None:
             self._checkpoint(acked.snapshot)
+
+    def _log_first(self, prepared: PreparedBatch) -> None:
+        """Log what the first step of this start trains on. ``launch`` shows it, because a long step shows nothing."""
+        if self._has_trained:
+            return
+        self._has_trained = True
+        sequences = [sequence for update in prepared.updates for sequence in update]
+        num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        step, num_groups = self.state.step + 1, len(prepared.group_sizes)
+        logger.info(
+            "training step %d: %d groups, %d sequences, %d tokens", step, num_groups, len(sequences), num_tokens
+        )
 
     def _take(self) -> Batch | None:
         """Return the next batch. None at the end of the data."""

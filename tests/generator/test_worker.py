@@ -223,6 +223,13 @@ def test_a_sampled_group_is_returned_with_its_versions_and_their_digests(scene):
     assert group.sampling_time_s > 0
 
 
+def test_the_first_lease_is_told_with_how_long_its_answers_may_get(scene, caplog):
+    caplog.set_level(logging.INFO)
+    scene.run(scene.announce(3), granted(make_lease("a", max_new_tokens=8)), granted(make_lease("b")), *quiet(8))
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("sampling")]
+    assert lines == ["sampling answers of up to 8 tokens"]
+
+
 def test_nothing_is_requested_before_weights_are_active_and_then_enough_to_fill_the_slots():
     # 4 slots of groups of 2: two leases fill them, one more waits in line.
     scene = Scene()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -402,6 +403,14 @@ def test_a_run_whose_steps_were_all_skipped_is_no_success(tmp_path: Path, steps:
     run.engine.stepped = [False, False]
     with pytest.raises(RunStoppedError, match="this run has trained nothing: no step of 2 has changed the weights"):
         run.start()
+
+
+def test_the_first_step_of_a_start_says_what_it_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "async_rl.learner.trainer")
+    make_run(tmp_path).start()
+    found = [record.getMessage() for record in caplog.records if record.getMessage().startswith("training step")]
+    assert len(found) == 1
+    assert re.fullmatch(r"training step 1: 2 groups, 4 sequences, [1-9]\d* tokens", found[0]), found
 
 
 def test_a_step_whose_gradient_is_not_finite_leaves_what_it_trained_on(
