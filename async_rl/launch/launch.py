@@ -27,6 +27,7 @@ from async_rl.errors import ConfigError, UserError
 from async_rl.launch.capacity import has_gpu
 from async_rl.launch.hints import best_lines
 from async_rl.launch.live_view import LiveView, PlainView
+from async_rl.launch.memory_deaths import MemoryDeaths
 from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.planned_steps import planned_steps, schedule_note
 from async_rl.launch.preflight import check_launch
@@ -251,6 +252,7 @@ def _run(
     else:
         view = PlainView(shown, run_dir.metrics, num_steps)
     curve = CurveUpdater(run_dir, lock, view.note, num_steps)
+    memory_deaths = MemoryDeaths()
     try:
         # The processes read the copy in the run directory, so an edit of the user's file can't affect a restart.
         commands = _commands(config, [str(run_dir.config)], run_id=run_id, insecure=insecure)
@@ -260,7 +262,9 @@ def _run(
             view.note(line)
         environment = {SECRET_VARIABLE: secrets.token_hex(16), **os.environ}
         timing = Timing(learner_grace_s=config.checkpoint.grace_s + _MARGIN_S)
-        supervisor = Supervisor(commands, run_dir, environment=environment, view=view, timing=timing, lock=lock)
+        supervisor = Supervisor(
+            commands, run_dir, environment=environment, view=view, timing=timing, lock=lock, memory_deaths=memory_deaths
+        )
         outcome = supervisor.run()
     finally:
         curve.close()
@@ -268,7 +272,7 @@ def _run(
         with suppress(KeyboardInterrupt):  # a further Ctrl-C: the summary matters more than the picture
             if lock.is_current:
                 curve.draw()
-    for line in summary(run_dir, time.monotonic() - started):
+    for line in [*summary(run_dir, time.monotonic() - started), *memory_deaths.summary()]:
         _print_line(console, line)
     sys.stdout.flush()
     why = explain(outcome, checkpoint=run_dir.latest_checkpoint, fresh=fresh)

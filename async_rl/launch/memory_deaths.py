@@ -6,6 +6,7 @@ The kernel kills such a process with SIGKILL, so its log says nothing.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from async_rl.process.cgroup import MemoryKills, limit_text
@@ -21,6 +22,7 @@ MEMORY_REMEDIES: Mapping[str, str] = {
 RECENT_S = 10.0
 """Seconds. A process with much memory ends that long after the kernel has counted its kill."""
 _NOTE_EVERY_S = 60.0
+_OTHERS = "other processes"
 
 
 class MemoryDeaths:
@@ -31,15 +33,17 @@ class MemoryDeaths:
         self._anywhere_at: float | None = None
         self._num_open, self._open_since = 0, 0.0
         self._noted_at: float | None = None
+        self._counts: Counter[str] = Counter()
 
-    def cause(self) -> str:
-        """Return words about the memory that ran out, for a process that SIGKILL has just ended; else empty text."""
+    def cause(self, name: str) -> str:
+        """Return words about the memory that ran out, if SIGKILL has just ended ``name`` for it; else empty text."""
         self._poll()
         own, anywhere = self._num_open > 0, self._is_recent(self._anywhere_at)
         if own:
             self._num_open -= 1
         if not own and not anywhere:
             return ""
+        self._counts[name] += 1
         return f"{'' if own else 'probably '}because memory ran out ({limit_text()})"
 
     def note(self) -> str:
@@ -54,11 +58,19 @@ class MemoryDeaths:
         if self._noted_at is not None and now - self._noted_at < _NOTE_EVERY_S:
             return ""
         number, self._num_open, self._noted_at = self._num_open, 0, now
+        self._counts[_OTHERS] += number
         return (
-            f"memory ran out ({limit_text()}): the kernel killed {number} process{'es' if number > 1 else ''}, none of "
-            f"those above: perhaps an environment, a program or a verifier. What they did is tried again or counts as "
-            f"failed; raise the limit, or let fewer run at a time"
+            f"memory ran out ({limit_text()}): the kernel killed {number} process{'es' if number > 1 else ''} beside "
+            f"the run's roles: perhaps an environment, a program or a verifier. What they did is tried again or counts "
+            f"as failed; raise the limit, or let fewer run at a time"
         )
+
+    def summary(self) -> list[str]:
+        """Return a line about all kills since this object was made; no line if there were none."""
+        if not self._counts:
+            return []
+        killed = ", ".join(f"{name} {number} time{'s' if number > 1 else ''}" for name, number in self._counts.items())
+        return [f"note: memory ran out ({limit_text()}): the kernel killed {killed}; raise the limit"]
 
     def _poll(self) -> None:
         own, anywhere = self._kills.poll()

@@ -441,7 +441,8 @@ class Supervisor:
     def _death(self, process: _Process) -> Death:
         """Return the death of a process that has ended by itself, with its cause if memory ran out."""
         death = process.death()
-        return replace(death, memory=self._memory_deaths.cause()) if death.exit_code == -signal.SIGKILL else death
+        is_killed = death.exit_code == -signal.SIGKILL
+        return replace(death, memory=self._memory_deaths.cause(death.name)) if is_killed else death
 
     def _note_remedy(self, death: Death) -> None:
         """Say what to do if memory ran out, once for all processes of a role."""

@@ -43,7 +43,7 @@ def children_of(pid: int) -> dict[str, int]:
     return {role_of(int(child)): int(child) for child in found}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["queue", "learner", "generator"])
 def test_a_role_that_is_killed_for_memory_comes_back_and_launch_says_why(
     victim: str, tmp_path: Path, small_group: Path

@@ -447,7 +447,7 @@ def test_a_generator_that_keeps_dying_stops_the_run_with_its_own_words(tmp_path:
 
 
 class MemoryRanOut(MemoryDeaths):
-    def cause(self) -> str:
+    def cause(self, name: str) -> str:
         return "because memory ran out (the limit of the cgroup /x, 2 GiB)"
 
 

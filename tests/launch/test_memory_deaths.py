@@ -36,16 +36,16 @@ def deaths(kills: Kills, clock: list[float], monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_kill_that_the_kernel_did_not_count_has_another_cause(deaths: MemoryDeaths):
-    assert deaths.cause() == ""
+    assert deaths.cause("learner-0") == ""
 
 
 def test_a_kill_that_its_own_group_has_counted_is_certain(deaths: MemoryDeaths, kills: Kills, clock: list[float]):
     kills.own = kills.anywhere = 1
     assert deaths.note() == ""  # the process may still be ending
     clock[0] = 9.0
-    assert deaths.cause() == "because memory ran out (the limit of the cgroup /x, 2 GiB)"
+    assert deaths.cause("learner-0") == "because memory ran out (the limit of the cgroup /x, 2 GiB)"
     clock[0] = 20.0
-    assert deaths.cause() == ""  # it was the cause of one death
+    assert deaths.cause("learner-0") == ""  # it was the cause of one death
     assert deaths.note() == ""
 
 
@@ -53,9 +53,9 @@ def test_a_kill_somewhere_on_the_machine_is_a_probable_cause_for_a_while(
     deaths: MemoryDeaths, kills: Kills, clock: list[float]
 ):
     kills.anywhere = 1
-    assert deaths.cause() == "probably because memory ran out (the limit of the cgroup /x, 2 GiB)"
+    assert deaths.cause("learner-0") == "probably because memory ran out (the limit of the cgroup /x, 2 GiB)"
     clock[0] = 10.0
-    assert deaths.cause() == ""
+    assert deaths.cause("learner-0") == ""
     assert deaths.note() == ""  # it may be any other user's process
 
 
@@ -63,7 +63,7 @@ def test_kills_of_no_role_are_told_once_a_minute(deaths: MemoryDeaths, kills: Ki
     kills.own = kills.anywhere = 2
     assert deaths.note() == ""
     clock[0] = 10.0
-    assert "the kernel killed 2 processes, none of those above" in deaths.note()
+    assert "the kernel killed 2 processes beside" in deaths.note()
     assert deaths.note() == ""
     kills.own = 1
     clock[0] = 15.0
@@ -71,4 +71,18 @@ def test_kills_of_no_role_are_told_once_a_minute(deaths: MemoryDeaths, kills: Ki
     clock[0] = 69.0
     assert deaths.note() == ""
     clock[0] = 70.0
-    assert "the kernel killed 1 process, none" in deaths.note()
+    assert "the kernel killed 1 process beside" in deaths.note()
+
+
+def test_the_summary_counts_the_kills_by_process(deaths: MemoryDeaths, kills: Kills, clock: list[float]):
+    assert deaths.summary() == []
+    kills.own = kills.anywhere = 4
+    assert deaths.cause("generator-0")
+    assert deaths.cause("learner-0")
+    assert deaths.cause("generator-0")
+    clock[0] = 10.0
+    assert deaths.note()
+    assert deaths.summary() == [
+        "note: memory ran out (the limit of the cgroup /x, 2 GiB): the kernel killed generator-0 2 times, learner-0 1 "
+        "time, other processes 1 time; raise the limit"
+    ]
