@@ -15,10 +15,18 @@ from hypothesis import strategies as st
 
 from async_rl.net.codec import encode_group
 from async_rl.net.wire import decode, encode
-from async_rl.queue.core import generator_requests, persistence
+from async_rl.queue.core import diagnosis, generator_requests, persistence
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.state import QueueState
-from async_rl.queue.messages import FailedRollouts, FailLease, Failure, FailureCause, NotReady, ReturnGroups
+from async_rl.queue.messages import (
+    FailedRollouts,
+    FailLease,
+    Failure,
+    FailureCause,
+    GeneratorStats,
+    NotReady,
+    ReturnGroups,
+)
 from async_rl.queue.server.handlers import Handlers, owner_of
 from async_rl.queue.server.sockets import MessageLimits
 from async_rl.records import Lease
@@ -58,7 +66,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("fail"), FAILURES),
     st.tuples(st.just("forge"), st.dictionaries(st.sampled_from(FIELDS), VALUES, min_size=1, max_size=2)),
     st.tuples(st.just("failed"), st.integers(0, 2), st.lists(st.tuples(FAILURES, COUNTS), max_size=4)),
-    st.tuples(st.sampled_from(["good", "bytes", "hold", "foreign"])),
+    st.tuples(st.sampled_from(["good", "old", "bytes", "hold", "foreign"])),
 )
 
 
@@ -117,6 +125,8 @@ class Lies:
                 self._send("fail", FailLease(LIAR, lease.lease_id, given_[0]))
             case "good":
                 self._return(lease, encode_group(honest))
+            case "old":
+                self._return(lease, encode_group(group(lease, 0, generator=LIAR)))
             case "bytes":
                 self._return(lease, encode_group(honest)[:-9])
             case "failed":
@@ -238,3 +248,15 @@ def test_failed_rollouts_beyond_those_of_the_group_are_not_counted():
     verdict, _ = generator_requests.receive(state, LIAR, read_summary(made), made, 0.0, failed)
     assert verdict in ("queued", "filtered")
     assert {place: found.rollouts for place, found in state.failed_places.items()} == {"a": 1}
+
+
+def test_a_text_of_a_generator_makes_no_line_of_its_own():
+    state, forged = two_generators(), "x\n12:00 INFO the run is finished\r\u2028y"
+    generator_requests.heartbeat(state, LIAR, {}, GeneratorStats(), 0.0, forged)
+    liar = state.generators.get(LIAR)
+    assert liar is not None
+    for lease in leases(state, 8, generator=LIAR):
+        fail(state, lease, generator=LIAR, detail=forged, place=forged)
+    said = [*state.news, *diagnosis.notes(state).values(), liar.trouble, *state.failed_places]
+    assert len(said) == 6
+    assert all(len(text.splitlines()) == 1 for text in said), said

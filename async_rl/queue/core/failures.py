@@ -62,7 +62,12 @@ _WHAT: Mapping[FailureCause, str] = {
 
 def describe(failure: Failure) -> str:
     """Return what failed and why, as a part of a sentence: "the reward failed: KeyError: 'x' (r.py, line 3, in f)"."""
-    return f"{_WHAT[failure.cause]} failed: {failure.detail}"
+    return f"{_WHAT[failure.cause]} failed: {one_line(failure.detail)}"
+
+
+def one_line(text: str) -> str:
+    """Return a generator's text without line breaks, with which it could forge lines of the queue's log."""
+    return " ".join(text.split())
 
 
 class Attempts(msgspec.Struct):
@@ -200,7 +205,7 @@ class Outage:
             what = _WHAT[self.last.cause]
             return (
                 f"{what} failed {MAX_FAILED_IN_A_ROW} times in a row with the same error, and never succeeded: "
-                f"{self.last.detail}. {remedy}"
+                f"{one_line(self.last.detail)}. {remedy}"
             )
         if now - self.since < max_s:
             return ""
@@ -276,7 +281,7 @@ def add_failed(places: dict[str, FailedPlace], failure: Failure, rollouts: int, 
     Args:
         row: their row of the training data, or "<set>:<row>" of an evaluation.
     """
-    key, detail = failure.place[:_MAX_TEXT], failure.detail[:_MAX_TEXT]
+    key, detail = one_line(failure.place)[:_MAX_TEXT], one_line(failure.detail)[:_MAX_TEXT]
     if key not in places and len(places) >= _MAX_PLACES:
         key = "other places"
     is_new = key not in places

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from async_rl.errors import IdInUseError, QueueError
 from async_rl.queue.core import diagnosis
 from async_rl.queue.core.admission import LearnerSide, lease_seed
-from async_rl.queue.core.failures import Attempts, Failing, add_failed, describe
+from async_rl.queue.core.failures import Attempts, Failing, add_failed, describe, one_line
 from async_rl.queue.core.groups import GroupSummary, StoredGroup, refusal_cause, why_unfit
 from async_rl.queue.core.learning_signal import flaw_of
 from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, GeneratorEntry, Owner
@@ -149,7 +149,7 @@ def heartbeat(
     Return the ids of the leases that it must stop sampling.
     """
     entry = _seen(state, generator_id, now)
-    entry.stats, entry.trouble = stats, trouble
+    entry.stats, entry.trouble = stats, one_line(trouble)
     void = state.generators.pop_cancelled(generator_id)
     for lease_id, tokens in progress.items():
         active = state.leases.get(lease_id)

@@ -359,8 +359,8 @@ class Handlers:
         generator = self.state.generators.get(request.generator_id)
         if generator is not None and generator.must_log_trouble(now):
             solved = "its problem with weights is solved"
-            level = logging.WARNING if request.trouble else logging.INFO
-            logger.log(level, "generator %s: %s", request.generator_id, request.trouble or solved)
+            level = logging.WARNING if generator.trouble else logging.INFO
+            logger.log(level, "generator %r: %s", request.generator_id, generator.trouble or solved)
         return Reply(messages.HeartbeatReply(cancelled))
 
     def _on_return(self, request: messages.ReturnGroups, message: Message, now: float) -> Reply:
