@@ -460,9 +460,10 @@ class ThreadGrader:
     def __init__(
         self, reward: ScoreOne, *, num_threads: int = 1, decode: Decode | None = None, max_abs: float = math.inf
     ) -> None:
-        """Start the threads. ``decode`` is that of ``graded_rollouts``, and is called in these threads.
+        """Start no thread yet. ``submit`` starts up to ``num_threads``, each when there is work for it.
 
-        A rollout with a reward above ``max_abs`` in absolute value has failed.
+        ``decode`` is that of ``graded_rollouts``, and is called in these threads. A rollout with a reward above
+        ``max_abs`` in absolute value has failed.
         """
         self._reward, self._decode, self._max_abs = reward, decode, max_abs
         self._needs_whole_group = isinstance(reward, GroupReward) and reward.needs_whole_group
@@ -472,9 +473,9 @@ class ThreadGrader:
         self._num_pending = 0
         self._began_s: dict[int, float] = {}
         """When the running calls began, by the id of their thread."""
-        self._threads = [threading.Thread(target=self._run, name="grading", daemon=True) for _ in range(num_threads)]
-        for thread in self._threads:
-            thread.start()
+        self._num_threads, self._num_calls, self._calls_lock = num_threads, 0, threading.Lock()
+        """``_num_calls`` counts the calls that have not ended, also those that have not begun."""
+        self._threads: list[threading.Thread] = []
 
     @property
     def num_pending(self) -> int:
@@ -494,7 +495,14 @@ class ThreadGrader:
                 return
             del self._incomplete[lease.lease_id]
         self._num_pending += len(samples)
+        with self._calls_lock:
+            self._num_calls += 1
+            num_calls = self._num_calls
         self._todo.put((lease, sorted(samples, key=lambda one: one.index)))
+        # Rewards that compare mathematics may use 64 threads, but few are enough while each comparison is quick.
+        if len(self._threads) < min(self._num_threads, num_calls):
+            self._threads.append(threading.Thread(target=self._run, name="grading", daemon=True))
+            self._threads[-1].start()
 
     def collect(self) -> list[Graded]:
         done: list[Graded] = []
@@ -537,5 +545,7 @@ class ThreadGrader:
             self._began_s[threading.get_ident()] = time.monotonic()
             scored = _graded(self._reward, *item, self._decode, self._max_abs)
             del self._began_s[threading.get_ident()]
+            with self._calls_lock:
+                self._num_calls -= 1
             for graded in scored:
                 self._done.put(graded)

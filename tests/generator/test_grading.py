@@ -93,6 +93,30 @@ def test_closing_waits_for_the_answer_that_is_being_scored_and_drops_the_others(
     assert len(scored) == 1
 
 
+def test_threads_start_only_for_calls_that_overlap():
+    go, begun = threading.Event(), threading.Semaphore(0)
+
+    def slow(item: RewardInput) -> float:
+        if item.text == "slow":
+            begun.release()
+            assert go.wait(30)
+        return 1.0
+
+    with closing(ThreadGrader(reward_of(slow), num_threads=3)) as grader:
+        lease = make_lease("a")
+        assert not grader._threads
+        for index in range(4):  # one after the other
+            grader.submit(lease, sample(lease, index, "quick"))
+            collect(grader, 1)
+        assert len(grader._threads) == 1
+        for index in range(5):
+            grader.submit(lease, sample(lease, index, "slow"))
+        assert all(begun.acquire(timeout=30) for _ in range(3))
+        assert len(grader._threads) == 3
+        go.set()
+        assert len(collect(grader, 5)) == 5
+
+
 def test_other_rewards_do_not_wait():
     grader, lease = InlineGrader(reward_of(right)), make_lease("a")
     grader.submit(lease, sample(lease, 1, "2"))
