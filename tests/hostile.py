@@ -34,6 +34,11 @@ def _ready() -> bytes:
     return bytes([4, len(body)]) + body
 
 
+def dealer_handshake() -> bytes:
+    """What a DEALER socket without keys sends before its first message."""
+    return _greeting(b"NULL") + _ready()
+
+
 _GIANT_COMMAND = b"\x06" + struct.pack(">Q", 1 << 29)
 _GIANT_MESSAGE = b"\x02" + struct.pack(">Q", 1 << 29)
 _NULL, _CURVE = _greeting(b"NULL"), _greeting(b"CURVE")

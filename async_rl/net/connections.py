@@ -13,6 +13,10 @@ the limits hold even if the events are read late.
 On a server with keys, CURVE checks a key only when a connection begins. This module asks the server's list again at
 each message, and closes the connections of keys that the list has lost.
 
+A machine that loses power or its network ends no connection. The kernel's keepalive finds that out, and closes it.
+libzmq's own heartbeats must not be used for that: its timer aborts this process if a peer has filled the receive queue
+and is gone (libzmq issue 4364).
+
 The queue server, the publisher of weights and the scorers use this module, in the thread that owns the socket.
 """
 
@@ -53,6 +57,9 @@ WELCOME."""
 _CLIENT_HANDSHAKE_BYTES = 4096
 """Number of bytes that an unauthenticated client may send. The handshake (greeting, HELLO and INITIATE) has less than
 1,000."""
+_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
+"""The kernel asks a peer that was silent for 10 s every 5 s, and closes its connection after 4 questions without an
+answer."""
 _TCP_INFO_BYTES = 256
 _ACKED_AND_RECEIVED = struct.Struct("=QQ")
 _ACKED_AT = 120
@@ -98,6 +105,8 @@ class RouterConnections:
         self._addresses: dict[int, Peer] = {}
         self._checked_at = 0.0
         router.setsockopt(zmq.BACKLOG, BACKLOG)
+        for option, value in _KEEPALIVE.items():
+            router.setsockopt(option, value)
         endpoint = f"inproc://connections-{id(self)}"
         router.monitor(endpoint, int(_EVENTS))
         self._monitor = router.context.socket(zmq.PAIR)

@@ -327,7 +327,6 @@ class MemberSocket:
         self._socket.setsockopt(zmq.MAXMSGSIZE, TO_PUBLISHER_LIMITS.max_bytes)
         for option in (zmq.RCVHWM, zmq.SNDHWM):
             self._socket.setsockopt(option, _HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         self._socket.setsockopt(zmq.IPV6, int(":" in bind_host))
         self.port = self._bind(bind_host, ports)
         self.address = channel(f"tcp://{url_host(host)}:{self.port}", keys.public if keys else None)

@@ -201,3 +201,18 @@ def test_a_full_queue_of_events_does_not_hold_up_the_end():
     with a_router() as router:
         for _ in range(1500):
             router.peer()
+
+
+def test_the_kernel_asks_silent_peers_whether_they_are_there():
+    with a_router() as server:
+        client = server.client()
+        client.send(b"hello")
+        frame = server.socket.recv_multipart(copy=False)[-1]
+        assert isinstance(frame, zmq.Frame)
+        with socket.socket(fileno=os.dup(int(frame.get("__fd")))) as connection:
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            idle, each, count = (
+                connection.getsockopt(socket.IPPROTO_TCP, option)
+                for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+            )
+            assert idle + each * count == 30  # seconds

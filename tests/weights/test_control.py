@@ -1,8 +1,16 @@
+import socket
+import struct
+import time
+
 import pytest
+import zmq
 
 from async_rl.errors import WireError
 from async_rl.net.wire import encode
 from async_rl.weights import control
+from async_rl.weights.control import MemberSocket
+from tests.forked import Forked
+from tests.hostile import dealer_handshake
 
 MESSAGES = [
     control.Join("g", "127.0.0.1", 12, [control.CollectiveOffer("nccl", "2.28", ["GPU-1"])], 2, "ab"),
@@ -45,3 +53,34 @@ def test_a_long_reason_is_cut_to_what_the_other_side_accepts():
     message = control.decode_message(frame, control.TO_PUBLISHER, control.TO_PUBLISHER_LIMITS)
     assert isinstance(message, control.Failed)
     assert len(message.reason) == 2000
+
+
+def flood_and_vanish(port: int) -> None:
+    """Send a publisher more messages than it holds for one member, and reset the connection."""
+    with socket.create_connection(("127.0.0.1", port)) as member:
+        member.sendall(dealer_handshake())
+        assert member.recv(64, socket.MSG_WAITALL)[:1] == b"\xff"
+        member.sendall(b"\x00\x02hi" * 1000)
+        assert member.recv(1024)  # its READY: it has read the handshake
+        time.sleep(0.5)  # what it still reads of the messages is more than it holds
+        member.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def be_busy_while_a_member_dies() -> None:
+    """A publisher that reads no message for 4 s, longer than two of libzmq's own heartbeats once took."""
+    context = zmq.Context()
+    publisher = MemberSocket(context, "127.0.0.1", "127.0.0.1", None)
+    flood_and_vanish(publisher.port)
+    time.sleep(4.0)
+    deadline = time.monotonic() + 20
+    while publisher.num_malformed < 64 and time.monotonic() < deadline:
+        assert not list(publisher.receive())
+    assert publisher.num_malformed >= 64
+    publisher.close()
+    context.term()
+
+
+@pytest.mark.slow
+def test_a_publisher_outlives_a_member_that_dies_with_its_queue_full():
+    child = Forked(be_busy_while_a_member_dies)  # libzmq would abort the process
+    assert child.wait(60) == 0, child.communicate()
