@@ -33,7 +33,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from async_rl.net.keys import AllowList
-from async_rl.net.streams import UnauthenticatedPeers, raise_descriptor_limit
+from async_rl.net.streams import UnauthenticatedPeers, descriptors_for_peers, raise_descriptor_limit
 
 FIRST_MESSAGE_S = 15.0
 """Seconds from the begin of a connection until its first message must have arrived. The clients of async-rl send a
@@ -244,7 +244,7 @@ def most_connections(max_descriptors: int) -> int:
     The limit leaves descriptors for files and for connections that libzmq accepts before they are counted.
     """
     others = _RESERVED_DESCRIPTORS + _MONITOR_EVENTS + _READ_EVENTS + MAX_UNAUTHENTICATED
-    return min(MAX_CONNECTIONS, max(max_descriptors - others, max_descriptors // 4))
+    return min(MAX_CONNECTIONS, descriptors_for_peers(max_descriptors, others))
 
 
 @contextlib.contextmanager

@@ -135,6 +135,14 @@ def raise_descriptor_limit() -> int:
     return wanted
 
 
+def descriptors_for_peers(max_descriptors: int, others: int) -> int:
+    """Return how many of a process's descriptors its connections may use, if it needs ``others`` for other things.
+
+    They may use at least a quarter, so that a process with a low limit serves a few peers and not none.
+    """
+    return max(max_descriptors - others, max_descriptors // 4)
+
+
 def is_readable(fd: int, timeout_s: float) -> bool:
     """Wait until descriptor ``fd`` is readable or its other end is closed. Return False if ``timeout_s`` passes first.
 

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -453,6 +454,26 @@ def test_accept_outlives_a_lack_of_descriptors(monkeypatch: pytest.MonkeyPatch):
     with listener, ours, learner, other, pytest.raises(OSError, match="Bad file descriptor"):
         StreamServer(learner)._accept(Listener())  # pyright: ignore[reportArgumentType]
     assert failures == []
+
+
+def test_a_low_limit_on_open_files_leaves_a_quarter_for_connections_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(server_module, "raise_descriptor_limit", lambda: 64)
+    learner, other = socket.socketpair()
+    with learner, other, socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as opened:
+        address = listener.getsockname()
+        threading.Thread(target=StreamServer(learner)._accept, args=(listener,), daemon=True).start()
+        peers = [opened.enter_context(socket.create_connection(address, DEADLINE_S)) for _ in range(17)]
+        assert peers[16].recv(1) == b""
+        peers[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            peers[0].recv(1)
+        opened.enter_context(socket.create_connection(address, DEADLINE_S)).recv(1)
+    (line,) = [record.getMessage() for record in caplog.records if "open files" in record.getMessage()]
+    assert line == (
+        "closed a connection for weights: all 16 are in use; raise the limit on open files (ulimit -n), which is 64"
+    )
 
 
 @pytest.mark.slow

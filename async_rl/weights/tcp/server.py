@@ -32,6 +32,7 @@ from async_rl.net.streams import (
     MAX_UNAUTHENTICATED,
     MAX_UNAUTHENTICATED_OF_ADDRESS,
     UnauthenticatedPeers,
+    descriptors_for_peers,
     is_out_of_resources,
     raise_descriptor_limit,
     shut_down,
@@ -107,7 +108,9 @@ class StreamServer:
         self._slots: dict[int, _Slot] = {}
         self._sessions: dict[bytes, _Session] = {}
         self._deltas: dict[int, list[bytes | None]] = {}
-        self._max_connections = min(MAX_CONNECTIONS, raise_descriptor_limit() - _SPARE_DESCRIPTORS)
+        self._max_descriptors = raise_descriptor_limit()
+        most = descriptors_for_peers(self._max_descriptors, _SPARE_DESCRIPTORS)
+        self._max_connections, self._has_warned_full = min(MAX_CONNECTIONS, most), False
         self._num_connections = 0
         self._unauthenticated: UnauthenticatedPeers[socket.socket] = UnauthenticatedPeers(
             most=MAX_UNAUTHENTICATED, most_of_address=MAX_UNAUTHENTICATED_OF_ADDRESS
@@ -189,12 +192,22 @@ class StreamServer:
                 shut_down(other)  # its thread ends then
             if not is_admitted:
                 connection.close()
+                self._warn_full()
                 continue
             try:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
             except RuntimeError as error:
                 logger.warning("can't serve a connection for weights: %s", error)
                 self._end(connection)
+
+    def _warn_full(self) -> None:
+        if self._has_warned_full:
+            return
+        self._has_warned_full = True
+        logger.warning(
+            "closed a connection for weights: all %d are in use; raise the limit on open files (ulimit -n), which is %d",
+            self._max_connections, self._max_descriptors,
+        )  # fmt: skip
 
     def _serve(self, connection: socket.socket) -> None:
         try:
