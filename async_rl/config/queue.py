@@ -128,7 +128,8 @@ class WeightsConfig(Section):
     transport: Literal["auto", "tcp", "gloo", "nccl"] = Field(
         default="auto",
         description="How weights reach the generators. If the whole run is on one host or on a trusted network, auto "
-        "is nccl if the learner has CUDA, else gloo. Otherwise, or with weights.port, auto is tcp.",
+        "is nccl if the learner has CUDA, else gloo. Otherwise, or with weights.port, auto is tcp. One gloo broadcast "
+        "has at most 32 ranks of generators; generators that join later fetch by tcp.",
     )
     port: int | str | None = Field(
         default=None,

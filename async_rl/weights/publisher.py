@@ -176,9 +176,10 @@ class Publisher:
             refuse_open_collectives(bind_host, is_trusted=insecure)
         else:
             refuse_open_stream(bind_host, has_keys=keys is not None, is_trusted=insecure)
-        self._scheduler = _scheduler(deadline_s)
-        self._published: deque[StagedVersion] = deque()
         row = self._transport
+        max_ranks = row.max_ranks if isinstance(row, CollectiveTransport) else None
+        self._scheduler = _scheduler(deadline_s, max_ranks)
+        self._published: deque[StagedVersion] = deque()
         self._own_offer = row.offer(device) if isinstance(row, CollectiveTransport) else None
         self._counts: Counter[str] = Counter()
         self._transfer_s = 0.0
@@ -480,10 +481,11 @@ class Publisher:
                 self._changed.notify_all()
 
 
-def _scheduler(deadline_s: float) -> SyncScheduler:
+def _scheduler(deadline_s: float, max_ranks: int | None) -> SyncScheduler:
     return SyncScheduler(
         deadline_s=deadline_s,
         ready_s=min(_MAX_READY_S, deadline_s / 4),
         silent_s=min(_MAX_SILENT_S, deadline_s / 2),
         fresh_s=_FRESH_S,
+        max_ranks=max_ranks,
     )

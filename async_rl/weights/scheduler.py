@@ -154,13 +154,18 @@ class SyncScheduler:
         silent_s: drop a member that has sent nothing for this long.
         fresh_s: start an attempt without asking if every member was ready by its last message and has sent something
             within this time. None: ask before every attempt.
+        max_ranks: most ranks of members in one collective. The members that joined last pull instead. None: no limit.
     """
 
-    def __init__(self, *, deadline_s: float, ready_s: float, silent_s: float, fresh_s: float | None = None) -> None:
+    def __init__(
+        self, *, deadline_s: float, ready_s: float, silent_s: float, fresh_s: float | None = None,
+        max_ranks: int | None = None,
+    ) -> None:  # fmt: skip
         self._deadline_s = deadline_s
         self._ready_s = ready_s
         self._silent_s = silent_s
         self._fresh_s = fresh_s
+        self._max_ranks = max_ranks
         self.members: dict[bytes, Member] = {}
         self.wanted: int | None = None
         self._num_published = 0
@@ -357,7 +362,7 @@ class SyncScheduler:
         return actions
 
     def _begin(self, now: float) -> list[Action]:
-        invited = self.awaiting_collective()
+        invited = self._within_limit(self.awaiting_collective())
         if not invited or self.wanted is None:
             return []
         self._last_attempt += 1
@@ -374,6 +379,18 @@ class SyncScheduler:
             self._ready |= self._invited
             return [replace(self._start(now), skips_prepare=True)]
         return [PrepareAction(self._attempt, self._version, tuple(m.member_id for m in invited))]
+
+    def _within_limit(self, members: Sequence[Member]) -> list[Member]:
+        """Return the members that one collective can take, in order. The others pull the wanted version."""
+        within: list[Member] = []
+        left = float("inf") if self._max_ranks is None else self._max_ranks
+        for member in members:
+            left -= member.num_ranks
+            if left < 0:
+                member.pulls = True
+            else:
+                within.append(member)
+        return within
 
     def _are_ready(self, members: Sequence[Member], now: float) -> bool:
         """Return whether an attempt with ``members`` may start without asking whether they are ready.

@@ -259,12 +259,14 @@ class CollectiveTransport(Transport):
         make_library: creates one rank's library object. It runs in the broadcaster, and where a rank receives.
         offer: returns what a process with this CUDA device (None: without one) can offer. None if it can't take part.
         max_chunk_bytes: upper limit of ``CollectiveSettings.chunk_bytes``. None if there is no limit.
+        max_ranks: most ranks of generators in one collective. None if there is no limit.
     """
 
     make_sender: Callable[[CollectiveSettings], BroadcastSender]
     make_library: Callable[[Endpoint], Library]
     offer: Callable[[str | None], control.CollectiveOffer | None]
     max_chunk_bytes: int | None = None
+    max_ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +325,9 @@ def _stream_receiver(_: str | None) -> TransportReceiver[ReceiveOrder[control.Pu
 
 _GLOO_CHUNK_BYTES = 8 << 20
 """A chunk is digested while the next one travels. Smaller chunks cost more to agree on than that saves."""
+_GLOO_RANKS = 32
+"""Gloo connects each rank with each other one. With 166 ranks on one machine it did not return, and what a rank can't
+leave ends its generator."""
 
 PULL = PullTransport(
     "tcp", needs_cuda=False, needs_trust=False, make_receiver=_stream_receiver, make_sender=_stream_sender
@@ -334,6 +339,7 @@ _NCCL = CollectiveTransport(
 _GLOO = CollectiveTransport(
     "gloo", needs_cuda=False, needs_trust=True, make_receiver=_collective_receiver, make_sender=_collective_sender,
     make_library=_gloo_library, offer=lambda _: control.CollectiveOffer("gloo"), max_chunk_bytes=_GLOO_CHUNK_BYTES,
+    max_ranks=_GLOO_RANKS,
 )  # fmt: skip
 TRANSPORTS: Mapping[str, Transport] = {transport.name: transport for transport in (_NCCL, _GLOO, PULL)}
 """In order of preference: ``auto`` takes the first whose needs are met."""

@@ -79,6 +79,35 @@ def test_a_newcomer_pulls_and_is_in_the_collective_from_the_next_version_on():
     assert enter.member_ids == (A, B, C)
 
 
+def test_members_beyond_the_limit_of_a_collective_pull_every_version():
+    scheduler = SyncScheduler(deadline_s=12, ready_s=3, silent_s=6, max_ranks=3)
+    scheduler.publish(-1)
+    for member in (A, B, C):
+        scheduler.join(member, ("", member.decode()), 0.0, can_collect=True, num_ranks=2 if member == B else 1)
+    assert pull_all(scheduler, 0.0) == [A, B, C]  # newcomers do
+    for version in range(2):
+        scheduler.publish(version)
+        # A has 1 rank and B 2; with C there would be 4.
+        enter, pull = scheduler.advance(0.0)
+        assert isinstance(enter, PrepareAction)
+        assert enter.member_ids == (A, B)
+        assert isinstance(pull, PullAction)
+        assert pull.member_id == C
+        scheduler.ack(C, pull.attempt, version)
+        for member in (A, B):
+            scheduler.mark_ready(member, enter.attempt)
+        go = only(scheduler.advance(0.0), StartAction)
+        assert (go.participants, go.build) == ((A, B), version == 0)
+        scheduler.mark_sent(go.attempt, ok=True)
+        for member in (A, B):
+            scheduler.ack(member, go.attempt, version)
+        only(scheduler.advance(0.0), FinishAction)
+    # The place of a member that left is taken.
+    scheduler.leave(B)
+    scheduler.publish(2)
+    assert only(scheduler.advance(0.0), PrepareAction).member_ids == (A, C)
+
+
 def test_a_pull_goes_on_while_it_makes_progress():
     scheduler = rounds_with(A, has_collective=False)
     scheduler.publish(0)

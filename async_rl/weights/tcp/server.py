@@ -205,7 +205,8 @@ class StreamServer:
             return
         self._has_warned_full = True
         logger.warning(
-            "closed a connection for weights: all %d are in use; raise the limit on open files (ulimit -n), which is %d",
+            "closed a connection for weights: all %d are in use; raise the limit on open files (ulimit -n), which is "
+            "%d",
             self._max_connections, self._max_descriptors,
         )  # fmt: skip
 
