@@ -8,6 +8,7 @@ stopped run; 2 a mistake of the user, with one message; 130 stopped by SIGINT; 1
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -43,6 +44,7 @@ from async_rl.errors import ConfigError, UserError
 from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.output import print_json
 from async_rl.process.child import exit_on_sigterm, watch_parent
+from async_rl.process.descriptors import few_descriptors, out_of_descriptors
 from async_rl.terminal import log_visibly, visible
 
 if TYPE_CHECKING:
@@ -447,6 +449,8 @@ def _role(log_form: str = _WITH_TIME) -> Iterator[bool]:
     exit_on_sigterm()
     is_launched = watch_parent()
     log_visibly(logging.INFO, log_form)
+    if few := few_descriptors():
+        logging.getLogger(__name__).warning("%s", few)
     try:
         yield is_launched
     except BrokenPipeError:
@@ -458,10 +462,16 @@ def _role(log_form: str = _WITH_TIME) -> Iterator[bool]:
 def main(arguments: list[str] | None = None) -> Any:
     """Run the subcommand that ``arguments`` name, and exit with its exit code. This is the program's entry point.
 
-    ``arguments`` are those of the command line if None. A ``UserError`` is printed as one message, with exit code 2.
+    ``arguments`` are those of the command line if None. A ``UserError`` is printed as one message, with exit code 2. So
+    is a lack of file descriptors, with exit code 1.
     """
     try:
         app(arguments)
     except UserError as error:
         sys.stderr.write(visible(f"async-rl: {error}\n"))
         raise SystemExit(2) from None
+    except Exception as error:  # also zmq's own kind of OSError
+        if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            raise
+        sys.stderr.write(visible(f"async-rl: {out_of_descriptors(error)}\n"))
+        raise SystemExit(1) from None

@@ -1,9 +1,11 @@
 """The command line: every kind of bad input is one message, exit code 2, no traceback, and nothing is written."""
 
+import errno
 import io
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -11,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from async_rl.cli import main as cli
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError, TrainingError
 from async_rl.launch import launch
+from async_rl.process.descriptors import few_descriptors
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import prepare_run_dir
 from tests.queue.builders import make_config
@@ -657,6 +661,42 @@ def test_how_a_command_ends_is_its_exit_code(
     with pytest.raises(SystemExit) as leaving:
         cli.main(["config", "x.toml"])
     assert leaving.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (
+            OSError(errno.EMFILE, "Too many open files", "/run/x"),
+            "expected a free file descriptor for /run/x, but all ",
+        ),
+        (zmq.ZMQError(errno.EMFILE), "expected a free file descriptor, but all "),
+        (OSError(errno.ENFILE, "Too many open files"), "no file descriptor is left on this machine; raise fs.file-max"),
+    ],
+)
+def test_a_lack_of_descriptors_is_one_message(
+    raised: Exception, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*_args: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("async_rl.config.loading.load_config", fail)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["config", "x.toml"])
+    assert leaving.value.code == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"async-rl: {message}")
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("hard", "shown"),
+    [(64, "expected a limit of at least 256 open files, got 64"), (256, ""), (resource.RLIM_INFINITY, "")],
+)
+def test_a_low_limit_on_open_files_is_named_at_the_start(hard: int, shown: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, hard))
+    assert few_descriptors().startswith(shown)
+    assert bool(few_descriptors()) == bool(shown)
 
 
 @pytest.mark.parametrize("raised", [TrainingError("diverged"), BrokenPipeError("a bug in a role")])
