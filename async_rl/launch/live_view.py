@@ -21,7 +21,7 @@ from rich.text import Text
 
 from async_rl.errors import AsyncRLError
 from async_rl.launch.hints import Hints, LedgerNotes
-from async_rl.launch.status import ask_status, awaited_by, generator_troubles
+from async_rl.launch.status import ask_status, awaited_by, by_trouble, generator_troubles
 from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
 from async_rl.run.directory import RunDir
@@ -223,8 +223,9 @@ class LiveView:
             self._add_figures(table, row)
         else:
             table.add_row("queue", self._queue_text(row))
-        for generator_id, trouble in list(generator_troubles(status.get("generators", ())).items())[:_MAX_TROUBLES]:
-            table.add_row("problem", f"generator {generator_id}: {trouble}")
+        troubles = by_trouble(generator_troubles(status.get("generators", ())))
+        for generator_ids, trouble in list(troubles.items())[:_MAX_TROUBLES]:
+            table.add_row("problem", f"generator {generator_ids}: {trouble}")
         for note in self._hints.health.notes:
             table.add_row("problem", f"step {note.step}: {note.finding}")
         if waits := _waits_text(status.get("waits", ())):

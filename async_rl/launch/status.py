@@ -50,6 +50,10 @@ _ONLY_IF_ANY = frozenset({
 })  # fmt: skip
 _OF_THE_RUN = ("run_id", "lineage", "step", "version", "training_notes", "group_notes", "excluded")
 """The keys of ``ledger.json`` that are no counts."""
+_MAX_GENERATORS = 24
+"""Most generators that get a line of their own."""
+_MAX_IDS = 4
+"""Most generators that are named with one problem."""
 _AWAITED = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_eval": "an evaluation"}
 """What the sender of a request waits for until the queue server replies, by the type of the request."""
 
@@ -208,7 +212,9 @@ def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column("host", overflow="fold")
     for column in ("version", "busy", "tokens", "tokens/s", "last seen"):
         table.add_column(column, no_wrap=True)
-    for generator, generator_host in zip(generators, hosts, strict=True):
+    shown, others = _most_telling(generators)
+    for index in shown:
+        generator, generator_host = generators[index], hosts[index]
         stats = generator.get("stats") or {}
         wall_s, max_running = stats.get("wall_s", 0.0), stats.get("max_running", 0)
         active, seen_s = generator.get("active"), generator.get("seen_s_ago")
@@ -224,7 +230,50 @@ def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
             f"{stats['num_tokens'] / wall_s:,.0f}" if wall_s else "-",
             "-" if seen_s is None else f"{gone}{seen_s:.1f} s ago",
         )
+    if others:
+        table.caption, table.caption_justify = _sum_of([generators[index] for index in others]), "left"
     return table
+
+
+def _most_telling(generators: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    """Return the places of the generators that get a line of their own, and those of the others.
+
+    Of more than ``_MAX_GENERATORS``, those that are gone or have a problem come first.
+    """
+    everyone = list(range(len(generators)))
+    if len(generators) <= _MAX_GENERATORS:
+        return everyone, []
+    troubles = generator_troubles(generators)
+    by_need = sorted(
+        everyone, key=lambda i: generators[i].get("alive", True) and str(generators[i].get("id", "")) not in troubles
+    )
+    return sorted(by_need[:_MAX_GENERATORS]), sorted(by_need[_MAX_GENERATORS:])
+
+
+def _sum_of(generators: Sequence[Mapping[str, Any]]) -> str:
+    """Return one line about generators that have none of their own."""
+    stats = [generator.get("stats") or {} for generator in generators]
+    versions = [generator["active"][1] for generator in generators if generator.get("active")]
+    parts = [f"and {len(generators)} others"]
+    if versions:
+        lowest, highest = min(versions), max(versions)
+        parts.append(f"version {lowest}" if lowest == highest else f"versions {lowest} to {highest}")
+    if room_s := sum(one.get("wall_s", 0.0) * one.get("max_running", 0) for one in stats):
+        parts.append(f"{sum(one.get('busy_sequence_s', 0.0) for one in stats) / room_s:.0%} busy")
+    parts.append(f"{sum(one.get('num_tokens', 0) for one in stats):,} tokens")
+    return f"{', '.join(parts)}; --json shows each"
+
+
+def by_trouble(troubles: Mapping[str, str]) -> dict[str, str]:
+    """Return one entry for each problem of ``generator_troubles``: the ids that have it, of many only some, and it."""
+    ids: dict[str, list[str]] = {}
+    for generator_id, trouble in troubles.items():
+        ids.setdefault(trouble, []).append(generator_id)
+    named: dict[str, str] = {}
+    for trouble, found in ids.items():
+        others = f" and {len(found) - _MAX_IDS} others" if len(found) > _MAX_IDS else ""
+        named[f"{', '.join(found[:_MAX_IDS])}{others}"] = trouble
+    return named
 
 
 def generator_troubles(generators: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -241,8 +290,8 @@ def _troubles_table(troubles: Mapping[str, str]) -> Table:
     table = Table(title="problems of generators", title_justify="left")
     table.add_column("id", overflow="fold")
     table.add_column("problem", overflow="fold")
-    for generator_id, trouble in troubles.items():
-        table.add_row(generator_id, trouble)
+    for ids, trouble in by_trouble(troubles).items():
+        table.add_row(ids, trouble)
     return table
 
 

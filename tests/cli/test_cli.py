@@ -867,3 +867,27 @@ def test_the_doctor_takes_a_config_or_an_address(capsys: pytest.CaptureFixture[s
     assert "got both" in refusal(capsys, "doctor", str(config), "--connect", address)
     assert "--keys is only for --connect" in refusal(capsys, "doctor", str(config), "--keys", "a.key")
     assert "queue.max_staleness" in refusal(capsys, "doctor", "--connect", address, "--set", "queue.max_staleness=1")
+
+
+def test_a_status_of_many_generators_fits_a_screen_and_shows_who_is_in_trouble(capsys: pytest.CaptureFixture[str]):
+    from async_rl.launch.status import print_status
+
+    # 200 sequences of 2 fit each for 10 s, and were busy for 15 of these 20 sequence-seconds.
+    stats = {"wall_s": 10.0, "max_running": 2, "busy_sequence_s": 15.0, "num_tokens": 100}
+    generators = [
+        {"id": f"g{number}", "alive": True, "active": ["line", 7 + number % 2], "seen_s_ago": 0.5, "stats": stats}
+        for number in range(200)
+    ]
+    generators[150]["alive"] = False
+    for number in (160, 170, 180, 190, 195, 199):
+        generators[number]["trouble"] = "nothing listens"
+    print_status({"generators": generators})
+    lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) < 50
+    assert "generators: 200" in lines
+    assert "g150 7 75% of 2 100 10 gone, 0.5 s ago" in lines
+    assert [line.split()[0] for line in lines if "0.5 s ago" in line] == [
+        *(f"g{number}" for number in range(17)), "g150", "g160", "g170", "g180", "g190", "g195", "g199"
+    ]  # fmt: skip
+    assert "and 176 others, versions 7 to 8, 75% busy, 17,600 tokens; --json shows each" in " ".join(lines)
+    assert "g160, g170, g180, g190 and 2 others nothing listens" in lines
