@@ -46,7 +46,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL)
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not long and not vllm" --hypothesis-profile=full --durations=40 $(PARALLEL)
+	$(BIN)/python -m pytest -m "not long and not vllm" --hypothesis-profile=full $(PARALLEL)
 
 PIECE = $(if $(DONE),--done $(DONE)) $(if $(MINUTES),--minutes $(MINUTES))
 
