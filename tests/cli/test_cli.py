@@ -399,20 +399,16 @@ def test_status_of_a_run_directory_asks_the_queue_server_that_it_names(
     assert "The run has made 5 steps, and its newest checkpoint is none; read the logs" in said
 
 
+FINISHED_GROUPS = {
+    "issued": 12, "in_flight": 0, "queued": 0, "taken": 0, "trained": 12, "filtered": 0, "dropped": {"stale": 0}
+}  # fmt: skip
+
+
 def test_status_of_a_finished_run_is_read_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     RunDir(tmp_path).mark_finished({"step": 3})
-    groups = {
-        "issued": 12,
-        "in_flight": 0,
-        "queued": 0,
-        "taken": 0,
-        "trained": 12,
-        "filtered": 0,
-        "dropped": {"stale": 0},
-    }
-    RunDir(tmp_path).ledger.write_text(json.dumps({"run_id": "r1", "step": 3, "version": 3, "groups": groups}))
+    RunDir(tmp_path).ledger.write_text(json.dumps({"run_id": "r1", "step": 3, "version": 3, "groups": FINISHED_GROUPS}))
     status_of(tmp_path, "--json")
-    ledger = {"groups": groups}
+    ledger = {"groups": FINISHED_GROUPS}
     assert json.loads(capsys.readouterr().out) == {
         "run_id": "r1", "step": 3, "version": 3, "finished": True, "ledger": ledger
     }  # fmt: skip
@@ -423,17 +419,8 @@ def test_status_of_a_finished_run_is_read_from_its_files(tmp_path: Path, capsys:
 
 def test_status_of_a_finished_run_has_the_notes_on_its_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     RunDir(tmp_path).mark_finished({"step": 3})
-    groups = {
-        "issued": 12,
-        "in_flight": 0,
-        "queued": 0,
-        "taken": 0,
-        "trained": 12,
-        "filtered": 0,
-        "dropped": {"stale": 0},
-    }
     note = "step 3: the gradient explodes: gradient norm 1 -> 300 within one step"
-    RunDir(tmp_path).ledger.write_text(json.dumps({"step": 3, "training_notes": [note], "groups": groups}))
+    RunDir(tmp_path).ledger.write_text(json.dumps({"step": 3, "training_notes": [note], "groups": FINISHED_GROUPS}))
     status_of(tmp_path)
     printed = capsys.readouterr().out
     assert "note" in printed

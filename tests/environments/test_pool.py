@@ -86,6 +86,14 @@ def driving(*arguments: Any, **settings: Any) -> Iterator[Driver]:
         yield driver
 
 
+@pytest.fixture
+def marker(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What marks this test's processes in their environment, for ``processes_of``."""
+    value = str(time.monotonic_ns())
+    monkeypatch.setenv("ASYNC_RL_TEST_MARKER", value)
+    return f"ASYNC_RL_TEST_MARKER={value}"
+
+
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
     """Shared: a pool that outlives whatever its rollouts did is what is promised."""
@@ -147,9 +155,7 @@ def test_an_environment_that_hangs_or_crashes_costs_its_own_rollout_alone(driver
     assert driver.order("good", "stop")["type"] == "ended"
 
 
-def test_a_process_that_is_killed_takes_those_along_that_it_started(monkeypatch):
-    monkeypatch.setenv("ASYNC_RL_TEST_MARKER", str(time.monotonic_ns()))
-    marker = f"ASYNC_RL_TEST_MARKER={os.environ['ASYNC_RL_TEST_MARKER']}"
+def test_a_process_that_is_killed_takes_those_along_that_it_started(marker):
     with driving() as driver:
         driver.start("a")
         driver.next("a")
@@ -400,9 +406,7 @@ def test_a_fork_server_that_goes_on_serves_what_waited():
 
 
 @pytest.mark.parametrize("ends", ["the process", "the pool", "the fork server"])
-def test_grandchildren_in_sessions_of_their_own_end_too(monkeypatch: pytest.MonkeyPatch, ends: str):
-    monkeypatch.setenv("ASYNC_RL_TEST_MARKER", str(time.monotonic_ns()))
-    marker = f"ASYNC_RL_TEST_MARKER={os.environ['ASYNC_RL_TEST_MARKER']}"
+def test_grandchildren_in_sessions_of_their_own_end_too(marker: str, ends: str):
     with driving() as driver:
         driver.start("a")
         driver.next("a")
@@ -499,10 +503,8 @@ def test_nothing_outlives_a_generator_that_is_killed(tmp_path):
     assert state_of(generator.pid) in (None, "Z")
 
 
-def test_a_second_signal_does_not_keep_the_fork_server_from_ending_all(monkeypatch: pytest.MonkeyPatch):
+def test_a_second_signal_does_not_keep_the_fork_server_from_ending_all(marker: str):
     # A generator that dies gives two reasons to end: its socket closes, and then the kernel sends the signal.
-    monkeypatch.setenv("ASYNC_RL_TEST_MARKER", str(time.monotonic_ns()))
-    marker = f"ASYNC_RL_TEST_MARKER={os.environ['ASYNC_RL_TEST_MARKER']}"
     with driving() as driver:
         driver.start("a")
         driver.next("a")
