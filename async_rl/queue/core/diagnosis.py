@@ -77,12 +77,11 @@ def notes(state: QueueState) -> dict[str, str]:
 
 def _failure_notes(state: QueueState) -> dict[str, str]:
     """Return what fails at present, and where rollouts have failed."""
-    notes = {f"failed: {place}": failed_line(found) for place, found in state.failed_places.items()}
+    failed = {f"failed: {place}": failed_line(found) for place, found in state.failed_places.items()}
     if (outage := state.outage) is not None:
-        return {**notes, "outage": outage.line(state.now, state.settings.max_outage_s)}
-    lines = {entry.generator_id: entry.failing.line(state.now) for entry in state.generators.alive(state.now)}
-    said = {name: f"generator {name!r} is quarantined, while others succeed: {line}" for name, line in lines.items()}
-    return {**notes, **{f"quarantined: {name}": text for name, text in said.items() if lines[name]}}
+        return {**failed, "outage": outage.line(state.now, state.settings.max_outage_s)}
+    quarantined = {entry.generator_id: entry.why_failing(state.now) for entry in state.generators.alive(state.now)}
+    return {**failed, **{f"quarantined: {name}": why for name, why in quarantined.items() if why}}
 
 
 def _too_slow_note(state: QueueState) -> dict[str, str]:

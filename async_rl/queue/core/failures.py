@@ -12,15 +12,15 @@ away for a while. What succeeded meanwhile tells them apart:
 - A *generator* whose last ``MAX_FAILED_IN_A_ROW`` leases failed is quarantined. It gets one lease to try again after
   ``FIRST_PAUSE_S``, and each trial that fails doubles the pause, up to ``LONGEST_PAUSE_S``. A good group ends it.
 - A prompt whose lease failed, was refused, was late or expired goes to *another generator* first, if one samples. It is
-  excluded as too long on the word of two generators, or of the only one that samples.
+  excluded as too long when this is said for the second time, or by the only generator that samples.
 - If all generators are quarantined in this way, the *run is paused* (``Outage``). The first good group ends the pause
   for all of them. A pause of ``queue.max_outage_s`` stops the run.
 - Before the first good group since the user's code changed, the same failure of all generators is a mistake in the
   code or the config, and stops the run at once. A *transient* failure (``process.transient``: a connection, a
   time-out) does not, because a tool may start later than the run.
 
-The leases of a generator that died say nothing about the other leases, because the prompt may have killed it. They
-count as failed attempts by the first rule alone.
+Leases of a generator that died put no generator into quarantine, because one of their prompts may have killed it. They
+count against their prompts by the first rule alone.
 
 All times are in seconds of the queue's clock. A restarted queue server knows the attempts, and forgets who is
 quarantined.

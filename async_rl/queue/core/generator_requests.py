@@ -318,8 +318,9 @@ def fail(state: QueueState, generator_id: str, lease_id: str, failure: Failure, 
 def _note_too_long(state: QueueState, active: ActiveLease) -> None:
     """End a lease whose generator said that the prompt is too long.
 
-    The prompt is excluded if it is the second generator that says so, or if no other one samples. Else one broken
-    generator, with another tokenizer for example, could exclude every prompt.
+    The prompt is excluded when this is said for the second time, or if no other generator samples. In between it goes
+    to another generator, unless nothing else is left for this one. Else one broken generator, with another tokenizer
+    for example, could exclude every prompt.
     """
     attempts = state.attempts_of(*active.key)
     is_confirmed = attempts is not None and attempts.too_long_for

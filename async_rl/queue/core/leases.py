@@ -277,6 +277,11 @@ class GeneratorEntry:
     def record(self) -> GeneratorRecord:
         return GeneratorRecord(self.owner, dict(self.refused), list(self.returned), self.quarantined)
 
+    def why_failing(self, now: float) -> str:
+        """Return a sentence if it is quarantined because its leases fail where others succeed; else empty text."""
+        line = self.failing.line(now)
+        return line and f"generator {self.generator_id!r} is quarantined, while others succeed: {line}"
+
     @property
     def causes(self) -> str:
         """Text that lists the causes of its refused groups, each with the number of groups."""

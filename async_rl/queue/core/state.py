@@ -19,13 +19,7 @@ from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import LearnerSide, QueueSettings
 from async_rl.queue.core.curriculum import rows_by_source
-from async_rl.queue.core.failures import (
-    Attempts,
-    FailedPlace,
-    Outage,
-    counts_against_prompt,
-    failures_dict,
-)
+from async_rl.queue.core.failures import Attempts, FailedPlace, Outage, counts_against_prompt, failures_dict
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
 from async_rl.queue.core.learning_signal import SignalWatch
 from async_rl.queue.core.leases import ActiveLease, GeneratorEntry, GeneratorTable, LeaseTable
@@ -273,8 +267,7 @@ class QueueState(PersistedState):
             if outage is not None and not had_outage:
                 self.news.append(outage.line(self.now, max_s))
             elif not had_outage:
-                line = entry.failing.line(self.now)
-                self.news.append(f"generator {entry.generator_id!r} is quarantined, while others succeed: {line}")
+                self.news.append(entry.why_failing(self.now))
             if not only_suspects:
                 self.forgive(entry.failing.charged)
             entry.failing.charged.clear()
