@@ -48,7 +48,10 @@ MAX_UNANSWERED_RETURNS = 32
 
 _MAX_TRACEBACKS = 100
 _POLL_WHILE_RUNNING_S = 0.003
-_POLL_WHILE_BUSY_S = 0.005
+_POLL_WHILE_BUSY_S, _LONGEST_POLL_S = 0.005, 0.1
+_POLL_GROWTH = 1.1
+"""How much longer each poll without an event is than the one before: what is awaited is seen late by a tenth of the
+wait at most, while many generators that wait together leave their machine to those that work."""
 _PAUSE_AFTER_EMPTY_ANSWER_S = 0.05
 
 
@@ -190,6 +193,7 @@ class Worker:
         self._request_not_before_s = 0.0
         self._finished = self._is_paused = False
         self._heartbeat_at_s = self._poll_at_s = clock()
+        self._busy_poll_s = _POLL_WHILE_BUSY_S
         self._num_graded = 0
         self._scorers, self._num_waits = (*scorers, *(() if teachers is None else (teachers,))), 0
         self._counters = counters
@@ -264,11 +268,13 @@ class Worker:
 
     @property
     def _is_transferring(self) -> bool:
-        """Whether the learner has announced a version that is not active yet."""
+        """Whether the learner has announced a version that is not active yet.
+
+        The receiver may bring a version before the queue announces it.
+        """
         announced = self._announced
-        return announced is not None and (announced.lineage, announced.version) != (
-            self._lineage,
-            self._backend.version,
+        return announced is not None and (
+            announced.lineage != self._lineage or self._backend.version < announced.version
         )
 
     @property
@@ -439,14 +445,17 @@ class Worker:
             timeout_s = 0.0
         elif self._is_transferring or self._rollouts.num_pending:
             # The loop can't block on the queue's socket together with the receiver, the grader or an environment.
-            timeout_s = _POLL_WHILE_BUSY_S
+            timeout_s = self._busy_poll_s
         else:
             timeout_s = max(0.0, self._heartbeat_at_s - now_s)
             if self._request_not_before_s > now_s:
                 timeout_s = min(timeout_s, self._request_not_before_s - now_s)
             timeout_s = min(timeout_s, self._device.max_wait_s)
         self._poll_at_s = now_s + _POLL_WHILE_RUNNING_S
-        for event in self._queue.poll(timeout_s):
+        events = self._queue.poll(timeout_s)
+        has_work = bool(events) or self._backend.num_running > 0
+        self._busy_poll_s = _POLL_WHILE_BUSY_S if has_work else min(self._busy_poll_s * _POLL_GROWTH, _LONGEST_POLL_S)
+        for event in events:
             self._handle(event)
 
     def _handle(self, event: GeneratorEvent) -> None:

@@ -390,6 +390,31 @@ def test_an_idle_worker_blocks_in_poll_and_a_busy_one_does_not(scene):
     assert scene.queue.timeouts[7] == 0.0
 
 
+def test_a_long_wait_for_weights_or_grading_is_polled_less_and_less_often(scene):
+    # 200 generators that wait for one version kept each other, and so the learner, from the processor.
+    scene.run(scene.announce(1, staged=False), *quiet(60))
+    timeouts = scene.queue.timeouts[1:-1]
+    assert timeouts[0] == pytest.approx(0.005)
+    assert timeouts[-1] == pytest.approx(0.1)
+    # Each poll is at most a tenth of the wait so far longer than the first: what arrives is seen soon.
+    waited = 0.0
+    for timeout in timeouts:
+        assert timeout <= 0.005 + waited / 10 + 1e-9
+        waited += timeout
+
+
+def test_an_event_makes_the_polls_short_again(scene):
+    scene.run(scene.announce(1, staged=False), *quiet(60), scene.announce(2, staged=False), *quiet(2))
+    assert scene.queue.timeouts[-2] < 0.007
+
+
+def test_a_version_that_the_queue_announces_late_is_not_waited_for(scene):
+    scene.receiver.staged = FakeStaged("first", 5, "first-5")
+    scene.run(scene.announce(4, staged=False), [], [])
+    assert scene.backend.version == 5
+    assert scene.queue.timeouts[-1] > 0.9  # it blocks until its next heartbeat
+
+
 def test_empty_answers_don_t_make_the_worker_spin(scene):
     scene.run(scene.announce(0), granted(), [], granted(), [], granted(), [])
     # The pause before the next request is spent in poll, too.
