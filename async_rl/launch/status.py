@@ -51,9 +51,9 @@ _ONLY_IF_ANY = frozenset({
 _OF_THE_RUN = ("run_id", "lineage", "step", "version", "training_notes", "group_notes", "excluded")
 """The keys of ``ledger.json`` that are no counts."""
 _MAX_GENERATORS = 24
-"""Most generators that get a line of their own."""
+"""Most generators, and most waits, that get a line each."""
 _MAX_IDS = 4
-"""Most generators that are named with one problem."""
+"""Most generators that are named on a line that they share."""
 _AWAITED = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_eval": "an evaluation"}
 """What the sender of a request waits for until the queue server replies, by the type of the request."""
 
@@ -271,9 +271,14 @@ def by_trouble(troubles: Mapping[str, str]) -> dict[str, str]:
         ids.setdefault(trouble, []).append(generator_id)
     named: dict[str, str] = {}
     for trouble, found in ids.items():
-        others = f" and {len(found) - _MAX_IDS} others" if len(found) > _MAX_IDS else ""
-        named[f"{', '.join(found[:_MAX_IDS])}{others}"] = trouble
+        named[_some_of(found)] = trouble
     return named
+
+
+def _some_of(ids: Sequence[str]) -> str:
+    """Return the first ``_MAX_IDS`` of ``ids`` and the number of the others."""
+    others = f" and {len(ids) - _MAX_IDS} others" if len(ids) > _MAX_IDS else ""
+    return f"{', '.join(ids[:_MAX_IDS])}{others}"
 
 
 def generator_troubles(generators: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -352,9 +357,27 @@ def _waits_table(waits: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="who waits", title_justify="left")
     for column in ("who", "for", "seconds"):
         table.add_column(column)
-    for wait in waits:
-        table.add_row(str(wait["who"]), awaited_by(wait), f"{wait['since_s']:.1f}")
+    for who, what, seconds in _waits_shown(waits):
+        table.add_row(who, what, seconds)
     return table
+
+
+def _waits_shown(waits: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """Yield who waits, for what and how long, longest first.
+
+    Of more than ``_MAX_GENERATORS`` waits, those for the same thing share a line with the shortest and longest time.
+    """
+    longest_first = sorted(waits, key=lambda wait: wait["since_s"], reverse=True)
+    together: dict[Any, list[Mapping[str, Any]]] = {}
+    for number, wait in enumerate(longest_first):
+        together.setdefault(awaited_by(wait) if len(waits) > _MAX_GENERATORS else number, []).append(wait)
+    for same in together.values():
+        longest, shortest = (f"{wait['since_s']:.1f}" for wait in (same[0], same[-1]))
+        yield (
+            _some_of([str(wait["who"]) for wait in same]),
+            awaited_by(same[0]),
+            longest if len(same) == 1 else f"{shortest} to {longest}",
+        )
 
 
 def _plain_table(title: str) -> Table:

@@ -868,7 +868,9 @@ def test_a_status_of_many_generators_fits_a_screen_and_shows_who_is_in_trouble(c
     generators[150]["alive"] = False
     for number in (160, 170, 180, 190, 195, 199):
         generators[number]["trouble"] = "nothing listens"
-    print_status({"generators": generators})
+    waits = [{"who": f"g{number}", "for": "lease", "since_s": number / 10} for number in range(199)]
+    waits.append({"who": "learner", "for": "take", "since_s": 5.0})
+    print_status({"generators": generators, "waits": waits})
     lines = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().out.splitlines()]
     assert len(lines) < 50
     assert "generators: 200" in lines
@@ -878,3 +880,5 @@ def test_a_status_of_many_generators_fits_a_screen_and_shows_who_is_in_trouble(c
     ]  # fmt: skip
     assert "and 176 others, versions 7 to 8, 75% busy, 17,600 tokens; --json shows each" in " ".join(lines)
     assert "g160, g170, g180, g190 and 2 others nothing listens" in lines
+    assert "g198, g197, g196, g195 and 195 others a lease 0.0 to 19.8" in lines
+    assert "learner groups 5.0" in lines

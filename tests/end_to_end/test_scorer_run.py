@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -35,6 +36,11 @@ def process_of(marker: str, command: str) -> int:
     return pid
 
 
+def num_starts(log: Path) -> int:
+    """How often the scorer of ``log`` has said where it is reached."""
+    return len(re.findall(r"scorer \w+ at", log.read_text()))
+
+
 @pytest.mark.slow
 def test_killed_scorers_are_started_again_and_lose_nothing(tmp_path: Path):
     task = write_tiny_task(tmp_path)
@@ -51,22 +57,27 @@ def test_killed_scorers_are_started_again_and_lose_nothing(tmp_path: Path):
         distill={"teacher": "teacher", "form": "loss", "top_k": 4, "coef": 0.5},
         queue={"lease_timeout_s": 2.0},  # a scorer's start takes longer
         eval={"every": 0},
-        learner={"steps": 3},
+        learner={"steps": 100_000},  # the scorers are missed, however late they are killed
     )
     path, run_dir = write_config(tmp_path / "config.toml", config), tmp_path / "run"
+    logs = run_dir / "logs"
     with roles(tmp_path / "logs") as start:
         launch = start("launch", "launch", str(path), env={"ASYNC_RL_TEST": str(tmp_path)})
         wait_until("a step", lambda: steps(run_dir), deadline_s=150)
         for name in ("judge", "teacher"):
             os.kill(process_of(f"ASYNC_RL_TEST={tmp_path}", name), signal.SIGKILL)
-        launch.succeed()
+        wait_until("a wait", lambda: "grading waits: nothing listens" in (logs / "generator-0.log").read_text())
+        for name in ("judge", "teacher"):
+            wait_until(f"scorer {name}", lambda: num_starts(logs / f"scorer-{name}.log") == 2)
+        last = steps(run_dir)[-1]
+        # What was graded before may make four more steps: three of the bound, and one that had begun.
+        wait_until("steps with what they graded", lambda: steps(run_dir)[-1] > last + 4)
+        launch.kill(signal.SIGTERM)
+        assert launch.wait() == 143
     rows = metrics(run_dir)
-    assert steps(run_dir) == [1, 2, 3]
+    assert steps(run_dir) == list(range(1, steps(run_dir)[-1] + 1))
     assert all(row["reward/model"] != 0 for row in rows if "version" in row)
     assert all(row["distill/kl"] != 0 and 0 < row["distill/top_k_mass"] < 1 for row in rows if "version" in row)
-    generator_log = (run_dir / "logs" / "generator-0.log").read_text()
-    for name in ("judge", "teacher"):
-        assert (run_dir / "logs" / f"scorer-{name}.log").read_text().count(f"scorer {name} at") == 2
-    assert "grading waits: nothing listens" in generator_log
+    assert num_starts(logs / "scorer-judge.log") == num_starts(logs / "scorer-teacher.log") == 2
     ledger = check_ledger(run_dir)
     assert not any(ledger["groups"]["dropped"].values())
