@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from async_rl.learner.balance import Work
-from async_rl.learner.packing import MicroBatch, TrainSequence, pack
+from async_rl.learner.data.balance import Work
+from async_rl.learner.data.packing import MicroBatch, pack
+from async_rl.learner.sequences import TrainSequence
 
 NUM_RANKS = 8
 NUM_GROUPS = 64

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from async_rl.config.run import CheckpointConfig
-from async_rl.learner.checkpoint_writer import CheckpointWriter
+from async_rl.learner.checkpoints.writer import CheckpointWriter
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.ranks import init_ranks
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 WANTED_OF_WHOLE, WANTED_OF_COPY = 0.10, 1.5

@@ -27,11 +27,11 @@ import torch
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.learner.advantages import with_advantages
-from async_rl.learner.batch import prepare_batch, with_scores
-from async_rl.learner.critic import train_critic, with_values
+from async_rl.learner.data.batch import prepare_batch, with_scores
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.loop.critic import train_critic, with_values
+from async_rl.learner.losses.advantages import with_advantages
+from async_rl.learner.ranks import init_ranks
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Prompt, Rollout, TokenSequence, Turn
 

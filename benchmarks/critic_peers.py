@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rl.learner.credit import generalised_advantages
+from async_rl.learner.losses.credit import generalised_advantages
 from async_rl.learner.losses.value import value_loss
 
 FUNCTIONS = {

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from async_rl.config.loss import LossConfig
+from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.logprobs import token_logprobs
 from async_rl.learner.engine.model import DeviceBatch, to_device
 from async_rl.learner.losses.objective import PolicyObjective
-from async_rl.learner.packing import TrainSequence, pack
+from async_rl.learner.sequences import TrainSequence
 
 ANSWER_TOKENS = 256
 """Trained tokens of a sequence. They come without a prompt, which the head does not see."""

@@ -33,8 +33,8 @@ from typing import Any
 import torch
 import transformers
 
+from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.flops import StepFlops, peak_flops_per_s
-from async_rl.learner.packing import pack
 from benchmarks.learner_data import SHAPES, Task, num_trained, sequences_of, write_model
 
 SIDES = ("async-rl", "limit", "packed", "padded", "trl")

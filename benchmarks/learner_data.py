@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from async_rl.config.config import Config
 from async_rl.config.loading import apply_override, parse_config
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 
 GROUP_SIZE = 8
 SHAPES: dict[str, dict[str, Any]] = {

@@ -34,11 +34,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from async_rl.config.config import Config
+from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import PolicyModel, load_model, to_device
 from async_rl.learner.engine.optimizer import build_optimizer
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.packing import TrainSequence, pack
+from async_rl.learner.ranks import init_ranks
+from async_rl.learner.sequences import TrainSequence
 from async_rl.process.child import reuse_freed_memory
 from benchmarks.learner_data import Task, num_trained, sequences_of
 

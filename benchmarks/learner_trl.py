@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
 from async_rl.config.config import Config
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 from benchmarks.learner_data import GROUP_SIZE, Task
 
 

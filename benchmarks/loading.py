@@ -87,7 +87,7 @@ def load(model: str, way: str) -> NoReturn:
     """Load ``model`` on this rank, print its growth and time as JSON, and end before the optimizer is built."""
     from async_rl.config.loading import parse_config
     from async_rl.learner.engine import fsdp_engine, loading, trained_model
-    from async_rl.learner.engine.ranks import init_ranks
+    from async_rl.learner.ranks import init_ranks
 
     config = parse_config({"run": {"dir": f"{model}/run"}, "model": {"path": model}}, "the benchmark")
     if way == "whole":

@@ -36,9 +36,9 @@ from async_rl.config.config import Config
 from async_rl.data.chat import load_tokenizer, quiet_progress_bars
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.optimizer import Schedule
-from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.offline.batches import batch_of
 from async_rl.learner.offline.rm import Pair, RewardModel, run_rm
+from async_rl.learner.ranks import init_ranks
 from tests.learner.tiny import tiny_config, tiny_model
 
 NUM_PAIRS, NUM_STEPS, BATCH_SIZE = 64, 32, 8

@@ -28,10 +28,10 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]
 
 from async_rl.data.chat import load_tokenizer, quiet_progress_bars
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.losses.objective import SupervisedObjective
 from async_rl.learner.offline.rows import train_sequence
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.ranks import init_ranks
+from async_rl.learner.sequences import TrainSequence
 from tests.learner.tiny import tiny_config, tiny_model
 
 MAX_LENGTH, NUM_ROWS, PACKS_PER_STEP = 512, 400, 4

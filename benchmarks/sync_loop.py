@@ -27,7 +27,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import load_config
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.data.dataset import Row, load_rows_of, load_train_rows
-from async_rl.learner.advantages import group_normalised
+from async_rl.learner.losses.advantages import group_normalised
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import build_reward
 

@@ -28,10 +28,10 @@ import torch
 from async_rl.colocated.sampler import LearnerSampler
 from async_rl.config.config import Config
 from async_rl.config.loading import load_config
-from async_rl.learner.engine import PolicyScores, ScoredBy, UpdateStats
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.interface import PolicyScores, ScoredBy, UpdateStats
+from async_rl.learner.loop.start import LearnerContext, train_with
 from async_rl.learner.sampling import RankSampler, SamplingOrder
-from async_rl.learner.start import LearnerContext, train_with
+from async_rl.learner.sequences import TrainSequence
 
 GROUPS_PER_STEP = 32
 GROUP_SIZE = 8

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from async_rl.learner.publishing import StagedWeights
+from async_rl.learner.loop.publishing import StagedWeights
 from async_rl.net.keys import make_keys
 from async_rl.queue.messages import Announcement
 from async_rl.weights.publisher import Publisher

@@ -2,13 +2,13 @@
 
     async-rl launch CONFIG --set loss.advantage_function=examples/own_advantage.py:by_age
 
-`async_rl/learner/own_advantage.py` says what such a function gets and must return. R = rollouts of the step.
+`async_rl/learner/losses/own_advantage.py` says what such a function gets and must return. R = rollouts of the step.
 """
 
 import numpy as np
 
-from async_rl.learner.advantages import group_normalised
-from async_rl.learner.own_advantage import AdvantageInputs
+from async_rl.learner.losses.advantages import group_normalised
+from async_rl.learner.losses.own_advantage import AdvantageInputs
 
 DISCOUNT = 0.99
 

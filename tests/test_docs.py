@@ -17,8 +17,8 @@ from async_rl.config.loss import LOSS_KEYS, LossConfig
 from async_rl.config.loss_contradictions import CONTRADICTIONS
 from async_rl.config.loss_names import OFF_VALUES, PRESETS
 from async_rl.config.reward import RewardConfig
+from async_rl.learner.losses.own_advantage import load_own_advantage, made_up_rollouts
 from async_rl.learner.losses.own_trial import load_own_loss
-from async_rl.learner.own_advantage import load_own_advantage, made_up_rollouts
 from async_rl.process.user_code import load_code
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput

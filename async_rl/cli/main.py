@@ -162,7 +162,7 @@ def learner(
             check_learner(resolved, fresh=fresh, insecure=insecure)
         logging.getLogger(__name__).info("loading PyTorch")
         quiet_progress_bars()
-        from async_rl.learner.start import run_learner
+        from async_rl.learner.loop.start import run_learner
 
         make_sampler = None
         if resolved.learner.generate:

@@ -336,7 +336,7 @@ def export(
     """
     with Progress(quiet=quiet) as progress:
         progress.show("loading PyTorch")
-        from async_rl.learner.export import export_adapter, export_checkpoint
+        from async_rl.learner.export.model import export_adapter, export_checkpoint
 
         (export_adapter if adapter else export_checkpoint)(checkpoint, out, progress.show)
     if as_json:

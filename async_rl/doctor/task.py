@@ -375,8 +375,8 @@ def check_parity(config: Mapping[str, Any]) -> list[Finding]:
 
 def _compared(config: Config, stack: ExitStack) -> list[Finding]:
     from async_rl.learner.engine.fsdp_engine import FsdpEngine
-    from async_rl.learner.engine.ranks import compute_dtype, init_ranks
-    from async_rl.learner.parity import cause_of_sampled, joined, probe_sequence_of, to_train
+    from async_rl.learner.loop.parity import cause_of_sampled, joined, probe_sequence_of, to_train
+    from async_rl.learner.ranks import compute_dtype, init_ranks
 
     directory = stack.enter_context(scratch_directory())
     write_files(directory, model_files(config.model.path))
@@ -464,7 +464,7 @@ def _prompts(config: Config) -> Sequence[tuple[Mapping[str, str], ...]]:
 
 
 def _to_sequence(index: int, sample: Sampled, temperature: float) -> Any:
-    from async_rl.learner.packing import TrainSequence
+    from async_rl.learner.sequences import TrainSequence
 
     num_prompt, num_sampled = len(sample.prompt_ids), len(sample.token_ids)
     size = num_prompt + num_sampled

@@ -257,7 +257,7 @@ def _model_directory(model: str, stack: ExitStack, report: Report) -> Path:
             f"async-rl eval: expected a model, a checkpoint or a run directory at {model}, got none; correct the path"
         )
     if path.is_dir() and not (path / "config.json").exists():
-        from async_rl.learner.export import export_checkpoint
+        from async_rl.learner.export.model import export_checkpoint
 
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="async-rl-eval-")))
         export_checkpoint(path, scratch / "model", report)

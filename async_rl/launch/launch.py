@@ -145,7 +145,7 @@ def _planned_fork(config: Config, source: str, *, fresh: bool) -> Callable[[], l
 
     None if the directory already has the fork, which is then resumed.
     """
-    from async_rl.learner.fork import find_fork_point, fork_run, must_fork, notes_on_models  # imports torch
+    from async_rl.learner.checkpoints.fork import find_fork_point, fork_run, must_fork, notes_on_models  # imports torch
 
     point = find_fork_point(source)
     if not must_fork(point, config, fresh=fresh):

@@ -138,8 +138,8 @@ def _differing(config: Config, number: int, first: Sequence[RewardOutput], secon
 
 def _error_of_loss(config: Config) -> str:
     """Return a message about the first of loss and advantages that fails. Return an empty text if none does."""
+    from async_rl.learner.losses.own_advantage import load_own_advantage
     from async_rl.learner.losses.own_trial import load_own_loss  # it imports torch
-    from async_rl.learner.own_advantage import load_own_advantage
 
     try:
         load_own_advantage(config)

@@ -20,7 +20,7 @@ from async_rl.queue.messages import TakenGroup
 if TYPE_CHECKING:
     from torch import Tensor, device
 
-    from async_rl.learner.publishing import Published
+    from async_rl.learner.loop.publishing import Published
 
 _ID_PREFIX = "learner-"
 

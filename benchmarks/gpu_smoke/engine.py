@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
+from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
+from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.flops import device_peak
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.logprobs import token_logprobs
 from async_rl.learner.engine.model import PolicyModel, load_model, to_device
-from async_rl.learner.engine.ranks import Place, Ranks, init_ranks
 from async_rl.learner.losses.objective import policy_objective
-from async_rl.learner.packing import TrainSequence, pack
-from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
+from async_rl.learner.ranks import Place, Ranks, init_ranks
+from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids
 from benchmarks.gpu_smoke.case import Machine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_rl.learner.balance import Work
+from async_rl.learner.data.balance import Work
 from benchmarks.balance import balance_of, make_step, work_of_shape
 
 

@@ -19,11 +19,11 @@ import pytest
 from async_rl.cli.main import main
 from async_rl.config.loading import load_config
 from async_rl.errors import UserError
+from async_rl.learner.checkpoints.fork import find_fork_point, fork_run, must_fork
+from async_rl.learner.checkpoints.resume import find_resume_point
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.fork import find_fork_point, fork_run, must_fork
-from async_rl.learner.resume import find_resume_point
-from async_rl.learner.start import _record_changes, _restore, _take_files_over
+from async_rl.learner.loop.start import _record_changes, _restore, _take_files_over
+from async_rl.learner.ranks import init_ranks
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import acquire
 from async_rl.run.queue_files import RunFiles

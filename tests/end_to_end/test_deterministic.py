@@ -32,13 +32,13 @@ from async_rl.data.dataset import load_train_rows
 from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.rollouts import graded_rollouts
-from async_rl.learner.advantages import group_normalised
-from async_rl.learner.checkpoint import latest_checkpoint
+from async_rl.learner.checkpoints.files import latest_checkpoint
+from async_rl.learner.checkpoints.stored_tensors import load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.losses.advantages import group_normalised
 from async_rl.learner.offline.sft import run_sft
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.stored_tensors import load_tensors
+from async_rl.learner.ranks import init_ranks
+from async_rl.learner.sequences import TrainSequence
 from async_rl.net.keys import make_keys
 from async_rl.queue.core.admission import lease_seed, train_sampling
 from async_rl.queue.core.prompts import PromptStream

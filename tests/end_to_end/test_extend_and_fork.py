@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_rl.comparison.summary import summarise
-from async_rl.learner.file_digests import renew_entry
+from async_rl.learner.checkpoints.digests import renew_entry
 from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
 from tests.end_to_end.faults_harness import fault_config, trained_rows

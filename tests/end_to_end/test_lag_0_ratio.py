@@ -18,11 +18,12 @@ import torch
 from async_rl.config.generator import GeneratorConfig
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.rollouts import whole_sequence
-from async_rl.learner.batch import prepare_batch
+from async_rl.learner.data.batch import prepare_batch
+from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import PolicyModel, load_model, to_device
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.packing import TrainSequence, pack
+from async_rl.learner.ranks import init_ranks
+from async_rl.learner.sequences import TrainSequence
 from async_rl.net.codec import decode_group, encode_group
 from async_rl.queue.core.groups import read_summary, why_unfit
 from async_rl.queue.messages import TakenGroup

@@ -67,8 +67,8 @@ def test_killed_scorers_are_started_again_and_lose_nothing(tmp_path: Path):
         for name in ("judge", "teacher"):
             os.kill(process_of(f"ASYNC_RL_TEST={tmp_path}", name), signal.SIGKILL)
         wait_until("a wait", lambda: "grading waits: nothing listens" in (logs / "generator-0.log").read_text())
-        for name in ("judge", "teacher"):
-            wait_until(f"scorer {name}", lambda: num_starts(logs / f"scorer-{name}.log") == 2)
+        for log in (logs / "scorer-judge.log", logs / "scorer-teacher.log"):
+            wait_until(log.name, lambda log=log: num_starts(log) == 2)
         last = steps(run_dir)[-1]
         # What was graded before may make four more steps: three of the bound, and one that had begun.
         wait_until("steps with what they graded", lambda: steps(run_dir)[-1] > last + 4)

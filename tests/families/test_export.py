@@ -14,14 +14,15 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from async_rl.learner import export, sharded_export
-from async_rl.learner.checkpoint import write_extra, write_model_files
+from async_rl.learner.checkpoints.digests import write_manifest
+from async_rl.learner.checkpoints.files import write_extra, write_model_files
+from async_rl.learner.checkpoints.stored_tensors import TrainingState, read_batches, write_training_state
 from async_rl.learner.engine.model import PolicyModel
-from async_rl.learner.engine.ranks import Place, Ranks
-from async_rl.learner.export import export_checkpoint
-from async_rl.learner.file_digests import write_manifest
-from async_rl.learner.sharded_export import write_shards
-from async_rl.learner.stored_tensors import TrainingState, read_batches, write_training_state
+from async_rl.learner.export import model as export
+from async_rl.learner.export import shards
+from async_rl.learner.export.model import export_checkpoint
+from async_rl.learner.export.shards import write_shards
+from async_rl.learner.ranks import Place, Ranks
 from tests.families.catalogue import FAMILIES, build
 
 RANKS = Ranks(Place(0, 0, 1), torch.device("cpu"), None)
@@ -75,8 +76,8 @@ def test_an_export_has_the_tensors_that_save_pretrained_writes(
             sizes["read"].append(sum(tensor.nbytes for tensor in batch.values()))
             yield batch
 
-    monkeypatch.setattr(sharded_export, "save_file", measured_save)
-    monkeypatch.setattr(sharded_export, "read_batches", measured_read)
+    monkeypatch.setattr(shards, "save_file", measured_save)
+    monkeypatch.setattr(shards, "read_batches", measured_read)
     export_checkpoint(checkpoint, tmp_path / "out")
     expected, got = tensors_in(tmp_path / "expected"), tensors_in(tmp_path / "out")
     assert got.keys() == expected.keys()

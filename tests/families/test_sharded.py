@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from async_rl.generator.hf.causal_model import WeightTable
-from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
+from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from tests.families.catalogue import build
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_model

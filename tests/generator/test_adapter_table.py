@@ -14,7 +14,7 @@ from async_rl.errors import ConfigError, ModelError, WeightsError
 from async_rl.generator.backend import build_backend
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.ranks import init_ranks
 from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights
 from tests.learner.rank_scenarios import adapted_config, batch_for, with_reference
 from tests.learner.tiny import tiny_config, tiny_model

@@ -18,8 +18,8 @@ from async_rl.config.generator import EnvironmentConfig
 from async_rl.config.loss import LossConfig
 from async_rl.generator.environment_rollouts import EnvironmentRollouts
 from async_rl.generator.rollouts import Graded
-from async_rl.learner.advantages import with_advantages
-from async_rl.learner.batch import prepare_batch
+from async_rl.learner.data.batch import prepare_batch
+from async_rl.learner.losses.advantages import with_advantages
 from async_rl.net.codec import encode_group
 from async_rl.queue.core.groups import read_summary, why_unfit
 from async_rl.queue.messages import TakenGroup

@@ -1061,7 +1061,7 @@ def log_message(directory: Path, process: str, *lines: str) -> None:
         log.write("".join(f"{line}\n" for line in lines))
 
 
-LOADING = "2026-01-02 03:04:05,678 INFO async_rl.learner.start: loading the model m"
+LOADING = "2026-01-02 03:04:05,678 INFO async_rl.learner.loop.start: loading the model m"
 
 
 def test_the_newest_message_of_a_log_is_that_of_the_last_start(tmp_path: Path):

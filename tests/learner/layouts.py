@@ -14,10 +14,10 @@ import transformers
 
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout
-from async_rl.learner.engine.ranks import Ranks, init_ranks
+from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.losses.slopes import SlopeObjective
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
+from async_rl.learner.ranks import Ranks, init_ranks
+from async_rl.learner.sequences import TrainSequence
 from tests.learner.rank_scenarios import (
     PLAIN,
     follow_once,

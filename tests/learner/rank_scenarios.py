@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout
 from async_rl.errors import RunError, TrainingError
-from async_rl.learner import stored_tensors
-from async_rl.learner.engine import UpdateStats
-from async_rl.learner.engine.ranks import Ranks, init_ranks
-from async_rl.learner.file_digests import write_part
+from async_rl.learner.checkpoints import stored_tensors
+from async_rl.learner.checkpoints.digests import write_part
+from async_rl.learner.interface import UpdateStats
 from async_rl.learner.losses.diagnostics import COUNTS, SUMS
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.ranks import Ranks, init_ranks
+from async_rl.learner.sequences import TrainSequence
 from tests.learner.tiny import random_sequences, tiny_config, with_behavior
 
 # Budgets that leave one rank idle, split unevenly, and take everything at once.

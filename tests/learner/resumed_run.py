@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from async_rl.learner.checkpoint import latest_checkpoint, model_part
+from async_rl.learner.checkpoints.files import latest_checkpoint, model_part
+from async_rl.learner.checkpoints.stored_tensors import MODEL, OPTIMIZER, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.stored_tensors import MODEL, OPTIMIZER, load_tensors
+from async_rl.learner.ranks import init_ranks
 from async_rl.process import fault_points
 from async_rl.records import Group, Lease, Rollout, TeacherScores, TokenSequence
 from tests.learner.test_trainer import Run, make_run

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from async_rl.config.config import Config
+from async_rl.learner.checkpoints.digests import write_manifest
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.file_digests import write_manifest
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.ranks import init_ranks
+from async_rl.learner.sequences import TrainSequence
 from tests.learner.rank_scenarios import save
 
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from async_rl.config.config import Config
 from async_rl.learner.engine.logprobs import Slopes, TokenLogprobs, token_logprobs
 from async_rl.learner.engine.mask_tensors import MaskTensors
-from async_rl.learner.engine.ranks import Ranks, init_ranks
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.ranks import Ranks, init_ranks
+from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids
 from tests.learner import layouts
 from tests.learner.layouts import assert_same, layout_config, layout_model, layout_sequences, run_layout

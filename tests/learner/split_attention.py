@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from async_rl.learner.engine.attention import Attention, packed_layout
-from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.engine.split_attention import PartLayout
+from async_rl.learner.ranks import init_ranks
 from tests.learner.tiny import tiny_config
 
 ROWS: dict[str, tuple[list[int], np.ndarray]] = {

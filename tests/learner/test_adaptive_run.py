@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.learner.checkpoint import TrainerState
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.checkpoints.files import TrainerState
+from async_rl.learner.interface import UpdateStats
+from async_rl.learner.loop.staleness import BoundState
 from async_rl.learner.losses.diagnostics import COLUMNS
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.staleness import BoundState
+from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.core import persistence
 from async_rl.run.metrics import METRIC_KEYS
 from async_rl.run.step_log import read_rows

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.learner.advantages import (
+from async_rl.learner.losses.advantages import (
     best,
     group_centred,
     group_normalised,

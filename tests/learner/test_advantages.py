@@ -12,10 +12,10 @@ import pytest
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import TrainingError
-from async_rl.learner.advantages import agreement, with_advantages
-from async_rl.learner.batch import PreparedBatch, along_tokens, prepare_batch
-from async_rl.learner.engine import PolicyScores
-from async_rl.learner.step_result import trained_counts
+from async_rl.learner.data.batch import PreparedBatch, along_tokens, prepare_batch
+from async_rl.learner.interface import PolicyScores
+from async_rl.learner.loop.step_result import trained_counts
+from async_rl.learner.losses.advantages import agreement, with_advantages
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
 

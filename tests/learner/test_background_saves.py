@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import LineageError, RunError, TrainingError
-from async_rl.learner.checkpoint import latest_checkpoint
+from async_rl.learner.checkpoints.files import latest_checkpoint
 from async_rl.run.step_log import read_rows
 from tests.learner.test_trainer import Killed, Run, ScriptedEngine, make_run
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.learner.balance import Sizes, Work, dealt, packed_bins, padded_bins
+from async_rl.learner.data.balance import Sizes, Work, dealt, packed_bins, padded_bins
 from tests.examples import examples
 
 ROW_TOKENS = Work()

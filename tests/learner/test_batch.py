@@ -10,11 +10,11 @@ from msgspec import structs
 from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
 from async_rl.errors import StaleRolloutError
-from async_rl.learner.advantages import with_advantages
-from async_rl.learner.batch import prepare_batch
-from async_rl.learner.packing import pack
-from async_rl.learner.staleness import check_staleness, staleness_summary
-from async_rl.learner.step_result import teacher_metrics, trained_counts
+from async_rl.learner.data.batch import prepare_batch
+from async_rl.learner.data.packing import pack
+from async_rl.learner.loop.staleness import check_staleness, staleness_summary
+from async_rl.learner.loop.step_result import teacher_metrics, trained_counts
+from async_rl.learner.losses.advantages import with_advantages
 from async_rl.queue.messages import TakenGroup, TrainedCounts
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TeacherScores, TokenSequence
 from async_rl.routes import RoutingShape

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.learner.beginnings import Beginning, Computed, beginnings, computed, num_shared
+from async_rl.learner.data.beginnings import Beginning, Computed, beginnings, computed, num_shared
 from tests.examples import examples
 
 

@@ -14,14 +14,14 @@ from pydantic import ValidationError
 
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import LineageError, RunError
-from async_rl.learner import checkpoint, checkpoint_writer
-from async_rl.learner.checkpoint import latest_checkpoint, read_extra, reading, resolve_checkpoint, write_extra
-from async_rl.learner.checkpoint_writer import CheckpointWriter, remove_leftovers, write_checkpoint
-from async_rl.learner.engine import Engine
+from async_rl.learner.checkpoints import files, writer
+from async_rl.learner.checkpoints.files import latest_checkpoint, read_extra, reading, resolve_checkpoint, write_extra
+from async_rl.learner.checkpoints.writer import CheckpointWriter, remove_leftovers, write_checkpoint
+from async_rl.learner.interface import Engine
 from tests.forked import Forked, preload
 from tests.learner.saves_at_once import SavesAtOnce
 
-preload("async_rl.learner.checkpoint_writer")
+preload("async_rl.learner.checkpoints.writer")
 
 
 class FileEngine(SavesAtOnce):
@@ -81,7 +81,7 @@ def write_and_die(run_dir: Path, moment: str) -> None:
     else:
         # The commit's steps in order: flush, rename, flush, replace latest, prune.
         setattr(*{"renaming": (os, "rename", die), "replacing": (os, "replace", die),
-                  "pruning": (checkpoint_writer, "_prune", die)}[moment])  # fmt: skip
+                  "pruning": (writer, "_prune", die)}[moment])  # fmt: skip
     write(run_dir, 2)
 
 
@@ -154,7 +154,7 @@ def test_a_reader_of_a_run_whose_checkpoint_is_removed_meanwhile_gets_the_newest
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     write(tmp_path, 1, keep_last=1)
-    real = checkpoint.resolve_checkpoint
+    real = files.resolve_checkpoint
 
     def slow(path: Path) -> Path:
         found = real(path)
@@ -162,7 +162,7 @@ def test_a_reader_of_a_run_whose_checkpoint_is_removed_meanwhile_gets_the_newest
             write(tmp_path, 2, keep_last=1)  # it removes step 1 after the reader has found it
         return found
 
-    monkeypatch.setattr(checkpoint, "resolve_checkpoint", slow)
+    monkeypatch.setattr(files, "resolve_checkpoint", slow)
     with reading(tmp_path) as found:
         assert found.name == "step-000002"
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from async_rl.config.critic import CriticConfig
-from async_rl.learner.advantages import whitened, with_advantages
-from async_rl.learner.batch import PreparedBatch
-from async_rl.learner.credit import earned_rewards, generalised_advantages
-from async_rl.learner.engine import PolicyScores
+from async_rl.learner.data.batch import PreparedBatch
+from async_rl.learner.interface import PolicyScores
+from async_rl.learner.losses.advantages import whitened, with_advantages
+from async_rl.learner.losses.credit import earned_rewards, generalised_advantages
 from async_rl.records import Rollout, Turn
 from tests.learner.test_advantages import along_tokens, loss, prepare, rollout, token_advantages
 

@@ -13,14 +13,14 @@ import torch
 
 from async_rl.config.config import Config
 from async_rl.errors import ModelError, RunError, TrainingError
-from async_rl.learner.critic import check_critic_skipped, critic_metrics, train_critic, with_values, without_policy
-from async_rl.learner.engine import UpdateCost, UpdateStats
+from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.engine.fsdp_engine import policy_schedule
-from async_rl.learner.export import export_checkpoint
+from async_rl.learner.export.model import export_checkpoint
+from async_rl.learner.interface import UpdateCost, UpdateStats
+from async_rl.learner.loop.critic import check_critic_skipped, critic_metrics, train_critic, with_values, without_policy
+from async_rl.learner.loop.step_result import trained_counts
 from async_rl.learner.losses.value import critic_sequences, value_loss
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.step_result import trained_counts
-from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
+from async_rl.learner.sequences import TrainSequence
 from async_rl.run.metrics import METRIC_KEYS
 from async_rl.run.step_log import read_rows
 from tests.learner.engine.test_value_model import classifier, plain_values

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from async_rl.errors import ConfigError, RunError
-from async_rl.learner.engine import Engine, PolicyScores
+from async_rl.learner.interface import Engine, PolicyScores
 from async_rl.learner.offline.dpo import LabelledAnswers, run_dpo
 from async_rl.learner.offline.reference import reference_logprobs
 from async_rl.learner.offline.rows import train_sequence
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 from async_rl.process.fault_points import OFFLINE_FAULT_POINTS
 from tests.forked import preload
 from tests.learner.offline_run import begin, metrics, offline_config

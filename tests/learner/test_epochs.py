@@ -12,11 +12,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.learner.batch import PreparedBatch
-from async_rl.learner.engine import UpdateStats
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.staleness import staleness_summary
-from async_rl.learner.step_result import StepResult, step_result, trained_metrics
+from async_rl.learner.data.batch import PreparedBatch
+from async_rl.learner.interface import UpdateStats
+from async_rl.learner.loop.staleness import staleness_summary
+from async_rl.learner.loop.step_result import StepResult, step_result, trained_metrics
+from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease, Prompt
 from async_rl.run.step_log import read_rows

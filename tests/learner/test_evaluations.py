@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 from msgspec import structs
 
-from async_rl.learner.checkpoint import TrainerState
-from async_rl.learner.evaluations import Evaluations
+from async_rl.learner.checkpoints.files import TrainerState
+from async_rl.learner.loop.evaluations import Evaluations
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import EvalResult
 from async_rl.records import Prompt

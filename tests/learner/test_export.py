@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from async_rl.errors import RunError
-from async_rl.learner import export
-from async_rl.learner.checkpoint_writer import write_checkpoint
+from async_rl.learner.checkpoints.writer import write_checkpoint
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.export import export_checkpoint
+from async_rl.learner.export import model as export
+from async_rl.learner.export.model import export_checkpoint
+from async_rl.learner.ranks import init_ranks
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 TOKEN_IDS = torch.arange(4, 20)[None]

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 
 from async_rl.cli.main import main
 from async_rl.errors import RunError
-from async_rl.learner.checkpoint import TrainerState, run_state
+from async_rl.learner.checkpoints.digests import find_damage, write_manifest
+from async_rl.learner.checkpoints.files import TrainerState, run_state
+from async_rl.learner.checkpoints.stored_tensors import _OnlyTensors, load_tensors, stored_names
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.export import export_checkpoint
-from async_rl.learner.file_digests import find_damage, write_manifest
-from async_rl.learner.stored_tensors import _OnlyTensors, load_tensors, stored_names
+from async_rl.learner.export.model import export_checkpoint
 from tests.learner.test_export import trained_checkpoint
 
 STEP = "step-000001"

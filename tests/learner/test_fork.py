@@ -12,9 +12,9 @@ from async_rl.cli.main import main
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import RunError, RunStoppedError
-from async_rl.learner.checkpoint import read_extra, write_extra
-from async_rl.learner.file_digests import find_damage, renew_entry
-from async_rl.learner.fork import ForkPoint, find_fork_point, fork_run, must_fork, notes_on_models
+from async_rl.learner.checkpoints.digests import find_damage, renew_entry
+from async_rl.learner.checkpoints.files import read_extra, write_extra
+from async_rl.learner.checkpoints.fork import ForkPoint, find_fork_point, fork_run, must_fork, notes_on_models
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from async_rl.errors import CollapseError
-from async_rl.learner.engine import UpdateStats
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.interface import UpdateStats
+from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.core import persistence
 from async_rl.records import Group, Lease
 from async_rl.run.step_log import read_rows

@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import WireError
-from async_rl.learner.packing import (
+from async_rl.learner.data.packing import (
     MicroBatch,
     Packing,
-    PaddedCost,
-    TrainSequence,
     by_sequence,
     dummy_micro_batch,
     from_arrays,
@@ -22,6 +20,8 @@ from async_rl.learner.packing import (
     padded_cost,
     to_arrays,
 )
+from async_rl.learner.interface import PaddedCost
+from async_rl.learner.sequences import TrainSequence
 from async_rl.net import wire
 from async_rl.sampling_mask import pack_ids
 from tests.examples import examples

@@ -14,7 +14,7 @@ from async_rl.errors import DataError
 from async_rl.learner.offline.pairs import LabelledAnswer, Pair, load_labelled, load_pairs
 from async_rl.learner.offline.rm import load_pairs as load_scored
 from async_rl.learner.offline.rows import RowEncoder
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 from tests.learner.test_sft_rows import rows_file, spelled, write_in
 from tests.learner.tiny import tiny_model
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from async_rl.errors import ParityError
-from async_rl.learner.batch import PreparedBatch, prepare_batch
-from async_rl.learner.engine import Engine
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.parity import ParityGate
+from async_rl.learner.data.batch import PreparedBatch, prepare_batch
+from async_rl.learner.interface import Engine
+from async_rl.learner.loop.parity import ParityGate
+from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import TakenGroup
 from async_rl.queue.parity import Answer, decode_probe

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_rl.learner.plain_pickle import Name, Record, UnreadablePickleError, read_pickle
+from async_rl.learner.checkpoints.plain_pickle import Name, Record, UnreadablePickleError, read_pickle
 
 OPCODES = [value[0] for name, value in vars(pickle).items() if name.isupper() and isinstance(value, bytes)]
 

@@ -22,7 +22,7 @@ from msgspec import structs
 
 from async_rl.errors import ConfigError
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.ranks import init_ranks
 from async_rl.records import Group, Lease, Rollout, TokenSequence
 from async_rl.run.step_log import read_rows
 from tests.config.predecessors import FEATURES, alternatives

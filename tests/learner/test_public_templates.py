@@ -18,7 +18,7 @@ from async_rl.data.template_forms import adapted, forms_of
 from async_rl.data.turn_end import TurnEnds, turn_ends
 from async_rl.errors import AsyncRLError, DataError
 from async_rl.learner.offline.rows import RowEncoder
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 from tests.data.public_templates import cases, listed_ids, names, template, tokenizer_of
 
 TOOLS: list[Any] = [

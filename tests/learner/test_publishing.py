@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published
+from async_rl.learner.loop.publishing import FixedLagWeights, NamedTensors, Published
 
 
 class Recorded:

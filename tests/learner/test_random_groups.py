@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from async_rl.config.config import Config
 from async_rl.data.chat import vocabulary_size
 from async_rl.errors import WireError
-from async_rl.learner.advantages import with_advantages
-from async_rl.learner.batch import prepare_batch, with_scores
+from async_rl.learner.data.batch import prepare_batch, with_scores
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.recorder import log_rollouts
-from async_rl.learner.staleness import check_staleness
-from async_rl.learner.step_result import queue_metrics, step_result, trained_metrics
+from async_rl.learner.loop.recorder import log_rollouts
+from async_rl.learner.loop.staleness import check_staleness
+from async_rl.learner.loop.step_result import queue_metrics, step_result, trained_metrics
+from async_rl.learner.losses.advantages import with_advantages
+from async_rl.learner.ranks import init_ranks
 from async_rl.net.codec import decode_group
 from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.admission import QueueSettings

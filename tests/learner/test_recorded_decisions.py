@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from async_rl.learner.engine import UpdateStats
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.interface import UpdateStats
+from async_rl.learner.sequences import TrainSequence
 from async_rl.process import fault_points
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, TokenSequence
 from async_rl.run.step_log import read_rows

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from async_rl.learner import recorder
-from async_rl.learner.recorder import StepClock, WaitLog, log_rollouts
+from async_rl.learner.loop import recorder
+from async_rl.learner.loop.recorder import StepClock, WaitLog, log_rollouts
 from async_rl.queue.messages import GeneratorStats, TakenGroup
 from tests.generator.leases import make_lease
 from tests.queue.builders import group, make_config

@@ -16,20 +16,20 @@ import pytest
 import torch
 
 from async_rl.errors import LineageError, RunError
-from async_rl.learner import file_digests
-from async_rl.learner.checkpoint import read_extra, write_extra, write_model_files
-from async_rl.learner.checkpoint_writer import write_checkpoint
-from async_rl.learner.engine import Engine
-from async_rl.learner.engine.ranks import Place, Ranks
-from async_rl.learner.export import export_checkpoint
-from async_rl.learner.file_digests import find_damage
-from async_rl.learner.resume import find_resume_point, take_over
-from async_rl.learner.stored_tensors import TrainingState, load_training_state, write_training_state
+from async_rl.learner.checkpoints import digests
+from async_rl.learner.checkpoints.digests import find_damage
+from async_rl.learner.checkpoints.files import read_extra, write_extra, write_model_files
+from async_rl.learner.checkpoints.resume import find_resume_point, take_over
+from async_rl.learner.checkpoints.stored_tensors import TrainingState, load_training_state, write_training_state
+from async_rl.learner.checkpoints.writer import write_checkpoint
+from async_rl.learner.export.model import export_checkpoint
+from async_rl.learner.interface import Engine
+from async_rl.learner.ranks import Place, Ranks
 from tests.damage import damage
 from tests.forked import Forked, preload
 from tests.learner.saves_at_once import SavesAtOnce
 
-preload("async_rl.learner.checkpoint_writer")
+preload("async_rl.learner.checkpoints.writer")
 
 RANKS = Ranks(Place(0, 0, 1), torch.device("cpu"), None)
 NUM_PLACES = 200
@@ -152,7 +152,7 @@ def test_a_file_that_can_not_be_opened_now_is_not_damaged(run_dir: Path, monkeyp
     def refuse(path: Path) -> NoReturn:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(file_digests, "digest_of", refuse)
+    monkeypatch.setattr(digests, "digest_of", refuse)
     with pytest.raises(RunError, match=rf"can't read .*step-000004/.*{os.strerror(code)}; correct that"):
         find_resume_point(run_dir)
     monkeypatch.undo()

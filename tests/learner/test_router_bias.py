@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 from async_rl.config.generator import GeneratorConfig
 from async_rl.generator.hf.backend import TransformersBackend
+from async_rl.learner.checkpoints.digests import write_manifest
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.export import export_checkpoint
-from async_rl.learner.file_digests import write_manifest
+from async_rl.learner.export.model import export_checkpoint
+from async_rl.learner.ranks import init_ranks
 from async_rl.weights.manifest import digest_bytes, manifest_fields, manifest_from_fields
 from async_rl.weights.receive_worker import tensor_views
 from async_rl.weights.staging import Staging

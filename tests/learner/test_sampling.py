@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import TrainingError
-from async_rl.learner.publishing import Published
+from async_rl.learner.loop.publishing import Published
 from async_rl.learner.sampling import IdleSampling, SamplingOrder, sampler_id
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease

@@ -22,9 +22,9 @@ from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer
 from async_rl.errors import ConfigError, DataError, RunError
 from async_rl.generator.hf.backend import TransformersBackend
-from async_rl.learner import checkpoint_writer
-from async_rl.learner.checkpoint import checkpoint_name, latest_checkpoint, read_extra, write_extra
-from async_rl.learner.file_digests import renew_entry
+from async_rl.learner.checkpoints import writer
+from async_rl.learner.checkpoints.digests import renew_entry
+from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint, read_extra, write_extra
 from async_rl.learner.offline import run
 from async_rl.learner.offline.batches import batch_of
 from async_rl.learner.offline.sft import load_sft_rows, run_sft
@@ -106,7 +106,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_multiples_of_keep_every_s
 ):
     begun = threading.Event()
     waited: list[bool] = []
-    real_batch_of, real_write_manifest = run.batch_of, checkpoint_writer.write_manifest
+    real_batch_of, real_write_manifest = run.batch_of, writer.write_manifest
 
     def begins_step_7(rows: Any, step: int, **settings: Any) -> Any:
         if step == 6:
@@ -118,7 +118,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_multiples_of_keep_every_s
         real_write_manifest(directory)
 
     monkeypatch.setattr(run, "batch_of", begins_step_7)
-    monkeypatch.setattr(checkpoint_writer, "write_manifest", written_after_step_7_has_begun)
+    monkeypatch.setattr(writer, "write_manifest", written_after_step_7_has_begun)
     run_sft(sft_config(tmp_path))
     assert waited == [True] * 3  # steps 5, 10 and 12
     assert [path.name for path in sorted((tmp_path / "run" / "sft" / "checkpoints").glob("step-*"))] == [

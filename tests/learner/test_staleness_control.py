@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config.loss import LossConfig
-from async_rl.learner.losses.objective import PolicyObjective, update_stats
-from async_rl.learner.staleness import (
+from async_rl.learner.loop.staleness import (
     HEALTHY_STEPS,
     OVERLOADED_STEPS,
     BoundLimits,
@@ -21,6 +20,7 @@ from async_rl.learner.staleness import (
     reading_of,
     update_bound,
 )
+from async_rl.learner.losses.objective import PolicyObjective, update_stats
 from async_rl.net.codec import decode_group
 from async_rl.queue.messages import NotReady
 from tests.learner.losses.test_objective import STEPPED, sums_of

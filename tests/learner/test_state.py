@@ -1,6 +1,6 @@
 """The trainer's state survives a checkpoint, and a restart forks it."""
 
-from async_rl.learner.checkpoint import TrainerState
+from async_rl.learner.checkpoints.files import TrainerState
 
 
 def test_state_survives_plain_data():

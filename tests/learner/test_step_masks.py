@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config.loss import LossConfig
-from async_rl.learner.engine import PolicyScores
+from async_rl.learner.data.packing import pack
+from async_rl.learner.interface import PolicyScores
 from async_rl.learner.losses.policy import policy_loss
 from async_rl.learner.losses.rules import Verdict
-from async_rl.learner.packing import TrainSequence, pack
-from async_rl.learner.step_masks import JudgedStep, judge_step, left_out
+from async_rl.learner.losses.step_masks import JudgedStep, judge_step, left_out
+from async_rl.learner.sequences import TrainSequence
 from async_rl.run.step_log import read_rows
 from tests.examples import examples
 from tests.learner.losses.cases import of_ratios, run

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from async_rl.config.loss import LossConfig
-from async_rl.learner.engine import UpdateCost, UpdateStats
+from async_rl.learner.interface import PaddedCost, UpdateCost, UpdateStats
+from async_rl.learner.loop.step_result import cut_metrics, device_metrics, source_metrics, turn_metrics, update_metrics
 from async_rl.learner.losses.diagnostics import diagnostic_sums
 from async_rl.learner.losses.policy import policy_loss
-from async_rl.learner.packing import PaddedCost
-from async_rl.learner.step_result import cut_metrics, device_metrics, source_metrics, turn_metrics, update_metrics
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Prompt, Rollout, TokenSequence, Turn
 from async_rl.run.metrics import METRIC_KEYS

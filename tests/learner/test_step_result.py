@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from async_rl.errors import TrainingError
-from async_rl.learner.engine import UpdateStats
-from async_rl.learner.step_result import check_skipped, count_skipped
+from async_rl.learner.interface import UpdateStats
+from async_rl.learner.loop.step_result import check_skipped, count_skipped
 
 
 def update(reason: str = "") -> UpdateStats:

@@ -19,15 +19,15 @@ from msgspec import structs
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import RunStoppedError, TrainingError
-from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, write_extra
-from async_rl.learner.engine import Engine, PolicyScores, UpdateStats
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.parity import ParityGate
-from async_rl.learner.publishing import FixedLagWeights, NamedTensors, Published, WeightsSender
-from async_rl.learner.resume import find_resume_point
+from async_rl.learner.checkpoints.files import TrainerState, latest_checkpoint, write_extra
+from async_rl.learner.checkpoints.resume import find_resume_point
+from async_rl.learner.interface import Engine, PolicyScores, UpdateStats
+from async_rl.learner.loop.parity import ParityGate
+from async_rl.learner.loop.publishing import FixedLagWeights, NamedTensors, Published, WeightsSender
+from async_rl.learner.loop.start import _restore, _take_files_over
+from async_rl.learner.loop.trainer import Trainer
 from async_rl.learner.sampling import IdleSampling, SamplingEngine
-from async_rl.learner.start import _restore, _take_files_over
-from async_rl.learner.trainer import Trainer
+from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.admission import QueueSettings
@@ -406,7 +406,7 @@ def test_a_run_whose_steps_were_all_skipped_is_no_success(tmp_path: Path, steps:
 
 
 def test_the_first_step_of_a_start_says_what_it_trains_on(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    caplog.set_level("INFO", "async_rl.learner.trainer")
+    caplog.set_level("INFO", "async_rl.learner.loop.trainer")
     make_run(tmp_path).start()
     found = [record.getMessage() for record in caplog.records if record.getMessage().startswith("training step")]
     assert len(found) == 1

@@ -11,7 +11,7 @@ import torch
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 .+="
 TEMPLATE = (

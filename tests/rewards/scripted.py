@@ -9,8 +9,8 @@ import numpy as np
 from async_rl.config.loss import LossConfig
 from async_rl.generator.backend import Sampled
 from async_rl.generator.rollouts import Graded, ThreadGrader
-from async_rl.learner.advantages import with_advantages
-from async_rl.learner.batch import prepare_batch
+from async_rl.learner.data.batch import prepare_batch
+from async_rl.learner.losses.advantages import with_advantages
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease, Prompt, Rollout, Sampling
 from async_rl.rewards.records import Reward

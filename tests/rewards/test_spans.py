@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.errors import RewardError
 from async_rl.generator.rollouts import token_spans
-from async_rl.learner.advantages import with_advantages
+from async_rl.learner.losses.advantages import with_advantages
 from async_rl.net.codec import decode_group, encode_group
 from async_rl.records import Group, Span
 from async_rl.rewards.functions import FunctionReward

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from async_rl.learner.balance import Work
+from async_rl.learner.data.balance import Work
+from async_rl.learner.data.packing import MicroBatch
 from async_rl.learner.engine.heads import head_of
 from async_rl.learner.engine.quantized import QuantizedLinear
-from async_rl.learner.packing import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -30,12 +30,12 @@ from async_rl.config.config import Config
 from async_rl.config.learner import ModelConfig
 from async_rl.data.chat import model_directory
 from async_rl.errors import ModelError
+from async_rl.learner.data.packing import Packing
 from async_rl.learner.engine.heads import SCORE_WEIGHT, Head, auto_class, make_new_head, read_config
 from async_rl.learner.engine.lora import weight_name
 from async_rl.learner.engine.model import PolicyModel, check_directory, check_trainable, head_dtype, load_model
 from async_rl.learner.engine.self_test import keep_tested_layers
 from async_rl.learner.engine.value_model import ValueModel
-from async_rl.learner.packing import Packing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,6 +23,7 @@ from async_rl.attention_limits import caps_attention
 from async_rl.config.learner import ModelConfig
 from async_rl.data.chat import check_precision, model_directory
 from async_rl.errors import ModelError
+from async_rl.learner.data.packing import MicroBatch, Packing
 from async_rl.learner.engine.attention import PackedLayout, packed_layout, use_packed_attention
 from async_rl.learner.engine.heads import SCORE_WEIGHT, Head, auto_class, head_of, make_new_head, read_config
 from async_rl.learner.engine.logprobs import SlopeFunction, TokenLogprobs, token_logprobs
@@ -30,7 +31,6 @@ from async_rl.learner.engine.mask_tensors import MaskTensors
 from async_rl.learner.engine.recomputation import recompute
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.engine.split_attention import PartLayout
-from async_rl.learner.packing import MicroBatch, Packing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

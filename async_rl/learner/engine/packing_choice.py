@@ -10,10 +10,10 @@ import logging
 from typing import Literal, cast
 
 from async_rl.errors import ModelError
+from async_rl.learner.data.packing import Packing
 from async_rl.learner.engine.model import PolicyModel
-from async_rl.learner.engine.ranks import Ranks
 from async_rl.learner.engine.self_test import check_packing
-from async_rl.learner.packing import Packing
+from async_rl.learner.ranks import Ranks
 from async_rl.net.wire import decode, encode
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Where the time of an optimizer step goes, on this rank: ``PhaseClock`` times named parts of it.
 
-Each part is also a range of that name in a trace of ``torch.profiler`` (``learner/profiling.py``). On CUDA the parts
+Each part is also a range of that name in a trace of ``torch.profiler`` (``learner/loop/profiling.py``). On CUDA they
 are timed by events on the device, which are read after the step, so that the host never waits for the device within a
 micro-batch. Called by ``fsdp_engine.py``.
 """

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.errors import ModelError
 from async_rl.learner.engine.phases import PhaseClock
-from async_rl.learner.engine.ranks import Ranks
+from async_rl.learner.ranks import Ranks
 
 Forward = Callable[[int, Tensor | None], Tensor]
 """(index of a micro-batch, what the stage before computed [T, d], if any) -> hidden states [T, d], or in the last stage

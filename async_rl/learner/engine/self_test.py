@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from async_rl.attention_limits import NARROW_WINDOW, narrow_windows
 from async_rl.errors import ModelError
+from async_rl.learner.data.packing import Packing, pack
 from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
-from async_rl.learner.packing import Packing, TrainSequence, pack
+from async_rl.learner.sequences import TrainSequence
 
 VALUE_TOLERANCE = 1e-4
 """Largest allowed difference of a module's outputs, relative to their largest absolute value. Float32 rounding in a sum

@@ -21,11 +21,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from async_rl.errors import ModelError
+from async_rl.learner.data.packing import MicroBatch, Packing
 from async_rl.learner.engine.logprobs import IndexedSlopeFunction, SlopeFunction, Slopes, TokenLogprobs
 from async_rl.learner.engine.mask_tensors import MaskTensors
 from async_rl.learner.engine.model import DeviceBatch
 from async_rl.learner.engine.split_attention import PartLayout
-from async_rl.learner.packing import MicroBatch, Packing
 
 _OF_TOKENS = (
     "targets", "behavior_logprobs", "advantages", "reference_logprobs", "proximal_logprobs", "verdicts", "temperatures",

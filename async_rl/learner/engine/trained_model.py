@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from async_rl.config.config import Config
 from async_rl.data.chat import model_files
 from async_rl.errors import ModelError
-from async_rl.learner.checkpoint import write_model_files
-from async_rl.learner.engine import UpdateCost, UpdateStats
+from async_rl.learner.checkpoints.files import write_model_files
+from async_rl.learner.checkpoints.stored_tensors import HostCopy, TrainingState, load_training_state
+from async_rl.learner.data.packing import MicroBatch, pack
 from async_rl.learner.engine.compilation import GraphCount, check_compiled, compile_layers
 from async_rl.learner.engine.flops import StepFlops, device_peak
 from async_rl.learner.engine.heads import Head, with_value_config
@@ -36,15 +37,15 @@ from async_rl.learner.engine.packing_choice import set_packing
 from async_rl.learner.engine.passes import Passes
 from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.engine.pipeline import Spec
-from async_rl.learner.engine.ranks import Ranks, compute_dtype
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.engine.self_test import check_replay
 from async_rl.learner.engine.sequence_parallel import check_packing
 from async_rl.learner.engine.sharding import check_offload, end_forward, shard
 from async_rl.learner.engine.stages import check_stages
+from async_rl.learner.interface import UpdateCost, UpdateStats
 from async_rl.learner.losses.objective import Objective, StepOutcome, sequence_ess, update_stats
-from async_rl.learner.packing import MicroBatch, TrainSequence, pack
-from async_rl.learner.stored_tensors import HostCopy, TrainingState, load_training_state
+from async_rl.learner.ranks import Ranks, compute_dtype
+from async_rl.learner.sequences import TrainSequence
 from async_rl.net.wire import decode, encode
 from async_rl.sampling_mask import largest_id
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from async_rl.config.config import Config
 from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
-from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.logprobs import IndexedSlopeFunction, Slopes, TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch
+from async_rl.learner.interface import UpdateStats
 from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, k3_sum_and_tokens, summarise
 from async_rl.learner.losses.own import OwnLoss
 from async_rl.learner.losses.own_trial import load_own_loss

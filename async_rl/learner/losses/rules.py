@@ -4,7 +4,7 @@ which a step is judged.
 ``config/rules.py`` describes the rules. A rule at the level ``token`` or ``sequence`` is decided here, within the
 micro-batch, because a sequence is never cut. A rule that skips a step adds its statistic up here and is decided when
 all micro-batches are summed (``why_skip``). A rule that masks or clips tokens by the step's mean is decided before the
-step (``learner/step_masks.py``): its decision arrives as a ``Verdict`` on each token.
+step (``learner/losses/step_masks.py``): its decision arrives as a ``Verdict`` on each token.
 
 Shape letters: N = trained tokens, S = sequences, R = rules. Logarithms are in nats.
 """

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_rl.learner.engine import PolicyScores
 from async_rl.learner.engine.model import DeviceBatch
+from async_rl.learner.interface import PolicyScores
 from async_rl.learner.losses.objective import SUM_NAMES, LinearObjective
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 
 
 class SlopeObjective(LinearObjective):

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_rl.learner.batch import along_tokens
+from async_rl.learner.data.batch import along_tokens
 from async_rl.learner.engine.logprobs import IndexedSlopeFunction, TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch
 from async_rl.learner.losses.objective import SUM_NAMES, MicroBatchResult, PlainObjective
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 
 CLIP_FRACTION = "critic/clip_fraction"
 

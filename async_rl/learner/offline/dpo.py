@@ -22,7 +22,7 @@ from async_rl.config.config import Config
 from async_rl.config.offline import DpoConfig
 from async_rl.data.chat import load_tokenizer, model_directory
 from async_rl.data.turn_end import turn_ends
-from async_rl.learner.engine import Engine, UpdateStats
+from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
 from async_rl.learner.losses.preference import PAIR_LOSSES, PairValues, kto_kl, kto_loss, log_odds_ratio
 from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes
@@ -31,7 +31,7 @@ from async_rl.learner.offline.reference import reference_logprobs
 from async_rl.learner.offline.rows import RowEncoder
 from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
 from async_rl.learner.offline.scores import chunks_of, numbered, summed_logprobs
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 
 Preference = TypeVar("Preference", Pair, LabelledAnswer)
 

@@ -19,7 +19,7 @@ import numpy as np
 from async_rl.errors import DataError
 from async_rl.learner.offline.forms import Text, labelled_parts, pair_parts
 from async_rl.learner.offline.rows import RowEncoder, load_rows, train_sequence
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import xxhash
 
 from async_rl.config.config import Config
-from async_rl.learner.engine import Engine
+from async_rl.learner.interface import Engine
 from async_rl.learner.offline.rows import digest_of
 from async_rl.learner.offline.scores import chunks_of, summed_logprobs
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 from async_rl.process.fault_points import fault_point
 from async_rl.run.directory import write_atomically
 from async_rl.weights.adapters import BaseWeights

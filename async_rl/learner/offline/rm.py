@@ -31,10 +31,9 @@ from async_rl.config.offline import RmConfig
 from async_rl.data.chat import TEXT_ROLE, load_tokenizer, render_answer
 from async_rl.data.template_forms import joined_text
 from async_rl.errors import DataError, ModelError
-from async_rl.learner.engine import Engine, UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.optimizer import Schedule
-from async_rl.learner.engine.ranks import Ranks
+from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
 from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes
 from async_rl.learner.offline.forms import Text, pair_parts
@@ -42,7 +41,8 @@ from async_rl.learner.offline.pairs import EqualAnswers
 from async_rl.learner.offline.rows import check_message, load_rows, train_sequence
 from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
 from async_rl.learner.offline.scores import chunks_of, numbered, summed_logprobs
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.ranks import Ranks
+from async_rl.learner.sequences import TrainSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -27,7 +27,7 @@ from async_rl.data.turn_end import TurnEnds, turn_ends
 from async_rl.errors import DataError
 from async_rl.learner.offline.forms import Text
 from async_rl.learner.offline.turns import Segments, TurnSplitter
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,18 +22,18 @@ from typing import Any, ClassVar, Generic, TypeVar
 from async_rl.config.config import Config
 from async_rl.config.offline import OfflineConfig
 from async_rl.errors import ConfigError, RunError, StoppedError
-from async_rl.learner.checkpoint import checkpoint_name, latest_checkpoint, read_extra
-from async_rl.learner.checkpoint_writer import CheckpointWriter
-from async_rl.learner.engine import Engine, UpdateStats
+from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint, read_extra
+from async_rl.learner.checkpoints.resume import find_resume_point, take_over
+from async_rl.learner.checkpoints.writer import CheckpointWriter
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.optimizer import Schedule
-from async_rl.learner.engine.ranks import Ranks, init_ranks
-from async_rl.learner.export import check_export_target, export_checkpoint
+from async_rl.learner.export.model import check_export_target, export_checkpoint
+from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
 from async_rl.learner.offline.batches import batch_of
 from async_rl.learner.offline.rows import digest_of
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.resume import find_resume_point, take_over
+from async_rl.learner.ranks import Ranks, init_ranks
+from async_rl.learner.sequences import TrainSequence
 from async_rl.net.wire import decode, encode
 from async_rl.output import logged
 from async_rl.process.fault_points import fault_point

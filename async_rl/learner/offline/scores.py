@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from async_rl.learner.engine import Engine
+from async_rl.learner.interface import Engine
 from async_rl.learner.losses.slopes import sequence_sums
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 
 T = TypeVar("T")
 

@@ -29,13 +29,13 @@ from async_rl.config.config import Config
 from async_rl.config.offline import SftConfig
 from async_rl.data.chat import load_tokenizer, model_directory
 from async_rl.data.turn_end import TurnEnds, turn_ends
-from async_rl.learner.engine import Engine, UpdateStats
+from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective, SupervisedObjective
 from async_rl.learner.offline.forms import supervised_parts
 from async_rl.learner.offline.rows import RowEncoder, load_rows
 from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
 from async_rl.learner.offline.scores import chunks_of, numbered, summed_logprobs
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -28,6 +28,7 @@ from transformers import (
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import ModelError
+from async_rl.learner.data.packing import MicroBatch, pack
 from async_rl.learner.engine import attention
 from async_rl.learner.engine.attention import (
     ATTENTION_NAME,
@@ -37,7 +38,7 @@ from async_rl.learner.engine.attention import (
 )
 from async_rl.learner.engine.logprobs import token_logprobs
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
-from async_rl.learner.packing import MicroBatch, TrainSequence, pack
+from async_rl.learner.sequences import TrainSequence
 
 VOCAB = 64
 SHAPE: dict[str, Any] = {

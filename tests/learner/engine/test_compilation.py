@@ -16,7 +16,7 @@ from async_rl.errors import ConfigError, ModelError
 from async_rl.launch.preflight import check_compiler
 from async_rl.learner.engine import compilation
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.ranks import init_ranks
 from tests.learner.moe import moe_model
 from tests.learner.rank_scenarios import batch_for, compiled_step
 from tests.learner.ranks import run_ranks

@@ -18,12 +18,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.interface import UpdateStats
 from async_rl.learner.losses.objective import policy_objective
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.step_masks import judge_step
+from async_rl.learner.losses.step_masks import judge_step
+from async_rl.learner.ranks import init_ranks
+from async_rl.learner.sequences import TrainSequence
 from tests.examples import examples
 from tests.learner.engine.test_fsdp_engine import Tensors, assert_same_stats
 from tests.learner.rank_scenarios import (

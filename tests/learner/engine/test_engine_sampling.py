@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sampling import SamplingOrder
 from tests.learner.rank_scenarios import PLAIN, batch_for
 from tests.learner.tiny import tiny_config, tiny_model

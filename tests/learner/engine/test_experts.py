@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.ranks import init_ranks
 from tests.learner.moe import moe_model
 from tests.learner.tiny import random_sequences, tiny_config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_rl.learner.balance import Work
+from async_rl.learner.data.balance import Work
 from async_rl.learner.engine.flops import StepFlops
 from tests.families.catalogue import build
 

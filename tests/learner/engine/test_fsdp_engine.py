@@ -14,15 +14,16 @@ import torch
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import ConfigError, ModelError, RunError
-from async_rl.learner.batch import along_tokens
-from async_rl.learner.engine import ScoredBy, UpdateStats, trained_model
+from async_rl.learner.checkpoints.digests import find_damage, write_manifest
+from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
+from async_rl.learner.data.batch import along_tokens
+from async_rl.learner.engine import trained_model
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
 from async_rl.learner.engine.sharding import check_offload
-from async_rl.learner.file_digests import find_damage, write_manifest
+from async_rl.learner.interface import ScoredBy, UpdateStats
 from async_rl.learner.losses.objective import policy_objective
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
+from async_rl.learner.ranks import init_ranks
+from async_rl.learner.sequences import TrainSequence
 from tests.learner.rank_scenarios import PLAIN, VARIANTS, batch_for, engine_config, plain_stats, save, with_reference
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model, trained_tokens, with_behavior

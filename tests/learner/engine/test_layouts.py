@@ -11,9 +11,9 @@ import torch
 
 from async_rl.config.parallel import Layout, ParallelConfig
 from async_rl.errors import ConfigError
+from async_rl.learner.checkpoints.stored_tensors import MODEL, OPTIMIZER, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.stored_tensors import MODEL, OPTIMIZER, load_tensors
+from async_rl.learner.ranks import init_ranks
 from tests.learner.layouts import (
     LAYOUTS,
     MODELS,

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from async_rl.config.learner import LoraConfig
 from async_rl.errors import ConfigError, ModelError, RunError
+from async_rl.learner.checkpoints.digests import write_manifest
+from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.lora import merge
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.export import export_adapter, export_checkpoint
-from async_rl.learner.file_digests import write_manifest
+from async_rl.learner.export.model import export_adapter, export_checkpoint
 from async_rl.learner.offline.sft import run_sft
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
+from async_rl.learner.ranks import init_ranks
+from async_rl.learner.sequences import TrainSequence
 from tests.learner.rank_scenarios import ADAPTED, LORA, adapted_config, batch_for, save, train_adapters, with_reference
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_config, tiny_model

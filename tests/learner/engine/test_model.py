@@ -16,8 +16,8 @@ from torch import nn
 from async_rl.config.learner import ModelConfig
 from async_rl.data.chat import check_model
 from async_rl.errors import ModelError
+from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.model import PolicyModel, head_dtype, load_model, to_device
-from async_rl.learner.packing import pack
 from tests.families.catalogue import build
 from tests.learner.engine.logits_rows import LogitsRows
 from tests.learner.tiny import random_sequences, tiny_model

@@ -20,7 +20,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import PolicyModel, load_model
 from async_rl.learner.engine.muon import hidden_matrices
 from async_rl.learner.engine.optimizer import Schedule, build_optimizer, check_optimizer, total_norm
-from async_rl.learner.engine.ranks import init_ranks
+from async_rl.learner.ranks import init_ranks
 from tests.learner.moe import moe_model
 from tests.learner.rank_scenarios import OPTIMIZERS, optimized
 from tests.learner.ranks import run_ranks

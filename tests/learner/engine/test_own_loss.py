@@ -14,13 +14,13 @@ from hypothesis import given
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import ConfigError, OwnCodeError
-from async_rl.learner.engine import UpdateStats
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import Ranks, check_same_code, init_ranks
+from async_rl.learner.interface import UpdateStats
+from async_rl.learner.loop.step_result import update_metrics
 from async_rl.learner.losses.diagnostics import summarise
 from async_rl.learner.losses.own_trial import try_loss
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
-from async_rl.learner.step_result import update_metrics
+from async_rl.learner.ranks import Ranks, check_same_code, init_ranks
 from async_rl.net.wire import encode
 from tests.examples import examples
 from tests.learner.losses.cases import Case, inputs_of, ragged_cases

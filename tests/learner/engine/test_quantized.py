@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from async_rl.errors import ConfigError, ModelError
+from async_rl.learner.checkpoints.digests import write_manifest
 from async_rl.learner.engine import quantized
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.quantized import QuantizedLinear, check_kernels
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.export import export_checkpoint
-from async_rl.learner.file_digests import write_manifest
+from async_rl.learner.export.model import export_checkpoint
+from async_rl.learner.ranks import init_ranks
 from tests.learner.engine.test_lora import plain_model, plain_scores
 from tests.learner.rank_scenarios import LORA, batch_for, save, with_reference
 from tests.learner.tiny import tiny_config, tiny_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from async_rl.errors import ConfigError
-from async_rl.learner.engine.ranks import Place, device_index, init_ranks
+from async_rl.learner.ranks import Place, device_index, init_ranks
 from async_rl.process.child import DEVICES_ARE_DEALT
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.tiny import tiny_config

@@ -12,10 +12,10 @@ from torch.profiler import ProfilerActivity, profile
 from async_rl.config.config import Config
 from async_rl.config.learner import Recomputation
 from async_rl.errors import ConfigError
+from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import to_device
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.packing import pack
+from async_rl.learner.ranks import init_ranks
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 NUM_TOKENS, HIDDEN, INTERMEDIATE = 96, 64, 256

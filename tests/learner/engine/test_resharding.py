@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.learner.stored_tensors import MODEL, OPTIMIZER, load_tensors
+from async_rl.learner.checkpoints.stored_tensors import MODEL, OPTIMIZER, load_tensors
 from tests.learner.rank_scenarios import RESHARDED, SOURCES, resharded
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_model

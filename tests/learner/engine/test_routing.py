@@ -11,11 +11,11 @@ import torch
 
 from async_rl.config.learner import ModelConfig
 from async_rl.errors import ModelError
+from async_rl.learner.data.packing import Packing, from_arrays, pack, to_arrays
 from async_rl.learner.engine import routing
 from async_rl.learner.engine.model import PolicyModel, load_model, to_device
 from async_rl.learner.engine.routing import RoutingReplay, gates
 from async_rl.learner.engine.self_test import check_replay
-from async_rl.learner.packing import Packing, from_arrays, pack, to_arrays
 from async_rl.routes import FAMILIES
 from tests.learner.moe import moe_model
 from tests.learner.rank_scenarios import routed

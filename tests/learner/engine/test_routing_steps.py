@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from async_rl.errors import ModelError
+from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import init_ranks
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
+from async_rl.learner.ranks import init_ranks
+from async_rl.learner.sequences import TrainSequence
 from tests.learner.moe import moe_model
 from tests.learner.rank_scenarios import REPLAYED, routed, routed_config, save
 from tests.learner.ranks import run_ranks

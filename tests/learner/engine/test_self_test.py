@@ -14,10 +14,11 @@ import transformers
 from torch import Tensor, nn
 
 from async_rl.errors import ModelError
+from async_rl.learner.data.packing import Packing, pack
 from async_rl.learner.engine import self_test as module
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.self_test import check_neighbours, check_packing
-from async_rl.learner.packing import Packing, TrainSequence, pack
+from async_rl.learner.sequences import TrainSequence
 from tests.families.catalogue import build as tiny
 from tests.learner.engine.families import (
     CONVOLUTION,

@@ -14,11 +14,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from async_rl.config.loss import LossConfig
 from async_rl.errors import ModelError
+from async_rl.learner.data.packing import MicroBatch, pack
 from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch, to_device
 from async_rl.learner.engine.sequence_parallel import Part, check_packing
 from async_rl.learner.losses.objective import PolicyObjective
-from async_rl.learner.packing import MicroBatch, TrainSequence, pack
+from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import SamplingMask
 from tests.learner.rank_scenarios import off_policy_sequences
 from tests.learner.tiny import random_sequences

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from async_rl.config.config import Config
 from async_rl.errors import RunError
+from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.trunk_critic import TrunkCritic
-from async_rl.learner.export import export_adapter, export_checkpoint
+from async_rl.learner.export.model import export_adapter, export_checkpoint
 from async_rl.learner.losses.value import critic_sequences, value_loss
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.stored_tensors import OPTIMIZER, load_tensors
+from async_rl.learner.sequences import TrainSequence
 from tests.learner.layouts import LORA, layout_model, layout_sequences
 from tests.learner.on_trunk import trunk_config, with_targets
 from tests.learner.rank_scenarios import PLAIN, save

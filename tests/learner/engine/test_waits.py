@@ -11,10 +11,11 @@ import torch
 
 from async_rl.config.learner import ModelConfig
 from async_rl.config.loss import LossConfig
+from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.logprobs import CHUNK_BYTES
 from async_rl.learner.engine.model import PolicyModel, load_model, to_device
 from async_rl.learner.losses.objective import PolicyObjective, policy_objective
-from async_rl.learner.packing import TrainSequence, pack
+from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids
 from tests.learner.engine.waits import Waits
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model

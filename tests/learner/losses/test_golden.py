@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import ADVANTAGES, PRESETS
-from async_rl.learner.advantages import ADVANTAGE_FUNCTIONS, whitened
+from async_rl.learner.losses.advantages import ADVANTAGE_FUNCTIONS, whitened
 from async_rl.learner.losses.policy import policy_loss
 from tests.learner.losses.by_loops import loss_by_loops
 from tests.learner.losses.cases import MAX_LENGTH, Case, inputs_of

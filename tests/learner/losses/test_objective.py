@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from async_rl.config.loss import LossConfig
+from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch, to_device
 from async_rl.learner.losses.objective import (
@@ -21,7 +22,7 @@ from async_rl.learner.losses.objective import (
     policy_objective,
     update_stats,
 )
-from async_rl.learner.packing import TrainSequence, pack
+from async_rl.learner.sequences import TrainSequence
 from tests.learner.tiny import tiny_config
 
 STEPPED = StepOutcome("", 1.0, 1e-6)

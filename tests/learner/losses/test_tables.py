@@ -15,8 +15,8 @@ from async_rl.config.loss_names import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, 
 from async_rl.config.rules import STATISTICS
 from async_rl.config.section import look_up
 from async_rl.errors import ConfigError
-from async_rl.learner.advantages import ADVANTAGE_FUNCTIONS
 from async_rl.learner.losses import parts
+from async_rl.learner.losses.advantages import ADVANTAGE_FUNCTIONS
 from async_rl.learner.losses.rules import STATISTIC_FUNCTIONS, token_statistic
 from tests.learner.losses.cases import SETTINGS, settings
 

@@ -27,7 +27,8 @@ from typing import Any
 
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import RunError
-from async_rl.learner.checkpoint import (
+from async_rl.learner.checkpoints.digests import write_manifest
+from async_rl.learner.checkpoints.files import (
     BUG,
     CHECK_DISK,
     LATEST,
@@ -39,8 +40,7 @@ from async_rl.learner.checkpoint import (
     latest_checkpoint,
     removing,
 )
-from async_rl.learner.engine import Engine
-from async_rl.learner.file_digests import write_manifest
+from async_rl.learner.interface import Engine
 from async_rl.process.fault_points import fault_point
 
 

@@ -20,12 +20,12 @@ from async_rl.data.chat import quiet_progress_bars
 from async_rl.data.model_config import read_model_config
 from async_rl.data.turn_end import GENERATION_CONFIG, write_turn_ends
 from async_rl.errors import ModelError, RunError
-from async_rl.learner.checkpoint import MODEL_FILES, model_part, reading
+from async_rl.learner.checkpoints.digests import find_damage, is_inside
+from async_rl.learner.checkpoints.files import MODEL_FILES, model_part, reading
+from async_rl.learner.checkpoints.stored_tensors import load_tensors, read_batches, stored_names
 from async_rl.learner.engine.heads import auto_class, is_value_config
 from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
-from async_rl.learner.file_digests import find_damage, is_inside
-from async_rl.learner.sharded_export import BATCH_BYTES, MAX_SHARD_BYTES, plan_export, write_shards
-from async_rl.learner.stored_tensors import load_tensors, read_batches, stored_names
+from async_rl.learner.export.shards import BATCH_BYTES, MAX_SHARD_BYTES, plan_export, write_shards
 from async_rl.output import Report, ignore
 
 if TYPE_CHECKING:

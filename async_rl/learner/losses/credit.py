@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from async_rl.config.critic import CriticConfig
-from async_rl.learner.batch import PreparedBatch
+from async_rl.learner.data.batch import PreparedBatch
 from async_rl.records import Rollout
 
 

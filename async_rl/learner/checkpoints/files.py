@@ -31,8 +31,8 @@ import msgpack
 
 from async_rl.config.config import Config
 from async_rl.errors import RunError
-from async_rl.learner.file_digests import MANIFEST
-from async_rl.learner.staleness import BoundState
+from async_rl.learner.checkpoints.digests import MANIFEST
+from async_rl.learner.loop.staleness import BoundState
 from async_rl.run.directory import checkpoint_name
 
 MODEL_FILES = "hf"

@@ -37,22 +37,18 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import CollapseError, LineageError, RunStoppedError, StoppedError
-from async_rl.learner.advantages import with_advantages
-from async_rl.learner.batch import PreparedBatch, prepare_batch, with_scores
-from async_rl.learner.checkpoint import TrainerState, checkpoint_name
-from async_rl.learner.checkpoint_writer import CheckpointWriter
-from async_rl.learner.critic import check_critic_skipped, critic_metrics, train_critic, with_values, without_policy
-from async_rl.learner.engine import Critic, Engine, PolicyScores, UpdateStats
-from async_rl.learner.evaluations import Evaluations
-from async_rl.learner.nonfinite import record_nonfinite
-from async_rl.learner.own_advantage import load_own_advantage
-from async_rl.learner.packing import TrainSequence
-from async_rl.learner.parity import ParityGate
-from async_rl.learner.profiling import StepProfiler
-from async_rl.learner.publishing import VersionPublisher, WeightsSender
-from async_rl.learner.recorder import RowWriter, StepRecorder, WaitLog
-from async_rl.learner.sampling import IdleSampling
-from async_rl.learner.staleness import (
+from async_rl.learner.checkpoints.files import TrainerState, checkpoint_name
+from async_rl.learner.checkpoints.writer import CheckpointWriter
+from async_rl.learner.data.batch import PreparedBatch, prepare_batch, with_scores
+from async_rl.learner.interface import Critic, Engine, PolicyScores, UpdateStats
+from async_rl.learner.loop.critic import check_critic_skipped, critic_metrics, train_critic, with_values, without_policy
+from async_rl.learner.loop.evaluations import Evaluations
+from async_rl.learner.loop.nonfinite import record_nonfinite
+from async_rl.learner.loop.parity import ParityGate
+from async_rl.learner.loop.profiling import StepProfiler
+from async_rl.learner.loop.publishing import VersionPublisher, WeightsSender
+from async_rl.learner.loop.recorder import RowWriter, StepRecorder, WaitLog
+from async_rl.learner.loop.staleness import (
     BoundLimits,
     BoundState,
     check_staleness,
@@ -60,8 +56,12 @@ from async_rl.learner.staleness import (
     received_accuracy,
     update_bound,
 )
-from async_rl.learner.step_masks import judge_step
-from async_rl.learner.step_result import StepResult, check_skipped, count_skipped, step_result, trained_metrics
+from async_rl.learner.loop.step_result import StepResult, check_skipped, count_skipped, step_result, trained_metrics
+from async_rl.learner.losses.advantages import with_advantages
+from async_rl.learner.losses.own_advantage import load_own_advantage
+from async_rl.learner.losses.step_masks import judge_step
+from async_rl.learner.sampling import IdleSampling
+from async_rl.learner.sequences import TrainSequence
 from async_rl.output import logged
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.client.clients import LearnerQueue

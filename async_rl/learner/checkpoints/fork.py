@@ -23,7 +23,8 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.config.loading import changed_keys, config_from_toml, is_among
 from async_rl.errors import QueueError, RunError
-from async_rl.learner.checkpoint import (
+from async_rl.learner.checkpoints.digests import find_damage, renew_entry
+from async_rl.learner.checkpoints.files import (
     TrainerState,
     checkpoint_name,
     checkpoint_step,
@@ -33,8 +34,7 @@ from async_rl.learner.checkpoint import (
     run_state,
     write_extra,
 )
-from async_rl.learner.checkpoint_writer import commit_latest
-from async_rl.learner.file_digests import find_damage, renew_entry
+from async_rl.learner.checkpoints.writer import commit_latest
 from async_rl.queue.core.persistence import snapshot_for_other_data
 from async_rl.run.directory import RunDir, write_atomically
 from async_rl.run.reuse import starts_over

@@ -31,11 +31,11 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from async_rl.errors import RunError
-from async_rl.learner.checkpoint import CHECK_DISK, USE_ANOTHER
-from async_rl.learner.engine.ranks import Ranks
-from async_rl.learner.file_digests import write_part
-from async_rl.learner.stored_items import read_item
-from async_rl.learner.stored_metadata import Place, read_metadata
+from async_rl.learner.checkpoints.digests import write_part
+from async_rl.learner.checkpoints.files import CHECK_DISK, USE_ANOTHER
+from async_rl.learner.checkpoints.stored_items import read_item
+from async_rl.learner.checkpoints.stored_metadata import Place, read_metadata
+from async_rl.learner.ranks import Ranks
 
 MODEL = "model."
 OPTIMIZER = "optimizer."

@@ -29,9 +29,9 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.errors import ParityError
-from async_rl.learner.batch import PreparedBatch, leave_out
-from async_rl.learner.engine import Engine
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.data.batch import PreparedBatch, leave_out
+from async_rl.learner.interface import Engine
+from async_rl.learner.sequences import TrainSequence
 from async_rl.net.wire import SAME_VERSION
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import TakenGroup

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from async_rl.learner.stored_tensors import read_batches
+from async_rl.learner.checkpoints.stored_tensors import read_batches
 from async_rl.output import Report
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from async_rl.errors import LineageError, RunError
-from async_rl.learner.checkpoint import checkpoint_step, checkpoints_of, latest_path, read_latest
-from async_rl.learner.checkpoint_writer import commit_latest, remove_leftovers
-from async_rl.learner.file_digests import find_damage
+from async_rl.learner.checkpoints.digests import find_damage
+from async_rl.learner.checkpoints.files import checkpoint_step, checkpoints_of, latest_path, read_latest
+from async_rl.learner.checkpoints.writer import commit_latest, remove_leftovers
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from async_rl.config.loss import LossConfig
 from async_rl.config.rules import ENTROPY_QUANTILE, Rule
-from async_rl.learner.engine import PolicyScores
+from async_rl.learner.interface import PolicyScores
 from async_rl.learner.losses.parts import log_ratio
 from async_rl.learner.losses.rules import Verdict, applies, token_statistic
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.sequences import TrainSequence
 
 
 class JudgedStep(NamedTuple):

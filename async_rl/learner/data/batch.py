@@ -16,8 +16,8 @@ import numpy as np
 
 from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
-from async_rl.learner.engine import Engine, PolicyScores
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.interface import Engine, PolicyScores
+from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Rollout, TeacherScores, TokenSequence, why_parts_misfit
 from async_rl.routes import RoutingShape, why_misfit

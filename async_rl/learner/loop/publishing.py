@@ -17,9 +17,9 @@ import numpy as np
 from torch import Tensor
 
 from async_rl.config.config import Config
-from async_rl.learner.checkpoint import TrainerState
-from async_rl.learner.engine import Engine
-from async_rl.learner.parity import ParityGate
+from async_rl.learner.checkpoints.files import TrainerState
+from async_rl.learner.interface import Engine
+from async_rl.learner.loop.parity import ParityGate
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Announcement

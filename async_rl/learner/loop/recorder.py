@@ -23,12 +23,12 @@ from typing import Any, Protocol
 from torch.profiler import record_function
 
 from async_rl.config.config import Config
-from async_rl.learner.checkpoint import TrainerState
-from async_rl.learner.engine import UpdateStats
-from async_rl.learner.parity import ParityGate
-from async_rl.learner.publishing import WeightsSender
-from async_rl.learner.staleness import DropBias
-from async_rl.learner.step_result import StepResult, cut_metrics, device_metrics, queue_metrics
+from async_rl.learner.checkpoints.files import TrainerState
+from async_rl.learner.interface import UpdateStats
+from async_rl.learner.loop.parity import ParityGate
+from async_rl.learner.loop.publishing import WeightsSender
+from async_rl.learner.loop.staleness import DropBias
+from async_rl.learner.loop.step_result import StepResult, cut_metrics, device_metrics, queue_metrics
 from async_rl.queue.messages import Acked, GeneratorStats, TakenGroup
 from async_rl.run.eval_records import Decode, answer_record, write_json_lines
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.errors import StaleRolloutError
-from async_rl.learner.batch import PreparedBatch
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.data.batch import PreparedBatch
+from async_rl.learner.interface import UpdateStats
 from async_rl.learner.losses.diagnostics import summarise
 
 logger = logging.getLogger(__name__)

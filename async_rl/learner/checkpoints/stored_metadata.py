@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from async_rl.errors import RunError
-from async_rl.learner.checkpoint import USE_ANOTHER
-from async_rl.learner.plain_pickle import Name, Record, UnreadablePickleError, read_pickle
+from async_rl.learner.checkpoints.files import USE_ANOTHER
+from async_rl.learner.checkpoints.plain_pickle import Name, Record, UnreadablePickleError, read_pickle
 
 METADATA = ".metadata"
 MAX_BYTES = 1 << 30

@@ -28,10 +28,10 @@ from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import ADVANTAGES
 from async_rl.config.section import look_up
 from async_rl.errors import TrainingError
-from async_rl.learner.batch import PreparedBatch, along_tokens, leave_out
-from async_rl.learner.credit import Earned, by_critic, earned_rewards
+from async_rl.learner.data.batch import PreparedBatch, along_tokens, leave_out
+from async_rl.learner.losses.credit import Earned, by_critic, earned_rewards
+from async_rl.learner.losses.own_advantage import AdvantageInputs, OwnAdvantage, frozen_inputs
 from async_rl.learner.losses.parts import kl_estimate
-from async_rl.learner.own_advantage import AdvantageInputs, OwnAdvantage, frozen_inputs
 from async_rl.records import NO_VERSION
 
 STD_FLOOR = 1e-4

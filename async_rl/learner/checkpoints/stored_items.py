@@ -20,8 +20,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from async_rl.learner.plain_pickle import PERSISTENT, Name, Record, read_pickle
-from async_rl.learner.stored_metadata import DTYPES, Place
+from async_rl.learner.checkpoints.plain_pickle import PERSISTENT, Name, Record, read_pickle
+from async_rl.learner.checkpoints.stored_metadata import DTYPES, Place
 
 _MAX_PICKLE_BYTES = 1 << 16
 _LOCAL_HEADER = struct.Struct("<4s22xHH")

@@ -23,17 +23,17 @@ from async_rl.config.generator import has_model
 from async_rl.config.loading import config_from_toml, config_to_toml, show_change
 from async_rl.data.chat import load_tokenizer, model_files, model_routing, vocabulary_size
 from async_rl.errors import QueueError, StoppedError
-from async_rl.learner.checkpoint import TrainerState, latest_checkpoint, read_extra, run_state
-from async_rl.learner.engine import Critic, Engine
+from async_rl.learner.checkpoints.files import TrainerState, latest_checkpoint, read_extra, run_state
+from async_rl.learner.checkpoints.fork import find_fork_point, fork_run, must_fork, notes_on_models
+from async_rl.learner.checkpoints.resume import ResumePoint, find_resume_point, take_over
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.ranks import Ranks, compute_dtype, init_ranks
-from async_rl.learner.export import export_checkpoint
-from async_rl.learner.fork import find_fork_point, fork_run, must_fork, notes_on_models
-from async_rl.learner.parity import ParityGate
-from async_rl.learner.publishing import FixedLagWeights, StagedWeights, WeightsSender
-from async_rl.learner.resume import ResumePoint, find_resume_point, take_over
+from async_rl.learner.export.model import export_checkpoint
+from async_rl.learner.interface import Critic, Engine
+from async_rl.learner.loop.parity import ParityGate
+from async_rl.learner.loop.publishing import FixedLagWeights, StagedWeights, WeightsSender
+from async_rl.learner.loop.trainer import Trainer
+from async_rl.learner.ranks import Ranks, compute_dtype, init_ranks
 from async_rl.learner.sampling import IdleSampling, MakeSampler, RankSampler, SamplingEngine
-from async_rl.learner.trainer import Trainer
 from async_rl.net.address import host_towards, is_loopback
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.output import logged

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.learner.batch import PreparedBatch
-from async_rl.learner.engine import UpdateStats
-from async_rl.learner.packing import TrainSequence
+from async_rl.learner.data.batch import PreparedBatch
+from async_rl.learner.interface import UpdateStats
+from async_rl.learner.sequences import TrainSequence
 from async_rl.run.eval_records import Decode, answer_record, write_json_lines
 
 MAX_FILES = 3

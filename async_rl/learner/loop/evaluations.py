@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.learner.checkpoint import TrainerState
-from async_rl.learner.recorder import WaitLog
+from async_rl.learner.checkpoints.files import TrainerState
+from async_rl.learner.loop.recorder import WaitLog
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import EvalResult
 from async_rl.rewards.answers import vote_key_of

@@ -18,8 +18,8 @@ from dataclasses import replace
 import numpy as np
 
 from async_rl.errors import TrainingError
-from async_rl.learner.batch import PreparedBatch, leave_out
-from async_rl.learner.engine import Critic, UpdateStats
+from async_rl.learner.data.batch import PreparedBatch, leave_out
+from async_rl.learner.interface import Critic, UpdateStats
 from async_rl.learner.losses.value import CLIP_FRACTION, critic_sequences
 
 logger = logging.getLogger(__name__)

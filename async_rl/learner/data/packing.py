@@ -11,17 +11,18 @@ of its sequences placed end to end, S = its sequences, N = its predicted tokens 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from async_rl.errors import WireError
-from async_rl.learner.balance import Sizes, Work, dealt, packed_bins, padded_bins
-from async_rl.learner.beginnings import Computed, beginnings, computed, num_shared, sorted_by_key
+from async_rl.learner.data.balance import Sizes, Work, dealt, packed_bins, padded_bins
+from async_rl.learner.data.beginnings import Computed, beginnings, computed, num_shared, sorted_by_key
+from async_rl.learner.interface import PaddedCost
+from async_rl.learner.sequences import TrainSequence, after_update, bounds_of
 from async_rl.net.wire import SAME_VERSION
-from async_rl.routes import RouteArray
 from async_rl.sampling_mask import NOTHING_LEFT_OUT, SamplingMask, join
 
 Packing = Literal["packed", "padded"]
@@ -33,68 +34,6 @@ _SEQUENCES_AT_ONCE = 32
 _DUMMY_ID = -1
 _BUG = "this is a bug in async-rl, please report it"
 _OPTIONAL = ("reference_logprobs", "proximal_logprobs", "verdicts", "teacher_logprobs", "top_ids", "top_logprobs")
-
-
-def _no_logprobs() -> np.ndarray:
-    return np.zeros(0, dtype=np.float32)
-
-
-def _no_ids() -> np.ndarray:
-    return np.zeros(0, dtype=np.int32)
-
-
-def _no_verdicts() -> np.ndarray:
-    return np.zeros(0, dtype=np.uint8)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainSequence:
-    """One sequence to train on.
-
-    Attributes:
-        sequence_id: number of the sequence, unique in the step.
-        token_ids: int32 [T].
-        loss_mask: bool [T], True on tokens that are trained on. The first token never is.
-        behavior_logprobs: float32 [T], nats.
-        versions: int32 [T], the version that sampled each token.
-        advantages: float32 [T], reward units.
-        temperature: the sampling temperature.
-        reference_logprobs: float32 [T], nats, of the frozen reference model. [0] if the loss needs none.
-        proximal_logprobs: float32 [T], nats, of the policy that the step began with. [0] if the loss needs none.
-        sampling_mask: for each token under the loss mask, the tokens that top-p and top-k left. None if they left all.
-        verdicts: uint8 [T], a ``losses.rules.Verdict`` on each token. [0] if nothing judges tokens by the whole step.
-        routes: [P, L, K], the experts to compute the first P tokens with (``async_rl.routes``): at least those before
-            the last token under the loss mask. None if the model's routers choose.
-        teacher_logprobs: float32 [T], nats, of the teacher. [0] without a teacher.
-        top_ids: int32 [T, K], the teacher's likeliest tokens, and top_logprobs: float32 [T, K], their log-probabilities
-            in nats. [0] if the loss needs none.
-    """
-
-    sequence_id: int
-    token_ids: np.ndarray
-    loss_mask: np.ndarray
-    behavior_logprobs: np.ndarray
-    versions: np.ndarray
-    advantages: np.ndarray
-    temperature: float
-    reference_logprobs: np.ndarray = field(default_factory=_no_logprobs)
-    proximal_logprobs: np.ndarray = field(default_factory=_no_logprobs)
-    sampling_mask: SamplingMask | None = None
-    verdicts: np.ndarray = field(default_factory=_no_verdicts)
-    routes: RouteArray | None = None
-    teacher_logprobs: np.ndarray = field(default_factory=_no_logprobs)
-    top_ids: np.ndarray = field(default_factory=_no_ids)
-    top_logprobs: np.ndarray = field(default_factory=_no_logprobs)
-
-    @property
-    def after_update(self) -> np.ndarray:
-        """bool [T], True on tokens that were sampled with newer weights than the first token of their answer.
-
-        Such a token was sampled with cached keys and values of older weights. An answer is an unbroken run of sampled
-        tokens.
-        Every turn of an environment is an answer with its own prefill.
-        """
-        return _after_update([self.versions])[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,18 +137,6 @@ def pack(
     return [
         [batch for chunk in _chunks(members) for batch in _micro_batches(sequences, spans, chunk)] for members in ranks
     ]
-
-
-class PaddedCost(NamedTuple):
-    """Shares of the tokens that padded rows compute and one packed row would not, each from 0 to below 1.
-
-    Attributes:
-        padding: share of the tokens that are padding.
-        repeated: share of the tokens of prompts that another sequence of the micro-batch has computed.
-    """
-
-    padding: float
-    repeated: float
 
 
 def padded_cost(parts: Sequence[Sequence[MicroBatch]]) -> PaddedCost:
@@ -385,7 +312,7 @@ def _micro_batches(
     Arrays are computed for all of them together, and each micro-batch gets its parts.
     """
     in_order = [sorted(each, key=lambda i: (-spans[i].length, i)) for each in members]
-    bounds = _bounds([len(each) for each in in_order])
+    bounds = bounds_of([len(each) for each in in_order])
     chosen = [sequences[i] for each in in_order for i in each]
     if not chosen:
         return [dummy_micro_batch() for _ in members]
@@ -428,7 +355,7 @@ def _rows(sequences: Sequence[Computed], bounds: np.ndarray) -> _Rows:
     lengths = np.array([len(sequence.token_ids) for sequence in sequences])
     shared = np.array([beginning.num_tokens for beginning in shared_with])
     own = lengths - shared
-    places, row_places = _bounds(lengths), _bounds(own)
+    places, row_places = bounds_of(lengths), bounds_of(own)
     num_before = np.repeat(row_places[bounds[:-1]], np.diff(bounds))  # tokens of earlier rows, for each sequence
     token_index = _counting(places[:-1] - (row_places[:-1] - num_before - shared), lengths)
     starts = places.tolist()
@@ -488,34 +415,15 @@ def _trained(
         "top_logprobs": optional([s.top_logprobs for s in sequences]),
         "temperatures": np.repeat(temperatures, num_trained),
         "versions": trained((s.versions for s in sequences), np.int32),
-        "after_update": trained(_after_update([s.versions for s in sequences]), np.bool_),
+        "after_update": trained(after_update([s.versions for s in sequences]), np.bool_),
         "sequence_index": np.repeat(index_in_batch.astype(np.int32), num_trained),
     }
-    return columns, _bounds(num_trained)
-
-
-def _bounds(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return int64 [n + 1]: where each of n things of these sizes begins if they follow each other, and the end."""
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
+    return columns, bounds_of(num_trained)
 
 
 def _counting(offsets: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Return int32 [sum of sizes]: 0, 1, 2 and so on, less an offset for each run of these sizes."""
     return np.arange(sizes.sum(), dtype=np.int32) - np.repeat(offsets.astype(np.int32), sizes)
-
-
-def _after_update(versions: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return ``TrainSequence.after_update`` of sequences with these ``versions``."""
-    together = np.concatenate(versions)
-    bounds = _bounds([len(each) for each in versions])
-    is_sampled = together >= 0
-    begins = np.zeros(len(together), dtype=np.bool_)
-    begins[1:] = is_sampled[1:] != is_sampled[:-1]
-    begins[bounds[:-1]] = True  # also where a sequence begins
-    runs = np.flatnonzero(begins)
-    first_versions = np.repeat(together[runs], np.diff(runs, append=len(together)))
-    after = is_sampled & (together > first_versions)
-    return [after[start:end] for start, end in pairwise(bounds.tolist())]
 
 
 def _sampling_mask(of_sequences: Sequence[SamplingMask | None], num_trained: np.ndarray) -> SamplingMask:

@@ -21,11 +21,11 @@ import numpy as np
 
 from async_rl.config.rules import SHORT_RULES
 from async_rl.errors import TrainingError
-from async_rl.learner.advantages import agreement
-from async_rl.learner.batch import MASK_CAUSES, PreparedBatch
-from async_rl.learner.engine import UpdateStats
+from async_rl.learner.data.batch import MASK_CAUSES, PreparedBatch
+from async_rl.learner.interface import UpdateStats
+from async_rl.learner.loop.staleness import StalenessSummary, staleness_summary
+from async_rl.learner.losses.advantages import agreement
 from async_rl.learner.losses.diagnostics import summarise, update_effect
-from async_rl.learner.staleness import StalenessSummary, staleness_summary
 from async_rl.queue.messages import QueueStats, TakenGroup, TrainedCounts
 from async_rl.records import Rollout, cut_limit
 
