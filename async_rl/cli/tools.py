@@ -45,7 +45,7 @@ from async_rl.output import Progress, print_json, prints_to_stderr
 from async_rl.terminal import visible
 
 if TYPE_CHECKING:
-    from async_rl.doctor.check import Finding
+    from async_rl.doctor.findings import Finding
 
 tools = typer.Typer(rich_markup_mode=None)
 
@@ -378,7 +378,7 @@ def doctor(
             f"expected either CONFIG or --connect ADDRESS, got {'neither' if config is None else 'both'}; name the "
             f"config on the learner's machine, or the queue server's address on a generator's machine"
         )
-    from async_rl.doctor.check import exit_code, findings_json, print_table
+    from async_rl.doctor.findings import exit_code, findings_json, print_table
 
     command = "launch"
     with Progress(quiet=quiet) as progress, prints_to_stderr():

@@ -23,9 +23,10 @@ from typing import Any, Literal, get_args
 
 from async_rl.config.config import Config
 from async_rl.config.data import PromptFormat, RowField, parse_tools
-from async_rl.data.files import Source, kind, messages_without_nulls, parse_json
+from async_rl.data.files import Source, messages_without_nulls, parse_json
 from async_rl.data.sendable import split_sendable, why_unsendable
 from async_rl.data.template_forms import joined_text
+from async_rl.data.values import kind
 from async_rl.errors import DataError
 from async_rl.records import DROPPED_KEY, TEXT_ROLE, TOOLS_ROLE
 from async_rl.rewards.code_tests import parse_tests

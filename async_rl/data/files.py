@@ -13,12 +13,12 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
+from async_rl.data.values import kind
 from async_rl.errors import DataError
 
 _SPLIT = re.compile(r"(?P<split>[A-Za-z0-9_.\-]+(?:\[[^\]]*\])?)@(?P<place>.+)", re.DOTALL)
@@ -27,13 +27,6 @@ _SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 _BATCH_ROWS = 1024
 _FIELD_LIMIT = 1 << 27
 """Maximum number of characters in one CSV cell. Python's default is too small for a row's test cases."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """A value of a table that is no JSON value. ``type`` is its type in Arrow's words, such as ``timestamp[ns]``."""
-
-    type: str
 
 
 class Source:
@@ -292,21 +285,3 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)!r} occurs twice in one object")
     return found
-
-
-def kind(value: Any) -> str:
-    """Return a short description of ``value``, the value of a row, for error messages, such as ``a list of 3``."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, str):
-        return f"the text {value[:40]!r}"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, int | float):
-        return f"the number {str(value)[:40]}"
-    return "an object" if isinstance(value, dict) else f"a value of the type {type_name(value)}"
-
-
-def type_name(value: Any) -> str:
-    """Return the name of the type of ``value``, for messages. It is Arrow's if Python has no such type."""
-    return value.type if isinstance(value, Unreadable) else type(value).__name__

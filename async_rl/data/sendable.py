@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from async_rl.data.files import type_name
+from async_rl.data.values import type_name
 
 MAX_NESTING = 6
 """Maximum depth of nested lists and objects in one field of a row. Messages to generators can't hold much more."""

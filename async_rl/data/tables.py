@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow
 import pyarrow.compute
 
-from async_rl.data.files import Unreadable
+from async_rl.data.values import Unreadable
 
 
 class _AlwaysNull:

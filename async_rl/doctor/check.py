@@ -1,4 +1,4 @@
-"""Run all checks of ``async-rl doctor CONFIG``, and print their findings as a table or as JSON.
+"""Run all checks of ``async-rl doctor CONFIG``, and return their findings.
 
 Each check runs in a separate thread or process with a time limit, so that none can hang the doctor. Checks that load
 models, run the user's code or connect ranks run in a process, because they may hang, crash the interpreter or keep much
@@ -19,93 +19,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
-from typing import IO, Any, Literal, Self
+from dataclasses import asdict, dataclass
+from typing import IO, Any
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_data
+from async_rl.doctor.findings import Finding
 from async_rl.errors import AddressError, AsyncRLError
 from async_rl.output import Report, ignore
 from async_rl.process.child import module_command, package_environment
-from async_rl.terminal import visible
-
-State = Literal["OK", "WARN", "FAIL", "skip"]
-"""The result of a check. ``skip`` means that the check was not made; ``Finding.found`` says why."""
-
-_COLOURS: Mapping[State, str] = {"OK": "green", "WARN": "yellow", "FAIL": "bold red", "skip": "dim"}
 
 _LAST_LINES = 3
 COLLECTIVE_DEADLINE_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The result of a check, shown as one row of the doctor's table.
-
-    Attributes:
-        check: the name of the check.
-        state: whether the check passed.
-        found: what the check found on this machine.
-        fix: what the user can do about it. It is empty if ``state`` is OK or skip, or if ``found`` says it.
-        details: long text that is printed below the table.
-    """
-
-    check: str
-    state: State
-    found: str
-    fix: str = ""
-    details: str = ""
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Finding:
-        """Return the finding that ``dataclasses.asdict`` converted to the mapping ``plain``."""
-        return cls(**plain)
-
-    @classmethod
-    def of_error(cls, check: str, error: AsyncRLError) -> Self:
-        """Return a FAIL with the message of ``error``. The message's last clause, which says what to do, is the fix.
-
-        A message of several lines, or of one clause, is not divided.
-        """
-        message = str(error)
-        found, _, fix = message.rpartition("; ")
-        return cls(check, "FAIL", found, fix=fix) if found and "\n" not in message else cls(check, "FAIL", message)
-
-
-def exit_code(rows: Sequence[Finding]) -> int:
-    """Return the doctor's exit code: 1 if a finding in ``rows`` is a FAIL, else 0."""
-    return int(any(row.state == "FAIL" for row in rows))
-
-
-def findings_json(rows: Sequence[Finding]) -> dict[str, Any]:
-    """Return plain data: ``ok`` is true if no check failed, and ``rows`` has an object for each finding."""
-    return {"ok": not exit_code(rows), "rows": [asdict(row) for row in rows]}
-
-
-def print_table(rows: Sequence[Finding]) -> None:
-    """Print the table of the findings, then their details, then one line with the number of failures and warnings."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(emoji=False)
-    table = Table(show_lines=False)
-    for column in ("check", "", "found"):
-        table.add_column(column, no_wrap=column != "found", overflow="fold")
-    for row in (replace(row, found=visible(row.found), fix=visible(row.fix)) for row in rows):
-        fix = f"\n[bold]fix:[/bold] {escape(row.fix)}" if row.fix else ""
-        table.add_row(escape(row.check), f"[{_COLOURS[row.state]}]{row.state}[/]", escape(row.found) + fix)
-    console.print(table)
-    for row in rows:
-        if row.details:
-            console.print(f"{row.check}:", style="bold", markup=False)
-            console.print(visible(row.details), markup=False, highlight=False)
-    red, yellow = (sum(row.state == state for row in rows) for state in ("FAIL", "WARN"))
-    verdict = "no check failed" if not red else f"{red} {'check' if red == 1 else 'checks'} failed"
-    console.print(
-        verdict + (f", {yellow} {'warning' if yellow == 1 else 'warnings'}" if yellow else ""),
-        style="bold red" if red else "bold",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +153,7 @@ def run_checks(
         with_parity: compare the log-probabilities of generator and learner, too.
         report: gets what is checked, before the doctor waits for that check.
     """
-    from async_rl.doctor import machine  # it imports Finding from here
+    from async_rl.doctor import machine
     from async_rl.weights.transport import collectives
 
     plain = {"config": config_data(config)}

@@ -14,7 +14,7 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout
-from async_rl.doctor.check import Finding
+from async_rl.doctor.findings import Finding
 from async_rl.learner.memory_plan import MemoryPlan, ModelShape, UnknownShapeError, compute_bytes, plan_memory
 from async_rl.output import size_text
 

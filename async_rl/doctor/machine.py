@@ -16,7 +16,7 @@ from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS
-from async_rl.doctor.check import Finding
+from async_rl.doctor.findings import Finding
 from async_rl.doctor.learner_memory import check_learner_memory
 from async_rl.errors import AddressError, ConfigError, QueueError, UserError, WeightsError
 from async_rl.launch.capacity import (

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.doctor import machine
-from async_rl.doctor.check import COLLECTIVE_DEADLINE_S, Check, CheckProcess, Finding, exit_code, run_check
+from async_rl.doctor.check import COLLECTIVE_DEADLINE_S, Check, CheckProcess, run_check
+from async_rl.doctor.findings import Finding, exit_code
 from async_rl.errors import AsyncRLError, QueueError, WeightsError
 from async_rl.generator.backend import Backend
 from async_rl.generator.worker import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.doctor.check import Finding
+from async_rl.doctor.findings import Finding
 from async_rl.errors import DataError
 from async_rl.learner.offline.dpo import LabelledAnswers, Pairs
 from async_rl.learner.offline.rm import RewardModel

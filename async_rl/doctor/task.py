@@ -30,7 +30,7 @@ from async_rl.data.chat import (
 )
 from async_rl.data.dataset import load_rows_of, load_train_rows
 from async_rl.data.turn_end import turn_ends
-from async_rl.doctor.check import Finding
+from async_rl.doctor.findings import Finding
 from async_rl.errors import DataError, ModelError, RewardError, SandboxError, UserError
 from async_rl.generator.backend import Backend, Sampled, build_backend
 from async_rl.generator.parity import answer_probe

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from async_rl.rewards.math.notation import closing_brace
+
 _BOX = "\\boxed{"
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
@@ -62,21 +64,3 @@ def extract_xml_answer(text: str) -> Extraction:
     """
     answer = text.rpartition(_TAGS[2])[2].partition(_TAGS[3])[0].strip()
     return Extraction(answer or None, bool(answer))
-
-
-def closing_brace(text: str, opening: int) -> int | None:
-    """Return the index of the brace that closes the brace at index ``opening``. None if no brace closes it."""
-    depth = 0
-    position = opening
-    while position < len(text):
-        character = text[position]
-        if character == "\\":
-            position += 1  # skips the escaped character
-        elif character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if depth == 0:
-                return position
-        position += 1
-    return None

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from async_rl.data.dataset import load_rows
-from async_rl.data.files import Source, Unreadable
+from async_rl.data.files import Source
 from async_rl.data.tables import rows_of
+from async_rl.data.values import Unreadable
 from tests.examples import examples
 
 

@@ -3,7 +3,7 @@
 import os
 import threading
 
-from async_rl.doctor.check import Finding
+from async_rl.doctor.findings import Finding
 from async_rl.errors import ModelError
 
 

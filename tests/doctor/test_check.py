@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from async_rl.doctor.check import Check, CheckProcess, Finding, exit_code, findings_json, print_table, run_check
+from async_rl.doctor.check import Check, CheckProcess, run_check
+from async_rl.doctor.findings import Finding, exit_code, findings_json, print_table
 from async_rl.errors import ConfigError
 
 

@@ -17,7 +17,7 @@ from async_rl.cli.main import main
 from async_rl.config.config import Config
 from async_rl.config.loading import config_data, config_to_toml, parse_config
 from async_rl.doctor import machine, task
-from async_rl.doctor.check import Finding
+from async_rl.doctor.findings import Finding
 from async_rl.doctor.offline import check_offline_rows
 from async_rl.errors import AddressError
 from async_rl.generator.hf.backend import TransformersBackend

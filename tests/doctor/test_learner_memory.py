@@ -10,7 +10,7 @@ import pytest
 
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout, ParallelConfig
-from async_rl.doctor.check import Finding
+from async_rl.doctor.findings import Finding
 from async_rl.doctor.learner_memory import ASLEEP_BYTES, check_learner_memory, needed_bytes, propose, shape_of
 from async_rl.doctor.scaling import DEVICE_BYTES, ROWS, markdown, memory
 from async_rl.learner.memory_plan import ModelShape, plan_memory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_rl.doctor import node
-from async_rl.doctor.check import Finding
+from async_rl.doctor.findings import Finding
 from async_rl.doctor.machine import clock_row
 from async_rl.doctor.node import run_node_checks
 from async_rl.errors import WeightsError

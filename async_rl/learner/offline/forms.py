@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from async_rl.data.files import kind
+from async_rl.data.values import kind
 from async_rl.errors import DataError
 
 Text = str | Sequence[Any]

@@ -20,10 +20,11 @@ import xxhash
 
 from async_rl.config.data import parse_tools
 from async_rl.data.chat import ids_after, text_ids
-from async_rl.data.files import Source, kind, messages_without_nulls, parse_json
+from async_rl.data.files import Source, messages_without_nulls, parse_json
 from async_rl.data.template import check_arguments
 from async_rl.data.template_forms import call_arguments, called_function, joined_text
 from async_rl.data.turn_end import TurnEnds, turn_ends
+from async_rl.data.values import kind
 from async_rl.errors import DataError
 from async_rl.learner.offline.forms import Text
 from async_rl.learner.offline.turns import Segments, TurnSplitter

@@ -3,6 +3,7 @@ r"""Writes an answer in LaTeX's own notation, before anything compares it. ``equ
 People and models write the same answer with Unicode signs (``√2/2``, ``90°``), in Markdown (``**73**``), like a program
 (``x**2+1``) and with letters in upright or bold type (``\mathrm{e}^2``). ``in_latex`` gives all of them one form. It
 never drops a letter: an upright letter becomes the plain letter, and any other upright text stays as it is.
+``closing_brace`` finds the end of a group.
 """
 
 from __future__ import annotations
@@ -111,3 +112,21 @@ def _letter(found: re.Match[str]) -> str:
         return f"{{{letter}}}"
     lead = " " if _ENDS_IN_A_COMMAND.search(before) else ""
     return lead + letter + (" " if letter.startswith("\\") and after.isalpha() else "")
+
+
+def closing_brace(text: str, opening: int) -> int | None:
+    """Return the index of the brace that closes the brace at index ``opening``. None if no brace closes it."""
+    depth = 0
+    position = opening
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            position += 1  # skips the escaped character
+        elif character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
+            if depth == 0:
+                return position
+        position += 1
+    return None
