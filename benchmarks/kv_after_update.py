@@ -21,8 +21,9 @@ import torch
 from async_rl.config.loading import parse_config
 from async_rl.data.chat import model_files
 from async_rl.data.dataset import load_rows
-from async_rl.generator.backend import Backend, Sampled, build_backend
-from async_rl.generator.worker import write_files
+from async_rl.generator.backend import Backend, Sampled
+from async_rl.generator.start.backends import build_backend
+from async_rl.generator.start.worker import write_files
 from async_rl.records import Lease, Prompt, Sampling
 
 GROUP_SIZE = 8

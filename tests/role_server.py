@@ -42,7 +42,7 @@ PRELOADED = (
     "async_rl.doctor.task",
     "async_rl.evaluation.offline",
     "async_rl.generator.hf.backend",
-    "async_rl.generator.worker",
+    "async_rl.generator.start.worker",
     "async_rl.launch.launch",
     "async_rl.launch.preflight",
     "async_rl.learner.engine.fsdp_engine",

@@ -32,7 +32,7 @@ LIGHT = (
     "errors", "attention_limits", "sampling_mask", "routes", "records", "config", "net", "process", "sandbox", "run",
     "rewards", "environments", "data", "scoring", "queue", "launch", "cli", "comparison",
     "doctor.check", "doctor.machine", "evaluation.table", "learner.memory_plan",
-    "generator.worker", "generator.backend", "generator.conformance", "generator.parity",
+    "generator.start", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",
     "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.adapter",
     "generator.vllm.shared_staging",

@@ -204,7 +204,7 @@ def generator(
 
         set_torch_defaults(is_learner=False)
         check_generator_overrides(overrides or [])
-        from async_rl.generator.worker import run_generator
+        from async_rl.generator.start.worker import run_generator
 
         logging.getLogger(__name__).info("joining the run at %s; waiting for it up to %.0f s", connect, wait)
         run_generator(

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any
 from async_rl.colocated.device import SharedDevice
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
-from async_rl.generator.backend import Backend, SleepingBackend, build_backend
+from async_rl.generator.backend import Backend, SleepingBackend
 from async_rl.generator.loop import Worker
-from async_rl.generator.worker import build_worker, scratch_directory, write_files
+from async_rl.generator.start.backends import build_backend
+from async_rl.generator.start.worker import build_worker, scratch_directory, write_files
 from async_rl.learner.sampling import SamplingOrder, sampler_id
 from async_rl.net.address import refuse_open_connect
 from async_rl.net.keys import SECRET_VARIABLE, client_keys_of

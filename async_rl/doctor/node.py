@@ -22,7 +22,7 @@ from async_rl.doctor.check import COLLECTIVE_DEADLINE_S, Check, CheckProcess, ru
 from async_rl.doctor.findings import Finding, exit_code
 from async_rl.errors import AsyncRLError, QueueError, WeightsError
 from async_rl.generator.backend import Backend
-from async_rl.generator.worker import (
+from async_rl.generator.start.worker import (
     build_environment,
     build_generator_backend,
     build_grader,

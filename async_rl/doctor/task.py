@@ -32,9 +32,10 @@ from async_rl.data.dataset import load_rows_of, load_train_rows
 from async_rl.data.turn_end import turn_ends
 from async_rl.doctor.findings import Finding
 from async_rl.errors import DataError, ModelError, RewardError, SandboxError, UserError
-from async_rl.generator.backend import Backend, Sampled, build_backend
+from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.parity import answer_probe
-from async_rl.generator.worker import generator_config, scratch_directory, write_files
+from async_rl.generator.start.backends import build_backend
+from async_rl.generator.start.worker import generator_config, scratch_directory, write_files
 from async_rl.launch.environment_trial import NUM_ROWS, try_environment
 from async_rl.launch.preflight import (
     check_code,

@@ -30,10 +30,11 @@ from async_rl.data.dataset import load_rows_of
 from async_rl.data.template import check_arguments
 from async_rl.errors import ConfigError, DataError, ModelError
 from async_rl.evaluation.table import FIGURES_FILE, Entry, eval_table
-from async_rl.generator.backend import Backend, build_backend
+from async_rl.generator.backend import Backend
 from async_rl.generator.offline import OfflineSamples, sample_offline
 from async_rl.generator.rollouts import Grader, Rollouts, SingleTurnRollouts
-from async_rl.generator.worker import build_environment, build_grader, refuse_open_scorers
+from async_rl.generator.start.backends import build_backend
+from async_rl.generator.start.worker import build_environment, build_grader, refuse_open_scorers
 from async_rl.net.keys import client_keys_of
 from async_rl.output import Report, ignore
 from async_rl.process.user_code import is_code_name

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from async_rl.config.config import Config
 from async_rl.errors import ConfigError, ModelError, WeightsError
-from async_rl.generator.backend import build_backend
 from async_rl.generator.hf.backend import TransformersBackend
+from async_rl.generator.start.backends import build_backend
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.ranks import init_ranks
 from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights

@@ -8,8 +8,8 @@ from async_rl.config.config import Config
 from async_rl.config.generator import AUTO_CANDIDATES, BACKENDS
 from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError
-from async_rl.generator.backend import FACTORIES, build_backend
 from async_rl.generator.fake import FakeBackend
+from async_rl.generator.start.backends import FACTORIES, build_backend
 from async_rl.process.user_code import code_digests
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "uniform_backend.py"

@@ -11,9 +11,9 @@ import pytest
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
-from async_rl.generator.backend import build_backend
 from async_rl.generator.conformance import CHECKS, ConformanceError, Subject, check_backend
 from async_rl.generator.fake import FakeBackend
+from async_rl.generator.start.backends import build_backend
 from async_rl.routes import RoutingShape
 from tests.generator.tiny_model import make_model, weights_of, write_model
 from tests.learner.moe import loaded, moe_model

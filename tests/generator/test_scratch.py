@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.generator.worker import scratch_directory
+from async_rl.generator.start.worker import scratch_directory
 
 HOLD = """
 import sys, time
-from async_rl.generator.worker import scratch_directory
+from async_rl.generator.start.worker import scratch_directory
 with scratch_directory() as directory:
     (directory / "model").write_text("weights")
     print(directory, flush=True)

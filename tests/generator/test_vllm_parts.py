@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import EngineError, ModelError, WeightsError
-from async_rl.generator import backend as backend_module
+from async_rl.generator.start import backends
 from async_rl.generator.vllm.adapter import (
     Gathered,
     check_installed,
@@ -102,9 +102,9 @@ def test_a_learner_that_samples_with_vllm_is_refused_where_there_is_none_before_
     ],
 )
 def test_auto_is_vllm_only_with_cuda_and_vllm(monkeypatch, backend, is_installed, device, expected):
-    monkeypatch.setattr(backend_module, "find_spec", lambda name: object() if is_installed else None)
-    monkeypatch.setattr(backend_module, "cuda_device", lambda config: device)
-    assert backend_module.resolve_backend(config(backend=backend)) == expected
+    monkeypatch.setattr(backends, "find_spec", lambda name: object() if is_installed else None)
+    monkeypatch.setattr(backends, "cuda_device", lambda config: device)
+    assert backends.resolve_backend(config(backend=backend)) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from async_rl.errors import ConfigError, QueueError
 from async_rl.generator.fake import FakeBackend
 from async_rl.generator.loop import HEARTBEAT_S, Device, Worker
 from async_rl.generator.rollouts import AsksScorers, Graded, Grader
-from async_rl.generator.worker import generator_config, write_files
+from async_rl.generator.start.worker import generator_config, write_files
 from async_rl.queue.messages import (
     Announced,
     Announcement,

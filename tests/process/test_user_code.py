@@ -12,8 +12,8 @@ import pytest
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml, load_config, parse_config
 from async_rl.errors import ConfigError, QueueError
-from async_rl.generator.backend import build_backend
-from async_rl.generator.worker import build_environment, generator_config
+from async_rl.generator.start.backends import build_backend
+from async_rl.generator.start.worker import build_environment, generator_config
 from async_rl.launch.preflight import check_code
 from async_rl.process.user_code import (
     check_allowed,

@@ -16,7 +16,7 @@ import pytest
 from async_rl.config.config import Config
 from async_rl.config.reward import REWARD_TYPES
 from async_rl.errors import ConfigError, RewardError
-from async_rl.generator.worker import grading_threads
+from async_rl.generator.start.worker import grading_threads
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS, FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import REWARDS, build_reward

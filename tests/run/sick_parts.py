@@ -11,7 +11,8 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.config.generator import BackendCapabilities
-from async_rl.generator.backend import FACTORIES, Sampled
+from async_rl.generator.backend import Sampled
+from async_rl.generator.start.backends import FACTORIES
 from async_rl.learner.losses.own_advantage import AdvantageInputs
 from async_rl.rewards.records import RewardInput, RewardOutput
 

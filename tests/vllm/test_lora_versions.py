@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from async_rl.config.config import Config
 from async_rl.errors import WeightsError
-from async_rl.generator.backend import build_backend
 from async_rl.generator.conformance import CHECKS, Subject, check_backend
+from async_rl.generator.start.backends import build_backend
 from async_rl.generator.vllm.backend import VllmBackend
 from async_rl.queue.parity import ProbeSequence
 from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights, merge, peft_name

@@ -39,10 +39,11 @@ from async_rl.config.loading import (
 from async_rl.data.chat import load_tokenizer
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import AddressError, QueueError, RewardError
-from async_rl.generator.backend import Backend, MultiRankBackend, TextBackend, build_backend, cuda_device
+from async_rl.generator.backend import Backend, MultiRankBackend, TextBackend
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, TokenizerText
 from async_rl.generator.loop import Device, Queue, WeightsReceiver, Worker
 from async_rl.generator.rollouts import ThreadGrader
+from async_rl.generator.start.backends import build_backend, cuda_device
 from async_rl.generator.teachers import build_teachers
 from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.net.keys import SECRET_VARIABLE, ClientKeys

@@ -1,0 +1,5 @@
+"""Starts a generator: the table of inference engines, and the process that runs one.
+
+``worker`` is the ``async-rl generator`` command. ``backends`` builds the inference engine that the config names, for
+``worker``, offline evaluation, the doctor and a learner that also samples.
+"""
