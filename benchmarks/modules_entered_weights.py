@@ -117,8 +117,8 @@ def _send_versions(recorder: _Recorder, number: int, options: dict[str, Any]) ->
     import torch
 
     from async_rl.queue.messages import Announcement
-    from async_rl.weights.publisher import Publisher
-    from async_rl.weights.receiver import Receiver
+    from async_rl.weights.channel.publisher import Publisher
+    from async_rl.weights.channel.receiver import Receiver
     from async_rl.weights.staging import Staging
 
     staging = Staging(None, 1 << 16, deadline_s=_DEADLINE_S, is_pulled=options["transport"] == "tcp")

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from async_rl.learner.loop.publishing import StagedWeights
 from async_rl.net.keys import make_keys
 from async_rl.queue.messages import Announcement
-from async_rl.weights.publisher import Publisher
+from async_rl.weights.channel.publisher import Publisher
 from async_rl.weights.staging import Staging
 from async_rl.weights.tcp.delta import apply_delta, encode_delta
 from benchmarks.weights_product import Product, Runs, receive

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from async_rl.generator.hf.causal_model import WeightTable
 from async_rl.net.keys import ClientKeys, ServerKeys
 from async_rl.queue.messages import Announcement
-from async_rl.weights.publisher import Publisher
-from async_rl.weights.receiver import Receiver
+from async_rl.weights.channel.publisher import Publisher
+from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.staging import Staging
 from benchmarks.weights_raw import BUCKET_BYTES, DEADLINE_S, Child
 

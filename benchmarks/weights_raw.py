@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_rl.weights.collective.library import Communicator, Endpoint, make_library
+from async_rl.weights.collective.libraries import make_library
+from async_rl.weights.collective.library import Communicator, Endpoint
 
 BUCKET_BYTES = 64 << 20
 DEADLINE_S = 300.0

@@ -27,9 +27,9 @@ import torch
 from async_rl.config.loading import parse_config
 from async_rl.queue.messages import Announcement
 from async_rl.records import Lease, Prompt, Sampling
-from async_rl.weights.engine_ranks import HeldByEngine
-from async_rl.weights.publisher import Publisher
-from async_rl.weights.receiver import Receiver
+from async_rl.weights.channel.engine_ranks import HeldByEngine
+from async_rl.weights.channel.publisher import Publisher
+from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.staging import Staging
 from benchmarks.weights_raw import BUCKET_BYTES, DEADLINE_S, BareGloo, MemoryCopy, goal
 

@@ -36,8 +36,8 @@ LIGHT = (
     "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",
     "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.adapter",
     "generator.vllm.shared_staging",
-    "weights.receiver", "weights.transport", "weights.tcp.server", "weights.tcp.delta",
-    "weights.collective.sender", "weights.engine_ranks",
+    "weights.channel.receiver", "weights.channel.transports", "weights.channel.engine_ranks", "weights.transport",
+    "weights.collective.sender", "weights.collective.libraries", "weights.tcp.server", "weights.tcp.delta",
 )  # fmt: skip
 """No ``HEAVY`` module is imported at their top, nor by what they import. Folders: all in it."""
 

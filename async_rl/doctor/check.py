@@ -154,7 +154,7 @@ def run_checks(
         report: gets what is checked, before the doctor waits for that check.
     """
     from async_rl.doctor import machine
-    from async_rl.weights.transport import collectives
+    from async_rl.weights.collective.libraries import collectives
 
     plain = {"config": config_data(config)}
     found: list[Finding] = []

@@ -432,12 +432,12 @@ def check_collective(host: str, backend: str) -> list[Finding]:
     """
     import torch
 
-    from async_rl.weights.collective.library import Communicator, Endpoint, make_library
-    from async_rl.weights.transport import TRANSPORTS
+    from async_rl.weights.collective.libraries import COLLECTIVES, make_library
+    from async_rl.weights.collective.library import Communicator, Endpoint
 
     name = f"{backend}, two ranks"
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    needs_cuda = TRANSPORTS[backend].needs_cuda
+    needs_cuda = COLLECTIVES[backend].needs_cuda
     size = 1 if needs_cuda and devices < 2 else 2
     buckets = [torch.full((1 << 20,), rank, dtype=torch.uint8) for rank in range(size)]
     failures: list[Exception] = []

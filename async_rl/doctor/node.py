@@ -37,10 +37,10 @@ from async_rl.process.cgroup import available_memory
 from async_rl.process.user_code import DIGESTS_FILE, read_digests
 from async_rl.queue.client.clients import GeneratorQueue
 from async_rl.queue.messages import DOCTOR, Announcement, GeneratorStats, Welcome
+from async_rl.weights.channel.receiver import Receiver
+from async_rl.weights.collective.libraries import collectives
 from async_rl.weights.control import parse_channel
-from async_rl.weights.receive_worker import ReceivedWeights
-from async_rl.weights.receiver import Receiver
-from async_rl.weights.transport import collectives
+from async_rl.weights.receive_buffers import ReceivedWeights
 
 _JOIN_S = 10.0
 _TRANSFER_SHARE = 0.5

@@ -27,7 +27,7 @@ from async_rl.config.generator import BackendCapabilities
 from async_rl.records import FinishReason, Lease
 from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask
-from async_rl.weights.engine_ranks import EngineRanks
+from async_rl.weights.channel.engine_ranks import EngineRanks
 
 UInt64Array = npt.NDArray[np.uint64]
 Float64Array = npt.NDArray[np.float64]

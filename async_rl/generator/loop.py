@@ -88,7 +88,7 @@ class Staged(Protocol):
 
 
 class WeightsReceiver(Protocol):
-    """The methods of ``weights.receiver.Receiver`` that the loop uses.
+    """The methods of ``weights.channel.receiver.Receiver`` that the loop uses.
 
     ``error`` says why no version can arrive at present; None if nothing is wrong.
     """

@@ -15,7 +15,7 @@ import numpy as np
 
 from async_rl.generator.backend import Backend
 from async_rl.queue.parity import Answer, Probe, ProbeSequence, compare, looks_masked, parity_limit
-from async_rl.weights.engine_ranks import HeldByEngine
+from async_rl.weights.channel.engine_ranks import HeldByEngine
 
 logger = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_writable
 from async_rl.run.reuse import check_run_dir, has_ended
 from async_rl.run.wandb_log import check_wandb
-from async_rl.weights.transport import TRANSPORTS
+from async_rl.weights.collective.libraries import COLLECTIVES
 
 logger = logging.getLogger(__name__)
 
@@ -422,8 +422,8 @@ def check_devices(config: Config, *roles: str) -> None:
     """
     named = {f"{role}.devices": getattr(config, role).devices for role in roles}
     named = {key: devices for key, devices in named.items() if devices is not None}
-    transport = TRANSPORTS.get(config.weights.transport)  # None for "auto"
-    needs_cuda = transport is not None and transport.needs_cuda
+    collective = COLLECTIVES.get(config.weights.transport)  # None for "auto" and "tcp"
+    needs_cuda = collective is not None and collective.needs_cuda
     if not named and not needs_cuda:
         return
     import torch

@@ -8,7 +8,8 @@ import time
 import torch
 
 from async_rl.errors import WeightsError
-from async_rl.weights.collective.library import Communicator, Endpoint, make_library
+from async_rl.weights.collective.libraries import make_library
+from async_rl.weights.collective.library import Communicator, Endpoint
 from async_rl.weights.staging import Staging
 from benchmarks.gpu_smoke.case import Machine
 

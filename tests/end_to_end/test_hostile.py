@@ -24,8 +24,8 @@ from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.rewards.code_remote import RemoteJudge, VerifierServer
 from async_rl.rewards.code_tests import parse_tests
+from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.control import parse_channel
-from async_rl.weights.receiver import Receiver
 from tests.forked import Forked
 from tests.hostile import Attacker
 from tests.queue.builders import make_config

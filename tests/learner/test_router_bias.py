@@ -14,7 +14,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_checkpoint
 from async_rl.learner.ranks import init_ranks
 from async_rl.weights.manifest import digest_bytes, manifest_fields, manifest_from_fields
-from async_rl.weights.receive_worker import tensor_views
+from async_rl.weights.receive_buffers import tensor_views
 from async_rl.weights.staging import Staging
 from tests.learner.moe import moe_model
 from tests.learner.tiny import tiny_config

@@ -18,8 +18,8 @@ from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.client.connection import Connection
 from async_rl.queue.messages import Announcement, Ping
 from async_rl.weights import control
-from async_rl.weights.publisher import Publisher
-from async_rl.weights.receiver import Receiver
+from async_rl.weights.channel.publisher import Publisher
+from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.scheduler import StartAction, SyncScheduler
 from async_rl.weights.staging import Staging
 from async_rl.weights.tcp.protocol import make_request

@@ -23,8 +23,8 @@ from async_rl.queue.client.connection import Connection
 from async_rl.queue.messages import Announcement, LeasesGranted, Ping
 from async_rl.queue.server.start import answering_run, ensure_queue
 from async_rl.run.queue_files import read_record
-from async_rl.weights.publisher import Publisher
-from async_rl.weights.receiver import Receiver
+from async_rl.weights.channel.publisher import Publisher
+from async_rl.weights.channel.receiver import Receiver
 from tests.queue.builders import make_config
 from tests.queue.conftest import DEADLINE_S, ROOT, attach, wait_until
 

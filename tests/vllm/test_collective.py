@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from async_rl.queue.messages import Announcement
-from async_rl.weights.engine_ranks import HeldByEngine
-from async_rl.weights.publisher import Publisher
-from async_rl.weights.receiver import Receiver
+from async_rl.weights.channel.engine_ranks import HeldByEngine
+from async_rl.weights.channel.publisher import Publisher
+from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.staging import Staging
 from tests.vllm.tiny import make_config, make_model, run_all, scores, submit, weights_of, write_files
 

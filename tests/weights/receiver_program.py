@@ -12,8 +12,8 @@ import signal
 from multiprocessing.connection import Connection
 
 from async_rl.queue.messages import Announcement
+from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.manifest import digest_bytes
-from async_rl.weights.receiver import Receiver
 
 fault = ""
 fault_on = ""

@@ -9,7 +9,8 @@ import torch
 from async_rl.errors import ConfigError, WeightsError
 from async_rl.weights.collective import nccl
 from async_rl.weights.collective.gloo import GlooLibrary
-from async_rl.weights.collective.library import SUBSTITUTE, Communicator, Endpoint, Library, make_library
+from async_rl.weights.collective.libraries import SUBSTITUTE, make_library
+from async_rl.weights.collective.library import Communicator, Endpoint, Library
 from async_rl.weights.collective.nccl import choose_interface
 
 LOOPBACK = Endpoint("127.0.0.1", "127.0.0.1", "127.0.0.1")

@@ -15,12 +15,12 @@ import zmq
 
 from async_rl.errors import WeightsError
 from async_rl.queue.messages import Announcement
-from async_rl.weights.collective.library import SUBSTITUTE
+from async_rl.weights.channel.publisher import Publisher
+from async_rl.weights.collective.libraries import SUBSTITUTE
 from async_rl.weights.collective.protocol import TO_LEARNER, Broadcast, Configure, Connect, Connected, Loaded
 from async_rl.weights.collective.receiver import CollectiveReceiver
 from async_rl.weights.control import StartCollective
-from async_rl.weights.publisher import Publisher
-from async_rl.weights.receive_worker import ReceiveBuffers
+from async_rl.weights.receive_buffers import ReceiveBuffers
 from async_rl.weights.server_process import ServerProcess
 from async_rl.weights.staging import StagedVersion, Staging
 from async_rl.weights.transport import ReceiveOrder

@@ -11,10 +11,10 @@ import torch
 
 from async_rl.errors import WeightsError
 from async_rl.queue.messages import Announcement
-from async_rl.weights.engine_ranks import EngineRanks, HeldByEngine, RankThread
-from async_rl.weights.publisher import Publisher
-from async_rl.weights.receive_worker import ReceiveBuffers, ReceivedWeights
-from async_rl.weights.receiver import Receiver
+from async_rl.weights.channel.engine_ranks import EngineRanks, HeldByEngine, RankThread
+from async_rl.weights.channel.publisher import Publisher
+from async_rl.weights.channel.receiver import Receiver
+from async_rl.weights.receive_buffers import ReceiveBuffers, ReceivedWeights
 from async_rl.weights.staging import StagedVersion, Staging
 from tests.weights.conftest import ReceiverProcess
 

@@ -18,8 +18,8 @@ from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.net.streams import MAX_UNAUTHENTICATED_OF_ADDRESS, read_exactly
 from async_rl.net.wire import encode
 from async_rl.weights import control
+from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.memory import SharedBuckets
-from async_rl.weights.receiver import Receiver
 from async_rl.weights.tcp.protocol import HEADER_BYTES, TOKEN_BYTES, EndSession, OpenSession, make_request
 from async_rl.weights.tcp.sender import StreamServerProcess
 from tests.fuzz import CHUNK, FEW, REPLAYED, byte_mutants, chunk_rng, long_chunks

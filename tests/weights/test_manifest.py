@@ -101,6 +101,7 @@ def test_a_dtype_that_does_not_travel_is_named():
 
 
 def test_manifest_control_and_scheduler_import_no_torch():
-    modules = "manifest, control, scheduler, receive_worker, transport, receiver"
-    code = f"from async_rl.weights import {modules}; import sys; sys.exit('torch' in sys.modules)"
+    modules = "manifest, control, scheduler, receive_buffers, transport, channel.receive_worker, channel.receiver"
+    imports = "; ".join(f"import async_rl.weights.{name}" for name in modules.split(", "))
+    code = f"{imports}; import sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import Manifest, digest_bytes
-from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers, ReceivedWeights
+from async_rl.weights.receive_buffers import ReceiveBuffer, ReceiveBuffers, ReceivedWeights
 from tests.examples import examples
 from tests.weights.layouts import plan_layout
 

@@ -9,8 +9,9 @@ from contextlib import closing
 import pytest
 
 from async_rl.queue.messages import Announcement
-from async_rl.weights import control, receiver
-from async_rl.weights.receiver import Receiver
+from async_rl.weights import control
+from async_rl.weights.channel import receiver
+from async_rl.weights.channel.receiver import Receiver
 
 DEADLINE_S = 30.0
 CHANNEL = "tcp://127.0.0.1:5556"

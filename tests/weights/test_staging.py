@@ -5,7 +5,7 @@ import torch
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import digest_bytes
-from async_rl.weights.receive_worker import tensor_views
+from async_rl.weights.receive_buffers import tensor_views
 from async_rl.weights.staging import Staging
 
 # 3 tensors of 100 float32: 400 bytes each, two to a bucket of 1000: bucket sizes 448 + 400 = 848, and 400.

@@ -19,9 +19,9 @@ from async_rl.errors import AddressError, WireError
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.net.streams import MAX_UNAUTHENTICATED_OF_ADDRESS, read_exactly, until
 from async_rl.queue.messages import Announcement
-from async_rl.weights.publisher import Publisher
-from async_rl.weights.receive_worker import ReceivedWeights
-from async_rl.weights.receiver import Receiver
+from async_rl.weights.channel.publisher import Publisher
+from async_rl.weights.channel.receiver import Receiver
+from async_rl.weights.receive_buffers import ReceivedWeights
 from async_rl.weights.staging import StagedVersion, Staging
 from async_rl.weights.tcp import receiver as tcp_receiver
 from async_rl.weights.tcp import server as server_module

@@ -16,9 +16,9 @@ import zmq
 from async_rl.errors import AddressError
 from async_rl.queue.messages import Announcement
 from async_rl.weights import server_process
+from async_rl.weights.channel.publisher import Publisher
 from async_rl.weights.control import CollectiveOffer, Join, PublisherSocket, parse_channel
 from async_rl.weights.manifest import digest_bytes
-from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import StagedVersion, Staging
 from tests.weights.conftest import ReceiverProcess
 

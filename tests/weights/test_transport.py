@@ -1,7 +1,8 @@
 import pytest
 
+from async_rl.weights.channel.transports import choose_transport, obstacle
+from async_rl.weights.collective.libraries import offers
 from async_rl.weights.control import CollectiveOffer
-from async_rl.weights.transport import choose_transport, obstacle, offers
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ from async_rl.rewards.registry import RewardSum, build_reward
 from async_rl.run.eval_records import Decode
 
 if TYPE_CHECKING:
-    from async_rl.weights.receiver import Receiver
+    from async_rl.weights.channel.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def build_worker(
 def _receiver(
     config: Config, backend: Backend, generator_id: str, keys: ClientKeys | None, *, insecure: bool
 ) -> Receiver:
-    from async_rl.weights.receiver import Receiver
+    from async_rl.weights.channel.receiver import Receiver
 
     return Receiver(
         generator_id,

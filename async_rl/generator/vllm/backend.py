@@ -44,7 +44,7 @@ from async_rl.generator.vllm.lora_versions import LoraVersions
 from async_rl.generator.vllm.shared_staging import SharedStaging
 from async_rl.queue.parity import ProbeSequence
 from async_rl.records import NO_VERSION, FinishReason, Lease
-from async_rl.weights.engine_ranks import EngineRanks, HeldByEngine
+from async_rl.weights.channel.engine_ranks import EngineRanks, HeldByEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

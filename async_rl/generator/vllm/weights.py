@@ -35,7 +35,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer  # py
 from async_rl.generator.vllm.checkpoint_names import CheckpointNames
 from async_rl.generator.vllm.plugin import DOUBLE_BUFFER
 from async_rl.generator.vllm.shared_staging import map_memory, tensors_in
-from async_rl.weights.engine_ranks import RankThread
+from async_rl.weights.channel.engine_ranks import RankThread
 from async_rl.weights.manifest import ALIGNMENT, digest_bytes
 from async_rl.weights.memory import pin, unpin
 
@@ -85,7 +85,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass
 class RanksInit(WeightTransferInitInfo):
-    """The paths of the pipes for collectives (see ``weights.engine_ranks``). Empty: the workers take part in none."""
+    """The paths of the pipes for collectives (``weights.channel.engine_ranks``). Empty: they take part in none."""
 
     order_paths: list[str]
     report_path: str

@@ -24,7 +24,7 @@ from async_rl.process.fault_points import fault_point
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Announcement
 from async_rl.records import Group
-from async_rl.weights.publisher import Publisher
+from async_rl.weights.channel.publisher import Publisher
 from async_rl.weights.staging import Staging
 
 NamedTensors = Iterator[tuple[str, Tensor]]

@@ -53,10 +53,10 @@ from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_r
 from async_rl.run.step_log import Row, StepLog, read_rows
 from async_rl.run.wandb_log import check_wandb
 from async_rl.weights.adapters import ADAPTER_BASE
+from async_rl.weights.channel.publisher import Publisher
+from async_rl.weights.channel.transports import choose_transport
 from async_rl.weights.collective import nccl
-from async_rl.weights.publisher import Publisher
 from async_rl.weights.staging import Staging
-from async_rl.weights.transport import choose_transport
 
 logger = logging.getLogger(__name__)
 

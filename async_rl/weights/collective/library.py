@@ -2,7 +2,7 @@
 
 A library's calls return at once, except where the protocol says otherwise. ``Communicator`` polls, and gives up at its
 deadlines. A call that never returns is beyond its reach. The process that made the call is killed then: the broadcaster
-by the learner (``sender``), a generator by its own control thread (``weights.receiver``).
+by the learner (``sender``), a generator by its own control thread (``weights.channel.receiver``).
 """
 
 from __future__ import annotations
@@ -17,11 +17,6 @@ import torch
 from torch import Tensor
 
 from async_rl.errors import WeightsError
-from async_rl.process.fault_points import substitute
-from async_rl.weights.transport import TRANSPORTS, CollectiveTransport, collectives
-
-SUBSTITUTE = "ASYNC_RL_COLLECTIVE_LIBRARY"
-"""A test's environment variable: ``MODULE:CLASS`` of a class that takes the place of every library."""
 
 HOST = torch.device("cpu")
 _POLL_S = 0.001
@@ -100,23 +95,6 @@ class Library(Protocol):
     def abort(self) -> None:
         """Close all connections, so that ranks that wait for this rank fail at once. Never raises."""
         ...
-
-
-def make_library(transport: str, endpoint: Endpoint) -> Library:
-    """Return a new library object of the collective ``transport``, not connected yet.
-
-    Raises:
-        WeightsError: the library is not installed, or ``transport`` is not a collective.
-    """
-    if (replacement := substitute(SUBSTITUTE)) is not None:
-        return replacement(endpoint)
-    row = TRANSPORTS.get(transport)
-    if not isinstance(row, CollectiveTransport):
-        raise WeightsError(
-            f"expected a collective, one of {collectives(has_cuda=True)}, got {transport!r}; this is a bug in "
-            f"async-rl, please report it"
-        )
-    return row.make_library(endpoint)
 
 
 class Communicator:

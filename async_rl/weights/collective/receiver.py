@@ -10,10 +10,11 @@ from torch import Tensor
 
 from async_rl.errors import CorruptWeightsError, WeightsError
 from async_rl.process.fault_points import fault_point
-from async_rl.weights.collective.library import Communicator, Endpoint, make_library
+from async_rl.weights.collective.libraries import make_library
+from async_rl.weights.collective.library import Communicator, Endpoint
 from async_rl.weights.control import StartCollective
 from async_rl.weights.manifest import Manifest
-from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers
+from async_rl.weights.receive_buffers import ReceiveBuffer, ReceiveBuffers
 from async_rl.weights.transport import ReceiveOrder, ReceiveResult
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from async_rl.errors import AsyncRLError, WeightsError
 from async_rl.terminal import log_visibly
-from async_rl.weights.collective.library import Communicator, Endpoint, Library, make_library
+from async_rl.weights.collective.libraries import make_library
+from async_rl.weights.collective.library import Communicator, Endpoint, Library
 from async_rl.weights.collective.protocol import (
     TO_BROADCASTER,
     Broadcast,

@@ -4,5 +4,5 @@ What goes in is the learner's staging memory, which holds the version in buckets
 verified, at each generator. ``server`` is a separate process that serves the bytes. ``sender`` is the learner's side,
 which starts and instructs that process. ``receiver`` is the generator's side. ``protocol`` has the messages that the
 server exchanges with both sides. ``delta`` computes the difference between two versions. The publisher and the
-generator's receive worker use all this through ``weights.transport``.
+generator's receive worker use all this through ``weights.channel``.
 """

@@ -24,7 +24,7 @@ from async_rl.net.wire import SAME_VERSION
 from async_rl.process.fault_points import fault_point
 from async_rl.weights.control import Pull
 from async_rl.weights.manifest import digest_bytes
-from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers
+from async_rl.weights.receive_buffers import ReceiveBuffer, ReceiveBuffers
 from async_rl.weights.tcp.delta import Runs, apply_delta, element_runs
 from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, TAG_BYTES, RecordCipher, Request, make_request
 from async_rl.weights.transport import ReceiveOrder, ReceiveResult

@@ -26,7 +26,7 @@ from async_rl.net.streams import pack_frame, read_frame, take_frame
 from async_rl.net.wire import Limits, decode, encode
 from async_rl.weights.control import StartCollective, seconds_until
 from async_rl.weights.manifest import Manifest, TensorSpec, manifest_fields, manifest_from_fields
-from async_rl.weights.receive_worker import ReceiveBuffer, ReceiveBuffers
+from async_rl.weights.receive_buffers import ReceiveBuffer, ReceiveBuffers
 from async_rl.weights.transport import ReceiveOrder, ReceiveResult
 
 if TYPE_CHECKING:

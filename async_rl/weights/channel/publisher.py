@@ -22,23 +22,20 @@ from async_rl.errors import AddressError, WeightsError
 from async_rl.net.address import is_loopback, is_wildcard, refuse_open_collectives, refuse_open_stream
 from async_rl.net.keys import ServerKeys
 from async_rl.weights import control
+from async_rl.weights.channel.transfer_manager import TransferManager
+from async_rl.weights.channel.transports import PULL, collective_sender, obstacle, pull_sender
+from async_rl.weights.collective.libraries import COLLECTIVES, TransportName
 from async_rl.weights.control import MemberSocket, Wake
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.scheduler import MAX_FAILURES, PULLED_VERSIONS, SyncScheduler
 from async_rl.weights.staging import StagedVersion
-from async_rl.weights.transfer_manager import TransferManager
 from async_rl.weights.transport import (
-    PULL,
-    TRANSPORTS,
     BroadcastSender,
     CollectiveSettings,
-    CollectiveTransport,
     Delivery,
     PullSender,
     PullSettings,
-    TransportName,
     TransportSender,
-    obstacle,
 )
 
 logger = logging.getLogger(__name__)
@@ -171,16 +168,15 @@ class Publisher:
                 f"expected an address that generators can connect to, got all interfaces ({bind_host!r}); pass "
                 f"advertise_host, an address of this machine"
             )
-        self._transport = TRANSPORTS[transport]
-        if self._transport.needs_trust:
+        self._collective = None if transport == PULL else COLLECTIVES[transport]
+        if self._collective is not None:
             refuse_open_collectives(bind_host, is_trusted=insecure)
         else:
             refuse_open_stream(bind_host, has_keys=keys is not None, is_trusted=insecure)
-        row = self._transport
-        max_ranks = row.max_ranks if isinstance(row, CollectiveTransport) else None
-        self._scheduler = _scheduler(deadline_s, max_ranks)
+        row = self._collective
+        self._scheduler = _scheduler(deadline_s, None if row is None else row.max_ranks)
         self._published: deque[StagedVersion] = deque()
-        self._own_offer = row.offer(device) if isinstance(row, CollectiveTransport) else None
+        self._own_offer = None if row is None else row.offer(device)
         self._counts: Counter[str] = Counter()
         self._transfer_s = 0.0
         self._last = _LastTransfer()
@@ -213,7 +209,7 @@ class Publisher:
 
     def _pull_sender(self, settings: PullSettings) -> PullSender:
         try:
-            return PULL.make_sender(settings)
+            return pull_sender(settings)
         except AddressError:  # of the two ports, only that of the control socket is free
             self._socket.close()
             self._context.term()
@@ -222,8 +218,8 @@ class Publisher:
     def _collective_sender(
         self, listen_host: str, local_host: str, deadline_s: float, chunk_bytes: int, device: str | None
     ) -> BroadcastSender | None:
-        row = self._transport
-        if not isinstance(row, CollectiveTransport):
+        row = self._collective
+        if row is None:
             return None
         settings = CollectiveSettings(
             transport=row.name,
@@ -235,12 +231,12 @@ class Publisher:
             poller=self._poller,
             on_sent=self._handle_sent,
         )
-        return row.make_sender(settings)
+        return collective_sender(settings)
 
     @property
     def are_all_pulled(self) -> bool:
         """Whether members pull every version (transport ``tcp``), so that each receives it at its own pace."""
-        return self._transport is PULL
+        return self._collective is None
 
     @property
     def address(self) -> str:
@@ -381,7 +377,7 @@ class Publisher:
             why = obstacle(own, join.collectives, {device for member in others for device in member.devices})
             devices = [device for offer in join.collectives if offer.name == own.name for device in offer.devices]
         if why:
-            logger.info("generator %s gets weights by %s: %s", join.generator_id, PULL.name, why)
+            logger.info("generator %s gets weights by %s: %s", join.generator_id, PULL, why)
         can_collect = own is not None and not why
         self._scheduler.join(
             member_id,

@@ -24,11 +24,13 @@ from async_rl.net.address import check_address, is_loopback, local_host_towards,
 from async_rl.net.keys import ClientKeys
 from async_rl.queue.messages import Announcement
 from async_rl.weights import control
+from async_rl.weights.channel.engine_ranks import EngineRanks
+from async_rl.weights.channel.receive_worker import ReceiverStats, ReceiveWorker, Reply
+from async_rl.weights.collective.libraries import offers
 from async_rl.weights.control import PublisherSocket, Wake
-from async_rl.weights.engine_ranks import EngineRanks
 from async_rl.weights.manifest import Manifest, manifest_from_fields
-from async_rl.weights.receive_worker import ReceiveBuffers, ReceivedWeights, ReceiverStats, ReceiveWorker, Reply
-from async_rl.weights.transport import ReceiveOrder, offers
+from async_rl.weights.receive_buffers import ReceiveBuffers, ReceivedWeights
+from async_rl.weights.transport import ReceiveOrder
 
 __all__ = ["Receiver", "ReceiverStats"]
 

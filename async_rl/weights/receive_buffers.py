@@ -1,40 +1,23 @@
-"""The generator's transfer thread, and the host memory into which it receives versions of the weights.
+"""The generator's host memory, into which versions of the weights are received.
 
-``ReceiveWorker`` is the thread. It receives one version at a time. The receiver's control thread submits orders. Every
-order ends with one call of its ``reply``, whose argument is the message for the publisher.
-
-``ReceiveBuffers`` is the memory. It holds up to three versions: one in use, one verified and waiting, one being
-received. The main thread and the transfer thread both call it, and a lock guards its state. Only the transfer thread
-writes to buffers. A buffer that ``newest`` returned, or that is in use, is never written to. Buffers are allocated when
-first needed: usually two, and a third if versions come faster than they are activated. torch is imported with the
-first buffer.
+``ReceiveBuffers`` holds up to three versions: one in use, one verified and waiting, one being received. The main thread
+and the transfer thread both call it, and a lock guards its state. Only the transfer thread writes to buffers. A buffer
+that ``newest`` returned, or that is in use, is never written to. Buffers are allocated when first needed: usually two,
+and a third if versions come faster than they are activated. torch is imported with the first buffer.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from async_rl.errors import CorruptWeightsError, WeightsError
-from async_rl.net.wire import SAME_VERSION
-from async_rl.weights import control
+from async_rl.errors import WeightsError
 from async_rl.weights.manifest import ALIGNMENT, Manifest, TensorSpec
-from async_rl.weights.transport import TRANSPORTS, CollectiveTransport, ReceiveOrder, TransportReceiver
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from async_rl.weights.engine_ranks import EngineRanks
-
-Reply = Callable[[control.MemberMessage], None]
-
-_CLOSE_LIMIT_S = 10.0
-_ACTIVATE_S = 5.0
-"""How long a collective's other ranks may be kept waiting for the engine to activate the version before."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -267,193 +250,3 @@ def tensor_views(manifest: Manifest, buckets: Sequence[Tensor]) -> dict[str, Ten
         raw = buckets[spec.bucket][spec.offset : spec.offset + spec.size_bytes]
         views[spec.name] = raw.view(getattr(torch, spec.dtype)).view(spec.shape)
     return views
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverStats:
-    """Counters of a generator's receiver. All are sums since its start.
-
-    Attributes:
-        received: versions that were received.
-        failed: transfers that failed, including the corrupt ones.
-        corrupt: transfers that failed because the bytes did not match their digests.
-        corrupt_buckets: buckets that were received again within a transfer, because they did not match their digests.
-        receive_s: seconds spent in successful transfers.
-        received_bytes: size of the received versions.
-        wire_bytes: bytes that were transferred for them. Smaller than ``received_bytes`` if deltas were used.
-    """
-
-    received: int = 0
-    failed: int = 0
-    corrupt: int = 0
-    corrupt_buckets: int = 0
-    receive_s: float = 0.0
-    received_bytes: int = 0
-    wire_bytes: int = 0
-
-
-class JobThread:
-    """A daemon thread that runs functions one after the other. They must handle their own errors: one that raises ends
-    it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Add a function to those that the thread will run."""
-        self._jobs.put(job)
-
-    def close(self, last: Callable[[], None], timeout_s: float) -> None:
-        """Run the functions that were submitted, then ``last``, and end the thread. Wait at most ``timeout_s`` for
-        that.
-        """
-        self._jobs.put(last)
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
-
-class ReceiveWorker:
-    """The generator's transfer thread. It receives versions of the weights into ``buffers``, one after the other.
-
-    Args:
-        buffers: the memory for versions.
-        on_received: called in the transfer thread for every version that is complete.
-        device: this generator's CUDA device. None if there is no CUDA device.
-        engine: receives collectives in the engine's workers. None: they are received here.
-    """
-
-    def __init__(
-        self,
-        buffers: ReceiveBuffers,
-        on_received: Callable[[], None],
-        device: str | None,
-        engine: EngineRanks | None = None,
-    ) -> None:
-        self._buffers = buffers
-        self._on_received = on_received
-        self._device = device
-        self._engine = engine
-        self._receivers: dict[str, TransportReceiver[ReceiveOrder]] = {}
-        self._jobs = JobThread("weights-transfer")
-        self._due = float("inf")
-        self.pulled_bytes = 0
-        self.stats = ReceiverStats()
-        self.error: str | None = None
-
-    def count_pulled(self, num_bytes: int) -> None:
-        """Count bytes that have arrived. Only the transfer thread calls this."""
-        self.pulled_bytes += num_bytes
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether a call of a collective's library does not return. Only the end of the process ends such a call."""
-        return time.monotonic() > self._due
-
-    def prepare(self, manifest: Manifest, attempt: int, reply: Reply) -> None:
-        """Order the transfer thread to allocate memory for the weights of ``manifest``, before a collective sends them.
-
-        Return at once. The thread then calls ``reply`` with ``Ready``, or with ``Failed`` if it can't allocate them.
-        """
-        self._jobs.submit(lambda: self._prepare(manifest, attempt, reply))
-
-    def receive(self, order: ReceiveOrder[control.StartCollective | control.Pull], reply: Reply) -> None:
-        """Let the transfer thread receive the version of ``order``. ``reply`` gets ``Ack`` or ``Failed``."""
-        self._jobs.submit(lambda: self._receive(order, reply))
-
-    def disconnect(self) -> None:
-        """Let the transfer thread close all its connections, because this generator is no longer a member.
-
-        The existing communicator must not be used again: a restarted learner may use the same epoch number for another
-        one.
-        """
-        self._jobs.submit(self._disconnect)
-
-    def close(self, timeout_s: float) -> None:
-        """Finish the orders that were submitted, close all connections and end the thread. Wait at most ``timeout_s``
-        for that.
-        """
-        self._jobs.close(self._disconnect, timeout_s)
-
-    # The transfer thread. Jobs report their result and raise nothing.
-
-    def _prepare(self, manifest: Manifest, attempt: int, reply: Reply) -> None:
-        try:
-            if self._engine is None:
-                self._buffers.reserve(manifest)
-            else:
-                self._engine.reserve(manifest)
-        except (RuntimeError, WeightsError) as error:
-            reason = f"can't allocate {manifest.size_bytes} bytes of memory for the weights: {error}"
-            self._fail(manifest, attempt, reason, reply)
-            return
-        reply(control.Ready(attempt))
-
-    def _receive(self, order: ReceiveOrder, reply: Reply) -> None:
-        if isinstance(order.message, control.StartCollective):
-            # The library's own deadlines end it before. Pulls end by the timeouts of their sockets.
-            self._due = order.deadline + 2 * order.message.stall_s
-        self._take(order, reply)
-        self._due = float("inf")
-
-    def _take(self, order: ReceiveOrder, reply: Reply) -> None:
-        message, manifest = order.message, order.manifest
-        start = time.monotonic()
-        try:
-            receiver = self._receiver(message.transport)
-            is_here = receiver is not self._engine
-            buffer = self._buffers.reserve(manifest) if is_here else self._buffers.reserve_engine(_ACTIVATE_S)
-            result = receiver.receive(order, buffer, self._buffers)
-        except Exception as error:
-            # After any error the publisher must know, and a communicator can't be used again.
-            self._buffers.abandon_engine()
-            is_corrupt = isinstance(error, CorruptWeightsError)
-            if not is_corrupt and message.transport in self._receivers:
-                self._receivers[message.transport].close()
-            self._fail(manifest, message.attempt, str(error) or repr(error), reply, is_corrupt=is_corrupt)
-            return
-        elapsed_s = time.monotonic() - start
-        received = self._buffers.commit(buffer, manifest, elapsed_s)
-        ack = control.Ack(
-            message.attempt, received.version, received.digest, result.wire_bytes, result.num_corrupt, result.verify_s
-        )
-        reply(ack)
-        self.error = None
-        before = self.stats
-        self.stats = replace(
-            before,
-            received=before.received + 1,
-            corrupt_buckets=before.corrupt_buckets + result.num_corrupt,
-            receive_s=before.receive_s + elapsed_s,
-            received_bytes=before.received_bytes + manifest.size_bytes,
-            wire_bytes=before.wire_bytes + result.wire_bytes,
-        )
-        self._on_received()
-
-    def _receiver(self, transport: str) -> TransportReceiver[ReceiveOrder]:
-        if transport not in TRANSPORTS:
-            raise WeightsError(
-                f"expected a transport of {list(TRANSPORTS)} from the learner, got {transport!r}; {SAME_VERSION}"
-            )
-        if transport not in self._receivers:
-            row = TRANSPORTS[transport]
-            in_engine = self._engine if isinstance(row, CollectiveTransport) else None
-            self._receivers[transport] = in_engine or row.make_receiver(self._device)
-        return self._receivers[transport]
-
-    def _fail(self, manifest: Manifest, attempt: int, reason: str, reply: Reply, *, is_corrupt: bool = False) -> None:
-        self.stats = replace(self.stats, failed=self.stats.failed + 1, corrupt=self.stats.corrupt + is_corrupt)
-        self.error = f"version {manifest.version} was not received: {reason}"
-        reply(control.Failed(attempt, reason, is_corrupt))
-
-    def _disconnect(self) -> None:
-        self._due = time.monotonic() + _CLOSE_LIMIT_S
-        for receiver in self._receivers.values():
-            receiver.close()
-        self._due = float("inf")
