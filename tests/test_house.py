@@ -1,31 +1,23 @@
 """The house rules: imports run downward, light modules stay light, the package list is the tree."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "async_rl"
 
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "output", "terminal", "__init__"),
-    ("attention_limits", "sampling_mask", "routes", "records"),
-    ("config", "net", "process", "sandbox"),
-    ("run", "rewards", "environments", "data", "scoring"),
-    ("queue",),
-    ("weights",),
-    ("generator", "learner", "scorer"),
-    ("colocated",),
-    ("comparison", "evaluation", "doctor", "launch"),
-    ("cli",),
-    ("__main__",),
-)
-"""Lowest first. A name stands for a module, or for a folder with all in it. A module imports from its own layer or
-below; ``generator`` and ``learner`` never import each other."""
+ONE_ROOM = ("learner",)
+"""EXCEPTION, to be removed: folders that count as one room with all their subfolders."""
 SEPARATE = {("generator", "learner"), ("learner", "generator")}
+"""Neither imports the other, although the order would allow one of both."""
 
 HEAVY = ("torch", "transformers")
 LIGHT = (
@@ -54,46 +46,120 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
-def imported(tree: ast.AST, name: str) -> Iterator[str]:
-    """Modules of this package that ``tree`` imports, anywhere in it, without the package's name."""
-    for node in ast.walk(tree):
+def imported(tree: ast.AST, name: str, *, runs: bool = True) -> Iterator[tuple[str, bool]]:
+    """Modules of this package that ``tree`` names, anywhere in it, and whether it imports them when it runs.
+
+    It does not run imports for type checking. Nor does it run those of a text that is a module's name, for a child
+    process or ``importlib``.
+    """
+    for node in ast.iter_child_nodes(tree):
+        is_text = isinstance(node, ast.Constant) and re.fullmatch(r"async_rl(\.\w+)+", str(node.value))
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}, line {node.lineno}: expected absolute imports"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and is_text:
+            names = [str(node.value)]
         else:
+            is_guard = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+            yield from imported(node, name, runs=runs and not is_guard)
             continue
         for full in names:
             if full == "async_rl" or full.startswith("async_rl."):
-                yield full.removeprefix("async_rl").removeprefix(".")
+                yield module_of(full.removeprefix("async_rl").removeprefix(".")), runs and not is_text
 
 
-def layer(name: str) -> int:
-    top = name.partition(".")[0] or "__init__"
-    for number, names in enumerate(LAYERS):
-        if top in names:
-            return number
-    raise AssertionError(f"async_rl.{name} has no layer: give it one in LAYERS")
-
-
-def is_submodule_or_name(target: str) -> str:
+def module_of(target: str) -> str:
     """The module behind an import: ``rewards.code.Judge`` is ``rewards.code``, ``__version__`` the package itself."""
     while target and target not in MODULES:
         target = target.rpartition(".")[0]
-    return target
+    return target or "__init__"
+
+
+Imports = Mapping[str, Iterable[tuple[str, bool]]]
+IMPORTS: Imports = {
+    name: sorted(set(imported(ast.parse(path.read_text(encoding="utf-8")), name))) for name, path in MODULES.items()
+}
+
+
+def room(name: str) -> str:
+    """The room of a module: its folder, which is ``weights.tcp`` for ``weights.tcp.delta``; at the top, itself."""
+    if (top := name.partition(".")[0]) in ONE_ROOM:
+        return top
+    return name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0] or name
+
+
+def order() -> list[str]:
+    """The rooms, lowest first, as CONTRIBUTING.md lists them: highest first, also inside a row."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.partition("## Source tree")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\|([^|]*`[^|]*)\|", section, re.MULTILINE)
+    listed = [name for cell in cells for name in re.findall(r"`([\w/]+?)(?:/|\.py)`", cell)]
+    return [name.replace("/", ".") for name in reversed(listed)]
+
+
+ORDER = order()
+
+
+def upward(imports: Imports) -> list[str]:
+    """What ``imports`` breaks of the order. Imports for type checking and modules' names in texts count, too."""
+    wrong: list[str] = []
+    for name, targets in imports.items():
+        for target, _ in targets:
+            if ORDER.index(room(target)) > ORDER.index(room(name)):
+                wrong.append(f"async_rl.{name} imports upward: async_rl.{target}")
+            if (name.partition(".")[0], target.partition(".")[0]) in SEPARATE:
+                wrong.append(f"async_rl.{name} imports async_rl.{target}, and they are to be separate")
+    return wrong
+
+
+def circle(imports: Imports) -> list[str]:
+    """Modules that import each other in a circle, also inside functions, the first one again at the end; [] if none."""
+    needs = {name: {target for target, runs in targets if runs and target != name} for name, targets in imports.items()}
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_the_table_of_contributing_lists_every_room_once():
+    rooms = {room(name) for name in MODULES}
+    assert set(ORDER) ^ rooms == set(), "correct the table in CONTRIBUTING.md"
+    assert len(ORDER) == len(rooms)
+
+
+def test_the_readme_lists_the_folders_in_the_same_order():
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = page.partition("\nasync_rl/\n")[2].partition("```")[0].splitlines()
+    listed = [name for line in lines for name in re.findall(r"(\w+)(?:/|\.py)", line.strip().partition("  ")[0])]
+    assert listed and listed == [name for name in reversed(ORDER) if name in listed]
 
 
 def test_imports_run_downward_only():
-    wrong: list[str] = []
-    for name in sorted(MODULES):
-        tree, top = ast.parse(MODULES[name].read_text(encoding="utf-8")), name.partition(".")[0]
-        for target in map(is_submodule_or_name, imported(tree, name)):
-            if layer(target) > layer(name):
-                wrong.append(f"async_rl.{name} imports upward: async_rl.{target}")
-            if (top, target.partition(".")[0]) in SEPARATE:
-                wrong.append(f"async_rl.{name} imports async_rl.{target}, and they are to be separate")
+    wrong = upward(IMPORTS)
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    found = circle(IMPORTS)
+    assert not found, " imports ".join(f"async_rl.{name}" for name in reversed(found))
+
+
+@pytest.mark.parametrize(("below", "above"), [("learner", "scorer"), ("launch", "doctor")])
+def test_a_planted_circle_is_refused_with_both_ends(below, above):
+    # `above` imports `below`; the module that it imports gets the import back, inside a function.
+    upper, lower = next(
+        (name, target)
+        for name, targets in IMPORTS.items()
+        for target, runs in targets
+        if room(name) == above and room(target) == below and runs
+    )
+    back = imported(ast.parse(f"def later():\n    from async_rl.{upper} import anything\n"), lower)
+    planted = {**IMPORTS, lower: [*IMPORTS[lower], *back]}
+    assert f"async_rl.{lower} imports upward: async_rl.{upper}" in upward(planted)
+    assert {upper, lower} <= set(circle(planted))
 
 
 def test_light_modules_import_no_torch():
