@@ -2,5 +2,5 @@
 
 ``generator`` and ``learner`` don't import each other, so what joins them is here, above both: ``LearnerSampler``
 implements ``learner.sampling.RankSampler`` with ``generator.loop.Worker``, and ``SharedDevice`` divides a rank's device
-between them. The command ``async-rl learner`` passes ``LearnerSampler`` to ``learner.start.run_learner``.
+between them. The command ``async-rl learner`` passes ``LearnerSampler`` to ``learner.loop.start.run_learner``.
 """

@@ -1,67 +1,120 @@
-"""The sequences of one optimizer step, as the loop gives them to an engine: plain numpy arrays. T = tokens."""
+"""The sequences of one optimizer step, as the loop gives them to an engine, and the table of their tokens' columns.
 
+A *column* has one value for each token, such as the advantage. ``TokenColumns`` declares every column once. Sequences,
+micro-batches, batches on the device and the losses' inputs inherit it, and packing, division over ranks and the copy to
+the device read the table (``COLUMNS``): a new column is one line here and its use. T = tokens of a sequence, N =
+trained tokens of a micro-batch, K = a number of tokens of the vocabulary.
+"""
+
+# ruff: noqa: RUF009 (``_optional`` returns a field)
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask
 
-
-def _no_logprobs() -> np.ndarray:
-    return np.zeros(0, dtype=np.float32)
-
-
-def _no_ids() -> np.ndarray:
-    return np.zeros(0, dtype=np.int32)
+A = TypeVar("A")
+B = TypeVar("B")
 
 
-def _no_verdicts() -> np.ndarray:
-    return np.zeros(0, dtype=np.uint8)
+class Column(NamedTuple):
+    """How a column is stored.
+
+    Attributes:
+        dtype: on the host, and on the device unless ``is_index``.
+        is_optional: whether all sequences of a step may lack it: then it is [0].
+        is_wide: whether it has K values for each token: [T, K].
+        is_index: whether torch indexes with its values: then they are int64 on the device.
+    """
+
+    dtype: type[np.generic]
+    is_optional: bool = False
+    is_wide: bool = False
+    is_index: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TrainSequence:
+def _how(dtype: type[np.generic], **how: bool) -> dict[str, Column]:
+    return {"column": Column(dtype, **how)}
+
+
+def _optional(dtype: type[np.generic], **how: bool) -> Any:
+    return field(default_factory=partial(np.zeros, 0, dtype), metadata=_how(dtype, is_optional=True, **how))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TokenColumns(Generic[A]):
+    """The columns, as arrays of type A: [T] in a sequence, [N] elsewhere. An optional one is [0] if nothing needs it.
+
+    Attributes:
+        behavior_logprobs: nats, at sampling time and temperature.
+        versions: the version that sampled the token.
+        advantages: reward units, finite.
+        reference_logprobs: nats, of the frozen reference model.
+        proximal_logprobs: nats, of the policy that the step began with. [0] also where that is the trained one: at the
+            first update on a batch, where both have the same weights.
+        verdicts: a ``losses.rules.Verdict``, if something judges tokens by the whole step.
+        teacher_logprobs: nats, of the teacher.
+        teacher_top_ids: the teacher's likeliest tokens, and teacher_top_logprobs: their log-probabilities, nats.
+        value_targets: what the critic learns, and old_values: its values before the batch's first update; reward units.
+        slopes: the derivative of a loss over whole sequences by the token's value (``losses.slopes``).
+    """
+
+    behavior_logprobs: A = field(metadata=_how(np.float32))
+    versions: A = field(metadata=_how(np.int32))
+    advantages: A = field(metadata=_how(np.float32))
+    reference_logprobs: A = _optional(np.float32)
+    proximal_logprobs: A = _optional(np.float32)
+    verdicts: A = _optional(np.uint8)
+    teacher_logprobs: A = _optional(np.float32)
+    teacher_top_ids: A = _optional(np.int32, is_wide=True, is_index=True)
+    teacher_top_logprobs: A = _optional(np.float32, is_wide=True)
+    value_targets: A = _optional(np.float32)
+    old_values: A = _optional(np.float32)
+    slopes: A = _optional(np.float32)
+
+    def columns(self, change: Callable[[A], B]) -> dict[str, Any]:
+        """Return every column by name: those with values changed, and the others as they are."""
+        values = {name: getattr(self, name) for name in COLUMNS}
+        return {name: change(value) if len(value) else value for name, value in values.items()}
+
+
+COLUMNS: Mapping[str, Column] = MappingProxyType({f.name: f.metadata["column"] for f in fields(TokenColumns)})
+"""The table of columns, by name."""
+
+
+def no_optional_columns() -> dict[str, np.ndarray]:
+    """Return every optional column without values, by name."""
+    return {name: np.zeros(0, column.dtype) for name, column in COLUMNS.items() if column.is_optional}
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TrainSequence(TokenColumns[np.ndarray]):
     """One sequence to train on.
 
     Attributes:
         sequence_id: number of the sequence, unique in the step.
         token_ids: int32 [T].
         loss_mask: bool [T], True on tokens that are trained on. The first token never is.
-        behavior_logprobs: float32 [T], nats.
-        versions: int32 [T], the version that sampled each token.
-        advantages: float32 [T], reward units.
         temperature: the sampling temperature.
-        reference_logprobs: float32 [T], nats, of the frozen reference model. [0] if the loss needs none.
-        proximal_logprobs: float32 [T], nats, of the policy that the step began with. [0] if the loss needs none.
         sampling_mask: for each token under the loss mask, the tokens that top-p and top-k left. None if they left all.
-        verdicts: uint8 [T], a ``losses.rules.Verdict`` on each token. [0] if nothing judges tokens by the whole step.
         routes: [P, L, K], the experts to compute the first P tokens with (``async_rl.routes``): at least those before
             the last token under the loss mask. None if the model's routers choose.
-        teacher_logprobs: float32 [T], nats, of the teacher. [0] without a teacher.
-        top_ids: int32 [T, K], the teacher's likeliest tokens, and top_logprobs: float32 [T, K], their log-probabilities
-            in nats. [0] if the loss needs none.
     """
 
     sequence_id: int
     token_ids: np.ndarray
     loss_mask: np.ndarray
-    behavior_logprobs: np.ndarray
-    versions: np.ndarray
-    advantages: np.ndarray
     temperature: float
-    reference_logprobs: np.ndarray = field(default_factory=_no_logprobs)
-    proximal_logprobs: np.ndarray = field(default_factory=_no_logprobs)
     sampling_mask: SamplingMask | None = None
-    verdicts: np.ndarray = field(default_factory=_no_verdicts)
     routes: RouteArray | None = None
-    teacher_logprobs: np.ndarray = field(default_factory=_no_logprobs)
-    top_ids: np.ndarray = field(default_factory=_no_ids)
-    top_logprobs: np.ndarray = field(default_factory=_no_logprobs)
 
     @property
     def after_update(self) -> np.ndarray:

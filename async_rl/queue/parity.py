@@ -3,7 +3,7 @@
 While the learner has a version of the weights, it scores a few given tokens. It sends these tokens and its
 log-probabilities, as a ``Probe``, with the announcement of the version. Each generator scores the same tokens once it
 has activated that version, and sends its ``Answer`` through the queue. So no side waits, and both score with the same
-version. ``learner.parity`` and ``generator.parity`` implement the two sides. The doctor compares both sides in one
+version. ``learner.loop.parity`` and ``generator.parity`` implement the two sides. The doctor compares both sides in one
 process. No torch.
 """
 

@@ -164,8 +164,14 @@ def train_sequences(groups: Sequence[Sequence[Rollout]], temperature: float) -> 
             spread = np.full(len(s.token_ids), advantage, np.float32)
             found.append(
                 TrainSequence(
-                    len(found), s.token_ids, s.loss_mask, s.behavior_logprobs, s.versions, spread, temperature
-                )
+                    sequence_id=len(found),
+                    token_ids=s.token_ids,
+                    loss_mask=s.loss_mask,
+                    temperature=temperature,
+                    behavior_logprobs=s.behavior_logprobs,
+                    versions=s.versions,
+                    advantages=spread,
+                )  # fmt: skip
             )
     return found
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.learner.checkpoints.files import TrainerState
+from async_rl.learner.checkpoints.files import BoundState, TrainerState
 from async_rl.learner.interface import UpdateStats
-from async_rl.learner.loop.staleness import BoundState
 from async_rl.learner.losses.diagnostics import COLUMNS
 from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.core import persistence

@@ -283,18 +283,18 @@ def test_a_teachers_scores_lie_along_the_tokens_that_were_sampled():
     distill = DistillConfig(teacher="t", form="loss", top_k=2)
     (sequence,) = prepare(taken(taught([0, 0])), distill=distill).sequences
     assert sequence.teacher_logprobs.tolist() == [0, 0, -0.5, 2.5]
-    assert sequence.top_logprobs.tolist() == [[0, 0], [0, 0], [0.5, 1.5], [3.5, 4.5]]
-    assert sequence.top_ids.tolist() == [[0, 0], [0, 0], [7, 7], [7, 7]]
+    assert sequence.teacher_top_logprobs.tolist() == [[0, 0], [0, 0], [0.5, 1.5], [3.5, 4.5]]
+    assert sequence.teacher_top_ids.tolist() == [[0, 0], [0, 0], [7, 7], [7, 7]]
     # In a micro-batch they are those of the trained tokens, one after the other.
     (((micro_batch,),)) = pack([sequence], max_tokens=9, num_ranks=1)
     assert micro_batch.teacher_logprobs.tolist() == [-0.5, 2.5]
-    assert micro_batch.top_logprobs.tolist() == [0.5, 1.5, 3.5, 4.5]
+    assert micro_batch.teacher_top_logprobs.tolist() == [[0.5, 1.5], [3.5, 4.5]]
     # Without a teacher they are left out, and with one a stale token's are not trained.
     (sequence,) = prepare(taken(taught([0, 0]))).sequences
-    assert (len(sequence.teacher_logprobs), len(sequence.top_ids)) == (0, 0)
+    assert (len(sequence.teacher_logprobs), len(sequence.teacher_top_ids)) == (0, 0)
     (sequence,) = prepare(taken(taught([0, 1])), distill=distill, oldest_version=1).sequences
     (((micro_batch,),)) = pack([sequence], max_tokens=9, num_ranks=1)
-    assert micro_batch.top_logprobs.tolist() == [3.5, 4.5]
+    assert micro_batch.teacher_top_logprobs.tolist() == [[3.5, 4.5]]
 
 
 @pytest.mark.parametrize(

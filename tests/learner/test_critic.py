@@ -77,7 +77,7 @@ def test_an_update_of_the_critic_is_that_of_plain_torch_and_leaves_the_policy_al
         mask = sequence.loss_mask
         of_model = plain_values(model, sequence)
         np.testing.assert_allclose(values[sequence.sequence_id], of_model.detach(), atol=1e-5, rtol=1e-5)
-        targets, old = (torch.from_numpy(a[mask]) for a in (sequence.advantages, sequence.proximal_logprobs))
+        targets, old = (torch.from_numpy(a[mask]) for a in (sequence.value_targets, sequence.old_values))
         loss, is_clipped = value_loss(of_model, targets, old, 0.1)
         losses.append(loss.sum())
         clipped.append(is_clipped.sum())
@@ -157,8 +157,8 @@ def test_the_critic_is_trained_on_each_part_in_every_epoch_with_targets_and_old_
     train_critic(critic, valued, num_epochs=2, version=5)
     assert [[s.sequence_id for s in part] for part in critic.trained] == [[0], [1], [0], [1]]
     (sequence,) = critic.trained[0]
-    assert sequence.advantages.tolist() == [0, 0, 2, 3]
-    assert sequence.proximal_logprobs.tolist() == [0, 0, 0.5, 0.5]
+    assert sequence.value_targets.tolist() == [0, 0, 2, 3]
+    assert sequence.old_values.tolist() == [0, 0, 0.5, 0.5]
 
 
 def test_the_metrics_of_a_critic_by_hand(directory: Path):

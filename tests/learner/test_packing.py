@@ -93,7 +93,7 @@ def test_reference_and_proximal_logprobs_go_with_their_tokens_or_are_absent():
 def test_optional_logprobs_of_some_sequences_or_of_another_length_are_refused(name: str):
     with pytest.raises(ValueError, match=f"expected {name} of all 2 sequences or of none, got 1"):
         pack([scored(0, 3), replace(scored(1, 3), **{name: np.zeros(0, np.float32)})], max_tokens=9, num_ranks=1)
-    with pytest.raises(ValueError, match=rf"sequence 1: expected {name} \[3\] or \[0\], got \[2\]"):
+    with pytest.raises(ValueError, match=f"sequence 1: expected {name} of 3 tokens, got 2"):
         pack([scored(0, 3), replace(scored(1, 3), **{name: np.zeros(2, np.float32)})], max_tokens=9, num_ranks=1)
 
 
@@ -272,11 +272,10 @@ def test_empty_sequence_is_refused():
 
 def test_arrays_of_different_lengths_are_refused():
     good = sequence(0, 3)
-    bad = TrainSequence(
-        0, good.token_ids, good.loss_mask[:2], good.behavior_logprobs, good.versions, good.advantages, 1.0
-    )
-    with pytest.raises(ValueError, match=r"\[3, 2, 3, 3, 3\]"):
-        pack([bad], max_tokens=8, num_ranks=1)
+    for name in ("loss_mask", "advantages"):
+        bad = replace(good, **{name: getattr(good, name)[:2]})
+        with pytest.raises(ValueError, match=f"expected {name} of 3 tokens, got 2"):
+            pack([bad], max_tokens=8, num_ranks=1)
 
 
 answers = st.integers(1, 40)

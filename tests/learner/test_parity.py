@@ -95,7 +95,11 @@ def make_group(
         ids = np.arange(8, dtype=np.int32) + index + position
         mask = np.arange(8) >= 2
         of_tokens = np.where(mask, np.array([-1, -1, *(versions or [version] * 6)]), -1).astype(np.int32)
-        plain = TrainSequence(0, ids, mask, np.zeros(8, np.float32), of_tokens, np.zeros(8, np.float32), temperature)
+        nothing = np.zeros(8, np.float32)
+        plain = TrainSequence(
+            sequence_id=0, token_ids=ids, loss_mask=mask, temperature=temperature,
+            behavior_logprobs=nothing, versions=of_tokens, advantages=nothing,
+        )  # fmt: skip
         logprobs = np.zeros(8, np.float32)
         logprobs[mask] = behaves(plain) + shift
         rollouts.append(Rollout((TokenSequence(ids, mask, logprobs, of_tokens),), {}, 0.0, "stop"))

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.config.loss import LossConfig
+from async_rl.learner.checkpoints.files import BoundState
 from async_rl.learner.loop.staleness import (
     HEALTHY_STEPS,
     OVERLOADED_STEPS,
     BoundLimits,
-    BoundState,
     Reading,
     reading_of,
     update_bound,

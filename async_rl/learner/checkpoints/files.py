@@ -5,14 +5,14 @@
     checkpoints/
         latest           the name of the newest committed checkpoint, one line
         step-000100/     engine files, extra.msgpack (trainer's state, queue's snapshot), hf/ (config, tokenizer),
-                         digests.json (``file_digests.py``); critic/ (engine files, hf/) with a critic, without hf/
+                         digests.json (``digests.py``); critic/ (engine files, hf/) with a critic, without hf/
                          if it is a head on the policy
         step-*.damaged-* a checkpoint that was damaged when a learner started (``resume.py``)
         .partial-*/      a checkpoint that is being written, or that a dead process left incomplete
 
 ``latest`` names a complete checkpoint at any time. A step directory beyond ``latest`` is left over from an unfinished
-commit and is not valid. ``checkpoint_writer.py`` writes and commits checkpoints; the engine adds its files on all ranks
-(``stored_tensors.py``). A learner that starts reads all files. ``export.py`` reads only the model, without a process
+commit and is not valid. ``writer.py`` writes and commits checkpoints; the engine adds its files on all ranks
+(``stored_tensors.py``). A learner that starts reads all files. ``export/`` reads only the model, without a process
 group.
 """
 
@@ -32,7 +32,6 @@ import msgpack
 from async_rl.config.config import Config
 from async_rl.errors import RunError
 from async_rl.learner.checkpoints.digests import MANIFEST
-from async_rl.learner.loop.staleness import BoundState
 from async_rl.run.directory import checkpoint_name
 
 MODEL_FILES = "hf"
@@ -45,6 +44,21 @@ BUG = "this is a bug in async-rl, please report it"
 USE_ANOTHER = "use another checkpoint; a learner resumes from the one that checkpoints/latest names"
 CHECK_DISK = "check the disk and its free space; the same command resumes from the last checkpoint"
 STEP = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class BoundState:
+    """The adaptive staleness bound between two steps. It is part of the checkpoint.
+
+    Attributes:
+        bound: the staleness bound for new leases, in versions.
+        streak: number of healthy steps in a row, or minus the number of overloaded steps in a row.
+        settling: number of coming steps to ignore, because their batches were leased before the bound last changed.
+    """
+
+    bound: int
+    streak: int = 0
+    settling: int = 0
 
 
 @dataclass(slots=True)
@@ -60,7 +74,7 @@ class TrainerState:
         pending_evals: (dataset, step) of evaluations that are requested but not yet written.
         skipped_in_a_row: number of optimizer steps skipped since the last step that was not skipped.
         critic_skipped_in_a_row: the same number of the critic's optimizer steps.
-        bound_state: the state of an adaptive staleness bound (``staleness.py``).
+        bound_state: the state of an adaptive staleness bound (``loop/staleness.py``).
         exhausted: the data has ended.
         first_version: the version at which the run began: 0, or that of the checkpoint from which it was forked.
     """

@@ -1,6 +1,6 @@
 """Finds the checkpoint from which a learner continues: the newest one that is not damaged.
 
-A checkpoint is whole (not damaged) if its files have the digests that were written with it (``file_digests.py``). If
+A checkpoint is whole (not damaged) if its files have the digests that were written with it (``digests.py``). If
 the newest one is damaged, or the file ``latest`` does not name one, the learner goes back to the one before it. Model,
 trainer and queue go back together, because the queue's snapshot is part of the checkpoint.
 

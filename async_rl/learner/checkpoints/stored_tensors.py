@@ -5,7 +5,7 @@ reads what; the files themselves, which may come from anybody, are read by ``sto
 ``stored_items.py``, so that no checkpoint can run code, read other files or take more memory than its size.
 
 ``FsdpEngine`` calls ``write_training_state``, in a thread or not, and ``load_training_state``, on all ranks.
-``export.py`` calls ``load_tensors`` in one process.
+``export/`` calls ``load_tensors`` in one process.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ MASK_CAUSES = (
 
 - ``invalid``: the learner can't train on its data. The queue refuses such groups, so this is a second check.
 - ``unknown_weights``: it was sampled with weights that this run did not publish.
-- ``quarantined``: its generator's log-probabilities are far from the learner's (``learner.parity``).
+- ``quarantined``: its generator's log-probabilities are far from the learner's (``loop.parity``).
 - ``failed``: its inference engine failed.
 - ``filter``: its group's accuracy is outside ``queue.filter_range``, and ``queue.refill`` is false.
 - ``truncated``: it was cut at a token limit (``records.CutLimit``), and ``loss.mask_truncated`` is set.
@@ -313,7 +313,7 @@ def _taught(sequence: TokenSequence, teacher: TeacherScores, distill: DistillCon
     if distill.top_k:
         ids = np.zeros((num_tokens, distill.top_k), np.int32)
         ids[mask] = teacher.top_ids
-        fields |= {"top_ids": ids, "top_logprobs": logprobs[:, 1:]}
+        fields |= {"teacher_top_ids": ids, "teacher_top_logprobs": logprobs[:, 1:]}
     return fields
 
 
@@ -357,8 +357,8 @@ def with_scores(
     )
 
 
-def along_tokens(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
-    """Return float32 [T] that has ``values`` at the trained tokens of ``sequence``, and 0 elsewhere."""
+def along_tokens(sequence: TrainSequence, values: np.ndarray | float) -> np.ndarray:
+    """Return float32 [T]: ``values`` (one for all, or one each) at the trained tokens of ``sequence``, 0 elsewhere."""
     along = np.zeros(len(sequence.token_ids), dtype=np.float32)
     along[sequence.loss_mask] = values
     return along

@@ -21,7 +21,7 @@ from async_rl.errors import WireError
 from async_rl.learner.data.balance import Sizes, Work, dealt, packed_bins, padded_bins
 from async_rl.learner.data.beginnings import Computed, beginnings, computed, num_shared, sorted_by_key
 from async_rl.learner.interface import PaddedCost
-from async_rl.learner.sequences import TrainSequence, after_update, bounds_of
+from async_rl.learner.sequences import COLUMNS, TokenColumns, TrainSequence, after_update, bounds_of
 from async_rl.net.wire import SAME_VERSION
 from async_rl.sampling_mask import NOTHING_LEFT_OUT, SamplingMask, join
 
@@ -33,11 +33,11 @@ _ROW_TOKENS_ONLY = Work()
 _SEQUENCES_AT_ONCE = 32
 _DUMMY_ID = -1
 _BUG = "this is a bug in async-rl, please report it"
-_OPTIONAL = ("reference_logprobs", "proximal_logprobs", "verdicts", "teacher_logprobs", "top_ids", "top_logprobs")
+_OPTIONAL = tuple(name for name, column in COLUMNS.items() if column.is_optional)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class MicroBatch(TokenColumns[np.ndarray]):
     """Sequences packed into one row for one rank.
 
     Attributes:
@@ -45,11 +45,7 @@ class MicroBatch:
         token_index: int32 [E], the index into T of each sequence token; indices of a shared beginning occur repeatedly.
         cu_seqlens: int32 [S + 1], the place in E where each sequence starts.
         predict_index: int32 [N], the place in T of the hidden state that predicts each trained token.
-        targets: int32 [N]; behavior_logprobs, advantages, temperatures: float32 [N]; versions: int32 [N];
-            after_update: bool [N], as ``TrainSequence.after_update``.
-        reference_logprobs, proximal_logprobs, teacher_logprobs: float32 [N]; [0] if the loss needs none. verdicts:
-            uint8 [N], or [0].
-        top_ids: int32 [N * K], top_logprobs: float32 [N * K], as in ``TrainSequence``; [0] if the loss needs none.
+        targets: int32 [N]; temperatures: float32 [N]; after_update: bool [N], as ``TrainSequence.after_update``.
         routes: uint16 [T * L * K], the experts of the row's tokens; [0] if the model's routers choose. Sequences share
             a prompt only if its routes are the same.
         mask_sizes: int32 [N], mask_words: int32 [W], as in ``SamplingMask``; both [0] if nothing was left out.
@@ -63,19 +59,10 @@ class MicroBatch:
     cu_seqlens: np.ndarray
     predict_index: np.ndarray
     targets: np.ndarray
-    behavior_logprobs: np.ndarray
-    advantages: np.ndarray
-    reference_logprobs: np.ndarray
-    proximal_logprobs: np.ndarray
-    verdicts: np.ndarray
-    teacher_logprobs: np.ndarray
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
     routes: np.ndarray
     mask_sizes: np.ndarray
     mask_words: np.ndarray
     temperatures: np.ndarray
-    versions: np.ndarray
     after_update: np.ndarray
     sequence_index: np.ndarray
     sequence_ids: np.ndarray
@@ -199,29 +186,27 @@ def from_arrays(arrays: Sequence[np.ndarray]) -> MicroBatch:
     The arrays are copied, because those from the wire are read-only, which torch refuses.
 
     Raises:
-        WireError: the number of arrays is wrong, or one has another dtype or is not one-dimensional.
+        WireError: the number of arrays is wrong, or one has another dtype or number of dimensions.
     """
     if len(arrays) != len(_DTYPES):
         raise WireError(f"expected the {len(_DTYPES)} arrays of a micro-batch, got {len(arrays)}; {SAME_VERSION}")
     for (name, dtype), array in zip(_DTYPES.items(), arrays, strict=True):
-        if array.dtype != dtype or array.ndim != 1:
+        is_wide = name in COLUMNS and COLUMNS[name].is_wide and array.size > 0
+        if array.dtype != dtype or array.ndim != (2 if is_wide else 1):
             raise WireError(
-                f"micro-batch: expected {name} as {dtype} [n], got {array.dtype} {list(array.shape)}; {SAME_VERSION}"
+                f"micro-batch: expected {name} as {dtype} {'[n, k]' if is_wide else '[n]'}, got {array.dtype} "
+                f"{list(array.shape)}; {SAME_VERSION}"
             )
-    return MicroBatch(*(np.array(array) for array in arrays))
+    return MicroBatch(**{name: np.array(array) for name, array in zip(_DTYPES, arrays, strict=True)})
 
 
 def _check(sequence: TrainSequence, max_tokens: int) -> None:
     length = len(sequence.token_ids)
     where = f"sequence {sequence.sequence_id}"
-    parts = (sequence.loss_mask, sequence.behavior_logprobs, sequence.versions, sequence.advantages)
-    if any(len(part) != length for part in parts):
-        raise ValueError(f"{where}: expected arrays of one length, got {[length, *map(len, parts)]}; {_BUG}")
-    for name in _OPTIONAL:
-        if len(getattr(sequence, name)) not in (0, length):
-            raise ValueError(
-                f"{where}: expected {name} [{length}] or [0], got [{len(getattr(sequence, name))}]; {_BUG}"
-            )
+    lengths = {"loss_mask": len(sequence.loss_mask)} | {name: len(getattr(sequence, name)) for name in COLUMNS}
+    for name, got in lengths.items():
+        if got != length and (got or name not in _OPTIONAL):
+            raise ValueError(f"{where}: expected {name} of {length} tokens, got {got}; {_BUG}")
     if length == 0:
         raise ValueError(f"{where}: expected at least one token, got none; {_BUG}")
     if length > max_tokens:
@@ -343,7 +328,7 @@ def _micro_batches(
                 mask_sizes=mask.sizes,
                 mask_words=mask.words,
                 sequence_ids=ids[first:last],
-                **{name: column[trained].reshape(-1) for name, column in columns.items()},
+                **{name: values[trained] for name, values in columns.items()},
             )
         )
     return found
@@ -390,13 +375,9 @@ def _trained(
     if sum(span.end - span.begin for span in spans) != num_trained.sum():
         is_trained = np.concatenate([s.loss_mask[place] for s, place in zip(sequences, ranges, strict=True)])
 
-    def trained(parts: Iterable[np.ndarray], dtype: type[np.generic] = np.float32) -> np.ndarray:
+    def trained(parts: Iterable[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
         values = np.concatenate([part[place] for part, place in zip(parts, ranges, strict=True)])
         return (values if is_trained is None else values[is_trained]).astype(dtype, copy=False)
-
-    def optional(parts: Sequence[np.ndarray], dtype: type[np.generic] = np.float32) -> np.ndarray:
-        # ``pack`` has ensured that all sequences have these values, or none has.
-        return trained(parts, dtype) if len(parts[0]) else np.zeros(0, dtype)
 
     starts = zip(rows.places.tolist(), spans, strict=False)
     predicting = np.concatenate([rows.token_index[at + s.begin - 1 : at + s.end - 1] for at, s in starts])
@@ -405,19 +386,14 @@ def _trained(
     columns = {
         "predict_index": predicting if is_trained is None else predicting[is_trained],
         "targets": trained((s.token_ids for s in sequences), np.int32),
-        "behavior_logprobs": trained(s.behavior_logprobs for s in sequences),
-        "advantages": trained(s.advantages for s in sequences),
-        "reference_logprobs": optional([s.reference_logprobs for s in sequences]),
-        "proximal_logprobs": optional([s.proximal_logprobs for s in sequences]),
-        "verdicts": optional([s.verdicts for s in sequences], np.uint8),
-        "teacher_logprobs": optional([s.teacher_logprobs for s in sequences]),
-        "top_ids": optional([s.top_ids for s in sequences], np.int32),
-        "top_logprobs": optional([s.top_logprobs for s in sequences]),
         "temperatures": np.repeat(temperatures, num_trained),
-        "versions": trained((s.versions for s in sequences), np.int32),
         "after_update": trained(after_update([s.versions for s in sequences]), np.bool_),
         "sequence_index": np.repeat(index_in_batch.astype(np.int32), num_trained),
     }
+    for name, column in COLUMNS.items():
+        parts = [getattr(s, name) for s in sequences]
+        # ``pack`` has ensured that all sequences have an optional column, or none has.
+        columns[name] = trained(parts, column.dtype) if len(parts[0]) else np.zeros(0, column.dtype)
     return columns, bounds_of(num_trained)
 
 

@@ -1,7 +1,7 @@
-"""The engine of real runs: FSDP2 on CUDA or CPU, one rank or many. It implements ``engine.Engine``.
+"""The engine of real runs: FSDP2 on CUDA or CPU, one rank or many. It implements ``interface.Engine``.
 
-Rank 0's calls become commands (``ranks.py``). Every rank executes them with the methods of a ``TrainedModel``, and the
-ranks other than 0 run ``follow``. The gradient does not depend on the micro-batches, the packing or the number
+Rank 0's calls become commands (``learner/ranks.py``). Every rank executes them with the methods of a ``TrainedModel``,
+and the ranks other than 0 run ``follow``. The gradient does not depend on the micro-batches, the packing or the number
 of ranks, because losses are summed over the step, and the gradient is divided once by the step's denominator.
 
 FSDP does not wrap a single rank on the CPU in float32. There is nothing to shard, and the hooks cost up to 90 % of a

@@ -14,7 +14,7 @@ right whatever was predicted. The last chunk needs no prediction: its probabilit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from async_rl.learner.engine.mask_tensors import MaskTensors
 from async_rl.learner.engine.vocabulary import VocabularyPart
+from async_rl.learner.losses.batch import SlopeFunction, Slopes, TokenLogprobs
 
 CHUNK_BYTES = {"cpu": 80 << 20, "cuda": 256 << 20}
 """Size of one chunk's float32 logits in bytes, by the device's type. Two such buffers are in memory (three if the
@@ -44,34 +45,6 @@ would leave rounding errors that other tokens' gradients feel.
 """
 _SLOPE_TOLERANCE = 1e-6
 """Relative difference between predicted and true slopes that is rounding."""
-
-
-class TokenLogprobs(NamedTuple):
-    """The log-probabilities and entropies of ``token_logprobs``: float32 [N], nats, under the sampling distribution.
-
-    ``others`` are the log-probabilities of other tokens at the same places, float32 [N, K]. None if none were asked
-    for.
-    """
-
-    logprobs: Tensor
-    entropies: Tensor
-    others: Tensor | None = None
-
-
-class Slopes(NamedTuple):
-    """Derivatives of a loss by log-probabilities and by entropies, float32 [C] each, and by the log-probabilities of
-    other tokens, float32 [C, K]. ``entropies`` and ``others`` are None if the loss does not depend on them.
-    """
-
-    logprobs: Tensor
-    entropies: Tensor | None = None
-    others: Tensor | None = None
-
-
-SlopeFunction = Callable[[slice, TokenLogprobs], Slopes]
-"""Predicts the slopes of some of the N tokens (their place in N) from their values [C], which carry no gradient."""
-IndexedSlopeFunction = Callable[[slice | Tensor, TokenLogprobs], Slopes]
-"""A ``SlopeFunction`` that also takes int64 indices [C] as places in N."""
 
 
 def token_logprobs(

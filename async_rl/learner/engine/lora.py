@@ -8,7 +8,7 @@ alpha / rank * B A, under the base model's names, so they treat a version of a L
 adapters, peft's ``adapter_config.json``, and the path and digest of the frozen weights, because adapters are useless
 with other weights. Adapters have no dropout, because it would make the ratio pi/mu meaningless.
 
-Called by ``trained_model.py`` and ``export.py``. Shape letters: O, I = a layer's outputs and inputs, R = rank.
+Called by ``trained_model.py`` and ``export/``. Shape letters: O, I = a layer's outputs and inputs, R = rank.
 """
 
 from __future__ import annotations

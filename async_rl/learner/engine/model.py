@@ -26,11 +26,13 @@ from async_rl.errors import ModelError
 from async_rl.learner.data.packing import MicroBatch, Packing
 from async_rl.learner.engine.attention import PackedLayout, packed_layout, use_packed_attention
 from async_rl.learner.engine.heads import SCORE_WEIGHT, Head, auto_class, head_of, make_new_head, read_config
-from async_rl.learner.engine.logprobs import SlopeFunction, TokenLogprobs, token_logprobs
+from async_rl.learner.engine.logprobs import token_logprobs
 from async_rl.learner.engine.mask_tensors import MaskTensors
 from async_rl.learner.engine.recomputation import recompute
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.engine.split_attention import PartLayout
+from async_rl.learner.losses.batch import LossBatch, SlopeFunction, TokenLogprobs
+from async_rl.learner.sequences import COLUMNS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,19 +41,21 @@ _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_
 """Config keys with which models cap the logits z after the head at c, as c * tanh(z / c)."""
 _LOGIT_FACTORS: dict[str, int] = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Config keys with which models multiply (1) or divide (-1) the logits after the head, before the cap."""
-_INT64_ON_DEVICE = ("token_ids", "position_ids", "predict_index", "targets", "sequence_index", "top_ids")
+_INT64_ON_DEVICE = (
+    "token_ids", "position_ids", "predict_index", "targets", "sequence_index",
+    *(name for name, column in COLUMNS.items() if column.is_index),
+)  # fmt: skip
 _LAYERS_NAMES = ("layers", "h", "decoder.layers", "blocks", "block", "transformer.blocks", "encoder.layer")
 """Where the bodies of causal LMs have their decoder layers."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceBatch:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DeviceBatch(LossBatch):
     """A ``MicroBatch`` as tensors on the model's device. Fields with the same name have the same meaning there.
 
-    ``layout`` has the places of the sequences, for attention. ``num_sequences`` is S. ``sampling_mask`` is None if all
-    tokens could be sampled. ``routes`` is int32, and None if the model's routers choose. ``part`` is the layout of a
-    part of the row, if the batch has only that part's tokens; None if it has the whole row. ``is_finite``: whether all
-    ``behavior_logprobs`` are finite, which the host would have to wait for the device to see.
+    ``layout`` has the places of the sequences, for attention. ``sampling_mask`` is None if all tokens could be sampled.
+    ``routes`` is int32, and None if the model's routers choose. ``part`` is the layout of a part of the row, if the
+    batch has only that part's tokens; None if it has the whole row.
     """
 
     token_ids: Tensor
@@ -59,23 +63,10 @@ class DeviceBatch:
     layout: PackedLayout
     predict_index: Tensor
     targets: Tensor
-    behavior_logprobs: Tensor
-    advantages: Tensor
-    reference_logprobs: Tensor
-    proximal_logprobs: Tensor
-    verdicts: Tensor
-    teacher_logprobs: Tensor
-    top_ids: Tensor
-    top_logprobs: Tensor
+    temperatures: Tensor
     sampling_mask: MaskTensors | None
     routes: Tensor | None
-    temperatures: Tensor
-    versions: Tensor
-    after_update: Tensor
-    sequence_index: Tensor
-    num_sequences: int
     part: PartLayout | None = None
-    is_finite: bool = False
 
 
 def to_device(batch: MicroBatch, device: torch.device, packing: Packing = "packed") -> DeviceBatch:
@@ -301,7 +292,7 @@ class PolicyModel(nn.Module):
         """Return log-probabilities (with grad) and entropies under the sampling distribution, float32 [N], nats.
 
         Hidden states are computed for the whole row, but logits only at ``predict_index``. ``predict`` predicts the
-        slopes of the loss (``token_logprobs``). If the batch has ``top_ids``, so do the log-probabilities.
+        slopes of the loss (``token_logprobs``). If the batch has ``teacher_top_ids``, so do the log-probabilities.
         """
         return token_logprobs(
             self.hidden_states(batch).index_select(0, batch.predict_index),
@@ -310,7 +301,7 @@ class PolicyModel(nn.Module):
             batch.temperatures / self.logit_factor,
             cap=None if self.logit_cap is None else self.logit_cap / self.logit_factor,
             sampling_mask=batch.sampling_mask,
-            others_NK=batch.top_ids.view(len(batch.targets), -1) if len(batch.top_ids) else None,
+            others_NK=batch.teacher_top_ids if len(batch.teacher_top_ids) else None,
             entropy_grad=entropy_grad,
             predict=predict,
             dtype=self.head_dtype,

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from async_rl.config.learner import Reshard
 from async_rl.learner.data.packing import MicroBatch
-from async_rl.learner.engine.logprobs import IndexedSlopeFunction, TokenLogprobs
 from async_rl.learner.engine.mesh import Mesh
 from async_rl.learner.engine.model import DeviceBatch, PolicyModel, to_device
 from async_rl.learner.engine.optimizer import total_norm
@@ -28,6 +27,7 @@ from async_rl.learner.engine.pipeline import Pipeline
 from async_rl.learner.engine.sequence_parallel import Part
 from async_rl.learner.engine.sharding import begin_backward
 from async_rl.learner.engine.stages import Stage
+from async_rl.learner.losses.batch import IndexedSlopeFunction, TokenLogprobs
 from async_rl.learner.losses.objective import MicroBatchResult, Objective
 from async_rl.learner.ranks import Ranks
 from async_rl.process.fault_points import fault_point
@@ -121,7 +121,7 @@ class Passes:
 
         def forward(index: int, received: Tensor | None = None) -> Tensor:
             batch = to_device(micro_batches[index], self._ranks.device, model.packing)
-            batch = replace(batch, top_ids=batch.top_ids[:0], **({} if replays else {"routes": None}))
+            batch = replace(batch, teacher_top_ids=batch.teacher_top_ids[:0], **({} if replays else {"routes": None}))
             with self._entered(model, batch, received):
                 if not self._has_loss:
                     return model(self._own_part(micro_batches[index], batch))

@@ -4,7 +4,7 @@ arXiv:2305.14314).
 A layer stores codes and scales, and every pass computes its weights from them in the dtype of the layer's input. So the
 weights that the learner computes with, merges and exports are the same tensor. 8 bits: each row's largest absolute
 value becomes 127. 4 bits: bitsandbytes' NF4, one scale for 64 weights. Codes and scales are buffers, so FSDP, which
-shards parameters, leaves them whole on every rank. Called by ``lora.py`` and ``export.py``. Shape letters: O, I = a
+shards parameters, leaves them whole on every rank. Called by ``lora.py`` and ``export/``. Shape letters: O, I = a
 layer's outputs and inputs.
 """
 

@@ -22,18 +22,14 @@ from torch.nn.functional import pad
 
 from async_rl.errors import ModelError
 from async_rl.learner.data.packing import MicroBatch, Packing
-from async_rl.learner.engine.logprobs import IndexedSlopeFunction, SlopeFunction, Slopes, TokenLogprobs
 from async_rl.learner.engine.mask_tensors import MaskTensors
 from async_rl.learner.engine.model import DeviceBatch
 from async_rl.learner.engine.split_attention import PartLayout
+from async_rl.learner.losses.batch import IndexedSlopeFunction, SlopeFunction, Slopes, TokenLogprobs
+from async_rl.learner.sequences import COLUMNS
 
-_OF_TOKENS = (
-    "targets", "behavior_logprobs", "advantages", "reference_logprobs", "proximal_logprobs", "verdicts", "temperatures",
-    "versions", "after_update", "sequence_index", "teacher_logprobs",
-)  # fmt: skip
-"""Fields of ``DeviceBatch`` that are [N], or [0] without values."""
-_OF_TOP_TOKENS = ("top_ids", "top_logprobs")
-"""Fields that are [N * K], or [0]."""
+_OF_TOKENS = (*COLUMNS, "targets", "temperatures", "after_update", "sequence_index")
+"""Fields of ``DeviceBatch`` that have a value for each of the N tokens, or are [0] without values."""
 
 
 def check_packing(packing: Packing, num_parts: int) -> None:
@@ -81,7 +77,6 @@ class Part:
             cu_seqlens=micro_batch.cu_seqlens, token_index=micro_batch.token_index, device=device,
         )  # fmt: skip
         of_tokens = {name: getattr(whole, name) for name in _OF_TOKENS}
-        of_top = {name: getattr(whole, name) for name in _OF_TOP_TOKENS}
         num_tokens = len(micro_batch.targets)
         batch = replace(
             whole,
@@ -92,13 +87,9 @@ class Part:
             sampling_mask=None if whole.sampling_mask is None else _chosen(whole.sampling_mask, is_own),
             routes=None if whole.routes is None else _padded(whole.routes.view(num_row, -1)[row], size).flatten(),
             **{name: values.index_select(0, tokens) for name, values in of_tokens.items() if len(values)},
-            **{
-                name: values.view(num_tokens, -1).index_select(0, tokens).flatten()
-                for name, values in of_top.items()
-                if len(values)
-            },
         )
-        return cls(batch, tokens, num_tokens, len(whole.top_ids) // max(1, num_tokens), group)
+        num_others = whole.teacher_top_ids.shape[1] if len(whole.teacher_top_ids) else 0
+        return cls(batch, tokens, num_tokens, num_others, group)
 
     def predicts(self, predict: IndexedSlopeFunction | None) -> SlopeFunction | None:
         """Return ``predict``, which takes places in N, for places in M."""

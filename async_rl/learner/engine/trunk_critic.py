@@ -28,7 +28,6 @@ from async_rl.config.config import Config
 from async_rl.learner.checkpoints.stored_tensors import HostCopy, TrainingState, load_training_state
 from async_rl.learner.data.packing import MicroBatch
 from async_rl.learner.engine.heads import SCORE_WEIGHT
-from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.optimizer import AdamW, Schedule
 from async_rl.learner.engine.passes import TokenStates
@@ -36,6 +35,7 @@ from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.engine.sharding import end_forward
 from async_rl.learner.engine.trained_model import TrainedModel, gathered_scores
 from async_rl.learner.interface import UpdateCost, UpdateStats
+from async_rl.learner.losses.batch import TokenLogprobs
 from async_rl.learner.losses.objective import Objective, StepOutcome, update_stats
 from async_rl.learner.ranks import Ranks
 from async_rl.learner.sequences import TrainSequence

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from async_rl.learner.engine.heads import Head
-from async_rl.learner.engine.logprobs import SlopeFunction, TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch, PolicyModel
+from async_rl.learner.losses.batch import SlopeFunction, TokenLogprobs
 
 
 class ValueModel(PolicyModel):

@@ -2,10 +2,10 @@
 
 transformers says which names and shapes the weights have on disk: its ``revert_weight_conversion`` is applied to each
 tensor by itself. ``plan_export`` tries that on tensors without memory. If the result is not what transformers makes of
-all tensors at once (a file's tensor is made from several of the model's), there is no plan, and ``export.py`` writes
+all tensors at once (a file's tensor is made from several of the model's), there is no plan, and ``model.py`` writes
 the whole model with ``save_pretrained``.
 
-Called by ``export.py``.
+Called by ``model.py``.
 """
 
 from __future__ import annotations

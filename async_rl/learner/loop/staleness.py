@@ -23,6 +23,7 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.errors import StaleRolloutError
+from async_rl.learner.checkpoints.files import BoundState
 from async_rl.learner.data.batch import PreparedBatch
 from async_rl.learner.interface import UpdateStats
 from async_rl.learner.losses.diagnostics import summarise
@@ -192,21 +193,6 @@ HEALTHY_SHARE = 0.5
 """A step is far from a limit if it is at most this share of the way to it. The KL and the loss of ESS grow at most with
 the square of the lag. From a bound of 3 on, one more version takes them at most (4 / 3)^2 = 1.8 times as far, which is
 within the limits."""
-
-
-@dataclass(frozen=True, slots=True)
-class BoundState:
-    """The adaptive staleness bound between two steps. It is part of the checkpoint.
-
-    Attributes:
-        bound: the staleness bound for new leases, in versions.
-        streak: number of healthy steps in a row, or minus the number of overloaded steps in a row.
-        settling: number of coming steps to ignore, because their batches were leased before the bound last changed.
-    """
-
-    bound: int
-    streak: int = 0
-    settling: int = 0
 
 
 @dataclass(frozen=True, slots=True)

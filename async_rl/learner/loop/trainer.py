@@ -37,7 +37,7 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import CollapseError, LineageError, RunStoppedError, StoppedError
-from async_rl.learner.checkpoints.files import TrainerState, checkpoint_name
+from async_rl.learner.checkpoints.files import BoundState, TrainerState, checkpoint_name
 from async_rl.learner.checkpoints.writer import CheckpointWriter
 from async_rl.learner.data.batch import PreparedBatch, prepare_batch, with_scores
 from async_rl.learner.interface import Critic, Engine, PolicyScores, UpdateStats
@@ -48,14 +48,7 @@ from async_rl.learner.loop.parity import ParityGate
 from async_rl.learner.loop.profiling import StepProfiler
 from async_rl.learner.loop.publishing import VersionPublisher, WeightsSender
 from async_rl.learner.loop.recorder import RowWriter, StepRecorder, WaitLog
-from async_rl.learner.loop.staleness import (
-    BoundLimits,
-    BoundState,
-    check_staleness,
-    reading_of,
-    received_accuracy,
-    update_bound,
-)
+from async_rl.learner.loop.staleness import BoundLimits, check_staleness, reading_of, received_accuracy, update_bound
 from async_rl.learner.loop.step_result import StepResult, check_skipped, count_skipped, step_result, trained_metrics
 from async_rl.learner.losses.advantages import with_advantages
 from async_rl.learner.losses.own_advantage import load_own_advantage

@@ -20,9 +20,8 @@ from torch import Tensor
 from async_rl.config.config import Config
 from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
-from async_rl.learner.engine.logprobs import IndexedSlopeFunction, Slopes, TokenLogprobs
-from async_rl.learner.engine.model import DeviceBatch
 from async_rl.learner.interface import UpdateStats
+from async_rl.learner.losses.batch import IndexedSlopeFunction, LossBatch, Slopes, TokenLogprobs
 from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, k3_sum_and_tokens, summarise
 from async_rl.learner.losses.own import OwnLoss
 from async_rl.learner.losses.own_trial import load_own_loss
@@ -77,9 +76,9 @@ class Objective(Protocol):
         """The length of ``MicroBatchResult.sums``."""
         ...
 
-    def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
+    def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
 
-    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> IndexedSlopeFunction | None:
+    def predict_slopes(self, batch: LossBatch, *, version: int) -> IndexedSlopeFunction | None:
         """Return a function that predicts the derivatives of ``loss_sum`` from the values of some tokens alone.
 
         A wrong prediction costs time, but changes no gradient. None: the loss does not separate by token.
@@ -140,7 +139,7 @@ class PolicyObjective:
         rows = COLUMNS * (self.max_lag + 1)
         return len(SUM_NAMES) + 2 * len(self.rule_labels) + len(self.own_metric_keys) + rows
 
-    def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
+    def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         """Return the loss and the statistics of one micro-batch, whose log-probabilities are ``scored``.
 
         No token may be newer than ``version``; the engine has checked that on the host.
@@ -167,7 +166,7 @@ class PolicyObjective:
         sums = torch.cat([torch.stack(fixed), out.rule_counts, out.rule_sums, counts, by_lag.view(-1)])
         return MicroBatchResult(out.loss_sum, sums, out.skipped, ratio_max)
 
-    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> IndexedSlopeFunction | None:
+    def predict_slopes(self, batch: LossBatch, *, version: int) -> IndexedSlopeFunction | None:
         """Return ``policy_loss``'s derivatives as if the given tokens were all that their sequences have, as
         ``Objective.predict_slopes`` says.
 
@@ -243,13 +242,13 @@ class LinearObjective(PlainObjective, ABC):
     """A sum over trained tokens of a slope, known beforehand, times the token's value."""
 
     @abstractmethod
-    def slopes(self, batch: DeviceBatch) -> Tensor:
+    def slopes(self, batch: LossBatch) -> Tensor:
         """Return the slopes of the trained tokens, float32 [N]."""
 
     @abstractmethod
     def denominator(self, sums: Tensor) -> float: ...
 
-    def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
+    def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         loss_sum = (scored.logprobs * self.slopes(batch)).sum(dtype=torch.float64)
         entropy = scored.entropies.detach().sum(dtype=torch.float64)
         num_tokens, none = torch.full_like(entropy, len(scored.logprobs)), torch.zeros_like(entropy)
@@ -257,7 +256,7 @@ class LinearObjective(PlainObjective, ABC):
         nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
         return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
 
-    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> IndexedSlopeFunction:
+    def predict_slopes(self, batch: LossBatch, *, version: int) -> IndexedSlopeFunction:
         """Return the slopes themselves: the prediction is exact."""
         slopes_N = self.slopes(batch)
         return lambda place, _: Slopes(slopes_N[place])
@@ -266,38 +265,26 @@ class LinearObjective(PlainObjective, ABC):
 class SupervisedObjective(LinearObjective):
     """The mean negative log-likelihood of all trained tokens."""
 
-    def slopes(self, batch: DeviceBatch) -> Tensor:
+    def slopes(self, batch: LossBatch) -> Tensor:
         return torch.full_like(batch.advantages, -1.0)
 
     def denominator(self, sums: Tensor) -> float:
         return float(sums[SUM_NAMES.index("tokens")])
 
 
-def _inputs(
-    batch: DeviceBatch, scored: TokenLogprobs, version: int, place: slice | Tensor = slice(None)
-) -> PolicyInputs:
+def _inputs(batch: LossBatch, scored: TokenLogprobs, version: int, place: slice | Tensor = slice(None)) -> PolicyInputs:
     """Return the tokens at ``place`` in N, whose values are ``scored``. Fields without values stay without."""
-
-    def optional(values: Tensor) -> Tensor:
-        return values[place] if len(values) else values
 
     return PolicyInputs(
         logprobs=scored.logprobs,
         entropies=scored.entropies,
-        behavior_logprobs=batch.behavior_logprobs[place],
-        advantages=batch.advantages[place],
+        top_logprobs=scored.others,
         sequence_index=batch.sequence_index[place],
         num_sequences=batch.num_sequences,
         lag=version - batch.versions[place].long(),
-        reference_logprobs=optional(batch.reference_logprobs),
-        proximal_logprobs=optional(batch.proximal_logprobs),
-        verdicts=optional(batch.verdicts),
         is_finite=batch.is_finite,
-        teacher_logprobs=optional(batch.teacher_logprobs),
-        **{} if scored.others is None else {
-            "top_logprobs": scored.others, "teacher_top_logprobs": batch.top_logprobs.view_as(scored.others),
-        },
-    )  # fmt: skip
+        **batch.columns(lambda values: values[place]),
+    )
 
 
 def sequence_weights(out: PolicyLoss, sequence_index_N: Tensor, num_sequences: int) -> tuple[Tensor, Tensor, Tensor]:

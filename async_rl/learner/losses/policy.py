@@ -14,7 +14,7 @@ Shape letters: N = trained tokens, S = sequences, R = rules. Called by ``objecti
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -38,44 +38,31 @@ from async_rl.learner.losses.parts import (
     sum_by,
 )
 from async_rl.learner.losses.rules import RuleHits, RuleInputs, apply_rules, step_sums
+from async_rl.learner.sequences import TokenColumns
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PolicyInputs:
-    """The tokens of one micro-batch.
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PolicyInputs(TokenColumns[Tensor]):
+    """The tokens of one micro-batch, with what the learner's policy says of them.
 
     Attributes:
         logprobs: float [N], nats, the learner's; carries grad.
         entropies: float [N], nats, of the same distributions; carries grad if ``loss.entropy_coef`` is not 0.
-        behavior_logprobs: float [N], nats, at sampling time and temperature.
-        advantages: float [N], finite.
+        top_logprobs: float [N, K], nats, the learner's of the teacher's likeliest tokens; carries grad. None if the
+            loss needs none.
+        lag: int64 [N], versions between sampling and now, >= 0.
         sequence_index: int64 [N], in [0, num_sequences).
         num_sequences: S.
-        lag: int64 [N], versions between sampling and now, >= 0.
-        reference_logprobs: float [N], nats; [0] without a KL in the loss.
-        proximal_logprobs: float [N], nats. [0] if the loss needs none, or if the proximal policy is the trained one: at
-            the first update on a batch, where both have the same weights.
-        verdicts: uint8 [N], a ``rules.Verdict`` on each token. [0] if nothing judges tokens by the whole step.
         is_finite: whether the host knows that all ``behavior_logprobs`` are finite.
-        teacher_logprobs: float [N], nats; [0] without a teacher.
-        top_logprobs: float [N, K], nats, the learner's of the teacher's likeliest tokens; carries grad. [0] if the loss
-            needs none. teacher_top_logprobs: float [N, K], the teacher's.
     """
 
     logprobs: Tensor
     entropies: Tensor
-    behavior_logprobs: Tensor
-    advantages: Tensor
+    lag: Tensor
     sequence_index: Tensor
     num_sequences: int
-    lag: Tensor
-    reference_logprobs: Tensor
-    proximal_logprobs: Tensor
-    verdicts: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.uint8))
+    top_logprobs: Tensor | None = None
     is_finite: bool = False
-    teacher_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
-    top_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
-    teacher_top_logprobs: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @property
     def has_proximal(self) -> bool:
@@ -171,7 +158,7 @@ def with_teacher(inputs: PolicyInputs, distill: DistillConfig) -> PolicyInputs:
 
 def _teacher_kl(inputs: PolicyInputs, kept_N: Tensor) -> Tensor:
     """Return KL(pi || teacher) at each token, [N]: over the likeliest tokens if there are any, else estimated."""
-    if inputs.teacher_top_logprobs.numel():
+    if inputs.top_logprobs is not None:
         return top_k_kl(inputs.top_logprobs, inputs.teacher_top_logprobs, kept_N)
     return sampled_kl(inputs.logprobs, inputs.behavior_logprobs, inputs.teacher_logprobs, kept_N)
 

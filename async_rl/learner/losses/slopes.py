@@ -7,7 +7,7 @@ function of them is the loss L, and autograd gives the *slopes* dL/dv (``sequenc
 not change in between. It does not depend on packing, micro-batches, ranks or layout. The cost is one more forward pass:
 about 4/3 of a step.
 
-Slopes travel in ``TrainSequence.advantages``. The sign is that of a loss, which is minimised: a positive slope lowers
+Slopes travel in the column ``slopes``. The sign is that of a loss, which is minimised: a positive slope lowers
 the token's value, whereas a positive advantage raises it. Shape letters: S = sequences, T = tokens of a sequence, N =
 trained tokens.
 """
@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from async_rl.learner.engine.model import DeviceBatch
+from async_rl.learner.data.batch import along_tokens
 from async_rl.learner.interface import PolicyScores
+from async_rl.learner.losses.batch import LossBatch
 from async_rl.learner.losses.objective import SUM_NAMES, LinearObjective
 from async_rl.learner.sequences import TrainSequence
 
@@ -31,12 +32,12 @@ class SlopeObjective(LinearObjective):
     """The sum over trained tokens of slope times value, divided by nothing.
 
     The value is what the model computes for the token (``TokenLogprobs.logprobs``): its log-probability, or the output
-    of another head. The slopes are the batch's ``advantages``. The loss in ``UpdateStats`` is this sum, which is not
+    of another head. The slopes are the batch's column ``slopes``. The loss in ``UpdateStats`` is this sum, which is not
     the loss that the slopes are of: the caller knows that one. A step without tokens is skipped.
     """
 
-    def slopes(self, batch: DeviceBatch) -> Tensor:
-        return batch.advantages
+    def slopes(self, batch: LossBatch) -> Tensor:
+        return batch.slopes
 
     def denominator(self, sums: Tensor) -> float:
         return 1.0 if sums[SUM_NAMES.index("tokens")] else 0.0
@@ -49,9 +50,7 @@ def sequence_sums(sequences: Sequence[TrainSequence], scores: Mapping[int, Polic
 
 def with_slopes(sequence: TrainSequence, slopes: float | np.ndarray) -> TrainSequence:
     """Return ``sequence`` with the slopes of its trained tokens: one for all, or one for each [N]."""
-    along = np.zeros(len(sequence.token_ids), dtype=np.float32)
-    along[sequence.loss_mask] = slopes
-    return replace(sequence, advantages=along)
+    return replace(sequence, slopes=along_tokens(sequence, slopes))
 
 
 def sequence_slopes(

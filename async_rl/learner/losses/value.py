@@ -1,8 +1,4 @@
-"""The loss of a critic: the squared error of its values, as an objective of the engine. N = trained tokens.
-
-For the critic, the arrays of a ``TrainSequence`` mean something else than for a policy (``critic_sequences``):
-``advantages`` are the value targets, and ``proximal_logprobs`` the values before the batch's first update.
-"""
+"""The loss of a critic: the squared error of its values, as an objective of the engine. N = trained tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +10,9 @@ import torch
 from torch import Tensor
 
 from async_rl.learner.data.batch import along_tokens
-from async_rl.learner.engine.logprobs import IndexedSlopeFunction, TokenLogprobs
-from async_rl.learner.engine.model import DeviceBatch
+from async_rl.learner.losses.batch import IndexedSlopeFunction, LossBatch, TokenLogprobs
 from async_rl.learner.losses.objective import SUM_NAMES, MicroBatchResult, PlainObjective
-from async_rl.learner.sequences import TrainSequence
+from async_rl.learner.sequences import TrainSequence, no_optional_columns
 
 CLIP_FRACTION = "critic/clip_fraction"
 
@@ -57,8 +52,8 @@ class ValueObjective(PlainObjective):
     def own_metric_keys(self) -> tuple[str, ...]:
         return (CLIP_FRACTION,)
 
-    def __call__(self, batch: DeviceBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
-        losses_N, clipped_N = value_loss(scored.logprobs, batch.advantages, batch.proximal_logprobs, self.clip)
+    def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
+        losses_N, clipped_N = value_loss(scored.logprobs, batch.value_targets, batch.old_values, self.clip)
         loss_sum = losses_N.sum()
         sums = loss_sum.new_zeros(self.num_sums)
         sums[SUM_NAMES.index("loss")] = loss_sum.detach()
@@ -67,7 +62,7 @@ class ValueObjective(PlainObjective):
         nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
         return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
 
-    def predict_slopes(self, batch: DeviceBatch, *, version: int) -> IndexedSlopeFunction | None:
+    def predict_slopes(self, batch: LossBatch, *, version: int) -> IndexedSlopeFunction | None:
         return None
 
     def denominator(self, sums: Tensor) -> float:
@@ -80,17 +75,13 @@ def critic_sequences(
     """Return ``sequences`` for the critic's update: with value targets and old values, both by sequence id, [N], and
     without what only the policy's loss needs.
     """
-    nothing = np.zeros(0, np.float32)
     return [
         replace(
             s,
-            advantages=along_tokens(s, targets[s.sequence_id]),
-            proximal_logprobs=along_tokens(s, values[s.sequence_id]),
-            reference_logprobs=nothing,
-            teacher_logprobs=nothing,
-            top_ids=np.zeros(0, np.int32),
-            top_logprobs=nothing,
             sampling_mask=None,
+            **no_optional_columns()
+            | {"value_targets": along_tokens(s, targets[s.sequence_id])}
+            | {"old_values": along_tokens(s, values[s.sequence_id])},
         )
         for s in sequences
     ]

@@ -226,13 +226,10 @@ def run_micro_batch(model: PreTrainedModel, batch: MicroBatch) -> int:
     inputs = PolicyInputs(
         logprobs=logprobs,
         entropies=torch.zeros_like(logprobs),
-        behavior_logprobs=torch.from_numpy(batch.behavior_logprobs),
-        advantages=torch.from_numpy(batch.advantages),
         sequence_index=torch.from_numpy(batch.sequence_index),
         num_sequences=len(batch.sequence_ids),
         lag=torch.zeros(len(logprobs), dtype=torch.int64),
-        reference_logprobs=torch.zeros(0),
-        proximal_logprobs=torch.zeros(0),
+        **batch.columns(torch.from_numpy),
     )
     out = policy_loss(inputs, LossConfig(skip_threshold=5.0), max_length=1)
     out.loss_sum.backward()

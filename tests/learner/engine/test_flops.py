@@ -32,7 +32,13 @@ def sequence(number: int, token_ids: list[int], num_trained: int) -> TrainSequen
     mask = np.arange(len(token_ids)) >= len(token_ids) - num_trained
     nothing = np.zeros(len(token_ids), dtype=np.float32)
     return TrainSequence(
-        number, np.array(token_ids, np.int32), mask, nothing, np.zeros(len(token_ids), np.int32), nothing, 1.0
+        sequence_id=number,
+        token_ids=np.array(token_ids, np.int32),
+        loss_mask=mask,
+        behavior_logprobs=nothing,
+        versions=np.zeros(len(token_ids), np.int32),
+        advantages=nothing,
+        temperature=1.0,
     )
 
 

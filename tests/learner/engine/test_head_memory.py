@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from async_rl.learner.engine.logprobs import CHUNK_BYTES, Slopes, TokenLogprobs, token_logprobs
+from async_rl.learner.engine.logprobs import CHUNK_BYTES, token_logprobs
+from async_rl.learner.losses.batch import Slopes, TokenLogprobs
 from tests.learner.engine.live_bytes import LiveBytes
 
 WIDTH, VOCAB = 896, 151936  # Qwen2.5-0.5B

@@ -15,9 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from async_rl.config.loss import LossConfig
 from async_rl.errors import ModelError
 from async_rl.learner.data.packing import MicroBatch, pack
-from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch, to_device
 from async_rl.learner.engine.sequence_parallel import Part, check_packing
+from async_rl.learner.losses.batch import TokenLogprobs
 from async_rl.learner.losses.objective import PolicyObjective
 from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import SamplingMask
@@ -99,7 +99,7 @@ def test_slopes_of_a_part_are_predicted_as_those_of_the_whole(place: int, aggreg
 def test_a_part_of_the_prompt_takes_part_in_the_sum_of_other_tokens(place: int):
     # The row is 1 2 3 4 5 6, and 5 and 6 predict the two trained tokens: the first rank has none of them.
     (one,) = random_sequences(1, 7)
-    top = {"top_ids": np.ones((7, 3), np.int32), "top_logprobs": np.zeros((7, 3), np.float32)}
+    top = {"teacher_top_ids": np.ones((7, 3), np.int32), "teacher_top_logprobs": np.zeros((7, 3), np.float32)}
     micro_batch, batch = batches([replace(one, token_ids=np.arange(1, 8), loss_mask=np.arange(7) >= 5, **top)])
     part = part_of(micro_batch, batch)
     assert (len(part.tokens), part.num_tokens) == ((0, 2)[place], 2)

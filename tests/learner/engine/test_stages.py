@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from async_rl.config.learner import ModelConfig
 from async_rl.errors import ConfigError, ModelError
 from async_rl.learner.data.packing import Packing, pack
-from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import PolicyModel, load_model, to_device
 from async_rl.learner.engine.stages import Stage, check_stages, layer_bounds
+from async_rl.learner.losses.batch import TokenLogprobs
 from tests.families.catalogue import build
 from tests.learner.rank_scenarios import sequences_with_a_group
 from tests.learner.tiny import tiny_model

@@ -96,7 +96,7 @@ def test_the_heads_update_is_that_of_plain_torch_and_leaves_the_policy_alone_or_
         mask = sequence.loss_mask
         of_model = plain_values(model, sequence, head)
         np.testing.assert_allclose(values[sequence.sequence_id], of_model.detach(), atol=1e-5, rtol=1e-5)
-        targets, old = (torch.from_numpy(a[mask]) for a in (sequence.advantages, sequence.proximal_logprobs))
+        targets, old = (torch.from_numpy(a[mask]) for a in (sequence.value_targets, sequence.old_values))
         loss, is_clipped = value_loss(of_model, targets, old, 0.1)
         losses.append(loss)
         clipped.append(is_clipped)
@@ -112,7 +112,7 @@ def test_the_heads_update_is_that_of_plain_torch_and_leaves_the_policy_alone_or_
     torch.testing.assert_close(moment, head.grad, atol=1e-5, rtol=1e-5)
     after = engine.score(sequences, of="policy")
     assert all((after[i] == before[i]).all() for i in before)
-    made[0].advantages[made[0].loss_mask] = np.inf
+    made[0].value_targets[made[0].loss_mask] = np.inf
     head = head_of(engine).clone()
     skipped = engine.critic.update(made, version=0)
     assert not skipped.stepped

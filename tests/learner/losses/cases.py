@@ -13,6 +13,7 @@ from torch import Tensor
 
 from async_rl.config.loss import LossConfig
 from async_rl.learner.losses.policy import PolicyInputs, PolicyLoss, policy_loss
+from async_rl.learner.sequences import COLUMNS
 
 MAX_LENGTH = 8
 
@@ -130,14 +131,18 @@ def inputs_of(case: Case) -> PolicyInputs:
     return PolicyInputs(
         logprobs=logprobs.requires_grad_(),
         entropies=entropies.requires_grad_(),
-        behavior_logprobs=behavior,
-        advantages=advantages,
         sequence_index=index_of(case.lengths),
         num_sequences=len(case.lengths),
         lag=torch.tensor(case.lags, dtype=torch.int64),
-        reference_logprobs=reference,
-        proximal_logprobs=proximal,
+        **columns(
+            behavior_logprobs=behavior, advantages=advantages, reference_logprobs=reference, proximal_logprobs=proximal
+        ),
     )
+
+
+def columns(**given: Tensor) -> dict[str, Any]:
+    """All columns of tokens: those given, and the others without values."""
+    return {name: torch.zeros(0) for name in COLUMNS} | given
 
 
 def index_of(lengths: Sequence[int]) -> Tensor:

@@ -14,6 +14,7 @@ from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
 from async_rl.learner.losses.distill import top_k_kl
 from async_rl.learner.losses.policy import PolicyInputs, policy_loss
+from tests.learner.losses.cases import columns
 
 LOG2, LOG3 = math.log(2.0), math.log(3.0)
 PLAIN = LossConfig.model_validate({"surrogate": "plain", "importance_cap": 0, "skip_threshold": 0})
@@ -32,15 +33,16 @@ def inputs(policy: Tensor, behavior: Tensor, teacher: Tensor, advantages: list[f
     return PolicyInputs(
         logprobs=policy.requires_grad_(),
         entropies=torch.zeros(n, dtype=torch.float64),
-        behavior_logprobs=behavior,
-        advantages=torch.tensor(advantages, dtype=torch.float64),
         sequence_index=torch.zeros(n, dtype=torch.long),
         num_sequences=1,
         lag=torch.zeros(n, dtype=torch.long),
-        reference_logprobs=torch.zeros(0),
-        proximal_logprobs=torch.zeros(0),
-        teacher_logprobs=teacher,
-        **more,
+        top_logprobs=more.pop("top_logprobs", None),
+        **columns(
+            behavior_logprobs=behavior,
+            advantages=torch.tensor(advantages, dtype=torch.float64),
+            teacher_logprobs=teacher,
+            **more,
+        ),
     )
 
 

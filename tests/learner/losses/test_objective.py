@@ -13,8 +13,8 @@ from torch import Tensor
 
 from async_rl.config.loss import LossConfig
 from async_rl.learner.data.packing import pack
-from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import DeviceBatch, to_device
+from async_rl.learner.losses.batch import TokenLogprobs
 from async_rl.learner.losses.objective import (
     PolicyObjective,
     StepOutcome,

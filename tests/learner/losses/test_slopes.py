@@ -14,9 +14,9 @@ from torch.nn.functional import logsigmoid
 
 from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.logprobs import TokenLogprobs
 from async_rl.learner.engine.model import to_device
 from async_rl.learner.interface import PolicyScores
+from async_rl.learner.losses.batch import TokenLogprobs
 from async_rl.learner.losses.objective import StepOutcome, update_stats
 from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes, sequence_sums, with_slopes
 from async_rl.learner.ranks import init_ranks
@@ -59,8 +59,8 @@ def test_slopes_of_a_pair_by_hand():
     assert sums.tolist() == [-2.0, -1.0]
     loss, sloped = sequence_slopes(sequences, sums, lambda sums_S: -logsigmoid(sums_S[0] - sums_S[1]))
     assert loss == pytest.approx(1.31326, abs=1e-5)
-    assert sloped[0].advantages.tolist() == pytest.approx([0.0, -0.731059, -0.731059], abs=1e-6)
-    assert sloped[1].advantages.tolist() == pytest.approx([0.0, 0.731059, 0.731059, 0.731059], abs=1e-6)
+    assert sloped[0].slopes.tolist() == pytest.approx([0.0, -0.731059, -0.731059], abs=1e-6)
+    assert sloped[1].slopes.tolist() == pytest.approx([0.0, 0.731059, 0.731059, 0.731059], abs=1e-6)
 
 
 @pytest.fixture(scope="module")
