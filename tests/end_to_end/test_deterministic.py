@@ -171,7 +171,7 @@ def train_sequences(groups: Sequence[Sequence[Rollout]], temperature: float) -> 
                     behavior_logprobs=s.behavior_logprobs,
                     versions=s.versions,
                     advantages=spread,
-                )  # fmt: skip
+                )
             )
     return found
 

@@ -184,7 +184,7 @@ class Passes:
             for index in range(len(micro_batches)):
                 backward(index, forward(index))
         if not results:
-            nothing = torch.zeros(objective.num_sums, dtype=torch.float64, device=self._ranks.device)
+            nothing = torch.zeros(objective.statistics.num_values, dtype=torch.float64, device=self._ranks.device)
             return Accumulated(nothing, nothing.new_zeros(()), np.zeros(0, np.int64))
         flags = torch.cat([r.skipped for r in results]).cpu().numpy()
         ids = np.concatenate([mb.sequence_ids for mb in micro_batches])

@@ -267,7 +267,7 @@ class TrainedModel:
     def _ess_scale(self, sums: Tensor) -> float:
         """Return the factor of the learning rate by ``optimizer.ess_reference`` (VCPO, arXiv:2602.17616)."""
         reference = self.config.optimizer.ess_reference
-        return min(1.0, sequence_ess(sums) / reference) ** 0.5 if reference else 1.0
+        return min(1.0, sequence_ess(sums, self.objective.statistics) / reference) ** 0.5 if reference else 1.0
 
     def _step(self, denominator: float, lr: float, why_skip: str) -> StepOutcome:
         """Scale and clip the gradients of the loss sum, and apply them. Every rank makes the same decision.

@@ -92,7 +92,7 @@ class TrunkCritic:
 
     def update(self, micro_batches: Sequence[MicroBatch], version: int) -> tuple[UpdateStats, int]:
         """Make an optimizer step of the head, as ``TrainedModel.update`` says. The peak memory is this rank's."""
-        sums = torch.zeros(self._objective.num_sums, dtype=torch.float64, device=self._ranks.device)
+        sums = torch.zeros(self._objective.statistics.num_values, dtype=torch.float64, device=self._ranks.device)
         for states in self._states(micro_batches):
             # The loss is a sum over tokens, so ranks that share a sequence need only their own.
             result = self._objective(states.batch, self._values(states.hidden), version=version)

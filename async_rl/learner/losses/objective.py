@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,22 +27,20 @@ from async_rl.learner.losses.own_trial import load_own_loss
 from async_rl.learner.losses.parts import LOG_RATIO_LIMIT, aggregate, sum_by
 from async_rl.learner.losses.policy import PolicyInputs, PolicyLoss, policy_loss, with_teacher
 from async_rl.learner.losses.rules import Verdict, why_skip
+from async_rl.learner.losses.statistics import Statistics
 
-SUM_NAMES = ("denominator", "loss", "tokens", "entropy", "reference_kl", "sequences", "weight", "weight_square")
-"""The first entries of ``MicroBatchResult.sums``. A count and a sum for each rule follow (``PolicyLoss.rule_counts``,
-``rule_sums``), then the numbers of ``OwnLoss.metric_keys``, and then the rows of ``diagnostic_sums``.
-"""
+_OF_TOKENS = dict.fromkeys(("denominator", "loss", "tokens", "entropy"), 1)
+_OF_A_POLICY = dict.fromkeys(("reference_kl", "sequences", "weight", "weight_square"), 1)
+_RULE_TOKENS, _RULE_SUM, METRIC = "rule_tokens/", "rule_sum/", "metric/"
+"""Beginnings of statistics' names: of each rule the tokens that it masked or clipped, and the sum of what it looks at
+(``PolicyLoss.rule_counts``, ``rule_sums``); and metrics of the objective's own."""
 
 
 class MicroBatchResult(NamedTuple):
-    """The loss and the statistics of one micro-batch.
-
-    ``sums`` has the statistics that are summed over tokens. Its length is the same on every rank and in every
-    micro-batch, so that the engine can add them up.
-    """
+    """The loss of one micro-batch, and its statistics (``Objective.statistics``)."""
 
     loss_sum: Tensor  # [], float64, carries grad: this micro-batch's part of the step's loss times its denominator
-    sums: Tensor  # float64 [len(SUM_NAMES) + 2 * rules + own metrics + COLUMNS * lags]
+    sums: Tensor  # float64 [Statistics.num_values]
     skipped: Tensor  # bool [S]
     ratio_max: Tensor  # [], float64
 
@@ -62,18 +59,8 @@ class Objective(Protocol):
         ...
 
     @property
-    def rule_labels(self) -> Sequence[str]:
-        """The names of the rules whose counts ``MicroBatchResult.sums`` has, in order."""
-        ...
-
-    @property
-    def own_metric_keys(self) -> tuple[str, ...]:
-        """The metrics in ``MicroBatchResult.sums`` that a loss of the user's own counts, in order."""
-        ...
-
-    @property
-    def num_sums(self) -> int:
-        """The length of ``MicroBatchResult.sums``."""
+    def statistics(self) -> Statistics:
+        """The table of ``MicroBatchResult.sums``, the same for every micro-batch and on every rank."""
         ...
 
     def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult: ...
@@ -127,17 +114,18 @@ class PolicyObjective:
         return self.loss.is_kl_in_loss
 
     @property
-    def rule_labels(self) -> Sequence[str]:
-        return [rule.label for rule in self.loss.all_rules]
-
-    @property
-    def own_metric_keys(self) -> tuple[str, ...]:
-        return () if self.own is None else self.own.metric_keys
-
-    @property
-    def num_sums(self) -> int:
-        rows = COLUMNS * (self.max_lag + 1)
-        return len(SUM_NAMES) + 2 * len(self.rule_labels) + len(self.own_metric_keys) + rows
+    def statistics(self) -> Statistics:
+        labels = [rule.label for rule in self.loss.all_rules]
+        own = () if self.own is None else self.own.metric_keys
+        return Statistics(
+            {
+                **_OF_TOKENS,
+                **_OF_A_POLICY,
+                **{f"{beginning}{label}": 1 for beginning in (_RULE_TOKENS, _RULE_SUM) for label in labels},
+                **{f"{METRIC}{key}": 1 for key in own},
+                "by_lag": COLUMNS * (self.max_lag + 1),
+            }
+        )
 
     def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         """Return the loss and the statistics of one micro-batch, whose log-probabilities are ``scored``.
@@ -156,14 +144,29 @@ class PolicyObjective:
             if self.distill is not None:
                 inputs = with_teacher(inputs, self.distill)
             out, counts = self.own(inputs, self.loss, max_length=self.max_length)
-        entropy = scored.entropies.detach().masked_fill(~out.kept, 0.0).sum(dtype=torch.float64)
-        fixed = [out.denominator.double(), out.loss_sum.detach(), out.kept.sum().double(), entropy, out.kl_sum]
-        fixed += sequence_weights(out, batch.sequence_index, batch.num_sequences)
+        num_sequences, weight, weight_square = sequence_weights(out, batch.sequence_index, batch.num_sequences)
         skipped_N = out.skipped[batch.sequence_index]
         by_lag = diagnostic_sums(out, skipped_N, inputs.lag, self.max_lag + 1, after_update_N=batch.after_update)
         kept_N = out.log_ratio.masked_fill(~out.kept, -torch.inf)
         ratio_max = torch.cat([kept_N, kept_N.new_full((1,), -torch.inf)]).max().exp()
-        sums = torch.cat([torch.stack(fixed), out.rule_counts, out.rule_sums, counts, by_lag.view(-1)])
+        labels = [rule.label for rule in self.loss.all_rules]
+        own = () if self.own is None else self.own.metric_keys
+        sums = self.statistics.flat(
+            {
+                "denominator": out.denominator,
+                "loss": out.loss_sum,
+                "tokens": out.kept.sum(),
+                "entropy": scored.entropies.detach().masked_fill(~out.kept, 0.0).sum(dtype=torch.float64),
+                "reference_kl": out.kl_sum,
+                "sequences": num_sequences,
+                "weight": weight,
+                "weight_square": weight_square,
+                "by_lag": by_lag,
+                **{f"{_RULE_TOKENS}{label}": count for label, count in zip(labels, out.rule_counts, strict=True)},
+                **{f"{_RULE_SUM}{label}": total for label, total in zip(labels, out.rule_sums, strict=True)},
+                **{f"{METRIC}{key}": count for key, count in zip(own, counts, strict=True)},
+            }
+        )
         return MicroBatchResult(out.loss_sum, sums, out.skipped, ratio_max)
 
     def predict_slopes(self, batch: LossBatch, *, version: int) -> IndexedSlopeFunction | None:
@@ -202,13 +205,13 @@ class PolicyObjective:
         The rules of ``[loss]`` that skip steps are over the kept tokens. A step without tokens is skipped by the
         engine.
         """
-        rules = self.loss.all_rules
-        rule_sums = sums[len(SUM_NAMES) + len(rules) :][: len(rules)].tolist()
-        step = summarise(_split(sums, self).rows.sum(0).numpy())
-        return why_skip(rules, rule_sums, tokens=float(sums[SUM_NAMES.index("tokens")]), ess=step.ess)
+        rule_sums = [total for _, total in self.statistics.under(sums, _RULE_SUM)]
+        step = summarise(self.statistics.of(sums, "by_lag").view(-1, COLUMNS).sum(0).numpy())
+        num_tokens = self.statistics.value(sums, "tokens")
+        return why_skip(self.loss.all_rules, rule_sums, tokens=num_tokens, ess=step.ess)
 
     def denominator(self, sums: Tensor) -> float:
-        return float(sums[SUM_NAMES.index("denominator")])
+        return self.statistics.value(sums, "denominator")
 
 
 class PlainObjective:
@@ -223,16 +226,12 @@ class PlainObjective:
         return False
 
     @property
-    def rule_labels(self) -> Sequence[str]:
-        return ()
-
-    @property
     def own_metric_keys(self) -> tuple[str, ...]:
         return ()
 
     @property
-    def num_sums(self) -> int:
-        return len(SUM_NAMES) + len(self.own_metric_keys)
+    def statistics(self) -> Statistics:
+        return Statistics(_OF_TOKENS | dict.fromkeys((f"{METRIC}{key}" for key in self.own_metric_keys), 1))
 
     def why_skip(self, sums: Tensor) -> str:
         return ""
@@ -251,8 +250,10 @@ class LinearObjective(PlainObjective, ABC):
     def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         loss_sum = (scored.logprobs * self.slopes(batch)).sum(dtype=torch.float64)
         entropy = scored.entropies.detach().sum(dtype=torch.float64)
-        num_tokens, none = torch.full_like(entropy, len(scored.logprobs)), torch.zeros_like(entropy)
-        sums = torch.stack([num_tokens, loss_sum.detach(), num_tokens, entropy, none, none, none, none])
+        num_tokens = torch.full_like(entropy, len(scored.logprobs))
+        sums = self.statistics.flat(
+            {"denominator": num_tokens, "loss": loss_sum, "tokens": num_tokens, "entropy": entropy}
+        )
         nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
         return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
 
@@ -269,7 +270,7 @@ class SupervisedObjective(LinearObjective):
         return torch.full_like(batch.advantages, -1.0)
 
     def denominator(self, sums: Tensor) -> float:
-        return float(sums[SUM_NAMES.index("tokens")])
+        return self.statistics.value(sums, "tokens")
 
 
 def _inputs(batch: LossBatch, scored: TokenLogprobs, version: int, place: slice | Tensor = slice(None)) -> PolicyInputs:
@@ -298,15 +299,15 @@ def sequence_weights(out: PolicyLoss, sequence_index_N: Tensor, num_sequences: i
     return has_kept_S.sum().double(), weight_S.sum(), weight_S.square().sum()
 
 
-def sequence_ess(sums: Tensor) -> float:
+def sequence_ess(sums: Tensor, statistics: Statistics) -> float:
     """Return the normalised effective sample size of a step's sequences, in (0, 1], from its sums (host, float64).
 
-    ``(sum w)^2 / (n sum w^2)``, as VCPO's rho (arXiv:2602.17616). 1 if there are no sequences.
+    ``(sum w)^2 / (n sum w^2)``, as VCPO's rho (arXiv:2602.17616). 1 if there are no sequences, or no policy.
     """
-    total = dict(zip(SUM_NAMES, sums.tolist()))
-    if not total["weight_square"]:
+    if not statistics.sizes.keys() >= _OF_A_POLICY.keys():
         return 1.0
-    return total["weight"] ** 2 / (total["sequences"] * total["weight_square"])
+    number, weight, square = (statistics.value(sums, name) for name in ("sequences", "weight", "weight_square"))
+    return weight**2 / (number * square) if square else 1.0
 
 
 def policy_objective(config: Config, *, device: torch.device | None = None) -> PolicyObjective:
@@ -348,61 +349,38 @@ def update_stats(
     objective: Objective,
 ) -> UpdateStats:
     """Return a step's statistics, computed from its sums over micro-batches and ranks (host, float64)."""
-    total = dict(zip(SUM_NAMES, sums.tolist()))
-    count = max(1.0, total["tokens"])
+    table = objective.statistics
+    num_tokens = table.value(sums, "tokens")
+    count = max(1.0, num_tokens)
     denominator = objective.denominator(sums)
-    parts = _split(sums, objective)
-    rows = parts.rows.numpy()
+    by_lag = table.of(sums, "by_lag") if "by_lag" in table.sizes else sums[:0]
+    rows = by_lag.view(-1, COLUMNS).numpy()
     step = summarise(rows.sum(0))
     return UpdateStats(
         stepped=not outcome.reason,
         reason=outcome.reason,
-        loss=total["loss"] / denominator if denominator else 0.0,
+        loss=table.value(sums, "loss") / denominator if denominator else 0.0,
         grad_norm=outcome.grad_norm,
         lr=outcome.lr,
-        tokens_trained=int(total["tokens"]),
+        tokens_trained=int(num_tokens),
         ratio_mean=step.ratio_mean,
         ratio_max=ratio_max,
         clip_fraction=step.clip_low + step.clip_high,
         ess=step.ess,
-        entropy=total["entropy"] / count,
-        sequence_ess=sequence_ess(sums),
+        entropy=table.value(sums, "entropy") / count,
+        sequence_ess=sequence_ess(sums, table),
         mean_abs_log_ratio=step.mean_abs_log,
         skipped_sequence_ids=tuple(skipped_sequence_ids),
         skipped_tokens=step.num_skipped,
         mismatch_kl={lag: k3_sum_and_tokens(row) for lag, row in enumerate(rows) if row.any()},
         out_of_range_tokens=step.num_out_of_range,
-        reference_kl=total["reference_kl"] / count if objective.has_reference_kl else None,
+        reference_kl=table.value(sums, "reference_kl") / count if objective.has_reference_kl else None,
         by_lag=rows,
-        rule_tokens=parts.rule_tokens,
-        own_metrics=_own_metrics(parts.own, num_tokens=max(1, step.tokens), num_kept=count),
+        rule_tokens={label: int(number) for label, number in table.under(sums, _RULE_TOKENS)},
+        own_metrics=_own_metrics(dict(table.under(sums, METRIC)), num_tokens=max(1, step.tokens), num_kept=count),
     )
 
 
 def _own_metrics(own: Mapping[str, float], *, num_tokens: int, num_kept: float) -> dict[str, float]:
     """Return the share of tokens under each of the user's masks, and the mean of each of the user's metrics."""
     return {key: value / (num_tokens if key.startswith("loss_mask/") else num_kept) for key, value in own.items()}
-
-
-class _Sums(NamedTuple):
-    """The parts of ``MicroBatchResult.sums`` after ``SUM_NAMES``.
-
-    Attributes:
-        rule_tokens: for each rule, by its label, the number of tokens it masked or clipped.
-        own: the numbers of the user's own loss, by metric.
-        rows: the rows of ``diagnostic_sums``, float64 [lags, COLUMNS].
-    """
-
-    rule_tokens: dict[str, int]
-    own: dict[str, float]
-    rows: Tensor
-
-
-def _split(sums: Tensor, objective: Objective) -> _Sums:
-    labels, keys = objective.rule_labels, objective.own_metric_keys
-    counts, _, own, rows = sums[len(SUM_NAMES) :].tensor_split(list(accumulate([len(labels), len(labels), len(keys)])))
-    return _Sums(
-        dict(zip(labels, map(int, counts.tolist()), strict=True)),
-        dict(zip(keys, own.tolist(), strict=True)),
-        rows.view(-1, COLUMNS),
-    )

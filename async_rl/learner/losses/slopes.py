@@ -24,7 +24,7 @@ from torch import Tensor
 from async_rl.learner.data.batch import along_tokens
 from async_rl.learner.interface import PolicyScores
 from async_rl.learner.losses.batch import LossBatch
-from async_rl.learner.losses.objective import SUM_NAMES, LinearObjective
+from async_rl.learner.losses.objective import LinearObjective
 from async_rl.learner.sequences import TrainSequence
 
 
@@ -40,7 +40,7 @@ class SlopeObjective(LinearObjective):
         return batch.slopes
 
     def denominator(self, sums: Tensor) -> float:
-        return 1.0 if sums[SUM_NAMES.index("tokens")] else 0.0
+        return 1.0 if self.statistics.value(sums, "tokens") else 0.0
 
 
 def sequence_sums(sequences: Sequence[TrainSequence], scores: Mapping[int, PolicyScores]) -> Tensor:

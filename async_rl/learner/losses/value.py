@@ -11,7 +11,7 @@ from torch import Tensor
 
 from async_rl.learner.data.batch import along_tokens
 from async_rl.learner.losses.batch import IndexedSlopeFunction, LossBatch, TokenLogprobs
-from async_rl.learner.losses.objective import SUM_NAMES, MicroBatchResult, PlainObjective
+from async_rl.learner.losses.objective import METRIC, MicroBatchResult, PlainObjective
 from async_rl.learner.sequences import TrainSequence, no_optional_columns
 
 CLIP_FRACTION = "critic/clip_fraction"
@@ -55,10 +55,9 @@ class ValueObjective(PlainObjective):
     def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         losses_N, clipped_N = value_loss(scored.logprobs, batch.value_targets, batch.old_values, self.clip)
         loss_sum = losses_N.sum()
-        sums = loss_sum.new_zeros(self.num_sums)
-        sums[SUM_NAMES.index("loss")] = loss_sum.detach()
-        sums[SUM_NAMES.index("denominator")] = sums[SUM_NAMES.index("tokens")] = len(losses_N)
-        sums[-1] = clipped_N.sum()
+        num_tokens = torch.full_like(loss_sum.detach(), len(losses_N))
+        clipped = {f"{METRIC}{CLIP_FRACTION}": clipped_N.sum()}
+        sums = self.statistics.flat({"denominator": num_tokens, "loss": loss_sum, "tokens": num_tokens, **clipped})
         nothing = torch.zeros(batch.num_sequences, dtype=torch.bool, device=sums.device)
         return MicroBatchResult(loss_sum, sums, nothing, sums.new_zeros(()))
 
@@ -66,7 +65,7 @@ class ValueObjective(PlainObjective):
         return None
 
     def denominator(self, sums: Tensor) -> float:
-        return float(sums[SUM_NAMES.index("tokens")])
+        return self.statistics.value(sums, "tokens")
 
 
 def critic_sequences(
