@@ -14,8 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "async_rl"
 
-ONE_ROOM = ("learner",)
-"""EXCEPTION, to be removed: folders that count as one room with all their subfolders."""
 SEPARATE = {("generator", "learner"), ("learner", "generator")}
 """Neither imports the other, although the order would allow one of both."""
 
@@ -85,8 +83,6 @@ IMPORTS: Imports = {
 
 def room(name: str) -> str:
     """The room of a module: its folder, which is ``weights.tcp`` for ``weights.tcp.delta``; at the top, itself."""
-    if (top := name.partition(".")[0]) in ONE_ROOM:
-        return top
     return name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0] or name
 
 
@@ -134,7 +130,8 @@ def test_the_readme_lists_the_folders_in_the_same_order():
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     lines = page.partition("\nasync_rl/\n")[2].partition("```")[0].splitlines()
     listed = [name for line in lines for name in re.findall(r"(\w+)(?:/|\.py)", line.strip().partition("  ")[0])]
-    assert listed and listed == [name for name in reversed(ORDER) if name in listed]
+    assert listed
+    assert listed == [name for name in reversed(ORDER) if name in listed]
 
 
 def test_imports_run_downward_only():

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import TrainingError
+from async_rl.learner.loop.idle_sampling import IdleSampling
 from async_rl.learner.loop.publishing import Published
-from async_rl.learner.sampling import IdleSampling, SamplingOrder, sampler_id
+from async_rl.learner.sampling import SamplingOrder, sampler_id
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease
 from async_rl.run.step_log import read_rows
@@ -101,7 +102,7 @@ def test_the_metrics_count_what_the_learner_sampled_of_the_step():
 def test_the_used_share_of_a_wait_is_that_of_rank_0(monkeypatch: pytest.MonkeyPatch):
     # Two waits of 10 s; rank 0 is busy for 4 s in the first, and for 1 s in the second.
     clock = iter([0.0, 10.0, 50.0, 60.0])
-    monkeypatch.setattr("async_rl.learner.sampling.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("async_rl.learner.loop.idle_sampling.time.monotonic", lambda: next(clock))
     busy = iter([4.0, 5.0])
 
     class Busy(LoggedEngine):

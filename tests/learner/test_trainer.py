@@ -22,11 +22,12 @@ from async_rl.errors import RunStoppedError, TrainingError
 from async_rl.learner.checkpoints.files import TrainerState, latest_checkpoint, write_extra
 from async_rl.learner.checkpoints.resume import find_resume_point
 from async_rl.learner.interface import Engine, PolicyScores, UpdateStats
+from async_rl.learner.loop.idle_sampling import IdleSampling
 from async_rl.learner.loop.parity import ParityGate
 from async_rl.learner.loop.publishing import FixedLagWeights, NamedTensors, Published, WeightsSender
 from async_rl.learner.loop.start import _restore, _take_files_over
 from async_rl.learner.loop.trainer import Trainer
-from async_rl.learner.sampling import IdleSampling, SamplingEngine
+from async_rl.learner.sampling import SamplingEngine
 from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.core import generator_requests, learner_requests

@@ -29,11 +29,12 @@ from async_rl.learner.checkpoints.resume import ResumePoint, find_resume_point, 
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_checkpoint
 from async_rl.learner.interface import Critic, Engine
+from async_rl.learner.loop.idle_sampling import IdleSampling
 from async_rl.learner.loop.parity import ParityGate
 from async_rl.learner.loop.publishing import FixedLagWeights, StagedWeights, WeightsSender
 from async_rl.learner.loop.trainer import Trainer
 from async_rl.learner.ranks import Ranks, compute_dtype, init_ranks
-from async_rl.learner.sampling import IdleSampling, MakeSampler, RankSampler, SamplingEngine
+from async_rl.learner.sampling import MakeSampler, RankSampler, SamplingEngine
 from async_rl.net.address import host_towards, is_loopback
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.output import logged

@@ -43,6 +43,7 @@ from async_rl.learner.data.batch import PreparedBatch, prepare_batch, with_score
 from async_rl.learner.interface import Critic, Engine, PolicyScores, UpdateStats
 from async_rl.learner.loop.critic import check_critic_skipped, critic_metrics, train_critic, with_values, without_policy
 from async_rl.learner.loop.evaluations import Evaluations
+from async_rl.learner.loop.idle_sampling import IdleSampling
 from async_rl.learner.loop.nonfinite import record_nonfinite
 from async_rl.learner.loop.parity import ParityGate
 from async_rl.learner.loop.profiling import StepProfiler
@@ -53,7 +54,6 @@ from async_rl.learner.loop.step_result import StepResult, check_skipped, count_s
 from async_rl.learner.losses.advantages import with_advantages
 from async_rl.learner.losses.own_advantage import load_own_advantage
 from async_rl.learner.losses.step_masks import judge_step
-from async_rl.learner.sampling import IdleSampling
 from async_rl.learner.sequences import TrainSequence
 from async_rl.output import logged
 from async_rl.process.fault_points import fault_point
