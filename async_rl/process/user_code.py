@@ -5,14 +5,14 @@ A name has the form ``module:attribute`` or ``file.py:attribute``. The name of a
 machines: each machine that runs it needs a copy.
 
 A generator imports only code that its operator listed in ``generator.allow_code`` and whose source has the same digest
-as on the learner's machine. The learner sends its digests when a generator connects. The digest covers the named file
-and the local modules that it imports. The learner imports the loss and the advantages that the config on its own
-machine names, so they need no permission.
+as on the learner's machine. The learner sends its digests when a generator connects. It imports the loss and the
+advantages that the config on its own machine names, so they need no permission.
 
-A module is local if it is in the same outermost package as the named file or, without a package, in the file's folder
-or below. Imported modules are found by reading ``import`` statements, also those in functions and in imported modules,
-without running code. Modules that are imported by a computed name, files that the code opens, packages installed
-elsewhere and async-rl itself are not covered.
+The digest covers the named file and, from its folder, each file and each folder whose name it imports, or which these
+import in turn; of a folder, all ``.py`` files. Of a module in a package it covers all ``.py`` files of the outermost
+package. The names are read from ``import`` statements, also those in functions, without running code. Modules that are
+imported by a computed name, files that the code opens, packages installed elsewhere and async-rl itself are not
+covered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,9 @@ def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
 def code_digests(names: Iterable[str]) -> dict[str, str]:
     """Return the SHA-256, in hex, of the source of each user code in ``names``, by name.
 
-    The source is the named file with the local modules that it imports. The SHA-256 of a single file is that of its
-    bytes. The SHA-256 of several files is that of the sorted lines ``path  SHA-256``, with paths relative to the folder
-    of the top-level modules.
+    The source is what ``source_files`` returns. The SHA-256 of a single file is that of its bytes. The SHA-256 of
+    several files is that of the sorted lines ``path  SHA-256``, with paths relative to the folder of the top-level
+    modules.
 
     Raises:
         ConfigError: a module or file does not exist, or a module has no Python source.
@@ -124,7 +124,7 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
     source, *imported = sources.values()
     found = _digest(sources)
     if digest is not None and found != digest:
-        listed = "".join(f", {path}" for path in imported)
+        listed = "".join(f", {path}" for path in imported[:5]) + (", ..." if imported[5:] else "")
         raise ConfigError(
             f"{name}: expected the learner's source, SHA-256 {digest[:16]}, got {found[:16]} in {source}{listed}; copy "
             f"the files that differ from the learner's machine, or start the learner again with the source of this "
@@ -332,76 +332,53 @@ def search_folder(source: Path) -> Path:
 
 
 def source_files(spec: ModuleSpec, source: Path) -> dict[str, Path]:
-    """Return the files of a user module and of the local modules that it imports, by module name. Import nothing.
+    """Return the files that the digest of a user module covers, by module name. Import nothing.
 
-    ``spec`` is the user module and ``source`` its file. The user module comes first in the result.
+    ``spec`` is the user module and ``source`` its file, which comes first in the result.
     """
     source = source.resolve()
     folder = search_folder(source)
     found = {spec.name: source}
-    if folder.name in _INSTALLED and source.parent == folder:
+    is_packaged = source.parent != folder
+    if folder.name in _INSTALLED and not is_packaged:
         return found  # the module is installed as a single file; the files next to it belong to other packages
-    root = folder / source.relative_to(folder).parts[0] if source.parent != folder else folder
-    # Where a module is imported by its name, its packages run first.
-    todo = [".".join(spec.name.split(".")[:depth]) for depth in range(1, spec.name.count(".") + 1)]
-    todo += _imported(source, spec.parent or "")
-    while todo:
-        name = todo.pop()
-        if name in found or name.partition(".")[0] in (_OWN, *sys.stdlib_module_names):
-            continue
-        path = _find(name, folder)
-        if path is None or not path.is_relative_to(root) or set(path.relative_to(root).parts) & set(_INSTALLED):
-            continue
-        found[name] = path
-        todo += _imported(path, name if path.name == _PACKAGE_FILE else name.rpartition(".")[0])
+    todo = {source.relative_to(folder).parts[0]} if is_packaged else _imported(source)
+    known = {_OWN, *sys.stdlib_module_names}
+    while todo := todo - known:
+        known |= todo
+        files = {module: path for name in todo for module, path in _files_of(name, folder).items() if path != source}
+        found |= files
+        todo = set() if is_packaged else {name for path in files.values() for name in _imported(path)}
     return found
 
 
-def _find(name: str, folder: Path) -> Path | None:
-    """Return the file in ``folder`` from which user code in that folder would import the module ``name``.
+def _files_of(name: str, folder: Path) -> dict[str, Path]:
+    """Return the ``.py`` files in ``folder`` of the top-level module or package ``name``, by module name.
 
-    Return None if ``folder`` has no such file, or if another entry of ``sys.path`` has the module. Folders that were
+    Return none if ``folder`` has no such file, or if another entry of ``sys.path`` has the module. Folders that were
     added for other user code are ignored.
     """
-    first, *rest = name.split(".")
     places = [*(place for place in sys.path if not isinstance(place, LocalFolder)), str(folder)]
-    top = PathFinder.find_spec(first, places)
+    top = PathFinder.find_spec(name, places)
     if top is None or (top.origin is not None and not Path(top.origin).resolve().is_relative_to(folder)):
-        return None
-    # All submodules are in the folder of their top-level package, with or without an __init__.py.
-    place = folder.joinpath(first, *rest)
-    for path in (place / _PACKAGE_FILE, place.with_name(f"{place.name}.py")):
-        if path.is_file():
-            return path.resolve()
-    return None
+        return {}
+    paths = [path for path in (folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))) if path.is_file()]
+    parts = [path.relative_to(folder).with_suffix("").parts for path in paths]
+    return {
+        ".".join(part[:-1] if part[-1] == "__init__" else part): path.resolve()
+        for part, path in zip(parts, paths, strict=True)
+    }
 
 
-def _imported(source: Path, package: str) -> set[str]:
-    """Return the dotted names of all modules that the file ``source`` may import, and of the packages around them.
-
-    ``package`` is the package that contains ``source``, at which relative imports start. The result includes names
-    after ``from module import``, because they may be modules. It is empty if ``source`` is not valid Python.
-    """
+def _imported(source: Path) -> set[str]:
+    """Return the top-level names that the file ``source`` may import; none if it is not valid Python."""
     try:
-        tree = ast.parse(source.read_bytes())
+        nodes = list(ast.walk(ast.parse(source.read_bytes())))
     except (SyntaxError, ValueError):
         return set()
-    names = [name.split(".") for node in ast.walk(tree) for name in _names(node, package)]
-    return {".".join(parts[:depth]) for parts in names for depth in range(1, len(parts) + 1)}
-
-
-def _names(node: ast.AST, package: str) -> Iterator[str]:
-    if isinstance(node, ast.Import):
-        yield from (alias.name for alias in node.names)
-    if not isinstance(node, ast.ImportFrom):
-        return
-    parents = package.split(".") if package else []
-    if node.level > len(parents):
-        return  # Python refuses a relative import beyond the outermost package
-    above = parents[: len(parents) + 1 - node.level] if node.level else []
-    base = ".".join([*above, *filter(None, [node.module])])
-    yield base
-    yield from (f"{base}.{alias.name}" for alias in node.names if alias.name != "*")
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 def load_named_code(name: str) -> Any:

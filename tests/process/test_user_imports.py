@@ -1,4 +1,4 @@
-"""What the digest of the user's own code covers: the file, and what it imports from beside it."""
+"""What the digest of the user's own code covers: the file, and the files and folders beside it that it imports."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ SOURCES = {
     "shared__prompts": "",
     "shared__deep": "def two():\n    return 2.0\n",
     "shared__unused": "",
+    "shared__deeper__still": "",
     "far__away__place": "x = 1\n",  # folders without an __init__.py
 }
 
@@ -63,7 +64,8 @@ SOURCES = {
         ("shared/prompts.py", True),
         ("shared/deep.py", True),
         ("far/away/place.py", True),
-        ("shared/unused.py", False),
+        ("shared/unused.py", True),  # a folder counts as a whole
+        ("shared/deeper/still.py", True),
         ("unused.py", False),
         ("json.py", False),
     ],
@@ -101,7 +103,7 @@ def test_a_digest_of_several_files_is_that_of_their_digests(tmp_path: Path):
         ("pkg/rewards/math.py", True),
         ("pkg/rewards/parts.py", True),
         ("pkg/shared.py", True),
-        ("pkg/unused.py", False),
+        ("pkg/unused.py", True),
         ("beside.py", False),  # another package's matter
     ],
 )
