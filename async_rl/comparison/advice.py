@@ -12,10 +12,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from async_rl.comparison.comparable import differing_keys, why_incomparable
-from async_rl.comparison.points import CLEARLY, ONE_RUN, Point, has_enough, points_of
+from async_rl.comparison.points import CLEARLY, ONE_RUN, Point, has_enough, mean_of_known, points_of
 from async_rl.comparison.summary import RunSummary
 
 PAYS = 1.05
@@ -177,11 +176,11 @@ def _age(chosen: Point) -> Iterable[str]:
 def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
     bound = summaries[0].bound
     overlap, learner, generators = (
-        _mean(getattr(summary, name) for summary in summaries)
+        mean_of_known(getattr(summary, name) for summary in summaries)
         for name in ("overlap", "idle_learner", "idle_generators")
     )
     staleness, ess, dropped, masked = (
-        _mean(getattr(summary, name) for summary in summaries)
+        mean_of_known(getattr(summary, name) for summary in summaries)
         for name in ("staleness_mean", "ess", "dropped", "masked")
     )
     lost = (dropped or 0.0) + (masked or 0.0)
@@ -224,8 +223,8 @@ def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
 
 def _slow_scores(summaries: Sequence[RunSummary]) -> Advice | None:
     """Return the advice for runs whose generators wait mostly for rewards or environments; None for others."""
-    grading = _mean(summary.idle_grading for summary in summaries) or 0.0
-    environment = _mean(summary.idle_environment for summary in summaries) or 0.0
+    grading = mean_of_known(summary.idle_grading for summary in summaries) or 0.0
+    environment = mean_of_known(summary.idle_environment for summary in summaries) or 0.0
     if max(grading, environment) <= _IDLE:
         return None
     if grading >= environment:
@@ -261,8 +260,3 @@ def _accuracies(points: Iterable[Point]) -> str:
 
 def _either(points: Sequence[Point]) -> str:
     return " or ".join(str(point.bound) for point in points)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None

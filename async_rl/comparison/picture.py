@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from async_rl.comparison.points import mean_of_known
 from async_rl.comparison.summary import RunSummary
 from async_rl.comparison.table import short_names
 from async_rl.errors import RunError
@@ -130,20 +132,15 @@ def _draw_shares(axes: Axes, groups: Mapping[str, Sequence[RunSummary]]) -> None
     for number, (label, name) in enumerate(
         (("overlap", "overlap"), ("learner idle", "idle_learner"), ("generators idle", "idle_generators"))
     ):
-        heights = [_mean([getattr(summary, name) for summary in group]) for group in groups.values()]
+        means = [mean_of_known(getattr(summary, name) for summary in group) for group in groups.values()]
+        heights = np.array(means, dtype=float)  # None becomes NaN, which is not drawn
         axes.bar(places + 0.27 * (number - 1), heights, 0.25, color=_COLORS[number], label=label)
-    speeds = [_mean([summary.steps_per_s for summary in group]) for group in groups.values()]
+    speeds = [fmean(summary.steps_per_s for summary in group) for group in groups.values()]
     names = [re.sub(r"/| (?=\(bound)|(?<=,) ", lambda found: f"{found[0].strip()}\n", name) for name in groups]
     labels = [f"{name}\n{speed:.3g} steps/s" for name, speed in zip(names, speeds, strict=True)]
     axes.set_xticks(places, labels, fontsize=8)
     axes.set_ylabel("share of the time")
     axes.set_ylim(0, 1.05)
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    """Return the mean of the values that are known; NaN, which is not drawn, if there are none."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else float("nan")
 
 
 def _draw_mismatch(axes: Axes, summary: RunSummary, style: Mapping[str, Any]) -> None:

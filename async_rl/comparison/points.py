@@ -83,12 +83,12 @@ def points_of(summaries: Sequence[RunSummary]) -> list[Point]:
             bound=runs[0].bound,
             steps_per_s=fmean(speeds[number]),
             speed_error=fmean(speeds[number]) * _speed_error(runs, spreads[number], is_enough=is_enough),
-            accuracy=_mean(one[-1].accuracy for one in found[number]),
+            accuracy=mean_of_known(one[-1].accuracy for one in found[number]),
             error=_accuracy_error([one[-1] for one in found[number]], accuracy_spreads[number], is_enough=is_enough),
-            ess=_mean(run.ess for run in runs),
-            staleness=_mean(run.staleness_mean for run in runs),
-            first=_mean(one[0].accuracy for one in found[number] if len(one) > 1),
-            reached_s=_mean(_reached_s(one, target) for one in found[number]),
+            ess=mean_of_known(run.ess for run in runs),
+            staleness=mean_of_known(run.staleness_mean for run in runs),
+            first=mean_of_known(one[0].accuracy for one in found[number] if len(one) > 1),
+            reached_s=mean_of_known(_reached_s(one, target) for one in found[number]),
         )
         for number, runs in enumerate(groups)
     ]
@@ -144,6 +144,7 @@ def _spreads(groups: Sequence[Sequence[float]]) -> list[float | None]:
     return [max(median(known), stdev(group) if len(group) > 1 else 0.0) for group in groups]
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None. None if there are none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None

@@ -8,7 +8,7 @@ tokens by the trained tokens of each step. Seconds are seconds of training, with
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.metrics import Row
 from async_rl.run.starts import Origin, first_steps, read_origin
-from async_rl.run.step_log import is_metrics_row, read_rows
+from async_rl.run.step_log import eval_figures, is_metrics_row, read_rows
 
 WARM_UP = 0.1
 """Share of a run's steps, at its beginning, that means over steps leave out. At least one step remains."""
@@ -206,14 +206,8 @@ def _masked(ledger: Mapping[str, Any]) -> float | None:
 def _evaluations(rows: Sequence[Row], startups: Startups) -> dict[str, list[Evaluation]]:
     found: dict[str, list[Evaluation]] = {}
     for row in rows:
-        for dataset, accuracy in _accuracies(row):
-            error = row.get(f"eval/{dataset}/accuracy_se") or 0.0
-            evaluation = Evaluation(row["step"], training_s(row["time_s"], startups), accuracy, error)
+        for dataset, figures in eval_figures(row, "accuracy").items():
+            time_s, error = training_s(row["time_s"], startups), figures.get("accuracy_se", 0.0)
+            evaluation = Evaluation(row["step"], time_s, figures["accuracy"], error)
             found.setdefault(dataset, []).append(evaluation)
     return dict(sorted(found.items()))
-
-
-def _accuracies(row: Row) -> Iterator[tuple[str, float]]:
-    for key, value in row.items():
-        if key.startswith("eval/") and key.endswith("/accuracy") and value is not None:
-            yield key.removeprefix("eval/").removesuffix("/accuracy"), value

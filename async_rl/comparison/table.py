@@ -11,7 +11,7 @@ from typing import Any
 from async_rl.comparison.advice import Advice
 from async_rl.comparison.points import common_target, reached
 from async_rl.comparison.summary import Evaluation, RunSummary
-from async_rl.evaluation.table import aligned
+from async_rl.evaluation.table import aligned, cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def comparison_lines(summaries: Sequence[RunSummary], advice: Advice) -> list[st
     lags = sorted({lag for summary in summaries for lag in summary.mismatch_by_lag})[:MAX_LAGS]
     if lags:
         lines += ["KL(behavior policy || policy) by age of a token, in nats"]
-        rows = [[_cell(summary.mismatch_by_lag.get(lag), ".1e") for lag in lags] for summary in summaries]
+        rows = [[cell(summary.mismatch_by_lag.get(lag), ".1e") for lag in lags] for summary in summaries]
         lines += [*_aligned(["run", *(f"{lag}" for lag in lags)], names, rows), ""]
     lines += _learning(names, summaries)
     sentence = textwrap.wrap(advice.sentence, _WIDTH, break_on_hyphens=False)
@@ -95,7 +95,7 @@ def _learning(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str
         rows = [_learning_row(summary, summary.evaluations.get(dataset, ()), target) for summary in summaries]
         lines += [*_aligned(["run", "reward", "accuracy", "reached at step", "after s"], names, rows), ""]
     if not lines:
-        rows = [[_cell(summary.reward, ".3f")] for summary in summaries]
+        rows = [[cell(summary.reward, ".3f")] for summary in summaries]
         lines = ["Learning", *_aligned(["run", "reward"], names, rows), ""]
     return lines
 
@@ -103,10 +103,10 @@ def _learning(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str
 def _learning_row(summary: RunSummary, found: Sequence[Evaluation], target: float) -> list[str]:
     first, last = reached(found, target), found[-1] if found else None
     return [
-        _cell(summary.reward, ".3f"),
-        "-" if last is None else f"{last.accuracy:.3f} ± {last.error:.3f}",
-        _cell(None if first is None else first.step, "d"),
-        _cell(None if first is None else first.time_s, ".1f"),
+        cell(summary.reward, ".3f"),
+        "-" if last is None else cell(last.accuracy, ".3f", last.error, error_form=".3f"),
+        cell(None if first is None else first.step, "d"),
+        cell(None if first is None else first.time_s, ".1f"),
     ]
 
 
@@ -137,15 +137,9 @@ def _changes(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str]
 
 def _table(names: Sequence[str], summaries: Sequence[RunSummary], columns: Sequence[_Column]) -> list[str]:
     rows = [
-        [_cell(column.value(summary), column.form, column.error(summary)) for column in columns]
-        for summary in summaries
+        [cell(column.value(summary), column.form, column.error(summary)) for column in columns] for summary in summaries
     ]
     return _aligned(["run", *(column.heading for column in columns)], names, rows)
-
-
-def _cell(value: float | None, form: str, error: float | None = None) -> str:
-    shown = "-" if value is None else format(value, form)
-    return shown if error is None else f"{shown} ± {error:.2g}"
 
 
 def _aligned(headings: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

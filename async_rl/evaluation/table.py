@@ -14,7 +14,7 @@ from typing import Any
 
 from async_rl.errors import RunError
 from async_rl.run.directory import RunDir, is_figure, read_json
-from async_rl.run.step_log import read_metrics
+from async_rl.run.step_log import eval_figures, read_metrics
 
 FIGURES_FILE = "figures.json"
 """Name of the file that ``async-rl eval --out DIR`` writes. It is a JSON list of objects, each with
@@ -50,8 +50,11 @@ def eval_table(headings: Sequence[str], entries: Sequence[Entry]) -> list[str]:
     ``headings`` are the headings of the labels. Columns without any figure are left out. A column of labels is left out
     if all labels are the same, unless it is the last one.
     """
-    columns = [("accuracy", [_accuracy(entry.figures) for entry in entries])]
-    columns += [(heading, [_cell(e.figures, key, form) for e in entries]) for key, heading, form in _chosen(entries)]
+    of_all = [entry.figures for entry in entries]
+    columns = [("accuracy", [cell(f.get("accuracy"), ".3f", f.get("accuracy_se"), error_form=".3f") for f in of_all])]
+    columns += [
+        (heading, [cell(f[key], form) if key in f else "" for f in of_all]) for key, heading, form in _chosen(entries)
+    ]
     columns += [("unanswered", [_unanswered(entry.figures) for entry in entries])]
     columns += [("versions", [_versions(entry.figures) for entry in entries])]
     labels = [(heading, [entry.labels[i] for entry in entries]) for i, heading in enumerate(headings)]
@@ -73,6 +76,12 @@ def aligned(rows: Sequence[Sequence[str]], *, num_labels: int = 1) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def cell(value: float | None, form: str, error: float | None = None, *, error_form: str = ".2g") -> str:
+    """Return a number in the format ``form``, with its standard error if that is known; ``-`` for None."""
+    shown = "-" if value is None else format(value, form)
+    return shown if value is None or error is None else f"{shown} ± {error:{error_form}}"
 
 
 def compare(paths: Sequence[Path]) -> list[str]:
@@ -137,7 +146,7 @@ def _entries(path: Path) -> list[tuple[str, Entry]]:
         )
     entries: list[tuple[str, Entry]] = []
     for row in sorted(read_metrics(metrics), key=lambda row: row["step"]):
-        for dataset, of_set in _figures_of_row(row).items():
+        for dataset, of_set in eval_figures(row).items():
             entries.append((dataset, Entry((str(path), str(row["step"])), of_set)))
     return entries
 
@@ -161,19 +170,6 @@ def _written(path: Path) -> list[tuple[str, Entry]]:
                     f"{number}; the file is damaged, evaluate again with `async-rl eval --out DIR`"
                 )
     return entries
-
-
-def _figures_of_row(row: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the figures of evaluations in one row of ``metrics.jsonl``, as name of the dataset -> figures.
-
-    The result is empty if the row has no evaluation.
-    """
-    found: dict[str, dict[str, float]] = {}
-    for key, value in row.items():
-        if key.startswith("eval/") and value is not None:
-            dataset, _, figure = key.removeprefix("eval/").rpartition("/")
-            found.setdefault(dataset, {})[figure] = value
-    return found
 
 
 def _title(dataset: str, entries: Sequence[Entry]) -> str:
@@ -209,17 +205,6 @@ def _chosen(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
     keys -= {"best_of_n"} if same_best else set()
     chosen = [column for column in (*passes, *_COLUMNS) if column[0] in keys]
     return [(key, heading.format(n=number), form) for key, heading, form in chosen]
-
-
-def _cell(figures: Mapping[str, float], key: str, form: str) -> str:
-    return format(figures[key], form) if key in figures else ""
-
-
-def _accuracy(figures: Mapping[str, float]) -> str:
-    if "accuracy" not in figures:
-        return "-"
-    error = f" ± {figures['accuracy_se']:.3f}" if "accuracy_se" in figures else ""
-    return f"{figures['accuracy']:.3f}{error}"
 
 
 def _unanswered(figures: Mapping[str, float]) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 from async_rl.errors import RunError
 from async_rl.run.directory import RunDir, checkpoint_name
 from async_rl.run.health import Health
-from async_rl.run.progress import eval_accuracies, is_step_row
-from async_rl.run.step_log import Row
+from async_rl.run.progress import is_step_row
+from async_rl.run.step_log import Row, eval_figures
 
 _STEPS = 5
 _MIN_STEPS = 3
@@ -92,9 +92,8 @@ def best_lines(run_dir: RunDir, rows: Sequence[Row]) -> list[str]:
     """
     points: dict[str, list[tuple[int, float, float]]] = {}
     for row in rows:
-        for dataset, accuracy in eval_accuracies(row).items():
-            error = row.get(f"eval/{dataset}/accuracy_se") or 0.0
-            points.setdefault(dataset, []).append((row["step"], accuracy, error))
+        for dataset, figures in eval_figures(row, "accuracy").items():
+            points.setdefault(dataset, []).append((row["step"], figures["accuracy"], figures.get("accuracy_se", 0.0)))
     return [_best_line(run_dir, name, found) for name, found in points.items() if _best(found)[1] > found[-1][1]]
 
 

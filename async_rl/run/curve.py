@@ -24,7 +24,7 @@ from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock
 from async_rl.run.metrics import Row
 from async_rl.run.starts import first_steps
-from async_rl.run.step_log import iter_metrics, last_step
+from async_rl.run.step_log import eval_figures, iter_metrics, last_step
 from async_rl.run.thinning import thinned
 from async_rl.terminal import visible
 
@@ -298,10 +298,9 @@ def _series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
 
 def _draw_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
     _draw_mean(axes, rows, "accuracy/mean", _COLORS["accuracy"], "rollouts trained on")
-    keys = sorted({key for row in rows for key in row if key.startswith("eval/") and key.endswith("/accuracy")})
-    for number, key in enumerate(keys):
-        steps, values = _series(rows, key)
-        name = key.removeprefix("eval/").removesuffix("/accuracy")
+    names = sorted({name for row in rows for name in eval_figures(row, "accuracy")})
+    for number, name in enumerate(names):
+        steps, values = _series(rows, f"eval/{name}/accuracy")
         color = _EVAL_COLORS[number % len(_EVAL_COLORS)]
         axes.plot(steps, values, "o-", color=color, markersize=6, linewidth=2, label=f"evaluation: {name}")
         for at in {0, len(values) - 1}:
@@ -315,7 +314,7 @@ def _draw_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _mark_evaluations(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a thin line at each step with an evaluation: generators sample its answers, so the next step is slower."""
-    steps = sorted({row["step"] for row in rows if any(key.startswith("eval/") for key in row)})
+    steps = sorted({row["step"] for row in rows if eval_figures(row)})
     for number, step in enumerate(steps if len(steps) <= _MAX_MARKS else ()):
         label = "evaluation by the generators" if number == 0 else None
         axes.axvline(step, color="0.6", linewidth=0.8, linestyle=":", label=label)

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from async_rl.run.decline import Decline, Fall
-from async_rl.run.progress import eval_accuracies, is_step_row
-from async_rl.run.step_log import Row
+from async_rl.run.progress import is_step_row
+from async_rl.run.step_log import Row, eval_figures
 
 WINDOW = 3
 """Number of newest steps that are judged together."""
@@ -155,12 +155,10 @@ class Health:
 
     def _of_evaluations(self, row: Row) -> list[Note]:
         falls: list[Fall | None] = []
-        for name, accuracy in eval_accuracies(row).items():
-            error, unanswered, rows = (
-                row.get(f"eval/{name}/{key}") or 0 for key in ("accuracy_se", "unanswered", "rows")
-            )
+        for name, figures in eval_figures(row, "accuracy").items():
+            error, unanswered, rows = (figures.get(key, 0) for key in ("accuracy_se", "unanswered", "rows"))
             missing = unanswered / rows if rows else 0.0
-            falls.append(self._decline.add_evaluation(name, row["step"], accuracy, error, missing=missing))
+            falls.append(self._decline.add_evaluation(name, row["step"], figures["accuracy"], error, missing=missing))
         return [self._note_of(fall) for fall in falls if fall is not None][:1]
 
     def _note_of(self, fall: Fall) -> Note:

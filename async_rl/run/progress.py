@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from async_rl.run.step_log import Row
+from async_rl.run.step_log import Row, eval_figures
 
 ETA_STEPS = 20
 
@@ -96,8 +96,7 @@ def is_step_row(row: Row) -> bool:
 
 def eval_accuracies(row: Row) -> dict[str, float]:
     """Return the accuracy of each evaluation set in ``row`` of ``metrics.jsonl``, by name; empty if it has none."""
-    names = [key.split("/") for key in row if key.startswith("eval/") and key.endswith("/accuracy")]
-    return {"/".join(parts[1:-1]): row["/".join(parts)] for parts in names if row["/".join(parts)] is not None}
+    return {name: figures["accuracy"] for name, figures in eval_figures(row, "accuracy").items()}
 
 
 def eval_lines(row: Row) -> list[str]:
@@ -108,13 +107,11 @@ def eval_lines(row: Row) -> list[str]:
     A line also gives the number of dataset rows without an answer if there are any, because they count as wrong.
     """
     lines: list[str] = []
-    for dataset, accuracy in eval_accuracies(row).items():
-        missing, rows, first, last = (
-            row.get(f"eval/{dataset}/{key}") for key in ("unanswered", "rows", "version_min", "version_max")
-        )
+    for dataset, figures in eval_figures(row, "accuracy").items():
+        missing, rows, first, last = map(figures.get, ("unanswered", "rows", "version_min", "version_max"))
         versions = f" (versions {first} to {last})" if first != last else ""
         without = f" ({missing} of {rows} rows without an answer)" if missing else ""
-        lines.append(f"eval {dataset} of step {row['step']}{versions}: accuracy {accuracy:.3f}{without}")
+        lines.append(f"eval {dataset} of step {row['step']}{versions}: accuracy {figures['accuracy']:.3f}{without}")
     return lines
 
 

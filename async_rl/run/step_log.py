@@ -197,6 +197,19 @@ def is_metrics_row(row: Row, *, needed: Collection[str] = ("time_s",)) -> bool:
     return figures and row["step"] >= 0 and ("version" not in row or all(is_figure(row.get(key)) for key in needed))
 
 
+def eval_figures(row: Mapping[str, Any], needed: str | None = None) -> dict[str, dict[str, Any]]:
+    """Return the figures of each evaluation set in a row of ``metrics.jsonl``, by the set's name; empty if it has none.
+
+    Figures that are None are left out. If ``needed`` is given, so are sets without the figure of that name.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in row.items():
+        if key.startswith("eval/") and value is not None:
+            dataset, _, figure = key.removeprefix("eval/").rpartition("/")
+            found.setdefault(dataset, {})[figure] = value
+    return {dataset: figures for dataset, figures in found.items() if needed is None or needed in figures}
+
+
 def _parsed(path: Path) -> tuple[list[Row], dict[int, str]]:
     """Return the rows of a file, and its lines that are none by their numbers, which begin with 1."""
     rows: list[Row] = []
