@@ -128,8 +128,16 @@ KL_ESTIMATORS: Mapping[str, KlEstimator] = {
     "k3": KlEstimator("never negative, unbiased"),
 }
 
-_DPPO: Mapping[str, Any] = {"surrogate": "plain", "importance_cap": 10.0, "dual_clip": None}
-_DPPO_RULE: Mapping[str, Any] = {"name": "dppo", "level": "token", "when": "outward", "action": "clip"}
+_PLAIN: Mapping[str, Any] = {"surrogate": "plain", "importance_cap": 2.0, "dual_clip": None}
+_DPPO: Mapping[str, Any] = {**_PLAIN, "importance_cap": 10.0}
+
+
+def _clip(name: str, level: str, statistic: str, above: float, **others: Any) -> dict[str, Any]:
+    """Return the keys of a preset with one entry of ``rules``, which clips."""
+    return {
+        "rules": [{"name": name, "level": level, "statistic": statistic, "above": above, "action": "clip", **others}]
+    }
+
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2503.14476: clip-higher, token-level loss, no KL. Answers without an end leave the loss.
@@ -139,21 +147,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2503.20783: neither the group's deviation nor the answer's length divides.
     "dr_grpo": {"advantage": "group_mean", "aggregation": "sequence_sum"},
     # Williams 1992 with the group's mean as baseline; truncated importance weights where the data is stale.
-    "reinforce": {
-        "surrogate": "plain",
-        "advantage": "group_mean",
-        "aggregation": "sequence",
-        "importance_cap": 2.0,
-        "dual_clip": None,
-    },
+    "reinforce": {**_PLAIN, "advantage": "group_mean", "aggregation": "sequence"},
     # arXiv:2402.14740: the log-probability of the whole answer, so a sum over its tokens.
-    "rloo": {
-        "surrogate": "plain",
-        "advantage": "leave_one_out",
-        "aggregation": "sequence_sum",
-        "importance_cap": 2.0,
-        "dual_clip": None,
-    },
+    "rloo": {**_PLAIN, "advantage": "leave_one_out", "aggregation": "sequence_sum"},
     # arXiv:2501.03262, the variant with a baseline: k2 in the loss once kl_coef is set.
     "reinforce_pp": {
         "advantage": "reinforce_pp",
@@ -175,9 +171,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "cispo": {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "dual_clip": None},
     # arXiv:1707.06347 with dual clip (arXiv:1912.09729, c = 3).
     "ppo_clip": {"dual_clip": 3.0},
-    # arXiv:2110.00641 and AReaL (arXiv:2505.24298): clipped around recomputed logprobs, times a capped prox/mu.
     # arXiv:1707.06347 with a critic (arXiv:1506.02438).
     "ppo": {"advantage": "gae"},
+    # arXiv:2110.00641 and AReaL (arXiv:2505.24298): clipped around recomputed logprobs, times a capped prox/mu.
     "decoupled_ppo": {"anchor": "proximal", "importance_cap": 5.0},
     "agpo": {"aggregation": "sequence", "length_bonus": 0.1},
     # arXiv:2511.20347: temperatures 1 and 1.05, the mean over answers of token means.
@@ -190,42 +186,20 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "clip_high": math.exp(0.4) - 1,
     },
     # arXiv:2602.04879: no clip on the ratio; a token stops where the probability itself has moved.
-    "dppo_tv": {**_DPPO, "rules": [{**_DPPO_RULE, "statistic": "tv", "above": 0.15}]},
-    "dppo_kl": {**_DPPO, "rules": [{**_DPPO_RULE, "statistic": "binary_kl", "above": 0.05}]},
+    "dppo_tv": {**_DPPO, **_clip("dppo", "token", "tv", 0.15, when="outward")},
+    "dppo_kl": {**_DPPO, **_clip("dppo", "token", "binary_kl", 0.05, when="outward")},
     # DeepSeek-V3.2 (arXiv:2512.02556): DAPO, and wrong answers that pi makes unlikely teach nothing. Its limit is not
     # published; ours.
-    "opsm": {
-        "clip_high": 0.28,
-        "mask_truncated": True,
-        "rules": [
-            {"name": "opsm", "level": "sequence", "statistic": "k1", "above": 0.1, "when": "negative", "action": "clip"}
-        ],
-    },
+    "opsm": {"clip_high": 0.28, "mask_truncated": True, **_clip("opsm", "sequence", "k1", 0.1, when="negative")},
     # arXiv:2510.18855: prox/mu is a weight within its range, and 0 outside.
     "icepop": {
         "anchor": "proximal",
         "importance_cap": 5.0,
-        "rules": [
-            {
-                "name": "icepop",
-                "level": "token",
-                "statistic": "ratio",
-                "below": 0.5,
-                "above": 5.0,
-                "action": "clip",
-                "policy": "anchor",
-            }
-        ],
+        **_clip("icepop", "token", "ratio", 5.0, below=0.5, policy="anchor"),
     },
     # arXiv:2510.01161: no fixed clip. Of the tokens that move further away, those with the largest log ratios get no
     # gradient, until the mean square is at most 0.04. Single ratios are still bounded, at 10 for either sign of A.
-    "m2po": {
-        "clip_low": 1.0,
-        "clip_high": 9.0,
-        "rules": [
-            {"name": "m2", "level": "step", "statistic": "k2", "above": 0.02, "when": "outward", "action": "clip"}
-        ],
-    },
+    "m2po": {"clip_low": 1.0, "clip_high": 9.0, **_clip("m2", "step", "k2", 0.02, when="outward")},
 }
 """The keys that each preset sets. Other keys keep the fields' defaults, those of plain PPO clipping by token."""
 
