@@ -40,6 +40,7 @@ from async_rl.run.step_log import read_rows
 from tests.learner.direct_queue import NUM_EVAL_ROWS, DirectQueue
 from tests.learner.saves_at_once import SavesAtOnce
 from tests.queue.builders import group, make_config, rows
+from tests.run.metric_keys import declared_key
 
 
 class Killed(BaseException):
@@ -180,6 +181,8 @@ class Run:
             self.queue.finish(state.lineage)
         finally:
             written.close()
+        keys = {key for row in read_rows(self.path / "metrics.jsonl") for key in row}
+        assert [key for key in keys if declared_key(key) is None] == [], "declare them in async_rl/run/metrics.py"
         return state
 
     def dies(self, wanted: str, at_step: int) -> None:

@@ -18,6 +18,7 @@ from async_rl.run import wandb_child
 from async_rl.run.metrics import MetricsWriter, markdown
 from async_rl.run.step_log import read_rows
 from async_rl.run.wandb_log import check_wandb
+from tests.run.metric_keys import undeclared
 
 
 def a_config(directory: Path, wandb: str = "off") -> Config:
@@ -164,6 +165,28 @@ def test_wandb_offline_writes_a_run_that_keeps_its_id_when_resumed(tmp_path: Pat
     run_id = (tmp_path / "wandb_id").read_text()
     runs = [p.name for p in (tmp_path / "wandb").glob("offline-run-*")]
     assert [name.endswith(run_id) for name in runs] == [True]
+
+
+def test_every_metric_that_the_source_writes_is_declared():
+    # Rows of sft, rm and dpo are not those of a run, and these names are of sums inside a module.
+    root = Path(__file__).resolve().parents[2] / "async_rl"
+    sources = [path for path in root.rglob("*.py") if "offline" not in path.parts and path.name != "metrics.py"]
+    found = {path.name: set(undeclared(path.read_text(encoding="utf-8"))) - {"kept/tokens"} for path in sources}
+    assert {name: keys for name, keys in found.items() if keys} == {}, "declare them in async_rl/run/metrics.py"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f(): return {'new/thing': 1, 'ratio/mean': 2}", ["new/thing"]),
+        ("def f(row): row['time/new_s'] = 1", ["time/new_s"]),
+        ("def f(n): return {f'new/{n}': 1, f'mismatch_kl/lag_{n}': 2, f'eval/{n}/accuracy': 3}", ["new/*"]),
+        ("def f(): return {'entropy': 1, 'plain': 2, 'ratio/mean': 3}", ["plain"]),
+        ("def f(): return {'plain': 2, 'text/html; q=1': 3}", []),
+    ],
+)
+def test_a_metric_that_nothing_declares_is_found(source: str, found: list[str]):
+    assert undeclared(source) == found
 
 
 def test_the_page_of_all_metrics_is_current():
