@@ -17,12 +17,9 @@ from typing import Any, Self
 
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
+from async_rl.config.learner import OptimizerName
 from async_rl.config.parallel import Layout
 
-STATE_BYTES: Mapping[str, float] = {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2 + 8 / 64, "muon": 4.0}
-"""Bytes of state for a parameter of a layer's matrix, by ``optimizer.name``."""
-_OTHER_STATE_BYTES: Mapping[str, float] = STATE_BYTES | {"muon": 8.0}
-"""The same for embedding and head."""
 CHUNK_BYTES: Mapping[str, int] = {"cpu": 80 << 20, "cuda": 256 << 20}
 """``engine.logprobs.CHUNK_BYTES``, here because that module needs torch."""
 _UNKNOWN = (
@@ -226,6 +223,19 @@ def _adapters(shape: ModelShape, config: Config) -> int:
     return rank * sum(sum(ends[name]) for name in names & ends.keys())
 
 
+def state_bytes(name: OptimizerName, *, is_table: bool = False) -> float:
+    """Return the bytes of optimizer state for a parameter of a layer's matrix, or of a table: embedding or head."""
+    match name:  # pyright finds a name that has no case
+        case "adamw":
+            return 8.0
+        case "adamw_bf16":
+            return 4.0
+        case "adamw_8bit":
+            return 2 + 8 / 64
+        case "muon":
+            return 8.0 if is_table else 4.0
+
+
 def _stored(
     shape: ModelShape, config: Config, sizes: Layout, device: str, *, has_reference: bool
 ) -> tuple[float, float, float]:
@@ -241,8 +251,8 @@ def _stored(
     if config.lora.is_set:
         trained = _adapters(shape, config) * math.ceil(shape.num_layers / sizes.pipeline) / sizes.tensor
         weights = (layers + tables) * size + 4 * trained + reference
-        return weights / num_ranks, 4 * trained / num_ranks, STATE_BYTES[name] * trained / num_ranks
-    state = STATE_BYTES[name] * layers + _OTHER_STATE_BYTES[name] * tables
+        return weights / num_ranks, 4 * trained / num_ranks, state_bytes(name) * trained / num_ranks
+    state = state_bytes(name) * layers + state_bytes(name, is_table=True) * tables
     gradients = 0 if is_whole else 4 * (layers + tables)
     return (4 * (layers + tables) + reference) / num_ranks, gradients / num_ranks, state / num_ranks
 

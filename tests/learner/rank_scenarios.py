@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.config.config import Config
+from async_rl.config.learner import OptimizerName
 from async_rl.config.parallel import Layout
 from async_rl.errors import RunError, TrainingError
 from async_rl.learner.checkpoints import stored_tensors
@@ -614,7 +615,8 @@ def resharded(directory: Path) -> None:
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     f"{name}, {what}": {"optimizer": {"name": name, "lr": 1e-2}, **sections}
-    for name in ("adamw_bf16", "adamw_8bit", "muon")
+    for name in get_args(OptimizerName)
+    if name != "adamw"
     for what, sections in {"all weights": {}, "adapters": {"lora": LORA}}.items()
 }
 

@@ -6,20 +6,21 @@ import importlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from async_rl.config.learner import ModelConfig, OptimizerConfig
+from async_rl.config.learner import ModelConfig, OptimizerConfig, OptimizerName
 from async_rl.errors import ConfigError, RunError
 from async_rl.learner.engine.compact_adamw import EightBit, rounded_at_random
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import PolicyModel, load_model
 from async_rl.learner.engine.muon import hidden_matrices
 from async_rl.learner.engine.optimizer import Schedule, build_optimizer, check_optimizer, total_norm
+from async_rl.learner.memory_plan import state_bytes
 from async_rl.learner.ranks import init_ranks
 from tests.learner.moe import moe_model
 from tests.learner.rank_scenarios import OPTIMIZERS, optimized
@@ -141,10 +142,17 @@ def test_equal_values_have_exact_8_bit_codes():
     torch.testing.assert_close(weights[1], weights[0])
 
 
-def test_8_bit_state_takes_2_bytes_a_weight_and_the_scales_of_its_blocks():
-    tensors = build_optimizer({"weight": Parameter(torch.zeros(8, 128))}, optimizer_config("adamw_8bit")).tensors()
-    # 2 * 8 * 128 codes, and a float32 scale for 64 of them.
-    assert sum(tensor.nbytes for tensor in tensors.values()) == 2048 + 4 * 2048 // 64
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_every_optimizer_goes_against_the_gradient_and_has_the_state_that_is_planned(name: OptimizerName):
+    layer, table = parameters = [Parameter(torch.ones(8, 128)) for _ in range(2)]
+    optimizer = build_optimizer({"layer": layer, "table": table}, optimizer_config(name), ["layer"])
+    for parameter in parameters:
+        parameter.grad = torch.ones(8, 128)
+    optimizer.step(0.1)
+    assert all(float(parameter.detach().max()) < 1 for parameter in parameters)
+    for of, is_table in (("layer", False), ("table", True)):
+        num_bytes = sum(tensor.nbytes for key, tensor in optimizer.tensors().items() if key.endswith(of))
+        assert num_bytes == state_bytes(name, is_table=is_table) * 1024  # a matrix has 1024 weights
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch):
