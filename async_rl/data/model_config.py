@@ -24,14 +24,19 @@ def read_model_config(directory: Path, *, trust_remote_code: bool = False) -> Pr
             transformers neither executes it nor asks on the terminal whether to.
 
     Raises:
-        ModelError: the config can't be read, or names code of the hub, a kernel, that was not allowed.
-        OSError, ValueError, KeyError and others: the config is unfit, as transformers finds.
+        ModelError: the config can't be read, is unfit, as transformers finds, or names code of the hub, a kernel, that
+            was not allowed.
     """
     from transformers import AutoConfig
 
     if not trust_remote_code:
         _refuse_kernels(directory / "config.json")
-    return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
+        raise ModelError(
+            f"can't read the model config in {directory}: {type(error).__name__}: {error}; correct model.path"
+        ) from error
 
 
 def _refuse_kernels(path: Path) -> None:

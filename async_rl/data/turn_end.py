@@ -219,14 +219,7 @@ def _listed(directory: Path) -> dict[str, list[int]]:
     """
     path = directory / GENERATION_CONFIG
     found = {GENERATION_CONFIG: _as_list(_stored(path).get(_KEY))} if path.is_file() else {}
-    try:
-        config: Any = read_model_config(directory)
-    except ModelError:
-        raise
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
-        raise ModelError(
-            f"can't read the model config in {directory}: {type(error).__name__}: {error}; correct model.path"
-        ) from error
+    config: Any = read_model_config(directory)
     ids = [*_as_list(getattr(config, _KEY, None)), *_as_list(getattr(config.get_text_config(), _KEY, None))]
     return found | {"config.json": list(dict.fromkeys(ids))}
 

@@ -86,14 +86,13 @@ class RouterConnections:
     Attributes:
         num_refused: number of handshakes that were refused.
         num_closed: number of connections that were shut down because of a limit.
-        num_sent_away: number of connections that were shut down because their key was removed.
     """
 
     def __init__(
         self, router: zmq.Socket[bytes], *, allow_list: AllowList | None, max_connections: int | None = None,
         on_ended: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self.num_refused = self.num_closed = self.num_sent_away = 0
+        self.num_refused = self.num_closed = 0
         self._router, self._allow_list, self._on_ended = router, allow_list, on_ended
         self._keys: dict[int, bytes] = {}
         self._num_removed = 0 if allow_list is None else allow_list.num_removed
@@ -136,7 +135,7 @@ class RouterConnections:
         if self._allow_list is not None:
             key = str(frame.get("User-Id")).encode()
             if self._allow_list.name_of(key) is None:
-                self._send_away(fd)
+                self._shut_down(fd)
                 return False
             self._keys[fd] = key
         if not self._unauthenticated.remove(fd):
@@ -188,10 +187,7 @@ class RouterConnections:
         for fd in self._unauthenticated.connections():
             self._shut_down(fd)
         for fd in [fd for fd, key in self._keys.items() if allow_list.name_of(key) is None]:
-            self._send_away(fd)
-
-    def _send_away(self, fd: int) -> None:
-        self.num_sent_away += self._shut_down(fd)
+            self._shut_down(fd)
 
     def _read_events(self) -> None:
         while self._monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]

@@ -218,6 +218,15 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def appended_lines(path: Path, offset: int) -> tuple[list[str], int]:
+    """Return the lines of a growing file after ``offset``, in bytes, without an incomplete last one, and their end."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    return whole.decode(errors="replace").split("\n")[:-1], offset + len(whole)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to the file ``path``. Readers see the whole old file or the whole new one."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")

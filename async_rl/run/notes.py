@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, appended_lines
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,5 @@ class NotesTail:
         """Return the lines since the last call, without an incomplete last one."""
         if not self._path.exists():
             return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.decode(errors="replace").splitlines()
+        lines, self._offset = appended_lines(self._path, self._offset)
+        return lines

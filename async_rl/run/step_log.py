@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from async_rl.run.directory import is_figure, write_atomically
+from async_rl.run.directory import appended_lines, is_figure, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -129,21 +129,13 @@ class StepLogTail:
         if replaced:  # by a file with only its first rows, which were returned before
             self._offset = self._end()
             return []
-        return self._read()
+        lines, self._offset = appended_lines(self._path, self._offset)
+        return [row for row in map(_row, lines) if row is not None and is_metrics_row(row)]
 
     def _end(self) -> int:
         """Return the length of the file in bytes, without an incomplete last line."""
         with self._path.open("rb") as file:
             return sum(len(line) for line in file if line.endswith(b"\n"))
-
-    def _read(self) -> list[Row]:
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        found = [_row(line) for line in whole.decode(errors="replace").split("\n")]
-        return [row for row in found if row is not None and is_metrics_row(row)]
 
 
 _said: set[tuple[Path, tuple[int, ...]]] = set()

@@ -56,7 +56,6 @@ _BLOCKED_S = 0.01
 _RECEIVE_HIGH_WATER_MARK = 64
 """Messages in ZeroMQ's memory, each of about ``CHUNK_BYTES`` at most."""
 _Question = TextQuestion | TokensQuestion
-_POLLIN = int(zmq.POLLIN)
 
 
 @dataclass(slots=True)

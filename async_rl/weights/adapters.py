@@ -8,7 +8,6 @@ Shape letters: O, I = a layer's outputs and inputs, R = rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,6 @@ ADAPTER_BASE = "adapter_base.json"
 """Name of the file that describes the frozen weights, in checkpoints and among the files that generators get."""
 
 _PREFIX = "base_model.model."
-_A, _B = ".lora_A.weight", ".lora_B.weight"
 _PIECE_BYTES = 16 << 20
 
 
@@ -64,11 +62,6 @@ class BaseWeights:
 def peft_name(module: str, letter: str) -> str:
     """Return peft's name of the matrix ``letter`` (A or B) in the adapter of the linear layer ``module``."""
     return f"{_PREFIX}{module}.lora_{letter}.weight"
-
-
-def adapted_modules(names: Iterable[str]) -> list[str]:
-    """Return the linear layers that have adapters, from peft's ``names`` of a version's tensors."""
-    return [name.removeprefix(_PREFIX).removesuffix(_A) for name in names if name.endswith(_A)]
 
 
 def merge(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, *, scale: float) -> Tensor:

@@ -34,7 +34,7 @@ def build_model(
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    config = _read_config(directory)
+    config = read_model_config(directory)
     refuse_unsupported(config)
     check_causal_lm(directory)
     model: Any
@@ -65,7 +65,7 @@ def describe_model(directory: Path) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM
 
-    config = _read_config(directory)
+    config = read_model_config(directory)
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"{directory / 'config.json'} has a quantization_config, but a version's tensors can't become quantised "
@@ -81,17 +81,6 @@ def describe_model(directory: Path) -> PreTrainedModel:
             f"transformers that it needs"
         ) from error
     return model
-
-
-def _read_config(directory: Path) -> PretrainedConfig:
-    try:
-        return read_model_config(directory)
-    except ModelError:
-        raise
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
-        raise ModelError(
-            f"can't read the model config in {directory}: {type(error).__name__}: {error}; correct model.path"
-        ) from error
 
 
 def refuse_unsupported(config: PretrainedConfig) -> None:

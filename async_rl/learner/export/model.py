@@ -132,13 +132,8 @@ def _write(checkpoint_dir: Path, target: Path, report: Report) -> None:
     files = checkpoint_dir / MODEL_FILES
     try:
         config = read_model_config(files)
-    except ModelError:
-        raise
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and more for unreadable files
-        raise RunError(
-            f"expected the model's config in {files}, but can't read it: {type(error).__name__}: {error}; use "
-            f"another checkpoint"
-        ) from error
+    except ModelError as error:
+        raise RunError(f"{error}; or use another checkpoint") from error
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     report(f"reading the weights of {checkpoint_dir}")
     if has_adapters(checkpoint_dir):
