@@ -10,7 +10,6 @@ import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,12 +174,9 @@ def last_step(path: Path) -> int:
     return max((row["step"] for row in iter_metrics(path)), default=0)
 
 
-def read_metrics(path: Path, *, needed: Collection[str] = ("time_s",)) -> list[Row]:
-    """Return the rows of ``metrics.jsonl``, as ``read_rows`` does. Every figure is a number, or None.
-
-    ``needed`` are keys whose figures a step's row must have.
-    """
-    return read_rows(path, is_whole=partial(is_metrics_row, needed=needed))
+def read_metrics(path: Path) -> list[Row]:
+    """Return the rows of ``metrics.jsonl``, as ``read_rows`` does. Every figure is a number, or None."""
+    return read_rows(path, is_whole=is_metrics_row)
 
 
 def is_metrics_row(row: Row, *, needed: Collection[str] = ("time_s",)) -> bool:
