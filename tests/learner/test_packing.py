@@ -426,14 +426,14 @@ def test_dummy_survives_the_wire():
 
 
 def test_micro_batch_with_an_array_missing_is_refused():
-    with pytest.raises(WireError, match="expected the 22 arrays of a micro-batch, got 21"):
+    with pytest.raises(WireError, match="expected the 25 arrays of a micro-batch, got 24"):
         from_arrays(to_arrays(dummy_micro_batch())[:-1])
 
 
 def test_micro_batch_with_a_wrong_dtype_is_refused():
     arrays = to_arrays(dummy_micro_batch())
     arrays[0] = arrays[0].astype(np.int64)
-    with pytest.raises(WireError, match=r"token_ids as int32 \[n\], got int64"):
+    with pytest.raises(WireError, match=r"behavior_logprobs as float32 \[n\], got int64"):
         from_arrays(arrays)
 
 

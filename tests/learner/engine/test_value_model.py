@@ -80,7 +80,7 @@ def test_values_and_gradients_are_those_of_transformers_one_sequence_at_a_time(d
     for sequence in sequences:
         values = plain_values(model, sequence)
         np.testing.assert_allclose(scores[sequence.sequence_id].logprobs, values.detach(), atol=1e-5, rtol=1e-5)
-        (values * torch.from_numpy(sequence.advantages[sequence.loss_mask])).sum().backward()
+        (values * torch.from_numpy(sequence.slopes[sequence.loss_mask])).sum().backward()
     moments = load_tensors(tmp_path / "saved", OPTIMIZER)  # beta1 is 0
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(moments[f"exp_avg.{name}"], parameter.grad, atol=1e-5, rtol=1e-5)
