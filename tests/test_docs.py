@@ -14,7 +14,6 @@ from async_rl.config.config import Config
 from async_rl.config.data import DataConfig, EvalConfig, RowField
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.config.loss import LOSS_KEYS, LossConfig
-from async_rl.config.loss_contradictions import CONTRADICTIONS
 from async_rl.config.loss_names import OFF_VALUES, PRESETS
 from async_rl.config.reward import RewardConfig
 from async_rl.learner.losses.own_advantage import load_own_advantage, made_up_rollouts
@@ -51,11 +50,6 @@ def test_every_preset_has_a_row_with_all_that_it_sets(preset: str):
 
 def test_every_loss_key_is_explained():
     assert [key for key in LossConfig.model_fields if not re.search(rf"`(loss\.{key}\b|{key} = )", PAGE)] == []
-
-
-def test_every_contradiction_is_listed_once():
-    listed = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", section("Refused"), re.MULTILINE)
-    assert sorted(listed) == sorted(", ".join(f"`{key}`" for key in c.keys) for c in CONTRADICTIONS)
 
 
 def test_every_key_that_is_named_exists():

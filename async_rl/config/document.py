@@ -20,6 +20,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from async_rl.config.config import Config
+from async_rl.config.contradictions import value_of
+from async_rl.config.exclusions import EXCLUSIONS
+from async_rl.config.loss_contradictions import CONTRADICTIONS
 from async_rl.config.loss_names import OFF_VALUES
 from async_rl.config.rules import Rule
 from async_rl.config.scorer import ScorerConfig
@@ -37,6 +40,15 @@ refused.
 
 This page is generated from the classes in `async_rl/config/`: `python -m async_rl.config.document > docs/config.md`.
 """
+
+_EXCLUSIONS = """\
+## What excludes what
+
+These combinations of keys are refused when a config is read, with the values in the message. What a backend can't do
+is refused in the same way ([backends.md](backends.md)).
+
+| key | expected | why, and what to do |
+|---|---|---|"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +144,8 @@ def markdown() -> str:
             cells = (f"`{key.name}`", _code(key.shown_default), key.values, key.description)
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("\n".join(rows) + "\n")
-    return "\n".join(parts)
+    rows = [_EXCLUSIONS, *("| " + " | ".join(row.described) + " |" for row in (*CONTRADICTIONS, *EXCLUSIONS))]
+    return "\n".join([*parts, "\n".join(rows) + "\n"])
 
 
 def _marked(text: str) -> str:
@@ -181,7 +194,7 @@ def explain_json(config: Config, name: str | None) -> dict[str, dict[str, str]]:
     """
     return {
         key.name: {
-            "value": _in_toml(key.name, _value_of(config, key.name)),
+            "value": _in_toml(key.name, value_of(config, key.name)),
             "meaning": key.description,
             "values": key.values,
             "default": key.shown_default,
@@ -223,15 +236,8 @@ def _wrapped(text: str, width: int) -> Sequence[str]:
     return textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
 
 
-def _value_of(config: Config, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _assignment(config: Config, name: str) -> str:
-    shown = _in_toml(name, _value_of(config, name))
+    shown = _in_toml(name, value_of(config, name))
     return f"{name} (unset)" if shown == "unset" else f"{name} = {shown}"
 
 

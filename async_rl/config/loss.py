@@ -12,7 +12,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from async_rl.config.loss_contradictions import check_contradictions
+from async_rl.config.contradictions import check_contradictions
+from async_rl.config.loss_contradictions import CONTRADICTIONS
 from async_rl.config.loss_names import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -230,7 +231,7 @@ class LossConfig(Section):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        check_contradictions(self)
+        check_contradictions(self, CONTRADICTIONS)
         check_rules(self.rules, has_anchor=self.anchor != "behavior")
         return self
 

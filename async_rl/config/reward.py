@@ -292,6 +292,11 @@ class RewardConfig(Section):
         return named if self.right_by in named else (*named, self.right_by)
 
     @property
+    def shown(self) -> str:
+        """The names of all rewards of the run, for messages."""
+        return ", ".join(self.names)
+
+    @property
     def right_by(self) -> str:
         """The name of the reward whose accuracy is an answer's accuracy."""
         return self.accuracy or self.type

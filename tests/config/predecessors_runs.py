@@ -72,7 +72,7 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
         "generator/test_fake_backend.py::test_sequences_wait_for_slots_and_carry_a_version_for_each_token",
     ),
     "constraint validation": (
-        "config/test_config.py::test_keys_that_contradict_each_other_are_refused_by_name",
+        "config/test_contradictions.py::test_each_example_is_refused_by_its_row_and_needs_all_its_settings",
         "cli/test_cli.py::test_a_bad_key_names_itself_what_was_expected_and_what_was_got",
     ),
     "weight sync schedule": (

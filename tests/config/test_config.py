@@ -125,37 +125,18 @@ def test_a_set_of_evaluations_has_its_own_keys_and_the_common_ones_else():
     assert config_to_toml(again) == config_to_toml(config)
 
 
-def test_a_set_of_evaluations_must_be_there_and_have_a_name_for_files():
-    found = refusal(data={"eval": {"math": "f"}}, eval={"sets": {"maths": {"num_samples": 8}}})
-    assert "eval.sets: expected names from data.eval = ['math'], got 'maths'" in found
+def test_a_set_of_evaluations_must_have_a_name_for_files():
     for name in ("a/b", "a b", "", "."):
         found = refusal(data={"eval": {name: "f"}})
         assert f"data.eval: expected names of letters, digits and _ . + -, got {name!r}" in found
 
 
-@pytest.mark.parametrize(
-    "reward", [{"type": "code"}, {"type": "exact"}, {"extra": {"xml_format": 1.0}}, {"accuracy": "exact"}]
-)
-def test_a_reward_beside_an_environment_is_refused_for_it_would_do_nothing(reward: dict[str, Any]):
-    found = refusal(environment={"name": "mine.py"}, reward=reward)
-    assert "reward.type, extra, accuracy: expected none with an environment, which scores its rollouts itself" in found
-    assert a_config(environment={"name": "mine.py"}, reward={"scale": 2.0}).environment.is_set
-
-
-@pytest.mark.parametrize("key", ["equality", "require_format", "format"])
-def test_keys_of_answers_are_refused_where_no_reward_reads_them(key: str):
-    value = {"equality": "exact", "require_format": False, "format": 0.1}[key]
+@pytest.mark.parametrize(("key", "value"), [("equality", "exact"), ("require_format", False), ("format", 0.1)])
+def test_keys_of_answers_need_one_reward_that_reads_them(key: str, value: object):
     judge = {"endpoint": "http://127.0.0.1:8000/v1", "model": "m"}
-    for sections, got in (
-        ({"reward": {"type": "judge", "judge": judge}}, "the rewards judge"),
-        ({"reward": {"type": "mine.py:f", "extra": {"xml_format": 0.5}}}, "the rewards mine.py:f, xml_format"),
-        ({"reward": {}, "environment": {"name": "mine.py"}}, "an environment"),
-    ):
-        found = refusal(**{**sections, "reward": {**sections["reward"], key: value}})
-        assert f"reward.{key}: expected one of the rewards boxed" in found
-        assert f"got {got}; leave the key out" in found
     a_config(reward={"type": "judge", "judge": judge, "extra": {"boxed": 1.0}, key: value})
     a_config(reward={"type": "exact", key: value})
+    assert "got an environment; leave the key out" in refusal(environment={"name": "mine.py"}, reward={key: value})
 
 
 def test_keys_of_a_curriculum_without_effect_are_refused():
@@ -170,16 +151,6 @@ def test_keys_of_a_curriculum_without_effect_are_refused():
         {"min_chance": 0.1, "rest_epochs": 2},  # the defaults, which a saved config has
     ):
         a_config(data={"curriculum": curriculum})
-
-
-def test_a_reward_that_may_take_longer_than_its_leases_are_kept_is_refused():
-    for reward, key in (
-        ({"type": "code"}, "reward.code.total_time_limit_s"),
-        ({"extra": {"code": 1.0}}, "reward.code.total_time_limit_s"),
-        ({"type": "mine:f", "time_limit_s": 20.0}, "reward.time_limit_s"),
-    ):
-        said = refusal(reward={**reward, "max_call_s": 20.0})
-        assert f"{key}: expected less than reward.max_call_s = 20.0" in said
 
 
 @pytest.mark.parametrize("groups", [1, 7, "all"])
@@ -212,7 +183,6 @@ def test_other_numbers_of_logged_rollouts_are_refused(groups: Any):
         ("sampling", "group_size", "8"),
         ("optimizer", "lr", -1.0),
         ("queue", "max_staleness", -1),
-        ("queue", "filter_range", [0.9, 0.1]),
         ("queue", "filter_range", [0.1]),
         ("loss", "skip_threshold", 0.5),
         ("run", "seed", 2**31),
@@ -228,49 +198,14 @@ GAME: dict[str, Any] = {"name": "mine.py"}
 GAE: dict[str, Any] = {"advantage": "gae"}
 GENERATES: dict[str, Any] = {"generate": True}
 WITH_VLLM: dict[str, Any] = GENERATES | {"generate_backend": "vllm"}
-FAKE: dict[str, Any] = {"backend": "fake"}
 ENGINE: dict[str, Any] = {"backend": "transformers"}
 
 
-@pytest.mark.parametrize(
-    ("sections", "key"),
-    [
-        ({"weights": {"sync_every": 6}}, "weights.sync_every"),
-        ({"learner": {"updates_per_batch": 8}}, "learner.updates_per_batch"),
-        ({"learner": {"updates_per_batch": 3}}, "learner.updates_per_batch"),
-        ({"learner": {"epochs_per_batch": 8}}, "learner.updates_per_batch * learner.epochs_per_batch"),
-        ({"reward": {"cache_length": 64}, "sampling": {"max_new_tokens": 64}}, "reward.cache_length"),
-        ({"loss": {"best_k": 9}, "sampling": {"group_size": 8}}, "loss.best_k"),
-        ({"sampling": {"group_size": 1}}, "sampling.group_size"),
-        ({"sampling": {"group_size": 1}, "loss": GAE}, "queue.filter_range"),
-        ({"sampling": {"temperature_steps": 5}}, "sampling.temperature_steps"),
-        ({"learner": {"nproc": 2, "devices": [0]}}, "learner.devices"),
-        ({"learner": {"packing": "padded"}, "parallel": {"sequence": 2}}, "parallel.sequence"),
-        ({"generator": {"count": 2, "devices": [0]}}, "generator.devices"),
-        ({"environment": {"rows": 3}}, "environment.rows"),
-        ({"environment": {"extra": {"a": 1}}}, "environment.extra"),
-        ({"sampling": {"stop": ["###", ""]}}, "sampling.stop"),
-        ({"environment": GAME | {"rows": 3}, "data": {"train": "rows.jsonl"}}, "environment.rows"),
-        ({"environment": GAME, "data": {"on_long_prompt": "truncate"}}, "data.on_long_prompt"),
-        ({"learner": {"generate_groups": 2}}, "learner.generate_groups"),
-        ({"learner": {"generate_backend": "vllm"}}, "learner.generate_backend"),
-        ({"learner": WITH_VLLM, "generator": FAKE}, "learner.generate_backend"),
-        ({"learner": WITH_VLLM, "sampling": {"temperature": 0.001}}, "sampling.temperature"),
-        (
-            {"learner": WITH_VLLM, "model": {"path": "m", "routing_replay": True}, "generator": ENGINE},
-            "model.routing_replay",
-        ),
-        ({"learner": GENERATES, "weights": {"sync_every": 2}}, "weights.sync_every"),
-        ({"learner": GENERATES | {"fixed_lag": 0}, "queue": {"max_staleness": 0}}, "learner.fixed_lag"),
-        ({"learner": GENERATES, "generator": FAKE, "sampling": {"deterministic": True}}, "sampling.deterministic"),
-        ({"learner": GENERATES, "parallel": {"tensor": 2}}, "parallel.tensor"),
-        ({"learner": GENERATES, "parallel": {"pipeline": 2}}, "parallel.pipeline"),
-        ({"learner": GENERATES, "parallel": {"experts": 2}}, "parallel.experts"),
-        ({"learner": GENERATES, "generator": {"backend": "mine.py:Engine"}}, "generator.backend"),
-    ],
-)
-def test_keys_that_contradict_each_other_are_refused_by_name(sections: dict[str, dict[str, Any]], key: str):
-    assert f"{key}: " in refusal(**sections)
+def test_a_learner_that_samples_with_vllm_has_vllm_s_limits():
+    said = 'with learner.generate_backend = "vllm": '
+    assert f"{said}sampling.temperature: " in refusal(learner=WITH_VLLM, sampling={"temperature": 0.001})
+    model = {"path": "m", "routing_replay": True}
+    assert f"{said}model.routing_replay: " in refusal(learner=WITH_VLLM, model=model, generator=ENGINE)
 
 
 def test_a_learner_may_sample_in_layouts_whose_ranks_can_hold_the_whole_model():
@@ -292,12 +227,10 @@ def test_one_answer_a_prompt_needs_a_filter_that_its_accuracy_can_pass():
 
 def test_the_bound_of_cross_checks_is_inside():
     # max_staleness 4: weights published every 5 versions lag by at most 4. Every second version they lag by at most 1,
-    # and the last of 4 updates of a batch adds 3. Every third, they lag by 2, and 2 + 3 is too much.
+    # and the last of 4 updates of a batch adds 3.
     assert a_config(weights={"sync_every": 5}).weights.sync_every == 5
     assert a_config(weights={"sync_every": 2}, learner={"updates_per_batch": 4}).weights.sync_every == 2
-    assert "learner.updates_per_batch: expected at most" in refusal(
-        weights={"sync_every": 3}, learner={"updates_per_batch": 4}
-    )
+    assert "learner.updates_per_batch: expected at most" in refusal(learner={"epochs_per_batch": 8})
 
 
 def test_a_config_is_frozen():
@@ -421,32 +354,18 @@ def test_the_host_towards_loopback_is_loopback():
     assert is_loopback(local_host_towards("tcp://127.0.0.1:9"))
 
 
-def test_a_lag_that_is_held_needs_a_bound_that_is_equal_and_every_version_published():
+def test_a_lag_that_is_held_needs_a_bound_that_is_equal():
     assert a_config().learner.fixed_lag is None
-    held = {"fixed_lag": 2}
-    assert "queue.max_staleness: expected 2 with learner.fixed_lag = 2, got 4" in refusal(learner=held)
-    bound = {"max_staleness": 2}
-    assert "weights.sync_every: expected 1 with learner.fixed_lag" in refusal(
-        learner=held, queue=bound, weights={"sync_every": 2}
-    )
-    assert "learner.updates_per_batch: expected 1" in refusal(learner={**held, "updates_per_batch": 2}, queue=bound)
-    assert "learner.epochs_per_batch: expected 1" in refusal(learner={**held, "epochs_per_batch": 2}, queue=bound)
-    assert a_config(learner=held, queue=bound).learner.fixed_lag == 2
+    assert a_config(learner={"fixed_lag": 2}, queue={"max_staleness": 2}).learner.fixed_lag == 2
     assert a_config(learner={"fixed_lag": 0}, queue={"max_staleness": 0}).learner.fixed_lag == 0
 
 
 def test_an_adaptive_bound_needs_room_and_limits_that_speak_before_a_step_is_skipped():
     adaptive = {"adaptive": True}
     assert a_config(queue=adaptive).queue.adaptive
-    assert "queue.adaptive: expected false with learner.fixed_lag" in refusal(queue=adaptive, learner={"fixed_lag": 4})
     # Published every third version and trained on twice: 2 + 1 = 3 versions old at times.
-    assert "queue.adaptive: expected queue.max_staleness above" in refusal(
-        queue={**adaptive, "max_staleness": 3}, weights={"sync_every": 3}, learner={"updates_per_batch": 2}
-    )
     assert a_config(weights={"sync_every": 3}, learner={"updates_per_batch": 2}).lowest_bound == 3
     assert a_config(learner={"updates_per_batch": 2, "epochs_per_batch": 2}).lowest_bound == 3
-    for loss in ({"min_ess": 0.95}, {"max_kl": 0.02}):
-        assert "queue.adaptive: expected experimental.adaptive_min_ess above" in refusal(queue=adaptive, loss=loss)
     assert a_config(
         queue=adaptive, experimental={"adaptive_max_kl": 0.01}, loss={"max_kl": 0.02, "min_ess": 0.5}
     ).queue.adaptive

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml, parse_config
 from async_rl.config.loss import LOSS_KEYS, LossConfig
-from async_rl.config.loss_contradictions import CONTRADICTIONS, Contradiction
 from async_rl.config.loss_names import (
     ADVANTAGES,
     AGGREGATIONS,
@@ -119,29 +118,6 @@ def test_everything_that_can_be_off_says_so_in_toml():
     written = tomllib.loads(config_to_toml(config))["loss"]
     assert {key: written[key] for key in OFF_VALUES} == dict(OFF_VALUES)
     assert a_config(**written) == config
-
-
-@pytest.mark.parametrize("contradiction", CONTRADICTIONS, ids=lambda c: "-".join(c.keys))
-def test_contradictory_settings_are_refused_with_what_was_expected_and_why(contradiction: Contradiction):
-    with pytest.raises(ConfigError) as refused:
-        a_config(**contradiction.example)
-    message = str(refused.value)
-    assert contradiction.expected in message
-    assert contradiction.reason in message
-    assert f"got {contradiction.keys[0]} = " in message
-
-
-@pytest.mark.parametrize("contradiction", CONTRADICTIONS, ids=lambda c: "-".join(c.keys))
-def test_no_example_is_refused_for_another_reason(contradiction: Contradiction):
-    settings = LossConfig().model_dump() | toml_free(contradiction.example)
-    loss = LossConfig.model_construct(_fields_set=set(contradiction.example), **settings)
-    assert [c.keys for c in CONTRADICTIONS if c.holds(loss)][:1] == [contradiction.keys]
-
-
-def toml_free(example: Any) -> dict[str, Any]:
-    """``example`` with its preset's keys, and None where TOML says off."""
-    filled = {**PRESETS[example.get("preset", "dapo")], **example}
-    return {k: None if k in OFF_VALUES and v == OFF_VALUES[k] else v for k, v in filled.items()}
 
 
 @pytest.mark.parametrize(

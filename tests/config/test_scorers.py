@@ -66,39 +66,15 @@ def test_a_reward_model_may_be_one_of_several_rewards():
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"scorer": {}}, "reward.model: expected the name of a scorer, of no table scorer.NAME, got 'judge'"),
-        (
-            {"scorer": {"judge": JUDGE, "other": {**JUDGE, "address": "tcp://127.0.0.1:1"}}},
-            "scorer.other: expected a key",
-        ),
-        ({"scorer": {"a/b": JUDGE}, "reward": {"type": "model", "model": "a/b"}}, "expected names of letters"),
         ({"scorer": {"judge": {"model": "rm"}}}, "scorer.judge.address: expected a value, got none"),
         ({"scorer": {"judge": {**JUDGE, "port": 1}}}, "scorer.judge.port: unknown key"),
         (
             {"scorer": {"judge": {**JUDGE, "address": "tcp://0.0.0.0:1"}}},
             "a host and a port that generators connect to",
         ),
-        ({"reward": {"type": "model"}}, "scorer.judge: expected a key that names this scorer"),
-        ({"reward": {"type": "model"}, "scorer": {}}, "reward.model: expected the name of a scorer if, and only if"),
-        (
-            {"reward": {"type": "boxed", "model": "judge"}},
-            "reward.model: expected the name of a scorer if, and only if",
-        ),
-        ({"queue": {}}, "queue.filter_range: expected [] with reward.type = 'model'"),
-        ({"data": SOLVED}, "data.curriculum: expected none with reward.type = 'model'"),
-        (
-            {"reward": {"type": "none"}, "scorer": {}, "queue": {}},
-            "queue.filter_range: expected [] with reward.type = 'no",
-        ),
-        (
-            {"reward": {"type": "none"}, "scorer": {}, "data": SOLVED},
-            "data.curriculum: expected none with reward.type = 'no",
-        ),
-        (
-            {"reward": ASKS, "scorer": {}, "queue": {}, "data": SOLVED},
-            "data.curriculum: expected none with reward.type = 'j",
-        ),
-        ({"reward": {"judge": ASKS["judge"]}, "scorer": {}}, 'reward.judge.endpoint: expected the reward "judge"'),
+        ({"queue": {}}, "queue.filter_range: expected [] with an accuracy"),
+        ({"data": SOLVED}, "data.curriculum: expected none with an accuracy"),
+        ({"reward": ASKS, "scorer": {}, "queue": {}, "data": SOLVED}, "data.curriculum: expected none with an accur"),
         (
             {"reward": {**ASKS, "judge": {**ASKS["judge"], "rubric": "Q {answer}", "rubric_file": "f"}}, "scorer": {}},
             "rubric_file: expected no value with rubric",
@@ -111,15 +87,6 @@ def test_a_reward_model_may_be_one_of_several_rewards():
         (
             {"scorer": {"judge": {**JUDGE, "memory_fraction": 0.5}}},
             "memory_fraction: expected no value with backend transformers, which does not read it, got 0.5",
-        ),
-        (
-            {
-                "reward": {"type": "boxed"},
-                "scorer": {"judge": {**JUDGE, "backend": "vllm"}},
-                "queue": {},
-                "distill": {"teacher": "judge"},
-            },
-            'scorer.judge.backend: expected "transformers" for a teacher, which distill.teacher makes of this scorer',
         ),
     ],
 )
