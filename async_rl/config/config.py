@@ -98,6 +98,11 @@ class Config(Section):
         return self.loss.has_critic and self.critic.trunk == "own"
 
     @property
+    def has_reference_model(self) -> bool:
+        """Whether the learner loads a reference model of its own, which adapters need not."""
+        return self.loss.needs_reference and (not self.lora.is_set or bool(self.loss.kl_reference))
+
+    @property
     def of_critic(self) -> Config:
         """The settings with which the critic is loaded and trained: those of ``[critic]`` in the places of the
         policy's.

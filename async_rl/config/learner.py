@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.section import Section
+from async_rl.errors import ConfigError
 
 Reshard = Literal["full", "after_backward", "none"]
 """When ranks free gathered parameters, a value of ``learner.reshard``."""
@@ -318,3 +319,22 @@ class OptimizerConfig(Section):
         if not all(0 <= beta < 1 for beta in value):
             raise ValueError(f"expected two numbers from 0 to below 1, got {list(value)}; correct them")
         return value
+
+
+def check_offload(offload: Offload, device: str, *, has_reference: bool) -> None:
+    """Check that ``learner.offload`` means something on a ``device``, "cpu" or "cuda".
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if offload != "none" and device == "cpu":
+        raise ConfigError(
+            f'learner.offload: expected "none" for a learner on the CPU, got "{offload}"; everything is in the '
+            f"host's memory already, so leave the key out"
+        )
+    if offload == "reference" and not has_reference:
+        raise ConfigError(
+            'learner.offload = "reference": expected a reference model of its own, got none; a KL needs loss.kl_coef '
+            "above 0, and with lora.rank its reference is the policy without adapters unless loss.kl_reference names "
+            'another; leave the key out, or set "all"'
+        )

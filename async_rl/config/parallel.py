@@ -7,13 +7,18 @@ pipeline, replicas, shards, parts of a sequence, parts of a layer. Their sizes m
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field
 
 from async_rl.config.section import Section
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, ModelError
+
+HEADS = ("num_attention_heads", "num_key_value_heads")
+"""What a model's config says of the heads of a layer, which tensor parallelism divides."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class ParallelConfig(Section):
@@ -131,3 +136,61 @@ class Layout:
         """
         is_last_stage = rank >= self.num_ranks - self.num_ranks // self.pipeline
         return is_last_stage and rank % (self.sequence * self.tensor) == 0
+
+
+def check_sizes(parallel: ParallelConfig, sizes: Mapping[str, Any]) -> None:
+    """Check that a model of these sizes can be divided as ``[parallel]`` says.
+
+    Its family may have further limits, which the learner finds when it has built the model.
+
+    Args:
+        parallel: the section.
+        sizes: content of the model's config.json, or of its part about text.
+
+    Raises:
+        ConfigError: it has fewer layers than stages.
+        ModelError: its heads or experts can't be divided.
+    """
+    check_heads(sizes, parallel.tensor)
+    experts = next((sizes[key] for key in _EXPERTS if isinstance(sizes.get(key), int)), 0)
+    for key in ("tensor", "experts"):
+        check_divisor(f"parallel.{key}", "the experts of a layer", experts, getattr(parallel, key))
+    if isinstance(layers := sizes.get("num_hidden_layers"), int):
+        check_num_stages(layers, parallel.pipeline)
+
+
+def check_heads(sizes: Mapping[str, Any], size: int) -> None:
+    """Check that heads, whose numbers are in ``sizes`` under ``HEADS``, can be divided over ``size`` ranks.
+
+    Raises:
+        ModelError: they can't.
+    """
+    for key in HEADS:
+        if isinstance(count := sizes.get(key), int):
+            check_divisor("parallel.tensor", f"the model's {key}", count, size)
+
+
+def check_divisor(key: str, what: str, count: int, size: int) -> None:
+    """Check that ``count`` of ``what`` can be divided over ``size`` ranks, as the config key ``key`` asks.
+
+    Raises:
+        ModelError: they can't.
+    """
+    if count % size:
+        raise ModelError(
+            f"{key}: expected a divisor of {what}, {count}, got {size}: {count} / {size} = {count / size:.4g}; choose "
+            f"another size, or leave the key out"
+        )
+
+
+def check_num_stages(num_layers: int, num_stages: int) -> None:
+    """Check that each stage of a pipeline has a decoder layer.
+
+    Raises:
+        ConfigError: there are more stages than layers.
+    """
+    if num_stages > num_layers:
+        raise ConfigError(
+            f"parallel.pipeline: expected at most {num_layers} stages, one for each decoder layer of the model, got "
+            f"{num_stages}; lower it"
+        )

@@ -303,6 +303,26 @@ def model_files(path: str | Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in names if (directory / name).is_file()}
 
 
+def model_settings(path: str | Path) -> dict[str, Any]:
+    """Return the content of the ``config.json`` of the model at ``path``.
+
+    Raises:
+        ModelError: there is no model at ``path`` (see ``model_directory``), or ``config.json`` can't be read.
+    """
+    config_path = model_directory(path) / "config.json"
+    try:
+        return json.loads(config_path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.path: can't read {config_path}: {error}; expected a JSON file, as save_pretrained writes it"
+        ) from error
+
+
+def _in_text(config: Mapping[str, Any], key: str) -> Any:
+    """Return the value of ``key`` in ``config``, or else in its part about text. None if neither has it."""
+    return config.get(key, (config.get("text_config") or {}).get(key))
+
+
 def vocabulary_size(path: str | Path) -> int | None:
     """Return the vocabulary size of the model at ``path``. None if the model's ``config.json`` does not contain it.
 
@@ -311,13 +331,8 @@ def vocabulary_size(path: str | Path) -> int | None:
     Raises:
         ModelError: there is no model at ``path`` (see ``model_directory``), or ``config.json`` can't be read.
     """
-    config_path = model_directory(path) / "config.json"
-    try:
-        return stated_vocabulary_size(config_path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.path: can't read {config_path}: {error}; expected a JSON file, as save_pretrained writes it"
-        ) from error
+    found = _in_text(model_settings(path), "vocab_size")
+    return found if isinstance(found, int) else None
 
 
 def stated_vocabulary_size(config_json: bytes) -> int | None:
@@ -326,8 +341,7 @@ def stated_vocabulary_size(config_json: bytes) -> int | None:
     Raises:
         ValueError: ``config_json`` is not JSON.
     """
-    config: Any = json.loads(config_json)
-    found = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
+    found = _in_text(json.loads(config_json), "vocab_size")
     return found if isinstance(found, int) else None
 
 
@@ -338,13 +352,7 @@ def model_routing(path: str | Path) -> RoutingShape:
         ModelError: there is no model at ``path`` (see ``model_directory``), ``config.json`` can't be read, or the model
             has no routes that can be replayed (``routes.routing_shape``).
     """
-    config_path = model_directory(path) / "config.json"
-    try:
-        return routing_shape(json.loads(config_path.read_bytes()))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.path: can't read {config_path}: {error}; expected a JSON file, as save_pretrained writes it"
-        ) from error
+    return routing_shape(model_settings(path))
 
 
 def context_length(path: str | Path) -> int | None:
@@ -353,15 +361,7 @@ def context_length(path: str | Path) -> int | None:
     Raises:
         ModelError: there is no model at ``path`` (see ``model_directory``), or ``config.json`` can't be read.
     """
-    config_path = model_directory(path) / "config.json"
-    try:
-        config: Any = json.loads(config_path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"model.path: can't read {config_path}: {error}; expected a JSON file, as save_pretrained writes it"
-        ) from error
-    key = "max_position_embeddings"
-    found = config.get(key, (config.get("text_config") or {}).get(key))
+    found = _in_text(model_settings(path), "max_position_embeddings")
     return found if isinstance(found, int) else None
 
 

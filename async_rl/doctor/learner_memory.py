@@ -64,7 +64,7 @@ def propose(shape: ModelShape, config: Config, num_ranks: int, device_bytes: flo
     Raises:
         ConfigError: so many ranks can't be divided as ``[parallel]`` says.
     """
-    reference = has_reference(config)
+    reference = config.has_reference_model
     for changes in _changes(shape, config, Layout.of(config.parallel, num_ranks)):
         changed = _with(config, changes)
         layout = Layout.of(changed.parallel, num_ranks)
@@ -126,11 +126,6 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     return config
 
 
-def has_reference(config: Config) -> bool:
-    """Return whether the learner loads a reference model of its own."""
-    return config.loss.needs_reference and (not config.lora.is_set or bool(config.loss.kl_reference))
-
-
 def shape_of(directory: Path) -> ModelShape:
     """Return the shape of the model in ``directory``.
 
@@ -159,7 +154,7 @@ def check_learner_memory(config: Config, num_ranks: int, device_bytes: float, de
         shape = shape_of(Path(config.model.path))
     except UnknownShapeError as error:
         return [Finding("learner memory", "OK", f"not predicted: {error}")]
-    layout, reference = Layout.of(config.parallel, num_ranks), has_reference(config)
+    layout, reference = Layout.of(config.parallel, num_ranks), config.has_reference_model
     plan = plan_memory(shape, config, layout, device=device, has_reference=reference)
     needed, asleep, kept = needed_bytes(plan, device), 0, ""
     if config.learner_uses_vllm and device == "cuda":

@@ -30,7 +30,7 @@ from async_rl.launch.live_view import LiveView, PlainView
 from async_rl.launch.memory_deaths import MemoryDeaths
 from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.planned_steps import planned_steps, schedule_note
-from async_rl.launch.preflight import check_launch
+from async_rl.launch.preflight import begins_too_few, check_launch
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
@@ -281,12 +281,17 @@ def _run(
 
 
 def nobody_samples_line(config: Config) -> str:
-    """Return what to start by hand if no process that ``launch`` starts samples; empty if one does."""
-    if config.samples_here:
+    """Return what to start by hand if the processes that ``launch`` starts sample too little for a step, or nothing;
+    empty if they do.
+    """
+    if not config.samples_here:
+        what = "nothing samples here (generator.count = 0, learner.generate = false)"
+    elif begins_too_few(config, config.learner.nproc):
+        what = "the learner alone begins fewer groups (learner.generate_groups) than a step has"
+    else:
         return ""
     return (
-        "nothing samples here (generator.count = 0, learner.generate = false): the run waits until you start "
-        "`async-rl generator --connect ADDRESS` with the queue server's address"
+        f"{what}: the run waits until you start `async-rl generator --connect ADDRESS` with the queue server's address"
     )
 
 

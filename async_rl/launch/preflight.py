@@ -17,7 +17,8 @@ from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.config.generator import ENGINE_KEYS, has_model, known_capabilities, missing_package, unread_keys
-from async_rl.config.parallel import Layout
+from async_rl.config.learner import check_offload
+from async_rl.config.parallel import Layout, check_sizes
 from async_rl.config.queue import QueueConfig
 from async_rl.data.chat import (
     check_model,
@@ -27,6 +28,7 @@ from async_rl.data.chat import (
     load_tokenizer,
     model_directory,
     model_routing,
+    model_settings,
     render_prompt,
     vocabulary_size,
 )
@@ -66,17 +68,19 @@ def check_launch(config: Config, *, insecure: bool) -> float:
         UserError: a check failed. The later checks are not made.
     """
     check_writable(Path(config.run.dir), "run.dir")
-    Layout.of(config.parallel, config.learner.nproc)
+    check_ranks(config, config.learner.nproc)
     check_bindable(config.queue, insecure=insecure)
     check_weights_ports(config)
     check_keys(config, is_server=True)
     check_wandb(config)
     check_devices(config, "learner", "generator")
+    check_offloading(config)
     check_engines(config, "learner", "generator")
     check_engine_keys(config)
     check_code(config)
     rows = check_data(config).rows
     _check_model(config, rows[0].messages)
+    check_division(config)
     check_routing(config)
     check_compiler(config)
     check_disk_space(config)
@@ -95,6 +99,56 @@ def check_launch(config: Config, *, insecure: bool) -> float:
     check_own_environment(config, rows)
     try_loss(config)
     return PromptStream.of_config(config, rows).most_prompts_left
+
+
+def check_ranks(config: Config, num_ranks: int) -> None:
+    """Check that ``num_ranks`` ranks of the learner can be divided as ``[parallel]`` says, and that they begin the
+    groups of a step if nobody else can sample.
+
+    Raises:
+        ConfigError: they can't be divided so, or don't.
+    """
+    Layout.of(config.parallel, num_ranks)
+    if config.queue.address is None and begins_too_few(config, num_ranks):
+        needed = -(-config.learner.groups_per_step // num_ranks)
+        raise ConfigError(
+            f"learner.generate_groups: expected at least {needed} if no other generator samples, because {num_ranks} "
+            f"{'rank' if num_ranks == 1 else 'ranks'} must begin learner.groups_per_step = "
+            f"{config.learner.groups_per_step} groups, got {config.learner.generate_groups}; the first step would wait "
+            f"for ever, so raise it or generator.count, or set queue.address, to which other generators connect"
+        )
+
+
+def begins_too_few(config: Config, num_ranks: int) -> bool:
+    """Return whether the learner is the only one here that samples, and begins fewer groups than a step needs."""
+    groups = config.learner.generate_groups
+    is_alone = config.learner.generate and config.generator.count == 0
+    return is_alone and groups is not None and groups * num_ranks < config.learner.groups_per_step
+
+
+def check_division(config: Config) -> None:
+    """Check that the models that are trained have heads, experts and layers that can be divided as ``[parallel]`` says.
+
+    Raises:
+        UserError: they have not.
+    """
+    own = (config.critic.path,) if config.has_critic_model and config.critic.path is not None else ()
+    for path in (config.model.path, *own):
+        settings = model_settings(path)
+        check_sizes(config.parallel, settings.get("text_config") or settings)
+
+
+def check_offloading(config: Config) -> None:
+    """Check that ``learner.offload`` means something here.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if config.learner.offload != "none":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        check_offload(config.learner.offload, device, has_reference=config.has_reference_model)
 
 
 def check_judge(config: Config) -> None:
@@ -122,8 +176,10 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
         return
     check_writable(run_dir.path, "run.dir")
     check_wandb(config)
+    check_ranks(config, int(os.environ.get("WORLD_SIZE", "1")))
     check_engine_keys(config)
     check_devices(config, "learner")
+    check_offloading(config)
     check_engines(config, "learner")
     check_weights_ports(config)
     check_keys(config, is_server=False)
@@ -137,6 +193,7 @@ def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
     else:
         rows = ()
         _check_model(config)
+    check_division(config)
     check_routing(config)
     check_compiler(config)
     check_disk_space(config)

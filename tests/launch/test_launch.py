@@ -224,9 +224,19 @@ def test_a_missing_model_of_the_critic_is_found_before_the_start(tmp_path: Path)
         check_critic(a_config(loss={"advantage": "gae"}, critic={"path": nowhere}))
 
 
-@pytest.mark.parametrize(("count", "generate", "waits"), [(0, False, True), (1, False, False), (0, True, False)])
-def test_a_launch_that_starts_nobody_who_samples_says_what_to_start(count: int, generate: bool, waits: bool):
-    line = nobody_samples_line(a_config(generator={"count": count}, learner={"generate": generate}))
+@pytest.mark.parametrize(
+    ("count", "learner", "waits"),
+    [
+        (0, {}, True),
+        (1, {}, False),
+        (0, {"generate": True}, False),
+        (0, {"generate": True, "generate_groups": 31}, True),
+    ],
+)
+def test_a_launch_that_starts_nobody_who_samples_says_what_to_start(
+    count: int, learner: dict[str, object], waits: bool
+):
+    line = nobody_samples_line(a_config(generator={"count": count}, learner=learner))
     assert ("async-rl generator --connect" in line) == waits == bool(line)
 
 

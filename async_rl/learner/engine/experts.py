@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from async_rl.config.parallel import check_divisor
 from async_rl.errors import ModelError
 from async_rl.learner.engine.model import PolicyModel
 
@@ -45,11 +46,7 @@ def find_experts(policy: PolicyModel, size: int, key: str) -> dict[nn.Module, st
                 f"{key}: expected experts that compute from hidden states, chosen experts and their weights, but "
                 f"{name} of {type(model).__name__} does not; leave the key out"
             )
-        if (count := sizes.pop()) % size:
-            raise ModelError(
-                f"{key}: expected a divisor of the experts of a layer, {count}, got {size}: {count} / {size} = "
-                f"{count / size:.4g}; choose another size, or leave the key out"
-            )
+        check_divisor(key, "the experts of a layer", sizes.pop(), size)
     return found
 
 

@@ -27,31 +27,11 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from async_rl.config.learner import Offload, Reshard
-from async_rl.errors import ConfigError
+from async_rl.config.learner import Reshard
 from async_rl.learner.engine.expert_parallel import divide_experts, experts_to_divide
 from async_rl.learner.engine.mesh import Mesh
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.tensor_parallel import divide, divisions
-
-
-def check_offload(offload: Offload, device: torch.device, *, has_reference: bool) -> None:
-    """Check that ``learner.offload`` means something on this ``device``.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    if offload != "none" and device.type == "cpu":
-        raise ConfigError(
-            f'learner.offload: expected "none" for a learner on the CPU, got "{offload}"; everything is in the '
-            f"host's memory already, so leave the key out"
-        )
-    if offload == "reference" and not has_reference:
-        raise ConfigError(
-            'learner.offload = "reference": expected a reference model of its own, got none; a KL needs loss.kl_coef '
-            "above 0, and with lora.rank its reference is the policy without adapters unless loss.kl_reference names "
-            'another; leave the key out, or set "all"'
-        )
 
 
 def shard(model: PolicyModel, mesh: Mesh, dtype: torch.dtype, *, reshard: Reshard, is_offloaded: bool) -> None:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from async_rl.errors import ConfigError, ModelError
+from async_rl.config.parallel import check_num_stages
+from async_rl.errors import ModelError
 from async_rl.learner.engine.model import DeviceBatch, PolicyModel
 from async_rl.learner.engine.self_test import VALUE_TOLERANCE, test_batch, tested_layers
 
@@ -32,11 +33,7 @@ def layer_bounds(num_layers: int, num_stages: int) -> list[int]:
     Raises:
         ConfigError: there are more stages than layers.
     """
-    if num_stages > num_layers:
-        raise ConfigError(
-            f"parallel.pipeline: expected at most {num_layers} stages, one for each decoder layer of the model, got "
-            f"{num_stages}; lower it"
-        )
+    check_num_stages(num_layers, num_stages)
     size, more = divmod(num_layers, num_stages)
     bounds = [0]
     for stage in range(num_stages):

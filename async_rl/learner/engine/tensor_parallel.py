@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from async_rl.config.parallel import HEADS, check_divisor, check_heads
 from async_rl.errors import ModelError
 from async_rl.learner.engine.experts import compute_pairs, find_experts
 from async_rl.learner.engine.heads import head_of
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 Division = Callable[[nn.Module, DeviceMesh], None]
 _COPY = "_async_rl_copy"
-_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 class _Copy(torch.autograd.Function):
@@ -97,7 +97,8 @@ def divisions(policy: PolicyModel, size: int) -> dict[nn.Module, Division]:
     model = policy.causal_lm
     # It warns that a part of a part is gathered in two steps.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    _check_heads(model, size)
+    settings = model.config.get_text_config()
+    check_heads({key: getattr(settings, key, None) for key in HEADS}, size)
     planned = _planned(policy)
     _check_complete(model, planned)
     found: dict[nn.Module, Division] = {}
@@ -152,22 +153,6 @@ def _planned(policy: PolicyModel) -> dict[str, str]:
     return planned
 
 
-def _check_heads(model: PreTrainedModel, size: int) -> None:
-    settings = model.config.get_text_config()
-    for key in _HEADS:
-        count = getattr(settings, key, None)
-        if isinstance(count, int):
-            _check_size(f"the model's {key}", count, size)
-
-
-def _check_size(what: str, count: int, size: int) -> None:
-    if count % size:
-        raise ModelError(
-            f"parallel.tensor: expected a divisor of {what}, {count}, got {size}: {count} / {size} = "
-            f"{count / size:.4g}; choose another size, or leave the key out"
-        )
-
-
 def _check_complete(model: PreTrainedModel, planned: Mapping[str, str]) -> None:
     """Check that the plan has all parameters of modules with divided layers: others would act on a part of the columns,
     and nothing would say how their gradients add up.
@@ -196,7 +181,8 @@ def _of_linear(module: nn.Module, name: str, style: str, size: int) -> dict[nn.M
         )
     is_by_columns = division is _divide_columns
     outputs, inputs = linear.weight.shape
-    _check_size(f"the {'outputs' if is_by_columns else 'inputs'} of {name}", outputs if is_by_columns else inputs, size)
+    side, count = ("outputs", outputs) if is_by_columns else ("inputs", inputs)
+    check_divisor("parallel.tensor", f"the {side} of {name}", count, size)
     matrices = () if module is linear else cast(Any, module.lora_B if is_by_columns else module.lora_A).values()
     return dict.fromkeys((linear, *matrices), division)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from async_rl.config.config import Config
+from async_rl.config.learner import check_offload
 from async_rl.data.chat import model_files
 from async_rl.errors import ModelError
 from async_rl.learner.checkpoints.files import write_model_files
@@ -40,7 +41,7 @@ from async_rl.learner.engine.pipeline import Spec
 from async_rl.learner.engine.routing import RoutingReplay
 from async_rl.learner.engine.self_test import check_replay
 from async_rl.learner.engine.sequence_parallel import check_packing
-from async_rl.learner.engine.sharding import check_offload, end_forward, shard
+from async_rl.learner.engine.sharding import end_forward, shard
 from async_rl.learner.engine.stages import check_stages
 from async_rl.learner.interface import UpdateCost, UpdateStats
 from async_rl.learner.losses.objective import Objective, StepOutcome, sequence_ess, update_stats
@@ -169,7 +170,7 @@ class TrainedModel:
     def _shard(self, *weights: Weights | None) -> None:
         """Shard the models, and fill those that have no weights yet with theirs."""
         learner, device = self.config.learner, self._ranks.device
-        check_offload(learner.offload, device, has_reference=self.reference is not None)
+        check_offload(learner.offload, device.type, has_reference=self.reference is not None)
         for model in self._models if learner.compile else ():
             compile_layers(model)
         if self._mesh is None:

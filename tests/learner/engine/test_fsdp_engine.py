@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from async_rl.config.learner import check_offload
 from async_rl.config.loss import LossConfig
 from async_rl.errors import ConfigError, ModelError, RunError
 from async_rl.learner.checkpoints.digests import find_damage, write_manifest
@@ -19,7 +20,6 @@ from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.data.batch import along_tokens
 from async_rl.learner.engine import trained_model
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.sharding import check_offload
 from async_rl.learner.interface import ScoredBy, UpdateStats
 from async_rl.learner.losses.objective import policy_objective
 from async_rl.learner.ranks import init_ranks
@@ -451,8 +451,8 @@ def test_offloading_on_a_cpu_or_without_a_reference_is_refused(directory: Path):
     with pytest.raises(ConfigError, match=r'learner.offload: expected "none" for a learner on the CPU, got "all"'):
         make_engine(directory, {"learner": {"offload": "all"}})
     with pytest.raises(ConfigError, match=r'learner.offload = "reference": expected a reference model of its own'):
-        check_offload("reference", torch.device("cuda"), has_reference=False)
-    check_offload("reference", torch.device("cuda"), has_reference=True)
+        check_offload("reference", "cuda", has_reference=False)
+    check_offload("reference", "cuda", has_reference=True)
 
 
 def test_an_offloaded_engine_takes_the_same_steps(
