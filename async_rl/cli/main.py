@@ -157,7 +157,7 @@ def learner(
         resolved = load_config(config, with_profile(overrides, profile))
         check_place(resolved, config, overrides or [])
         if not is_launched and _is_first_rank():
-            from async_rl.launch.preflight import check_learner
+            from async_rl.launch.checks import check_learner
 
             check_learner(resolved, fresh=fresh, insecure=insecure)
         logging.getLogger(__name__).info("loading PyTorch")

@@ -131,6 +131,10 @@ def show_config(
             f"expected only CONFIG, or --explain and a key, got the key {key!r} without --explain; add --explain"
         )
     if not explain:
+        from async_rl.launch.checks import problems_of_config
+
+        for problem in problems_of_config(resolved):
+            typer.echo(visible(f"warning: launch refuses this: {problem}"), err=True)
         if as_json:
             print_json(resolved.model_dump(mode="json"))
         else:

@@ -20,12 +20,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import IO, Any
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_data
 from async_rl.doctor.findings import Finding
 from async_rl.errors import AddressError, AsyncRLError
+from async_rl.launch.checks import CHECKS, Moment, Start
+from async_rl.launch.checks import Check as StartCheck
 from async_rl.output import Report, ignore
 from async_rl.process.child import module_command, package_environment
 
@@ -197,6 +200,37 @@ def run_checks(
     return found
 
 
+_WITH_FINDINGS = frozenset({
+    "run.dir", "queue.address", "weights.port", "keys", "devices", "engines", "code", "data", "model", "disk", "memory",
+    "lengths", "tokenizer", "sandbox", "judge", "reward", "environment",
+})  # fmt: skip
+"""Checks of ``launch.checks`` about which the doctor has findings of its own, with what it found."""
+_PASSED: Mapping[str, Callable[[Config], str]] = {
+    "compiler": lambda c: "" if not c.learner.compile else (
+        "there is a compiler for learner.compile; whether it can use Python's headers shows when the learner starts"
+    ),
+    "critic": lambda c: c.critic.path or "",
+    "scorers": lambda c: ", ".join(c.scorer),
+    "loss": lambda c: "" if not c.loss.code_names else (
+        f"{' and '.join(c.loss.code_names)} gave a made-up batch a finite result that does not depend on its cut"
+    ),
+}  # fmt: skip
+"""What is found if one of the others passes. It has no finding if that is empty."""
+
+
+def plain_checks(start: Start, *moments: Moment, deadline_s: float = 15.0) -> list[Check]:
+    """Return those checks before a start, at these moments, about which the doctor has no findings of its own."""
+
+    def findings(check: StartCheck) -> list[Finding]:
+        if problem := check.warning(start):
+            return [Finding(check.name, "WARN", problem)]
+        found = _PASSED.get(check.name, lambda _: "")(start.config)
+        return [Finding(check.name, "OK", found)] if found else []
+
+    rows = (row for row in CHECKS if row.moment in moments and start.role in row.roles)
+    return [Check(row.name, partial(findings, row), deadline_s) for row in rows if row.name not in _WITH_FINDINGS]
+
+
 def _task_checks(config: Config, deadline_s: float) -> list[Check]:
     from async_rl.doctor import task
 
@@ -204,9 +238,8 @@ def _task_checks(config: Config, deadline_s: float) -> list[Check]:
         Check("data", lambda: task.check_data(config), deadline_s),
         Check("offline data", lambda: _offline_rows(config), deadline_s),
         Check("model", lambda: task.check_model_files(config), deadline_s),
-        Check("critic", lambda: task.check_critic_files(config), deadline_s),
         Check("lengths", lambda: task.check_prompt_lengths(config), deadline_s),
-        Check("loss", lambda: task.check_own_loss(config), deadline_s),
+        *plain_checks(Start(config), "files", "trial", deadline_s=deadline_s),
     ]
 
 
@@ -225,7 +258,7 @@ def _offline_checks(config: Config, deadline_s: float) -> list[Check]:
         Check("versions", lambda: machine.check_versions(config)),
         Check("cores", machine.check_cores),
         Check("devices", lambda: machine.check_cuda(config, "learner"), 60.0),
-        Check("compiler", lambda: machine.check_compilers(config)),
+        *plain_checks(Start(config, "offline"), "machine", "files", deadline_s=60.0),
         Check("learner memory", lambda: machine.check_learner_room(config), 60.0),
         Check("data", lambda: _offline_rows(config), deadline_s),
         Check("model", lambda: task.check_model_files(config), deadline_s),
@@ -239,13 +272,13 @@ def _machine_checks(config: Config, *, insecure: bool) -> list[Check]:
         Check("versions", lambda: machine.check_versions(config)),
         Check("cores", machine.check_cores),
         Check("devices", lambda: machine.check_cuda(config, "learner", "generator"), 60.0),
-        Check("compiler", lambda: machine.check_compilers(config)),
+        *plain_checks(Start(config, insecure=insecure), "config", "machine", deadline_s=60.0),
         Check("disk", lambda: machine.check_disk(config)),
         Check("memory", lambda: machine.check_room_in_memory(config)),
         Check("learner memory", lambda: machine.check_learner_room(config), 60.0),
         Check("keys", lambda: machine.check_key_files(config)),
         Check("queue.address", lambda: machine.check_queue_address(config, insecure=insecure), 20.0),
-        Check("scorers", lambda: machine.check_scorer_models(config, insecure=insecure), 60.0),
+        Check("scorers", lambda: machine.find_scorers(config), 60.0),
         Check("interface", lambda: machine.check_interfaces(config)),
     ]
 

@@ -18,7 +18,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS
 from async_rl.doctor.findings import Finding
 from async_rl.doctor.learner_memory import check_learner_memory
-from async_rl.errors import AddressError, ConfigError, QueueError, UserError, WeightsError
+from async_rl.errors import AddressError, QueueError, UserError, WeightsError
 from async_rl.launch.capacity import (
     check_memory,
     checkpoint_bytes,
@@ -32,14 +32,12 @@ from async_rl.launch.capacity import (
 from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.preflight import (
     check_bindable,
-    check_compiler,
     check_devices,
-    check_engine_keys,
     check_keys,
     check_weights_ports,
     others_address,
 )
-from async_rl.launch.scorer_checks import check_scorers, why_scorers_are_away
+from async_rl.launch.scorer_checks import why_scorers_are_away
 from async_rl.net.address import check_address, host_towards, is_loopback, refuse_open_bind, refuse_open_connect
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.net.link import why_unreachable
@@ -83,10 +81,6 @@ def check_versions(config: Config) -> list[Finding]:
             rows.append(Finding(name, "OK", version))
     engines = (name for name, capabilities in BACKENDS.items() if capabilities.package)
     rows += (_engine_row(config, name, found.get(BACKENDS[name].package)) for name in engines)
-    try:
-        check_engine_keys(config)
-    except ConfigError as error:
-        rows.append(Finding("engine keys", "FAIL", str(error), fix="leave the keys out, or set generator.backend"))
     return rows
 
 
@@ -144,17 +138,6 @@ def check_cuda(config: Config, *roles: str) -> list[Finding]:
         placement = place(config, visible_devices(os.environ), is_limited=VISIBLE in os.environ)
         rows.append(Finding("devices", "OK", f"launch puts {placement.line}"))
     return rows
-
-
-def check_compilers(config: Config) -> list[Finding]:
-    """Check that there is the compiler that ``learner.compile`` needs. There is no finding if the key is not set.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    check_compiler(config)
-    found = "there is a compiler for learner.compile; whether it can use Python's headers shows when the learner starts"
-    return [Finding("compiler", "OK", found)] if config.learner.compile else []
 
 
 def check_disk(config: Config) -> list[Finding]:
@@ -314,11 +297,7 @@ def check_queue_address(config: Config, *, insecure: bool) -> list[Finding]:
 def _ports_rows(config: Config) -> list[Finding]:
     if config.weights.ports is None:
         return []
-    try:
-        check_weights_ports(config)
-    except AddressError as error:
-        fix = "stop the process that listens there (ss -ltnp shows it), or choose other ports"
-        return [Finding("weights.port", "FAIL", str(error), fix=fix)]
+    check_weights_ports(config)
     return [Finding("weights.port", "OK", "two ports are free")]
 
 
@@ -470,17 +449,7 @@ def check_collective(host: str, backend: str) -> list[Finding]:
     return [Finding(name, "OK", f"connected on {host}{alone} and broadcast 1 MiB in {took_ms:.0f} ms")]
 
 
-def check_scorer_models(config: Config, *, insecure: bool) -> list[Finding]:
-    """Check that the scorers that ``launch`` starts can start, and that those of others can be reached."""
-    if not config.scorer:
-        return []
-    try:
-        check_scorers(config, insecure=insecure)
-    except UserError as error:
-        return [Finding.of_error("scorers", error)]
+def find_scorers(config: Config) -> list[Finding]:
+    """Look for the scorers that somebody else must start."""
     away = {name: why for name, why in why_scorers_are_away(config).items() if why}
-    if away:
-        return [
-            Finding(f"scorer.{name}", "WARN", why, fix=f"async-rl scorer CONFIG {name}") for name, why in away.items()
-        ]
-    return [Finding("scorers", "OK", ", ".join(config.scorer))]
+    return [Finding(f"scorer.{name}", "WARN", why, fix=f"async-rl scorer CONFIG {name}") for name, why in away.items()]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.doctor import machine
-from async_rl.doctor.check import COLLECTIVE_DEADLINE_S, Check, CheckProcess, run_check
+from async_rl.doctor.check import COLLECTIVE_DEADLINE_S, Check, CheckProcess, plain_checks, run_check
 from async_rl.doctor.findings import Finding, exit_code
 from async_rl.errors import AsyncRLError, QueueError, WeightsError
 from async_rl.generator.backend import Backend
@@ -31,6 +31,7 @@ from async_rl.generator.start.worker import (
     write_files,
 )
 from async_rl.launch.capacity import free_bytes
+from async_rl.launch.checks import Start
 from async_rl.net.keys import ClientKeys
 from async_rl.output import Report, ignore, size_text
 from async_rl.process.cgroup import available_memory
@@ -87,6 +88,7 @@ def run_node_checks(
     config = configs[0]
     run_all(
         Check("versions", lambda: machine.check_versions(config)),
+        *plain_checks(Start(config, "generator"), "config"),
         Check("cores", machine.check_cores),
         Check("devices", lambda: machine.check_cuda(config, "generator"), 60.0),
         Check("disk", check_scratch),

@@ -39,14 +39,11 @@ from async_rl.generator.start.worker import generator_config, scratch_directory,
 from async_rl.launch.environment_trial import NUM_ROWS, try_environment
 from async_rl.launch.preflight import (
     check_code,
-    check_critic,
     check_judge,
     check_lengths,
-    check_stop_tokens,
     check_train_is_set,
     unknown_text,
 )
-from async_rl.launch.user_code_trial import try_loss
 from async_rl.output import size_text
 from async_rl.process.user_code import describe_error
 from async_rl.queue.parity import Probe, compare, parity_limit
@@ -193,7 +190,6 @@ def check_prompt_lengths(config: Config) -> list[Finding]:
         rows = load_train_rows(config).rows
     except UserError as error:
         return [Finding("lengths", "skip", f"there are no rows: {error}")]
-    check_stop_tokens(config)
     check_lengths(config, rows)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
     found = f"rollouts of up to {longest} tokens fit the learner, the model and the queue"
@@ -257,26 +253,6 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
         reward.close()
     sandbox = [_sandbox_row(resolved)] if resolved.reward.runs_programs else []
     return [*sandbox, *_verdict(name, graded, is_user_code=judge.is_user_code)]
-
-
-def check_critic_files(config: Config) -> list[Finding]:
-    """Check that the model with which the critic begins is there. No finding if ``critic.path`` is not set."""
-    if config.critic.path is None:
-        return []
-    check_critic(config)
-    return [Finding("critic", "OK", config.critic.path)]
-
-
-def check_own_loss(config: Config) -> list[Finding]:
-    """Check the user's own loss and advantages: they compute a made-up batch. No finding if there are none."""
-    if not config.loss.code_names:
-        return []
-    try:
-        try_loss(config)
-    except UserError as error:
-        return [Finding.of_error("loss", error)]
-    names = " and ".join(config.loss.code_names)
-    return [Finding("loss", "OK", f"{names} gave a made-up batch a finite result that does not depend on its cut")]
 
 
 def _environment_rows(config: Config) -> list[Finding]:

@@ -25,12 +25,13 @@ from async_rl.config.config import Config
 from async_rl.config.loading import changed_keys, load_run_config, machine_overrides, show_change
 from async_rl.errors import ConfigError, UserError
 from async_rl.launch.capacity import has_gpu
+from async_rl.launch.checks import check_launch
 from async_rl.launch.hints import best_lines
 from async_rl.launch.live_view import LiveView, PlainView
 from async_rl.launch.memory_deaths import MemoryDeaths
 from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.planned_steps import planned_steps, schedule_note
-from async_rl.launch.preflight import begins_too_few, check_launch
+from async_rl.launch.preflight import begins_too_few
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of

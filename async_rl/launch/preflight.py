@@ -1,19 +1,16 @@
-"""Check that a run can start, before anything is written or started: run directory, disk space, memory, address,
-devices, data, model, lengths, reward, environment, loss.
+"""Checks before a run starts, except those of capacity and of scorers: address, devices, data, model, lengths, reward,
+environment. Nothing is written or started.
 
-``launch`` and the doctor call these checks. The command line calls them for a ``learner`` or ``queue`` that a user
-started by hand. Fast checks come first. Each error message names the config key that the user must correct.
+``checks.CHECKS`` says which of them are made when. Each error message names the config key that the user must correct.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.config.generator import ENGINE_KEYS, has_model, known_capabilities, missing_package, unread_keys
@@ -34,71 +31,23 @@ from async_rl.data.chat import (
 )
 from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError
-from async_rl.launch.capacity import check_disk_space, check_memory, has_gpu, memory_warning
+from async_rl.launch.capacity import has_gpu
 from async_rl.launch.environment_trial import try_environment
-from async_rl.launch.scorer_checks import check_scorers
-from async_rl.launch.user_code_trial import try_loss, try_reward
+from async_rl.launch.user_code_trial import try_reward
 from async_rl.net.address import advertised_address, check_address, host_towards, refuse_open_bind
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.net.streams import listening_socket
 from async_rl.process.child import DEVICES_ARE_DEALT
 from async_rl.process.user_code import check_allowed, code_digests
-from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.server.settings import settings_of
 from async_rl.rewards.judge import judge_reward
 from async_rl.rewards.registry import build_reward
 from async_rl.run.directory import check_writable
-from async_rl.run.reuse import check_run_dir, has_ended
-from async_rl.run.wandb_log import check_wandb
+from async_rl.run.reuse import check_run_dir
 from async_rl.weights.collective.libraries import COLLECTIVES
-
-logger = logging.getLogger(__name__)
 
 NUM_TOKENIZED = 100
 """Number of prompts in which ``unknown_text`` looks for text that the tokenizer does not know."""
-
-
-def check_launch(config: Config, *, insecure: bool) -> float:
-    """Check that ``launch`` can run ``config`` on this machine. The caller has called ``check_run_dir`` before.
-
-    Returns:
-        The number of prompts of the training data in all epochs; infinite without ``data.epochs``.
-
-    Raises:
-        UserError: a check failed. The later checks are not made.
-    """
-    check_writable(Path(config.run.dir), "run.dir")
-    check_ranks(config, config.learner.nproc)
-    check_bindable(config.queue, insecure=insecure)
-    check_weights_ports(config)
-    check_keys(config, is_server=True)
-    check_wandb(config)
-    check_devices(config, "learner", "generator")
-    check_offloading(config)
-    check_engines(config, "learner", "generator")
-    check_engine_keys(config)
-    check_code(config)
-    rows = check_data(config).rows
-    _check_model(config, rows[0].messages)
-    check_division(config)
-    check_routing(config)
-    check_compiler(config)
-    check_disk_space(config)
-    check_memory(config)
-    if problem := memory_warning(config):
-        logger.warning("warning: %s", problem)
-    check_stop_tokens(config)
-    check_lengths(config, rows)
-    if problem := unknown_text(config, rows):
-        logger.warning("warning: %s", problem)
-    check_code_reward(config)
-    check_scorers(config, insecure=insecure)
-    check_judge(config)
-    check_fake_vocabulary(config)
-    check_own_reward(config, rows)
-    check_own_environment(config, rows)
-    try_loss(config)
-    return PromptStream.of_config(config, rows).most_prompts_left
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:
@@ -138,8 +87,9 @@ def check_division(config: Config) -> None:
         check_sizes(config.parallel, settings.get("text_config") or settings)
 
 
-def check_offloading(config: Config) -> None:
-    """Check that ``learner.offload`` means something here.
+def check_offloading(config: Config, *, is_offline: bool = False) -> None:
+    """Check that ``learner.offload`` means something here. Whether one of the commands sft, rm and dpo, which
+    ``is_offline`` means, has a reference model is not checked.
 
     Raises:
         ConfigError: it does not.
@@ -148,7 +98,7 @@ def check_offloading(config: Config) -> None:
         import torch
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        check_offload(config.learner.offload, device, has_reference=config.has_reference_model)
+        check_offload(config.learner.offload, device, has_reference=is_offline or config.has_reference_model)
 
 
 def check_judge(config: Config) -> None:
@@ -162,50 +112,14 @@ def check_judge(config: Config) -> None:
         judge_reward(config, 1.0).close()
 
 
-def check_learner(config: Config, *, fresh: bool, insecure: bool) -> None:
-    """Check that a learner which a user starts by hand can run on this machine.
-
-    Nothing is checked if the run is finished, because the learner then only reports that. The data is checked only if
-    the queue server is on this machine, because the server reads the data.
+def check_policy(config: Config, rows: Sequence[Row]) -> None:
+    """Check that there is a model that can be trained at ``model.path``, and renders the first prompt of ``rows``.
 
     Raises:
-        UserError: a check failed. The later checks are not made.
+        ModelError: as ``data.chat.check_model``.
     """
-    run_dir = check_run_dir(config, fresh=fresh)
-    if not fresh and has_ended(run_dir, config):
-        return
-    check_writable(run_dir.path, "run.dir")
-    check_wandb(config)
-    check_ranks(config, int(os.environ.get("WORLD_SIZE", "1")))
-    check_engine_keys(config)
-    check_devices(config, "learner")
-    check_offloading(config)
-    check_engines(config, "learner")
-    check_weights_ports(config)
-    check_keys(config, is_server=False)
-    address = config.queue.address
-    if address is None or _is_of_this_machine(address):
-        if address is not None:
-            refuse_open_bind(address, insecure=insecure, has_keys=config.queue.keys is not None)
-            advertised_address(address, config.queue.advertise)
-        rows = check_data(config).rows
-        _check_model(config, rows[0].messages)
-    else:
-        rows = ()
-        _check_model(config)
-    check_division(config)
-    check_routing(config)
-    check_compiler(config)
-    check_disk_space(config)
-    check_stop_tokens(config)
-    check_lengths(config, rows)
-    try_loss(config)
-
-
-def _check_model(config: Config, messages: Sequence[Mapping[str, str]] = ()) -> None:
-    arguments = config.data.template_arguments
-    check_model(config.model.path, messages, dtype=config.model.dtype, arguments=arguments)
-    check_critic(config)
+    messages = rows[0].messages if rows else ()
+    check_model(config.model.path, messages, dtype=config.model.dtype, arguments=config.data.template_arguments)
 
 
 def check_critic(config: Config) -> None:
@@ -374,16 +288,15 @@ def check_own_reward(config: Config, rows: Sequence[Row]) -> None:
         try_reward(config, [row.reward_data for row in rows])
 
 
-def check_own_environment(config: Config, rows: Sequence[Row]) -> None:
+def check_own_environment(config: Config, rows: Sequence[Row]) -> str:
     """Let the user's environment play the first rows, if generators on this machine play it.
 
-    If it fails on some of them only, log that.
+    Return a warning if it fails on some of them only, else an empty text.
 
     Raises:
         ConfigError: on each row the environment fails, or returns something other than it must.
     """
-    if config.environment.is_set and config.samples_here and (problem := try_environment(config, rows)):
-        logger.warning("%s", problem)
+    return try_environment(config, rows) if config.environment.is_set and config.samples_here else ""
 
 
 def check_code_reward(config: Config) -> None:
@@ -406,8 +319,7 @@ def check_bindable(queue: QueueConfig, *, insecure: bool) -> None:
     address = queue.address
     if address is None:
         return
-    refuse_open_bind(address, insecure=insecure, has_keys=queue.keys is not None)
-    advertised_address(address, queue.advertise)
+    check_reachable(queue, insecure=insecure)
     host, port = check_address(address)
     if host in {name for _, name in socket.if_nameindex()}:
         return
@@ -421,6 +333,18 @@ def check_bindable(queue: QueueConfig, *, insecure: bool) -> None:
                 f"queue.address: can't bind {address}: {error.strerror or error}; choose another port or an address "
                 f"of this machine, or leave queue.address out for any free port on loopback"
             ) from None
+
+
+def check_reachable(queue: QueueConfig, *, insecure: bool) -> None:
+    """Check that others can reach ``queue.address``, and only those with keys unless ``insecure``. Do nothing if it is
+    unset.
+
+    Raises:
+        AddressError: they can't, or others can, too.
+    """
+    if queue.address is not None:
+        refuse_open_bind(queue.address, insecure=insecure, has_keys=queue.keys is not None)
+        advertised_address(queue.address, queue.advertise)
 
 
 def check_weights_ports(config: Config) -> None:
@@ -445,13 +369,15 @@ def others_address(queue: QueueConfig) -> str:
     return advertised_address(queue.address or "tcp://127.0.0.1:0", queue.advertise)
 
 
-def _is_of_this_machine(address: str) -> bool:
-    """Return whether the host of ``address`` is this machine, so that a server could bind it here.
+def serves_here(config: Config) -> bool:
+    """Return whether the queue server is, or will be, on this machine: its host is, so that it could be bound here.
 
     Raises:
         AddressError: the host's name can't be resolved.
     """
-    host, _ = check_address(address)
+    if config.queue.address is None:
+        return True
+    host, _ = check_address(config.queue.address)
     if host == "*" or host in {name for _, name in socket.if_nameindex()}:
         return True
     try:

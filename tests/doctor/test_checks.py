@@ -17,12 +17,14 @@ from async_rl.cli.main import main
 from async_rl.config.config import Config
 from async_rl.config.loading import config_data, config_to_toml, parse_config
 from async_rl.doctor import machine, task
+from async_rl.doctor.check import plain_checks, run_check
 from async_rl.doctor.findings import Finding
 from async_rl.doctor.offline import check_offline_rows
 from async_rl.errors import AddressError
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.launch import capacity
 from async_rl.launch.capacity import generator_bytes, learner_bytes, process_bytes
+from async_rl.launch.checks import Start
 from async_rl.launch.preflight import check_judge
 from async_rl.queue.server.settings import settings_of
 from tests.learner.tiny import tiny_config, tiny_model
@@ -48,6 +50,9 @@ SCORER: dict[str, Any] = {"model": "rm", "address": "tcp://127.0.0.1:5570", "bac
 BY_MODEL: dict[str, Any] = {"reward": {"type": "model", "model": "rm"}, "queue": {"filter_range": []}}
 
 
+FAKE: dict[str, Any] = {"generator": {"backend": "fake"}}
+
+
 def make_config(root: Path, model: str = "model", train: str = "train.jsonl", **sections: Any) -> Config:
     sections["data"] = {"train": str(root / train), "system_prompt": "", **sections.get("data", {})}
     sections.setdefault("reward", {"equality": "exact"})
@@ -64,6 +69,12 @@ def red(rows: Sequence[Finding]) -> Finding:
     assert all(row.fix for row in rows if row.state in ("FAIL", "WARN"))
     (found,) = [row for row in rows if row.state == "FAIL"]
     return found
+
+
+def plain_findings(name: str, config: Config) -> list[Finding]:
+    """What the doctor says of the check ``name`` of a start, about which it has no more to say than launch."""
+    checks = plain_checks(Start(config), "config", "files", "machine", "trial", deadline_s=60.0)
+    return [finding for check in checks if check.name == name for finding in run_check(check)]
 
 
 @pytest.fixture
@@ -258,6 +269,20 @@ def test_a_vllm_that_is_not_there_is_red_where_something_on_this_machine_needs_i
     assert row.found.startswith(f'not installed, but {key} = "vllm"' if key else "not installed, and not needed")
 
 
+def test_what_would_stop_a_launch_is_red_here_too(root: Path):
+    learner = {"generate": True, "generate_groups": 1, "groups_per_step": 2}
+    cases: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("ranks", "parallel", {"parallel": {"tensor": 2}}),
+        ("ranks", "learner.generate_groups", {"learner": learner, "generator": {"count": 0}}),
+        ("parallel", "parallel.pipeline", {"parallel": {"pipeline": 3}, "learner": {"nproc": 3}}),
+        ("engine keys", "generator.memory", {"generator": {"backend": "transformers", "memory_fraction": 0.5}}),
+        ("experimental.fake", "experimental.fake.vocab_size", FAKE | {"experimental": {"fake": {"vocab_size": 10**6}}}),
+    )
+    for name, key, sections in cases:
+        row = red(plain_findings(name, make_config(root, **sections)))
+        assert (row.check, row.found.startswith(key)) == (name, True), row
+
+
 def test_keys_that_are_missing(root: Path):
     row = red(machine.check_key_files(make_config(root, queue={"keys": str(root / "nokeys")})))
     assert "keys new" in row.fix
@@ -376,7 +401,7 @@ def test_offline_data_that_is_missing_or_too_long_is_red(root: Path):
 
 
 def test_a_loss_of_the_user_s_own(root: Path, tmp_path: Path):
-    assert task.check_own_loss(make_config(root)) == []
+    assert plain_findings("loss", make_config(root)) == []
     source = tmp_path / "own_loss_of_doctor.py"
     text = (
         "import torch\n"
@@ -387,9 +412,9 @@ def test_a_loss_of_the_user_s_own(root: Path, tmp_path: Path):
         "    return LossOutput(-(inputs.advantages * inputs.logprobs).mean(), torch.tensor(1))\n"
     )
     source.write_text(text)
-    (row,) = task.check_own_loss(make_config(root, loss={"function": f"{source}:right"}))
+    (row,) = plain_findings("loss", make_config(root, loss={"function": f"{source}:right"}))
     assert (row.check, row.state) == ("loss", "OK")
-    row = red(task.check_own_loss(make_config(root, loss={"function": f"{source}:wrong"})))
+    row = red(plain_findings("loss", make_config(root, loss={"function": f"{source}:wrong"})))
     assert "expected the same loss however a step is cut" in row.found
 
 
@@ -397,14 +422,15 @@ def test_a_scorer_that_somebody_else_starts_is_looked_for_and_a_model_of_another
     scorer = {"model": str(root / "model"), "address": free_address(), "launch": False}
     sections = {"reward": {"type": "model", "model": "judge"}, "queue": {"filter_range": []}}
     config = make_config(root, scorer={"judge": scorer}, **sections)
-    (row,) = machine.check_scorer_models(config, insecure=False)
+    (row,) = machine.find_scorers(config)
     assert (row.check, row.state, "nothing listens" in row.found) == ("scorer.judge", "WARN", True)
     assert [row.state for row in task.check_reward(plain(config))] == ["skip"]
     with RunningScorer(scorer["address"], ScriptedModel()):
-        assert [row.state for row in machine.check_scorer_models(config, insecure=False)] == ["OK"]
+        assert machine.find_scorers(config) == []
+        assert [row.found for row in plain_findings("scorers", config)] == ["judge"]
     config = make_config(root, scorer={"judge": {**scorer, "launch": True}}, **sections)
-    assert "one label" in red(machine.check_scorer_models(config, insecure=False)).found
-    assert machine.check_scorer_models(make_config(root), insecure=False) == []
+    assert "one label" in red(plain_findings("scorers", config)).found
+    assert plain_findings("scorers", make_config(root)) == []
 
 
 def test_the_checks_get_the_keys_that_are_switched_off(root: Path):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from async_rl.errors import ConfigError, UserError
+from async_rl.launch.checks import CHECKS, problems_of_config
 from async_rl.launch.preflight import check_division, check_offloading, check_ranks
 from tests.learner.tiny import tiny_config, tiny_model
 
@@ -68,3 +69,14 @@ def test_a_learner_that_samples_alone_must_begin_the_groups_of_a_step():
         alone(3)
     alone(3, generator={"count": 1})
     alone(3, queue={"address": "tcp://127.0.0.1:5555"})
+
+
+def test_the_config_alone_says_what_no_machine_can_start():
+    config = tiny_config(Path(), "m", parallel={"tensor": 2})
+    (problem,) = problems_of_config(config)
+    assert problem.startswith("parallel: expected a number of ranks that is a multiple of tensor 2 = 2, got 1; ")
+    assert problems_of_config(tiny_config(Path(), "m", parallel={"tensor": 2}, learner={"nproc": 2})) == []
+
+
+def test_every_check_has_a_name_of_its_own():
+    assert len({check.name for check in CHECKS}) == len(CHECKS)

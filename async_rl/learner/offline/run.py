@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from async_rl.config.config import Config
+from async_rl.config.learner import check_offload
 from async_rl.config.offline import OfflineConfig
 from async_rl.errors import ConfigError, RunError, StoppedError
 from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint, read_extra
@@ -160,6 +161,7 @@ def run_offline(task: OfflineTask[Any]) -> None:
         return
     check_export_target(out)
     ranks = init_ranks(config)
+    check_offload(config.learner.offload, ranks.device.type, has_reference=True)  # the engine knows about references
     with ranks.together("reading the rows"):
         rows = _load_rows(task) if ranks.is_leader else _Rows([], {}, "")
         num_steps = _agree(ranks, section.num_steps(len(rows.train)))
