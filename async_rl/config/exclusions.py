@@ -66,11 +66,13 @@ _STALENESS = (
            "correct the wrong one, because steps would be skipped before the staleness bound is lowered",
            {"queue.adaptive": True, **example}, got)
       for holds, expected, got, example in (
-          (lambda c: c.queue.adaptive and c.experimental.adaptive_min_ess <= (c.loss.min_ess or 0),
-           "min_ess above loss.min_ess = {c.loss.min_ess}", "{c.experimental.adaptive_min_ess}",
-           {"loss.min_ess": 0.95}),
-          (lambda c: c.queue.adaptive and c.experimental.adaptive_max_kl >= (c.loss.max_kl or float("inf")),
-           "max_kl below loss.max_kl = {c.loss.max_kl}", "{c.experimental.adaptive_max_kl}", {"loss.max_kl": 0.02}))),
+          (lambda c: c.queue.adaptive and c.experimental.adaptive_min_ess <= c.loss.min_step_ess,
+           "min_ess above loss.min_ess or the limit of another rule that skips steps, here {c.loss.min_step_ess}",
+           "{c.experimental.adaptive_min_ess}", {"loss.min_ess": 0.95}),
+          (lambda c: c.queue.adaptive and c.experimental.adaptive_max_kl >= c.loss.max_step_kl,
+           "max_kl below loss.max_kl or the limit of another rule that skips steps, here {c.loss.max_step_kl}",
+           "{c.experimental.adaptive_max_kl}",
+           {"loss.rules": [{"level": "step", "statistic": "k3", "above": 0.02, "action": "skip"}]}))),
     _row("queue.filter_range",
          lambda c: c.queue.filter_range is not None and c.queue.filter_range[0] >= c.queue.filter_range[1],
          "[low, high] with low < high", "correct it, or set [] to filter no group", {"queue.filter_range": [0.9, 0.1]}),

@@ -116,7 +116,8 @@ class LossConfig(Section):
     skip_threshold: float | None = Field(
         default=20.0,
         gt=0,
-        description="Sequences whose loss.skip_statistic is above this number leave the loss; 0 keeps all of them.",
+        description="Short form of a rule that masks sequences: those whose loss.skip_statistic is above this number "
+        "leave the loss; 0 keeps all of them.",
     )
     skip_statistic: SkipStatisticName = Field(
         default="mean",
@@ -130,28 +131,28 @@ class LossConfig(Section):
     token_range: tuple[float, float] | None = Field(
         default=None,
         strict=False,
-        description="Tokens whose ratio policy / behavior policy is outside this range leave the loss (IcePop); [] "
-        "keeps all of them.",
+        description="Short form of a rule that masks tokens: those whose ratio policy / behavior policy is outside "
+        "this range leave the loss (IcePop); [] keeps all of them.",
     )
     min_ess: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="A step is skipped if the effective sample size of its ratios policy / behavior policy, divided by "
-        "its number of tokens, is below this number; 0 skips none.",
+        description="Short form of a rule that skips steps: those where the effective sample size of the ratios policy "
+        "/ behavior policy, divided by the number of tokens, is below this number; 0 skips none.",
     )
     max_kl: float | None = Field(
         default=None,
         gt=0,
-        description="A step is skipped if its KL(behavior policy || policy), in nats, is above this number; 0 skips "
-        "none.",
+        description="Short form of a rule that skips steps: those whose KL(behavior policy || policy), in nats, is "
+        "above this number; 0 skips none.",
     )
 
     rules: tuple[Rule, ...] = Field(
         default=(),
         strict=False,
-        description="More rules like the four keys above, each a table [[loss.rules]] with keys of its own: level, "
-        "statistic, above, below, when, action, reduce, policy, name (docs/config.md, docs/algorithms.md).",
+        description="More rules like those of these four keys, each a table [[loss.rules]] with keys of its own: "
+        "level, statistic, above, below, when, action, reduce, policy, name (docs/config.md, docs/algorithms.md).",
     )
 
     entropy_quantile: float | None = Field(
@@ -239,6 +240,17 @@ class LossConfig(Section):
     def all_rules(self) -> tuple[Rule, ...]:
         """The rules that the short keys ``SHORT_RULES`` stand for, and then ``loss.rules``."""
         return (*_short_rules(self), *self.rules)
+
+    @property
+    def min_step_ess(self) -> float:
+        """The effective sample size of a step below which a rule skips it. 0 without such a rule."""
+        return max((r.below or 0.0 for r in self.all_rules if r.action == "skip" and r.statistic == "ess"), default=0.0)
+
+    @property
+    def max_step_kl(self) -> float:
+        """The KL of a step, by k3 and in nats, above which a rule skips it. Infinite without such a rule."""
+        limits = (r.above for r in self.all_rules if r.action == "skip" and r.statistic == "k3")
+        return min((limit for limit in limits if limit is not None), default=math.inf)
 
     @property
     def code_names(self) -> tuple[str, ...]:
