@@ -14,7 +14,16 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from async_rl.generator.backend import Backend
-from async_rl.queue.parity import Answer, Probe, ProbeSequence, compare, looks_masked, parity_limit
+from async_rl.queue.parity import (
+    Answer,
+    Probe,
+    ProbeSequence,
+    compare,
+    explains,
+    looks_masked,
+    other_temperature,
+    parity_limit,
+)
 from async_rl.weights.channel.engine_ranks import HeldByEngine
 
 logger = logging.getLogger(__name__)
@@ -23,7 +32,6 @@ ScoringMode = Literal["cached_decode", "full_forward", "float32_head"]
 """How to score tokens: one by one over cached keys and values, as rollouts are sampled; in one forward pass over the
 whole text, without a cache; or in one such pass with the output head in float32."""
 
-_TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 _SHOWN_NAMES = 5
 
 
@@ -85,13 +93,14 @@ def _cause(
     Return the likely cause ("" if none is found), and the list of causes that are excluded.
     """
     excluded: list[str] = []
+    before = compare(found, wanted)
     # What the engine's workers hold can't be activated again: they may be receiving the next version in its place.
     if not isinstance(weights, HeldByEngine):
         if stale := _stale_tensors(backend, probe.version, weights):
             shown = ", ".join(stale[:_SHOWN_NAMES]) + (f" and {len(stale) - _SHOWN_NAMES} more" if stale[5:] else "")
             return f"stale or corrupt tensors: the engine did not hold the received bytes of {shown}", excluded
         again = backend.score_tokens(probe.sequences, probe.temperature)
-        if again is not None and _explains(again, found, wanted, limit):
+        if again is not None and explains(again, wanted, before, limit):
             return (
                 "stale or corrupt weights: the engine agrees after the same verified bytes were activated again; it "
                 "can't tell which tensor was wrong"
@@ -107,7 +116,7 @@ def _cause(
         ), excluded
     full_forward = backend.score_tokens(probe.sequences, probe.temperature, "full_forward")
     if full_forward is not None:
-        if _explains(full_forward, found, wanted, limit):
+        if explains(full_forward, wanted, before, limit):
             return (
                 "reuse of keys and values: with its cache the engine gives other log-probabilities than in one pass "
                 "over the whole text, which agrees with the learner"
@@ -115,7 +124,7 @@ def _cause(
         excluded.append("the engine gives the same without cached keys and values")
     exact = backend.score_tokens(probe.sequences, probe.temperature, "float32_head")
     if exact is not None:
-        if _explains(exact, found, wanted, limit):
+        if explains(exact, wanted, before, limit):
             return f"the precision of the output head: in {backend.dtype} it differs, in float32 it agrees", excluded
         excluded.append("a head in float32 changes little")
     if backend.dtype != probe.dtype:
@@ -147,17 +156,9 @@ def temperature_cause(backend: Any, probe: Probe, found: np.ndarray, wanted: np.
     doubled = backend.score_tokens(probe.sequences, 2 * asked)
     if doubled is not None and compare(doubled, found).max < 1e-6:
         return f"temperature: the engine gives the same at {asked:g} and {2 * asked:g}, so it applies none"
-    for other in _TEMPERATURES:
-        at_other = None if other == asked else backend.score_tokens(probe.sequences, other)
-        if at_other is not None and _explains(at_other, found, wanted, limit):
-            return f"temperature: asked for {asked:g}, the engine differs; at {other:g} it agrees with the learner"
-    return ""
-
-
-def _explains(candidate: np.ndarray, found: np.ndarray, wanted: np.ndarray, limit: float) -> bool:
-    """Return whether ``candidate`` is within ``limit`` of the learner's values, ``wanted``.
-
-    It must also be much nearer to them than the engine's values, ``found``.
-    """
-    mean = compare(candidate, wanted).mean
-    return mean <= limit and mean < 0.3 * compare(found, wanted).mean
+    other = other_temperature(
+        lambda other: backend.score_tokens(probe.sequences, other), asked, wanted, compare(found, wanted), limit
+    )
+    if other is None:
+        return ""
+    return f"temperature: asked for {asked:g}, the engine differs; at {other:g} it agrees with the learner"

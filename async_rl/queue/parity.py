@@ -10,7 +10,7 @@ process. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ MAX_SCORED = 32
 _LIMITS = Limits(max_bytes=1 << 20, max_header_bytes=1 << 16, max_arrays=2 * MAX_SEQUENCES, max_items=64, max_depth=4)
 _EXACT_LIMIT = 1e-3
 _ROUNDED_LIMIT = 0.05
+_TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
+"""Those that an engine may have applied in place of the right one, the likeliest first."""
 _FAR = 20
 
 
@@ -147,6 +149,28 @@ def far_limit(limit: float | None) -> float:
     The limit for rounded dtypes is used, whatever dtype a generator claims. By default the result is 1 nat.
     """
     return _FAR * parity_limit(limit, ())
+
+
+def explains(candidate: np.ndarray, wanted: np.ndarray, before: Difference, limit: float) -> bool:
+    """Return whether a changed setting explains a difference ``before``: with it, one side's log-probabilities
+    ``candidate`` are within ``limit`` of the other side's, ``wanted``, and much nearer than before.
+    """
+    mean = compare(candidate, wanted).mean
+    return mean <= limit and mean < 0.3 * before.mean
+
+
+def other_temperature(
+    score: Callable[[float], np.ndarray | None], asked: float, wanted: np.ndarray, before: Difference, limit: float
+) -> float | None:
+    """Return the temperature that explains a difference ``before`` at ``asked``. None if none that is tried does.
+
+    ``score`` computes one side's log-probabilities at a temperature; ``wanted`` are the other side's.
+    """
+    for other in (temperature for temperature in _TEMPERATURES if temperature != asked):
+        found = score(other)
+        if found is not None and explains(found, wanted, before, limit):
+            return other
+    return None
 
 
 def looks_masked(engine: np.ndarray, learner: np.ndarray) -> bool:

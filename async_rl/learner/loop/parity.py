@@ -45,8 +45,10 @@ from async_rl.queue.parity import (
     ProbeSequence,
     compare,
     encode_probe,
+    explains,
     far_limit,
     looks_masked,
+    other_temperature,
     parity_limit,
 )
 
@@ -60,7 +62,6 @@ _REPEAT_AFTER_VERSIONS = 5
 """If a generator has not answered a probe after this many versions, another probe is sent."""
 _MAX_OPEN_PROBES = 8
 """Probes whose answers are still accepted."""
-_TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 
 class _Suspicion(NamedTuple):
@@ -309,19 +310,17 @@ def cause_of_sampled(
     def scored(changed: Sequence[TrainSequence]) -> np.ndarray:
         return joined(changed, engine.score(changed, of="policy"))
 
-    def explains(changed: Sequence[TrainSequence]) -> bool:
-        mean = compare(behavior, scored(changed)).mean
-        return mean <= limit and mean < 0.3 * difference.mean
-
     leased = sequences[0].temperature
-    for other in (t for t in _TEMPERATURES if t != leased):
-        if explains([replace(s, temperature=other) for s in sequences]):
-            return (
-                f"temperature: its lease has {leased:g}, but its log-probabilities are those of {other:g}"
-                f"{', as if no temperature had been applied' if other == 1.0 else ''}"
-            )
+    other = other_temperature(
+        lambda other: scored([replace(s, temperature=other) for s in sequences]), leased, behavior, difference, limit
+    )
+    if other is not None:
+        return (
+            f"temperature: its lease has {leased:g}, but its log-probabilities are those of {other:g}"
+            f"{', as if no temperature had been applied' if other == 1.0 else ''}"
+        )
     is_masked = any(s.sampling_mask is not None for s in sequences)
-    if is_masked and explains([replace(s, sampling_mask=None) for s in sequences]):
+    if is_masked and explains(scored([replace(s, sampling_mask=None) for s in sequences]), behavior, difference, limit):
         return "top-p or top-k: its log-probabilities are those before the mask was applied"
     if not is_masked and looks_masked(behavior, scored(sequences)):
         return (
