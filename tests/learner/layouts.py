@@ -154,7 +154,7 @@ def run_cases(directory: Path) -> None:
 def value_sequences() -> list[TrainSequence]:
     """Those of ``layout_sequences``, with the slopes of a mean over their trained tokens."""
     sequences = layout_sequences()
-    return [replace(s, advantages=s.advantages / trained_tokens(sequences)) for s in sequences]
+    return [replace(s, slopes=s.advantages / trained_tokens(sequences)) for s in sequences]
 
 
 def run_values(directory: Path, ranks: Ranks, name: str, model: str, *, lora: bool) -> Path:

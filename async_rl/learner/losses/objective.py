@@ -24,7 +24,7 @@ from async_rl.learner.losses.batch import IndexedSlopeFunction, LossBatch, Slope
 from async_rl.learner.losses.diagnostics import COLUMNS, diagnostic_sums, k3_sum_and_tokens, summarise
 from async_rl.learner.losses.own import OwnLoss
 from async_rl.learner.losses.own_trial import load_own_loss
-from async_rl.learner.losses.parts import LOG_RATIO_LIMIT, aggregate, sum_by
+from async_rl.learner.losses.parts import LOG_RATIO_LIMIT, aggregate, check_shapes, sum_by
 from async_rl.learner.losses.policy import PolicyInputs, PolicyLoss, policy_loss, with_teacher
 from async_rl.learner.losses.rules import Verdict, why_skip
 from async_rl.learner.losses.statistics import Statistics
@@ -248,7 +248,9 @@ class LinearObjective(PlainObjective, ABC):
     def denominator(self, sums: Tensor) -> float: ...
 
     def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
-        loss_sum = (scored.logprobs * self.slopes(batch)).sum(dtype=torch.float64)
+        slopes_N = self.slopes(batch)
+        check_shapes(scored.logprobs, slopes_N)  # one value and none would multiply to none
+        loss_sum = (scored.logprobs * slopes_N).sum(dtype=torch.float64)
         entropy = scored.entropies.detach().sum(dtype=torch.float64)
         num_tokens = torch.full_like(entropy, len(scored.logprobs))
         sums = self.statistics.flat(

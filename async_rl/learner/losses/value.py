@@ -12,6 +12,7 @@ from torch import Tensor
 from async_rl.learner.data.batch import along_tokens
 from async_rl.learner.losses.batch import IndexedSlopeFunction, LossBatch, TokenLogprobs
 from async_rl.learner.losses.objective import METRIC, MicroBatchResult, PlainObjective
+from async_rl.learner.losses.parts import check_shapes
 from async_rl.learner.sequences import TrainSequence, no_optional_columns
 
 CLIP_FRACTION = "critic/clip_fraction"
@@ -53,6 +54,7 @@ class ValueObjective(PlainObjective):
         return (CLIP_FRACTION,)
 
     def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
+        check_shapes(scored.logprobs, batch.value_targets, batch.old_values)
         losses_N, clipped_N = value_loss(scored.logprobs, batch.value_targets, batch.old_values, self.clip)
         loss_sum = losses_N.sum()
         num_tokens = torch.full_like(loss_sum.detach(), len(losses_N))

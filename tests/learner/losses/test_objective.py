@@ -128,7 +128,7 @@ def test_supervised_training_counts_every_token_once():
 
 
 def test_supervised_training_on_no_tokens_is_zero_and_carries_a_gradient():
-    batch, _ = a_batch([1.0])
+    batch, _ = a_batch([])
     hidden = torch.ones(2, requires_grad=True)
     result = SupervisedObjective()(batch, TokenLogprobs(hidden[:0], torch.zeros(0)), version=0)
     result.loss_sum.backward()
