@@ -346,7 +346,8 @@ def source_files(spec: ModuleSpec, source: Path) -> dict[str, Path]:
     known = {_OWN, *sys.stdlib_module_names}
     while todo := todo - known:
         known |= todo
-        files = {module: path for name in todo for module, path in _files_of(name, folder).items() if path != source}
+        found_in = (_files_of(name, folder).items() for name in sorted(todo))
+        files = {module: path for items in found_in for module, path in items if path != source}
         found |= files
         todo = set() if is_packaged else {name for path in files.values() for name in _imported(path)}
     return found
