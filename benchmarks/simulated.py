@@ -20,7 +20,7 @@ import numpy as np
 
 from async_rl.config.loading import parse_config
 from async_rl.config.queue import OnStale
-from async_rl.learner.loop.staleness import drop_bias
+from async_rl.learner.loop.received import drop_bias
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.groups import GroupSummary

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from async_rl.learner.loop.staleness import WINDOW_STEPS, DropBias, received_accuracy
+from async_rl.learner.loop.received import WINDOW_STEPS, DropBias, received_accuracy
 from async_rl.queue.core import generator_requests
 from async_rl.queue.core.ledger import Outcome, Outcomes
 from async_rl.queue.messages import GeneratorStats

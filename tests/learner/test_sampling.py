@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import TrainingError
+from async_rl.learner.data.batch import prepare_batch
 from async_rl.learner.loop.idle_sampling import IdleSampling
 from async_rl.learner.loop.publishing import Published
+from async_rl.learner.loop.step_result import StepResult, step_result
 from async_rl.learner.sampling import SamplingOrder, sampler_id
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease
@@ -88,13 +90,18 @@ def test_ranks_stop_when_the_learner_is_asked_to_stop(tmp_path: Path):
     assert engine.log[-1] == "stop"
 
 
+def result_of(taken: list[TakenGroup]) -> StepResult:
+    nothing = prepare_batch((), mask_truncated=False, num_updates=1, known_weights=lambda _: True)
+    return step_result(tuple(taken), nothing, [], version=0)
+
+
 def test_the_metrics_count_what_the_learner_sampled_of_the_step():
     # Two answers of three tokens each in a group; two of the three groups are the learner's.
     owners = (sampler_id(0, "now"), sampler_id(1, "an earlier start"), "generator-0")
     lease = make_lease("a")
     taken = [TakenGroup(group(lease, generator=owner), lease.prompt, 0.0, 0) for owner in owners]
     sampling = IdleSampling(LoggedEngine(), address="", lineage="now")
-    assert sampling.metrics(taken) == {
+    assert sampling.record(result_of(taken)) == {
         "learner_sampled/groups": 2, "learner_sampled/tokens": 2 * 2 * 3, "idle/learner_used": 0.0
     }  # fmt: skip
 
@@ -114,7 +121,7 @@ def test_the_used_share_of_a_wait_is_that_of_rank_0(monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         with sampling.while_waiting(Published(0, "digest")):
             pass
-        used.append(sampling.metrics([])["idle/learner_used"])
+        used.append(sampling.record(result_of([]))["idle/learner_used"])
     assert used == pytest.approx([0.4, 0.1])
 
 

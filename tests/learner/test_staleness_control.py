@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from async_rl.config.loss import LossConfig
 from async_rl.learner.checkpoints.files import BoundState
-from async_rl.learner.loop.staleness import (
+from async_rl.learner.loop.adaptive_bound import (
     HEALTHY_STEPS,
     OVERLOADED_STEPS,
     BoundLimits,

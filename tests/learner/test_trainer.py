@@ -22,10 +22,9 @@ from async_rl.errors import RunStoppedError, TrainingError
 from async_rl.learner.checkpoints.files import TrainerState, latest_checkpoint, write_extra
 from async_rl.learner.checkpoints.resume import find_resume_point
 from async_rl.learner.interface import Engine, PolicyScores, UpdateStats
-from async_rl.learner.loop.idle_sampling import IdleSampling
 from async_rl.learner.loop.parity import ParityGate
 from async_rl.learner.loop.publishing import FixedLagWeights, NamedTensors, Published, WeightsSender
-from async_rl.learner.loop.start import _restore, _take_files_over
+from async_rl.learner.loop.start import _restore, _take_files_over, step_parts
 from async_rl.learner.loop.trainer import Trainer
 from async_rl.learner.sampling import SamplingEngine
 from async_rl.learner.sequences import TrainSequence
@@ -161,6 +160,7 @@ class Run:
         if self.config.learner.fixed_lag is not None:
             weights = FixedLagWeights(weights, self.config.learner.fixed_lag)
         queue = cast(LearnerQueue, self.queue)
+        gate = ParityGate(self.config, engine, queue, dtype="float32") if has_parity else None
         trainer = Trainer(
             self.config,
             state=state,
@@ -171,10 +171,16 @@ class Run:
             step_log=trained,
             run_dir=self.path,
             decode=str,
-            parity=ParityGate(self.config, engine, queue, dtype="float32") if has_parity else None,
+            parts=step_parts(
+                self.config,
+                state,
+                gate=gate,
+                critic=getattr(self.engine, "critic", None),
+                sampling=sampling,
+                address="tcp://q:1",
+            ),
+            probes=gate,
             stop_signal=stop_signal,
-            sampling=None if sampling is None else IdleSampling(sampling, address="tcp://q:1", lineage=state.lineage),
-            critic=getattr(self.engine, "critic", None),
         )
         try:
             trainer.run()

@@ -1,4 +1,4 @@
-"""What the trainer does with a critic in a step: values, then value targets (``advantages.py``), then training.
+"""The critic as a part of the step: values, then value targets (``advantages.py``), then training.
 
 The values that advantages and value targets are made of, and from which the clip of the value loss counts, are those of
 the critic before the batch's first update. The critic is trained on the same tokens as the policy, in the same parts
@@ -12,20 +12,66 @@ trained one: while rewards rise, targets of stale tokens are too low. ``critic/t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from async_rl.config.config import Config
 from async_rl.errors import TrainingError
+from async_rl.learner.checkpoints.files import TrainerState
 from async_rl.learner.data.batch import PreparedBatch, leave_out
 from async_rl.learner.interface import Critic, UpdateStats
+from async_rl.learner.loop.parts import StepPart
+from async_rl.learner.loop.step_result import StepResult, count_skipped
 from async_rl.learner.losses.value import CLIP_FRACTION, critic_sequences
 
 logger = logging.getLogger(__name__)
 
 POLICY_FROZEN = "policy_frozen"
 """Why rollouts are masked in steps that train only the critic."""
+
+
+class CriticPart(StepPart):
+    """Scores and trains the critic. ``state.critic_skipped_in_a_row`` is its own."""
+
+    timed_as = "critic"
+
+    def __init__(self, critic: Critic, config: Config, state: TrainerState) -> None:
+        self._critic, self._config, self._state = critic, config, state
+        self._trained_on: PreparedBatch | None = None
+        self._updates: list[UpdateStats] = []
+
+    def score(self, prepared: PreparedBatch) -> PreparedBatch:
+        return with_values(prepared, self._critic)
+
+    @property
+    def is_alone(self) -> bool:
+        return self._state.step < self._config.critic.freeze_steps
+
+    def train(self, prepared: PreparedBatch, *, version: int) -> PreparedBatch:
+        num_epochs = self._config.learner.epochs_per_batch
+        self._updates = train_critic(self._critic, prepared, num_epochs=num_epochs, version=version)
+        self._trained_on = prepared
+        before = self._state.critic_skipped_in_a_row
+        self._state.critic_skipped_in_a_row = count_skipped(before, self._updates or [None])
+        return without_policy(prepared) if self.is_alone else prepared
+
+    def record(self, result: StepResult) -> Mapping[str, float]:
+        assert self._trained_on is not None, "a step trains before it is recorded"
+        return critic_metrics(self._trained_on, self._updates, version=result.version)
+
+    @property
+    def updates(self) -> Sequence[UpdateStats]:
+        return self._updates
+
+    def end(self) -> None:
+        most = self._config.experimental.max_skipped_steps
+        check_critic_skipped(self._state.critic_skipped_in_a_row, self._updates, most)
+
+    @property
+    def has_trained(self) -> bool:
+        return self._state.step > 0
 
 
 def with_values(prepared: PreparedBatch, critic: Critic) -> PreparedBatch:

@@ -1,17 +1,18 @@
-"""Lets the ranks sample while the trainer waits (``learner.generate``). ``Trainer`` wraps its waits in this."""
+"""A part of the step that lets the ranks sample while the trainer waits (``learner.generate``)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.publishing import Published
+from async_rl.learner.loop.step_result import StepResult
 from async_rl.learner.sampling import ID_PREFIX, SamplingEngine, SamplingOrder
-from async_rl.queue.messages import TakenGroup
 
 
-class IdleSampling:
+class IdleSampling(StepPart):
     """Lets the engine's ranks sample while the trainer waits, and measures it."""
 
     def __init__(self, engine: SamplingEngine, *, address: str, lineage: str) -> None:
@@ -31,13 +32,12 @@ class IdleSampling:
             self._used = min(1.0, (busy_s - self._busy_s) / max(time.monotonic() - started_s, 1e-9))
             self._busy_s = busy_s
 
-    def start_lap(self) -> None:
-        """Begin the first step now. What was sampled before belongs to no step."""
+    def begin(self) -> None:
         self._used = 0.0
 
-    def metrics(self, taken: Sequence[TakenGroup]) -> dict[str, float]:
-        """Return the step's metrics: what the ranks sampled of its groups, and how much of the wait rank 0 used."""
-        own = [item.group for item in taken if item.group.generator_id.startswith(ID_PREFIX)]
+    def record(self, result: StepResult) -> Mapping[str, float]:
+        """Return what the ranks sampled of the step's groups, and how much of the wait rank 0 used."""
+        own = [item.group for item in result.groups if item.group.generator_id.startswith(ID_PREFIX)]
         tokens = sum(int(s.loss_mask.sum()) for group in own for r in group.rollouts for s in r.sequences)
         used, self._used = self._used, 0.0  # a step that does not wait does not sample
         return {

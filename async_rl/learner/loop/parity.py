@@ -29,12 +29,15 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.errors import ParityError
+from async_rl.learner.checkpoints.files import TrainerState
 from async_rl.learner.data.batch import PreparedBatch, leave_out
 from async_rl.learner.interface import Engine
+from async_rl.learner.loop.parts import StepPart
+from async_rl.learner.loop.step_result import StepResult
 from async_rl.learner.sequences import TrainSequence
 from async_rl.net.wire import SAME_VERSION
 from async_rl.queue.client.clients import LearnerQueue
-from async_rl.queue.messages import TakenGroup
+from async_rl.queue.messages import Acked, Batch, TakenGroup
 from async_rl.queue.parity import (
     MAX_CONTEXT,
     MAX_SCORED,
@@ -296,6 +299,23 @@ class ParityGate:
             logger.warning("parity: %s", text)
             return
         raise ParityError(text)
+
+
+class ParityPart(StepPart):
+    """The comparison as a part of the step."""
+
+    def __init__(self, gate: ParityGate, state: TrainerState) -> None:
+        self._gate, self._state = gate, state
+        self._alive_generators: Sequence[str] = ()
+
+    def check(self, batch: Batch, prepared: PreparedBatch, *, version: int) -> PreparedBatch:
+        return self._gate.check_sampled(batch.groups, prepared, self._state.lineage, version=version)
+
+    def acknowledged(self, acked: Acked) -> None:
+        self._alive_generators = acked.stats.alive_generators
+
+    def record(self, result: StepResult) -> Mapping[str, float]:
+        return self._gate.observe(self._state.lineage, self._state.version, self._alive_generators)
 
 
 def cause_of_sampled(

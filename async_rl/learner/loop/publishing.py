@@ -19,7 +19,6 @@ from torch import Tensor
 from async_rl.config.config import Config
 from async_rl.learner.checkpoints.files import TrainerState
 from async_rl.learner.interface import Engine
-from async_rl.learner.loop.parity import ParityGate
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Announcement
@@ -160,6 +159,13 @@ class FixedLagWeights:
         return self._sender.stats()
 
 
+class Probes(Protocol):
+    """Sequences that are announced with a version, for the generators to score (``parity.ParityGate``)."""
+
+    def prepare_probe(self, lineage: str, version: int) -> None: ...
+    def take_probe(self, version: int) -> bytes: ...
+
+
 class VersionPublisher:
     """Publishes the versions of one learner start. It keeps their digests in ``state``, and so in the checkpoint."""
 
@@ -170,10 +176,10 @@ class VersionPublisher:
         engine: Engine,
         queue: LearnerQueue,
         weights: WeightsSender,
-        parity: ParityGate | None,
+        probes: Probes | None,
     ) -> None:
         self._config, self._state, self._engine, self._queue = config, state, engine, queue
-        self._weights, self._parity = weights, parity
+        self._weights, self._probes = weights, probes
         self.newest: Published | None = None
         """The version that was announced last. None before the first."""
 
@@ -192,14 +198,14 @@ class VersionPublisher:
         ``tick`` is called while waiting for free memory. If it raises, nothing is published.
         """
         state, engine = self._state, self._engine
-        if self._parity is not None and not is_last:
-            self._parity.prepare_probe(state.lineage, state.version)
+        if self._probes is not None and not is_last:
+            self._probes.prepare_probe(state.lineage, state.version)
         published = self._weights.publish(state.lineage, state.version, engine.gather(), tick=tick, is_last=is_last)
         fault_point("learner.publishing")
         if published is None:
             return
         self._remember(published.version, published.digest)
-        probe = b"" if self._parity is None else self._parity.take_probe(published.version)
+        probe = b"" if self._probes is None else self._probes.take_probe(published.version)
         self._queue.announce(Announcement(state.lineage, *published, self._weights.channel, probe, self._weights.ports))
         self.newest = published
 

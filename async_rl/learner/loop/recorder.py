@@ -25,9 +25,7 @@ from torch.profiler import record_function
 from async_rl.config.config import Config
 from async_rl.learner.checkpoints.files import TrainerState
 from async_rl.learner.interface import UpdateStats
-from async_rl.learner.loop.parity import ParityGate
 from async_rl.learner.loop.publishing import WeightsSender
-from async_rl.learner.loop.staleness import DropBias
 from async_rl.learner.loop.step_result import StepResult, cut_metrics, device_metrics, queue_metrics
 from async_rl.queue.messages import Acked, GeneratorStats, TakenGroup
 from async_rl.run.eval_records import Decode, answer_record, write_json_lines
@@ -52,7 +50,6 @@ class StepRecorder:
         metrics: RowWriter,
         step_log: RowWriter,
         weights: WeightsSender,
-        parity: ParityGate | None,
         run_dir: Path,
         decode: Decode,
         confirm: Callable[[], None],
@@ -65,7 +62,6 @@ class StepRecorder:
             metrics: takes the rows of ``metrics.jsonl``.
             step_log: takes the groups that each step trained on.
             weights: gives metrics of the weights that are sent.
-            parity: compares the generators' answers. None if nothing is compared.
             run_dir: the run directory.
             decode: turns token ids into text.
             confirm: raises LineageError if a newer learner has taken over the run.
@@ -74,8 +70,7 @@ class StepRecorder:
         self.clock = StepClock(state.elapsed_s)
         self._config, self._state, self._run_dir, self._decode = config, state, run_dir, decode
         self._metrics, self._step_log = metrics, step_log
-        self._weights, self._parity = weights, parity
-        self._bias = DropBias()
+        self._weights = weights
 
     def record_trained(self, taken: tuple[TakenGroup, ...]) -> None:
         """Log which groups the acknowledged step trained on. The log proves that no prompt was skipped or trained
@@ -86,15 +81,12 @@ class StepRecorder:
 
     def record_step(
         self, result: StepResult, acked: Acked, figures: Mapping[str, float],
-        critic_updates: Sequence[UpdateStats] = (),
+        other_updates: Sequence[UpdateStats] = (),
     ) -> None:  # fmt: skip
         """Write the metrics of the step that was just acknowledged and published, and its rollouts if they are due.
 
-        ``figures`` are the metrics of the step's training. ``critic_updates`` are the critic's optimizer steps, which
+        ``figures`` are the metrics of the step's training. ``other_updates`` are optimizer steps of other models, which
         use the devices as the policy's do.
-
-        Raises:
-            ParityError: a generator's answer shows that its engine differs from the learner's.
         """
         state, stats = self._state, acked.stats
         row = {**figures, **queue_metrics(stats)}
@@ -106,10 +98,7 @@ class StepRecorder:
         row |= self.clock.lap(
             stats.generators, alive_generators=stats.alive_generators, trained_tokens=result.facts.tokens_trained
         )
-        row |= device_metrics([*result.measured, *critic_updates], row["time/train_s"])
-        row |= self._bias.step(stats.ledger)
-        if self._parity is not None:
-            row |= self._parity.observe(state.lineage, state.version, stats.alive_generators)
+        row |= device_metrics([*result.measured, *other_updates], row["time/train_s"])
         row |= self._weights.stats()
         self._metrics.write({"step": state.step, "version": state.version, **row})
         log_rollouts(

@@ -29,9 +29,13 @@ from async_rl.learner.checkpoints.resume import ResumePoint, find_resume_point, 
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_checkpoint
 from async_rl.learner.interface import Critic, Engine
+from async_rl.learner.loop.adaptive_bound import AdaptiveBound
+from async_rl.learner.loop.critic import CriticPart
 from async_rl.learner.loop.idle_sampling import IdleSampling
-from async_rl.learner.loop.parity import ParityGate
+from async_rl.learner.loop.parity import ParityGate, ParityPart
+from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.publishing import FixedLagWeights, StagedWeights, WeightsSender
+from async_rl.learner.loop.received import DropBias, ReceivedAccuracy
 from async_rl.learner.loop.trainer import Trainer
 from async_rl.learner.ranks import Ranks, compute_dtype, init_ranks
 from async_rl.learner.sampling import MakeSampler, RankSampler, SamplingEngine
@@ -242,6 +246,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         on_row = _show_steps(config, run_dir) if not context.is_launched else lambda row: None
         metrics, trained = _take_files_over(run_dir, point, state, config, written, on_row=on_row, confirm=confirm)
         _record_changes(run_dir, restored, config)
+        gate = _parity_gate(config, engine, queue, context.device)
         Trainer(
             config,
             state=state,
@@ -252,12 +257,13 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             step_log=trained,
             run_dir=run_dir.path,
             decode=context.decode,
-            parity=_parity_gate(config, engine, queue, context.device),
+            parts=step_parts(
+                config, state, gate=gate, critic=context.critic, sampling=context.sampling, address=queue.address
+            ),
+            probes=gate,
             stop_signal=context.stop_signal,
             vocab_size=vocabulary_size(config.model.path),
             routing=model_routing(config.model.path) if config.model.routing_replay else None,
-            sampling=_idle_sampling(queue, state, context),
-            critic=context.critic,
         ).run()
         # Release the other ranks now: the export of a large model may outlast their timeout.
         engine.close()
@@ -342,11 +348,24 @@ def _weights_sender(config: Config, publisher: Publisher) -> WeightsSender:
     return weights if config.learner.fixed_lag is None else FixedLagWeights(weights, config.learner.fixed_lag)
 
 
-def _idle_sampling(queue: LearnerQueue, state: TrainerState, context: LearnerContext) -> IdleSampling | None:
-    """Return what lets the ranks sample while the learner waits. None if they don't."""
-    if context.sampling is None:
-        return None
-    return IdleSampling(context.sampling, address=queue.address, lineage=state.lineage)
+def step_parts(
+    config: Config, state: TrainerState, *, gate: ParityGate | None, critic: Critic | None,
+    sampling: SamplingEngine | None, address: str,
+) -> list[StepPart]:  # fmt: skip
+    """Return what this run has beside the algorithm, in the order in which a step calls it.
+
+    ``address`` is the queue server's. What is None is not part of the run.
+    """
+    parts: list[StepPart] = [ReceivedAccuracy(config), DropBias()]
+    if gate is not None:
+        parts.append(ParityPart(gate, state))
+    if critic is not None:
+        parts.append(CriticPart(critic, config, state))
+    if config.queue.adaptive:
+        parts.append(AdaptiveBound(config, state))
+    if sampling is not None:
+        parts.append(IdleSampling(sampling, address=address, lineage=state.lineage))
+    return parts
 
 
 def _parity_gate(config: Config, engine: Engine, queue: LearnerQueue, device: torch.device) -> ParityGate | None:

@@ -1,10 +1,8 @@
 """The learner's loop on rank 0. One step is::
 
-    take G groups        _take          the queue sends a batch, or the reason why it has none yet; meanwhile the
-                                        ranks sample if learner.generate says so (sampling.py). The last batch of
+    take G groups        _take          the queue sends a batch, or the reason why it has none yet. The last batch of
                                         data that has ended may be smaller
-    advantages           _prepare       groups -> sequences with masks, scores, values, advantages
-    train the critic     _train_critic  only with loss.advantage = "gae" (critic.py)
+    advantages           _prepare       groups -> sequences with masks, scores, advantages
     judge, pack, train   _update        rules over a whole step (step_masks.py); engine: pack, log-probs, loss, clip,
                                         optimizer step; then version + 1
     acknowledge          _acknowledge   send the queue the counts of the step and the new version; then trained.jsonl
@@ -12,6 +10,9 @@
     record               StepRecorder
     checkpoint           _checkpoint copies the state, which is then written in the background; _commit, at the end of a
                          later step or while the learner waits
+
+What a run may have beside this (a critic, parity checks, an adaptive bound, sampling while the learner waits) is a
+list of parts, which are called at the same places of every step (``parts.py``).
 
 At most one checkpoint is being written. The next one waits for it before its step is acknowledged, because the queue
 keeps what a checkpoint needs until a newer one is committed. A stop and the end of the run wait for it, too.
@@ -28,8 +29,8 @@ from __future__ import annotations
 import logging
 import math
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,19 +38,17 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.errors import CollapseError, LineageError, RunStoppedError, StoppedError
-from async_rl.learner.checkpoints.files import BoundState, TrainerState, checkpoint_name
+from async_rl.learner.checkpoints.files import TrainerState, checkpoint_name
 from async_rl.learner.checkpoints.writer import CheckpointWriter
 from async_rl.learner.data.batch import PreparedBatch, prepare_batch, with_scores
-from async_rl.learner.interface import Critic, Engine, PolicyScores, UpdateStats
-from async_rl.learner.loop.critic import check_critic_skipped, critic_metrics, train_critic, with_values, without_policy
+from async_rl.learner.interface import Engine, PolicyScores, UpdateStats
 from async_rl.learner.loop.evaluations import Evaluations
-from async_rl.learner.loop.idle_sampling import IdleSampling
 from async_rl.learner.loop.nonfinite import record_nonfinite
-from async_rl.learner.loop.parity import ParityGate
+from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.profiling import StepProfiler
-from async_rl.learner.loop.publishing import VersionPublisher, WeightsSender
+from async_rl.learner.loop.publishing import Probes, VersionPublisher, WeightsSender
 from async_rl.learner.loop.recorder import RowWriter, StepRecorder, WaitLog
-from async_rl.learner.loop.staleness import BoundLimits, check_staleness, reading_of, received_accuracy, update_bound
+from async_rl.learner.loop.staleness import check_staleness
 from async_rl.learner.loop.step_result import StepResult, check_skipped, count_skipped, step_result, trained_metrics
 from async_rl.learner.losses.advantages import with_advantages
 from async_rl.learner.losses.own_advantage import load_own_advantage
@@ -102,43 +101,35 @@ class Trainer:
         step_log: RowWriter,
         run_dir: Path,
         decode: Decode,
-        parity: ParityGate | None = None,
+        parts: Sequence[StepPart] = (),
+        probes: Probes | None = None,
         stop_signal: Callable[[], int] = lambda: 0,
         vocab_size: int | None = None,
         routing: RoutingShape | None = None,
-        sampling: IdleSampling | None = None,
-        critic: Critic | None = None,
     ) -> None:
-        """``parity`` compares the generators' engines with the learner's; if unset, they are not compared.
-
-        ``sampling`` samples while the learner waits; None: nobody does. ``stop_signal`` returns the signal that asks
-        this learner to stop, 0 if there is none. ``vocab_size`` limits token ids. None: no limit. ``routing`` is the
-        shape of the routes to replay. None: the model's routers choose. ``critic`` is needed if ``loss.advantage``
-        needs one.
+        """``parts`` are what this run has beside the algorithm. ``probes`` are announced with versions, so that
+        generators are compared with the learner; None: none are. ``stop_signal`` returns the signal that asks this
+        learner to stop, 0 if there is none. ``vocab_size`` limits token ids. None: no limit. ``routing`` is the shape
+        of the routes to replay. None: the model's routers choose.
         """
-        self._critic = critic
-        self._stop_signal, self._sampling = stop_signal, sampling
+        self._parts, self._stop_signal = parts, stop_signal
         self.config, self.state, self.engine, self.queue = config, state, engine, queue
-        self._run_dir, self._parity, self._vocab_size, self._decode = run_dir, parity, vocab_size, decode
+        self._run_dir, self._vocab_size, self._decode = run_dir, vocab_size, decode
         self._own_advantage, self._routing = load_own_advantage(config), routing
         self._recorder = StepRecorder(
             config, state,
-            metrics=metrics, step_log=step_log, weights=weights, parity=parity, run_dir=run_dir, decode=decode,
-            confirm=self._confirm,
+            metrics=metrics, step_log=step_log, weights=weights, run_dir=run_dir, decode=decode, confirm=self._confirm,
         )  # fmt: skip
         self._clock = self._recorder.clock
         self._profiler = StepProfiler(config.log.profiled_steps, run_dir / "profile")
-        self._publisher = VersionPublisher(config, state, engine, queue, weights, parity)
+        self._publisher = VersionPublisher(config, state, engine, queue, weights, probes)
         self._evaluations = Evaluations(
             config, state, queue, record=self._record_evaluation, run_dir=run_dir, decode=decode
         )
-        self._bound_limits = BoundLimits.from_config(config) if config.queue.adaptive else None
         self._writer = CheckpointWriter(
             engine, run_dir, config.checkpoint, lineage=state.lineage, confirm=self._confirm
         )
         self._saved_metrics: dict[str, float] = {}
-        self._last_ledger: Mapping[str, Any] | None = None
-        self._received: dict[str, float] = {}
         self._health, self._first_step = Health(iter_rows(RunDir(run_dir).metrics)), state.step
         self._why_ended = ""
         self._has_trained = False
@@ -184,12 +175,9 @@ class Trainer:
             self._writer.close()
 
     def _check_trained(self) -> None:
-        """Stop a run that ends with the weights that it began with. It must not look like a success.
-
-        A step that trained only the critic counts as training.
-        """
+        """Stop a run that ends with the weights that it began with. It must not look like a success."""
         state = self.state
-        if state.version > state.first_version or (state.step and self._critic is not None):
+        if state.version > state.first_version or any(part.has_trained for part in self._parts):
             if self._why_ended:
                 logger.info("step %d was the last one: %s", state.step, self._why_ended)
             return
@@ -239,33 +227,38 @@ class Trainer:
                 prepared = self._prepare(batch)
             self._log_first(prepared)
             self._check_stop()  # after the first update the step must be finished
-            critic_updates, judged = self._train_critic(prepared), prepared
-            if self.state.step < self.config.critic.freeze_steps:
-                prepared = without_policy(prepared)
-                updates = []
-            else:
-                updates = self._update(prepared)
+            for part in self._parts:
+                with self._timed(part):
+                    prepared = part.train(prepared, version=version)
+            updates = [] if any(part.is_alone for part in self._parts) else self._update(prepared)
         has_own_loss = self.config.loss.function is not None
         result = step_result(batch.groups, prepared, updates, version=version, has_own_loss=has_own_loss)
         fault_point("learner.trained")
-        figures = {**trained_metrics(result), **self._received, **self._update_bound(result)}
+        figures = dict(trained_metrics(result))
+        for part in self._parts:
+            figures |= part.trained(result)
         self._judge({"step": self.state.step + 1, "version": self.state.version, **figures})
         acked = self._acknowledge(result)
+        for part in self._parts:
+            part.acknowledged(acked)
         self._recorder.record_trained(batch.groups)
         fault_point("learner.acknowledged")
         if self._publisher.is_due(is_last=self._is_last_step):
             with suppress(_Asked):  # the step must be recorded first; a restart publishes its version
                 self._check_stop()
                 self._publish(is_last=self._is_last_step)
-        sampled = {} if self._sampling is None else self._sampling.metrics(batch.groups)
-        of_critic = critic_metrics(judged, critic_updates, version=version)
-        row = {**figures, **of_critic, **self._saved_metrics, **sampled}
-        self._recorder.record_step(result, acked, row, critic_updates)
+        for part in self._parts:
+            figures |= part.record(result)
+        others = [update for part in self._parts for update in part.updates]
+        self._recorder.record_step(result, acked, figures | self._saved_metrics, others)
         self._saved_metrics = {}
         self._evaluations.collect()
         if not self._is_last_step:
             self._evaluations.request_due()
-        self._check_skipped(updates, critic_updates)
+        if updates:
+            check_skipped(self.state.skipped_in_a_row, updates[-1], self.config.experimental.max_skipped_steps)
+        for part in self._parts:
+            part.end()
         self._commit()
         if acked.snapshot is not None:
             self._checkpoint(acked.snapshot)
@@ -290,7 +283,7 @@ class Trainer:
             while True:
                 if not is_waiting and not self.queue.is_take_answered:
                     # Not for a batch that is there: leases that are granted for a moment would only be held up.
-                    waiting.enter_context(self._sampled())
+                    waiting.enter_context(self._waiting())
                     is_waiting = True
                 answer = self.queue.take(
                     lineage=self.state.lineage, step=self.state.step, version=self.state.version, wait_s=TAKE_WAIT_S
@@ -308,17 +301,21 @@ class Trainer:
                 self._tick()
                 self._evaluations.collect()
 
-    def _sampled(self) -> AbstractContextManager[None]:
-        """Return a context in which the learner's devices sample, if they may (``learner.generate``)."""
-        if self._sampling is None:
-            return nullcontext()
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Let the parts use the wait that the ``with`` block is."""
         newest = self._publisher.newest
         assert newest is not None, "a version is published before the first wait"
-        assert newest.version == self.state.version, "weights.sync_every is 1, so every version is published"
-        return self._sampling.while_waiting(newest)
+        with ExitStack() as used:
+            for part in self._parts:
+                used.enter_context(part.while_waiting(newest))
+            yield
+
+    def _timed(self, part: StepPart) -> AbstractContextManager[None]:
+        return self._clock.part(part.timed_as) if part.timed_as else nullcontext()
 
     def _await_evaluations(self, what: str) -> None:
-        with self._sampled():
+        with self._waiting():
             self._evaluations.await_all(what, tick=self._tick)
 
     def _prepare(self, batch: Batch) -> PreparedBatch:
@@ -344,26 +341,16 @@ class Trainer:
             distill=config.distill if config.distill.is_set else None,
         )
         check_staleness(prepared, version=last_version, max_staleness=max_staleness)
-        if self._parity is not None:
-            prepared = self._parity.check_sampled(batch.groups, prepared, self.state.lineage, version=version)
+        for part in self._parts:
+            prepared = part.check(batch, prepared, version=version)
         scored = with_scores(
             prepared, self.engine, config.loss,
             num_epochs=config.learner.epochs_per_batch, needs_policy=config.critic.importance_cap > 0,
         )  # fmt: skip
-        if self._critic is not None:
-            with self._clock.part("critic"):
-                scored = with_values(scored, self._critic)
+        for part in self._parts:
+            with self._timed(part):
+                scored = part.score(scored)
         return with_advantages(scored, config.loss, own=self._own_advantage, version=version, critic=config.critic)
-
-    def _train_critic(self, prepared: PreparedBatch) -> list[UpdateStats]:
-        """Make the critic's optimizer steps on the batch. Empty without a critic."""
-        if self._critic is None:
-            return []
-        with self._clock.part("critic"):
-            epochs = self.config.learner.epochs_per_batch
-            updates = train_critic(self._critic, prepared, num_epochs=epochs, version=self.state.version)
-        self.state.critic_skipped_in_a_row = count_skipped(self.state.critic_skipped_in_a_row, updates or [None])
-        return updates
 
     def _update(self, prepared: PreparedBatch) -> list[UpdateStats | None]:
         """Make an optimizer step on each part of the batch, in every epoch. The result is None for a part in which all
@@ -392,13 +379,6 @@ class Trainer:
         self.state.skipped_in_a_row = count_skipped(self.state.skipped_in_a_row, stats)
         return stats
 
-    def _check_skipped(self, updates: Sequence[UpdateStats | None], of_critic: Sequence[UpdateStats]) -> None:
-        """Stop the run if too many optimizer steps in a row were skipped, of the policy or of the critic."""
-        most = self.config.experimental.max_skipped_steps
-        if updates:
-            check_skipped(self.state.skipped_in_a_row, updates[-1], most)
-        check_critic_skipped(self.state.critic_skipped_in_a_row, of_critic, most)
-
     def _update_part(self, sequences: Sequence[TrainSequence], scores: Mapping[int, PolicyScores]) -> UpdateStats:
         """Make one optimizer step, after the rules of ``[loss]`` that judge all its tokens together.
 
@@ -421,19 +401,6 @@ class Trainer:
         if path is not None:
             logger.warning("what it trained on is in %s, a line for each sequence", path)
 
-    def _update_bound(self, result: StepResult) -> dict[str, float]:
-        """Update the adaptive staleness bound, which the ack sends. Returns its metrics, none if it is fixed."""
-        limits = self._bound_limits
-        if limits is None:
-            return {}
-        before = self.state.bound_state or BoundState(limits.highest)
-        after = update_bound(before, reading_of(result.updates, oldest=result.staleness.max), limits)
-        self.state.bound_state = after
-        if after.bound != before.bound:
-            step = self.state.step + 1
-            logger.info("step %d: the staleness bound for new leases is %d, was %d", step, after.bound, before.bound)
-        return {"staleness/bound": after.bound, "staleness/decision": after.bound - before.bound}
-
     def _acknowledge(self, result: StepResult) -> Acked:
         """Send the queue what was trained and the new version. Ask for the queue's snapshot if a checkpoint is due."""
         done, steps = self.state.step + 1, self.config.learner.steps
@@ -454,20 +421,7 @@ class Trainer:
         # The queue prepares the next batch while this step is published and recorded.
         acked = self.queue.ack(ack, next_take_s=TAKE_WAIT_S if done < steps else None)
         self.state.step = done
-        self._received = self._received_since(acked.stats.ledger)
         return acked
-
-    def _received_since(self, ledger: Mapping[str, Any]) -> dict[str, float]:
-        """Return the accuracy of what the queue has received since the last call, for the next step's row.
-
-        Empty at the first call, and if the order of the rows makes steps differ.
-        """
-        before, self._last_ledger = self._last_ledger, ledger
-        data = self.config.data
-        if before is None or not data.shuffle or data.curriculum.is_on:
-            return {}
-        accuracy = received_accuracy(before, ledger)
-        return {} if accuracy is None else {"accuracy/received": accuracy}
 
     def _record_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
         self._recorder.record_evaluation(step, figures)
@@ -534,8 +488,8 @@ class Trainer:
             self._publish()
             self._await_evaluations("the evaluation before training")
         self._clock.start_lap()
-        if self._sampling is not None:
-            self._sampling.start_lap()
+        for part in self._parts:
+            part.begin()
 
     def _finish(self) -> None:
         """Publish, checkpoint and evaluate the final version, even if the run ended early.
