@@ -115,17 +115,16 @@ class PolicyObjective:
 
     @property
     def statistics(self) -> Statistics:
-        labels = [rule.label for rule in self.loss.all_rules]
-        own = () if self.own is None else self.own.metric_keys
-        return Statistics(
-            {
-                **_OF_TOKENS,
-                **_OF_A_POLICY,
-                **{f"{beginning}{label}": 1 for beginning in (_RULE_TOKENS, _RULE_SUM) for label in labels},
-                **{f"{METRIC}{key}": 1 for key in own},
-                "by_lag": COLUMNS * (self.max_lag + 1),
-            }
-        )
+        numbers = (*_OF_TOKENS, *_OF_A_POLICY, *self._names(_RULE_TOKENS), *self._names(_RULE_SUM), *self._own_names)
+        return Statistics(dict.fromkeys(numbers, 1) | {"by_lag": COLUMNS * (self.max_lag + 1)})
+
+    def _names(self, beginning: str) -> list[str]:
+        """Return the names of a statistic of each rule. Labels differ (``LossConfig.rules``)."""
+        return [f"{beginning}{rule.label}" for rule in self.loss.all_rules]
+
+    @property
+    def _own_names(self) -> list[str]:
+        return [] if self.own is None else [f"{METRIC}{key}" for key in self.own.metric_keys]
 
     def __call__(self, batch: LossBatch, scored: TokenLogprobs, *, version: int) -> MicroBatchResult:
         """Return the loss and the statistics of one micro-batch, whose log-probabilities are ``scored``.
@@ -149,8 +148,6 @@ class PolicyObjective:
         by_lag = diagnostic_sums(out, skipped_N, inputs.lag, self.max_lag + 1, after_update_N=batch.after_update)
         kept_N = out.log_ratio.masked_fill(~out.kept, -torch.inf)
         ratio_max = torch.cat([kept_N, kept_N.new_full((1,), -torch.inf)]).max().exp()
-        labels = [rule.label for rule in self.loss.all_rules]
-        own = () if self.own is None else self.own.metric_keys
         sums = self.statistics.flat(
             {
                 "denominator": out.denominator,
@@ -162,9 +159,9 @@ class PolicyObjective:
                 "weight": weight,
                 "weight_square": weight_square,
                 "by_lag": by_lag,
-                **{f"{_RULE_TOKENS}{label}": count for label, count in zip(labels, out.rule_counts, strict=True)},
-                **{f"{_RULE_SUM}{label}": total for label, total in zip(labels, out.rule_sums, strict=True)},
-                **{f"{METRIC}{key}": count for key, count in zip(own, counts, strict=True)},
+                **dict(zip(self._names(_RULE_TOKENS), out.rule_counts, strict=True)),
+                **dict(zip(self._names(_RULE_SUM), out.rule_sums, strict=True)),
+                **dict(zip(self._own_names, counts, strict=True)),
             }
         )
         return MicroBatchResult(out.loss_sum, sums, out.skipped, ratio_max)
