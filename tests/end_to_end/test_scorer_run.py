@@ -57,16 +57,18 @@ def test_killed_scorers_are_started_again_and_lose_nothing(tmp_path: Path):
         distill={"teacher": "teacher", "form": "loss", "top_k": 4, "coef": 0.5},
         queue={"lease_timeout_s": 2.0},  # a scorer's start takes longer
         eval={"every": 0},
-        learner={"steps": 100_000},  # the scorers are missed, however late they are killed
+        learner={"steps": 100_000},  # the run is ended once the scorers were missed and came back
     )
     path, run_dir = write_config(tmp_path / "config.toml", config), tmp_path / "run"
     logs = run_dir / "logs"
     with roles(tmp_path / "logs") as start:
         launch = start("launch", "launch", str(path), env={"ASYNC_RL_TEST": str(tmp_path)})
         wait_until("a step", lambda: steps(run_dir), deadline_s=150)
+        launch.kill(signal.SIGSTOP)  # else it may start them again before anybody misses them
         for name in ("judge", "teacher"):
             os.kill(process_of(f"ASYNC_RL_TEST={tmp_path}", name), signal.SIGKILL)
         wait_until("a wait", lambda: "grading waits: nothing listens" in (logs / "generator-0.log").read_text())
+        launch.kill(signal.SIGCONT)
         for log in (logs / "scorer-judge.log", logs / "scorer-teacher.log"):
             wait_until(log.name, lambda log=log: num_starts(log) == 2)
         last = steps(run_dir)[-1]

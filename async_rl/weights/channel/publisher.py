@@ -286,7 +286,8 @@ class Publisher:
         Until then all members pull. A run need not wait; a program that measures does.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: self._stats.can_collect, timeout_s)
+            # Not the statistics, which lag: a broadcaster that was just ended would still count.
+            return self._changed.wait_for(lambda: self._manager.can_collect, timeout_s)
 
     def stats(self) -> PublisherStats:
         """Return the counters. The publisher's thread updates them in every turn of its loop."""
