@@ -189,7 +189,7 @@ class Worker:
         self._probes: dict[int, bytes] = {}
         self._lineage = ""
         self._digests: dict[int, str] = {}
-        self._activate_first = NO_VERSION
+        self._version_to_activate = NO_VERSION
         self._request_not_before_s = 0.0
         self._finished = self._is_paused = False
         self._heartbeat_at_s = self._poll_at_s = clock()
@@ -290,7 +290,7 @@ class Worker:
         if self._announced is not None and announcement.lineage != self._announced.lineage:
             for lease_id in self._leases.ids:
                 self._drop(lease_id)
-            self._activate_first = NO_VERSION
+            self._version_to_activate = NO_VERSION
             self._probes.clear()
         self._announced = announcement
         if announcement.probe:
@@ -302,7 +302,7 @@ class Worker:
             return
         if not self._holds_newest_lineage:
             return
-        if self._backend.version < self._activate_first:
+        if self._backend.version < self._version_to_activate:
             return
         wanted = self._num_wanted()
         if wanted > 0 and self._queue.num_unanswered_returns < MAX_UNANSWERED_RETURNS:
@@ -383,7 +383,7 @@ class Worker:
                 active.add(graded.index, graded.rollout, graded.failure, graded.text)
                 if not active.is_complete:
                     continue
-            if graded.rollout is None or active.has_failed:
+            if graded.rollout is None or active.every_rollout_failed:
                 assert graded.failure is not None
                 self._drop(lease_id)
                 self._queue.fail(lease_id, graded.failure)
@@ -462,7 +462,7 @@ class Worker:
         match event:
             case LeasesGranted(leases=leases, reason=reason, activate=activate):
                 self._queue_reason = reason
-                self._activate_first = NO_VERSION if activate is None else activate
+                self._version_to_activate = NO_VERSION if activate is None else activate
                 if not leases:
                     self._request_not_before_s = self._clock() + _PAUSE_AFTER_EMPTY_ANSWER_S
                 for lease in leases:

@@ -76,7 +76,7 @@ class ActiveLease:
         return len(self.rollouts) == self.lease.group_size
 
     @property
-    def has_failed(self) -> bool:
+    def every_rollout_failed(self) -> bool:
         """Whether no rollout is scored."""
         return self.failed.total() == len(self.rollouts)
 

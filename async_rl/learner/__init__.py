@@ -2,7 +2,7 @@
 
 The queue sends batches of groups to the learner. The learner sends acknowledgements and snapshots to the queue, and
 weights to the generators. It writes metrics, checkpoints and evaluations to the run directory. The command
-``async-rl learner`` calls ``start.run_learner``.
+``async-rl learner`` calls ``loop.start.run_learner``.
 
 Start with ``loop/trainer.py``, which reads like the algorithm. The rooms, lowest first: ``sequences.py`` and
 ``interface.py`` say what passes between the loop and an engine; ``data/`` turns groups into sequences and

@@ -88,7 +88,7 @@ def group_of(lease: Lease, samples: list[Any]) -> Group:
 def train_sequences(groups: list[tuple[Lease, Group]]) -> list[TrainSequence]:
     taken = [TakenGroup(group, lease.prompt, 0.0, 0, False) for lease, group in groups]
     prepared = prepare_batch(taken, mask_truncated=False, num_updates=1, known_weights=lambda _: True)
-    return [replace(s, advantages=s.advantages + (-1) ** s.sequence_id) for s in prepared.updates[0]]
+    return [replace(s, advantages=s.advantages + (-1) ** s.sequence_id) for s in prepared.mini_batches[0]]
 
 
 @pytest.mark.parametrize("index", range(len(COMBINATIONS)), ids=[f"T{t}-p{p}-k{k}" for t, p, k in COMBINATIONS])

@@ -89,7 +89,7 @@ def signs(rollouts: list[Rollout]) -> list[list[int]]:
     prepared = prepare_batch([taken], mask_truncated=False, num_updates=1, known_weights=lambda _: True)
     prepared = with_advantages(prepared, LossConfig(preset="grpo", kl_coef=0.0))
     found: list[set[int]] = [set() for _ in rollouts]
-    for sequence in prepared.updates[0]:
+    for sequence in prepared.mini_batches[0]:
         assert not sequence.advantages[~sequence.loss_mask].any()
         found[prepared.rollout_of[sequence.sequence_id]] |= set(
             np.sign(sequence.advantages[sequence.loss_mask]).astype(int).tolist()

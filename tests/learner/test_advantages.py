@@ -90,12 +90,12 @@ def test_every_estimator_on_one_step_by_hand(keys: Mapping[str, Any], expected: 
 
 def test_all_sequences_of_a_rollout_share_its_advantage_and_prompts_get_none():
     step = with_advantages(prepare([rollout(1, [2, 3]), rollout(0)]), loss(advantage="group_mean"))
-    assert [s.advantages.tolist() for s in step.updates[0]] == [
+    assert [s.advantages.tolist() for s in step.mini_batches[0]] == [
         [0, 0, 0.5, 0.5],
         [0, 0, 0.5, 0.5, 0.5],
         [0, 0, -0.5],
     ]
-    assert step.updates[0][0].advantages.dtype == np.float32
+    assert step.mini_batches[0][0].advantages.dtype == np.float32
 
 
 def test_reinforce_pp_whitens_over_tokens_of_all_updates_so_long_answers_count_more():
@@ -142,9 +142,9 @@ def test_a_step_without_a_signal_has_zeros_and_an_empty_one_has_nothing(advantag
     for group in ([rollout(0.1)], [rollout(0.1), rollout(0.1), rollout(0.1)]):
         assert set(advantages(with_advantages(prepare(group), loss(advantage=advantage))).values()) == {0.0}
     cut = prepare([rollout(1, 1, "length"), rollout(0, 1, "length")])
-    assert with_advantages(cut, loss(advantage=advantage)).updates == ((),)
+    assert with_advantages(cut, loss(advantage=advantage)).mini_batches == ((),)
     # With nothing to train on, the reference was not asked.
-    assert with_advantages(cut, loss(advantage=advantage, kl_coef=0.1, kl_placement="reward")).updates == ((),)
+    assert with_advantages(cut, loss(advantage=advantage, kl_coef=0.1, kl_placement="reward")).mini_batches == ((),)
 
 
 def test_the_length_bonus_changes_the_reward_before_the_baseline():

@@ -66,14 +66,14 @@ def test_every_masked_rollout_has_its_first_cause():
         taken(rollout(1, [0], "length"), digest="bad"),
     )
     assert prepared.masked == {1: "truncated", 2: "filter", 3: "failed", 4: "unknown_weights"}
-    assert [s.sequence_id for s in prepared.updates[0]] == [0]
+    assert [s.sequence_id for s in prepared.mini_batches[0]] == [0]
 
 
 def test_a_stale_rollout_still_counts_in_its_group_s_baseline():
     # Rewards 1 and 0: mean 0.5, unbiased std sqrt(0.5) = 0.70711; (1 - 0.5) / (0.70711 + 1e-4) = 0.70701.
     prepared = prepare(taken(rollout(1, [3]), rollout(0, [0])), oldest_version=2)
     assert prepared.masked == {1: "stale"}
-    trained = with_advantages(prepared, LossConfig()).updates[0][0]
+    trained = with_advantages(prepared, LossConfig()).mini_batches[0][0]
     np.testing.assert_allclose(trained.advantages, [0, 0, 0.70701], atol=1e-5)
 
 
@@ -93,14 +93,14 @@ def test_an_answer_longer_than_a_micro_batch_is_masked_and_the_rest_of_its_group
         tokens_masked={"too_long": 8},
     )
     # Their rewards count: 1, 0, 0 have the mean 1/3 and the unbiased std 0.57735; 0.66667 / 0.57745 = 1.15450.
-    (trained,) = with_advantages(prepared, LossConfig()).updates[0]
+    (trained,) = with_advantages(prepared, LossConfig()).mini_batches[0]
     np.testing.assert_allclose(trained.advantages, [0, 0, 1.15450, 1.15450], atol=1e-5)
     assert prepare(taken(rollout(1, [0, 0])), max_tokens=4).masked == {}
     assert prepare(taken(rollout(0, [0] * 5, "length")), max_tokens=4).masked == {0: "truncated"}
 
 
 def test_a_prepared_sequence_has_its_group_s_temperature_and_no_advantage_yet():
-    (sequence,) = prepare(taken(rollout(1, [0, 0]))).updates[0]
+    (sequence,) = prepare(taken(rollout(1, [0, 0]))).mini_batches[0]
     assert sequence.temperature == 0.7
     assert sequence.advantages.tolist() == [0.0] * 4
 
@@ -115,7 +115,7 @@ def test_rewards_accuracies_and_lengths_are_those_of_all_rollouts_group_after_gr
 def test_a_batch_is_cut_in_order_into_equal_updates():
     groups = [taken(rollout(1, [0]), rollout(0, [0])) for _ in range(4)]
     prepared = prepare(*groups, num_updates=2)
-    assert [[s.sequence_id for s in update] for update in prepared.updates] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [[s.sequence_id for s in update] for update in prepared.mini_batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_staleness_splits_into_flight_and_queue():
@@ -151,7 +151,7 @@ def test_tokens_above_the_bound_leave_the_loss_and_a_rollout_without_others_leav
     # Trained at 5 with a bound of 2: tokens of versions 1 and 2 are masked. 2 of 3 tokens are left, and none of 2.
     prepared = prepare(taken(rollout(1, [2, 3, 4]), rollout(0, [1, 2])), oldest_version=3)
     assert prepared.masked == {1: "stale"}
-    assert prepared.updates[0][0].loss_mask.tolist() == [False, False, False, True, True]
+    assert prepared.mini_batches[0][0].loss_mask.tolist() == [False, False, False, True, True]
     check_staleness(prepared, version=5, max_staleness=2)
     assert trained_counts(prepared, [], stepped=[True]) == TrainedCounts(
         stepped=True,
@@ -202,7 +202,7 @@ def test_sampling_masks_go_to_the_learner_and_leave_with_stale_tokens():
     kept = pack_ids(np.array([1, 2, 3]), np.array([2, 2, 3, 2, 3, 4], np.int32), vocab_size=200)
     chosen = structs.replace(young, sequences=(structs.replace(young.sequences[0], sampling_mask=kept),))
     (whole,), (cut,), (plain,) = (
-        prepare(taken(r), oldest_version=oldest).updates[0] for r, oldest in ((chosen, 0), (chosen, 1), (young, 1))
+        prepare(taken(r), oldest_version=oldest).mini_batches[0] for r, oldest in ((chosen, 0), (chosen, 1), (young, 1))
     )
     assert whole.sampling_mask is not None
     assert cut.sampling_mask is not None

@@ -70,7 +70,7 @@ class Learner:
         check_staleness(prepared, version=version, max_staleness=queue.max_staleness)
         prepared = with_advantages(with_scores(prepared, self.engine, self.config.loss), self.config.loss)
         updates = [
-            self.engine.update(sequences, version=version) if sequences else None for sequences in prepared.updates
+            self.engine.update(sequences, version=version) if sequences else None for sequences in prepared.mini_batches
         ]
         assert all(math.isfinite(update.loss) for update in updates if update is not None)
         self.counts["steps"] += 1

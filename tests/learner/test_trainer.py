@@ -434,6 +434,8 @@ def test_a_step_whose_gradient_is_not_finite_leaves_what_it_trained_on(
     files = sorted((run.path / "nonfinite").iterdir())
     assert [file.name for file in files] == ["step-000002.jsonl", "step-000003.jsonl", "step-000004.jsonl"]
     assert str(files[0]) in caplog.text
+    assert "step 2: the optimizer step is skipped: the gradient norm is nan" in caplog.text
+    assert "step 1: the optimizer step" not in caplog.text
     head, *lines = [json.loads(line) for line in files[0].read_text().splitlines()]
     assert (head["step"], head["version"], head["reason"]) == (2, 1, "the gradient norm is nan")
     assert math.isnan(head["grad_norm"])

@@ -44,6 +44,6 @@ def signs_of_advantages(group: Group, prompt: Prompt) -> list[int]:
     prepared = prepare_batch([taken], mask_truncated=True, num_updates=1, known_weights=lambda _: True)
     trained = with_advantages(prepared, LossConfig())
     advantages = [0.0] * len(group.rollouts)
-    for sequence in trained.updates[0]:
+    for sequence in trained.mini_batches[0]:
         advantages[trained.rollout_of[sequence.sequence_id]] = float(sequence.advantages[sequence.loss_mask][0])
     return np.sign(advantages).astype(int).tolist()

@@ -74,7 +74,7 @@ class TrainerState:
         pending_evals: (dataset, step) of evaluations that are requested but not yet written.
         skipped_in_a_row: number of optimizer steps skipped since the last step that was not skipped.
         critic_skipped_in_a_row: the same number of the critic's optimizer steps.
-        bound_state: the state of an adaptive staleness bound (``loop/staleness.py``).
+        bound_state: the state of an adaptive staleness bound (``loop/adaptive_bound.py``).
         exhausted: the data has ended.
         first_version: the version at which the run began: 0, or that of the checkpoint from which it was forked.
     """

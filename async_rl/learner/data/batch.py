@@ -49,10 +49,11 @@ MASK_CAUSES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedBatch:
-    """The sequences of one step, split into the parts of its updates, and the rollout that each comes from.
+    """The sequences of one step, divided into mini-batches, and the rollout that each comes from.
 
     Attributes:
-        updates: the sequences to train on, for each part. Their advantages are 0 until ``with_advantages``.
+        mini_batches: the sequences to train on, for each optimizer step of an epoch. Advantages are 0 until
+            ``with_advantages``.
         rollout_of: for each sequence id, the index of its rollout in the step.
         sequence_tokens: for each sequence id, the number of its tokens under the loss mask.
         arrival_versions: for each sequence id, the newest announced version when its group arrived at the queue.
@@ -74,7 +75,7 @@ class PreparedBatch:
             ``critic.importance_cap``. None without them.
     """
 
-    updates: tuple[tuple[TrainSequence, ...], ...]
+    mini_batches: tuple[tuple[TrainSequence, ...], ...]
     rollout_of: Mapping[int, int]
     sequence_tokens: Mapping[int, int]
     arrival_versions: Mapping[int, int]
@@ -93,14 +94,14 @@ class PreparedBatch:
 
     @property
     def sequences(self) -> list[TrainSequence]:
-        """The sequences of all parts, in order."""
-        return [sequence for update in self.updates for sequence in update]
+        """The sequences of all mini-batches, in order."""
+        return [sequence for mini_batch in self.mini_batches for sequence in mini_batch]
 
     def with_sequences(self, sequences: Iterable[TrainSequence]) -> PreparedBatch:
         """Return a batch that has only ``sequences``, each in the place of the sequence with the same id."""
         new = {s.sequence_id: s for s in sequences}
-        updates = (tuple(new[s.sequence_id] for s in update if s.sequence_id in new) for update in self.updates)
-        return replace(self, updates=tuple(updates))
+        kept = (tuple(new[s.sequence_id] for s in each if s.sequence_id in new) for each in self.mini_batches)
+        return replace(self, mini_batches=tuple(kept))
 
 
 @dataclass(slots=True)
@@ -127,14 +128,14 @@ def prepare_batch(
     routing: RoutingShape | None = None,
     distill: DistillConfig | None = None,
 ) -> PreparedBatch:
-    """Turn the groups of a step into sequences, in order, in ``num_updates`` parts. Advantages are still 0.
+    """Turn the groups of a step into sequences, in order, in ``num_updates`` mini-batches. Advantages are still 0.
 
     Their numbers of groups differ by at most one. Masked rollouts give no sequences.
 
     Args:
         taken: the groups of the step.
         mask_truncated: the value of ``loss.mask_truncated``.
-        num_updates: the number of parts, at most the number of groups (``LearnerConfig.num_updates``).
+        num_updates: the number of mini-batches, at most the number of groups (``LearnerConfig.num_updates``).
         known_weights: returns whether this run published the weights with which a group was sampled.
         oldest_version: tokens sampled with an earlier version are left out of the loss. None: all tokens stay.
         vocab_size: token ids must be below it. None: no limit.
@@ -144,7 +145,7 @@ def prepare_batch(
     """
     builder = _Builder(oldest_version)
     bounds = [-(-len(taken) * number // num_updates) for number in range(num_updates + 1)]
-    updates: list[tuple[TrainSequence, ...]] = []
+    mini_batches: list[tuple[TrainSequence, ...]] = []
     for start, end in pairwise(bounds):
         sequences: list[TrainSequence] = []
         for item in taken[start:end]:
@@ -159,11 +160,11 @@ def prepare_batch(
                         rollout, item, trusted=trusted, mask_truncated=mask_truncated, max_tokens=max_tokens
                     )
                 sequences += _sequences(builder, item, rollout, cause, routing=routing, distill=distill)
-        updates.append(tuple(sequences))
+        mini_batches.append(tuple(sequences))
     rollouts = [rollout for item in taken for rollout in item.group.rollouts]
     _warn_of_too_long([rollouts[index] for index, cause in builder.masked.items() if cause == "too_long"], max_tokens)
     return PreparedBatch(
-        updates=tuple(updates),
+        mini_batches=tuple(mini_batches),
         rollout_of=builder.rollout_of,
         sequence_tokens=builder.sequence_tokens,
         arrival_versions=builder.arrival_versions,
@@ -333,8 +334,8 @@ def with_scores(
 ) -> PreparedBatch:
     """Return the batch with the log-probabilities of the reference model and of the policy, if ``loss`` needs them.
 
-    The sequences of all parts are scored at once, because the proximal policy is the one before the *batch's* first
-    update. If there is only that update, nothing is scored for it: the proximal policy is the trained one
+    The sequences of all mini-batches are scored at once, because the proximal policy is the one before the *batch's*
+    first update. If there is only that update, nothing is scored for it: the proximal policy is the trained one
     (``PolicyInputs``). One forward pass of the policy serves all settings that need one. ``num_epochs`` is the value of
     ``learner.epochs_per_batch``. ``needs_policy`` says that something else needs the policy's.
     """
@@ -345,7 +346,7 @@ def with_scores(
         prepared = prepared.with_sequences(
             replace(s, reference_logprobs=along_tokens(s, reference[s.sequence_id])) for s in prepared.sequences
         )
-    needs_proximal = loss.needs_proximal and len(prepared.updates) * num_epochs > 1
+    needs_proximal = loss.needs_proximal and len(prepared.mini_batches) * num_epochs > 1
     if not needs_proximal and not loss.scores_policy and not needs_policy:
         return prepared
     prepared = replace(prepared, policy_scores=engine.score_policy(prepared.sequences))

@@ -46,7 +46,7 @@ class CriticPart(StepPart):
         return with_values(prepared, self._critic)
 
     @property
-    def is_alone(self) -> bool:
+    def freezes_policy(self) -> bool:
         return self._state.step < self._config.critic.freeze_steps
 
     def train(self, prepared: PreparedBatch, *, version: int) -> PreparedBatch:
@@ -55,7 +55,7 @@ class CriticPart(StepPart):
         self._trained_on = prepared
         before = self._state.critic_skipped_in_a_row
         self._state.critic_skipped_in_a_row = count_skipped(before, self._updates or [None])
-        return without_policy(prepared) if self.is_alone else prepared
+        return without_policy(prepared) if self.freezes_policy else prepared
 
     def record(self, result: StepResult) -> Mapping[str, float]:
         assert self._trained_on is not None, "a step trains before it is recorded"
@@ -80,12 +80,12 @@ def with_values(prepared: PreparedBatch, critic: Critic) -> PreparedBatch:
 
 
 def train_critic(critic: Critic, prepared: PreparedBatch, *, num_epochs: int, version: int) -> list[UpdateStats]:
-    """Make the critic's optimizer steps on a batch: one on each part that has tokens, in every epoch.
+    """Make the critic's optimizer steps on a batch: one on each mini-batch that has tokens, in every epoch.
 
     ``version`` is the policy's version before the batch.
     """
     updates: list[UpdateStats] = []
-    for sequences in prepared.updates * num_epochs:
+    for sequences in prepared.mini_batches * num_epochs:
         if not sequences:
             continue
         made = critic_sequences(sequences, prepared.value_targets, prepared.values)

@@ -44,7 +44,7 @@ class StepPart:
         return prepared
 
     @property
-    def is_alone(self) -> bool:
+    def freezes_policy(self) -> bool:
         """Whether the present step trains only this part, and not the policy."""
         return False
 

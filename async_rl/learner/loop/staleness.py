@@ -54,8 +54,8 @@ def staleness_summary(prepared: PreparedBatch, *, versions: Sequence[int]) -> St
     ``versions`` has the learner's version before each optimizer step, epoch after epoch.
     """
     ages, waits = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    num_epochs = len(versions) // max(1, len(prepared.updates))
-    for sequences, version in zip(prepared.updates * num_epochs, versions, strict=True):
+    num_epochs = len(versions) // max(1, len(prepared.mini_batches))
+    for sequences, version in zip(prepared.mini_batches * num_epochs, versions, strict=True):
         counts = [prepared.sequence_tokens[s.sequence_id] for s in sequences]
         arrivals = [prepared.arrival_versions[s.sequence_id] for s in sequences]
         ages += [version - s.versions[s.loss_mask] for s in sequences]

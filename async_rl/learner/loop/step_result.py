@@ -43,7 +43,7 @@ class StepResult:
     Attributes:
         groups: the groups of the batch, from the queue.
         prepared: the sequences of these groups, with advantages.
-        updates: statistics of the update on each part of the batch, epoch after epoch. None for a part in which
+        updates: statistics of the update on each mini-batch, epoch after epoch. None for a mini-batch in which
             everything was masked. Empty if the step trained only the critic.
         version: the learner's version before the first update.
         staleness: staleness of the trained tokens.
@@ -66,7 +66,7 @@ class StepResult:
     def num_tokens(self) -> int:
         """Number of tokens that were not masked before the updates, summed over the epochs."""
         once = sum(self.prepared.sequence_tokens[s.sequence_id] for s in self.prepared.sequences)
-        return once * len(self.updates) // max(1, len(self.prepared.updates))
+        return once * len(self.updates) // max(1, len(self.prepared.mini_batches))
 
 
 def step_result(
@@ -78,9 +78,9 @@ def step_result(
     ``version`` is the learner's version before the first update. ``has_own_loss`` says whether ``loss.function`` left
     tokens out, not the built-in loss.
     """
-    num_parts = max(1, len(prepared.updates))
-    of_parts = [updates[part::num_parts] for part in range(len(prepared.updates))]
-    stepped = [[update for update in epochs if update is not None and update.stepped] for epochs in of_parts]
+    num_mini_batches = max(1, len(prepared.mini_batches))
+    of_each = [updates[first::num_mini_batches] for first in range(len(prepared.mini_batches))]
+    stepped = [[update for update in epochs if update is not None and update.stepped] for epochs in of_each]
     return StepResult(
         groups=groups,
         prepared=prepared,
@@ -89,7 +89,7 @@ def step_result(
         staleness=staleness_summary(prepared, versions=_versions_trained(version, updates)),
         facts=trained_counts(
             prepared,
-            [i for epochs in of_parts for i in _skipped_in_all(epochs)],
+            [i for epochs in of_each for i in _skipped_in_all(epochs)],
             stepped=[bool(epochs) for epochs in stepped],
             # Later epochs may leave out other single tokens, but every token is to be counted once.
             out_of_range=sum(epochs[0].out_of_range_tokens for epochs in stepped if epochs),
@@ -99,8 +99,8 @@ def step_result(
 
 
 def _skipped_in_all(epochs: Sequence[UpdateStats | None]) -> list[int]:
-    """Return the sequences that the loss left out in every epoch in which the optimizer stepped on their part of the
-    batch. If it never did: in every epoch.
+    """Return the sequences that the loss left out in every epoch in which the optimizer stepped on their mini-batch.
+    If it never did: in every epoch.
     """
     measured = [update for update in epochs if update is not None]
     counted = [update for update in measured if update.stepped] or measured
@@ -126,14 +126,14 @@ def trained_counts(
     Args:
         prepared: the batch.
         skipped_sequence_ids: sequences that the loss left out (``loss.skip_threshold``, ``loss.rules``).
-        stepped: for each part of the batch, whether the optimizer stepped. If not, nothing of that part was trained.
+        stepped: for each mini-batch, whether the optimizer stepped. If not, nothing of it was trained.
         out_of_range: number of single tokens that ``loss.token_range`` or ``loss.rules`` left out, in the first epoch
-            that stepped on their part.
+            that stepped on their mini-batch.
         has_own_loss: whether ``loss.function`` is the cause instead of these two keys.
     """
     of_sequences, of_tokens = ("loss_function",) * 2 if has_own_loss else ("skip_threshold", "token_range")
     causes = dict.fromkeys(
-        (s.sequence_id for update, did in zip(prepared.updates, stepped, strict=True) if not did for s in update),
+        (s.sequence_id for each, did in zip(prepared.mini_batches, stepped, strict=True) if not did for s in each),
         "step_skipped",
     )
     causes |= dict.fromkeys(skipped_sequence_ids, of_sequences)

@@ -132,7 +132,7 @@ class Trainer:
         self._saved_metrics: dict[str, float] = {}
         self._health, self._first_step = Health(iter_rows(RunDir(run_dir).metrics)), state.step
         self._why_ended = ""
-        self._has_trained = False
+        self._has_logged_batch = False
         self._last_checkpoint = state.step if state.is_resumed else -1
 
     def run(self) -> None:
@@ -230,7 +230,7 @@ class Trainer:
             for part in self._parts:
                 with self._timed(part):
                     prepared = part.train(prepared, version=version)
-            updates = [] if any(part.is_alone for part in self._parts) else self._update(prepared)
+            updates = [] if any(part.freezes_policy for part in self._parts) else self._update(prepared)
         has_own_loss = self.config.loss.function is not None
         result = step_result(batch.groups, prepared, updates, version=version, has_own_loss=has_own_loss)
         fault_point("learner.trained")
@@ -239,12 +239,14 @@ class Trainer:
             figures |= part.trained(result)
         self._judge({"step": self.state.step + 1, "version": self.state.version, **figures})
         acked = self._acknowledge(result)
+        self.state.step += 1
         for part in self._parts:
             part.acknowledged(acked)
         self._recorder.record_trained(batch.groups)
         fault_point("learner.acknowledged")
         if self._publisher.is_due(is_last=self._is_last_step):
-            with suppress(_Asked):  # the step must be recorded first; a restart publishes its version
+            # A signal stays set, so ``run`` raises it again once this step is recorded. A restart publishes this.
+            with suppress(_Asked):
                 self._check_stop()
                 self._publish(is_last=self._is_last_step)
         for part in self._parts:
@@ -265,10 +267,10 @@ class Trainer:
 
     def _log_first(self, prepared: PreparedBatch) -> None:
         """Log what the first step of this start trains on. ``launch`` shows it, because a long step shows nothing."""
-        if self._has_trained:
+        if self._has_logged_batch:
             return
-        self._has_trained = True
-        sequences = [sequence for update in prepared.updates for sequence in update]
+        self._has_logged_batch = True
+        sequences = prepared.sequences
         num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
         step, num_groups = self.state.step + 1, len(prepared.group_sizes)
         logger.info(
@@ -353,33 +355,33 @@ class Trainer:
         return with_advantages(scored, config.loss, own=self._own_advantage, version=version, critic=config.critic)
 
     def _update(self, prepared: PreparedBatch) -> list[UpdateStats | None]:
-        """Make an optimizer step on each part of the batch, in every epoch. The result is None for a part in which all
+        """Make an optimizer step on each mini-batch, in every epoch. The result is None for a mini-batch in which all
         tokens are masked.
         """
-        scored_version = self.state.version
+        step, scored_version = self.state.step + 1, self.state.version
         stats: list[UpdateStats | None] = []
-        for sequences in prepared.updates * self.config.learner.epochs_per_batch:
+        for sequences in prepared.mini_batches * self.config.learner.epochs_per_batch:
             if not sequences:
                 logger.warning(
-                    "step %d: every token of an update is masked, so it makes no optimizer step; masked/* in "
+                    "step %d: every token of a mini-batch is masked, so it makes no optimizer step; masked/* in "
                     "metrics.jsonl has the causes",
-                    self.state.step,
+                    step,
                 )
                 stats.append(None)
                 continue
             scores = prepared.policy_scores if self.state.version == scored_version else {}
-            update = self._update_part(sequences, scores)
+            update = self._update_once(sequences, scores)
             stats.append(update)
             if update.stepped:
                 self.state.version += 1
             else:
-                logger.warning("step %d: the optimizer step is skipped: %s", self.state.step, update.reason)
+                logger.warning("step %d: the optimizer step is skipped: %s", step, update.reason)
                 if not math.isfinite(update.grad_norm):
                     self._record_nonfinite(sequences, update, prepared)
         self.state.skipped_in_a_row = count_skipped(self.state.skipped_in_a_row, stats)
         return stats
 
-    def _update_part(self, sequences: Sequence[TrainSequence], scores: Mapping[int, PolicyScores]) -> UpdateStats:
+    def _update_once(self, sequences: Sequence[TrainSequence], scores: Mapping[int, PolicyScores]) -> UpdateStats:
         """Make one optimizer step, after the rules of ``[loss]`` that judge all its tokens together.
 
         ``scores`` are those of the current weights. If they are empty and needed, the sequences are scored first.
@@ -419,9 +421,7 @@ class Trainer:
             training_notes=tuple(note.text for note in self._health.notes),
         )
         # The queue prepares the next batch while this step is published and recorded.
-        acked = self.queue.ack(ack, next_take_s=TAKE_WAIT_S if done < steps else None)
-        self.state.step = done
-        return acked
+        return self.queue.ack(ack, next_take_s=TAKE_WAIT_S if done < steps else None)
 
     def _record_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
         self._recorder.record_evaluation(step, figures)
