@@ -187,6 +187,21 @@ def test_every_package_of_the_tree_is_installed():
     assert {path.parent for path in PACKAGE.rglob("*.py")} == {path.parent for path in PACKAGE.rglob("__init__.py")}
 
 
+def test_contributing_names_files_and_functions_that_exist():
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    paths = set(re.findall(r"`([\w/]+/\w+\.py)`", page))
+    assert len(paths) > 40
+    roots = (ROOT, PACKAGE, PACKAGE / "learner")
+    missing = {path for path in paths if not any((root / path).exists() for root in roots)}
+    assert missing == {"async_rl/weights/collective/rccl.py"}, "only the file that an example adds is missing"
+    places = re.findall(r"`(\w+)`(?: and `(\w+)`)? in\s`([\w/]+\.py)`", page)
+    assert len(places) > 10
+    for *names, path in places:
+        source = ((PACKAGE if (PACKAGE / path).exists() else ROOT) / path).read_text(encoding="utf-8")
+        for name in filter(None, names):
+            assert re.search(rf"(def|class) {name}\b|^{name}\b", source, re.MULTILINE), f"{path} has no {name}"
+
+
 def test_every_module_says_what_it_is():
     silent = [
         name for name, path in MODULES.items() if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))

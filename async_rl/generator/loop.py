@@ -48,6 +48,7 @@ MAX_UNANSWERED_RETURNS = 32
 
 _MAX_TRACEBACKS = 100
 _POLL_WHILE_RUNNING_S = 0.003
+"""Between looks at the queue's socket while the backend samples: decode steps need not pay for one each."""
 _POLL_WHILE_BUSY_S, _LONGEST_POLL_S = 0.005, 0.1
 _POLL_GROWTH = 1.1
 """How much longer each poll without an event is than the one before: what is awaited is seen late by a tenth of the
@@ -412,7 +413,7 @@ class Worker:
             return
         self._heartbeat_at_s = now_s + HEARTBEAT_S
         # Leases must outlive a scorer's absence and a slow reward, so a heartbeat that waits for one counts as work.
-        # A call that hangs must not take the other ones' leases away.
+        # A call that hangs must not take the other ones' leases away. Of ``work`` it matters only that it grows.
         is_grading = any(call_s < self._max_call_s for call_s in self._grader.calls_s)
         self._num_waits += is_grading or any(scorer.num_waiting for scorer in self._scorers)
         work = self._backend.num_tokens + self._num_graded + self._num_waits

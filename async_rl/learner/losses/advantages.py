@@ -9,6 +9,8 @@ batch with an advantage for every trained token. The order is fixed:
 4. The KL changes the *advantage*, token by token.
 5. Some estimators (``whitens_tokens``, and a critic's) normalise the advantages over all trained tokens.
 
+A teacher's advantages come last and on the device, because they need the trained policy (``policy.with_teacher``).
+
 To add an estimator, add a function here with an entry in ``ADVANTAGE_FUNCTIONS``, and an entry in the config's
 ``ADVANTAGES``. Shape letters: n = rollouts of one group (or of a whole step), N = tokens, R = rollouts of the step. All
 values are float64. If the rewards say nothing (a group of one, equal rewards), an advantage is exactly 0, never NaN.
