@@ -13,8 +13,8 @@ TRAINED = "learner/test_predecessors_training.py::test_a_setting_of_a_row_change
 GRPO = "learner/test_predecessors_training.py::test_a_run_of_colossal_s_grpo_has_the_figures_that_its_rows_promise"
 FILTERED = "learner/test_predecessors_training.py::test_dapo_samples_other_groups_for_those_it_filters_and_rl2_does_not"
 BATCHES = "learner/test_predecessors_training.py::test_batches_are_of_the_size_that_their_row_says"
-GIVEN = "learner/test_predecessors_run.py::test_a_row_about_training_on_given_rows_trains"
-READ = "learner/test_predecessors_run.py::test_a_row_about_data_reads_rows"
+GIVEN = "learner/offline/test_predecessors_run.py::test_a_row_about_training_on_given_rows_trains"
+READ = "learner/offline/test_predecessors_run.py::test_a_row_about_data_reads_rows"
 OF_EVERY_ROW = (TRAINED, GIVEN, READ)
 
 LAUNCH = "end_to_end/test_predecessors_launch.py::"
@@ -77,7 +77,7 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
     ),
     "weight sync schedule": (
         GRPO,
-        "learner/test_trainer.py::test_every_second_version_is_published_and_the_last_one_always",
+        "learner/loop/test_trainer.py::test_every_second_version_is_published_and_the_last_one_always",
     ),
     "per-stage weight broadcast": (
         GPU,
@@ -122,7 +122,7 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
     "code verifier service": (PROGRAMS,),
     "math equality": (
         "rewards/test_math.py::test_boxed_answers_may_be_compared_as_text",
-        "learner/test_evaluations.py::test_votes_are_taken_as_the_run_compares_answers",
+        "learner/loop/test_evaluations.py::test_votes_are_taken_as_the_run_compares_answers",
     ),
     "multiple reward functions": (EXACT,),
     "math / code JSONL": (MATH, READ, PROGRAMS),
@@ -150,9 +150,9 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
     "raw text + messages formats": (PROMPTS, READ),
     "max_length": (
         GIVEN,
-        "learner/test_sft_rows.py::test_long_rows_are_cut_on_the_right_and_counted",
-        "learner/test_pairs.py::test_text_is_used_without_a_template_and_cut_on_the_right",
-        "learner/test_rm.py::test_all_forms_of_a_pair_give_the_same_tokens",
+        "learner/offline/test_sft_rows.py::test_long_rows_are_cut_on_the_right_and_counted",
+        "learner/offline/test_pairs.py::test_text_is_used_without_a_template_and_cut_on_the_right",
+        "learner/offline/test_rm.py::test_all_forms_of_a_pair_give_the_same_tokens",
     ),
     "FSDP ZeRO-3": (GATHERS, TRAINED),
     "ddp_size HSDP": (LAYOUTS,),
@@ -161,7 +161,7 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
     "max_length_per_device": (TRAINED,),
     "balanced packing": (
         TRAINED,
-        "learner/test_packing.py::test_pack_keeps_every_sequence_once_within_budget_and_balanced",
+        "learner/data/test_packing.py::test_pack_keeps_every_sequence_once_within_budget_and_balanced",
     ),
     "exact global loss normalisation": ("learner/engine/test_layouts.py::test_a_step_is_the_same_under_every_layout",),
     "optimizer/model offload": (
@@ -208,7 +208,7 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
     "GAE": (
         CRITIC,
         TRAINED,
-        "learner/test_credit.py::test_a_critic_gives_credit_across_turns_and_sequences",
+        "learner/losses/test_credit.py::test_a_critic_gives_credit_across_turns_and_sequences",
     ),
     "KL reward/loss, k1 k2 k3": (
         TRAINED,
@@ -225,7 +225,7 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
     "value clipping": (CRITIC, TRAINED),
     "checkpoint/resume incl. `latest`": (
         RESUMED,
-        "learner/test_resume.py::test_a_latest_that_names_nothing_is_replaced_by_the_newest_whole_checkpoint",
+        "learner/checkpoints/test_resume.py::test_a_latest_that_names_nothing_is_replaced_by_the_newest_whole_checkpoint",
     ),
     "final HF export; RM as seq-cls": (
         GIVEN,
@@ -254,7 +254,7 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
         TRAINED,
         PLAYED,
         GIVEN,
-        "learner/test_row_forms.py::test_a_run_on_any_form_of_the_same_rows_gives_the_same_weights",
+        "learner/offline/test_row_forms.py::test_a_run_on_any_form_of_the_same_rows_gives_the_same_weights",
     ),
     "GSPO, Kimi, on-policy distillation": (
         TRAINED,
@@ -270,7 +270,7 @@ RUN_BY: Mapping[str, tuple[str, ...]] = {
     "idle learner (0)": (SAMPLES_ITSELF, MATH),
     "learner pg": (TRAINED,),
     "learner grpo": (TRAINED,),
-    "topk": (TRAINED, "learner/test_advantages.py::test_best_k_keeps_the_best_after_the_baseline_of_all"),
+    "topk": (TRAINED, "learner/losses/test_advantages.py::test_best_k_keeps_the_best_after_the_baseline_of_all"),
     "train_batch_size accumulation": (TRAINED,),
     "4-bit + LoRA + 8-bit Adam": (QUANTISED, TRAINED),
     "adapter hand-off": ("end_to_end/test_lora_run.py::test_a_run_with_adapters_trains_and_exports", TRAINED),

@@ -13,7 +13,7 @@ import pytest
 from async_rl.run.metrics import METRIC_KEYS
 from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
-from tests.learner.test_profiling import ranges
+from tests.learner.loop.test_profiling import ranges
 from tests.run.metric_keys import declared_key
 
 SOURCE = textwrap.dedent(

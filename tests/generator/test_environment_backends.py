@@ -26,7 +26,7 @@ from tests.end_to_end.harness import wait_until
 from tests.environments.pools import pool_of
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import write_model
-from tests.learner.template_table import second_turn
+from tests.learner.offline.template_table import second_turn
 
 ECHO = """
 async def reset(extra_info):

@@ -571,7 +571,7 @@ def supervised(directory: Path) -> None:
 
 
 def offline(directory: Path) -> None:
-    from tests.learner.offline_run import start
+    from tests.learner.offline.offline_run import start
 
     start(directory)
 
@@ -745,7 +745,7 @@ def valued(directory: Path) -> None:
 
 
 def on_trunk(directory: Path) -> None:
-    from tests.learner.on_trunk import run_on_trunk
+    from tests.learner.engine.on_trunk import run_on_trunk
 
     run_on_trunk(directory)
 
@@ -757,19 +757,19 @@ def passed_on(directory: Path) -> None:
 
 
 def split_attention(directory: Path) -> None:
-    from tests.learner.split_attention import compare_parts
+    from tests.learner.engine.split_attention import compare_parts
 
     compare_parts(directory)
 
 
 def variants(directory: Path) -> None:
-    from tests.learner.shared_cases import run_variants
+    from tests.learner.engine.shared_cases import run_variants
 
     run_variants(directory)
 
 
 def staged(directory: Path) -> None:
-    from tests.learner.staged import run_staged
+    from tests.learner.engine.staged import run_staged
 
     run_staged(directory)
 

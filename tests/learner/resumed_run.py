@@ -20,7 +20,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.ranks import init_ranks
 from async_rl.process import fault_points
 from async_rl.records import Group, Lease, Rollout, TeacherScores, TokenSequence
-from tests.learner.test_trainer import Run, make_run
+from tests.learner.loop.test_trainer import Run, make_run
 from tests.queue.builders import group
 
 STEPS_BEFORE_DEATH = 5

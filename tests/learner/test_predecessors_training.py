@@ -26,7 +26,7 @@ from async_rl.learner.ranks import init_ranks
 from async_rl.records import Group, Lease, Rollout, TokenSequence
 from async_rl.run.step_log import read_rows
 from tests.config.predecessors import FEATURES, alternatives
-from tests.learner.test_trainer import Run, make_run
+from tests.learner.loop.test_trainer import Run, make_run
 from tests.learner.tiny import tiny_model
 from tests.queue.builders import group
 

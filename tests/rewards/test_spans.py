@@ -16,7 +16,7 @@ from async_rl.records import Group, Span
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import Extra, RewardSum
-from tests.learner.test_advantages import loss, prepare, rollout, token_advantages
+from tests.learner.losses.test_advantages import loss, prepare, rollout, token_advantages
 
 ITEM = RewardInput("one two", {}, 2, 8, "stop")
 

@@ -10,7 +10,7 @@ from async_rl.errors import ModelError
 from async_rl.learner.engine.expert_parallel import experts_to_divide
 from async_rl.learner.engine.model import PolicyModel
 from tests.families.catalogue import build
-from tests.learner.shared_cases import compare_with_one_process
+from tests.learner.engine.shared_cases import compare_with_one_process
 
 
 def test_a_model_without_experts_is_refused_by_name():

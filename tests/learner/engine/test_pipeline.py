@@ -13,9 +13,9 @@ from torch import Tensor
 from async_rl.learner.engine.phases import PhaseClock
 from async_rl.learner.engine.pipeline import Pipeline
 from async_rl.learner.ranks import init_ranks
+from tests.learner.engine.staged import STAGED, staged_config
 from tests.learner.layouts import assert_same, run_layout
 from tests.learner.ranks import run_ranks
-from tests.learner.staged import STAGED, staged_config
 from tests.learner.tiny import tiny_model
 
 

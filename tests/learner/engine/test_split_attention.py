@@ -13,8 +13,8 @@ from torch import Tensor
 from async_rl.learner.engine import attention, split_attention
 from async_rl.learner.engine.attention import Attention, packed_layout
 from async_rl.learner.engine.split_attention import Block
+from tests.learner.engine.split_attention import ROWS, tensors
 from tests.learner.ranks import run_ranks
-from tests.learner.split_attention import ROWS, tensors
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,7 @@ from async_rl.learner.engine.experts import find_experts
 from async_rl.learner.engine.model import PolicyModel
 from async_rl.learner.engine.tensor_parallel import divide, divisions
 from tests.families.catalogue import build
-from tests.learner import shared_cases
+from tests.learner.engine import shared_cases
 
 
 def policy(family: str) -> PolicyModel:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.learner.template_table import PAGE, page
+from tests.learner.offline.template_table import PAGE, page
 
 
 @pytest.mark.slow
 def test_the_table_of_templates_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.learner.template_table"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python -m tests.learner.offline.template_table"

@@ -13,7 +13,7 @@ from async_rl.learner.offline.dpo import run_dpo
 from async_rl.learner.offline.rm import run_rm
 from async_rl.learner.offline.sft import run_sft
 from tests.end_to_end.test_wandb import history
-from tests.learner.offline_run import metrics, offline_config
+from tests.learner.offline.offline_run import metrics, offline_config
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from async_rl.queue.core.state import QueueState
 from async_rl.records import Group, Lease
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import prepare_run_dir
-from tests.learner.test_trainer import Run, make_run, retune
+from tests.learner.loop.test_trainer import Run, make_run, retune
 from tests.queue.builders import group, rows
 
 

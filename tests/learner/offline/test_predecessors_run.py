@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from async_rl.config.loading import load_config
 from async_rl.data.dataset import load_rows_of, load_train_rows
 from tests.config.predecessors import ROWS, alternatives, settings_of
-from tests.learner.test_row_forms import RUN
+from tests.learner.offline.test_row_forms import RUN
 from tests.learner.tiny import tiny_model
 
 ASK = {"role": "user", "content": "1+1"}

@@ -21,8 +21,8 @@ from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease, Prompt
 from async_rl.run.step_log import read_rows
 from tests.examples import examples
-from tests.learner.test_advantages import prepare, rollout
-from tests.learner.test_trainer import Run, ScriptedEngine, answered, make_run
+from tests.learner.loop.test_trainer import Run, ScriptedEngine, answered, make_run
+from tests.learner.losses.test_advantages import prepare, rollout
 
 
 @dataclass

@@ -30,7 +30,7 @@ from async_rl.learner.offline.batches import batch_of
 from async_rl.learner.offline.sft import load_sft_rows, run_sft
 from tests.end_to_end.harness import wait_until
 from tests.generator.leases import make_lease
-from tests.learner.offline_run import offline_config
+from tests.learner.offline.offline_run import offline_config
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model, trained_tokens
 

@@ -11,7 +11,7 @@ import pytest
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.loop.profiling import StepProfiler
 from async_rl.learner.ranks import init_ranks
-from tests.learner.test_trainer import make_run
+from tests.learner.loop.test_trainer import make_run
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 

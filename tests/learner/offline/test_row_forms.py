@@ -14,7 +14,7 @@ from async_rl.config.config import Config
 from async_rl.learner.offline.dpo import run_dpo
 from async_rl.learner.offline.rm import run_rm
 from async_rl.learner.offline.sft import run_sft
-from tests.learner.test_sft_rows import write_in
+from tests.learner.offline.test_sft_rows import write_in
 from tests.learner.tiny import tiny_config, tiny_model
 
 RUN: Mapping[str, Callable[[Config], None]] = {"sft": run_sft, "dpo": run_dpo, "rm": run_rm}

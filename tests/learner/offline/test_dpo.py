@@ -23,10 +23,10 @@ from async_rl.learner.offline.rows import train_sequence
 from async_rl.learner.sequences import TrainSequence
 from async_rl.process.fault_points import OFFLINE_FAULT_POINTS
 from tests.forked import preload
-from tests.learner.offline_run import begin, metrics, offline_config
+from tests.learner.offline.offline_run import begin, metrics, offline_config
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
 
-preload("tests.learner.offline_run")
+preload("tests.learner.offline.offline_run")
 
 ALL = (
     "offline.reference_scored", "learner.forward", "learner.backward", "offline.trained", "learner.checkpoint_writing",

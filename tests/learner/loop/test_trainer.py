@@ -36,7 +36,7 @@ from async_rl.queue.core.state import QueueState
 from async_rl.records import Group, Lease
 from async_rl.run.directory import RunDir
 from async_rl.run.step_log import read_rows
-from tests.learner.direct_queue import NUM_EVAL_ROWS, DirectQueue
+from tests.learner.loop.direct_queue import NUM_EVAL_ROWS, DirectQueue
 from tests.learner.saves_at_once import SavesAtOnce
 from tests.queue.builders import group, make_config, rows
 from tests.run.metric_keys import declared_key

@@ -16,7 +16,7 @@ from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.core import persistence
 from async_rl.run.metrics import METRIC_KEYS
 from async_rl.run.step_log import read_rows
-from tests.learner.test_trainer import Run, ScriptedEngine, make_run
+from tests.learner.loop.test_trainer import Run, ScriptedEngine, make_run
 
 
 @dataclass

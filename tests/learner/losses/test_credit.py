@@ -16,7 +16,7 @@ from async_rl.learner.interface import PolicyScores
 from async_rl.learner.losses.advantages import whitened, with_advantages
 from async_rl.learner.losses.credit import earned_rewards, generalised_advantages
 from async_rl.records import Rollout, Turn
-from tests.learner.test_advantages import along_tokens, loss, prepare, rollout, token_advantages
+from tests.learner.losses.test_advantages import along_tokens, loss, prepare, rollout, token_advantages
 
 
 def played(turns: Sequence[tuple[int, float]], num_tokens: Sequence[int], extra: float = 0.0) -> Rollout:

@@ -17,8 +17,8 @@ from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Lease
 from async_rl.run.step_log import read_rows
 from tests.generator.leases import make_lease
-from tests.learner.direct_queue import DirectQueue
-from tests.learner.test_trainer import ScriptedEngine, answered, make_run
+from tests.learner.loop.direct_queue import DirectQueue
+from tests.learner.loop.test_trainer import ScriptedEngine, answered, make_run
 from tests.queue.builders import group
 
 

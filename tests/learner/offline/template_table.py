@@ -1,6 +1,6 @@
 """The table of docs/templates.md: what becomes of rows, prompts and turns with each public chat template.
 
-``python -m tests.learner.template_table`` writes it into the page.
+``python -m tests.learner.offline.template_table`` writes it into the page.
 """
 
 from __future__ import annotations
@@ -19,10 +19,19 @@ from async_rl.errors import DataError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.environment_rollouts import TokenizerText, Trajectory
 from tests.data.public_templates import marks_of, names, tokenizer_of
-from tests.learner.test_public_templates import ANSWERED, ASKED, MORE, encoded, encoder_of, prepared, spelled, trained
+from tests.learner.offline.test_public_templates import (
+    ANSWERED,
+    ASKED,
+    MORE,
+    encoded,
+    encoder_of,
+    prepared,
+    spelled,
+    trained,
+)
 
-PAGE = Path(__file__).parents[2] / "docs" / "templates.md"
-BEGIN = "<!-- written by python -m tests.learner.template_table -->\n"
+PAGE = Path(__file__).parents[3] / "docs" / "templates.md"
+BEGIN = "<!-- written by python -m tests.learner.offline.template_table -->\n"
 _HEADER = (
     "| template | sft: one turn | two turns | thinking | tools | dpo | RL prompt | environment's second turn | trained "
     "end | sampling stops at | export of a base model lists |\n"

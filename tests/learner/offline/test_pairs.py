@@ -15,7 +15,7 @@ from async_rl.learner.offline.pairs import LabelledAnswer, Pair, load_labelled, 
 from async_rl.learner.offline.rm import load_pairs as load_scored
 from async_rl.learner.offline.rows import RowEncoder
 from async_rl.learner.sequences import TrainSequence
-from tests.learner.test_sft_rows import rows_file, spelled, write_in
+from tests.learner.offline.test_sft_rows import rows_file, spelled, write_in
 from tests.learner.tiny import tiny_model
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from async_rl.launch.user_code_trial import _error_of_loss
 from async_rl.learner.data.batch import PreparedBatch
 from async_rl.learner.losses.advantages import with_advantages
 from async_rl.learner.losses.own_advantage import AdvantageInputs, OwnAdvantage, load_own_advantage
-from tests.learner.test_advantages import advantages, loss, prepare, rollout
+from tests.learner.losses.test_advantages import advantages, loss, prepare, rollout
 
 EXAMPLE = Path(own_advantage.__file__)
 

@@ -25,10 +25,10 @@ from async_rl.run.metrics import METRIC_KEYS
 from async_rl.run.step_log import read_rows
 from tests.learner.engine.test_value_model import classifier, plain_values
 from tests.learner.layouts import LORA, layout_model, layout_sequences
+from tests.learner.loop.test_trainer import ScriptedEngine, make_run
+from tests.learner.losses.test_advantages import prepare, rollout
 from tests.learner.rank_scenarios import PLAIN, save
 from tests.learner.saved_critic import engine_of, restored
-from tests.learner.test_advantages import prepare, rollout
-from tests.learner.test_trainer import ScriptedEngine, make_run
 from tests.learner.tiny import tiny_config
 from tests.run.metric_keys import declared_key
 

@@ -25,7 +25,7 @@ from async_rl.learner.checkpoints.files import TrainerState, run_state
 from async_rl.learner.checkpoints.stored_tensors import _OnlyTensors, load_tensors, stored_names
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_checkpoint
-from tests.learner.test_export import trained_checkpoint
+from tests.learner.export.test_export import trained_checkpoint
 
 STEP = "step-000001"
 NAME = "model.model.norm.weight"

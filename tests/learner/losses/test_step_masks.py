@@ -23,8 +23,8 @@ from async_rl.learner.losses.step_masks import JudgedStep, judge_step, left_out
 from async_rl.learner.sequences import TrainSequence
 from async_rl.run.step_log import read_rows
 from tests.examples import examples
+from tests.learner.loop.test_trainer import make_run
 from tests.learner.losses.cases import of_ratios, run
-from tests.learner.test_trainer import make_run
 
 M2 = {"name": "m2", "level": "step", "statistic": "k2", "above": 0.02, "when": "outward", "action": "clip"}
 LOG_RATIOS = [[0.05, 0.3, -0.4, 0.1], [-0.5, -0.15, 0.2, -0.02]]
