@@ -19,7 +19,6 @@ tokens, V = vocabulary, d = hidden size.
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from async_rl.learner.data.packing import pack
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.model import PolicyModel, load_model, to_device
 from async_rl.learner.engine.optimizer import build_optimizer
+from async_rl.learner.engine.phases import highest_memory_bytes
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.process.child import reuse_freed_memory
@@ -241,13 +241,6 @@ SIDES: dict[str, Callable[[Task], Step]] = {
 }  # fmt: skip
 
 
-def peak_bytes(device: str) -> int:
-    """Peak memory of this process since its start: of the device, or resident on the host."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
 def main() -> None:
     side, task = sys.argv[1], Task.from_json(sys.argv[2])
     torch.manual_seed(0)
@@ -259,7 +252,7 @@ def main() -> None:
             step()
             if task.device == "cuda":
                 torch.cuda.synchronize()
-            found: dict[str, Any] = {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes(task.device)}
+            found: dict[str, Any] = {"seconds": time.perf_counter() - start, "peak_bytes": highest_memory_bytes(torch.device(task.device))}
         except torch.OutOfMemoryError:
             found = {"failed": "out of memory"}
         except ImportError as error:

@@ -62,6 +62,7 @@ def run_here(name: str, directory: Path) -> None:
     """Run one case in this process, and write its result to ``directory / "result.json"``."""
     import torch
 
+    from async_rl.learner.engine.phases import highest_memory_bytes
     from benchmarks.gpu_smoke.case import Machine, NotRunError, Outcome, Result
     from benchmarks.gpu_smoke.cases import CASES
 
@@ -81,7 +82,7 @@ def run_here(name: str, directory: Path) -> None:
     except Exception as error:  # whatever a case raises is its result, and its traceback is in the log
         traceback.print_exc()
         outcome, detail = "FAILED", f"{type(error).__name__}: {error}"
-    used = torch.cuda.max_memory_allocated() if num_devices else 0
+    used = highest_memory_bytes(machine.device) if num_devices else 0
     result = Result(name, outcome, detail, time.monotonic() - start, used)
     (directory / "result.json").write_text(json.dumps(asdict(result)))
 

@@ -61,12 +61,26 @@ class PhaseClock:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
 
+_highest_bytes = {"cuda": 0}
+"""Of what ``peak_memory_bytes`` has returned; a process uses one device."""
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory of this process in bytes: on CUDA torch's on the device since the last call, else the
     resident memory since the process began.
     """
+    if device.type != "cuda":
+        return highest_memory_bytes(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    _highest_bytes["cuda"] = max(peak, _highest_bytes["cuda"])
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+def highest_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes since it began: on CUDA torch's on the device, else the resident
+    memory. torch's own figure forgets what was before a call of ``peak_memory_bytes``, which every step makes.
+    """
     if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak
+        return max(torch.cuda.max_memory_allocated(device), _highest_bytes["cuda"])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

@@ -37,3 +37,19 @@ def test_a_step_reports_its_phases_operations_and_memory(tmp_path: Path):
     assert two.flops == pytest.approx(2 * one.flops)
     assert one.peak_flops_per_s is None
     assert one.peak_memory_bytes > 1e6
+
+
+def test_the_highest_memory_is_not_forgotten_when_a_step_reads_its_own(monkeypatch: pytest.MonkeyPatch):
+    # What torch counts: 60 at the peak of a step, and 2 that stay allocated after it.
+    counted = {"peak": 60, "now": 2}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: counted["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: counted.update(peak=counted["now"]))
+    monkeypatch.setitem(phases._highest_bytes, "cuda", 0)
+    device = torch.device("cuda")
+    assert phases.highest_memory_bytes(device) == 60
+    assert phases.peak_memory_bytes(device) == 60
+    assert phases.highest_memory_bytes(device) == 60
+    assert phases.peak_memory_bytes(device) == 2
+    assert phases.highest_memory_bytes(device) == 60
+    counted["peak"] = 70
+    assert phases.highest_memory_bytes(device) == 70
