@@ -187,7 +187,7 @@ class Ranks:
     """This process's connection to the other ranks of the learner.
 
     ``store`` is the rendezvous store. It is None if there is no process group. ``layout`` says how the ranks divide the
-    work; if None, each has micro-batches of its own. ``timeout`` is for the collectives of checkpoints.
+    work; if None, each has micro-batches of its own. ``timeout``: a collective of any group of ranks fails after it.
     """
 
     def __init__(
@@ -197,16 +197,16 @@ class Ranks:
         store: dist.Store | None,
         *,
         layout: Layout | None = None,
-        timeout: timedelta | None = None,
+        timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         self.layout = layout or Layout(shards=place.world_size)
         self.rank, self.world_size, self.device = place.rank, place.world_size, device
-        self._store = store
+        self._store, self.timeout = store, timeout
         self._broken = False
         # torch.distributed.checkpoint and our commands work on the host, over gloo.
         self.host_group: dist.ProcessGroup | None = None
         if store is not None and device.type == "cuda":
-            self.host_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+            self.host_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timeout))
         # Checkpoints are written by a thread, whose collectives must not mix with those of the steps.
         self.save_group: dist.ProcessGroup | None = None
         if store is not None:

@@ -24,6 +24,7 @@ from async_rl.config.parallel import Layout
 from async_rl.errors import RunError, TrainingError
 from async_rl.learner.checkpoints import stored_tensors
 from async_rl.learner.checkpoints.digests import write_part
+from async_rl.learner.engine.mesh import Mesh
 from async_rl.learner.interface import UpdateStats
 from async_rl.learner.losses.diagnostics import COUNTS, SUMS
 from async_rl.learner.ranks import Ranks, init_ranks
@@ -560,6 +561,19 @@ def follower_is_killed(directory: Path) -> None:
     with ranks.together("update"):
         if ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        ranks.barrier()
+
+
+def group_with_a_silent_rank(directory: Path) -> None:
+    """Rank 3 of two times two hangs. Rank 2, which shares a layer with it, must not wait for torch's half an hour."""
+    ranks = ranks_with_timeout(directory, 2.0)
+    mesh = Mesh.build(Layout(shards=2, tensor=2), "cpu", ranks.timeout)
+    assert mesh.tensor is not None
+    ranks.barrier()
+    if ranks.rank == 3:
+        signal.pause()
+    with ranks.together("update"):
+        dist.all_reduce(torch.ones(1), group=mesh.tensor.get_group())
         ranks.barrier()
 
 

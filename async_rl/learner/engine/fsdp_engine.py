@@ -104,7 +104,7 @@ class FsdpEngine:
             check_optimizer(config.optimizer, _optimizer_device(config, ranks))
         with ranks.together("loading the model"):
             torch.manual_seed(config.run.seed + ranks.rank)
-            mesh = Mesh.build(ranks.layout, ranks.device.type) if ranks.has_group else None
+            mesh = Mesh.build(ranks.layout, ranks.device.type, ranks.timeout) if ranks.has_group else None
             self._clock = PhaseClock(ranks.device)
             sampling = config.sampling
             max_length = max_length or sampling.max_prompt_tokens + sampling.max_new_tokens

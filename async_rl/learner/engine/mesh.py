@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from async_rl.config.parallel import Layout
@@ -31,10 +33,11 @@ class Mesh:
     pipeline: DeviceMesh | None
 
     @classmethod
-    def build(cls, layout: Layout, device_type: str) -> Mesh:
-        """Connect the ranks of each group."""
+    def build(cls, layout: Layout, device_type: str, timeout: timedelta) -> Mesh:
+        """Connect the ranks of each group. Their collectives fail after ``timeout``."""
         sizes = (layout.pipeline, layout.replicas, layout.shards * layout.sequence, layout.tensor)
         whole = init_device_mesh(device_type, sizes, mesh_dim_names=("pipeline", "replicas", "shards", "tensor"))
+        _set_timeout(whole, timeout)
         fsdp = whole["replicas", "shards"] if layout.replicas > 1 else whole["shards"]
         experts, expert_fsdp = None, fsdp
         if layout.experts > 1:
@@ -45,6 +48,7 @@ class Mesh:
                 (layout.pipeline, layout.replicas, outer, layout.experts),
                 mesh_dim_names=("pipeline", "replicas", "shards", "experts"),
             )
+            _set_timeout(parts, timeout)
             experts = parts["experts"]
             expert_fsdp = parts["replicas", "shards"] if layout.replicas > 1 else parts["shards"]
         sequence = None
@@ -54,6 +58,7 @@ class Mesh:
             parts = init_device_mesh(
                 device_type, (outer, layout.sequence, layout.tensor), mesh_dim_names=("outer", "sequence", "inner")
             )
+            _set_timeout(parts, timeout)
             sequence = parts["sequence"]
         return cls(
             fsdp=fsdp,
@@ -63,3 +68,9 @@ class Mesh:
             sequence=sequence,
             pipeline=whole["pipeline"] if layout.pipeline > 1 else None,
         )
+
+
+def _set_timeout(mesh: DeviceMesh, timeout: timedelta) -> None:
+    """Set it for every group of the mesh, which torch gives its own default: 10 minutes for NCCL, 30 for gloo."""
+    for group in mesh.get_all_groups():
+        distributed_c10d._set_pg_timeout(timeout, group)

@@ -32,6 +32,16 @@ def test_the_death_of_another_rank_stops_rank_0_long_before_the_timeout(tmp_path
     assert "RuntimeError" in leader or "DistBackendError" in leader
 
 
+def test_a_rank_that_hangs_ends_those_of_its_group_within_the_timeout(tmp_path: Path):
+    *others, hanging = start_ranks("group_with_a_silent_rank", tmp_path, world_size=4)
+    try:
+        ends = finish_ranks(others, timeout_s=60)
+    finally:
+        hanging.kill()
+    assert [code for code, _ in ends] == [1, 1, 1]
+    assert "imed out" in ends[2][1], ends[2][1]
+
+
 def test_no_rank_leaves_the_group_before_the_last_one_is_done(tmp_path: Path):
     run_ranks("leaving", tmp_path)
     assert (tmp_path / "left_1").exists()
