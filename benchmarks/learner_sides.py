@@ -252,7 +252,8 @@ def main() -> None:
             step()
             if task.device == "cuda":
                 torch.cuda.synchronize()
-            found: dict[str, Any] = {"seconds": time.perf_counter() - start, "peak_bytes": highest_memory_bytes(torch.device(task.device))}
+            seconds, peak_bytes = time.perf_counter() - start, highest_memory_bytes(torch.device(task.device))
+            found: dict[str, Any] = {"seconds": seconds, "peak_bytes": peak_bytes}
         except torch.OutOfMemoryError:
             found = {"failed": "out of memory"}
         except ImportError as error:
