@@ -32,6 +32,11 @@ class Machine:
     def has_cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    @property
+    def dtype(self) -> str:
+        """What the learner computes in here, as ``model.dtype`` says it. A CPU computes in bfloat16 slowly."""
+        return "bfloat16" if self.has_cuda else "float32"
+
 
 @dataclass(frozen=True, slots=True)
 class Case:

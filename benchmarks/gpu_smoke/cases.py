@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks.gpu_smoke import attention, engine, runs, transfer
 from benchmarks.gpu_smoke.case import Case
 
 _CASES = (
     Case("attention", attention.check),
     Case("head-gradient", engine.check_head),
-    Case("engine-options", engine.check_options, deadline_s=240),
+    *(
+        Case(f"engine-{name}", partial(engine.check_option, name), num_devices=int(name in engine.ON_DEVICE))
+        for name in engine.OPTIONS
+    ),
     Case("deterministic", engine.check_deterministic),
-    Case("no-sync", engine.check_no_sync, num_devices=1),
+    Case("no-sync", engine.check_no_sync),
     Case("throughput", engine.check_throughput, deadline_s=240),
     Case("staging", transfer.check_staging),
+    Case("version", transfer.check_version),
     Case("gloo-communicators", transfer.check_gloo),
     Case("nccl-alone", transfer.check_nccl_alone, num_devices=1, package="nccl"),
     Case("nccl-pair", transfer.check_nccl_pair, num_devices=2, package="nccl"),

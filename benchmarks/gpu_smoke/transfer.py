@@ -8,9 +8,13 @@ import time
 import torch
 
 from async_rl.errors import WeightsError
+from async_rl.learner.engine.fsdp_engine import FsdpEngine
+from async_rl.learner.ranks import init_ranks
 from async_rl.weights.collective.libraries import make_library
 from async_rl.weights.collective.library import Communicator, Endpoint
-from async_rl.weights.staging import Staging
+from async_rl.weights.manifest import digest_bytes
+from async_rl.weights.staging import StagedVersion, Staging
+from benchmarks.gpu_smoke import engine
 from benchmarks.gpu_smoke.case import Machine
 
 HOST = "127.0.0.1"
@@ -37,9 +41,35 @@ def check_staging(machine: Machine) -> str:
             raw = staged.buckets[spec.bucket][spec.offset : spec.offset + spec.size_bytes]
             found = raw.clone().view(torch.bfloat16)
             assert torch.equal(found, expected[spec.name].cpu()), f"version {version}: {spec.name} was changed later"
+        _check_digests(staged)
         staged.retire()
     took = time.perf_counter() - start
     return f"10 versions of {2 * size / 1e6:.0f} MB in {took:.1f} s, each changed right after staging: all bytes right"
+
+
+def check_version(machine: Machine) -> str:
+    """Gather and stage versions of the shape of Qwen2.5-1.5B: how long the learner pauses, and what digests take."""
+    shape, vocab = (engine.QWEN_15B, 151936) if machine.has_cuda else (engine.SMALL, engine.VOCAB)
+    model = engine.write_model(machine.directory / "model", shape, vocab)
+    config = engine.config_of(machine, model, machine.dtype, {"learner": {"max_tokens": 256}})
+    learner, staging = FsdpEngine(config, init_ranks(config)), Staging(None, 64 << 20)
+    for version in range(2):  # their memory is then there
+        staging.stage("smoke", version, learner.gather()).retire()
+    start = time.perf_counter()
+    staged = staging.stage("smoke", 2, learner.gather())
+    pause_s = time.perf_counter() - start
+    _check_digests(staged)
+    gigabytes = staged.manifest.size_bytes / 1e9
+    return (
+        f"{gigabytes:.2f} GB: the learner pauses {pause_s:.2f} s, {staged.gather_s:.2f} s of them to gather and copy, "
+        f"{staged.digest_s:.2f} s for digests"
+    )
+
+
+def _check_digests(staged: StagedVersion) -> None:
+    digests = [digest_bytes(bucket.numpy().data) for bucket in staged.buckets]
+    version = staged.manifest.version
+    assert list(staged.manifest.bucket_digests) == digests, f"version {version}: expected the digests of its bytes"
 
 
 def check_gloo(machine: Machine) -> str:

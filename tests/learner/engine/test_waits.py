@@ -17,7 +17,7 @@ from async_rl.learner.engine.model import PolicyModel, load_model, to_device
 from async_rl.learner.losses.objective import PolicyObjective, policy_objective
 from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids
-from tests.learner.engine.waits import Waits
+from benchmarks.gpu_smoke.waits import Waits
 from tests.learner.tiny import random_sequences, tiny_config, tiny_model
 
 
