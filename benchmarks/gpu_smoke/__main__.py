@@ -7,6 +7,7 @@ exit code is 1 if a case failed. On a machine without a GPU the cases that don't
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import importlib.metadata
 import importlib.util
 import json
@@ -118,6 +119,20 @@ def line_of(result: dict[str, object]) -> str:
     return f"| {result['name']} | {result['outcome']} | {result['took_s']:.0f} s | {size} | {detail} |"
 
 
+def chosen(patterns: Sequence[str]) -> list[str]:
+    """Return the names that one of the patterns matches (``engine-*``), in order, and what must run before them.
+
+    Raises:
+        ValueError: a pattern matches no case.
+    """
+    from benchmarks.gpu_smoke.cases import CASES
+
+    if unknown := [pattern for pattern in patterns if not fnmatch.filter(CASES, pattern)]:
+        raise ValueError(f"expected cases of {', '.join(CASES)}, got {', '.join(unknown)}")
+    names = {name for pattern in patterns for name in fnmatch.filter(CASES, pattern)}
+    return [name for name in CASES if name in names | {CASES[name].after for name in names}]
+
+
 def run_all(names: Sequence[str], directory: Path) -> int:
     """Run the cases one after the other, and print a row when each has ended. Return how many failed."""
     from benchmarks.gpu_smoke.cases import CASES
@@ -140,7 +155,7 @@ def run_all(names: Sequence[str], directory: Path) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.gpu_smoke", description=__doc__)
-    parser.add_argument("--only", nargs="+", metavar="CASE", help="run these cases only")
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="run these cases only; engine-* are all of that name")
     parser.add_argument("--list", action="store_true", help="list the cases and what they need")
     parser.add_argument("--directory", type=Path, help="for files and logs; a new temporary directory if left out")
     parser.add_argument("--here", metavar="CASE", help=argparse.SUPPRESS)
@@ -157,8 +172,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     from benchmarks.gpu_smoke.cases import CASES
 
-    if unknown := set(options.only or ()) - CASES.keys():
-        parser.error(f"expected cases of {', '.join(CASES)}, got {', '.join(sorted(unknown))}")
+    try:
+        names = chosen(options.only or ["*"])
+    except ValueError as error:
+        parser.error(str(error))
     if options.list:
         for case in CASES.values():
             needs = [f"CUDA devices: {case.num_devices}"] * bool(case.num_devices) + [case.package] * bool(case.package)
@@ -167,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     directory = options.directory or Path(tempfile.mkdtemp(prefix="gpu-smoke-"))
     directory.mkdir(parents=True, exist_ok=True)
     print(*describe_machine(), sep="\n")
-    return int(run_all(options.only or list(CASES), directory) > 0)
+    return int(run_all(names, directory) > 0)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ class Case:
         num_devices: how many CUDA devices it needs.
         package: a package that it needs, besides the dependencies of async-rl.
         deadline_s: after so many seconds it has failed, and its processes are killed.
+        after: the case that must run before it; empty if none.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Case:
     num_devices: int = 0
     package: str = ""
     deadline_s: float = 120.0
+    after: str = ""
 
 
 @dataclass(frozen=True, slots=True)

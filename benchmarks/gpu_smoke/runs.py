@@ -21,8 +21,9 @@ CONFIG = "configs/quickstart.toml"
 NUM_STEPS = 10
 ACCURACY = 0.9
 """The quickstart reaches 0.95 and more after 80 steps, from 0.3."""
-MISMATCH = {"cuda": 0.02, "cpu": 1e-3}
-"""Largest mean |log pi/mu| of fresh tokens: the engine's and the learner's forward passes must agree."""
+MISMATCH = {"cuda": 2e-3, "cpu": 1e-3}
+"""Largest mean |log pi/mu| of fresh tokens: the engine's and the learner's forward passes must agree. In bfloat16 on a
+CPU it was at most 3e-5."""
 
 
 def launch(*options: str) -> subprocess.Popen[bytes]:
@@ -31,10 +32,11 @@ def launch(*options: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "async_rl", "launch", CONFIG, *settings], cwd=ROOT)
 
 
-def warm_start() -> None:
+def warm_start(machine: Machine) -> str:
     """Make the task and the model that runs begin with. Both are kept below ``runs/`` for the next time."""
     code = "import sys; sys.path.insert(0, 'examples'); import quickstart; quickstart.warm_start(0)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    return "the quickstart's task and model, kept for the next time"
 
 
 def options_for(machine: Machine, **changes: Any) -> list[str]:
@@ -78,7 +80,6 @@ def judge_broadcasts(machine: Machine) -> str:
 
 
 def check_tcp(machine: Machine) -> str:
-    warm_start()
     finish(launch(*options_for(machine, weights__transport="tcp")))
     return judge(machine)
 
@@ -95,7 +96,6 @@ def check_nccl(machine: Machine) -> str:
 
 def _broadcast_run(machine: Machine, **changes: Any) -> str:
     """Run 20 steps, and kill the generator after a few versions with SIGKILL. Another one is started, and joins."""
-    warm_start()
     num_steps = 20
     process = launch(*options_for(machine, learner__steps=num_steps, **changes))
     os.kill(_after_steps(machine, process, 5), signal.SIGKILL)
@@ -105,7 +105,6 @@ def _broadcast_run(machine: Machine, **changes: Any) -> str:
 
 def check_killed(machine: Machine) -> str:
     """Kill ``launch`` after a checkpoint, with SIGKILL. The same command must then finish the run."""
-    warm_start()
     run_dir = machine.directory / "run"
     process = launch(*options_for(machine))
     while not (run_dir / "checkpoints" / "latest").exists():
@@ -122,7 +121,6 @@ def check_killed(machine: Machine) -> str:
 
 def check_quickstart(machine: Machine) -> str:
     """Run the quickstart, and read the accuracy at its end."""
-    warm_start()
     start = time.monotonic()
     finish(launch(f"run.dir={machine.directory / 'run'}"))
     took = time.monotonic() - start
@@ -134,7 +132,6 @@ def check_quickstart(machine: Machine) -> str:
 
 def check_nccl_frozen(machine: Machine) -> str:
     """Run with NCCL to two generators, and stop one of them for good after a few versions: the other must go on."""
-    warm_start()
     num_steps = 20
     changes = {"learner__devices": [0], "generator__devices": [1, 2], "generator__count": 2, "weights__deadline_s": 20}
     process = launch(*options_for(machine, learner__steps=num_steps, weights__transport="nccl", **changes))
@@ -150,7 +147,6 @@ def check_nccl_frozen(machine: Machine) -> str:
 
 def check_vllm(machine: Machine) -> str:
     """Run with vLLM's engine, compiled and with CUDA graphs, on the learner's device."""
-    warm_start()
     changes = {"generator__backend": "vllm", "generator__memory_fraction": 0.3, "generator__double_buffer": False}
     finish(launch(*options_for(machine, **changes)))
     return judge(machine)
@@ -158,7 +154,6 @@ def check_vllm(machine: Machine) -> str:
 
 def check_vllm_in_learner(machine: Machine) -> str:
     """Run a learner that samples with vLLM, whose memory must be free while the learner trains."""
-    warm_start()
     fraction = 0.6
     changes = {"learner__generate": True, "learner__generate_backend": "vllm", "generator__count": 0}
     process = launch(*options_for(machine, **changes, generator__memory_fraction=fraction))
@@ -186,7 +181,6 @@ def check_vllm_tensor_parallel(machine: Machine) -> str:
 
 
 def _vllm_apart(machine: Machine, *, devices: list[int]) -> str:
-    warm_start()
     num_steps = 20
     changes = {
         "generator__backend": "vllm",
@@ -204,7 +198,6 @@ def check_torchrun(machine: Machine) -> str:
     """Run two learner ranks under torchrun, and a generator that is started by hand."""
     if machine.has_cuda and torch.cuda.device_count() < 2:
         raise NotRunError("needs CUDA devices: 2, because NCCL's ranks can't share one")
-    warm_start()
     settings = [word for option in options_for(machine) for word in ("--set", option)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "async_rl"]
     learner = subprocess.Popen([*torchrun, "learner", CONFIG, *settings], cwd=ROOT)
@@ -224,7 +217,6 @@ def check_two_ranks(machine: Machine) -> str:
     """Run with two learner ranks, each on a device of its own."""
     if machine.has_cuda and torch.cuda.device_count() < 2:
         raise NotRunError("needs CUDA devices: 2, because NCCL's ranks can't share one")
-    warm_start()
     finish(launch(*options_for(machine, learner__nproc=2)))
     return judge(machine)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from async_rl.learner.engine import attention
+from async_rl.learner.engine.passes import Passes
+from async_rl.weights import staging
 from benchmarks.gpu_smoke import __main__ as program
+from benchmarks.gpu_smoke import engine, ranks
 from benchmarks.gpu_smoke.case import Case, Machine, NotRunError, Result
 from benchmarks.gpu_smoke.cases import CASES
 from benchmarks.gpu_smoke.transfer import check_staging
@@ -99,12 +104,89 @@ def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]):
     assert "expected cases of attention, head-gradient" in capsys.readouterr().err
 
 
-def test_staging_that_copies_too_late_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from async_rl.weights import staging
+def test_a_pattern_chooses_cases_in_order_with_what_must_run_before():
+    names = program.chosen(["run-t*", "attention"])
+    assert names == ["attention", "warm-start", "run-tcp", "run-two-ranks", "run-torchrun"]
 
+
+def test_staging_that_copies_too_late_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(staging, "_fill", lambda *call: None)
     with pytest.raises(AssertionError, match=r"version 0: layer\.0 was changed later"):
         check_staging(Machine(torch.device("cpu"), tmp_path))
+
+
+SHORT = ("attention", "head-gradient", "engine-lora", "engine-sampling-masks", "engine-experts", "no-sync", "version")
+"""The others are no different on a CPU, or take minutes."""
+
+
+def test_the_settings_of_every_option_are_a_config(tmp_path: Path):
+    machine = Machine(torch.device("cpu"), tmp_path)
+    for sections in engine.OPTIONS.values():
+        engine.config_of(machine, tmp_path / "model", "float32", sections)
+    for parallel in ranks.LAYOUTS.values():
+        engine.config_of(machine, tmp_path / "model", "float32", {"parallel": parallel})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
+def test_a_case_of_one_process_passes_on_a_cpu(tmp_path: Path, name: str):
+    program.run_here(name, tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["outcome"] == "passed", result["detail"]
+
+
+def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = attention.scaled_dot_product_attention
+
+    def wrong(*tensors: Any, scale: float, **how: Any) -> torch.Tensor:
+        return right(*tensors, scale=1.01 * scale, **how)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", wrong)
+
+
+def skipped_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_digest", lambda bucket: "0" * 32)
+
+
+def wait_in_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Passes._forward
+
+    def waiting(*arguments: Any) -> Any:
+        output: Any = right(*arguments)
+        assert math.isfinite(output.loss_sum.item())
+        return output
+
+    monkeypatch.setattr(Passes, "_forward", waiting)
+
+
+def forgotten_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Passes.begin_backward
+
+    def forgetting(passes: Passes, index: int, num_micro_batches: int) -> None:
+        for parameter in passes._policy.parameters():
+            parameter.grad = None
+        right(passes, index, num_micro_batches)
+
+    monkeypatch.setattr(Passes, "begin_backward", forgetting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("break_it", "name", "detail"),
+    [
+        (wrong_scale, "attention", "expected errors below"),
+        (skipped_digest, "staging", "expected the digests of its bytes"),
+        (wait_in_a_micro_batch, "no-sync", "expected at most 0 waits with 1 chunks"),
+        (forgotten_micro_batches, "engine-small-micro-batches", "expected an error of the gradient below"),
+    ],
+)
+def test_a_broken_build_fails_a_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, break_it: Any, name: str, detail: str
+):
+    break_it(monkeypatch)
+    program.run_here(name, tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["outcome"], detail in result["detail"]) == ("FAILED", True), result["detail"]
 
 
 @pytest.mark.gpu
@@ -112,6 +194,8 @@ def test_staging_that_copies_too_late_is_found(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_passes_on_this_machine(tmp_path: Path, name: str):
+    if CASES[name].after:
+        program.run_apart(CASES[name].after, 300, tmp_path / "before")
     result = program.run_apart(name, CASES[name].deadline_s, tmp_path / name)
     if result["outcome"] == "not run":
         pytest.skip(str(result["detail"]))
