@@ -4,13 +4,13 @@ It is used through ``nccl4py``, without c10d: the watchdog of torch's process gr
 generator dies. Communicators are non-blocking, so that each call returns at once and ``state`` tells how it went on.
 A communicator must not be used while ``state`` is False, and no work may be queued on its stream.
 
-This module has never been run, because no machine with a CUDA device was available.
+It has run with the real nccl4py over a libnccl that tests compile, which copies host memory (``tests/weights``). It has
+never run with NCCL itself, because no machine with a CUDA device was available.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import logging
 import os
@@ -27,6 +27,9 @@ from async_rl.weights.control import CollectiveOffer
 logger = logging.getLogger(__name__)
 
 _PACKAGE = "nccl"
+_SUCCESS, _IN_PROGRESS = 0, 7
+"""Of NCCL's ``ncclResult_t``. ``get_async_error`` of nccl4py 0.6.0 returns a number, though it announces an enumeration
+whose members equal those numbers."""
 
 
 class NcclLibrary:
@@ -58,9 +61,10 @@ class NcclLibrary:
     def state(self) -> bool:
         with _as_runtime_error():
             result = self._communicator.get_async_error()
-        if result.name not in ("Success", "InProgress"):
-            raise RuntimeError(f"NCCL: {result.name}: {self._communicator.get_last_error()}")
-        return result.name == "Success"
+            if result not in (_SUCCESS, _IN_PROGRESS):
+                what = self._nccl.get_error_string(result)
+                raise RuntimeError(f"NCCL: {what}: {self._communicator.get_last_error()}")
+        return result == _SUCCESS
 
     def broadcast(self, memory: Tensor, timeout_s: float) -> None:
         with torch.cuda.device(self.device), _as_runtime_error():
@@ -99,8 +103,14 @@ def offer(device: str) -> CollectiveOffer | None:
     """Return what a rank on this CUDA device offers. None if NCCL can't be used here."""
     if not is_installed():
         return None
-    version = importlib.import_module("torch.cuda.nccl").version()
-    return CollectiveOffer("nccl", ".".join(map(str, version)), [str(torch.cuda.get_device_properties(device).uuid)])
+    import nccl.core  # pyright: ignore[reportMissingImports]
+
+    # Not torch.cuda.nccl.version(): that is how torch was built, and this is the library that a communicator will use.
+    found: Any = nccl.core.get_version().libnccl
+    if found is None:
+        logger.warning("nccl4py finds no libnccl.so.2 on this machine, so weights don't travel by NCCL")
+        return None
+    return CollectiveOffer("nccl", str(found.version), [str(torch.cuda.get_device_properties(device).uuid)])
 
 
 def choose_interface(local_host: str) -> None:
