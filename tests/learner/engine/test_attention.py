@@ -429,6 +429,19 @@ def test_the_call_of_varlen_attention_is_right_with_and_without_grouped_heads(
     torch.testing.assert_close(flash, padded)
 
 
+@pytest.mark.parametrize("num_key_heads", [2, 4])
+@pytest.mark.parametrize("window", [None, 3])
+def test_torchs_own_varlen_attention_takes_our_call_forwards_and_backwards(num_key_heads: int, window: int | None):
+    # On "meta" torch's function checks its arguments and makes results without values; its kernels need a GPU.
+    shapes = [(17, 4, 8), (17, num_key_heads, 8), (17, num_key_heads, 8)]
+    inputs = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    query, key, value = inputs
+    places = attention.Places(torch.empty(3, device="meta", dtype=torch.int32), 9)
+    out = attention.varlen(query, key, value, places, places, attention.Attention(0.5, window))
+    assert (out.shape, out.dtype) == (query.shape, torch.bfloat16)
+    assert [gradient.shape for gradient in torch.autograd.grad(out.sum(), inputs)] == [x.shape for x in inputs]
+
+
 def test_the_log_says_once_which_attention_runs_and_why(caplog: pytest.LogCaptureFixture):
     attention.report.cache_clear()
     query = torch.zeros(1, 1, 3, 8)
