@@ -1,81 +1,56 @@
-"""``NcclLibrary`` through the real nccl4py, over ``fake_nccl.c`` in place of libnccl: two ranks in this process.
-
-nccl4py asks for ``libnccl.so.2``, and the loader answers with a library of that soname that this process has loaded.
-"""
+"""``NcclLibrary`` through the real nccl4py, over a fake libnccl: two ranks in this process, or in several."""
 
 import ctypes
-import itertools
-import shutil
-import subprocess
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 from async_rl.errors import WeightsError
+from async_rl.queue.messages import Announcement
+from async_rl.weights.channel.publisher import Publisher
+from async_rl.weights.collective.libraries import SUBSTITUTE
 from async_rl.weights.collective.library import HOST, Communicator, Endpoint
 from async_rl.weights.collective.nccl import NcclLibrary, offer
 from async_rl.weights.control import CollectiveOffer
+from async_rl.weights.staging import Staging
+from tests.weights.conftest import ReceiverProcess
+from tests.weights.nccl_on_host import DIRECTORY, compile_fake, load_fake, skip_if_impossible
 from tests.weights.test_collective import two_ranks
 
-SOURCE = Path(__file__).with_name("fake_nccl.c")
+skip_if_impossible()
+
 ON_DEVICE = Endpoint("127.0.0.1", "127.0.0.1", "127.0.0.1", "cuda:0")
 NUM_CHUNKS = 7
 
 
-core = pytest.importorskip("nccl.core", reason="needs the packages nccl4py and cuda-bindings")
-if torch.version.cuda is not None:
-    pytest.skip("this build of torch has loaded NCCL itself, which nccl4py would use", allow_module_level=True)
-
-
 @pytest.fixture(scope="module")
-def fake(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("a fake libnccl needs a C compiler (cc)")
-    path = tmp_path_factory.mktemp("nccl") / "libnccl.so.2"
-    options = ["-shared", "-fPIC", "-Wall", "-Werror", f"-Wl,-soname,{path.name}"]
-    subprocess.run([compiler, *options, "-o", path, SOURCE], check=True, timeout=60)
-    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    library.fake_count.argtypes, library.fake_count.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_long
-    found = core.get_version().libnccl
-    assert found is not None
-    assert found.path == path
-    return library
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("nccl")
+    compile_fake(directory)
+    return directory
 
 
 @pytest.fixture
-def libraries(fake: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[NcclLibrary]]:
-    """Two ranks' libraries, and two more. CUDA is replaced by streams with handles and events that ask the fake."""
-    handles = itertools.count(4096)
+def fake(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    monkeypatch.setenv(DIRECTORY, str(directory))
+    fake = load_fake(monkeypatch.setattr)
+    yield fake
+    ctypes.c_int.in_dll(fake, "fake_failing_rank").value = -1
 
-    class Stream:
-        def __init__(self, device: torch.device) -> None:
-            self.cuda_stream = next(handles)
 
-    class Event:
-        def record(self, stream: Stream) -> None:
-            self.handle = stream.cuda_stream
-            self.count = fake.fake_count(self.handle, False)
-
-        def query(self) -> bool:
-            return fake.fake_count(self.handle, True) >= self.count
-
-    for name, stand_in in {"Stream": Stream, "Event": Event, "device": nullcontext, "stream": nullcontext}.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    # nccl4py compares it with the index of a tensor's device, which host memory does not have.
-    on_host = types.SimpleNamespace(device_id=None)
-    monkeypatch.setattr(core.Communicator, "device", property(lambda _: on_host))
+@pytest.fixture
+def libraries(fake: ctypes.CDLL) -> Iterator[list[NcclLibrary]]:
+    """Two ranks' libraries, and two more."""
     made = [NcclLibrary(ON_DEVICE) for _ in range(4)]
     for library in made:
         library.device = HOST
     yield made
-    ctypes.c_int.in_dll(fake, "fake_failing_rank").value = -1
     for library in made:
         library.abort()
 
@@ -176,8 +151,39 @@ def test_the_version_that_a_rank_offers_is_that_of_the_library_which_nccl4py_loa
     assert offer("cuda:0") == CollectiveOffer("nccl", "2.28.9", ["of-cuda:0"])
 
 
+def test_a_device_of_torch_has_the_uuid_that_a_rank_offers():
+    # A build without CUDA has no such class, but the declarations of all builds.
+    declared = (Path(torch.__file__).parent / "_C" / "__init__.pyi").read_text(encoding="utf-8")
+    fields = declared.partition("class _CudaDeviceProperties:")[2].partition("\nclass ")[0]
+    assert "    uuid: str\n" in fields
+
+
 def test_a_call_before_the_last_one_has_ended_is_refused(libraries: list[NcclLibrary]):
     # So that the tests above would notice a library that does not wait for ``state``.
     libraries[0].init(libraries[0].unique_id(), 0, 1, 1.0)
     with pytest.raises(RuntimeError, match="NCCL"):
         libraries[0].broadcast(torch.zeros(8, dtype=torch.uint8), 1.0)
+
+
+@pytest.mark.slow
+def test_a_learner_broadcasts_versions_to_two_generators_by_nccl4py(
+    directory: Path, start_receiver: Callable[[str], ReceiverProcess], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(DIRECTORY, str(directory))
+    monkeypatch.setenv("ASYNC_RL_FAULTS", str(directory))
+    monkeypatch.setenv(SUBSTITUTE, "tests.weights.nccl_on_host:NcclOnHost")
+    receivers = [start_receiver(name) for name in ("first", "second")]
+    staging = Staging(None, 1 << 16, deadline_s=30)
+    with closing(Publisher("127.0.0.1", deadline_s=30, insecure=False, chunk_bytes=10_000)) as publisher:
+        assert publisher.wait_for_collective(60)
+        for version in range(4):
+            staged = staging.stage("nccl", version, iter([("weight", torch.full((50_000,), float(version)))]))
+            publisher.publish(staged)
+            for receiver in receivers:
+                receiver.follow(Announcement("nccl", version, staged.manifest.digest, publisher.address))
+            facts = [receiver.version(version) for receiver in receivers]
+            assert [fact["corrupt"] for fact in facts] == [0, 0]
+            assert publisher.wait(version, 30, num_members=2)
+        stats = publisher.stats()
+    # The first version is pulled, because nobody was a member yet. The digests of all were verified.
+    assert (stats.attempts, stats.failures) == (3, 0)

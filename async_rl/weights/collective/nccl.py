@@ -4,8 +4,8 @@ It is used through ``nccl4py``, without c10d: the watchdog of torch's process gr
 generator dies. Communicators are non-blocking, so that each call returns at once and ``state`` tells how it went on.
 A communicator must not be used while ``state`` is False, and no work may be queued on its stream.
 
-It has run with the real nccl4py over a libnccl that tests compile, which copies host memory (``tests/weights``). It has
-never run with NCCL itself, because no machine with a CUDA device was available.
+It has run with the real nccl4py 0.6.0 over a libnccl that tests compile, which copies host memory between processes
+(``tests/weights/fake_nccl.c``). It has never run with NCCL itself, because no machine with a CUDA device was available.
 """
 
 from __future__ import annotations
