@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import ALIGNMENT, Manifest, TensorSpec
+from async_rl.weights.memory import own_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +72,7 @@ class ReceiveBuffer:
         fits = [bucket.numel() for bucket in self.buckets] == list(manifest.bucket_sizes)
         if not fits:
             self.buckets.clear()
+            self.tensors = {}  # the memory of before can go first
             self.buckets += _allocate(manifest.bucket_sizes, self.memory, pinned=pinned)
             self.digests[:] = [""] * len(manifest.bucket_sizes)
             self.specs = None
@@ -85,11 +87,10 @@ def _allocate(sizes: Sequence[int], memory: Tensor | None, *, pinned: bool) -> l
     import torch
 
     padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
-    if memory is not None and sum(padded) <= memory.numel():
-        pieces = memory[: sum(padded)].split(padded)
-        return [piece[:size] for piece, size in zip(pieces, sizes, strict=True)]
-    device = None if memory is None else memory.device
-    return [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned) for size in sizes]
+    if memory is not None and sum(padded) > memory.numel():
+        return [torch.empty(size, dtype=torch.uint8, device=memory.device) for size in sizes]
+    whole = own_memory(sum(padded), pinned=pinned) if memory is None else memory[: sum(padded)]
+    return [piece[:size] for piece, size in zip(whole.split(padded), sizes, strict=True)]
 
 
 class ReceiveBuffers:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import Layout, LayoutPlan, Manifest, TensorSpec, digest_bytes
-from async_rl.weights.memory import SharedBuckets, host_bucket, unpin
+from async_rl.weights.memory import SharedBuckets, host_bucket
 
 _BUG = "this is a bug in async-rl, please report it"
 _TICK_S = 1.0
@@ -278,8 +278,6 @@ class Staging:
             self._order += 1
             slot.order, slot.busy, slot.retired = self._order, False, True
             if self._layout is None:
-                for bucket in slot.buckets:
-                    unpin(bucket)
                 slot.buckets.clear()
                 slot.memory.close()
                 slot.memory = SharedBuckets()

@@ -269,7 +269,7 @@ def test_another_process_sees_every_version_that_is_written_and_the_memory_has_n
             assert reader.stdout.readline() == f"{[(tensor * factor).tolist() for tensor in WEIGHTS.values()]}\n"
         reader.stdin.close()
     staging.close()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(FileNotFoundError):
         map_memory(staging.path, staging.size_bytes)
 
 

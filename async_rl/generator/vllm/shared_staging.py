@@ -7,12 +7,14 @@ of the generator. The kernel frees it when the last process that uses it ends.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from async_rl.errors import WeightsError
 from async_rl.weights.manifest import ALIGNMENT
+from async_rl.weights.memory import host_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,11 +85,10 @@ class SharedStaging:
             self._fd = -1
 
 
-def map_memory(path: str, size_bytes: int) -> Tensor:
-    """Return the shared memory at ``path``, uint8 [``size_bytes``]."""
-    import torch
-
-    return torch.from_file(path, shared=True, size=size_bytes, dtype=torch.uint8)
+def map_memory(path: str, size_bytes: int, *, pinned: bool = False) -> Tensor:
+    """Return the shared memory at ``path``, uint8 [``size_bytes``]. ``pinned`` as in ``host_memory``."""
+    with open(path, "r+b") as file:
+        return host_memory(mmap.mmap(file.fileno(), size_bytes), pinned=pinned)
 
 
 def tensors_in(memory: Tensor, rows: Sequence[Row]) -> dict[str, Tensor]:

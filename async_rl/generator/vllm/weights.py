@@ -37,7 +37,6 @@ from async_rl.generator.vllm.plugin import DOUBLE_BUFFER
 from async_rl.generator.vllm.shared_staging import map_memory, tensors_in
 from async_rl.weights.channel.engine_ranks import RankThread
 from async_rl.weights.manifest import ALIGNMENT, digest_bytes
-from async_rl.weights.memory import pin, unpin
 
 _SLACK_BYTES = 8 * ALIGNMENT
 """For each parameter: a version has more and smaller tensors, which begin at multiples of ``ALIGNMENT``."""
@@ -218,9 +217,7 @@ class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
             assert self._ranks is not None, "a version that nobody received"
             return self._ranks.tensors(source.received)
         if source.path not in self._mapped:
-            memory = map_memory(source.path, source.size_bytes)
-            if self._is_on_gpu:
-                pin(memory)
+            memory = map_memory(source.path, source.size_bytes, pinned=self._is_on_gpu)
             self._mapped[source.path] = memory, tensors_in(memory, source.rows)
         return self._mapped[source.path][1]
 
@@ -233,7 +230,4 @@ class VersionTransfer(WeightTransferEngine[RanksInit, Source]):
             layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        for memory, _ in self._mapped.values():
-            if self._is_on_gpu:
-                unpin(memory)
         self._mapped.clear()

@@ -30,12 +30,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from async_rl.errors import RunError
+from async_rl.errors import RunError, TrainingError, WeightsError
 from async_rl.learner.checkpoints.digests import write_part
 from async_rl.learner.checkpoints.files import CHECK_DISK, USE_ANOTHER
 from async_rl.learner.checkpoints.stored_items import read_item
 from async_rl.learner.checkpoints.stored_metadata import Place, read_metadata
 from async_rl.learner.ranks import Ranks
+from async_rl.weights.manifest import ALIGNMENT
+from async_rl.weights.memory import own_memory
 
 MODEL = "model."
 OPTIMIZER = "optimizer."
@@ -90,7 +92,7 @@ class TrainingState:
 
 
 class HostCopy:
-    """Host memory for a copy of one rank's state.
+    """Host memory for a copy of one rank's state, all in one piece.
 
     The memory is kept from save to save: a copy into new memory takes several times as long. On a GPU it is pinned.
     """
@@ -103,19 +105,33 @@ class HostCopy:
         """Return a copy of ``state``, which the next optimizer step does not change. It is valid until the next call.
 
         Of a sharded tensor, this rank's part is copied.
+
+        Raises:
+            TrainingError: there is not so much memory.
         """
         copied: dict[str, Any] = {}
+        here = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in state.tensors.items()}
+        if not self._tensors:
+            self._tensors = _host_memory_for(here)
         for name, tensor in state.tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if name not in self._tensors:
-                self._tensors[name] = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-            copied[name] = self._tensors[name].copy_(local, non_blocking=True)
+            copied[name] = self._tensors[name].copy_(here[name], non_blocking=True)
             if isinstance(tensor, DTensor):
                 # from_local would move it to the device of the mesh. The writer asks the mesh only which part this is.
                 copied[name] = cast(Any, DTensor)(copied[name], cast(Any, tensor)._spec, requires_grad=False)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return replace(state, tensors=copied)
+
+
+def _host_memory_for(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a tensor on the host for each of ``tensors``, of its shape and dtype."""
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+    try:
+        memory = own_memory(sum(sizes), pinned=any(tensor.is_cuda for tensor in tensors.values()))
+    except WeightsError as error:
+        raise TrainingError(f"the copy for a checkpoint: {error}, or set checkpoint.asynchronous = false") from error
+    pieces = zip(tensors.items(), memory.split(sizes), strict=True)
+    return {name: piece[: t.nbytes].view(t.dtype).view(t.shape) for (name, t), piece in pieces}
 
 
 def write_training_state(directory: Path, state: TrainingState, ranks: Ranks) -> None:

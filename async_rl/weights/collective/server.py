@@ -36,7 +36,7 @@ from async_rl.weights.collective.protocol import (
     Rendezvous,
     Sent,
 )
-from async_rl.weights.memory import pin
+from async_rl.weights.memory import host_memory
 from async_rl.weights.server_process import MapSlot, receive_message, send_message
 
 
@@ -72,10 +72,8 @@ class Broadcaster:
     def _map(self, fd: int, sizes: Sequence[int], offsets: Sequence[int]) -> list[Tensor]:
         buckets: list[Tensor] = []
         for size, offset in zip(sizes, offsets, strict=True):
-            bucket = torch.frombuffer(mmap.mmap(fd, max(1, size), offset=offset), dtype=torch.uint8)
-            if self._settings.device is not None:
-                pin(bucket)
-            buckets.append(bucket[:size])
+            view = mmap.mmap(fd, max(1, size), offset=offset)
+            buckets.append(host_memory(view, pinned=self._settings.device is not None)[:size])
         os.close(fd)  # the mappings stay
         return buckets
 
