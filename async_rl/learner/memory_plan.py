@@ -133,7 +133,7 @@ class MemoryPlan:
         gradients: its part of the gradients.
         optimizer: its part of the optimizer's state.
         gathered: parameters and gradients that the rank has whole for a while.
-        activations: what a micro-batch's backward pass needs.
+        activations: what the backward pass of the largest micro-batch needs.
         head: logits and gradients of the head; or the gradients inside a layer, if those take more.
     """
 
@@ -199,6 +199,18 @@ def num_sampling_copies(config: Config, num_ranks: int, device: str) -> int:
 def compute_bytes(config: Config, device: str) -> int:
     """Return the bytes of a number that the model computes with."""
     return 2 if config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and device == "cuda") else 4
+
+
+def micro_batch_tokens(config: Config, sizes: Layout) -> int:
+    """Return the number of tokens of a rank's largest micro-batch: ``learner.max_tokens``, or all that its part of an
+    optimizer step can have. How long an environment's rollouts are, and the rows of sft, rm and dpo, is not known.
+    """
+    if config.environment.is_set or config.is_offline_only:
+        return config.learner.max_tokens
+    groups = config.learner.groups_per_step // config.learner.updates_per_batch
+    rollouts = math.ceil(groups * config.sampling.group_size / sizes.num_data_ranks)
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
+    return min(config.learner.max_tokens, math.ceil(rollouts * longest / sizes.sequence))
 
 
 def _parts(shape: ModelShape, sizes: Layout) -> tuple[float, float]:
@@ -280,7 +292,7 @@ def _activations(shape: ModelShape, config: Config, sizes: Layout, device: str) 
     """Return the bytes that a micro-batch keeps for its backward pass, the most that a layer's backward pass adds, and
     what the head adds.
     """
-    size, tokens, tensor = compute_bytes(config, device), config.learner.max_tokens, sizes.tensor
+    size, tokens, tensor = compute_bytes(config, device), micro_batch_tokens(config, sizes), sizes.tensor
     queries, keys, width = shape.queries / tensor, shape.keys / tensor, shape.width
     mlp = shape.mlp * shape.experts_per_token / tensor
     # Of a norm: its input in float32, the normalised input for its own gradient, the output.

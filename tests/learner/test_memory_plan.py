@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.parallel import Layout
-from async_rl.learner.memory_plan import ModelShape, UnknownShapeError, plan_memory
+from async_rl.learner.memory_plan import MemoryPlan, ModelShape, UnknownShapeError, plan_memory
 from tests.learner.moe import moe_model
 from tests.learner.rank_scenarios import CHUNKS, MEASURED, MEASURED_IN_CI, measured_config, measured_model, peak_of_step
 from tests.learner.ranks import run_ranks
@@ -113,6 +113,25 @@ def test_layouts_divide_weights_over_shards_and_layers_over_tensor_and_pipeline(
     # Half of the layers and the table; the first stage has two micro-batches under way.
     layer = shape.attention_parameters + shape.mlp_parameters
     assert of(pipeline=2) == (8 * (2 * layer + shape.table_parameters), activations)
+
+
+def test_a_micro_batch_has_no_more_tokens_than_the_step(directory: Path):
+    shape = shape_of(directory / "model")
+    sampling = {"group_size": 4, "max_prompt_tokens": 256, "max_new_tokens": 128}
+
+    def of(learner: dict[str, int], sizes: Layout | None = None, **sections: Any) -> MemoryPlan:
+        raw = {"sampling": sampling, **sections, "learner": {"groups_per_step": 4, "max_tokens": 16384} | learner}
+        return plan_memory(shape, measured_config(directory, "model", raw), sizes or Layout(), device="cpu")
+
+    # 4 groups of 4 rollouts of 384 tokens are 6,144; each of 2 updates has 2 groups; of 3 ranks one has 6
+    # of 16 rollouts; 2 ranks share a micro-batch.
+    assert of({}) == of({"max_tokens": 6144}) != of({"max_tokens": 6143})
+    assert of({"updates_per_batch": 2}) == of({"max_tokens": 2 * 4 * 384})
+    for sizes, tokens in ((Layout(replicas=3), 6 * 384), (Layout(shards=3), 6 * 384), (Layout(sequence=2), 3072)):
+        assert of({}, sizes) == of({"max_tokens": tokens}, sizes) != of({"max_tokens": tokens - 1}, sizes)
+    # An environment's rollouts are as long as they are.
+    environment = {"environment": {"name": "mine.py"}, "generator": {"allow_code": ["mine.py"]}}
+    assert of({}, **environment) != of({"max_tokens": 6144}, **environment)
 
 
 def test_a_critic_adds_weights_and_optimizer_state_but_no_gradients(directory: Path):
