@@ -202,7 +202,7 @@ def run_checks(
 
 _WITH_FINDINGS = frozenset({
     "run.dir", "queue.address", "weights.port", "keys", "devices", "engines", "code", "data", "model", "disk", "memory",
-    "lengths", "tokenizer", "sandbox", "judge", "reward", "environment",
+    "device memory", "lengths", "tokenizer", "sandbox", "judge", "reward", "environment",
 })  # fmt: skip
 """Checks of ``launch.checks`` about which the doctor has findings of its own, with what it found."""
 _PASSED: Mapping[str, Callable[[Config], str]] = {
@@ -259,7 +259,7 @@ def _offline_checks(config: Config, deadline_s: float) -> list[Check]:
         Check("cores", machine.check_cores),
         Check("devices", lambda: machine.check_cuda(config, "learner"), 60.0),
         *plain_checks(Start(config, "offline"), "machine", "files", deadline_s=60.0),
-        Check("learner memory", lambda: machine.check_learner_room(config), 60.0),
+        Check("device memory", lambda: machine.check_devices_room(config, is_alone=True), 60.0),
         Check("data", lambda: _offline_rows(config), deadline_s),
         Check("model", lambda: task.check_model_files(config), deadline_s),
     ]
@@ -275,7 +275,7 @@ def _machine_checks(config: Config, *, insecure: bool) -> list[Check]:
         *plain_checks(Start(config, insecure=insecure), "config", "machine", deadline_s=60.0),
         Check("disk", lambda: machine.check_disk(config)),
         Check("memory", lambda: machine.check_room_in_memory(config)),
-        Check("learner memory", lambda: machine.check_learner_room(config), 60.0),
+        Check("device memory", lambda: machine.check_devices_room(config), 60.0),
         Check("keys", lambda: machine.check_key_files(config)),
         Check("queue.address", lambda: machine.check_queue_address(config, insecure=insecure), 20.0),
         Check("scorers", lambda: machine.find_scorers(config), 60.0),

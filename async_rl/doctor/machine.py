@@ -17,7 +17,6 @@ from pathlib import Path
 from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS
 from async_rl.doctor.findings import Finding
-from async_rl.doctor.learner_memory import check_learner_memory
 from async_rl.errors import AddressError, QueueError, UserError, WeightsError
 from async_rl.launch.capacity import (
     check_memory,
@@ -29,6 +28,7 @@ from async_rl.launch.capacity import (
     memory_warning,
     process_bytes,
 )
+from async_rl.launch.device_memory import find_room
 from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.preflight import (
     check_bindable,
@@ -241,16 +241,13 @@ def check_room_in_memory(config: Config) -> list[Finding]:
     return [Finding("memory", "OK", found)]
 
 
-def check_learner_room(config: Config) -> list[Finding]:
-    """Check that each of the learner's ranks on this machine fits its device, and propose settings if one does not."""
-    num_ranks, count = config.learner.nproc, num_cuda_devices()
-    if not count:
-        return check_learner_memory(config, num_ranks, available_memory() / num_ranks, "cpu")
-    import torch
+def check_devices_room(config: Config, *, is_alone: bool = False) -> list[Finding]:
+    """Check that what runs on each device fits its memory, and propose settings if it does not.
 
-    indices = config.learner.devices or range(min(num_ranks, count))
-    smallest = min(torch.cuda.mem_get_info(index)[1] for index in indices if index < count)
-    return check_learner_memory(config, num_ranks, smallest, "cuda")
+    ``is_alone``: only the learner runs here.
+    """
+    rooms = find_room(config, config.learner.nproc, is_alone=is_alone)
+    return [Finding(room.check, room.state, room.found, fix=room.fix) for room in rooms]
 
 
 def check_cores() -> list[Finding]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from async_rl.config.loading import parse_config
 from async_rl.config.parallel import Layout
-from async_rl.doctor.learner_memory import needed_bytes
+from async_rl.launch.learner_memory import needed_bytes
 from async_rl.learner.memory_plan import ModelShape, plan_memory
 
 DEVICE_BYTES = 80e9

@@ -19,6 +19,7 @@ from async_rl.data.dataset import Row
 from async_rl.errors import UserError
 from async_rl.launch import preflight
 from async_rl.launch.capacity import check_disk_space, check_memory, memory_warning
+from async_rl.launch.device_memory import check_device_memory
 from async_rl.launch.scorer_checks import check_scorers
 from async_rl.launch.user_code_trial import try_loss
 from async_rl.queue.core.prompts import PromptStream
@@ -53,8 +54,8 @@ class Start:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks of the learner: what ``launch`` starts, or torchrun has started."""
-        return self.config.learner.nproc if self.role == "launch" else int(os.environ.get("WORLD_SIZE", "1"))
+        """Number of ranks of the learner: what ``launch`` starts, or torchrun has started for a learner by hand."""
+        return int(os.environ.get("WORLD_SIZE", "1")) if self.role == "learner" else self.config.learner.nproc
 
     @cached_property
     def rows(self) -> Sequence[Row]:
@@ -120,6 +121,8 @@ CHECKS: tuple[Check, ...] = (
     Check("compiler", "machine", _ALL, lambda s: preflight.check_compiler(s.config)),
     Check("disk", "machine", _LEARNERS, lambda s: check_disk_space(s.config)),
     Check("memory", "machine", ("launch",), lambda s: check_memory(s.config) or memory_warning(s.config)),
+    Check("device memory", "machine", _ALL,
+          lambda s: check_device_memory(s.config, s.num_ranks, is_alone=s.role != "launch")),
     Check("sampling.stop_token_ids", "files", _LEARNERS, lambda s: preflight.check_stop_tokens(s.config)),
     Check("lengths", "files", _LEARNERS, lambda s: preflight.check_lengths(s.config, s.rows)),
     Check("tokenizer", "files", ("launch",), lambda s: preflight.unknown_text(s.config, s.rows)),

@@ -1,4 +1,4 @@
-"""Whether the learner fits, what the doctor proposes, and the table of docs/scaling.md."""
+"""With which settings the learner fits, and the table of docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout, ParallelConfig
-from async_rl.doctor.findings import Finding
-from async_rl.doctor.learner_memory import ASLEEP_BYTES, check_learner_memory, needed_bytes, propose, shape_of
 from async_rl.doctor.scaling import DEVICE_BYTES, ROWS, markdown, memory
+from async_rl.launch.learner_memory import needed_bytes, propose, shape_of
 from async_rl.learner.memory_plan import ModelShape, plan_memory
-from async_rl.output import size_text
 from tests.learner.tiny import tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,75 +75,6 @@ def test_a_layout_that_the_model_can_have_is_proposed_where_settings_do_not_help
     for shape in (dense, odd, experts):
         for sizes in proposed_sizes(config, shape, 16):
             assert Layout.of(ParallelConfig(**sizes), 16).num_ranks == 16
-
-
-def test_the_doctor_says_what_a_rank_takes_and_how_it_fits(tmp_path: Path):
-    tiny_model(tmp_path / "model", intermediate_size=1024)
-    config = config_of(tmp_path)
-    enough = needed_bytes(plan_memory(shape_of(tmp_path / "model"), config, Layout(), device="cpu"), "cpu")
-    (fits,) = check_learner_memory(config, 1, enough, "cpu")
-    assert (fits.state, fits.fix) == ("OK", "")
-    assert "each of 1 ranks takes about" in fits.found
-    (fails,) = check_learner_memory(config, 1, enough / 2, "cpu")
-    assert fails.state == "FAIL"
-    assert "--set model.gradient_checkpointing=" in fails.fix
-    (close,) = check_learner_memory(config, 1, enough / 1.1 * 0.9, "cpu")  # within the prediction's error
-    assert close.state == "WARN"
-    (hopeless,) = check_learner_memory(config, 1, 1000, "cpu")
-    assert "take a smaller model" in hopeless.fix
-
-
-def test_the_doctor_says_what_vllm_may_take_beside_a_rank_that_waits(tmp_path: Path):
-    tiny_model(tmp_path / "model")
-    vllm = {"generate": True, "generate_backend": "vllm"}
-    size = 8 << 30  # 2 GiB are for CUDA's context of each of both, and the model takes nothing to speak of
-    for fraction, expected in ((0.49, "OK"), (0.51, "FAIL")):
-        config = config_of(tmp_path, learner=vllm, generator={"backend": "transformers", "memory_fraction": fraction})
-        learner, beside = check_learner_memory(config, 1, size, "cuda")
-        assert (learner.state, beside.state) == ("OK", expected)
-        assert beside.fix == ("" if expected == "OK" else "set generator.memory_fraction = 0.49")
-    (alone,) = check_learner_memory(config_of(tmp_path, learner={"generate": True}), 1, size, "cuda")
-    assert alone.state == "OK"
-    assert "sleeps" not in alone.found
-
-
-def test_the_doctor_proposes_no_fraction_that_is_too_small_for_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    tiny_model(tmp_path / "model")
-    for name in ("RESERVED_BYTES", "ASLEEP_BYTES"):
-        monkeypatch.setattr(f"async_rl.doctor.learner_memory.{name}", 0)
-    learner = {"generate": True, "generate_backend": "vllm"}
-    weights = 2 * shape_of(tmp_path / "model").num_parameters
-
-    def check(fraction: float, room: float) -> Finding:
-        """A GPU with ``room`` times the weights beside what the rank keeps."""
-        generator = {"backend": "transformers", "memory_fraction": fraction}
-        config = config_of(tmp_path, learner=learner, generator=generator, model={"dtype": "bfloat16"})
-        plan = plan_memory(shape_of(tmp_path / "model"), config, Layout())
-        return check_learner_memory(config, 1, plan.weights + plan.optimizer + room * weights, "cuda")[-1]
-
-    assert (check(0.9, 0.5).state, check(0.9, 0.5).fix) == ("FAIL", "shard the learner over more GPUs")
-    assert check(0.9, 9).fix.startswith("set generator.memory_fraction = 0.")
-    small = check(0.01, 9)
-    assert (small.state, small.fix) == ("FAIL", check(0.9, 9).fix)
-    assert f"generator.memory_fraction = 0.01 of it, of which its weights are {size_text(weights)}" in small.found
-
-
-def test_the_doctor_counts_what_a_sleeping_vllm_keeps_of_the_ranks_gpu(tmp_path: Path):
-    tiny_model(tmp_path / "model")
-    vllm = config_of(tmp_path, learner={"generate": True, "generate_backend": "vllm"})
-    plan = plan_memory(shape_of(tmp_path / "model"), vllm, Layout())
-    for more, expected in ((ASLEEP_BYTES + 1, "OK"), (0, "WARN")):
-        learner, _ = check_learner_memory(vllm, 1, needed_bytes(plan, "cuda") + more, "cuda")
-        assert learner.state == expected
-        assert "of which a vLLM that sleeps keeps" in learner.found
-
-
-def test_a_model_that_is_not_here_is_not_predicted(tmp_path: Path):
-    (found,) = check_learner_memory(config_of(tmp_path), 1, 1e9, "cpu")
-    assert found.state == "OK"
-    assert "not predicted" in found.found
 
 
 def test_the_table_of_the_page_is_current_and_all_of_it_fits():

@@ -1,4 +1,4 @@
-"""Whether the learner fits the memory of its devices, and how it would. Called by the doctor and by ``scaling.py``.
+"""With which settings the learner fits the memory of its devices. Called by ``device_memory`` and ``doctor.scaling``.
 
 The prediction is that of ``learner.memory_plan``, for config files of models that are on this machine.
 """
@@ -6,7 +6,6 @@ The prediction is that of ``learner.memory_plan``, for config files of models th
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +13,10 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout
-from async_rl.doctor.findings import Finding
-from async_rl.learner.memory_plan import MemoryPlan, ModelShape, UnknownShapeError, compute_bytes, plan_memory
-from async_rl.output import size_text
+from async_rl.learner.memory_plan import MemoryPlan, ModelShape, UnknownShapeError, plan_memory
 
 RESERVED_BYTES = 2 << 30
 """Memory of a GPU for CUDA's context, libraries and NCCL's buffers."""
-ASLEEP_BYTES = 2 << 30
-"""Memory of a GPU that vLLM has beside ``generator.memory_fraction``, and keeps while it sleeps: for CUDA's context and
-libraries; and its graphs, which it keeps, too."""
 MARGIN = 1.1
 """By how much the predicted peak is raised: torch's allocator leaves gaps, and the prediction has an error."""
 _SIZES = (2, 4, 8)
@@ -136,70 +130,3 @@ def shape_of(directory: Path) -> ModelShape:
         return ModelShape.of(json.loads((directory / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise UnknownShapeError(f"can't read {directory / 'config.json'}: {error}") from error
-
-
-def check_learner_memory(config: Config, num_ranks: int, device_bytes: float, device: str) -> list[Finding]:
-    """Check that each of the learner's ranks fits its device, and propose settings and a layout with which it does.
-
-    Args:
-        config: the run's.
-        num_ranks: number of ranks.
-        device_bytes: memory of the smallest device of a rank; on the CPU the available memory divided by the ranks.
-        device: "cuda" or "cpu".
-
-    Raises:
-        ConfigError: the ranks can't be divided as ``[parallel]`` says.
-    """
-    try:
-        shape = shape_of(Path(config.model.path))
-    except UnknownShapeError as error:
-        return [Finding("learner memory", "OK", f"not predicted: {error}")]
-    layout, reference = Layout.of(config.parallel, num_ranks), config.has_reference_model
-    plan = plan_memory(shape, config, layout, device=device, has_reference=reference)
-    needed, asleep, kept = needed_bytes(plan, device), 0, ""
-    if config.learner_uses_vllm and device == "cuda":
-        asleep, kept = ASLEEP_BYTES, f" (of which a vLLM that sleeps keeps {size_text(ASLEEP_BYTES)})"
-    found = (
-        f"each of {num_ranks} ranks takes about {size_text(int(needed))} of {size_text(int(device_bytes))}{kept}: "
-        f"weights {size_text(int(plan.weights))}, gradients {size_text(int(plan.gradients))}, optimizer "
-        f"{size_text(int(plan.optimizer))}, gathered {size_text(int(plan.gathered))}, activations and logits "
-        f"{size_text(int(plan.activations + plan.head))}"
-    )
-    usable = device_bytes - asleep
-    if needed <= usable:
-        findings = [Finding("learner memory", "OK", found)]
-    else:
-        fix = _fix(shape, config, num_ranks, usable, device)
-        findings = [Finding("learner memory", "WARN" if plan.total * 0.85 <= usable else "FAIL", found, fix=fix)]
-    if config.learner_uses_vllm and device == "cuda":
-        weights = shape.num_parameters * compute_bytes(config, device)
-        findings.append(_beside_vllm(config, plan, weights, device_bytes))
-    return findings
-
-
-def _beside_vllm(config: Config, plan: MemoryPlan, weights: float, device_bytes: float) -> Finding:
-    """Check that a rank that waits and the vLLM with which it samples, and its ``weights``, fit its GPU together."""
-    waiting = plan.weights + plan.optimizer + RESERVED_BYTES
-    # vLLM refuses to start if its part is not free when it already has a context.
-    free, fraction = 1 - (waiting + ASLEEP_BYTES) / device_bytes, config.generator.memory_fraction
-    found = (
-        f"while a rank waits, it keeps {size_text(int(waiting))} of {size_text(int(device_bytes))}, and vLLM takes "
-        f"{size_text(ASLEEP_BYTES)} and generator.memory_fraction = {fraction} of it, of which its weights are "
-        f"{size_text(int(weights))}"
-    )
-    if weights / device_bytes < fraction <= free:
-        return Finding("memory to sample", "OK", found)
-    most = math.floor(100 * free) / 100
-    fits = weights / device_bytes < most
-    fix = f"set generator.memory_fraction = {most}" if fits else "shard the learner over more GPUs"
-    return Finding("memory to sample", "FAIL", found, fix=fix)
-
-
-def _fix(shape: ModelShape, config: Config, num_ranks: int, device_bytes: float, device: str) -> str:
-    if proposal := propose(shape, config, num_ranks, device_bytes, device):
-        return f"it fits with {proposal}"
-    more = (num_ranks << power for power in range(1, 11) if device == "cuda")
-    for number in more:
-        if proposal := propose(shape, config, number, device_bytes, device):
-            return f"it fits with {proposal}, on as many devices of this size"
-    return "set lora.rank, take a smaller model, or shorten the longest sequence (sampling.max_new_tokens)"
