@@ -19,14 +19,11 @@ from async_rl.config.generator import BACKENDS
 from async_rl.doctor.findings import Finding
 from async_rl.errors import AddressError, QueueError, UserError, WeightsError
 from async_rl.launch.capacity import (
+    HostMemory,
     check_memory,
     checkpoint_bytes,
     free_bytes,
-    generator_bytes,
-    has_gpu,
-    learner_bytes,
     memory_warning,
-    process_bytes,
 )
 from async_rl.launch.device_memory import find_room
 from async_rl.launch.placement import VISIBLE, place, visible_devices
@@ -225,20 +222,16 @@ def check_key_files(config: Config) -> list[Finding]:
 
 
 def check_room_in_memory(config: Config) -> list[Finding]:
-    """Check that the memory has room for the processes of this config, and for their models if they run on the CPU."""
+    """Check that the host's memory has room for the processes of this config, and for what they keep there."""
     check_memory(config)
     if problem := memory_warning(config):
         found, _, fix = problem.removeprefix("memory: ").partition("; ")
         return [Finding("memory", "WARN", found, fix=fix)]
-    available = f"{size_text(available_memory())} available of {limit_text()}"
-    processes = f"about {size_text(process_bytes(config))}"
-    if has_gpu():
-        found = f"{available}; the processes take {processes}, their models the memory of the GPUs"
-        return [Finding("memory", "OK", found)]
-    needed = learner_bytes(config) + config.generator.count * generator_bytes(config)
-    models = f"learner and generators take at least {size_text(needed)}" if needed else "the model's size is unknown"
-    found = f"{available}; {models}, and all processes {processes} without their models"
-    return [Finding("memory", "OK", found)]
+    needed = HostMemory.of(config)
+    models = f"learner and generators take at least {size_text(needed.models)}" if needed.models else ""
+    where = f"{size_text(available_memory())} available of {limit_text()}"
+    found = f"{where}; {models or 'the model is small or its size is unknown'}, and all processes about "
+    return [Finding("memory", "OK", f"{found}{size_text(needed.processes)} without their models")]
 
 
 def check_devices_room(config: Config, *, is_alone: bool = False) -> list[Finding]:

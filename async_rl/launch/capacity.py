@@ -1,4 +1,4 @@
-"""Check that this machine has the disk space and the memory that a run needs, estimated from the model's files.
+"""Check that this machine has the disk space and the host's memory that a run needs, by the model's files.
 
 The estimates are lower bounds: a run that is refused could not have run.
 """
@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Self
 
 from async_rl.config.config import Config
-from async_rl.config.generator import has_model
+from async_rl.config.generator import AUTO, FALLBACK, has_model
 from async_rl.errors import ModelError, RunError
-from async_rl.learner.memory_plan import num_sampling_copies
+from async_rl.generator.vllm.adapter import workers_receive
+from async_rl.launch.placement import VISIBLE, visible_devices
+from async_rl.learner.memory_plan import compute_bytes, num_sampling_copies, state_bytes
 from async_rl.output import size_text
 from async_rl.process.cgroup import available_memory, limit_text
 
-_CHECKPOINT_BYTES = 12
-"""Bytes per parameter in float32: the parameters and AdamW's two moments."""
-_TRAINING_BYTES = 16
-"""Bytes per parameter in float32: those of a checkpoint, and the gradient."""
 _PROCESS_BYTES = {"queue": 60 << 20, "learner": 300 << 20, "generator": 220 << 20}
 """Memory that a process takes without a model and without groups, most of it Python's and torch's modules."""
 
@@ -47,7 +49,16 @@ def checkpoint_bytes(config: Config) -> int:
     """
     if config.lora.rank is not None:
         return 0
-    return _CHECKPOINT_BYTES * (num_parameters(config) + _of_critic(config, num_parameters))
+    return _float32_bytes(config, 1)
+
+
+def _float32_bytes(config: Config, num_copies: int) -> int:
+    """Return the bytes of so many copies of all parameters in float32, and of the optimizer's state, with a critic's.
+
+    Of Muon the state counts that it has at least.
+    """
+    each = 4 * num_copies + state_bytes(config.optimizer.name)
+    return int(each * (num_parameters(config.model.path) + _of_critic(config, lambda c: num_parameters(c.model.path))))
 
 
 def _of_critic(config: Config, measure: Callable[[Config], int]) -> int:
@@ -55,26 +66,28 @@ def _of_critic(config: Config, measure: Callable[[Config], int]) -> int:
     return measure(config.of_critic) if config.has_critic_model else 0
 
 
-def num_parameters(config: Config) -> int:
-    """Return the model's number of parameters, from the headers of its safetensors files.
+def num_parameters(path: str) -> int:
+    """Return a model's number of parameters, from the headers of its safetensors files.
 
-    Return 0 if ``model.path`` is no directory on this machine.
+    Return 0 if ``path`` is no directory on this machine.
 
     Raises:
         ModelError: a file is damaged.
     """
     from safetensors import safe_open
 
-    directory = Path(config.model.path)
+    directory = Path(path)
     if not directory.is_dir():
         return 0
     number = 0
-    for path in _weights_files(directory):
+    for file_path in _weights_files(directory):
         try:
-            with safe_open(path, framework="numpy") as file:
+            with safe_open(file_path, framework="numpy") as file:
                 number += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
         except Exception as error:  # safetensors raises its own class for damaged files
-            raise ModelError(f"model.path: can't read {path}: {error}; download or save the model again") from error
+            raise ModelError(
+                f"model.path: can't read {file_path}: {error}; download or save the model again"
+            ) from error
     return number
 
 
@@ -99,66 +112,112 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(path).free
 
 
-def check_memory(config: Config) -> None:
-    """Check that the machine has memory for the learner and the generators that ``launch`` starts on the CPU, within
-    the limit of this process's cgroup.
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """The bytes of the host's memory that the processes of ``launch`` need at least, without those of ``processes``.
 
-    Nothing is checked on a machine with a GPU, because the processes then need its memory instead.
+    Attributes:
+        learner: all its ranks.
+        generator: each generator.
+        num_generators: number of generators.
+        scorers: all scorers that ``launch`` starts.
+        processes: what all processes take without models and groups.
+    """
+
+    learner: int
+    generator: int
+    num_generators: int
+    scorers: int
+    processes: int
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return what ``config`` needs on this machine."""
+        device = "cuda" if has_gpu() else "cpu"
+        learner, generator = learner_bytes(config, device), generator_bytes(config, device)
+        scorers = scorer_bytes(config) if device == "cpu" else 0
+        return cls(learner, generator, config.generator.count, scorers, process_bytes(config))
+
+    @property
+    def models(self) -> int:
+        """All but ``processes``."""
+        return self.learner + self.num_generators * self.generator + self.scorers
+
+
+def check_memory(config: Config) -> None:
+    """Check that the host has memory for the processes that ``launch`` starts, within the limit of this process's
+    cgroup.
 
     Raises:
         RunError: there is less memory.
     """
-    if has_gpu():
-        return
-    learner, generator = learner_bytes(config), generator_bytes(config)
-    needed, available = learner + config.generator.count * generator, available_memory(with_swap=True)
-    if available < needed:
+    needed, available = HostMemory.of(config), _available()
+    if available < needed.models:
+        scorers = f", {size_text(needed.scorers)} for scorers" if needed.scorers else ""
+        offload = "" if config.learner.offload == "none" else ', learner.offload = "none"'
         raise RunError(
-            f"model.path: expected memory for at least {size_text(needed)} ({size_text(learner)} for the learner, "
-            f"{size_text(generator)} for each of generator.count = {config.generator.count} generators), got "
-            f"{size_text(available)} available of {limit_text()}; end other processes, lower generator.count, set "
-            f"lora.rank or checkpoint.asynchronous = false, or take a smaller model or a machine with more memory"
+            f"model.path: expected memory for at least {size_text(needed.models)} ({size_text(needed.learner)} for the "
+            f"learner, {size_text(needed.generator)} for each of generator.count = {needed.num_generators} generators"
+            f"{scorers}), got {size_text(available)} available of {limit_text()}; end other processes, lower "
+            f"generator.count, set lora.rank{offload} or checkpoint.asynchronous = false, or take a smaller model or a "
+            f"machine with more memory"
         )
 
 
 def memory_warning(config: Config) -> str:
-    """Return a line if the memory has room for the models, but not for the rest of the processes; else empty text.
-
-    With a GPU the models are not counted, because they need its memory instead.
-    """
-    models = 0 if has_gpu() else learner_bytes(config) + config.generator.count * generator_bytes(config)
-    processes, available = process_bytes(config), available_memory(with_swap=True)
-    if available >= models + processes:
+    """Return a line if the memory has room for the models, but not for the rest of the processes; else empty text."""
+    needed, available = HostMemory.of(config), _available()
+    if available >= needed.models + needed.processes:
         return ""
     return (
-        f"memory: expected {size_text(models + processes)} for the processes that launch starts (about "
-        f"{size_text(processes)} without their models), got {size_text(available)} available of {limit_text()}; the "
-        f"kernel may kill some: raise the limit, end other processes, or lower generator.count"
+        f"memory: expected {size_text(needed.models + needed.processes)} for the processes that launch starts (about "
+        f"{size_text(needed.processes)} without their models), got {size_text(available)} available of "
+        f"{limit_text()}; the kernel may kill some: raise the limit, end other processes, or lower generator.count"
     )
 
 
-def learner_bytes(config: Config) -> int:
-    """Return how much memory the learner needs at least on the CPU, on all its ranks together.
+def _available() -> int:
+    """Return the memory that is available. With a GPU most of it is pinned, so that it can't be swapped out."""
+    return available_memory(with_swap=not has_gpu())
 
-    That is the weights, gradients and AdamW's moments, one version of the weights for the generators, and the copy of
-    weights and moments that is written as a checkpoint (``checkpoint.asynchronous``). With low-rank adapters only the
-    weights (in ``lora.base_bits``) and the version are counted, and a version of the adapters alone not even that. With
-    ``learner.generate`` each rank may need copies of the weights to sample with. A critic has weights, gradients and
-    moments of its own.
+
+def learner_bytes(config: Config, device: str = "cpu") -> int:
+    """Return how much of the host's memory the learner needs at least, on all its ranks together.
+
+    On either ``device``, "cpu" or "cuda", that is the versions of the weights that are staged for the generators, and
+    the copy of weights and the optimizer's state that is written as a checkpoint (``checkpoint.asynchronous``). On the
+    CPU, or with ``learner.offload = "all"``, also weights, gradients and state; with low-rank adapters only the weights
+    (in ``lora.base_bits``), and a version of the adapters alone is not counted. A critic has its own. With
+    ``learner.generate`` each rank may need copies of the weights to sample with. A reference model that is offloaded
+    is counted, too.
     """
-    number, size = num_parameters(config), _dtype_bytes(config)
-    copied = checkpoint_bytes(config) if config.checkpoint.asynchronous else 0
-    copied += num_sampling_copies(config, config.learner.nproc, "cpu") * config.learner.nproc * number * size
-    version = 0 if config.lora.publishes_adapters else number * size
-    return version + _trained_bytes(config) + _of_critic(config, _trained_bytes) + copied
+    version = 0 if config.lora.publishes_adapters else _version_bytes(config, device)
+    needed = num_staged(config, version) * version + (checkpoint_bytes(config) if config.checkpoint.asynchronous else 0)
+    copies = num_sampling_copies(config, config.learner.nproc, "cpu") if device == "cpu" else 0
+    if config.learner_uses_vllm and device == "cuda" and version:
+        copies = 2  # what arrived, and what vLLM loads it from
+    needed += copies * config.learner.nproc * _version_bytes(config, device)
+    if device == "cuda" and config.learner.offload != "none" and config.has_reference_model:
+        needed += 4 * num_parameters(config.model.path)
+    if device == "cuda" and config.learner.offload != "all":
+        return needed
+    return needed + _trained_bytes(config, device)
 
 
-def _trained_bytes(config: Config) -> int:
-    """Return how much memory the model of ``model.path`` takes in the learner on the CPU while it is trained."""
-    number = num_parameters(config)
-    if config.lora.base_bits is not None:
-        return number * config.lora.base_bits // 8
-    return number * (_TRAINING_BYTES if config.lora.rank is None else _dtype_bytes(config))
+def num_staged(config: Config, version: int) -> int:
+    """Return how many versions of so many bytes ``weights.staging.Staging`` needs memory for in every run."""
+    number = 3 if config.weights.transport == "tcp" or config.weights.port is not None else 2
+    allowed = config.weights.staging_bytes
+    return number if allowed is None else min(number, max(1, allowed // max(1, version)))
+
+
+def _trained_bytes(config: Config, device: str) -> int:
+    """Return how much memory weights, gradients and the optimizer's state take, of a critic, too."""
+    if config.lora.rank is None:
+        return _float32_bytes(config, 2)
+    size = compute_bytes(config, device) if config.lora.base_bits is None else config.lora.base_bits / 8
+    number = num_parameters(config.model.path) + _of_critic(config, lambda c: num_parameters(c.model.path))
+    return int(size * number)
 
 
 def process_bytes(config: Config) -> int:
@@ -166,23 +225,49 @@ def process_bytes(config: Config) -> int:
 
     ``launch`` itself, or the doctor in its place, has its memory already when this is compared with what is available.
     """
-    counts = {"queue": 1, "learner": config.learner.nproc, "generator": config.generator.count}
+    launched = sum(scorer.launch for scorer in config.scorer.values())
+    counts = {"queue": 1, "learner": config.learner.nproc, "generator": config.generator.count + launched}
     return sum(number * _PROCESS_BYTES[role] for role, number in counts.items())
 
 
-def generator_bytes(config: Config) -> int:
-    """Return how much memory a generator needs at least on the CPU, for its weights and for the version that comes.
+def generator_bytes(config: Config, device: str = "cpu") -> int:
+    """Return how much of the host's memory a generator needs at least, for the versions in use and that comes.
 
-    A version of the adapters alone is not counted.
+    On the CPU the engine computes with the first of them. vLLM on a GPU either receives them there; or here, and loads
+    them from a third copy. A version of the adapters alone is not counted, but the weights below them on the CPU.
     """
-    copies = 1 if config.lora.publishes_adapters else 2
-    return copies * num_parameters(config) * _dtype_bytes(config) if has_model(config.generator.backend) else 0
+    if not has_model(config.generator.backend):
+        return 0
+    if config.lora.publishes_adapters:
+        return _version_bytes(config, device) if device == "cpu" else 0
+    copies = 2
+    if device == "cuda" and backend_here(config) == "vllm":
+        copies = 0 if workers_receive(config, device=device) else 3
+    return copies * _version_bytes(config, device)
+
+
+def backend_here(config: Config) -> str:
+    """Return the backend of generators on this machine, which has a GPU."""
+    if config.generator.backend != AUTO:
+        return config.generator.backend
+    return "vllm" if find_spec("vllm") is not None else FALLBACK
+
+
+def scorer_bytes(config: Config) -> int:
+    """Return how much memory the models of the scorers that ``launch`` starts take on the CPU."""
+    return sum(
+        num_parameters(scorer.model) * (2 if scorer.dtype in ("bfloat16", "float16") else 4)
+        for scorer in config.scorer.values() if scorer.launch
+    )  # fmt: skip
+
+
+def _version_bytes(config: Config, device: str) -> int:
+    return num_parameters(config.model.path) * compute_bytes(config, device)
 
 
 def has_gpu() -> bool:
-    """Return whether this machine has an NVIDIA or AMD GPU, from the driver's device file."""
-    return Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
-
-
-def _dtype_bytes(config: Config) -> int:
-    return 2 if config.model.dtype == "bfloat16" else 4
+    """Return whether this machine has an NVIDIA or AMD GPU, from the driver's device file, that is not hidden from
+    this process.
+    """
+    is_hidden = VISIBLE in os.environ and not visible_devices(os.environ)
+    return not is_hidden and (Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists())

@@ -10,15 +10,15 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from async_rl.config.config import Config
-from async_rl.config.generator import AUTO, BACKENDS, has_model
+from async_rl.config.generator import BACKENDS, has_model
 from async_rl.config.parallel import Layout
 from async_rl.errors import RunError
-from async_rl.launch.capacity import has_gpu
+from async_rl.generator.vllm.adapter import workers_receive
+from async_rl.launch.capacity import backend_here, has_gpu
 from async_rl.launch.learner_memory import MARGIN, RESERVED_BYTES, needed_bytes, propose, shape_of
 from async_rl.launch.placement import VISIBLE, Placement, place, visible_devices
 from async_rl.learner.memory_plan import MemoryPlan, ModelShape, UnknownShapeError, compute_bytes, plan_memory
@@ -183,12 +183,11 @@ class _Device:
         if process == "learner":
             yield from self._of_learner(is_training=is_training)
         elif process == "generator":
-            name = config.generator.backend
-            if name == AUTO:
-                name = "vllm" if find_spec("vllm") is not None else "transformers"
+            name = backend_here(config)
             if name == "vllm":
-                parts = config.generator.tensor_parallel_size
-                yield self._of_vllm(process, "generator.memory_fraction", config.generator.memory_fraction, parts)
+                # A second version, if workers receive it, is inside of the share, too.
+                copies = (1 + workers_receive(config, device=self.kind)) / config.generator.tensor_parallel_size
+                yield self._of_vllm(process, "generator.memory_fraction", config.generator.memory_fraction, copies)
             elif name in BACKENDS and has_model(name):
                 shape, size = shape_of(Path(config.model.path)), compute_bytes(config, self.kind)
                 yield _of_engine(process, shape.num_parameters * size, _cache_bytes(shape, config, size), "its cache")
@@ -226,14 +225,14 @@ class _Device:
             cache = _cache_bytes(shape, config, compute_bytes(config, self.kind))
             yield Part("its engine", MARGIN * cache, 0, "the cache to sample with")
 
-    def _of_vllm(self, name: str, key: str, fraction: float, num_parts: int, model: str | None = None) -> Part:
+    def _of_vllm(self, name: str, key: str, fraction: float, copies: float, model: str | None = None) -> Part:
         share = fraction * self.size
         taken = share + ASLEEP_BYTES  # vLLM does not start if its share is not free beside its context
         try:
             number = shape_of(Path(model or self.config.model.path)).num_parameters
         except UnknownShapeError:  # its share is known
             number = 0
-        weights = number * compute_bytes(self.config, self.kind) / num_parts
+        weights = copies * number * compute_bytes(self.config, self.kind)
         text = f"{key} = {fraction} of it, and {size_text(ASLEEP_BYTES)} beside that"
         if weights:
             text += f"; its weights are {size_text(int(weights))}"

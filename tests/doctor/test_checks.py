@@ -23,7 +23,7 @@ from async_rl.doctor.offline import check_offline_rows
 from async_rl.errors import AddressError
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.launch import capacity
-from async_rl.launch.capacity import generator_bytes, learner_bytes, process_bytes
+from async_rl.launch.capacity import HostMemory
 from async_rl.launch.checks import Start
 from async_rl.launch.preflight import check_judge
 from async_rl.queue.server.settings import settings_of
@@ -456,9 +456,8 @@ def test_a_judge_is_not_asked_before_a_run_but_its_key_is_looked_for(root: Path,
 @pytest.mark.parametrize(("more", "state"), [(0, "OK"), (-1, "WARN")])
 def test_memory_for_the_models_alone_is_a_warning(root: Path, monkeypatch: pytest.MonkeyPatch, more: int, state: str):
     config = make_config(root)
-    needed = learner_bytes(config) + config.generator.count * generator_bytes(config) + process_bytes(config)
     monkeypatch.setattr(capacity, "has_gpu", lambda: False)
-    monkeypatch.setattr(machine, "has_gpu", lambda: False)
+    needed = HostMemory.of(config).models + HostMemory.of(config).processes
     for module in (machine, capacity):
         monkeypatch.setattr(module, "available_memory", lambda with_swap=False: needed + more)
     (found,) = machine.check_room_in_memory(config)
