@@ -108,7 +108,7 @@ def find_room(config: Config, num_ranks: int, *, is_alone: bool) -> list[Room]:
     found = device_sizes()
     if not found:
         each = available_memory(with_swap=True) / num_ranks
-        where = "this machine" if num_ranks == 1 else f"of {num_ranks} ranks one"
+        where = "this machine" if num_ranks == 1 else f"its share of this machine, one of {num_ranks},"
         room = _Device(config, num_ranks, each, "cpu", where).room("device memory", ["learner"], is_training=True)
         return [Room(room.check, "WARN" if room.state == "FAIL" else room.state, room.found, room.fix)]
     visible = visible_devices(os.environ) or [str(index) for index in range(len(found))]
@@ -159,8 +159,10 @@ class _Device:
         most, least = sum(part.most for part in parts), sum(part.least for part in parts)
         if not parts:
             return Room(check, "OK", f"not predicted: {'; '.join(unknown)}")
-        found = f"on {self.name} processes take about {size_text(int(most))} of {size_text(int(self.size))}: "
-        found += ", ".join([*map(str, parts), *(f"{text}, and is not counted" for text in unknown)])
+        who = f"the {parts[0].name} takes" if len(parts) == 1 else "processes take"
+        found = f"on {self.name} {who} about {size_text(int(most))} of {size_text(int(self.size))}: "
+        texts = [parts[0].text] if len(parts) == 1 else list(map(str, parts))
+        found += ", ".join([*texts, *(f"{text}, and is not counted" for text in unknown)])
         too_small = [p for p in parts if p.key and p.weights >= p.most - ASLEEP_BYTES]
         if most <= self.size and not too_small:
             return Room(check, "OK", found)
@@ -235,7 +237,7 @@ class _Device:
         weights = copies * number * compute_bytes(self.config, self.kind)
         text = f"{key} = {fraction} of it, and {size_text(ASLEEP_BYTES)} beside that"
         if weights:
-            text += f"; its weights are {size_text(int(weights))}"
+            text += f"; its weights{', with a second version,' if copies > 1 else ''} are {size_text(int(weights))}"
         return Part(name, taken, taken, text, key, weights)
 
     def _fix(self, parts: Sequence[Part], *, is_training: bool) -> str:

@@ -189,7 +189,7 @@ def test_on_a_cpu_the_ranks_share_the_memory_and_too_little_is_a_warning(
     available = int(plan.total / 2)
     room = only(find_room(config, 1, is_alone=False))
     assert (room.state, "--set model.gradient_checkpointing=" in room.fix) == ("WARN", True)
-    assert check(config).startswith("device memory: on this machine processes take about")
+    assert check(config).startswith("device memory: on this machine the learner takes about")
     assert gpus == []
 
 
@@ -224,6 +224,6 @@ def test_what_is_not_known_is_said(root: Path, gpus: list[float]):
     away = tiny_config(root, "nowhere", generator={"backend": "vllm"})
     gpus.append(80 * GIB)
     room = only(find_room(away, 1, is_alone=False))
-    assert (room.state, "generator 66 GiB" in room.found) == ("OK", True)
+    assert (room.state, "the generator takes about 66 GiB" in room.found) == ("OK", True)
     assert "of learner can't read" in room.found
     assert "not predicted" in only(find_room(away, 1, is_alone=True)).found
