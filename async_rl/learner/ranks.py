@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
@@ -30,7 +30,8 @@ from torch import Tensor
 
 from async_rl.config.config import Config
 from async_rl.config.parallel import Layout
-from async_rl.errors import ConfigError, TrainingError
+from async_rl.errors import AddressError, ConfigError, TrainingError
+from async_rl.learner.rank_network import chosen_interface
 from async_rl.net.wire import decode, encode
 from async_rl.process.child import DEVICES_ARE_DEALT
 from async_rl.process.user_code import code_digests
@@ -102,20 +103,23 @@ def init_ranks(config: Config) -> Ranks:
     try:
         if place.world_size == 1:
             store: dist.Store = dist.HashStore()
+            interface = nullcontext()
         else:
             store, _, _ = next(dist.rendezvous("env://", timeout=max(timeout, timedelta(seconds=JOIN_TIMEOUT_S))))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("async_rl_ranks", store),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
-    except (RuntimeError, ValueError) as error:
+            interface = chosen_interface(store, place.rank, place.world_size)
+        with interface:
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=dist.PrefixStore("async_rl_ranks", store),
+                rank=place.rank,
+                world_size=place.world_size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+    except (RuntimeError, ValueError, AddressError) as error:
         raise TrainingError(
             f"rank {place.rank} of {place.world_size} could not join the other ranks: {error}; check that all ranks "
-            f"were started with the same MASTER_ADDR and MASTER_PORT"
+            f"were started with the same MASTER_ADDR and MASTER_PORT, and that their machines reach each other"
         ) from error
     return Ranks(place, device, dist.PrefixStore("async_rl_failure", store), layout=layout, timeout=timeout)
 
