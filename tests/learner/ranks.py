@@ -37,8 +37,8 @@ def finish_ranks(processes: list[Forked], timeout_s: float = 300.0) -> list[tupl
             process.kill()
 
 
-def run_ranks(scenario: str, directory: Path, *, world_size: int = 2) -> None:
+def run_ranks(scenario: str, directory: Path, *, world_size: int = 2, timeout_s: float = 300.0) -> None:
     """Run a scenario that must succeed on every rank."""
-    results = finish_ranks(start_ranks(scenario, directory, world_size=world_size))
+    results = finish_ranks(start_ranks(scenario, directory, world_size=world_size), timeout_s)
     ends = "\n\n".join(f"rank {rank} ended with {code}: {output}" for rank, (code, output) in enumerate(results))
     assert all(code == 0 for code, _ in results), ends

@@ -68,7 +68,7 @@ def compare_with_one_process(directory: Path, cases: list[tuple[str, str, bool]]
     for size in sorted({LAYOUTS[name][0] for name, _, _ in cases}):
         of_size = [case for case in cases if LAYOUTS[case[0]][0] == size]
         (directory / "cases.json").write_text(json.dumps(of_size), encoding="utf-8")
-        run_ranks("laid_out", directory, world_size=size)
+        run_ranks("laid_out", directory, world_size=size, timeout_s=max(300, 30 * len(of_size)))
     for name, model, lora in cases:
         results = (case_directory(directory, layout, model, lora=lora) for layout in (name, "alone"))
         assert_same(*results)
