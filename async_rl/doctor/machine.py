@@ -7,6 +7,7 @@ and a broadcast between two ranks. Each function returns findings.
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 import time
@@ -48,6 +49,8 @@ from async_rl.run.directory import check_writable
 from async_rl.run.queue_files import read_record
 
 _JOURNAL_BYTES = 1 << 30
+_SHARED_BYTES = 1 << 30
+"""Docker gives a container 64 MiB; NCCL and vLLM take tens to hundreds for each process."""
 _ANSWER_S = 5.0
 _CLOCK_S = 2.0
 _MEET_S = 10.0
@@ -130,11 +133,28 @@ def check_cuda(config: Config, *roles: str) -> list[Finding]:
     for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         names.append(f"cuda:{index} {torch.cuda.get_device_name(index)}, {size_text(free)} free of {size_text(total)}")
-    rows = [Finding("devices", "OK", "; ".join(names))]
+    rows = [Finding("devices", "OK", "; ".join(names)), *check_shared_memory(count)]
     if len(roles) > 1:
         placement = place(config, visible_devices(os.environ), is_limited=VISIBLE in os.environ)
         rows.append(Finding("devices", "OK", f"launch puts {placement.line}"))
     return rows
+
+
+def check_shared_memory(num_devices: int, directory: Path = Path("/dev/shm")) -> list[Finding]:
+    """Check the room of ``directory`` on a machine with several GPUs. Return no finding if all is well."""
+    size = shutil.disk_usage(directory).total if directory.is_dir() else 0
+    if num_devices < 2 or size >= _SHARED_BYTES:
+        return []
+    found = f"{directory} has {size_text(size)}" if size else f"{directory} does not exist"
+    return [
+        Finding(
+            "shared memory",
+            "WARN",
+            f"{found}; processes on several GPUs (NCCL's ranks, vLLM's workers) exchange data there",
+            fix="start the container with --ipc=host or --shm-size=8g; on Kubernetes mount an emptyDir of medium "
+            "Memory at /dev/shm",
+        )
+    ]
 
 
 def check_disk(config: Config) -> list[Finding]:

@@ -7,6 +7,7 @@ import socket
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,21 @@ def test_an_address_where_something_else_listens(taken_port: int, monkeypatch: p
 def test_versions_that_differ_from_the_peers():
     row = machine._versions_row({"async-rl": "0.1.0", "torch": "2.11.0"}, {"async-rl": "0.1.0", "torch": "2.13.0"})
     assert (row.state, row.found) == ("WARN", "torch 2.11.0 there, 2.13.0 here")
+
+
+def test_a_container_without_shared_memory_for_several_gpus_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sizes = {"docker": 64 << 20, "host": 8 << 30}
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(total=sizes[path.name]))
+    for name in sizes:
+        (tmp_path / name).mkdir()
+    (row,) = machine.check_shared_memory(2, tmp_path / "docker")
+    assert (row.state, row.found.split(";")[0]) == ("WARN", f"{tmp_path / 'docker'} has 64 MiB")
+    (row,) = machine.check_shared_memory(2, tmp_path / "missing")
+    assert "does not exist" in row.found
+    assert machine.check_shared_memory(2, tmp_path / "host") == []
+    assert machine.check_shared_memory(1, tmp_path / "docker") == []
 
 
 def test_an_interface_that_does_not_exist(root: Path, monkeypatch: pytest.MonkeyPatch):
