@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -63,7 +63,7 @@ class StagedVersion:
         manifest: the version's manifest.
         wait_s: seconds that ``Staging.stage`` waited for free memory.
         gather_s: seconds that gathering and copying took.
-        digest_s: seconds that computing the digests took.
+        digest_s: seconds after that until the last digest was there. Most are computed while other buckets are copied.
         num_buffers: how many versions can be staged at once.
     """
 
@@ -196,13 +196,15 @@ class Staging:
         slot = self._claim(tick)
         claimed = time.monotonic()
         iterator = iter(named_tensors)
+        digests: list[Future[str]] = []
         try:
             if self._layout is None:
-                self._layout = self._stage_first(slot, iterator)
+                self._layout = self._stage_first(slot, iterator, digests)
             else:
-                self._stage_again(slot, self._layout, iterator)
+                self._stage_again(slot, self._layout, iterator, digests)
             _wait_for_copies()
         except BaseException:
+            wait(digests)  # they read the memory
             self._hand_back(slot)
             raise
         finally:
@@ -210,11 +212,11 @@ class Staging:
                 pass
         layout = self._layout
         copied = time.monotonic()
-        digests = tuple(self._pool.map(_digest, slot.buckets))
+        bucket_digests = tuple(digest.result() for digest in digests)
         with self._changed:
             self._order += 1
             slot.order, slot.busy, slot.retired, slot.delivered = self._order, False, False, False
-        manifest = Manifest(lineage, version, layout.tensors, layout.bucket_sizes, digests)
+        manifest = Manifest(lineage, version, layout.tensors, layout.bucket_sizes, bucket_digests)
         return StagedVersion(
             manifest, claimed - start, copied - claimed, time.monotonic() - copied, self._num_slots(), slot, slot.order,
             self._changed,
@@ -283,7 +285,17 @@ class Staging:
                 slot.memory = SharedBuckets()
             self._changed.notify_all()
 
-    def _stage_first(self, slot: _Slot, named_tensors: Iterator[tuple[str, Tensor]]) -> Layout:
+    def _begin_digest(self, bucket: Tensor) -> Future[str]:
+        """Compute the digest of ``bucket`` in another thread, when the copies that have begun so far have ended."""
+        event = None
+        if torch.cuda.is_available():
+            event = torch.cuda.Event()
+            event.record()
+        return self._pool.submit(_digest, bucket, event)
+
+    def _stage_first(
+        self, slot: _Slot, named_tensors: Iterator[tuple[str, Tensor]], digests: list[Future[str]]
+    ) -> Layout:
         """Copy the first version into the slot's memory, and return the layout.
 
         The sizes of the buckets are not known yet, so each bucket is filled in a scratch buffer, then copied at its
@@ -298,6 +310,7 @@ class Staging:
                 continue  # Only count, so that the message can name the whole size.
             if spec.bucket > len(slot.buckets):
                 slot.buckets.append(_exact_bucket(slot.memory, scratch, plan.bucket_size(spec.bucket - 1)))
+                digests.append(self._begin_digest(slot.buckets[-1]))
                 scratch.zero_()
             if scratch.numel() < spec.size_bytes or scratch.numel() == 0:
                 scratch = torch.zeros(max(self._bucket_bytes, spec.size_bytes), dtype=torch.uint8)
@@ -312,9 +325,12 @@ class Staging:
             )
         if layout.bucket_sizes:
             slot.buckets.append(_exact_bucket(slot.memory, scratch, layout.bucket_sizes[-1]))
+            digests.append(self._begin_digest(slot.buckets[-1]))
         return layout
 
-    def _stage_again(self, slot: _Slot, layout: Layout, named_tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def _stage_again(
+        self, slot: _Slot, layout: Layout, named_tensors: Iterator[tuple[str, Tensor]], digests: list[Future[str]]
+    ) -> None:
         index = -1
         for index, (name, tensor) in enumerate(named_tensors):
             spec = layout.tensors[index] if index < len(layout.tensors) else None
@@ -324,14 +340,20 @@ class Staging:
                 raise WeightsError(
                     f"tensor {index} of the weights: expected {wanted}, as in the version before, got {got}; {_BUG}"
                 )
+            if spec.bucket > len(digests):  # the buckets before it are full
+                digests.append(self._begin_digest(slot.buckets[len(digests)]))
             _fill(slot.buckets[spec.bucket], spec, tensor)
         if index + 1 != len(layout.tensors):
             raise WeightsError(
                 f"expected {len(layout.tensors)} tensors, as in the version before, got {index + 1}; {_BUG}"
             )
+        if slot.buckets:
+            digests.append(self._begin_digest(slot.buckets[-1]))
 
 
-def _digest(bucket: Tensor) -> str:
+def _digest(bucket: Tensor, copied: torch.cuda.Event | None) -> str:
+    if copied is not None:
+        copied.synchronize()
     return digest_bytes(bucket.numpy().data)
 
 

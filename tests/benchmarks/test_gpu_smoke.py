@@ -145,7 +145,7 @@ def wrong_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def skipped_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_digest", lambda bucket: "0" * 32)
+    monkeypatch.setattr(staging, "_digest", lambda *of: "0" * 32)
 
 
 def wait_in_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

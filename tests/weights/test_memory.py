@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
     monkeypatch.setattr("torch.cuda.cudart", lambda: found)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device=None: None)
+    monkeypatch.setattr("torch.cuda.Event", Mock)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     return found
 
