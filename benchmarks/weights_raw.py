@@ -100,7 +100,7 @@ class BareGloo:
         for child in self._children:
             child.pipe.recv()
         start = time.perf_counter()
-        self._group.broadcast(self._bucket, chunk_bytes=BUCKET_BYTES, deadline=time.monotonic() + DEADLINE_S)
+        self._group.broadcast([self._bucket], chunk_bytes=BUCKET_BYTES, deadline=time.monotonic() + DEADLINE_S)
         for child in self._children:
             child.pipe.recv()
         return time.perf_counter() - start
@@ -118,7 +118,7 @@ def _gloo_peer(pipe: Connection, unique_id: bytes, size: int, rank: int, num_pee
     try:
         while pipe.recv():
             pipe.send("ready")
-            group.broadcast(bucket, chunk_bytes=BUCKET_BYTES, deadline=time.monotonic() + DEADLINE_S)
+            group.broadcast([bucket], chunk_bytes=BUCKET_BYTES, deadline=time.monotonic() + DEADLINE_S)
             pipe.send("done")
     except EOFError:
         group.close()

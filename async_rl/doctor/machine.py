@@ -437,7 +437,7 @@ def check_collective(host: str, backend: str) -> list[Finding]:
     def take_part(rank: int) -> None:
         try:
             communicator = Communicator.connect(libraries[rank], unique_id, rank=rank, size=size, stall_s=_MEET_S)
-            communicator.broadcast(buckets[rank], chunk_bytes=1 << 20, deadline=time.monotonic() + _MEET_S)
+            communicator.broadcast([buckets[rank]], chunk_bytes=1 << 20, deadline=time.monotonic() + _MEET_S)
         except WeightsError as error:
             failures.append(error)
 

@@ -127,7 +127,7 @@ def _broadcast_once(name: str, devices: list[str | None], number: int) -> None:
             communicator = Communicator.connect(
                 libraries[rank], unique_id, rank=rank, size=len(devices), stall_s=STALL_S
             )
-            communicator.broadcast(buckets[rank], chunk_bytes=256 << 10, deadline=time.monotonic() + STALL_S)
+            communicator.broadcast([buckets[rank]], chunk_bytes=256 << 10, deadline=time.monotonic() + STALL_S)
             communicator.close()
         except WeightsError as error:
             failures.append(error)

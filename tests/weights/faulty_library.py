@@ -53,15 +53,15 @@ class FaultyLibrary:
             raise RuntimeError("injected: a peer is gone")
         return self._fault != "progress" and (self._fault == "stall" or self._gloo.state())
 
-    def broadcast(self, memory: Tensor, timeout_s: float) -> None:
+    def broadcast(self, memory: Tensor, timeout_s: float, *, after: Any = None) -> None:
         if not self._goes_wrong("broadcast"):
-            self._gloo.broadcast(memory, timeout_s)
+            self._gloo.broadcast(memory, timeout_s, after=after)
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         return self._gloo.allocate(num_bytes, device)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        self._gloo.copy(target, source)
+    def copy(self, target: Tensor, source: Tensor, *, after: Any = None) -> Any:
+        return self._gloo.copy(target, source, after=after)
 
     def event(self) -> Any:
         return self._gloo.event()

@@ -27,16 +27,17 @@ def inject_faults() -> None:
 
     broadcast, read = Communicator.broadcast, _Answer.read
 
-    def faulty_broadcast(self, bucket, *, chunk_bytes, deadline, on_chunk=None):
-        chunks = iter([bucket])
+    def faulty_broadcast(self, buckets, *, chunk_bytes, deadline, on_chunk=None):
+        begun = set()
 
-        def faulty_on_chunk(chunk):
-            for first in chunks:  # before its bytes are digested
-                received("collective", first)
-            if on_chunk is not None:
-                on_chunk(chunk)
+        def faulty_on_chunk(index, chunk):
+            if index not in begun:  # before its bytes are digested
+                begun.add(index)
+                received("collective", buckets[index])
+            assert on_chunk is not None, "a receiver without digests"
+            return on_chunk(index, chunk)
 
-        broadcast(self, bucket, chunk_bytes=chunk_bytes, deadline=deadline, on_chunk=faulty_on_chunk)
+        broadcast(self, buckets, chunk_bytes=chunk_bytes, deadline=deadline, on_chunk=faulty_on_chunk)
 
     def faulty_read(self, into, hasher):
         read(self, into, hasher)

@@ -2,6 +2,8 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -36,16 +38,16 @@ class DeviceLibrary(GlooLibrary):
         super().__init__(endpoint)
         self.copied: list[tuple[str, str]] = []
 
-    def broadcast(self, memory: torch.Tensor, timeout_s: float) -> None:
+    def broadcast(self, memory: torch.Tensor, timeout_s: float, *, after: Any = None) -> None:
         assert isinstance(memory, OnDevice)
-        super().broadcast(memory.as_subclass(torch.Tensor), timeout_s)
+        super().broadcast(memory.as_subclass(torch.Tensor), timeout_s, after=after)
 
     def allocate(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         return OnDevice.empty(num_bytes) if device == DEVICE else torch.empty(num_bytes, dtype=torch.uint8)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Any:
         self.copied.append((source.device.type, target.device.type))
-        super().copy(target, source)
+        return super().copy(target, source, after=after)
 
 
 def two_ranks(stall_s: float, libraries: Sequence[Library] = ()) -> list[Communicator]:
@@ -70,10 +72,10 @@ def test_a_broadcast_brings_the_bytes_chunk_by_chunk():
     sent, got = torch.arange(100_000).to(torch.uint8), torch.zeros(100_000, dtype=torch.uint8)
     deadline = time.monotonic() + 30
     receive = threading.Thread(
-        target=ranks[1].broadcast, args=(got,), kwargs={"chunk_bytes": 7001, "deadline": deadline}
+        target=ranks[1].broadcast, args=([got],), kwargs={"chunk_bytes": 7001, "deadline": deadline}
     )
     receive.start()
-    ranks[0].broadcast(sent, chunk_bytes=7001, deadline=deadline)
+    ranks[0].broadcast([sent], chunk_bytes=7001, deadline=deadline)
     receive.join()
     assert torch.equal(got, sent)
     for rank in ranks:
@@ -97,10 +99,11 @@ def test_chunks_reach_host_and_device_memory_and_are_read_back_from_where_they_l
         assert not isinstance(chunk, OnDevice)
         read.append(chunk.clone())
 
-    options = {"chunk_bytes": 7001, "deadline": deadline, "on_chunk": keep}
-    receive = threading.Thread(target=ranks[1].broadcast, args=(got,), kwargs=options)
+    pool = ThreadPoolExecutor(1)
+    options = {"chunk_bytes": 7001, "deadline": deadline, "on_chunk": lambda _, chunk: pool.submit(keep, chunk)}
+    receive = threading.Thread(target=ranks[1].broadcast, args=([got],), kwargs=options)
     receive.start()
-    ranks[0].broadcast(sent, chunk_bytes=7001, deadline=deadline)
+    ranks[0].broadcast([sent], chunk_bytes=7001, deadline=deadline)
     receive.join()
     assert torch.equal(got.as_subclass(torch.Tensor), sent)
     assert torch.equal(torch.cat(read), sent)
@@ -117,7 +120,7 @@ def test_a_frozen_peer_costs_a_collective_no_more_than_its_deadline(rank: int):
     bucket = torch.zeros(32 << 20, dtype=torch.uint8)
     start = time.monotonic()
     with pytest.raises(WeightsError, match="broadcast"):
-        ranks[rank].broadcast(bucket, chunk_bytes=64 << 20, deadline=start + 0.5)
+        ranks[rank].broadcast([bucket], chunk_bytes=64 << 20, deadline=start + 0.5)
     assert 0.4 < time.monotonic() - start < 5
     for each in ranks:
         each.close()

@@ -5,6 +5,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from async_rl.errors import WeightsError
 from async_rl.queue.messages import Announcement
 from async_rl.weights.channel.publisher import Publisher
 from async_rl.weights.collective.libraries import SUBSTITUTE
-from async_rl.weights.collective.library import HOST, Communicator, Endpoint
+from async_rl.weights.collective.library import HOST, Communicator, Endpoint, OnChunk
 from async_rl.weights.collective.nccl import NcclLibrary, offer
 from async_rl.weights.control import CollectiveOffer
 from async_rl.weights.staging import Staging
@@ -68,14 +69,18 @@ def _broadcast(ranks: list[Communicator], deadline_s: float) -> tuple[list[torch
     errors = ["", ""]
     deadline = time.monotonic() + deadline_s
 
-    def take_part(rank: int, on_chunk: Callable[[torch.Tensor], None] | None) -> None:
+    def take_part(rank: int, on_chunk: OnChunk | None) -> None:
         try:
-            ranks[rank].broadcast(buckets[rank], chunk_bytes=300, deadline=deadline, on_chunk=on_chunk)
+            ranks[rank].broadcast([buckets[rank]], chunk_bytes=300, deadline=deadline, on_chunk=on_chunk)
         except WeightsError as error:
             errors[rank] = str(error)
             ranks[rank].close()
 
-    receiver = threading.Thread(target=take_part, args=(1, lambda chunk: read.append(chunk.numpy().tobytes())))
+    def keep(bucket: int, chunk: torch.Tensor) -> Future[None]:
+        return pool.submit(lambda: read.append(chunk.numpy().tobytes()))
+
+    pool = ThreadPoolExecutor(1)
+    receiver = threading.Thread(target=take_part, args=(1, keep))
     receiver.start()
     take_part(0, None)
     receiver.join()
@@ -113,7 +118,7 @@ def test_a_peer_that_takes_no_part_costs_a_broadcast_no_more_than_its_deadline(l
     ranks = two_ranks(10, libraries)
     started = time.monotonic()
     with pytest.raises(WeightsError, match="a peer did not answer in time"):
-        ranks[rank].broadcast(torch.zeros(2000, dtype=torch.uint8), chunk_bytes=300, deadline=started + 0.1)
+        ranks[rank].broadcast([torch.zeros(2000, dtype=torch.uint8)], chunk_bytes=300, deadline=started + 0.1)
     assert 0.1 <= time.monotonic() - started < 5
 
 

@@ -15,10 +15,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from async_rl.net.streams import listening_socket
-from async_rl.weights.collective.library import Endpoint
-
-_NUM_THREADS = 2
-"""As many broadcasts may be in flight at once."""
+from async_rl.weights.collective.library import NUM_CONCURRENT_CHUNKS, Endpoint
 
 
 class GlooLibrary:
@@ -50,13 +47,13 @@ class GlooLibrary:
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._devices = [ProcessGroupGloo.create_device(hostname=self._endpoint.local_host)]
         options._timeout = timeout
-        options._threads = _NUM_THREADS
+        options._threads = NUM_CONCURRENT_CHUNKS  # so many broadcasts are in flight at once
         self._process_group = ProcessGroupGloo(PrefixStore("weights", store), rank, size, options)
 
     def state(self) -> bool:
         return self._process_group is not None
 
-    def broadcast(self, memory: Tensor, timeout_s: float) -> None:
+    def broadcast(self, memory: Tensor, timeout_s: float, *, after: Any = None) -> None:
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -66,17 +63,19 @@ class GlooLibrary:
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy, after waiting for the broadcasts that have begun: gloo has no stream that would keep the order."""
-        if self._newest is not None:
-            self._newest.wait()
+    def copy(self, target: Tensor, source: Tensor, *, after: Any = None) -> Any:
+        """Copy at once, when the broadcast ``after`` has ended: gloo has no stream that would keep the order."""
+        if after is not None:
+            after.wait()
         target.copy_(source)
+        return None
 
     def event(self) -> Any:
         return self._newest
 
     def done(self, event: Any) -> bool:
-        event.wait()
+        if event is not None:
+            event.wait()
         return True
 
     def abort(self) -> None:

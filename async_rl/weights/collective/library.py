@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from torch import Tensor
 from async_rl.errors import WeightsError
 
 HOST = torch.device("cpu")
-_POLL_S = 0.001
-_NUM_CONCURRENT_CHUNKS = 2
-"""The ranks agree on one chunk while the other is sent."""
+_POLL_S, _LONGEST_POLL_S = 0.0001, 0.001
+NUM_CONCURRENT_CHUNKS = 3
+"""One is copied to the device, one is sent, one is copied from the device. A version's chunks follow each other without
+a pause, also where a bucket ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +70,24 @@ class Library(Protocol):
         """
         ...
 
-    def broadcast(self, memory: Tensor, timeout_s: float) -> None:
-        """Begin to copy rank 0's ``memory``, uint8 [N] on ``device``, into the ``memory`` of every other rank."""
+    def broadcast(self, memory: Tensor, timeout_s: float, *, after: Any = None) -> None:
+        """Begin to copy rank 0's ``memory``, uint8 [N] on ``device``, into the ``memory`` of every other rank, when the
+        event ``after`` is done.
+        """
         ...
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         """Return memory for ``copy`` on a device or the host, uint8 [``num_bytes``]."""
         ...
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Begin a copy between host and device, after the broadcasts and copies that have begun so far."""
+    def copy(self, target: Tensor, source: Tensor, *, after: Any = None) -> Any:
+        """Begin a copy between host and device, when the event ``after`` and the copies that have begun are done.
+        Return an event that is done when it has ended. Broadcasts may run meanwhile.
+        """
         ...
 
     def event(self) -> Any:
-        """Return an event that is done when the broadcasts and copies that have begun so far have ended."""
+        """Return an event that is done when the broadcasts that have begun so far have ended."""
         ...
 
     def done(self, event: Any) -> bool:
@@ -97,6 +103,19 @@ class Library(Protocol):
         ...
 
 
+OnChunk = Callable[[int, Tensor], "Future[Any]"]
+"""Reads a chunk that has arrived, by the index of its bucket; in another thread. Chunks come in their order."""
+
+
+class _Chunk(NamedTuple):
+    """A chunk in flight: it must be there, on the host if it is read, when ``event`` is done."""
+
+    bucket: int
+    event: Any
+    until: float
+    memory: Tensor
+
+
 class Communicator:
     """A connected library that carries broadcasts from rank 0, the broadcaster, to the others. One thread uses it.
 
@@ -108,6 +127,7 @@ class Communicator:
         self._rank = rank
         self._stall_s = stall_s
         self._scratch: dict[tuple[torch.device, int], Tensor] = {}
+        self._readers: deque[Future[Any]] = deque()
 
     @classmethod
     def connect(cls, library: Library, unique_id: bytes, *, rank: int, size: int, stall_s: float) -> Communicator:
@@ -136,35 +156,37 @@ class Communicator:
         return cls(library, rank=rank, stall_s=stall_s)
 
     def broadcast(
-        self, bucket: Tensor, *, chunk_bytes: int, deadline: float, on_chunk: Callable[[Tensor], None] | None = None
+        self, buckets: Sequence[Tensor], *, chunk_bytes: int, deadline: float, on_chunk: OnChunk | None = None
     ) -> None:
-        """Copy rank 0's ``bucket`` into that of every other rank.
+        """Copy rank 0's ``buckets`` into those of every other rank.
 
         Args:
-            bucket: uint8 [N], on the host or on a device. If that is not the library's, chunks are copied.
+            buckets: uint8 [N] each, on the host or on a device. If that is not the library's, chunks are copied.
             chunk_bytes: largest number of bytes to send at once.
             deadline: when the broadcast must have ended, on the monotonic clock.
-            on_chunk: called with the bytes of each chunk on the host after it has arrived, in their order. The next
-                chunk travels meanwhile. Chunks on a device are read back for it.
+            on_chunk: gets each chunk on the host after it has arrived. The next ones travel meanwhile. Chunks on a
+                device are read back for it. All have been read when this returns.
 
         Raises:
             WeightsError: a peer died or stalled, or the deadline passed. The communicator can't be used again.
         """
-        in_flight: deque[tuple[Any, float, Tensor]] = deque()
+        in_flight: deque[_Chunk] = deque()
         try:
-            for number, start in enumerate(range(0, bucket.numel(), chunk_bytes)):
-                if len(in_flight) == _NUM_CONCURRENT_CHUNKS:
-                    self._finish(*in_flight.popleft(), on_chunk)
-                chunk = bucket[start : start + chunk_bytes]
+            for number, (index, chunk) in enumerate(_chunks(buckets, chunk_bytes)):
+                if len(in_flight) == NUM_CONCURRENT_CHUNKS:
+                    self._finish(in_flight.popleft(), on_chunk)
                 until = min(deadline, time.monotonic() + self._stall_s)
                 event, on_host = self._begin(chunk, number, until, is_read=on_chunk is not None)
-                in_flight.append((event, until, on_host))
+                in_flight.append(_Chunk(index, event, until, on_host))
             while in_flight:
-                self._finish(*in_flight.popleft(), on_chunk)
+                self._finish(in_flight.popleft(), on_chunk)
         except RuntimeError as error:
             raise WeightsError(
                 f"the broadcast of this version failed: {_first_line(error)}; the learner offers it again"
             ) from error
+        finally:
+            while self._readers:
+                self._readers.popleft().result()
 
     def close(self) -> None:
         """Close all connections, so that ranks that wait for this rank fail at once."""
@@ -177,33 +199,42 @@ class Communicator:
         if timeout_s <= 0:
             raise RuntimeError("it did not end within weights.deadline_s")
         memory = chunk if chunk.device == library.device else self._scratch_for(chunk, number, library.device)
-        if memory is not chunk and self._rank == 0:
-            library.copy(memory, chunk)
-        library.broadcast(memory, timeout_s)
+        is_copied = memory is not chunk
+        copied = library.copy(memory, chunk) if is_copied and self._rank == 0 else None
+        library.broadcast(memory, timeout_s, after=copied)
         _wait(library.state, until)
-        if memory is not chunk and self._rank != 0:
-            library.copy(chunk, memory)
+        event = library.event()
+        if is_copied and self._rank != 0:
+            event = library.copy(chunk, memory, after=event)
         if not is_read or chunk.device == HOST:
-            return library.event(), chunk
+            return event, chunk
+        # As many chunks may be read as are in flight; those before have left their memory.
+        while len(self._readers) > NUM_CONCURRENT_CHUNKS:
+            self._readers.popleft().result()
         # From where it lies, so that a digest also covers the way to the device.
         on_host = self._scratch_for(chunk, number, HOST)
-        library.copy(on_host, chunk)
-        return library.event(), on_host
+        return library.copy(on_host, chunk, after=event), on_host
 
     def _scratch_for(self, chunk: Tensor, number: int, device: torch.device) -> Tensor:
-        """Return memory of the chunk's size. Two chunks are in flight, so that of the one before is not touched."""
-        key = device, number % _NUM_CONCURRENT_CHUNKS
+        """Return memory of the chunk's size, which no chunk in flight has; on the host none that is read, either."""
+        key = device, number % (2 * NUM_CONCURRENT_CHUNKS if device == HOST else NUM_CONCURRENT_CHUNKS)
         if key not in self._scratch or self._scratch[key].numel() < chunk.numel():
             self._scratch[key] = self._library.allocate(chunk.numel(), device)
         return self._scratch[key][: chunk.numel()]
 
-    def _finish(self, event: Any, until: float, chunk: Tensor, on_chunk: Callable[[Tensor], None] | None) -> None:
+    def _finish(self, chunk: _Chunk, on_chunk: OnChunk | None) -> None:
         def is_done() -> bool:
-            return self._library.state() and self._library.done(event)
+            return self._library.state() and self._library.done(chunk.event)
 
-        _wait(is_done, until)
+        _wait(is_done, chunk.until)
         if on_chunk is not None:
-            on_chunk(chunk)
+            self._readers.append(on_chunk(chunk.bucket, chunk.memory))
+
+
+def _chunks(buckets: Sequence[Tensor], chunk_bytes: int) -> Iterator[tuple[int, Tensor]]:
+    for index, bucket in enumerate(buckets):
+        for start in range(0, bucket.numel(), chunk_bytes):
+            yield index, bucket[start : start + chunk_bytes]
 
 
 def _wait(is_over: Callable[[], bool], until: float) -> None:
@@ -212,10 +243,12 @@ def _wait(is_over: Callable[[], bool], until: float) -> None:
     Raises:
         RuntimeError: it was not over at ``until``, on the monotonic clock.
     """
+    pause_s = _POLL_S
     while not is_over():
         if time.monotonic() > until:
             raise RuntimeError("a peer did not answer in time")
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
 
 def _first_line(error: Exception) -> str:

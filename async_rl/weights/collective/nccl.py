@@ -44,7 +44,7 @@ class NcclLibrary:
 
         self._nccl: Any = nccl.core
         self.device = torch.device(endpoint.device or "cuda")
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream, self._copies = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
         self._communicator: Any = None
         choose_interface(endpoint.local_host)
 
@@ -66,21 +66,24 @@ class NcclLibrary:
                 raise RuntimeError(f"NCCL: {what}: {self._communicator.get_last_error()}")
         return result == _SUCCESS
 
-    def broadcast(self, memory: Tensor, timeout_s: float) -> None:
+    def broadcast(self, memory: Tensor, timeout_s: float, *, after: torch.cuda.Event | None = None) -> None:
+        if after is not None:
+            self._stream.wait_event(after)
         with torch.cuda.device(self.device), _as_runtime_error():
             self._communicator.broadcast(memory, memory, 0, stream=self._stream.cuda_stream)
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
 
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+    def copy(self, target: Tensor, source: Tensor, *, after: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        if after is not None:
+            self._copies.wait_event(after)
+        with torch.cuda.device(self.device), torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
+        return _recorded(self._copies)
 
     def event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+        return _recorded(self._stream)
 
     def done(self, event: torch.cuda.Event) -> bool:
         return event.query()
@@ -92,6 +95,12 @@ class NcclLibrary:
                 communicator.abort()
             except Exception as error:  # the communicator has failed before, and is not used again
                 logger.info("a communicator of NCCL could not be closed: %s", error)
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
 
 
 def is_installed() -> bool:

@@ -107,8 +107,7 @@ class Broadcaster:
         try:
             if self._communicator is None:
                 raise WeightsError(self._why_not)
-            for bucket in self._slots[order.slot]:
-                self._communicator.broadcast(bucket, chunk_bytes=order.chunk_bytes, deadline=deadline)
+            self._communicator.broadcast(self._slots[order.slot], chunk_bytes=order.chunk_bytes, deadline=deadline)
         except WeightsError as error:
             # The learner counts it. After any error the communicator can't be used again.
             why = str(error)
