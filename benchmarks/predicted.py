@@ -2,8 +2,9 @@
 
 A micro-batch of the real learner runs on fake tensors: shapes only, no values. Every kernel that torch would start
 costs the longest of its bytes by ``BANDWIDTH``, its operations by ``PRODUCTS`` or flash attention's rate, and
-``LAUNCH_S``. Copies and collectives of FSDP are left out. Memory is the doctor's prediction, the rest arithmetic on the
-product's own layout of a version. All rates are assumptions about an H100 (SXM); none was measured by us.
+``LAUNCH_S``. Copies and collectives of FSDP are left out. Memory is the doctor's prediction. A version has the
+product's own layout and takes the seconds of ``link_model``. All rates are assumptions about an H100 (SXM); none was
+measured by us.
 """
 
 from __future__ import annotations
@@ -37,15 +38,14 @@ from async_rl.learner.memory_plan import ModelShape, plan_memory
 from async_rl.learner.sequences import TrainSequence
 from async_rl.weights.manifest import Layout as VersionLayout
 from async_rl.weights.manifest import LayoutPlan
+from benchmarks.link_model import CHUNK_BYTES, PCIE, simulated_s
 
 BANDWIDTH, PRODUCTS, LAUNCH_S = 2.7e12, 620e12, 2.5e-6
 """Of the device's memory in bytes/s, of matrix products in bfloat16 in operations/s; seconds of the smallest kernel."""
 FLASH = {"forward": 350e12, "backward": 280e12}
 """Operations/s of flash attention."""
-PCIE, NVLINK, HASH, HASH_ALL, POLL_S = 50e9, 200e9, 10e9, 40e9, 1.1e-3
-"""Bytes/s between device and pinned memory, of a broadcast between devices, of digests by one thread and by all of
-staging's; seconds between two looks at a library."""
-BUCKET_BYTES = 64 << 20
+NVLINK, HASH_ALL = 200e9, 40e9
+"""Bytes/s of a broadcast between devices, and of the digests by all threads of staging."""
 
 
 class Shape(NamedTuple):
@@ -144,7 +144,7 @@ def predict(shape: Shape, *, max_tokens: int = 16384, length: int = 1024) -> Pre
     peak = peak_flops_per_s("NVIDIA H100 80GB HBM3", torch.bfloat16)
     assert peak is not None
     plan = plan_memory(ModelShape.of(shape.hf_config()), config, Layout(shards=shape.num_ranks))
-    version, number = _version(shape), ModelShape.of(shape.hf_config()).num_parameters
+    version, number = version_layout(shape), ModelShape.of(shape.hf_config()).num_parameters
     gathered_s = version.size_bytes / NVLINK if shape.num_ranks > 1 else 0.0
     return Prediction(
         micro_batch_s=whole_s,
@@ -152,8 +152,8 @@ def predict(shape: Shape, *, max_tokens: int = 16384, length: int = 1024) -> Pre
         head_share=seconds["head"] / whole_s,
         peak_bytes=plan.total,
         version_bytes=version.size_bytes,
-        version_s=_broadcast_s(version.bucket_sizes),
-        pause_s=gathered_s + version.size_bytes / PCIE + version.size_bytes / HASH_ALL,
+        version_s=simulated_s(version.bucket_sizes, NVLINK),
+        pause_s=gathered_s + version.size_bytes / min(PCIE, HASH_ALL),  # digests run beside the copies
         host_bytes=2 * version.size_bytes + 12 * number,  # staged twice; weights and AdamW's moments of a checkpoint
     )
 
@@ -223,9 +223,9 @@ def _sequences(count: int, length: int, vocab: int) -> list[TrainSequence]:
     ]
 
 
-def _version(shape: Shape) -> VersionLayout:
+def version_layout(shape: Shape) -> VersionLayout:
     """Return the layout of a version in bfloat16, as staging makes it."""
-    plan, keys = LayoutPlan(BUCKET_BYTES), shape.key_heads * shape.width // shape.heads
+    plan, keys = LayoutPlan(CHUNK_BYTES), shape.key_heads * shape.width // shape.heads
     plan.place("embedding", "bfloat16", (shape.vocab, shape.width))
     square, up = (shape.width, shape.width), (shape.mlp, shape.width)
     for layer in range(shape.layers):
@@ -234,17 +234,6 @@ def _version(shape: Shape) -> VersionLayout:
     if not shape.is_tied:
         plan.place("head", "bfloat16", (shape.vocab, shape.width))
     return plan.layout
-
-
-def _broadcast_s(bucket_sizes: Sequence[int]) -> float:
-    """Return the seconds of a version by NCCL: two chunks of a bucket are in flight, and buckets follow each other."""
-    seconds = 0.0
-    for size in bucket_sizes:
-        chunks = [min(BUCKET_BYTES, size - start) for start in range(0, size, BUCKET_BYTES)]
-        moves = [2 * chunk / PCIE + chunk / NVLINK + POLL_S for chunk in chunks]
-        hashes = [chunk / HASH + POLL_S for chunk in chunks]
-        seconds += moves[0] + sum(map(max, [*moves[1:], 0.0], hashes))
-    return seconds
 
 
 def table(names: Sequence[str]) -> Iterator[str]:

@@ -12,13 +12,6 @@ from benchmarks import predicted
 TINY = predicted.Shape(64, 128, 2, 4, 2, 4096, True, 1, "none")
 
 
-def test_a_version_of_two_buckets_takes_what_its_stages_take():
-    # 50 MB: 2 ms over PCIe there and back, 0.25 ms between the devices, 1.1 ms until it is seen; then 5 ms and 1.1 ms
-    # for its digest. The next bucket begins after that.
-    assert predicted._broadcast_s([50_000_000]) == pytest.approx(0.00335 + 0.0061)
-    assert predicted._broadcast_s([50_000_000] * 2) == pytest.approx(2 * (0.00335 + 0.0061))
-
-
 def test_what_is_recomputed_costs_time_and_the_operations_stay(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(predicted, "LAUNCH_S", 0.0)
     plain = predicted.predict(TINY, max_tokens=256, length=64)

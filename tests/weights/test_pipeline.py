@@ -1,150 +1,22 @@
-"""How long a version takes where links, copies and digests have known rates: in simulated time, with the real pipeline.
-
-Two ranks of ``Communicator`` run, one after the other, on a library that only computes when things would end. What one
-waits for the other is iterated until it no longer changes.
-"""
+"""A version's chunks follow each other without a pause, in simulated time (``benchmarks.link_model``)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
-import torch
-from torch import Tensor
 
-from async_rl.weights.collective import library
-from async_rl.weights.collective.library import Communicator
-from async_rl.weights.collective.receiver import NUM_DIGEST_THREADS, dealt_out
-from async_rl.weights.manifest import LayoutPlan
-
-PCIE, HASH = 50e9, 10e9
-"""Bytes/s of pinned copies between an H100 and its host, and of a digest by one thread."""
-CHUNK_BYTES = 64 << 20
-STAND_INS = torch.device("meta")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-class ModelLibrary:
-    """Implements ``library.Library``. Events are times. ``ready`` are the times at which the peer begins a chunk."""
-
-    device = STAND_INS
-
-    def __init__(self, clock: Clock, link: float, ready: Sequence[float]) -> None:
-        self._clock, self._link, self._ready = clock, link, list(ready)
-        self._copies_end = self._broadcasts_end = 0.0
-        self.begun: list[float] = []
-
-    def broadcast(self, memory: Tensor, timeout_s: float, *, after: float | None = None) -> None:
-        ready = max(self._clock.now, after or 0.0)
-        peer = self._ready[len(self.begun)] if self._ready else 0.0
-        self.begun.append(ready)
-        self._broadcasts_end = max(ready, peer, self._broadcasts_end) + memory.numel() / self._link
-
-    def copy(self, target: Tensor, source: Tensor, *, after: float | None = None) -> float:
-        begin = max(self._clock.now, after or 0.0, self._copies_end)
-        self._copies_end = begin + target.numel() / PCIE
-        return self._copies_end
-
-    def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-    def state(self) -> bool:
-        return True
-
-    def event(self) -> float:
-        return self._broadcasts_end
-
-    def done(self, event: float) -> bool:
-        return self._clock.now >= event
-
-    def unique_id(self) -> bytes:
-        return b""
-
-    def init(self, unique_id: bytes, rank: int, size: int, timeout_s: float) -> None: ...
-
-    def abort(self) -> None: ...
-
-
-class Digests:
-    """The threads that read chunks, as ``receiver._Digests`` uses them."""
-
-    def __init__(self, clock: Clock, sizes: Sequence[int]) -> None:
-        self._clock, self._free = clock, [0.0] * NUM_DIGEST_THREADS
-        self._thread_of = dealt_out(sizes, NUM_DIGEST_THREADS)
-
-    def add(self, bucket: int, chunk: Tensor) -> Any:
-        thread = self._thread_of[bucket]
-        self._free[thread] = max(self._clock.now, self._free[thread]) + chunk.numel() / HASH
-        return Read(self._clock, self._free[thread])
-
-
-class Read:
-    def __init__(self, clock: Clock, end: float) -> None:
-        self._clock, self._end = clock, end
-
-    def result(self) -> None:
-        self._clock.now = max(self._clock.now, self._end)
-
-
-def buckets_of_32b() -> list[Tensor]:
-    """Stand-ins of the sizes that staging gives a version of Qwen2.5-32B: 65.5 GB in buckets of 64 MiB and more."""
-    plan, width, mlp, keys, vocab = LayoutPlan(CHUNK_BYTES), 5120, 27648, 1024, 152064
-    plan.place("embedding", "bfloat16", (vocab, width))
-    for layer in range(64):
-        shapes = [
-            (width, width),
-            (width, width),
-            (keys, width),
-            (keys, width),
-            (mlp, width),
-            (mlp, width),
-            (width, mlp),
-        ]
-        for index, shape in enumerate(shapes):
-            plan.place(f"{layer}.{index}", "bfloat16", shape)
-    plan.place("head", "bfloat16", (vocab, width))
-    return [torch.empty(1, dtype=torch.uint8).expand(size) for size in plan.layout.bucket_sizes]
-
-
-def simulated_s(buckets: Sequence[Tensor], link: float, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Return the seconds until the receiver has verified all buckets."""
-
-    def run(rank: int, ready: Sequence[float]) -> tuple[float, list[float]]:
-        clock = Clock()
-        monkeypatch.setattr(library, "time", clock)
-        made = ModelLibrary(clock, link, ready)
-        on_chunk = Digests(clock, [bucket.numel() for bucket in buckets]).add if rank else None
-        communicator = Communicator(made, rank=rank, stall_s=60)
-        communicator.broadcast(buckets, chunk_bytes=CHUNK_BYTES, deadline=3600, on_chunk=on_chunk)
-        return clock.now, made.begun
-
-    ready: list[float] = []
-    before, took_s = -1.0, 0.0
-    while took_s > before + 1e-6:
-        before = took_s
-        _, ready = run(0, ready)
-        took_s, ready = run(1, ready)
-    print(f"{link / 1e9:.0f} GB/s: {took_s:.2f} s")
-    return took_s
+from async_rl.weights.collective.receiver import NUM_DIGEST_THREADS
+from benchmarks.link_model import HASH, PCIE, simulated_s
+from benchmarks.predicted import SHAPES, version_layout
 
 
 @pytest.mark.parametrize("link", [10e9, 25e9, 50e9])
-def test_a_version_of_32b_takes_at_most_a_quarter_more_than_its_slowest_stage(
-    link: float, monkeypatch: pytest.MonkeyPatch
-):
-    buckets = buckets_of_32b()
-    size = sum(bucket.numel() for bucket in buckets)
-    assert size == pytest.approx(65.5e9, rel=0.01)
-    slowest_s = size / min(link, PCIE, NUM_DIGEST_THREADS * HASH)
-    assert slowest_s < simulated_s(buckets, link, monkeypatch) < 1.25 * slowest_s
+def test_a_version_of_32b_takes_at_most_a_quarter_more_than_its_slowest_stage(link: float):
+    layout = version_layout(SHAPES["32B"])
+    slowest_s = layout.size_bytes / min(link, PCIE, NUM_DIGEST_THREADS * HASH)
+    assert slowest_s < simulated_s(layout.bucket_sizes, link) < 1.25 * slowest_s
+
+
+def test_one_chunk_passes_through_every_stage():
+    # 1 ms to the device, 2 ms over the link, 1 ms to the host, 5 ms for its digest; and some looks at the library.
+    took_s = simulated_s([50_000_000], 25e9)
+    assert 0.009 <= took_s < 0.012
