@@ -73,7 +73,11 @@ class NcclLibrary:
             self._communicator.broadcast(memory, memory, 0, stream=self._stream.cuda_stream)
 
     def allocate(self, num_bytes: int, device: torch.device) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu")
+        if device.type == "cuda":
+            # Kernels that use what lay there before may still run, on the stream for which torch has allocated it.
+            torch.cuda.current_stream(device).synchronize()
+        return memory
 
     def copy(self, target: Tensor, source: Tensor, *, after: torch.cuda.Event | None = None) -> torch.cuda.Event:
         if after is not None:
