@@ -24,6 +24,8 @@ STAND_INS = torch.device("meta")
 
 
 class Clock:
+    """In the place of the module ``time``: its seconds pass only while somebody sleeps."""
+
     def __init__(self) -> None:
         self.now = 0.0
 
@@ -89,6 +91,8 @@ class Digests:
 
 
 class Read:
+    """In the place of a ``Future``: whoever waits for it finds itself at its end."""
+
     def __init__(self, clock: Clock, end: float) -> None:
         self._clock, self._end = clock, end
 
