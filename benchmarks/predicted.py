@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.config.parallel import Layout
+from async_rl.learner import memory_plan
 from async_rl.learner.data.packing import pack
 from async_rl.learner.engine import attention, logprobs
 from async_rl.learner.engine.flops import StepFlops, peak_flops_per_s
@@ -190,7 +191,7 @@ def _kernels_of_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(attention, "why_padded", return_value=""),
         mock.patch.object(attention.PackedLayout, "_moved", lambda self, array: _fake(array)),
-        mock.patch.dict(logprobs.CHUNK_BYTES, {"cpu": logprobs.CHUNK_BYTES["cuda"]}),
+        mock.patch.dict(memory_plan.CHUNK_BYTES, {"cpu": memory_plan.CHUNK_BYTES["cuda"]}),
         mock.patch.object(logprobs, "_difference", agree),
         mock.patch("torch.from_numpy", _fake),
     ):

@@ -20,8 +20,12 @@ from async_rl.config.generator import has_model
 from async_rl.config.learner import OptimizerName
 from async_rl.config.parallel import Layout
 
-CHUNK_BYTES: Mapping[str, int] = {"cpu": 80 << 20, "cuda": 256 << 20}
-"""``engine.logprobs.CHUNK_BYTES``, here because that module needs torch."""
+CHUNK_BYTES: Mapping[str, tuple[int, int]] = {"cpu": (80 << 20, 80 << 20), "cuda": (256 << 20, 1 << 30)}
+"""Smallest and largest size of a chunk of the head's float32 logits in bytes, by the device's type. Two such buffers
+are in memory (three if the logits are capped), in half precision half a one more, and while gradients are computed that
+of the head in float32. Smaller chunks make the matrix products slower: on a CPU 20 % with a quarter of this size, at a
+vocabulary of 152k.
+"""
 _UNKNOWN = (
     "kv_lora_rank",
     "first_k_dense_replace",
@@ -201,6 +205,19 @@ def compute_bytes(config: Config, device: str) -> int:
     return 2 if config.model.dtype == "bfloat16" or (config.model.dtype == "auto" and device == "cuda") else 4
 
 
+def logits_chunk_bytes(device: str, gradient_bytes: float) -> float:
+    """Return the upper bound on the float32 logits of one chunk, in bytes.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        gradient_bytes: of the gradient of the head's weight in float32; 0 if it has none. Each chunk reads and writes
+            it once, so chunks are as large as it is, within ``CHUNK_BYTES``. Then this costs as much as two of the
+            chunk's own passes over its logits, whatever the model's width.
+    """
+    smallest, largest = CHUNK_BYTES[device]
+    return min(max(gradient_bytes, smallest), largest)
+
+
 def micro_batch_tokens(config: Config, sizes: Layout) -> int:
     """Return the number of tokens of a rank's largest micro-batch: ``learner.max_tokens``, or all that its part of an
     optimizer step can have. How long an environment's rollouts are, and the rows of sft, rm and dpo, is not known.
@@ -311,7 +328,8 @@ def _activations(shape: ModelShape, config: Config, sizes: Layout, device: str) 
     # A first stage has as many micro-batches under way as there are stages.
     num_layers = math.ceil(shape.num_layers / sizes.pipeline) * sizes.pipeline
     inside = whole - kept + size * (2.5 * mlp + width)
-    chunk = min(CHUNK_BYTES[device], 4 * tokens * shape.vocab / tensor)
-    table = 0 if config.lora.is_set else shape.table_parameters / tensor * (4 if size == 4 else 6)
+    trained = 0 if config.lora.is_set else shape.table_parameters / tensor
+    chunk = min(logits_chunk_bytes(device, 4 * trained), 4 * tokens * shape.vocab / tensor)
+    table = trained * (4 if size == 4 else 6)
     head = (2 if size == 4 else 2.5) * chunk + table + tokens * width * (norm + size)
     return tokens * kept * num_layers, tokens * inside, head

@@ -24,10 +24,10 @@ from async_rl.config.parallel import Layout
 from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.engine.flops import device_peak
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.engine.logprobs import CHUNK_BYTES, token_logprobs
+from async_rl.learner.engine.logprobs import token_logprobs
 from async_rl.learner.engine.phases import Phase, PhaseClock
 from async_rl.learner.interface import UpdateCost
-from async_rl.learner.memory_plan import ModelShape, plan_memory
+from async_rl.learner.memory_plan import CHUNK_BYTES, ModelShape, plan_memory
 from async_rl.learner.ranks import Place, Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids
@@ -233,8 +233,11 @@ def check_no_sync(machine: Machine) -> str:
     num_micro_batches = len(engine.policy.pack(sequences)[0])
     engine.update(sequences, version=0)  # kernels are loaded and memory is reserved, which waits
     found = []
-    for num_chunks, chunk_bytes in ((1, CHUNK_BYTES[machine.device.type]), (8, 4 * VOCAB * 128)):
-        with mock.patch.dict(CHUNK_BYTES, {machine.device.type: chunk_bytes}), waits_in_passes(machine) as waits:
+    for num_chunks, chunk_bytes in ((1, CHUNK_BYTES[machine.device.type][0]), (8, 4 * VOCAB * 128)):
+        with (
+            mock.patch.dict(CHUNK_BYTES, {machine.device.type: (chunk_bytes, chunk_bytes)}),
+            waits_in_passes(machine) as waits,
+        ):
             engine.update(sequences, version=0)
         allowed = 0 if num_chunks == 1 else num_micro_batches
         assert len(waits) <= allowed, f"expected at most {allowed} waits with {num_chunks} chunks, got {Counter(waits)}"

@@ -35,7 +35,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head's buffers of 80 MB would be all that these models take."""
     monkeypatch.setattr("async_rl.learner.memory_plan.CHUNK_BYTES", CHUNKS)
-    monkeypatch.setattr("async_rl.learner.engine.logprobs.CHUNK_BYTES", CHUNKS)
 
 
 def shape_of(directory: Path) -> ModelShape:

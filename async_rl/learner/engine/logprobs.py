@@ -25,12 +25,8 @@ from torch.distributed.tensor import DTensor
 from async_rl.learner.engine.mask_tensors import MaskTensors
 from async_rl.learner.engine.vocabulary import VocabularyPart
 from async_rl.learner.losses.batch import SlopeFunction, Slopes, TokenLogprobs
+from async_rl.learner.memory_plan import logits_chunk_bytes
 
-CHUNK_BYTES = {"cpu": 80 << 20, "cuda": 256 << 20}
-"""Size of one chunk's float32 logits in bytes, by the device's type. Two such buffers are in memory (three if the
-logits are capped), in half precision half a one more, and while gradients are computed that of the head in float32.
-Smaller chunks make the matrix products slower: on a CPU 20 % with a quarter of this size, at a vocabulary of 152k.
-"""
 _ROWS_MULTIPLE = 16
 """Chunks have a multiple of this number of rows, where they can: matrix products are faster then."""
 _GRADIENT_PARTS = 8
@@ -54,7 +50,7 @@ def token_logprobs(
     temperatures_N: Tensor,
     *,
     cap: float | None = None,
-    chunk_bytes: int | None = None,
+    chunk_bytes: float | None = None,
     sampling_mask: MaskTensors | None = None,
     others_NK: Tensor | None = None,
     entropy_grad: bool = False,
@@ -81,7 +77,7 @@ def token_logprobs(
         targets_N: int64 token ids.
         temperatures_N: float, > 0; logits are divided by it in float32, before the log-softmax.
         cap: soft cap of the head's output, > 0; None: no cap.
-        chunk_bytes: upper bound on one chunk's float32 logits (at least one row). None: ``CHUNK_BYTES``.
+        chunk_bytes: upper bound on one chunk's float32 logits (at least one row). None: ``logits_chunk_bytes``.
         sampling_mask: the tokens that could be sampled, with the target among them; the softmax is over these only.
         others_NK: int64 ids of further tokens whose log-probabilities are wanted. Only for a whole head, and without
             ``predict``.
@@ -100,7 +96,11 @@ def token_logprobs(
         raise ValueError(
             "expected a whole head and no prediction with others_NK; this is a bug in async-rl, please report it"
         )
-    rows = _rows_per_chunk(head.weight.shape[0] if part is None else part.largest_size, hidden_Nd.device, chunk_bytes)
+    num_logits = head.weight.shape[0] if part is None else part.largest_size
+    if chunk_bytes is None:
+        device = "cpu" if hidden_Nd.device.type == "cpu" else "cuda"
+        chunk_bytes = logits_chunk_bytes(device, 4 * num_logits * hidden_Nd.shape[1] * head.weight.requires_grad)
+    rows = _rows_per_chunk(num_logits, chunk_bytes)
     chunks = _chunks(targets_N, temperatures_N.float(), sampling_mask, others_NK, rows)
     settings = _Settings(chunks, cap, entropy_grad, predict if torch.is_grad_enabled() else None, part)
     own = (t.to_local() if isinstance(t, DTensor) else t for t in (hidden_Nd, head.weight, head.bias))
@@ -109,11 +109,9 @@ def token_logprobs(
     return TokenLogprobs(logprobs_N, entropies_N, None if others_NK is None else found_NK)
 
 
-def _rows_per_chunk(num_logits: int, device: torch.device, chunk_bytes: int | None) -> int:
+def _rows_per_chunk(num_logits: int, chunk_bytes: float) -> int:
     """Return how many rows of ``num_logits`` float32 logits a chunk has: one at least."""
-    if chunk_bytes is None:
-        chunk_bytes = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"])
-    rows = max(1, chunk_bytes // (4 * num_logits))
+    rows = max(1, int(chunk_bytes) // (4 * num_logits))
     return rows // _ROWS_MULTIPLE * _ROWS_MULTIPLE or rows
 
 

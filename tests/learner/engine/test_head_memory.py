@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from async_rl.learner.engine.logprobs import CHUNK_BYTES, token_logprobs
+from async_rl.learner.engine.logprobs import token_logprobs
 from async_rl.learner.losses.batch import Slopes, TokenLogprobs
+from async_rl.learner.memory_plan import CHUNK_BYTES, logits_chunk_bytes
 from tests.learner.engine.live_bytes import LiveBytes
 
 WIDTH, VOCAB = 896, 151936  # Qwen2.5-0.5B
@@ -26,7 +27,7 @@ def peak(num_tokens: int, *, dtype: torch.dtype = torch.float32, has_prediction:
     targets, temperatures = torch.empty(num_tokens, dtype=torch.int64, device="meta"), hidden.new_ones(num_tokens)
     with LiveBytes() as live:
         out = token_logprobs(
-            hidden, head, targets, temperatures.float(), chunk_bytes=CHUNK_BYTES["cpu"],
+            hidden, head, targets, temperatures.float(), chunk_bytes=CHUNK_BYTES["cpu"][0],
             predict=predict if has_prediction else None,
         )  # fmt: skip
         if not has_prediction:
@@ -59,3 +60,11 @@ def test_more_tokens_take_only_their_hidden_gradients_and_results():
 def test_a_bfloat16_head_takes_the_memory_of_its_sum_and_its_result():
     # The sum in float32 is 545 MB, the gradient in bfloat16 half of that, those of hidden states 29 MB.
     assert peak(16384, dtype=torch.bfloat16, has_prediction=False) < 545e6 + 273e6 + 29e6 + 10e6
+
+
+def test_a_chunk_on_a_gpu_is_as_large_as_the_gradient_that_each_chunk_reads_and_writes():
+    # Qwen2.5: 0.5B 544 MB; 7B 2.2 GB, of which a chunk takes half; a frozen head, and any on a CPU, the least.
+    assert logits_chunk_bytes("cuda", 4 * 896 * 151936) == 544538624
+    assert logits_chunk_bytes("cuda", 4 * 3584 * 152064) == 1 << 30
+    assert logits_chunk_bytes("cuda", 0) == 256 << 20
+    assert logits_chunk_bytes("cpu", 4 * 3584 * 152064) == 80 << 20

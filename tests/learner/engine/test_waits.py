@@ -12,7 +12,6 @@ import torch
 from async_rl.config.learner import ModelConfig
 from async_rl.config.loss import LossConfig
 from async_rl.learner.data.packing import pack
-from async_rl.learner.engine.logprobs import CHUNK_BYTES
 from async_rl.learner.engine.model import PolicyModel, load_model, to_device
 from async_rl.learner.losses.objective import PolicyObjective, policy_objective
 from async_rl.learner.sequences import TrainSequence
@@ -57,7 +56,8 @@ def test_a_micro_batch_with_sampling_masks_has_no_wait(
     # With several chunks there is one: a copy of which slopes were predicted wrongly, which is no wait on a CPU.
     tiny_model(tmp_path)
     policy = PolicyModel(load_model(ModelConfig(path=str(tmp_path))))
-    monkeypatch.setitem(CHUNK_BYTES, "cpu", 4 * policy.vocab_size * chunk_rows)
+    chunk_bytes = 4 * policy.vocab_size * chunk_rows
+    monkeypatch.setattr("async_rl.learner.memory_plan.CHUNK_BYTES", {"cpu": (chunk_bytes, chunk_bytes)})
     sequences = [with_masks(s, policy.vocab_size) for s in random_sequences(3, 12)]
     ((micro_batch,),) = pack(sequences, max_tokens=1000, num_ranks=1)
     objective = PolicyObjective(LossConfig(), 0, 8)
