@@ -6,6 +6,7 @@
 #   make test-long             hours of histories, mutants and kills, for a release. DONE=FILE: go on with it later;
 #                              MINUTES=40: stop then, and go on with the same command
 #   make test-vllm             the tests that need vLLM, in an environment of their own with its CPU build
+#   make test-vllm-v2          vLLM's model runner v2 on a CPU, its kernels interpreted: fifteen minutes
 #   make test-gpu              the tests that need a CUDA device, in .venv or PYTHON; installs nothing
 #   make gpu-smoke             every GPU path in about ten minutes, in .venv or PYTHON; says what can't be run here
 #   make check                 format, lint, types
@@ -29,7 +30,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-compare test test-all test-long test-vllm test-gpu gpu-smoke check
+.PHONY: help install quickstart quickstart-compare test test-all test-long test-vllm test-vllm-v2 test-gpu gpu-smoke \
+  check
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -57,6 +59,11 @@ test-long: $(INSTALLED) $(VLLM_INSTALLED)
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not long" $(PARALLEL)
+
+RUNNER_TESTS := tests/vllm/test_vllm_conformance.py tests/vllm/test_vllm_parity.py tests/vllm/test_lora_versions.py
+test-vllm-v2: $(VLLM_INSTALLED)
+	PYTHONPATH=$(CURDIR)/tests/vllm/interpreted TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 \
+	  $(VLLM_VENV)/bin/python -m pytest -m vllm -k "not v1" $(RUNNER_TESTS)
 
 test-gpu:
 	$(PYTHON_ON_GPU) -m pytest -m gpu

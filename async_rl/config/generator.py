@@ -116,6 +116,7 @@ ENGINE_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "generator.double_buffer": ("vllm",),
         "experimental.vllm.kv_cache_bytes": ("vllm",),
         "experimental.vllm.enforce_eager": ("vllm",),
+        "experimental.vllm.model_runner": ("vllm",),
     }
 )
 """Keys that only some backends read, with the names of those. ``check_capabilities`` refuses further keys by what a

@@ -151,6 +151,11 @@ class VllmConfig(Section):
     enforce_eager: bool | None = Field(
         default=None, description="Whether vLLM runs without compiled graphs; if unset, it does so only on a CPU."
     )
+    model_runner: Literal["v1", "v2"] | None = Field(
+        default=None,
+        description="The model runner of vLLM's workers; if unset, vLLM chooses: v2 where Triton works, as on a GPU, "
+        "else v1. The generator's log says which one runs.",
+    )
 
 
 class ExperimentalConfig(Section):

@@ -38,6 +38,7 @@ CHANGED = {
     "generator.double_buffer": False,
     "experimental.vllm.kv_cache_bytes": 1 << 30,
     "experimental.vllm.enforce_eager": True,
+    "experimental.vllm.model_runner": "v2",
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +24,10 @@ from async_rl.generator.start import backends
 from async_rl.generator.vllm.adapter import (
     Gathered,
     check_installed,
+    check_model_runner,
     max_versions,
     num_listed,
+    prepare_environment,
     sampling_parameters,
     seeds,
     token_versions,
@@ -64,6 +68,22 @@ def test_without_vllm_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ModelError, match=r"needs vllm 0\.32.*pip install \"async-rl\[vllm\]\""):
         check_installed()
+
+
+@pytest.mark.parametrize(("runner", "is_refused"), [(None, False), ("v1", False), ("v2", True)])
+def test_model_runner_v2_is_refused_without_triton_before_a_model_is_loaded(monkeypatch, runner, is_refused):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.triton_utils", SimpleNamespace(HAS_TRITON=False))
+    refusal = pytest.raises(ModelError, match=r'experimental\.vllm\.model_runner: expected "v1"')
+    with refusal if is_refused else nullcontext():
+        check_model_runner(runner)
+
+
+@pytest.mark.parametrize(("runner", "expected"), [(None, "kept"), ("v1", "0"), ("v2", "1")])
+def test_the_model_runner_is_vllms_choice_unless_the_key_names_one(monkeypatch, runner, expected):
+    monkeypatch.setattr(os, "environ", {"VLLM_USE_V2_MODEL_RUNNER": "kept"})
+    prepare_environment(None, runner)
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == expected
 
 
 def config(**generator: Any) -> Config:

@@ -16,6 +16,7 @@ from async_rl.sampling_mask import contains
 from tests.generator.tiny_model import CHARACTERS
 from tests.vllm.tiny import (
     EOS,
+    TOLERANCE,
     VOCABULARY,
     at_version_3,
     engine,
@@ -31,7 +32,6 @@ from tests.vllm.tiny import (
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPTS = ["1+1", "what is 23+4", "7", "a longer prompt than the others are"]
-TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")

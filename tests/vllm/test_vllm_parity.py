@@ -1,4 +1,7 @@
-"""Given tokens scored by the real vLLM, beside running sequences, and what the parity experiments find in it."""
+"""Given tokens scored by the real vLLM, beside running sequences, and what the parity experiments find in it.
+
+Each of vLLM's model runners is tested.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,17 @@ import torch
 
 from async_rl.generator.parity import answer_probe
 from async_rl.queue.parity import Probe, ProbeSequence, compare
-from tests.vllm.tiny import at_version_3, engine, make_model, run_all, scores, submit, weights_of, write_files
+from tests.vllm.tiny import (
+    TOLERANCE,
+    at_version_3,
+    engine,
+    make_model,
+    run_all,
+    scores,
+    submit,
+    weights_of,
+    write_files,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -22,8 +35,8 @@ GIVEN = (
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    with engine(write_files(tmp_path_factory.mktemp("model"))) as backend:
+def started(tmp_path_factory: pytest.TempPathFactory, runner: str) -> Iterator:
+    with engine(write_files(tmp_path_factory.mktemp("model")), runner=runner) as backend:
         yield backend
 
 
@@ -50,7 +63,7 @@ def probe_of(seed: int, temperature: float = 1.0, *, computed_at: float | None =
 @pytest.mark.parametrize("mode", ["cached_decode", "full_forward"])
 def test_given_tokens_score_as_in_a_plain_forward_pass(backend, temperature, mode):
     found = backend.score_tokens(GIVEN, temperature, mode)
-    np.testing.assert_allclose(found, np.concatenate(expected(0, temperature)), atol=1e-5)
+    np.testing.assert_allclose(found, np.concatenate(expected(0, temperature)), atol=TOLERANCE)
 
 
 def test_scoring_beside_running_sequences_leaves_their_samples_right(backend):
@@ -58,11 +71,11 @@ def test_scoring_beside_running_sequences_leaves_their_samples_right(backend):
         submit(backend, str(i), group_size=2, max_new_tokens=60, seed=i)
     for _ in range(3):
         backend.step()
-    np.testing.assert_allclose(backend.score_tokens(GIVEN, 1.0), np.concatenate(expected(0)), atol=1e-5)
+    np.testing.assert_allclose(backend.score_tokens(GIVEN, 1.0), np.concatenate(expected(0)), atol=TOLERANCE)
     finished = run_all(backend)
     assert len(finished) == 12
     for sampled in finished.values():
-        np.testing.assert_allclose(sampled.logprobs, scores(make_model(0), sampled), atol=1e-5)
+        np.testing.assert_allclose(sampled.logprobs, scores(make_model(0), sampled), atol=TOLERANCE)
 
 
 def test_it_scores_nothing_while_sampling_masks_are_listed(backend):
@@ -74,7 +87,7 @@ def test_it_scores_nothing_while_sampling_masks_are_listed(backend):
 def test_an_engine_at_the_learners_weights_agrees(backend):
     answer = answer_probe(backend, probe_of(0), weights_of(0))
     assert answer.logprobs is not None
-    assert compare(answer.logprobs, np.concatenate(expected(0))).max < 1e-5
+    assert compare(answer.logprobs, np.concatenate(expected(0))).max < TOLERANCE
     assert (answer.backend, answer.dtype, answer.cause) == ("vllm", "float32", "")
 
 
@@ -85,7 +98,7 @@ def test_a_stale_tensor_inside_the_engine_is_named(backend):
     backend.activate(3, stale)
     answer = answer_probe(backend, probe_of(0), weights_of(0))
     assert answer.cause.endswith(f"of 0:{name}")
-    assert backend.score_tokens(GIVEN, 1.0) == pytest.approx(np.concatenate(expected(0)), abs=1e-5)
+    assert backend.score_tokens(GIVEN, 1.0) == pytest.approx(np.concatenate(expected(0)), abs=TOLERANCE)
 
 
 def test_a_learner_at_another_temperature_is_told(backend):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,12 @@ from tests.generator.tiny_model import CHARACTERS, write_tokenizer
 
 VOCABULARY = len(CHARACTERS) + 3
 EOS = 1
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+TOLERANCE = 1e-5 if DEVICE == "cpu" else 2e-3
+"""Largest difference in nats between a token's logprob in float32 and in a full forward pass. Kernels of a GPU may
+round the factors of a product to fewer bits."""
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels are interpreted (``interpreted``), so that a step takes a quarter of a second."""
 
 
 TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -51,23 +58,23 @@ def write_files(directory: Path, **shape: Any) -> Path:
     return directory
 
 
-def make_config(**generator: Any) -> Config:
+def make_config(*, runner: str | None = None, **generator: Any) -> Config:
     section = {"backend": "vllm", "batch_size": 64, "num_threads": 1} | generator
     raw = {
         "run": {"dir": "run"},
-        "model": {"path": "model"},
+        "model": {"path": "model", "dtype": "float32"},
         "sampling": {"max_new_tokens": 400, "max_prompt_tokens": 64, "stop": ["never said"]},
         "generator": section,
-        "experimental": {"vllm": {"kv_cache_bytes": 64 << 20}},
+        "experimental": {"vllm": {"kv_cache_bytes": 64 << 20, "model_runner": runner}},
     }
     return parse_config(raw, "test")
 
 
 @contextmanager
-def engine(directory: Path, **generator: Any) -> Iterator[VllmBackend]:
-    """A backend over a real engine, without weights yet; for the tests of a module."""
+def engine(directory: Path, **settings: Any) -> Iterator[VllmBackend]:
+    """A backend over a real engine, without weights yet; for the tests of a module. ``settings``: its config."""
     torch.set_num_threads(1)
-    backend = VllmBackend.from_files(directory, make_config(**generator), device="cpu")
+    backend = VllmBackend.from_files(directory, make_config(**settings), device=DEVICE)
     try:
         yield backend
     finally:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -67,10 +67,25 @@ def check_installed() -> None:
         )
 
 
-def prepare_environment(num_threads: int | None) -> None:
+def check_model_runner(model_runner: Literal["v1", "v2"] | None) -> None:
+    """Check that vLLM can run ``model_runner`` on this machine, before it loads a model.
+
+    Raises:
+        ModelError: it is v2, and Triton, which compiles its kernels, does not work here.
+    """
+    from vllm.triton_utils import HAS_TRITON  # pyright: ignore[reportMissingImports]
+
+    if model_runner == "v2" and not HAS_TRITON:
+        raise ModelError(
+            'experimental.vllm.model_runner: expected "v1" or no value on this machine, got "v2": its kernels need '
+            "Triton, which needs a GPU and its driver; leave the key out"
+        )
+
+
+def prepare_environment(num_threads: int | None, model_runner: Literal["v1", "v2"] | None = None) -> None:
     """Set the environment variables for vLLM's processes, but keep most values that the user has set.
 
-    Call it before vLLM is imported.
+    Call it before vLLM is imported. ``model_runner`` is ``experimental.vllm.model_runner``.
     """
     os.environ[OWNED] = "1"
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # the plugin's watch on the parent relies on it
@@ -80,6 +95,8 @@ def prepare_environment(num_threads: int | None) -> None:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if num_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    if model_runner is not None:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(model_runner == "v2"))
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is not None and TRANSFER_NAME not in chosen.split(","):
         os.environ["VLLM_PLUGINS"] = f"{chosen},{TRANSFER_NAME}" if chosen else TRANSFER_NAME

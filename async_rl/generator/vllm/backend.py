@@ -8,6 +8,7 @@ keys and values of older weights.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from async_rl.generator.parity import ScoringMode
 from async_rl.generator.vllm.adapter import (
     Gathered,
     check_installed,
+    check_model_runner,
     engine_arguments,
     logprob_of,
     num_listed,
@@ -48,6 +50,8 @@ from async_rl.weights.channel.engine_ranks import EngineRanks, HeldByEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _STEP_S = 0.02
 """How long a step waits for outputs of the engine."""
@@ -139,8 +143,10 @@ class VllmBackend:
                 f"generator.devices: a vLLM generator that is started by hand gets its devices by "
                 f"CUDA_VISIBLE_DEVICES={','.join(map(str, config.generator.devices))}; leave the key out"
             )
-        prepare_environment(config.generator.num_threads)
+        runner = config.experimental.vllm.model_runner
+        prepare_environment(config.generator.num_threads, runner)
         check_installed()
+        check_model_runner(runner)
         directory = Path(directory)
         tokenizer = load_tokenizer(directory)
         model = describe_model(directory)
@@ -150,6 +156,7 @@ class VllmBackend:
         max_length = min(wanted, getattr(text_config, "max_position_embeddings", None) or wanted)
         arguments = engine_arguments(directory, config, device=device, max_length=max_length, can_sleep=can_sleep)
         engine = VllmEngine.start(arguments)
+        logger.info("vLLM computes in %s, with model runner %s", engine.dtype, engine.model_runner)
         has_adapters = config.lora.publishes_adapters
         return cls(
             engine,

@@ -129,6 +129,11 @@ class VllmEngine:
         """The model's dtype by its name in torch, for example ``bfloat16``."""
         return str(self._llm.model_config.dtype).removeprefix("torch.")
 
+    @property
+    def model_runner(self) -> str:
+        """The model runner of the workers, ``v1`` or ``v2``, by their own answer."""
+        return self._run(asyncio.wait_for(self._llm.collective_rpc("runner_name"), _UPDATE_LIMIT_S))[0]
+
     def digests(self, adapter: int = 0) -> dict[str, str]:
         """Return the digests of all parameters of all workers, by ``RANK:NAME``, and those of an ``adapter`` if it is
         not 0.

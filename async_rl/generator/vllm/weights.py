@@ -45,6 +45,10 @@ _SLACK_BYTES = 8 * ALIGNMENT
 class WorkerCalls:
     """Methods that vLLM adds to its worker class, so that ``plugin`` and the generator can call them in each worker."""
 
+    def runner_name(self) -> str:
+        """Return the name of vLLM's model runner here, as in ``experimental.vllm.model_runner``."""
+        return "v2" if getattr(self, "use_v2_model_runner") else "v1"  # noqa: B009  (the worker's own)
+
     def held_digests(self, adapter: int) -> dict[str, str]:
         """Return a digest of each parameter that the model now computes with, by the parameter's name.
 
