@@ -211,8 +211,8 @@ def logits_chunk_bytes(device: str, gradient_bytes: float) -> float:
     Args:
         device: ``cpu`` or ``cuda``.
         gradient_bytes: of the gradient of the head's weight in float32; 0 if it has none. Each chunk reads and writes
-            it once, so chunks are as large as it is, within ``CHUNK_BYTES``. Then this costs as much as two of the
-            chunk's own passes over its logits, whatever the model's width.
+            it once, so chunks are as large as it is, within ``CHUNK_BYTES``. Where that is the size, this costs as
+            much as reading and writing the chunk's logits once.
     """
     smallest, largest = CHUNK_BYTES[device]
     return min(max(gradient_bytes, smallest), largest)

@@ -96,11 +96,7 @@ def token_logprobs(
         raise ValueError(
             "expected a whole head and no prediction with others_NK; this is a bug in async-rl, please report it"
         )
-    num_logits = head.weight.shape[0] if part is None else part.largest_size
-    if chunk_bytes is None:
-        device = "cpu" if hidden_Nd.device.type == "cpu" else "cuda"
-        chunk_bytes = logits_chunk_bytes(device, 4 * num_logits * hidden_Nd.shape[1] * head.weight.requires_grad)
-    rows = _rows_per_chunk(num_logits, chunk_bytes)
+    rows = _rows_per_chunk(head.weight, head.weight.shape[0] if part is None else part.largest_size, chunk_bytes)
     chunks = _chunks(targets_N, temperatures_N.float(), sampling_mask, others_NK, rows)
     settings = _Settings(chunks, cap, entropy_grad, predict if torch.is_grad_enabled() else None, part)
     own = (t.to_local() if isinstance(t, DTensor) else t for t in (hidden_Nd, head.weight, head.bias))
@@ -109,8 +105,11 @@ def token_logprobs(
     return TokenLogprobs(logprobs_N, entropies_N, None if others_NK is None else found_NK)
 
 
-def _rows_per_chunk(num_logits: int, chunk_bytes: float) -> int:
+def _rows_per_chunk(weight: Tensor, num_logits: int, chunk_bytes: float | None) -> int:
     """Return how many rows of ``num_logits`` float32 logits a chunk has: one at least."""
+    if chunk_bytes is None:
+        gradient_bytes = 4 * num_logits * weight.shape[1] if weight.requires_grad else 0
+        chunk_bytes = logits_chunk_bytes("cpu" if weight.device.type == "cpu" else "cuda", gradient_bytes)
     rows = max(1, int(chunk_bytes) // (4 * num_logits))
     return rows // _ROWS_MULTIPLE * _ROWS_MULTIPLE or rows
 
