@@ -187,6 +187,35 @@ def test_outages_that_come_one_after_the_other_make_no_prompt_poison():
     assert max(attempts.failed for attempts in state.attempts.values()) <= 1
 
 
+def test_groups_that_began_before_an_outage_and_end_in_it_make_no_prompt_poison():
+    state = wide_state(max_attempts=2)
+    succeed(state)
+    early, failing = leases(state, 4), one_lease(state)
+    fail(state, failing, **DOWN)  # type: ignore[arg-type]
+    for lease in early:
+        # Its tool answered before the outage.
+        assert put(state, group(lease)) == "queued"
+        for again in leases(state, 2):
+            fail(state, again, **DOWN)  # type: ignore[arg-type]
+    assert state.excluded.total() == 0
+    assert state.attempts[failing.prompt.position].failed == 1
+
+
+def test_a_prompt_that_fails_at_once_is_excluded_although_other_groups_take_long():
+    state = wide_state(max_attempts=2)
+    succeed(state)
+    early, bad = leases(state, 3), one_lease(state)
+    fail(state, bad)
+    later = leases(state, 2)
+    for lease in (*early, later[0]):
+        assert state.excluded.total() == 0
+        put(state, group(lease))
+        again = one_lease(state)
+        assert again.prompt.position == bad.prompt.position
+        fail(state, again)
+    assert state.excluded.total() == 1
+
+
 def test_an_outage_longer_than_the_limit_stops_the_run():
     state = wide_state(max_outage_s=100.0)
     succeed(state)
@@ -493,6 +522,6 @@ def test_what_is_known_of_failures_survives_a_return_to_a_checkpoint():
     snapshot = ack(state, all_trained(), snapshot=True)
     fail(state, leases(state, 1, version=1)[0])
     learner_requests.attach(state, "line-b", "line-a", 1, 1, 100, snapshot, 0.0)
-    assert state.num_good == 2
+    assert (state.num_good, state.num_outcomes) == (2, 3)
     assert state.proven_code == state.code
     assert [place["rollouts"] for place in persistence.ledger_file(state)["failures"]] == [2]

@@ -4,11 +4,12 @@ A lease fails if the reward, the environment or the engine raises, or if the lea
 alive. The fault may lie with the prompt, with the generator's machine, with the user's code, or with a tool that is
 away for a while. What succeeded meanwhile tells them apart:
 
-- A *prompt* is charged a failed attempt only if its generator returned a good group of another prompt since the
-  prompt's last attempt (``counts_against_prompt``), and if the generator is not quarantined then, or by the failures
-  that follow. So neither an outage nor a broken machine excludes a prompt, with two exceptions: the first failure of
-  an outage counts, which excludes the prompt if ``queue.max_attempts`` is 1; and where only prompts are left that
-  failed before, a transient failure counts every ``TRANSIENT_WAIT_S``, so that the last rows can't hold a run up.
+- A *prompt* is charged a failed attempt only if its generator began and finished a good group of another prompt since
+  the last attempt that was charged (``counts_against_prompt``), and if the generator is not quarantined then, or by
+  the failures that follow. A group that began earlier does not prove that a tool is there: it may have used the tool
+  before. So neither an outage nor a broken machine excludes a prompt, with two exceptions: the first failure of an
+  outage counts, which excludes the prompt if ``queue.max_attempts`` is 1; and where only prompts are left that failed
+  before, a transient failure counts every ``TRANSIENT_WAIT_S``, so that the last rows can't hold a run up.
 - A *generator* whose last ``MAX_FAILED_IN_A_ROW`` leases failed is quarantined. It gets one lease to try again after
   ``FIRST_PAUSE_S``, and each trial that fails doubles the pause, up to ``LONGEST_PAUSE_S``. A good group ends it.
 - A prompt whose lease failed, was refused, was late or expired goes to *another generator* first, if one samples. It is
@@ -81,6 +82,7 @@ class Attempts(msgspec.Struct):
         stale: the late attempts.
         num_good: the queue's number of good groups when the last attempt failed; -1 if none failed.
         failed_at: the time of the last failed attempt that counts; if none counts, of the first failed one.
+        outcome: that attempt's number among all outcomes (``QueueState.num_outcomes``); 0 if none failed.
         tries: the number of all failed attempts.
         by: the generator of the last attempt that failed or was late; empty if there is none.
         too_long_for: the generator that said first that the prompt is too long; empty if none did.
@@ -90,14 +92,17 @@ class Attempts(msgspec.Struct):
     stale: int = 0
     num_good: int = -1
     failed_at: float = 0.0
+    outcome: int = 0
     tries: int = 0
     by: str = ""
     too_long_for: str = ""
 
-    def note(self, num_good: int, now: float, *, counts: bool) -> None:
-        """Note an attempt that failed when the queue had received ``num_good`` good groups."""
+    def note(self, num_good: int, outcome: int, now: float, *, counts: bool) -> None:
+        """Note an attempt that failed as outcome number ``outcome``, after the queue had received ``num_good`` good
+        groups.
+        """
         if counts or not self.tries:
-            self.failed_at = now
+            self.failed_at, self.outcome = now, outcome
         self.failed, self.tries, self.num_good = self.failed + counts, self.tries + 1, num_good
 
 
@@ -232,25 +237,24 @@ def outage_of(failing: Mapping[str, Failing]) -> Outage | None:
 
 
 def counts_against_prompt(
-    attempts: Attempts, failing: Failing, generators_last_good: int, now: float, *, is_transient: bool,
+    attempts: Attempts, failing: Failing, good_since: int, now: float, *, is_transient: bool,
     only_suspects: bool,
 ) -> bool:  # fmt: skip
     """Return whether a lease that failed or was refused counts as a failed attempt of its prompt.
 
-    It does if its generator is not quarantined and had a good group since the prompt's last attempt. If
-    ``only_suspects``, no other group can be good, so it counts as well; a transient failure only if the last one that
-    counts is ``TRANSIENT_WAIT_S`` ago.
+    It does if its generator is not quarantined and had a good group whose lease was granted since the last attempt that
+    counts, or since the first one. If ``only_suspects``, no other group can be good, so it counts as well; a transient
+    failure only if the last one that counts is ``TRANSIENT_WAIT_S`` ago.
 
     Args:
         attempts: the prompt's attempts before this one.
         failing: the generator's failed leases, this one included if it failed.
-        generators_last_good: the number that the generator's last good group has among all good groups; 0 if it has
-            returned none.
+        good_since: ``GeneratorEntry.good_since`` of the generator.
         is_transient: whether the failure may pass by itself.
         only_suspects: whether each prompt that is left to sample has a failed attempt that counts or, while the run is
             paused, any failed attempt.
     """
-    if failing.retry_at is None and generators_last_good > max(attempts.num_good, 0):
+    if failing.retry_at is None and good_since >= attempts.outcome:
         return True
     return only_suspects and (not is_transient or now - attempts.failed_at >= TRANSIENT_WAIT_S)
 

@@ -211,12 +211,12 @@ def receive(
     else:
         verdict = _receive_training(state, learner, active, group, payload)
     entry.note_returned(refused=False)
-    _note_good(state, entry)
+    _note_good(state, entry, active)
     return verdict, ""
 
 
-def _note_good(state: QueueState, entry: GeneratorEntry) -> None:
-    """Record that a generator returned a good group. It ends the generator's quarantine, and an outage for all."""
+def _note_good(state: QueueState, entry: GeneratorEntry, active: ActiveLease) -> None:
+    """Record a good group. It ends the quarantine of its generator, and an outage for all."""
     if (outage := state.outage) is not None:
         state.news.append(f"the run goes on after {state.now - outage.since:.0f} s in which every lease failed")
         for other in state.generators.alive(state.now):
@@ -224,8 +224,9 @@ def _note_good(state: QueueState, entry: GeneratorEntry) -> None:
     elif entry.failing.retry_at is not None:
         away_s = state.now - entry.failing.since
         state.news.append(f"generator {entry.generator_id!r} takes part again, after {away_s:.0f} s of failures")
-    state.num_good += 1
-    entry.last_good, entry.failing, state.proven_code = state.num_good, Failing(), state.code
+    state.num_good, state.num_outcomes = state.num_good + 1, state.num_outcomes + 1
+    entry.good_since = max(entry.good_since, active.since)
+    entry.failing, state.proven_code = Failing(), state.code
 
 
 def _note_failed(state: QueueState, entry: GeneratorEntry, active: ActiveLease, failure: Failure) -> bool:
@@ -459,7 +460,8 @@ def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, 
         min_version=learner.oldest_for_lease(settings, state.outstanding),
         attempt=attempts.failed + attempts.stale + 1, version=version,
     )  # fmt: skip
-    state.leases.add(ActiveLease(lease, generator_id, version, settings.worst_case_bytes, state.now, state.now))
+    reserved, now = settings.worst_case_bytes, state.now
+    state.leases.add(ActiveLease(lease, generator_id, version, reserved, now, now, since=state.num_outcomes))
     state.ledger.issue(settings.group_size)
     return lease
 
@@ -473,7 +475,8 @@ def _issue_eval(
         state, evaluation, row, lease_id=_new_id(state, learner, "eval", row), lineage=learner.lineage,
         min_version=wanted.min_version, attempt=evaluation.attempts(row).failed + 1, version=version,
     )  # fmt: skip
-    state.leases.add(ActiveLease(lease, generator_id, version, 0, state.now, state.now, evaluation=evaluation.key))
+    now, since = state.now, state.num_outcomes
+    state.leases.add(ActiveLease(lease, generator_id, version, 0, now, now, evaluation=evaluation.key, since=since))
     state.eval_ledger.issue(wanted.num_samples)
     return lease
 

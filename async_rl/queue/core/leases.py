@@ -54,6 +54,7 @@ class ActiveLease:
         grown_at: the last time at which ``progress`` grew.
         progress: the number of sampled tokens that the generator reported last.
         evaluation: the dataset and step of the evaluation; None for a training lease.
+        since: the number of outcomes (``QueueState.num_outcomes``) when it was granted; 0 after a restart.
     """
 
     lease: Lease
@@ -64,6 +65,7 @@ class ActiveLease:
     grown_at: float
     progress: int = 0
     evaluation: tuple[str, int] | None = None
+    since: int = 0
 
     @property
     def key(self) -> tuple[EvalKey | None, int]:
@@ -240,7 +242,7 @@ class GeneratorEntry:
         quarantined: the reason why it gets no more leases; empty if it gets leases.
         num_foreign: the number of requests under its id that came from other clients and were refused.
         failing: its leases that failed since its last good group.
-        last_good: the number that its last good group has among all good groups; 0 if it has returned none.
+        good_since: the largest ``ActiveLease.since`` of its good groups; -1 if it has returned none.
     """
 
     generator_id: str
@@ -256,7 +258,7 @@ class GeneratorEntry:
     quarantined: str = ""
     num_foreign: int = 0
     failing: Failing = field(default_factory=Failing)
-    last_good: int = 0
+    good_since: int = -1
     trouble: str = ""
     _logged_trouble: str = ""
     _log_trouble_at: float = -math.inf

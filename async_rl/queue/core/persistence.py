@@ -43,7 +43,7 @@ KEPT_AT_RESTORE = frozenset({
 })  # fmt: skip
 """Names of the fields that the restore of a snapshot does not replace: the clock, the digest of the rows, the learners,
 the outcomes of groups, the received evaluations, the number of damaged groups, and the digest of the user's code."""
-KNOWN_AT_RESTORE = frozenset({"num_good", "proven_code", "failed_places"})
+KNOWN_AT_RESTORE = frozenset({"num_good", "num_outcomes", "proven_code", "failed_places"})
 """Names of the fields that the restore of a snapshot replaces only if nothing is known since: what has failed, and what
 was good."""
 

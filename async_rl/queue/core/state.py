@@ -69,6 +69,8 @@ class PersistedState:
         received_evals: the evaluations whose answers the learner has received.
         num_damaged: the number of groups whose stored bytes were damaged.
         num_good: the number of good groups, of training and evaluations.
+        num_outcomes: the number of good groups and of failed attempts, of training and evaluations. It orders them and
+            the grants of leases.
         code: the digest of the user's code that the learner told.
         proven_code: the digest of the code with which the last good group was scored; None if there is none.
         failed_places: the rollouts that failed, by the place of the failure.
@@ -92,6 +94,7 @@ class PersistedState:
     received_evals: set[EvalKey] = field(default_factory=set)
     num_damaged: int = 0
     num_good: int = 0
+    num_outcomes: int = 0
     code: str = ""
     proven_code: str | None = None
     failed_places: dict[str, FailedPlace] = field(default_factory=dict)
@@ -284,7 +287,7 @@ class QueueState(PersistedState):
         if only_suspects is None:
             only_suspects = self.has_only_suspects(active)
         counts = counts_against_prompt(
-            self.attempts_of(*active.key) or Attempts(), entry.failing, entry.last_good, self.now,
+            self.attempts_of(*active.key) or Attempts(), entry.failing, entry.good_since, self.now,
             is_transient=is_transient, only_suspects=only_suspects,
         )  # fmt: skip
         if counts and entry.failing.retry_at is None:
@@ -637,7 +640,8 @@ class QueueState(PersistedState):
     def _note_failed(self, attempts: Attempts, cause: DropCause, generator_id: str, *, counts: bool | None) -> None:
         attempts.by = generator_id
         if cause in ("failed", "refused", "expired") and counts is not None:
-            attempts.note(self.num_good, self.now, counts=counts)
+            self.num_outcomes += 1
+            attempts.note(self.num_good, self.num_outcomes, self.now, counts=counts)
         elif counts:
             attempts.failed, attempts.failed_at = attempts.failed + 1, self.now
 
