@@ -29,11 +29,11 @@ from async_rl.data.template import apply_template
 from async_rl.data.vocabulary import special_ids
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
+from async_rl.generator.open_sequence import OpenSequence
 from async_rl.generator.rollouts import Graded
 from async_rl.queue.messages import Failure
 from async_rl.records import (
     DROPPED_KEY,
-    NO_VERSION,
     TEXT_ROLE,
     FinishReason,
     Lease,
@@ -42,8 +42,6 @@ from async_rl.records import (
     TokenSequence,
     Turn,
 )  # fmt: skip
-from async_rl.routes import RouteArray
-from async_rl.sampling_mask import SamplingMask, join
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +120,7 @@ class EnvironmentRollouts:
         if not messages:
             return np.zeros(0, np.int32)
         encode = self._text.encode_start if _is_text(messages) else self._text.encode
-        return encode(self._rendered(messages))
+        return encode(prompt_text(messages, self._text) or "")
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
         """Begin the lease's rollouts. ``prompt_ids`` is ignored, because an environment may begin with another prompt.
@@ -132,7 +130,7 @@ class EnvironmentRollouts:
         """
         open_lease = self._leases[lease.lease_id] = _OpenLease()
         messages = lease.prompt.messages
-        prompt = self._rendered(messages) if messages else None
+        prompt = prompt_text(messages, self._text)
         chat = "" if prompt is None or _is_text(messages) else prompt
         for index in range(lease.group_size):
             key = f"{lease.lease_id}/{index}"
@@ -200,10 +198,6 @@ class EnvironmentRollouts:
             )
             progress[lease_id] = open_lease.progress + sum(tokens)
         return progress
-
-    def _rendered(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the row's messages as text by the chat template. A plain-text prompt stays as it is."""
-        return messages[0]["content"] if _is_text(messages) else self._text.render(messages)
 
     def _next_turn(self, rollout: _Open, wanted: Mapping[str, Any]) -> None:
         """Request the model's next answer in a rollout from the backend.
@@ -320,6 +314,13 @@ class EnvironmentRollouts:
         self._done.append(Graded(rollout.lease, rollout.index, scored, failure, text=rollout.text))
 
 
+def prompt_text(messages: Sequence[Mapping[str, str]], text: Text) -> str | None:
+    """Return a row's messages as text by the chat template, and a plain-text prompt as it is. None: it has neither."""
+    if not messages:
+        return None
+    return messages[0]["content"] if _is_text(messages) else text.render(messages)
+
+
 def start_message(config: EnvironmentConfig, lease: Lease, index: int, prompt: str | None) -> dict[str, Any]:
     """Return the message ``start`` for one rollout. ``prompt``: the prompt's messages as text; None if it has none."""
     messages = lease.prompt.messages
@@ -394,7 +395,7 @@ class Trajectory:
     def __init__(self, text: Text) -> None:
         self._text = text
         self._closed: list[TokenSequence] = []
-        self._open = _OpenSequence()
+        self._open = OpenSequence()
         self._state = ""
         self._action: str | None = None
         self._endings: tuple[str, ...] = ()
@@ -461,58 +462,4 @@ class Trajectory:
     def _close(self) -> None:
         if self._open.has_samples:
             self._closed.append(self._open.sequence())
-        self._open = _OpenSequence()
-
-
-class _OpenSequence:
-    """A token sequence that still grows.
-
-    It keeps one array for each state and answer, in the order in which they came. ``_num_answered`` is the number of
-    arrays up to the last answer.
-    """
-
-    def __init__(self) -> None:
-        self._ids: list[np.ndarray] = []
-        self._masks: list[np.ndarray] = []
-        self._logprobs: list[np.ndarray] = []
-        self._versions: list[np.ndarray] = []
-        self._sampling_masks: list[SamplingMask] = []
-        self._routes: list[RouteArray] = []
-        self._num_answered = 0
-
-    @property
-    def has_samples(self) -> bool:
-        return self._num_answered > 0
-
-    def add_given(self, ids: np.ndarray) -> None:
-        self._add(ids, False, np.zeros(len(ids), np.float32), np.full(len(ids), NO_VERSION, np.int32))
-
-    def add_sampled(self, sampled: Sampled) -> None:
-        self._add(sampled.token_ids, True, sampled.logprobs, sampled.versions)
-        self._num_answered = len(self._ids)
-        if sampled.sampling_mask is not None:
-            self._sampling_masks.append(sampled.sampling_mask)
-        if sampled.routes is not None:
-            # A later turn computes the earlier ones again. Their tokens were sampled with the first routes.
-            self._routes.append(sampled.routes[sum(map(len, self._routes)) :])
-
-    def _add(self, ids: np.ndarray, mask: bool, logprobs: np.ndarray, versions: np.ndarray) -> None:
-        self._ids.append(ids)
-        self._masks.append(np.full(len(ids), mask, np.bool_))
-        self._logprobs.append(logprobs)
-        self._versions.append(versions)
-
-    def token_ids(self) -> np.ndarray:
-        return np.concatenate(self._ids).astype(np.int32)
-
-    def sequence(self) -> TokenSequence:
-        """Return the sequence up to its last sampled token. A state that nobody answered may not fit in the context."""
-        end = self._num_answered
-        return TokenSequence(
-            token_ids=np.concatenate(self._ids[:end]).astype(np.int32),
-            loss_mask=np.concatenate(self._masks[:end]),
-            behavior_logprobs=np.concatenate(self._logprobs[:end]).astype(np.float32),
-            versions=np.concatenate(self._versions[:end]).astype(np.int32),
-            sampling_mask=join(self._sampling_masks) if self._sampling_masks else None,
-            routes=np.concatenate(self._routes) if self._routes else None,
-        )
+        self._open = OpenSequence()
