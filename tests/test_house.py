@@ -24,6 +24,7 @@ LIGHT = (
     "doctor.check", "doctor.machine", "evaluation.table", "learner.memory_plan",
     "generator.start", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",
+    "generator.agents", "generator.open_sequence",
     "generator.vllm.plugin", "generator.vllm.engine", "generator.vllm.adapter",
     "generator.vllm.shared_staging",
     "weights.channel.receiver", "weights.channel.transports", "weights.channel.engine_ranks", "weights.transport",

@@ -1,0 +1,148 @@
+"""The generator's side of its HTTP front: starts the process, exchanges messages with it, replaces it if it dies.
+
+The socket that listens belongs to the generator and outlives the front, so the address stays, and clients that connect
+while the front is replaced wait for the new one.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from async_rl.errors import ConfigError
+from async_rl.generator.agents.messages import (
+    Close,
+    ClosedFor,
+    Open,
+    Refuse,
+    Reply,
+    ToGenerator,
+    pack,
+    take_for_generator,
+)
+from async_rl.process.child import module_command, package_environment
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 1 << 16
+_CALLS_OF_FRONT = 1 << 40
+"""Each front numbers its calls from a multiple of this on, so that no number occurs twice."""
+_BACKLOG = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FrontLost:
+    """The front has died with all its connections: no answer that is on its way, or awaited, reaches an agent."""
+
+
+class Front:
+    """The HTTP front of one generator. No method waits.
+
+    Args:
+        model: the model's name, for ``/v1/models``.
+        max_model_len: the longest sequence, in tokens.
+
+    Raises:
+        ConfigError: the packages of the extra ``agents`` are missing.
+    """
+
+    def __init__(self, model: str, max_model_len: int) -> None:
+        missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
+        if missing:
+            raise ConfigError(
+                f"generator.serve: expected the packages of the extra 'agents', got no {' and no '.join(missing)}; "
+                f"install them: pip install 'async-rl[agents]'"
+            )
+        self._model, self._max_model_len = model, max_model_len
+        self._keys: set[str] = set()
+        self._num_started = 0
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        self._start()
+
+    @property
+    def url(self) -> str:
+        """The endpoint's address, without a path."""
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def open(self, keys: Iterable[str]) -> None:
+        """Take calls with these keys from now on."""
+        new = list(keys)
+        self._keys.update(new)
+        self._send(Open(new))
+
+    def close_session(self, key: str, reason: ClosedFor) -> None:
+        """Take no more calls with this key, and answer those that run with the reason."""
+        self._keys.discard(key)
+        self._send(Close(key, reason))
+
+    def reply(self, message: Reply | Refuse) -> None:
+        """Answer a call. Nothing happens if its client has gone."""
+        self._send(message)
+
+    def poll(self) -> list[ToGenerator | FrontLost]:
+        """Return what has happened since the last call. A front that died is replaced."""
+        found: list[ToGenerator | FrontLost] = []
+        self._flush()
+        try:
+            while chunk := self._link.recv(_CHUNK):
+                self._received += chunk
+            is_lost = True
+        except BlockingIOError:
+            is_lost = False
+        except OSError:
+            is_lost = True
+        while (message := take_for_generator(self._received)) is not None:
+            found.append(message)
+        if is_lost:
+            logger.warning("the HTTP front (process %d) has ended; another one is started", self._process.pid)
+            self._stop()
+            self._start()
+            self._send(Open(sorted(self._keys)))
+            found.append(FrontLost())
+        return found
+
+    def close(self) -> None:
+        """End the front, and close the address."""
+        self._stop()
+        self._listener.close()
+
+    def _start(self) -> None:
+        self._link, theirs = socket.socketpair()
+        self._link.setblocking(False)
+        self._received, self._outgoing = bytearray(), bytearray()
+        fds = (self._listener.fileno(), theirs.fileno())
+        with theirs:
+            self._process = subprocess.Popen(
+                module_command(
+                    "async_rl.generator.agents.front", *map(str, fds), self._model, str(self._max_model_len),
+                    str(self._num_started * _CALLS_OF_FRONT), flags=("-P",),
+                ),
+                stdin=subprocess.DEVNULL, pass_fds=fds, env=package_environment(),
+            )  # fmt: skip
+        self._num_started += 1
+
+    def _stop(self) -> None:
+        self._link.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _send(self, message: Open | Close | Reply | Refuse) -> None:
+        self._outgoing += pack(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._outgoing:
+                del self._outgoing[: self._link.send(self._outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._outgoing.clear()  # the front is gone, which ``poll`` notices

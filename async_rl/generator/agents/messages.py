@@ -1,0 +1,128 @@
+"""What a generator and its HTTP front say to each other, as frames of ``net.streams`` with msgpack inside.
+
+The front never reads a token: it passes them on as bytes, little-endian, int32 or float32. ``call`` numbers a request
+that agents have made; the front gives the numbers out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeVar
+
+import msgspec
+
+from async_rl.errors import WireError
+from async_rl.net.streams import pack_frame, take_frame
+from async_rl.records import FinishReason
+
+MAX_BYTES = 64 << 20
+ClosedFor = Literal["ended", "expired", "stopped"]
+"""Why a session takes no more calls: its agent has ended, it made no call for too long, or its lease has ended."""
+
+# To the front.
+
+
+class Open(msgspec.Struct, tag=True, frozen=True):
+    """Sessions that take calls from now on, by their keys."""
+
+    keys: list[str]
+
+
+class Close(msgspec.Struct, tag=True, frozen=True):
+    """A session that takes no more calls. Those that run are answered with this, too."""
+
+    key: str
+    reason: ClosedFor
+
+
+class Reply(msgspec.Struct, tag=True, frozen=True):
+    """The answer to a call: N sampled tokens with log-probabilities (nats) and versions of the weights."""
+
+    call: int
+    token_ids: bytes
+    logprobs: bytes
+    versions: bytes
+    finish_reason: FinishReason
+    num_prompt: int
+    text: str
+
+
+class Refuse(msgspec.Struct, tag=True, frozen=True):
+    """A call is refused with an HTTP status. ``param`` is the request's field that is wrong, if one is."""
+
+    call: int
+    status: int
+    message: str
+    code: str
+    param: str = ""
+
+
+# To the generator.
+
+
+class Call(msgspec.Struct, tag=True, frozen=True):
+    """A request for an answer to a prompt of P tokens.
+
+    ``max_tokens``, ``stop`` and ``stop_token_ids`` may only shorten the answer. ``settings`` are the sampling settings
+    that the request names; they must be the run's. ``seed`` is mixed into the rollout's own.
+    """
+
+    call: int
+    key: str
+    token_ids: bytes
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    settings: Mapping[str, float] = {}
+
+
+class Delivered(msgspec.Struct, tag=True, frozen=True):
+    """The whole answer to a call was handed to the connection of a client that was there."""
+
+    call: int
+
+
+class Gone(msgspec.Struct, tag=True, frozen=True):
+    """The client of a call has gone before it had the answer."""
+
+    call: int
+
+
+ToFront = Open | Close | Reply | Refuse
+ToGenerator = Call | Delivered | Gone
+
+_Message = TypeVar("_Message")
+_encoder = msgspec.msgpack.Encoder()
+_to_front = msgspec.msgpack.Decoder(ToFront)
+_to_generator = msgspec.msgpack.Decoder(ToGenerator)
+
+
+def pack(message: ToFront | ToGenerator) -> bytes:
+    return pack_frame(_encoder.encode(message))
+
+
+def take_for_front(buffer: bytearray) -> ToFront | None:
+    """Remove the first message to the front from ``buffer`` and return it. None if it is incomplete.
+
+    Raises:
+        WireError: the bytes are no such message.
+    """
+    return _taken(buffer, _to_front)
+
+
+def take_for_generator(buffer: bytearray) -> ToGenerator | None:
+    """The same for a message to the generator."""
+    return _taken(buffer, _to_generator)
+
+
+def _taken(buffer: bytearray, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message | None:
+    body = take_frame(buffer, max_bytes=MAX_BYTES)
+    if body is None:
+        return None
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise WireError(
+            f"expected a message between a generator and its HTTP front, got other bytes: {error}"
+        ) from error
