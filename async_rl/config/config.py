@@ -176,6 +176,22 @@ class Config(Section):
         return (*self.code_names, *self.loss.code_names)
 
     @property
+    def has_agents(self) -> bool:
+        """Whether rollouts are sessions of an agent, which asks a generator's endpoint for answers."""
+        return self.generator.serve
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether ``reward.type`` judges rollouts: single answers, and those of agents that return no reward."""
+        return self.has_agents or not self.environment.is_set
+
+    @property
+    def max_rollout_tokens(self) -> int | None:
+        """The limit on the tokens of all sequences of an agent's rollout together. None without agents."""
+        longest = self.sampling.max_prompt_tokens + self.sampling.max_new_tokens
+        return (self.environment.max_rollout_tokens or longest) if self.has_agents else None
+
+    @property
     def makes_spans(self) -> bool:
         """Whether a reward of the run may judge parts of an answer by themselves: only the user's own can."""
         return not self.environment.is_set and any(one.is_user_code for one in self.reward.types)

@@ -152,11 +152,11 @@ def _unequal(devices: tuple[int, ...] | None, needed: int) -> int | None:
 
 
 def _is_read_by_no_answer(c: Config, key: str) -> str | None:
-    if not c.environment.is_set and any(one.has_format for one in c.reward.types):
+    if c.has_rewards and any(one.has_format for one in c.reward.types):
         return None
     if getattr(c.reward, key) == RewardConfig.model_fields[key].default:
         return None
-    return "an environment" if c.environment.is_set else f"the rewards {c.reward.shown}"
+    return f"the rewards {c.reward.shown}" if c.has_rewards else "an environment"
 
 
 def _accuracy_flaw(c: Config) -> str | None:
@@ -338,10 +338,26 @@ _ENVIRONMENT = (
          "an environment in environment.name with the section [environment]", "name one, or leave the key out",
          {"environment.max_turns": 3}, got="none"),
     _row("reward.type, extra, accuracy",
-         lambda c: c.environment.is_set and c.reward.names != (RewardConfig.model_fields["type"].default,),
+         lambda c: not c.has_rewards and c.reward.names != (RewardConfig.model_fields["type"].default,),
          "none with an environment, which scores its rollouts itself",
          "leave out either these keys or environment.name", {"environment.name": "mine.py", "reward.type": "exact"},
          got="{c.reward.shown}"),
+    *(_row(f"environment.{key}",
+           lambda c, key=key, value=value: not c.has_agents and getattr(c.environment, key) != value,
+           "no value without generator.serve", f"set generator.serve, or leave environment.{key} out",
+           {"environment.name": "mine.py", f"environment.{key}": 9})
+      for key, value in (("max_rollout_tokens", None), ("session_timeout_s", 3600.0))),
+    _row("generator.serve", lambda c: c.has_agents and not c.environment.is_set,
+         "false without an agent in environment.name", "name one, or leave the key out", {"generator.serve": True}),
+    _row("sampling.deterministic", lambda c: c.has_agents and c.sampling.deterministic,
+         "false with generator.serve", "agents call when they like, so leave one of the two keys out",
+         {"generator.serve": True, "environment.name": "mine.py", "sampling.deterministic": True,
+          "generator.backend": "fake"}),
+    _row("environment.max_rollout_tokens",
+         lambda c: c.has_agents and c.environment.max_rollout_tokens is not None
+         and c.environment.max_rollout_tokens < c.sampling.max_prompt_tokens + c.sampling.max_new_tokens,
+         "at least sampling.max_prompt_tokens + sampling.max_new_tokens, which one sequence may have", "raise it",
+         {"generator.serve": True, "environment.name": "mine.py", "environment.max_rollout_tokens": 9}),
     _row("environment.rows", lambda c: c.environment.rows is not None and bool(c.data.train),
          "no value with data.train", "set only one of the two",
          {"environment.name": "mine.py", "environment.rows": 3, "data.train": "rows.jsonl"}),

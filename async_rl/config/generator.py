@@ -293,6 +293,11 @@ class GeneratorConfig(Section):
         description="Maximum number of groups that one generator samples at the same time; if unset, as many as fill "
         "generator.batch_size.",
     )
+    serve: bool = Field(
+        default=False,
+        description="Whether environment.name is an agent: a function that asks an HTTP endpoint of the generator for "
+        "the model's answers. Each rollout is a session of its own there.",
+    )
     memory_fraction: float = Field(
         default=0.8,
         gt=0,
@@ -412,6 +417,10 @@ class SamplingConfig(Section):
         return value
 
 
+MAX_SESSION_CALLS = 1024
+"""Maximum number of calls of an agent in one rollout."""
+
+
 class EnvironmentConfig(Section):
     """Rollouts of several turns: your own code, the environment, answers the model and scores the rollout."""
 
@@ -432,13 +441,26 @@ class EnvironmentConfig(Section):
     timeout_s: float = Field(
         default=30.0,
         gt=0,
-        description="Time limit in seconds for one call of reset or step. A rollout whose call exceeds it fails.",
+        description="Time limit in seconds for one call of reset or step. A rollout whose call exceeds it fails. With "
+        "generator.serve it is the limit for the time in which an agent makes no call.",
+    )
+    session_timeout_s: float = Field(
+        default=3600.0,
+        gt=0,
+        description="Time limit in seconds for one rollout of an agent (generator.serve).",
+    )
+    max_rollout_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum number of tokens of all sequences of one rollout of an agent together (generator.serve). "
+        "A call that goes on from an earlier one adds only what is new; a rewritten history counts anew. If unset, "
+        "sampling.max_prompt_tokens + sampling.max_new_tokens.",
     )
     first_reset_timeout_s: float = Field(
         default=300.0,
         gt=0,
         description="Time limit in seconds for the first reset of an environment's process, which may import modules "
-        "while other processes do the same.",
+        "while other processes do the same; for an agent, until its first call.",
     )
     rows: int | None = Field(
         default=None,

@@ -2,13 +2,15 @@
 
 ``fork_server`` imports the environment's code and forks this process. ``play`` is the loop over turns: reset, then
 sample and step until done. It checks everything that an environment returns, so that an error names the environment's
-mistake.
+mistake. An agent makes its calls over HTTP: ``play_agent`` only waits for its end.
 
 Messages are JSON objects in frames of ``net.streams``, so that a malformed message of an environment can do no harm.
-The fork server gets ``prepare`` (extra). The generator sends ``start`` (prompt, state, extra_info, seed, max_turns),
+The fork server gets ``prepare`` (extra). The generator sends ``start`` (prompt, state, extra_info, seed, max_turns; for
+an agent also endpoint, with base_url and api_key),
 ``sampled`` (text, finish_reason, num_tokens),
 ``over`` (the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state, max_tokens, stop),
-``ended`` (turns: the reward and score of every action), ``failed`` (error; for an exception also what
+``ended`` (turns: the reward and score of every action; for an agent reward and score, or None), ``failed`` (error; for
+an exception also what
 ``describe_error`` returns, as detail and place, and ``is_transient``) and ``cancelled``.
 """
 
@@ -26,7 +28,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_rl.environments.protocol import Action, Rollout, RolloutOverError, State
+from async_rl.environments.protocol import Action, Rollout, RolloutOverError, State, Task
 from async_rl.errors import WireError
 from async_rl.net.streams import pack_frame, take_frame
 from async_rl.process.transient import is_transient
@@ -209,7 +211,7 @@ async def _serve(channel: _Channel, code: Any) -> None:
         if message["type"] == "start":
             rollout = RemoteRollout(channel, message)
             _seed(message["seed"])
-            task = asyncio.create_task(_play(channel, code, rollout))
+            task = asyncio.create_task(_play(channel, code, rollout, message.get("endpoint")))
         elif message["type"] == "cancel":
             if task is not None:
                 task.cancel()
@@ -229,11 +231,16 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-async def _play(channel: _Channel, code: Any, rollout: RemoteRollout) -> None:
+async def _play(channel: _Channel, code: Any, rollout: RemoteRollout, endpoint: Mapping[str, str] | None) -> None:
     before = asyncio.all_tasks()
+    ended: dict[str, Any] = {}
     try:
         try:
-            await play(code, rollout)
+            if endpoint is None:
+                await play(code, rollout)
+                ended = {"turns": rollout.turns}
+            else:
+                ended = await play_agent(code, AgentTask(rollout, endpoint))
         finally:
             await _end_tasks(asyncio.all_tasks() - before)
     except (EnvironmentFault, FrameError) as error:
@@ -244,7 +251,7 @@ async def _play(channel: _Channel, code: Any, rollout: RemoteRollout) -> None:
         failed = {"type": "failed", "error": trace, "detail": detail, "place": place}
         await channel.send({**failed, "is_transient": is_transient(error)})
     else:
-        await channel.send({"type": "ended", "turns": rollout.turns})
+        await channel.send({"type": "ended", **ended})
 
 
 async def _end_tasks(left: set[asyncio.Task[Any]]) -> None:
@@ -268,6 +275,11 @@ async def play(code: Any, rollout: Rollout) -> None:
     """
     environment: Any = code() if inspect.isclass(code) else code
     try:
+        if not hasattr(environment, "step") and not hasattr(environment, "generate"):
+            raise EnvironmentFault(
+                "environment.name: expected a function step or generate, got neither; write one, or set "
+                "generator.serve = true if it is an agent"
+            )
         if hasattr(environment, "generate"):
             await _awaited(environment.generate(rollout))
         else:
@@ -277,6 +289,43 @@ async def play(code: Any, rollout: Rollout) -> None:
     finally:
         if hasattr(environment, "close"):
             await _awaited(environment.close())
+
+
+class AgentTask:
+    """The ``protocol.Task`` of an agent."""
+
+    def __init__(self, rollout: RemoteRollout, endpoint: Mapping[str, str]) -> None:
+        self.base_url, self.api_key = endpoint["base_url"], endpoint["api_key"]
+        self.extra_info, self.prompt = rollout.extra_info, rollout.prompt
+        state = rollout.first_state
+        self.messages = [] if state is None or isinstance(state, str) else [dict(message) for message in state]
+
+
+async def play_agent(code: Any, task: Task) -> dict[str, float | None]:
+    """Run the agent ``code``, a function or an object with a method ``run``, to its end. Return reward and score.
+
+    Both are None if the agent returned None: the run's reward functions judge then.
+
+    Raises:
+        EnvironmentFault: it is no agent, or returned something else than a number, a dict or None.
+    """
+    run = code if inspect.isroutine(code) else getattr(code() if inspect.isclass(code) else code, "run", None)
+    if run is None:
+        raise EnvironmentFault(
+            "environment.name: expected an agent, because generator.serve is true: an async function, or a module or "
+            "class with an async function run, got neither; name the function: file.py:name"
+        )
+    made = await _awaited(run(task))
+    found: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {"reward": made}
+    unknown = sorted(map(str, set(found) - {"reward", "score"}))
+    wrong = [name for name, value in found.items() if value is not None and not is_finite(value)]
+    if unknown or wrong:
+        name = (unknown or wrong)[0]
+        raise EnvironmentFault(
+            f"the agent's result: expected a finite number, a dict with reward and score, or None, got {name} = "
+            f"{found[name]!r:.60}; correct what it returns"
+        )
+    return {name: None if (value := found.get(name)) is None else float(value) for name in ("reward", "score")}
 
 
 async def _turns(environment: Any, rollout: Rollout) -> None:

@@ -61,11 +61,11 @@ def main() -> None:
     except ConfigError as error:
         _refuse(control, f"environment.name: {error}")
         return
-    if not hasattr(code, "step") and not hasattr(code, "generate"):
+    if not callable(code) and not any(hasattr(code, name) for name in ("step", "generate", "run")):
         _refuse(
             control,
-            f"environment.name: expected {name} to have a function step or generate, got neither; see "
-            f"docs/environments.md",
+            f"environment.name: expected {name} to have a function step or generate, or to be an agent (run), got "
+            f"neither; see docs/environments.md",
         )
         return
     from async_rl.environments.child import prepare  # with all that it imports, so that no forked process has to

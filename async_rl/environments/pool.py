@@ -82,6 +82,8 @@ class EnvironmentPool:
         config: the section ``[environment]``.
         allowed: the code that this machine may run, as in ``generator.allow_code``.
         digest: the digest that the environment's code must have. If None, any code is accepted.
+        has_agents: whether it runs agents, which need one answer of this pool only: their end. It may take
+            ``environment.session_timeout_s``.
         clock: returns the time in seconds.
 
     Raises:
@@ -94,8 +96,10 @@ class EnvironmentPool:
         *,
         allowed: Collection[str],
         digest: str | None,
+        has_agents: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._has_agents = has_agents
         self.counts = {"started": 0, "timed_out": 0, "crashed": 0}
         self._config = config
         self._start_server = partial(ForkServer, config, allowed, digest)
@@ -222,7 +226,9 @@ class EnvironmentPool:
         self._server.close()
 
     def _limit(self, process: _Process) -> tuple[str, str]:
-        """Return what the process does now, and the key of ``[environment]`` that limits it."""
+        """Return what of the environment runs now, and the key of ``[environment]`` that limits it."""
+        if self._has_agents and not process.cancelling:
+            return "agent", "session_timeout_s"
         is_first = process.is_new and not process.cancelling
         return ("first reset", "first_reset_timeout_s") if is_first else ("reset or step", "timeout_s")
 

@@ -114,6 +114,27 @@ class Rollout(Protocol):
         ...
 
 
+class Task(Protocol):
+    """The argument of an agent, an async function ``run(task)``. The agent asks the endpoint for the model's answers.
+
+    It returns its reward, a dict with ``reward`` and ``score``, or None: then the run's reward functions judge its last
+    answer.
+
+    Attributes:
+        base_url: the endpoint, for this rollout alone: what OpenAI's clients call ``base_url``.
+        api_key: the rollout's key. It is in ``base_url``, too, so any other key does with it.
+        messages: the row's messages; empty if it has none.
+        prompt: the same, rendered with the chat template, or the row's text; None if it has neither.
+        extra_info: the row's other fields, ``environment.extra``, and what identifies the rollout.
+    """
+
+    base_url: str
+    api_key: str
+    messages: list[dict[str, str]]
+    prompt: str | None
+    extra_info: dict[str, Any]
+
+
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 

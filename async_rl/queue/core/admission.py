@@ -21,6 +21,7 @@ import xxhash
 from msgspec.structs import replace
 
 from async_rl.config.config import Config
+from async_rl.config.generator import MAX_SESSION_CALLS
 from async_rl.config.queue import OnStale
 from async_rl.errors import ConfigError, QueueError
 from async_rl.queue.messages import Announcement, StepAck
@@ -35,6 +36,8 @@ _BYTES_PER_SPAN = 14
 """Largest size of a span in a group's message, in bytes: its end (5 in MessagePack) and its reward (9)."""
 _BUG = "this is a bug in async-rl, please report it"
 _ROLLOUT_OVERHEAD = 1024
+_BYTES_PER_ANSWER = 64
+"""Size of what a group says of each answer of an agent besides tokens: a turn, and the length of a sequence."""
 _GROUP_OVERHEAD = 4096
 GENERATOR_TIMEOUT_S = 30.0
 """Seconds of silence after which a generator does not count as alive."""
@@ -74,6 +77,7 @@ class QueueSettings:
     temperature_steps: int
     vocab_size: int | None
     max_turns: int
+    rollout_tokens: int | None
     max_abs_reward: float
     max_refused_share: float
     adaptive: bool
@@ -149,6 +153,7 @@ class QueueSettings:
             temperature_steps=config.temperature_steps,
             vocab_size=vocab_size,
             max_turns=config.environment.max_turns if config.environment.is_set else 1,
+            rollout_tokens=config.max_rollout_tokens,
             max_abs_reward=config.reward.max_abs,
             max_refused_share=config.queue.max_refused_share,
             adaptive=config.queue.adaptive,
@@ -164,13 +169,18 @@ class QueueSettings:
         """The size in bytes of the largest group that a generator may return for a training lease.
 
         The queue reserves this much for each group in flight. The longest prompt and answer count once for every turn,
-        because each turn may start a new token sequence that repeats the whole text so far.
+        because each turn may start a new token sequence that repeats the whole text so far. Agents have a limit for all
+        their sequences together.
         """
         sampling = self.sampling
         tokens = self.max_turns * (sampling.max_prompt_tokens + sampling.max_new_tokens)
+        answers = 0
+        if self.rollout_tokens is not None:
+            tokens, answers = self.rollout_tokens, min(sampling.max_new_tokens, MAX_SESSION_CALLS)
         kept = 0 if sampling.keeps_all else sampling.max_new_tokens * _BYTES_PER_WORD * (1 + self._most_mask_words)
         kept += sampling.max_new_tokens * (self.teacher_bytes + self.span_bytes)
         token_bytes = BYTES_PER_TOKEN + (0 if self.routing is None else self.routing.bytes_per_token)
+        kept += answers * _BYTES_PER_ANSWER
         return self.group_size * (tokens * token_bytes + kept + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
 
     @property
