@@ -277,5 +277,6 @@ def _memory_row(version_bytes: int) -> Finding:
 def _check_environment(
     config: Config, directory: Path, backend: Backend, digests: Mapping[str, str] | None, stack: ExitStack
 ) -> list[Finding]:
-    build_environment(config, directory, backend, digests, stack)
+    grader = build_grader(config, digests, stack)
+    build_environment(config, directory, backend, digests, stack, grader)
     return [Finding("environment", "OK", f"{config.environment.name} can be used here")]

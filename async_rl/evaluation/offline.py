@@ -96,7 +96,7 @@ def run_eval(
     found: list[Evaluated] = []
     with ExitStack() as stack:
         report("preparing the reward")
-        grader = None if config.environment.is_set else build_grader(config, None, stack, keys=keys)
+        grader = build_grader(config, None, stack, keys=keys)
         for model in models:
             with ExitStack() as of_model:
                 backend, rollouts, decode = _player(config, model, grader, of_model, report)
@@ -175,12 +175,12 @@ def _evaluated(config: Config, model: str, dataset: str, answered: OfflineSample
 
 
 def _player(
-    config: Config, model: str, grader: Grader | None, stack: ExitStack, report: Report
+    config: Config, model: str, grader: Grader, stack: ExitStack, report: Report
 ) -> tuple[Backend, Rollouts, Decode]:
     """Load a model for the evaluation. ``stack`` closes it.
 
     Return the backend that samples, the object that plays rollouts, and the function that decodes token ids to text.
-    ``grader`` scores single answers. It is None if the config has an environment.
+    ``grader`` scores single answers, and rollouts of agents.
     """
     report("loading transformers")
     quiet_progress_bars()
@@ -193,10 +193,10 @@ def _player(
     def decode(token_ids: np.ndarray) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    if grader is not None:
+    if not config.environment.is_set:
         truncates = config.data.on_long_prompt == "truncate"
         return backend, SingleTurnRollouts(backend, grader, truncates=truncates), decode
-    environment = build_environment(config, directory, backend, None, stack)
+    environment = build_environment(config, directory, backend, None, stack, grader)
     assert environment is not None
     return backend, environment, decode
 

@@ -26,11 +26,12 @@ from typing import Protocol
 
 import numpy as np
 
+from async_rl.errors import RewardError
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.process.transient import is_transient
 from async_rl.process.user_code import describe_error
 from async_rl.queue.messages import Failure, FailureCause
-from async_rl.records import NO_VERSION, Group, Lease, Rollout, Span, TokenSequence, row_fields
+from async_rl.records import NO_VERSION, FinishReason, Group, Lease, Rollout, Span, TokenSequence, Turn, row_fields
 from async_rl.rewards.records import CountingReward, GroupReward, RewardInput, RewardOutput, WaitingReward, score_group
 from async_rl.run.eval_records import Decode
 
@@ -325,13 +326,48 @@ def whole_sequence(sample: Sampled) -> TokenSequence:
     return TokenSequence(token_ids, loss_mask, logprobs, versions, sample.sampling_mask, sample.routes)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Played:
+    """A rollout of several answers that has ended, and whose reward is judged by a reward function.
+
+    Attributes:
+        index: the rollout's number in the lease's group.
+        text: the last answer.
+        token_ids: the sampled tokens of all answers, int32 [N].
+        finish_reason: ``length`` if a limit cut it.
+        sequences: its token sequences.
+        turn_tokens: the number of tokens of each answer, in the order of the sequences.
+    """
+
+    index: int
+    text: str
+    token_ids: np.ndarray
+    finish_reason: FinishReason
+    sequences: tuple[TokenSequence, ...]
+    turn_tokens: tuple[int, ...]
+
+
+def _sequences_of(sample: Sampled | Played) -> tuple[TokenSequence, ...]:
+    return sample.sequences if isinstance(sample, Played) else (whole_sequence(sample),)
+
+
+def turns_of(turn_tokens: Sequence[int], reward: float, score: float) -> tuple[Turn, ...]:
+    """Return the turns of a rollout that is judged as a whole: the last one has its reward and its score."""
+    last = len(turn_tokens) - 1
+    zero = (0.0, 0.0)
+    return tuple(Turn(num, *((reward, score) if at == last else zero)) for at, num in enumerate(turn_tokens))
+
+
 def graded_rollouts(
-    reward: ScoreOne, lease: Lease, samples: Sequence[Sampled], decode: Decode | None = None
+    reward: ScoreOne, lease: Lease, samples: Sequence[Sampled | Played], decode: Decode | None = None
 ) -> list[Rollout]:
     """Score the finished samples of one lease. Return their rollouts in the same order.
 
     Errors of ``reward`` pass through. ``decode`` finds the tokens of spans. None: rollouts have no spans, because
     nobody trains on them.
+
+    Raises:
+        RewardError: the reward judges parts of a rollout that has several answers.
     """
     items = [
         RewardInput(
@@ -345,17 +381,26 @@ def graded_rollouts(
         )
         for sample in samples
     ]
-    return [
-        Rollout(
-            sequences=(whole_sequence(sample),),
-            reward_parts=output.parts,
-            accuracy=output.accuracy,
-            finish_reason=sample.finish_reason,
-            extracted=output.extracted,
-            spans=() if decode is None else token_spans(output.spans, sample.token_ids, decode),
+    outputs = score_group(reward, items)
+    return [_rollout(sample, output, decode) for sample, output in zip(samples, outputs, strict=True)]
+
+
+def _rollout(sample: Sampled | Played, output: RewardOutput, decode: Decode | None) -> Rollout:
+    if isinstance(sample, Played) and output.spans:
+        raise RewardError(
+            "expected a reward without spans for a rollout of several answers, got spans: they count characters of one "
+            "answer; return RewardOutput without spans"
         )
-        for sample, output in zip(samples, score_group(reward, items), strict=True)
-    ]
+    is_played = isinstance(sample, Played)
+    return Rollout(
+        sequences=_sequences_of(sample),
+        reward_parts=output.parts,
+        accuracy=output.accuracy,
+        finish_reason=sample.finish_reason,
+        extracted=output.extracted,
+        turns=turns_of(sample.turn_tokens, sum(output.parts.values()), output.accuracy) if is_played else (),
+        spans=() if decode is None else token_spans(output.spans, sample.token_ids, decode),
+    )
 
 
 def token_spans(spans: Sequence[tuple[int, float]], token_ids: np.ndarray, decode: Decode) -> tuple[Span, ...]:
@@ -407,7 +452,7 @@ class Grader(Protocol):
         """For how many seconds each running call of the reward runs."""
         ...
 
-    def submit(self, lease: Lease, sample: Sampled) -> None: ...
+    def submit(self, lease: Lease, sample: Sampled | Played) -> None: ...
 
     def collect(self) -> list[Graded]:
         """Return the samples that have been scored since the last call, without waiting."""
@@ -419,7 +464,7 @@ class Grader(Protocol):
 
 
 def _graded(
-    reward: ScoreOne, lease: Lease, samples: Sequence[Sampled], decode: Decode | None, max_abs: float
+    reward: ScoreOne, lease: Lease, samples: Sequence[Sampled | Played], decode: Decode | None, max_abs: float
 ) -> list[Graded]:
     try:
         rollouts = graded_rollouts(reward, lease, samples, decode)
@@ -433,8 +478,8 @@ def _graded(
     ]
 
 
-def _failed(lease: Lease, sample: Sampled, failure: Failure, error: BaseException | None = None) -> Graded:
-    rollout = Rollout((whole_sequence(sample),), {}, 0.0, "error")
+def _failed(lease: Lease, sample: Sampled | Played, failure: Failure, error: BaseException | None = None) -> Graded:
+    rollout = Rollout(_sequences_of(sample), {}, 0.0, "error")
     return Graded(lease, sample.index, rollout, failure, error)
 
 
@@ -467,8 +512,8 @@ class ThreadGrader:
         """
         self._reward, self._decode, self._max_abs = reward, decode, max_abs
         self._needs_whole_group = isinstance(reward, GroupReward) and reward.needs_whole_group
-        self._incomplete: dict[str, list[Sampled]] = {}
-        self._todo: queue.SimpleQueue[tuple[Lease, list[Sampled]] | None] = queue.SimpleQueue()
+        self._incomplete: dict[str, list[Sampled | Played]] = {}
+        self._todo: queue.SimpleQueue[tuple[Lease, list[Sampled | Played]] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Graded] = queue.SimpleQueue()
         self._num_pending = 0
         self._began_s: dict[int, float] = {}
@@ -486,7 +531,7 @@ class ThreadGrader:
         began_s, now_s = list(self._began_s.values()), time.monotonic()
         return tuple(max(0.0, now_s - began) for began in began_s)
 
-    def submit(self, lease: Lease, sample: Sampled) -> None:
+    def submit(self, lease: Lease, sample: Sampled | Played) -> None:
         samples = [sample]
         if self._needs_whole_group:
             samples = self._incomplete.setdefault(lease.lease_id, [])

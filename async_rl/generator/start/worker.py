@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,13 +36,15 @@ from async_rl.config.loading import (
     parse_config,
     refuse_foreign_decisions,
 )
-from async_rl.data.chat import load_tokenizer
+from async_rl.data.chat import load_tokenizer, vocabulary_size
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import AddressError, QueueError, RewardError
+from async_rl.generator.agents.front_process import Front
+from async_rl.generator.agents.rollouts import AgentRollouts
 from async_rl.generator.backend import Backend, MultiRankBackend, TextBackend
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, TokenizerText
 from async_rl.generator.loop import Device, Queue, WeightsReceiver, Worker
-from async_rl.generator.rollouts import ThreadGrader
+from async_rl.generator.rollouts import Grader, ThreadGrader
 from async_rl.generator.start.backends import build_backend, cuda_device
 from async_rl.generator.teachers import build_teachers
 from async_rl.net.address import check_address, refuse_open_connect
@@ -139,12 +141,16 @@ def build_worker(
     """
     refuse_open_scorers(config, insecure=insecure, has_keys=keys is not None)
     grader = build_grader(config, code_digests, stack, directory, keys)
-    environment = build_environment(config, directory, backend, code_digests, stack)
+    environment = build_environment(config, directory, backend, code_digests, stack, grader)
+    counters: Callable[[], Mapping[str, int]] = grader.counters
+    if isinstance(environment, AgentRollouts):
+        agents = environment
+        counters = lambda: {**grader.counters(), **agents.counters()}  # noqa: E731
     return Worker(
         queue=queue, receiver=receiver, backend=backend, grader=grader, config=config, generator_id=generator_id,
         wait_s=wait_s, environment=environment, device=device,
         scorers=[grader] if environment is None else [grader, environment],
-        teachers=build_teachers(config, directory, keys, stack), counters=grader.counters,
+        teachers=build_teachers(config, directory, keys, stack), counters=counters,
     )  # fmt: skip
 
 
@@ -292,12 +298,13 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 
 
 def build_environment(
-    config: Config, directory: Path, backend: Backend, code_digests: Mapping[str, str] | None, stack: ExitStack
-) -> EnvironmentRollouts | None:
+    config: Config, directory: Path, backend: Backend, code_digests: Mapping[str, str] | None, stack: ExitStack,
+    grader: Grader,
+) -> EnvironmentRollouts | AgentRollouts | None:  # fmt: skip
     """Build the object that plays rollouts of several turns. Return None if the config names no environment.
 
     ``stack`` closes the object at its end. ``code_digests`` are the learner's digests of the user's own code. They are
-    None if this machine's user chose the code.
+    None if this machine's user chose the code. ``grader`` scores rollouts of agents that return no reward.
 
     Raises:
         ConfigError: the environment's code is not allowed here, missing, different from the learner's, or fails when
@@ -312,9 +319,17 @@ def build_environment(
         tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
         text = TokenizerText(tokenizer, config.data.template_arguments)
     digest = digest_of(config.environment.name, code_digests)
-    pool = EnvironmentPool(config.environment, allowed=config.generator.allow_code, digest=digest)
+    allowed, max_abs = config.generator.allow_code, config.reward.max_abs
+    pool = EnvironmentPool(config.environment, allowed=allowed, digest=digest, has_agents=config.has_agents)
     stack.enter_context(closing(pool))
-    return EnvironmentRollouts(backend, pool, text, config.environment, max_abs=config.reward.max_abs)
+    if config.has_agents:
+        sampling, size = config.sampling, config.own_vocab_size or vocabulary_size(directory)
+        name = Path(config.model.path).name
+        front = stack.enter_context(closing(Front(name, sampling.max_prompt_tokens + sampling.max_new_tokens)))
+        return AgentRollouts(
+            backend, pool, front, grader, text, config.environment, vocab_size=size, max_abs=max_abs
+        )  # fmt: skip
+    return EnvironmentRollouts(backend, pool, text, config.environment, max_abs=max_abs)
 
 
 @contextmanager

@@ -1,0 +1,424 @@
+"""Rollouts of agents: each rollout of a lease is a session, whose calls join the running batch of the backend.
+
+A session's key is made when its lease begins, and ends with it. The agent is a process of the ``EnvironmentPool``, or
+what that process starts; it gets the key and the endpoint's address, and calls as often as it likes. Each call is a
+request to the backend beside all others: the same sampler, versions and updates of weights in mid-answer. ``session``
+turns the calls into sequences. When the agent has ended, the rollout has the reward that the agent returned, or that of
+the run's reward functions.
+
+While the agent works by itself its rollout holds no slot of the backend. Its lease counts in the queue's admission all
+the same, and does not expire as long as the session keeps its limits: ``environment.timeout_s`` without a running call,
+and ``environment.session_timeout_s`` in all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from msgspec.structs import replace
+
+from async_rl.config.generator import MAX_SESSION_CALLS, EnvironmentConfig
+from async_rl.environments.pool import EnvironmentPool, Event
+from async_rl.generator.agents.front_process import Front, FrontLost
+from async_rl.generator.agents.messages import Call, ClosedFor, Delivered, Refuse, Reply
+from async_rl.generator.agents.session import Limits, MustWaitError, NoRoomError, SessionTokens
+from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
+from async_rl.generator.environment_rollouts import prompt_text, start_message
+from async_rl.generator.rollouts import Graded, Grader, Played, turns_of
+from async_rl.queue.messages import Failure
+from async_rl.records import FinishReason, Lease, Rollout, Sampling
+
+logger = logging.getLogger(__name__)
+
+SESSIONS_PER_SLOT = 4
+"""A generator has at most this many sessions for each sequence that its backend runs at once."""
+_NO_LOGPROB = -9999.0
+"""What vLLM reports where it has no log-probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an agent returned at its end: its reward, and a score that is only logged. None: it returned none."""
+
+    reward: float | None
+    score: float | None
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    """One rollout. ``rollout_key`` is its key in the pool, ``key`` the secret that the agent's calls carry.
+
+    ``waiting`` are calls that wait until others of the session need less room. ``quiet_since_s`` is the time since
+    which no call has run. ``outcome`` is set when the agent has ended. ``is_cut`` says that a call found no room.
+    """
+
+    rollout_key: str
+    key: str
+    lease: Lease
+    index: int
+    tokens: SessionTokens
+    quiet_since_s: float
+    waiting: deque[Call] = field(default_factory=deque)
+    requests: dict[int, str] = field(default_factory=dict)
+    num_received: int = 0
+    num_begun: int = 0
+    is_cut: bool = False
+    outcome: Outcome | None = None
+
+    @property
+    def is_unclaimed(self) -> bool:
+        return not self.num_begun
+
+
+class AgentRollouts:
+    """Plays leases with agents. It implements ``rollouts.Rollouts``.
+
+    Args:
+        backend: samples the answers.
+        pool: runs the agents.
+        front: the HTTP front.
+        grader: scores the rollouts whose agents return no reward.
+        text: renders the prompts of rows.
+        config: the section ``[environment]``.
+        vocab_size: token ids must be below it; None for no limit.
+        max_abs: a rollout with a larger reward, in absolute value, fails.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self, backend: Backend, pool: EnvironmentPool, front: Front, grader: Grader, text: Text,
+        config: EnvironmentConfig, *, vocab_size: int | None = None, max_abs: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._backend, self._pool, self._front, self._grader, self._text = backend, pool, front, grader, text
+        self._config, self._vocab_size, self._max_abs, self._clock = config, vocab_size, max_abs, clock
+        self._sessions: dict[str, _Session] = {}
+        self._by_key: dict[str, _Session] = {}
+        self._by_request: dict[str, tuple[_Session, int]] = {}
+        self._by_call: dict[int, _Session] = {}
+        self._done: list[Graded] = []
+        self._counts: Counter[str] = Counter()
+        self._num_beats = 0
+
+    @property
+    def num_open(self) -> int:
+        calling = sum(bool(one.requests or one.waiting) or one.is_unclaimed for one in self._sessions.values())
+        running = len(self._by_request)
+        spare = (SESSIONS_PER_SLOT - 1) * self._backend.max_running
+        return max(running, calling, len(self._sessions) - spare)
+
+    @property
+    def num_pending(self) -> int:
+        return sum(not one.requests for one in self._sessions.values()) + self._grader.num_pending
+
+    @property
+    def trouble(self) -> str:
+        """Why agents don't start; empty if nothing is known to be wrong."""
+        return self._pool.trouble
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of rollouts that wait for another process without a time limit: none does."""
+        return 0
+
+    def counters(self) -> Mapping[str, int]:
+        """Return how many calls there were, by how they relate to the calls before, and what was lost."""
+        return {f"agent/{name}": number for name, number in self._counts.items()}
+
+    def encode(self, lease: Lease) -> np.ndarray:
+        """Return no tokens: an agent makes its prompts itself."""
+        return np.zeros(0, np.int32)
+
+    def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
+        """Open a session for each rollout of the lease, and start its agent."""
+        prompt = prompt_text(lease.prompt.messages, self._text)
+        new = [self._new_session(lease, index) for index in range(lease.group_size)]
+        self._front.open(session.key for session in new)
+        for session in new:
+            endpoint = {"base_url": f"{self._front.url}/s/{session.key}/v1", "api_key": session.key}
+            start = start_message(self._config, lease, session.index, prompt)
+            self._pool.start(session.rollout_key, {**start, "endpoint": endpoint})
+
+    def cancel(self, lease_id: str) -> None:
+        for session in [one for one in self._sessions.values() if one.lease.lease_id == lease_id]:
+            self._pool.cancel(session.rollout_key)
+            self._close(session, "stopped")
+        self._grader.forget(lease_id)
+
+    def take(self, sampled: Iterable[Sampled]) -> None:
+        for sample in sampled:
+            found = self._by_request.pop(sample.lease_id, None)
+            if found is None:
+                continue
+            session, call = found
+            del session.requests[call]
+            self._note_activity(session)
+            if not np.isfinite(sample.logprobs).all() or (sample.logprobs == _NO_LOGPROB).any():
+                self._pool.cancel(session.rollout_key)
+                self._fail(session, "the engine returned a log-probability that is missing or not finite")
+                continue
+            session.tokens.answer(call, sample)
+            self._front.reply(_reply(call, sample))
+            self._begin_waiting(session)
+
+    def collect(self) -> list[Graded]:
+        for message in self._front.poll():
+            if isinstance(message, FrontLost):
+                self._lose_all()
+            elif isinstance(message, Call):
+                self._receive(message)
+            elif (session := self._by_call.pop(message.call, None)) is not None:
+                if isinstance(message, Delivered):
+                    session.tokens.deliver(message.call)
+                else:
+                    self._lose(session, message.call)
+        for event in self._pool.poll():
+            if (session := self._sessions.get(event.key)) is not None:
+                self._end(session, event)
+        for session in list(self._sessions.values()):
+            self._check(session)
+        done, self._done = self._done, []
+        return done + self._grader.collect()
+
+    def progress(self) -> dict[str, int]:
+        """Return for each lease id a count that grows while a session of the lease is open, which has limits of its
+        own.
+        """
+        self._num_beats += 1
+        sampled = self._backend.progress()
+        counts: dict[str, int] = {}
+        for session in self._sessions.values():
+            running = sum(sampled.get(request, 0) for request in session.requests.values())
+            found = counts.get(session.lease.lease_id, self._num_beats)
+            counts[session.lease.lease_id] = found + session.tokens.num_sampled + running
+        return counts
+
+    def _new_session(self, lease: Lease, index: int) -> _Session:
+        sampling = lease.sampling
+        longest = sampling.max_prompt_tokens + sampling.max_new_tokens
+        limits = Limits(
+            first_prompt=sampling.max_prompt_tokens, sampled=sampling.max_new_tokens, sequence=longest,
+            rollout=self._config.max_rollout_tokens or longest, answer=self._config.max_turn_tokens,
+        )  # fmt: skip
+        session = _Session(
+            f"{lease.lease_id}/{index}", secrets.token_urlsafe(24), lease, index, SessionTokens(limits), self._clock()
+        )
+        self._sessions[session.rollout_key] = self._by_key[session.key] = session
+        return session
+
+    # Calls.
+
+    def _receive(self, call: Call) -> None:
+        session = self._by_key.get(call.key)
+        if session is None:
+            return  # the front has got the session's end meanwhile, and answers with it
+        self._by_call[call.call] = session
+        if session.num_received == MAX_SESSION_CALLS:
+            self._refuse(call, f"a session has at most {MAX_SESSION_CALLS} calls", "too_many_calls", "")
+            return
+        session.num_received += 1
+        if (wrong := self._wrong(call, session.lease.sampling)) is not None:
+            self._refuse(call, *wrong)
+            return
+        session.waiting.append(call)
+        self._begin_waiting(session)
+
+    def _wrong(self, call: Call, sampling: Sampling) -> tuple[str, str, str] | None:
+        """Return what is wrong with a call, as the message, code and parameter of a refusal; None if nothing is."""
+        run = {
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": float(sampling.top_k),
+            "min_p": sampling.min_p,
+        }  # fmt: skip
+        for name, value in call.settings.items():
+            wanted = 0.0 if name == "top_k" and value == -1 else value  # -1 switches top-k off, too
+            if not math.isclose(wanted, run[name], rel_tol=1e-6):
+                text = (
+                    f"{name}: expected the run's sampling.{name} = {run[name]:g} or none, got {value:g}: the run can't "
+                    f"train on what is sampled otherwise"
+                )
+                return text, "unsupported", name
+        ids = np.frombuffer(call.token_ids, np.int32)
+        if int(ids.min()) < 0 or (self._vocab_size is not None and int(ids.max()) >= self._vocab_size):
+            text = f"token_ids: expected ids from 0 to {self._vocab_size or 2**31} (exclusive), got others"
+            return text, "invalid_request", "token_ids"
+        return None
+
+    def _begin_waiting(self, session: _Session) -> None:
+        """Begin the session's calls for which there is room, in their order."""
+        while session.waiting:
+            call = session.waiting[0]
+            ids = np.frombuffer(call.token_ids, np.int32)
+            try:
+                room = session.tokens.begin(call.call, ids, call.max_tokens)
+            except MustWaitError:
+                return
+            except NoRoomError as error:
+                self._refuse_for_room(session, session.waiting.popleft(), error)
+                continue
+            session.waiting.popleft()
+            self._sample(session, call, ids, room)
+
+    def _sample(self, session: _Session, call: Call, ids: np.ndarray, max_tokens: int) -> None:
+        sampling = session.lease.sampling
+        request = replace(
+            session.lease,
+            lease_id=f"{session.rollout_key}/{session.num_begun}",
+            group_size=1,
+            seed=_seed(session, call.seed),
+            sampling=replace(
+                sampling,
+                max_new_tokens=max_tokens,
+                stop=(*sampling.stop, *call.stop),
+                stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *call.stop_token_ids))),
+            ),
+        )
+        session.num_begun += 1
+        session.requests[call.call] = request.lease_id
+        self._by_request[request.lease_id] = session, call.call
+        self._backend.submit(request, ids)
+
+    def _refuse(self, call: Call, message: str, code: str, param: str) -> None:
+        self._by_call.pop(call.call, None)
+        self._front.reply(Refuse(call.call, 400, message, code, param))
+
+    def _refuse_for_room(self, session: _Session, call: Call, error: NoRoomError) -> None:
+        self._refuse(call, str(error), "context_length_exceeded", "token_ids")
+        if error.key == "sampling.max_prompt_tokens":
+            # As for an environment: the row is too long for this run.
+            self._pool.cancel(session.rollout_key)
+            self._close(session, "ended")
+            self._done.append(Graded(session.lease, session.index, None, Failure("prompt_too_long", str(error))))
+        session.is_cut = True
+
+    def _lose(self, session: _Session, call: int) -> None:
+        """End a call whose client has gone, at whatever stage it is."""
+        session.waiting = deque(one for one in session.waiting if one.call != call)
+        if (request := session.requests.pop(call, None)) is not None:
+            del self._by_request[request]
+            self._backend.cancel(request)
+        session.tokens.lose(call)
+        self._note_activity(session)
+        self._begin_waiting(session)
+
+    def _lose_all(self) -> None:
+        """End all calls, because the front has died with their connections."""
+        calls, self._by_call = self._by_call, {}
+        for call, session in calls.items():
+            self._lose(session, call)
+
+    # Ends.
+
+    def _end(self, session: _Session, event: Event) -> None:
+        """Note that the agent has ended. What it still asks for is stopped."""
+        said = event.message
+        if event.type != "ended":
+            texts = {key: str(said.get(key, "")) for key in ("error", "detail", "place")}
+            self._fail(
+                session, texts["error"], texts["detail"], texts["place"], is_transient=bool(said.get("is_transient"))
+            )
+            return
+        session.outcome = Outcome(said.get("reward"), said.get("score"))
+        self._front.close_session(session.key, "ended")
+        self._by_key.pop(session.key, None)
+        for call in [*session.requests, *(one.call for one in session.waiting)]:
+            self._by_call.pop(call, None)
+            self._lose(session, call)
+
+    def _check(self, session: _Session) -> None:
+        """Finish a session whose agent has ended and whose last answers are settled. Fail one that is silent."""
+        if session.outcome is not None:
+            if not session.tokens.doubtful:
+                self._finish(session, session.outcome)
+            return
+        if session.requests or session.waiting:
+            return
+        key = "first_reset_timeout_s" if session.is_unclaimed else "timeout_s"
+        limit_s = getattr(self._config, key)
+        if self._clock() - session.quiet_since_s > limit_s:
+            what = "made no call" if session.is_unclaimed else "made no further call"
+            error = f"the agent {what} for environment.{key} = {limit_s:g} s; raise the key, or make the agent faster"
+            self._pool.cancel(session.rollout_key)
+            self._fail(session, error, reason="expired")
+
+    def _finish(self, session: _Session, outcome: Outcome) -> None:
+        tokens, lease = session.tokens, session.lease
+        if not tokens.num_sampled:
+            self._fail(session, "the agent ended without an answer: it made no call that was answered")
+            return
+        reason: FinishReason = "length" if session.is_cut else tokens.last_finish_reason
+        sequences = tokens.sequences()
+        if outcome.reward is None:
+            sampled = np.concatenate([one.token_ids[one.loss_mask] for one in sequences])
+            turns = tuple(tokens.turn_tokens)
+            self._close(session, "ended")
+            self._grader.submit(lease, Played(session.index, tokens.last_text, sampled, reason, sequences, turns))
+            return
+        reward, score = outcome.reward, outcome.reward if outcome.score is None else outcome.score
+        if max(abs(reward), abs(score)) > self._max_abs:
+            self._fail(
+                session,
+                f"expected a reward and a score of at most reward.max_abs = {self._max_abs:g}, got {reward:g} and "
+                f"{score:g}",
+            )
+            return
+        self._close(session, "ended")
+        rollout = Rollout(
+            sequences, {"environment": reward}, min(1.0, max(0.0, score)), reason,
+            turns=turns_of(tokens.turn_tokens, reward, score),
+        )  # fmt: skip
+        self._done.append(Graded(lease, session.index, rollout, text=tokens.last_text))
+
+    def _fail(
+        self, session: _Session, error: str, detail: str = "", place: str = "", *, is_transient: bool = False,
+        reason: ClosedFor = "ended",
+    ) -> None:  # fmt: skip
+        """End a rollout that failed. Log ``error``; report ``detail`` (by default ``error``) and the rest."""
+        where = session.lease.prompt.position
+        logger.warning("an agent failed on position %d, %s: %s", where, session.rollout_key, error)
+        self._close(session, reason)
+        failure = Failure("environment_error", detail or error, place, is_transient)
+        failed = Rollout(session.tokens.sequences(), {"environment": 0.0}, 0.0, "error")
+        self._done.append(Graded(session.lease, session.index, failed, failure, text=session.tokens.last_text))
+
+    def _close(self, session: _Session, reason: ClosedFor) -> None:
+        """Forget a session: its key is refused from now on, and its calls are stopped."""
+        self._front.close_session(session.key, reason)
+        for request in session.requests.values():
+            del self._by_request[request]
+            self._backend.cancel(request)
+        for call in (*session.requests, *(one.call for one in session.waiting), *session.tokens.doubtful):
+            self._by_call.pop(call, None)
+        session.requests.clear()
+        session.waiting.clear()
+        self._by_key.pop(session.key, None)
+        self._sessions.pop(session.rollout_key, None)
+        self._counts.update(session.tokens.counts(), sessions=1)
+
+    def _note_activity(self, session: _Session) -> None:
+        session.quiet_since_s = self._clock()
+
+
+def _reply(call: int, sample: Sampled) -> Reply:
+    return Reply(
+        call,
+        token_ids=sample.token_ids.astype("<i4").tobytes(),
+        logprobs=sample.logprobs.astype("<f4").tobytes(),
+        versions=sample.versions.astype("<i4").tobytes(),
+        finish_reason=sample.finish_reason,
+        num_prompt=len(sample.prompt_ids),
+        text=sample.text,
+    )
+
+
+def _seed(session: _Session, asked: int) -> int:
+    """Return a call's seed, which depends on the lease's seed, the rollout, the call's number and its own seed."""
+    key = int(rollout_keys(session.lease.seed, np.array([session.index]))[0])
+    seed = int(rollout_keys(key, np.array([session.num_begun]))[0])
+    return (int(rollout_keys(seed, np.array([asked]))[0]) if asked else seed) >> 1

@@ -1,0 +1,326 @@
+"""Agents in processes of their own, a real HTTP front, and a backend whose answers are written down."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from async_rl.config.generator import EnvironmentConfig
+from async_rl.generator.agents.front_process import Front
+from async_rl.generator.agents.rollouts import AgentRollouts
+from async_rl.generator.rollouts import Graded
+from async_rl.rewards.records import RewardInput, RewardOutput
+from tests.environments.pools import pool_of
+from tests.generator.agents.http import generate
+from tests.generator.leases import make_lease
+from tests.generator.scripted import END, CharacterText, InlineGrader, ScriptedBackend
+
+DEADLINE_S = 60.0
+HEAD = '''
+import asyncio, json, os, time, urllib.error, urllib.request
+
+
+def post(task, token_ids, **params):
+    """The status, and the answer or the error."""
+    body = json.dumps({"token_ids": token_ids, "sampling_params": params}).encode()
+    url = task.base_url.removesuffix("/v1") + "/inference/v1/generate"
+    request = urllib.request.Request(url, body)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return 200, json.load(reply)["choices"][0]
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]
+
+
+async def ask(task, token_ids, **params):
+    return await asyncio.to_thread(post, task, token_ids, **params)
+
+
+def note(line):
+    with open(os.path.join(os.path.dirname(__file__), "said"), "a") as file:
+        file.write(f"{line}\\n")
+
+'''
+
+
+def score(item: RewardInput) -> RewardOutput:
+    return RewardOutput({"length": float(len(item.text))}, 1.0 if item.text == "done" else 0.0)
+
+
+def script(index: int, turn: int) -> str:
+    return ["look", "done", "more"][turn % 3]
+
+
+class World:
+    """Plays one lease with an agent whose source is given."""
+
+    def __init__(self, directory: Path, stack: ExitStack, source: str, clock: Callable[[], float], **config: object):
+        path = directory / "agent.py"
+        path.write_text(HEAD + source)
+        settings = EnvironmentConfig(name=f"{path}:run", **config)  # type: ignore[arg-type]
+        self.said = directory / "said"
+        self.backend = ScriptedBackend(script)
+        self.front = stack.enter_context(closing(Front("tiny", 72)))
+        self.pool = stack.enter_context(closing(pool_of(settings, has_agents=True)))
+        self.rollouts = AgentRollouts(
+            self.backend, self.pool, self.front, InlineGrader(score), CharacterText(), settings, vocab_size=200,
+            max_abs=100.0, clock=clock,
+        )  # fmt: skip
+        self.done: list[Graded] = []
+
+    def turn(self) -> None:
+        self.rollouts.take(self.backend.step())
+        self.done += self.rollouts.collect()
+        time.sleep(0.002)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            self.turn()
+            assert time.monotonic() < deadline, (self.done, self.notes)
+
+    def play(self, *, group_size: int = 1, **lease: object) -> list[Graded]:
+        submitted = make_lease(group_size=group_size, **lease)  # type: ignore[arg-type]
+        self.rollouts.submit(submitted, self.rollouts.encode(submitted))
+        self.until(lambda: len(self.done) == group_size or (self.done and self.done[0].rollout is None))
+        return sorted(self.done, key=lambda graded: graded.index)
+
+    @property
+    def notes(self) -> list[str]:
+        return self.said.read_text().splitlines() if self.said.exists() else []
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@contextmanager
+def world(
+    directory: Path, source: str, clock: Callable[[], float] = time.monotonic, **config: object
+) -> Iterator[World]:
+    with ExitStack() as stack:
+        yield World(directory, stack, source, clock, **config)
+
+
+TWO_CALLS = """
+async def run(task):
+    status, first = await ask(task, [1, 2])
+    status, second = await ask(task, [1, 2, *first["token_ids"], 3])
+    return {"reward": task.extra_info["index"] + 0.5, "score": 1.0}
+"""
+
+
+def test_the_ids_that_were_sampled_are_the_ids_that_are_trained(tmp_path: Path):
+    with world(tmp_path, TWO_CALLS) as played:
+        first, second = played.play(group_size=2, max_new_tokens=20)
+        assert played.rollouts.counters() == {
+            "agent/sessions": 2, "agent/first": 2, "agent/continued": 2, "agent/branched": 0, "agent/rewritten": 0,
+            "agent/lost": 0,
+        }  # fmt: skip
+        assert (played.rollouts.num_open, played.rollouts.num_pending) == (0, 0)
+    assert first.rollout is not None
+    assert second.rollout is not None
+    (sequence,) = first.rollout.sequences
+    look, done = [*map(ord, "look"), END], [*map(ord, "done"), END]
+    assert sequence.token_ids.tolist() == [1, 2, *look, 3, *done]
+    assert sequence.behavior_logprobs[sequence.loss_mask].tolist() == [-1.0] * 5 + [-2.0] * 5
+    assert set(sequence.versions[sequence.loss_mask].tolist()) == {3}
+    assert (first.rollout.reward, second.rollout.reward, first.rollout.accuracy) == (0.5, 1.5, 1.0)
+    assert [(turn.num_tokens, turn.reward, turn.score) for turn in first.rollout.turns] == [
+        (5, 0.0, 0.0),
+        (5, 0.5, 1.0),
+    ]
+
+
+def test_an_agent_without_a_reward_is_judged_by_the_reward_functions(tmp_path: Path):
+    with world(tmp_path, TWO_CALLS.replace("return {", "return None and {")) as played:
+        (graded,) = played.play(max_new_tokens=20)
+    assert graded.rollout is not None
+    assert (graded.rollout.reward_parts, graded.rollout.accuracy) == ({"length": 4.0}, 1.0)
+    assert graded.rollout.turns[-1].reward == 4.0
+
+
+def test_calls_of_a_rollout_have_different_seeds_and_those_of_a_lease_too(tmp_path: Path):
+    with world(tmp_path, TWO_CALLS) as played:
+        played.play(group_size=2, max_new_tokens=20)
+        assert len({lease.seed for lease, _ in played.backend.requests}) == 4
+
+
+def test_an_agent_that_raises_fails_its_rollout_with_its_line(tmp_path: Path):
+    with world(tmp_path, "\nasync def run(task):\n    raise KeyError('tool')\n") as played:
+        (graded,) = played.play()
+    assert graded.failure is not None
+    assert graded.failure.cause == "environment_error"
+    assert "KeyError: 'tool'" in graded.failure.detail
+    assert "agent.py" in graded.failure.detail
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        ("return 1.0", "made no call that was answered"),
+        ("return 'much'", "expected a finite number, a dict with reward and score, or None, got reward = 'much'"),
+        ("return {'rewards': 1}", "got rewards = 1"),
+    ],
+)
+def test_an_agent_that_ends_wrongly_fails_with_a_word_about_it(tmp_path: Path, ends: str, said: str):
+    with world(tmp_path, f"\nasync def run(task):\n    {ends}\n") as played:
+        (graded,) = played.play()
+    assert graded.failure is not None
+    assert said in graded.failure.detail
+
+
+def test_a_silent_agent_is_ended_and_its_key_expires(tmp_path: Path):
+    clock = Clock()
+    source = "\nasync def run(task):\n    note(task.api_key)\n    await ask(task, [1])\n    await asyncio.sleep(1000)\n"
+    with world(tmp_path, source, clock, timeout_s=30.0) as played:
+        lease = make_lease(group_size=1)
+        played.rollouts.submit(lease, played.rollouts.encode(lease))
+        played.until(lambda: played.rollouts.counters().get("agent/first") is None and played.backend.requests)
+        for _ in range(100):
+            played.turn()
+        assert played.done == []
+        clock.now = 31.0
+        played.until(lambda: played.done)
+        (graded,) = played.done
+        assert graded.failure is not None
+        assert "made no further call for environment.timeout_s = 30 s" in graded.failure.detail
+        request = generate(played.front.url, [1], key=played.notes[0])
+        assert request.answer()[:2] == (410, request.answer()[1])
+
+
+def test_a_lease_that_is_taken_back_ends_its_sessions(tmp_path: Path):
+    source = """
+async def run(task):
+    await ask(task, [1])
+    note(task.api_key)
+    await asyncio.sleep(1000)
+"""
+    with world(tmp_path, source) as played:
+        lease = make_lease(group_size=2)
+        played.rollouts.submit(lease, played.rollouts.encode(lease))
+        played.until(lambda: len(played.notes) == 2)
+        played.rollouts.cancel(lease.lease_id)
+        request = generate(played.front.url, [1], key=played.notes[0])
+        played.until(lambda: request.is_done)
+        status, body, headers = request.answer()
+        assert (status, body["error"]["code"], headers["x-should-retry"]) == (410, "session_closed", "false")
+        assert played.done == []
+        assert (played.rollouts.num_open, played.backend.num_running) == (0, 0)
+
+
+CONTRADICTS = """
+async def run(task):
+    for params in ({"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 5}):
+        note(await ask(task, [1], **params))
+    note(await ask(task, [500]))
+    status, answer = await ask(task, [1], temperature=1.0, top_p=1.0, top_k=-1)
+    return 1.0
+"""
+
+
+def test_a_request_may_not_contradict_the_lease(tmp_path: Path):
+    with world(tmp_path, CONTRADICTS) as played:
+        (graded,) = played.play()
+        assert [line.partition(":")[0] for line in played.notes] == ["(400, {'message'"] * 4
+        assert "temperature: expected the run's sampling.temperature = 1 or none, got 0.5" in played.notes[0]
+        assert "expected ids from 0 to 200" in played.notes[3]
+        assert len(played.backend.requests) == 1
+    assert graded.rollout is not None
+
+
+def test_a_request_may_shorten_its_answer(tmp_path: Path):
+    source = (
+        "\nasync def run(task):\n    await ask(task, [1], max_tokens=2, stop=['x'], stop_token_ids=[9])\n    return 1\n"
+    )
+    with world(tmp_path, source) as played:
+        (graded,) = played.play()
+        (lease, _), *_ = played.backend.requests
+        assert (lease.sampling.max_new_tokens, lease.sampling.stop) == (2, ("x",))
+        assert lease.sampling.stop_token_ids == (9,)
+    assert graded.rollout is not None
+    assert (graded.rollout.num_sampled, graded.rollout.finish_reason) == (2, "length")
+
+
+def test_a_first_prompt_that_is_too_long_fails_the_lease(tmp_path: Path):
+    with world(tmp_path, "\nasync def run(task):\n    await ask(task, [1] * 65)\n    return 1.0\n") as played:
+        (graded,) = played.play()
+    assert graded.rollout is None
+    assert graded.failure is not None
+    assert graded.failure.cause == "prompt_too_long"
+
+
+def test_an_agent_without_room_is_refused_and_its_rollout_is_cut(tmp_path: Path):
+    source = """
+async def run(task):
+    status, first = await ask(task, [1])
+    note((await ask(task, [1, *first["token_ids"], 2]))[1]["code"])
+    return 1.0
+"""
+    with world(tmp_path, source) as played:
+        (graded,) = played.play(max_new_tokens=5)
+        assert played.notes == ["context_length_exceeded"]
+    assert graded.rollout is not None
+    assert (graded.rollout.finish_reason, graded.rollout.num_sampled) == ("length", 5)
+
+
+RETRIES = """
+async def run(task):
+    while True:
+        try:
+            status, answer = await ask(task, [1])
+            return 1.0
+        except OSError:
+            note("again")
+"""
+
+
+def test_a_call_whose_connection_breaks_is_lost_and_its_repetition_is_trained(tmp_path: Path):
+    with world(tmp_path, RETRIES) as played:
+        lease = make_lease(group_size=1)
+        played.rollouts.submit(lease, played.rollouts.encode(lease))
+        deadline = time.monotonic() + DEADLINE_S
+        while not played.backend.requests:
+            played.rollouts.collect()
+            assert time.monotonic() < deadline
+        os.kill(played.front.pid, signal.SIGKILL)
+        played.until(lambda: played.notes)
+        played.until(lambda: played.done)
+        assert played.rollouts.counters()["agent/lost"] == 1
+    (graded,) = played.done
+    assert graded.rollout is not None
+    (sequence,) = graded.rollout.sequences
+    assert sequence.token_ids.tolist() == [1, *map(ord, "done"), END]
+
+
+def test_an_engine_without_log_probabilities_fails_the_rollout(tmp_path: Path):
+    with world(tmp_path, TWO_CALLS) as played:
+        whole = played.backend._sampled
+
+        def broken(lease: object, prompt_ids: object) -> object:
+            found = whole(lease, prompt_ids)  # type: ignore[arg-type]
+            found.logprobs[-1] = np.float32(-9999.0)
+            return found
+
+        played.backend._sampled = broken  # type: ignore[method-assign, assignment]
+        (graded,) = played.play(max_new_tokens=20)
+    assert graded.failure is not None
+    assert "log-probability that is missing" in graded.failure.detail
+
+
+def test_a_reward_beyond_the_limit_fails_the_rollout(tmp_path: Path):
+    with world(tmp_path, TWO_CALLS.replace('+ 0.5, "score": 1.0', '+ 101.0, "score": 1.0')) as played:
+        (graded,) = played.play(max_new_tokens=20)
+    assert graded.failure is not None
+    assert "at most reward.max_abs = 100, got 101" in graded.failure.detail
