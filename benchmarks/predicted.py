@@ -4,7 +4,7 @@ A micro-batch of the real learner runs on fake tensors: shapes only, no values. 
 costs the longest of its bytes by ``BANDWIDTH``, its operations by ``PRODUCTS`` or flash attention's rate, and
 ``LAUNCH_S``. Copies and collectives of FSDP are left out. Memory is the doctor's prediction. A version has the
 product's own layout and takes the seconds of ``link_model``. All rates are assumptions about an H100 (SXM); none was
-measured by us.
+measured by us. ``--parts`` prints where a micro-batch's time goes instead, ``--versions`` what versions cost a step.
 """
 
 from __future__ import annotations
@@ -48,9 +48,11 @@ FLASH = {"forward": 350e12, "backward": 280e12}
 NVLINK, HASH_ALL = 200e9, 40e9
 """Bytes/s of a broadcast between devices, and of the digests by all threads of staging."""
 
+_RANKS_PER_HOST, _STEP_MICRO_BATCHES = 8, 64
+
 
 class Shape(NamedTuple):
-    """A model of the Qwen2 family and how it is trained: on so many devices, with so much recomputed."""
+    """A model's shape and how it is trained: on so many devices, with so much recomputed. It runs as a Qwen2."""
 
     width: int
     mlp: int
@@ -75,7 +77,9 @@ SHAPES = {
     "1.5B": Shape(1536, 8960, 28, 12, 2, 151936, True, 1, "selective"),
     "7B": Shape(3584, 18944, 28, 28, 4, 152064, False, 8, "full"),
     "32B": Shape(5120, 27648, 64, 40, 8, 152064, False, 16, "full"),
+    "70B": Shape(8192, 28672, 80, 64, 8, 128256, False, 64, "full"),
 }
+"""Of Qwen2.5, and of Llama 3 70B."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +98,33 @@ class Prediction:
     host_bytes: float
 
 
+class PartTimes(NamedTuple):
+    """Seconds of a micro-batch: matrix products, attention and all other kernels of the trunk and of the head.
+
+    ``trunk_fused`` is the least that the others of the trunk would take as compiled kernels: see ``fused_s``.
+    """
+
+    trunk_products: float
+    attention: float
+    trunk_others: float
+    trunk_fused: float
+    head_products: float
+    head_others: float
+    whole: float
+
+
 class Meter(TorchDispatchMode):
-    """Adds up what the kernels of each part would take. ``lengths`` are those of the micro-batch's sequences."""
+    """Adds up what the kernels of each part would take, in all and those of matrix products and of attention.
+
+    ``lengths`` are those of the micro-batch's sequences.
+    """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         super().__init__()
         self.part, self._lengths = "trunk", lengths
         self.seconds: dict[str, float] = defaultdict(float)
+        self.of_products: dict[str, float] = defaultdict(float)
+        self.of_attention = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -110,13 +134,20 @@ class Meter(TorchDispatchMode):
         shares = {_storage(tensor) for tensor in ins}
         is_view = func.is_view or (bool(outs) and not func._schema.is_mutable and {_storage(t) for t in outs} <= shares)
         if (ins or outs) and not is_view and func.namespace != "prim" and "empty" not in func._schema.name:
-            self.seconds[self.part] += self._seconds(func, args, kwargs or {}, out, [*ins, *outs])
+            written = _written_only(func, args, kwargs or {})
+            read = [tensor for tensor in ins if not any(tensor is other for other in written)]
+            seconds = self._seconds(func, args, kwargs or {}, out, [*read, *outs])
+            self.seconds[self.part] += seconds
+            if _is_attention(func._schema.name):
+                self.of_attention += seconds
+            elif func._overloadpacket in flop_registry:
+                self.of_products[self.part] += seconds
         return out
 
     def _seconds(self, func: Any, args: Any, kwargs: Any, out: Any, tensors: Sequence[Tensor]) -> float:
         name, rate, operations = func._schema.name, PRODUCTS, 0.0
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        if "varlen" in name or "flash" in name:
+        if _is_attention(name):
             heads, width = tensors[0].shape[-2:]
             way = "backward" if "backward" in name else "forward"
             rate, per_pair = FLASH[way], {"forward": 4, "backward": 10}[way] * heads * width
@@ -125,7 +156,21 @@ class Meter(TorchDispatchMode):
             operations = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         elif any(word in name for word in ("embedding", "index_select", "gather")):
             moved = 2 * sum(tensor.numel() * tensor.element_size() for tensor in tree_leaves(out))  # reads a few rows
+        elif "scatter" in name:
+            moved = sum(t.numel() * t.element_size() for t in tensors if t is not args[0] and t is not out)
+            moved += args[2].numel() * args[0].element_size()  # writes as many elements as there are indices
         return max(moved / BANDWIDTH, operations / rate, LAUNCH_S)
+
+
+def _written_only(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that the kernel writes and does not read: those for results, and the target of a copy."""
+    if "copy_" in func._schema.name:
+        return [args[0]]
+    return [kwargs[argument.name] for argument in func._schema.arguments if argument.is_out]
+
+
+def _is_attention(name: str) -> bool:
+    return "varlen" in name or "flash" in name
 
 
 def _storage(tensor: Tensor) -> int:
@@ -134,33 +179,75 @@ def _storage(tensor: Tensor) -> int:
 
 def predict(shape: Shape, *, max_tokens: int = 16384, length: int = 1024) -> Prediction:
     """Predict for micro-batches of ``max_tokens`` in sequences of ``length``, 128 tokens of each a prompt."""
+    config = _config(shape, max_tokens)
+    meter, flops = _micro_batch(shape, config, length)
+    whole_s = sum(meter.seconds.values())
+    peak = peak_flops_per_s("NVIDIA H100 80GB HBM3", torch.bfloat16)
+    assert peak is not None
+    plan = plan_memory(ModelShape.of(shape.hf_config()), config, Layout(shards=shape.num_ranks))
+    version, number = version_layout(shape), ModelShape.of(shape.hf_config()).num_parameters
+    return Prediction(
+        micro_batch_s=whole_s,
+        mfu=flops / whole_s / peak,
+        head_share=meter.seconds["head"] / whole_s,
+        peak_bytes=plan.total,
+        version_bytes=version.size_bytes,
+        version_s=simulated_s(version.bucket_sizes, NVLINK),
+        pause_s=sum(pause_parts(shape)),
+        host_bytes=2 * version.size_bytes + 12 * number,  # staged twice; weights and AdamW's moments of a checkpoint
+    )
+
+
+def pause_parts(shape: Shape, num_hosts: int = 1) -> tuple[float, float]:
+    """Return the seconds of a version's gather, and of copies to the host and digests, which run beside each other.
+
+    ``num_hosts``: so many hosts share the latter. Today it is one.
+    """
+    size = version_layout(shape).size_bytes
+    return size / NVLINK if shape.num_ranks > 1 else 0.0, size / min(PCIE, HASH_ALL) / num_hosts
+
+
+def predict_parts(shape: Shape, *, max_tokens: int = 16384, length: int = 1024) -> PartTimes:
+    """Predict where the time of such a micro-batch goes."""
+    meter, _ = _micro_batch(shape, _config(shape, max_tokens), length)
+    products = meter.of_products
+    return PartTimes(
+        trunk_products=products["trunk"],
+        attention=meter.of_attention,
+        trunk_others=meter.seconds["trunk"] - products["trunk"] - meter.of_attention,
+        trunk_fused=fused_s(shape, max_tokens),
+        head_products=products["head"],
+        head_others=meter.seconds["head"] - products["head"],
+        whole=sum(meter.seconds.values()),
+    )
+
+
+def fused_s(shape: Shape, num_tokens: int) -> float:
+    """Return the seconds of the trunk's other kernels if those between two products or attention are a single one, and
+    nothing is recomputed: then each tensor that they need from elsewhere is read once, and each result written once.
+
+    Of each token and layer, forward: two norms with the addition before them (2 reads, 2 writes of the width each), the
+    rotation of queries and keys, and the MLP's activation (2 reads, 1 write). Backward: the norms (1 write; they read
+    their input, the residual's gradient, and 3 or 2 gradients of the products behind them), the rotation, the
+    activation (3 reads, 2 writes), and the sums of the gradients for three biases.
+    """
+    queries, keys = shape.width, shape.key_heads * shape.width // shape.heads
+    forward = 8 * shape.width + 2 * (queries + keys) + 3 * shape.mlp
+    backward = 11 * shape.width + 2 * (queries + keys) + 5 * shape.mlp + queries + 2 * keys
+    return 2 * (forward + backward) * shape.layers * num_tokens / BANDWIDTH
+
+
+def _config(shape: Shape, max_tokens: int) -> Config:
     raw = {
         "run": {"dir": "runs/predicted"},
         "model": {"path": "model", "dtype": "bfloat16", "gradient_checkpointing": shape.checkpointing},
         "learner": {"max_tokens": max_tokens, "nproc": shape.num_ranks},
     }
-    config = parse_config(raw, "the prediction's config")
-    seconds, flops = _micro_batch(shape, config, length)
-    whole_s = sum(seconds.values())
-    peak = peak_flops_per_s("NVIDIA H100 80GB HBM3", torch.bfloat16)
-    assert peak is not None
-    plan = plan_memory(ModelShape.of(shape.hf_config()), config, Layout(shards=shape.num_ranks))
-    version, number = version_layout(shape), ModelShape.of(shape.hf_config()).num_parameters
-    gathered_s = version.size_bytes / NVLINK if shape.num_ranks > 1 else 0.0
-    return Prediction(
-        micro_batch_s=whole_s,
-        mfu=flops / whole_s / peak,
-        head_share=seconds["head"] / whole_s,
-        peak_bytes=plan.total,
-        version_bytes=version.size_bytes,
-        version_s=simulated_s(version.bucket_sizes, NVLINK),
-        pause_s=gathered_s + version.size_bytes / min(PCIE, HASH_ALL),  # digests run beside the copies
-        host_bytes=2 * version.size_bytes + 12 * number,  # staged twice; weights and AdamW's moments of a checkpoint
-    )
+    return parse_config(raw, "the prediction's config")
 
 
-def _micro_batch(shape: Shape, config: Config, length: int) -> tuple[Mapping[str, float], float]:
-    """Return the seconds of the trunk and of the head, and the operations that a micro-batch must compute."""
+def _micro_batch(shape: Shape, config: Config, length: int) -> tuple[Meter, float]:
+    """Return the times of the trunk and of the head, and the operations that a micro-batch must compute."""
     count = config.learner.max_tokens // length
     (micro_batches,) = pack(_sequences(count, length, shape.vocab), max_tokens=config.learner.max_tokens, num_ranks=1)
     objective, meter = policy_objective(config), Meter([length] * count)
@@ -178,7 +265,7 @@ def _micro_batch(shape: Shape, config: Config, length: int) -> tuple[Mapping[str
             )  # fmt: skip
             hidden.register_hook(lambda gradient: setattr(meter, "part", "trunk"))
             objective(batch, scored, version=0).loss_sum.backward()
-    return meter.seconds, flops
+    return meter, flops
 
 
 @contextmanager
@@ -251,13 +338,49 @@ def table(names: Sequence[str]) -> Iterator[str]:
         )
 
 
+def parts_table(names: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of the table of ``--parts``, in Markdown, in milliseconds."""
+    columns = ("trunk products", "attention", "others", "others if fused", "head products", "others", "all")
+    yield f"| model | recomputed | {' | '.join(columns)} |"
+    yield "|---" * (len(columns) + 2) + "|"
+    for name in names:
+        for how in ("none", "selective", "full"):
+            found = predict_parts(SHAPES[name]._replace(checkpointing=how))
+            yield f"| {name} | {how} | {' | '.join(f'{1e3 * seconds:.0f}' for seconds in found)} |"
+
+
+def versions_table(names: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of the table of ``--versions``, in Markdown, in seconds."""
+    links = (10, 25, 50)
+    columns = ("hosts", "step", "gather", "copy, digests", "pause", "of the step", "if hosts share it")
+    yield f"| model | {' | '.join((*columns, *(f'over {link} GB/s' for link in links)))} |"
+    yield "|---" * (len(columns) + len(links) + 1) + "|"
+    for name in names:
+        shape = SHAPES[name]
+        hosts = -(-shape.num_ranks // _RANKS_PER_HOST)
+        step_s = predict(shape).micro_batch_s * _STEP_MICRO_BATCHES / shape.num_ranks
+        pause, shared = pause_parts(shape), sum(pause_parts(shape, hosts))
+        sizes = version_layout(shape).bucket_sizes
+        over = " | ".join(f"{simulated_s(sizes, link * 1e9):.2f}" for link in links)
+        yield (
+            f"| {name} | {hosts} | {step_s:.1f} | {pause[0]:.2f} | {pause[1]:.2f} | {sum(pause):.2f} | "
+            f"{sum(pause) / step_s:.0%} | {shared:.2f} | {over} |"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}; all if left out")
-    names = parser.parse_args().shapes or list(SHAPES)
+    parser.add_argument("--parts", action="store_true", help="milliseconds of products, attention and all the rest")
+    parser.add_argument(
+        "--versions", action="store_true", help="seconds of versions, beside a step of a million tokens"
+    )
+    options = parser.parse_args()
+    names = options.shapes or list(SHAPES)
     if unknown := set(names) - SHAPES.keys():
         parser.error(f"expected shapes of {', '.join(SHAPES)}, got {', '.join(sorted(unknown))}")
-    for line in table(names):
+    rows = parts_table if options.parts else versions_table if options.versions else table
+    for line in rows(names):
         print(line, flush=True)
 
 
