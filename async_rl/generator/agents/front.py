@@ -10,6 +10,7 @@ Bearer``):
 - ``POST /inference/v1/generate``: token ids in, token ids out. The request and the answer have the shape of vLLM's
   endpoint as ``renderers.client.generate`` reads it; ``weight_versions`` is added, the version of the weights that
   sampled each token.
+- ``POST /v1/chat/completions``: messages in, messages out (``chat``, ``conversations``).
 - ``GET /v1/models``: the model's name, with ``max_model_len``.
 """
 
@@ -19,16 +20,15 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import math
+import json
+import os
 import signal
 import socket
-from array import array
 from collections import OrderedDict
-from collections.abc import Generator as Generator_
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import msgspec
+import numpy as np
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -36,13 +36,26 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from async_rl.generator.agents.chat import (
+    ChatRenderer,
+    chat_answer,
+    chat_call,
+    chat_events,
+    load_renderer,
+    prompt_of,
+    read_chat,
+)
+from async_rl.generator.agents.conversations import Conversations
 from async_rl.generator.agents.messages import Call, Close, Delivered, Gone, Open, Refuse, Reply, pack, take_for_front
+from async_rl.generator.agents.requests import RefusedError, generate_answer, read_generate
 
 MAX_BODY_BYTES = 32 << 20
 """A larger request is refused: a prompt of a million tokens has about 7 MB."""
 MAX_CALLS_OF_SESSION = 256
 """Maximum number of calls of one session that run at the same time."""
 _CHUNK = 1 << 16
+_CLIENT_GONE = 499
+"""The status of an answer that nobody gets, as nginx has it."""
 _MAX_CLOSED = 65_536
 """How many keys of closed sessions are remembered, so that their agents learn why they are refused."""
 _CLOSED = {
@@ -51,39 +64,10 @@ _CLOSED = {
     "stopped": "the session of this key was stopped: its answers would be too old to train on (queue.max_staleness), "
     "or another rollout of its group can't be played",
 }
-_NOT_OURS: Mapping[str, Any] = {
-    "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0, "ignore_eos": False,
-    "logit_bias": None, "bad_words": None, "allowed_token_ids": None, "structured_outputs": None, "n": 1,
-    "prompt_logprobs": None, "logits_processors": None, "extra_args": None,
-}  # fmt: skip
-"""Settings that would change the distribution, or the shape of the answer, with the only value that is taken."""
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-"""Settings that must be the run's, if they are given."""
-
-
-class RefusedError(Exception):
-    """A request is refused with an HTTP status."""
-
-    def __init__(self, status: int, message: str, code: str, param: str = "") -> None:
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
 
 
 class ClientGoneError(Exception):
     """The client of a call has closed its connection."""
-
-
-class GenerateRequest(msgspec.Struct):
-    """The body of ``POST /inference/v1/generate``. Fields that are not listed are ignored."""
-
-    token_ids: list[int]
-    sampling_params: dict[str, Any] = {}
-    stream: bool = False
-    features: Any = None
-    model: str = ""
-
-
-_requests = msgspec.json.Decoder(GenerateRequest)
 
 
 class Calls:
@@ -115,35 +99,49 @@ class Calls:
             text = f"this session has {len(calls)} calls at once; send them one after the other"
             raise RefusedError(429, text, "too_many_calls")
 
-    @contextlib.contextmanager
-    def call(self, key: str) -> Iterator[int]:
-        """Number a call of a session, which counts as running within the ``with`` block."""
-        number = next(self._numbers)
-        calls = self._open[key]
-        calls.add(number)
-        self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            yield number
-        finally:
-            calls.discard(number)
-            del self._waiting[number]
+    def is_open(self, key: str) -> bool:
+        return key in self._open
 
-    async def answer(self, call: Call, request: Request) -> Reply:
-        """Pass a call on, and wait for its answer.
+    @contextlib.contextmanager
+    def numbered(self, key: str, count: int) -> Iterator[list[int]]:
+        """Number ``count`` calls of a session, which count as running within the ``with`` block."""
+        numbers = [next(self._numbers) for _ in range(count)]
+        calls = self._open[key]
+        calls.update(numbers)
+        self._waiting.update((number, asyncio.get_running_loop().create_future()) for number in numbers)
+        try:
+            yield numbers
+        finally:
+            calls.difference_update(numbers)
+            for number in numbers:
+                del self._waiting[number]
+
+    async def answers(self, calls: Sequence[Call], request: Request) -> list[Reply]:
+        """Pass the calls of one request on, and wait for all answers.
 
         Raises:
-            RefusedError: the generator refuses it.
-            ClientGoneError: the client has gone meanwhile.
+            RefusedError: the generator refuses one of them. The others are stopped.
+            ClientGoneError: the client has gone meanwhile. All are stopped.
         """
-        future = self._waiting[call.call]
-        self.send(call)
+        for call in calls:
+            self.send(call)
         gone = asyncio.create_task(_disconnected(request))
         try:
-            await asyncio.wait({future, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if gone.done():
-                raise ClientGoneError
+            return [await self._answer(call, gone) for call in calls]
+        except (ClientGoneError, RefusedError):
+            for call in calls:
+                future = self._waiting[call.call]
+                if not future.done() or isinstance(future.result(), Reply):
+                    self.send(Gone(call.call))
+            raise
         finally:
             gone.cancel()
+
+    async def _answer(self, call: Call, gone: asyncio.Task[None]) -> Reply:
+        future = self._waiting[call.call]
+        await asyncio.wait({future, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise ClientGoneError
         found = future.result()
         if isinstance(found, Reply):
             return found
@@ -178,32 +176,37 @@ async def _disconnected(request: Request) -> None:
 
 
 class AnswerResponse(Response):
-    """An answer, which tells the generator when it has been handed to the client's connection."""
+    """An answer to calls, which tells the generator when it has been handed to the client's connection."""
 
-    media_type = "application/json"
-
-    def __init__(self, content: bytes, calls: Calls, call: int) -> None:
-        super().__init__(content)
-        self._calls, self._call = calls, call
+    def __init__(self, content: bytes, media_type: str, calls: Calls, numbers: Sequence[int]) -> None:
+        super().__init__(content, media_type=media_type)
+        self._calls, self._numbers = calls, numbers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         except BaseException:
-            self._calls.send(Gone(self._call))
+            for number in self._numbers:
+                self._calls.send(Gone(number))
             raise
-        self._calls.send(Delivered(self._call))
+        for number in self._numbers:
+            self._calls.send(Delivered(number))
 
 
 class Endpoints:
     """The HTTP endpoints of one generator."""
 
-    def __init__(self, calls: Calls, model: str, max_model_len: int) -> None:
-        self._calls, self._model, self._max_model_len = calls, model, max_model_len
+    def __init__(self, calls: Calls, model: str, max_model_len: int, renderer: asyncio.Future[ChatRenderer]) -> None:
+        """``renderer`` may still be loading."""
+        self._calls, self._model, self._max_model_len, self._renderer = calls, model, max_model_len, renderer
+        self._conversations: dict[str, Conversations] = {}
 
     def routes(self) -> list[Route]:
         """Return the routes, each also below ``/s/KEY``."""
-        paths = [("/v1/models", self.models, "GET"), ("/inference/v1/generate", self.generate, "POST")]
+        paths = [
+            ("/v1/models", self.models, "GET"), ("/inference/v1/generate", self.generate, "POST"),
+            ("/v1/chat/completions", self.chat, "POST"),
+        ]  # fmt: skip
         return [
             Route(prefix + path, endpoint, methods=[method])
             for path, endpoint, method in paths
@@ -224,119 +227,43 @@ class Endpoints:
         self._calls.check_key(key)
         wanted = read_generate(await _body(request))
         self._calls.check_key(key)  # it may have been closed while the body arrived
-        with self._calls.call(key) as number:
+        with self._calls.numbered(key, 1) as (number,):
             call = msgspec.structs.replace(wanted, call=number, key=key)
             try:
-                reply = await self._calls.answer(call, request)
+                (reply,) = await self._calls.answers([call], request)
             except ClientGoneError:
-                self._calls.send(Gone(number))
-                return Response(status_code=499)
-            return AnswerResponse(msgspec.json.encode(generate_answer(reply)), self._calls, number)
+                return Response(status_code=_CLIENT_GONE)
+            return self._answer(generate_answer(reply), [number])
 
+    async def chat(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        key = _key(request)
+        self._calls.check_key(key)
+        wanted = read_chat(await _body(request))
+        renderer = await asyncio.shield(self._renderer)
+        known = self._conversations_of(key, renderer)
+        prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer)
+        self._calls.check_key(key)
+        with self._calls.numbered(key, wanted.n) as numbers:
+            calls = [chat_call(wanted, prompt, number, key, choice) for choice, number in enumerate(numbers)]
+            try:
+                replies = await self._calls.answers(calls, request)
+            except ClientGoneError:
+                return Response(status_code=_CLIENT_GONE)
+            answer = chat_answer(wanted, self._model, prompt, replies, renderer)
+            for reply, choice in zip(replies, answer["choices"], strict=True):
+                known.add(prompt, np.frombuffer(reply.token_ids, np.int32), choice["message"])
+            if wanted.stream:
+                return AnswerResponse(chat_events(answer, wanted), "text/event-stream", self._calls, numbers)
+            return self._answer(answer, numbers)
 
-def read_generate(body: bytes) -> Call:
-    """Read the body of ``POST /inference/v1/generate``. The call has no number and no key yet.
+    def _conversations_of(self, key: str, renderer: ChatRenderer) -> Conversations:
+        for closed in [one for one in self._conversations if not self._calls.is_open(one)]:
+            del self._conversations[closed]
+        return self._conversations.setdefault(key, Conversations(renderer))
 
-    Raises:
-        RefusedError: it is malformed, or asks for what would not be the run's distribution.
-    """
-    try:
-        wanted = _requests.decode(body)
-        token_ids = array("i", wanted.token_ids)
-    except msgspec.MsgspecError as error:
-        raise RefusedError(400, f"the request: {error}", "invalid_request") from None
-    except (OverflowError, TypeError):
-        raise RefusedError(400, "token_ids: expected integers below 2^31", "invalid_request", "token_ids") from None
-    if not token_ids:
-        raise RefusedError(400, "token_ids: expected at least one token", "invalid_request", "token_ids")
-    if wanted.stream or wanted.features is not None:
-        name = "stream" if wanted.stream else "features"
-        raise RefusedError(400, f"{name}: can't be had here; leave it out", "unsupported", name)
-    params = wanted.sampling_params
-    return Call(
-        0, "", token_ids.tobytes(), max_tokens=_count(params, "max_tokens"), stop=_stop(params),
-        stop_token_ids=_stop_token_ids(params), seed=_seed(params), settings=settings_of(params),
-    )  # fmt: skip
-
-
-def settings_of(params: Mapping[str, Any]) -> dict[str, float]:
-    """Return the sampling settings that a request names, which the generator compares with the run's.
-
-    Raises:
-        RefusedError: it names another setting that would change the distribution.
-    """
-    for name, only in _NOT_OURS.items():
-        if (got := params.get(name)) is not None and got != only and got not in ([], {}):
-            text = f"{name}: expected {only!r} or none, got {got!r}: what is sampled otherwise can't be trained on"
-            raise RefusedError(400, text, "unsupported", name)
-    found = {name: params[name] for name in _SAMPLING if params.get(name) is not None}
-    for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise RefusedError(400, f"{name}: expected a number, got {value!r}", "invalid_request", name)
-    return {name: float(value) for name, value in found.items()}
-
-
-def _count(params: Mapping[str, Any], name: str) -> int | None:
-    value = params.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-        raise RefusedError(
-            400, f"{name}: expected a number of tokens from 1 on, got {value!r}", "invalid_request", name
-        )
-    return value
-
-
-def _seed(params: Mapping[str, Any]) -> int:
-    value = params.get("seed")
-    if value is None:
-        return 0
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
-        raise RefusedError(400, f"seed: expected an integer of 64 bits, got {value!r}", "invalid_request", "seed")
-    return value
-
-
-def _stop(params: Mapping[str, Any]) -> tuple[str, ...]:
-    value = params.get("stop")
-    texts = [value] if isinstance(value, str) else (value or [])
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise RefusedError(
-            400, "stop: expected a text, or a list of texts that are not empty", "invalid_request", "stop"
-        )
-    return tuple(texts)
-
-
-def _stop_token_ids(params: Mapping[str, Any]) -> tuple[int, ...]:
-    value = params.get("stop_token_ids") or []
-    if not isinstance(value, list) or not all(type(one) is int and 0 <= one < 2**31 for one in value):
-        raise RefusedError(400, "stop_token_ids: expected a list of token ids", "invalid_request", "stop_token_ids")
-    return tuple(value)
-
-
-def generate_answer(reply: Reply) -> dict[str, Any]:
-    """Return the body of an answer to ``POST /inference/v1/generate``: what ``renderers`` reads, and vLLM's fields."""
-    token_ids, logprobs = array("i", reply.token_ids).tolist(), array("f", reply.logprobs).tolist()
-    content = [
-        {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for token, logprob in zip(token_ids, logprobs, strict=True)
-    ]
-    num_prompt, num_sampled = reply.num_prompt, len(token_ids)
-    return {
-        "request_id": f"call-{reply.call}",
-        "choices": [
-            {
-                "index": 0,
-                "token_ids": token_ids,
-                "logprobs": {"content": content},
-                "finish_reason": reply.finish_reason,
-                "weight_versions": array("i", reply.versions).tolist(),
-            }
-        ],
-        "prompt_logprobs": None,
-        "usage": {
-            "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled,
-        },
-    }  # fmt: skip
+    def _answer(self, content: object, numbers: Sequence[int]) -> AnswerResponse:
+        return AnswerResponse(msgspec.json.encode(content), "application/json", self._calls, numbers)
 
 
 def _key(request: Request) -> str:
@@ -369,35 +296,37 @@ async def _refusal(request: Request, error: Exception) -> Response:
     return _json({"error": content}, error.status, {"x-should-retry": retry})
 
 
-def application(calls: Calls, model: str, max_model_len: int) -> Starlette:
+def application(calls: Calls, model: str, max_model_len: int, renderer: asyncio.Future[ChatRenderer]) -> Starlette:
     """Return the ASGI application."""
-    endpoints = Endpoints(calls, model, max_model_len)
+    endpoints = Endpoints(calls, model, max_model_len, renderer)
     return Starlette(routes=endpoints.routes(), exception_handlers={RefusedError: _refusal})
 
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
-    def capture_signals(self) -> Generator_[None, None, None]:
+    def capture_signals(self) -> Generator[None, None, None]:
         """Leave signals alone: this process ends with its generator."""
         yield
 
 
-async def _serve(listener: socket.socket, link: socket.socket, model: str, max_model_len: int, first_call: int) -> None:
+async def _serve(listener: socket.socket, link: socket.socket, given: argparse.Namespace) -> None:
     reader, writer = await asyncio.open_connection(sock=link)
-    calls = Calls(reader, writer, first_call)
-    app = application(calls, model, max_model_len)
+    calls = Calls(reader, writer, given.first_call)
+    load = asyncio.to_thread(load_renderer, given.tokenizer, json.loads(given.template_arguments))
+    renderer = asyncio.ensure_future(load)
+    app = application(calls, given.model, given.max_model_len, renderer)
     server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     listening = asyncio.create_task(calls.listen())
     await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
-    server.force_exit = server.should_exit = True
     for task in (serving, listening):
         if task.done():
             task.result()
-    # The generator is gone, and nobody could answer what still runs.
+    # The generator is gone, and nobody could answer what still runs. A thread may be loading the tokenizer.
+    os._exit(0)
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Serve until the generator closes its end of the connection."""
     parser = argparse.ArgumentParser()
     parser.add_argument("listener", type=int, help="descriptor of the socket that listens")
@@ -405,12 +334,13 @@ def main() -> NoReturn:
     parser.add_argument("model")
     parser.add_argument("max_model_len", type=int)
     parser.add_argument("first_call", type=int)
+    parser.add_argument("tokenizer", help="directory of the tokenizer; empty: none, and no chats")
+    parser.add_argument("template_arguments", help="the chat template's further variables, as JSON")
     given = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the generator ends this process
     listener, link = socket.socket(fileno=given.listener), socket.socket(fileno=given.link)
     link.setblocking(False)
-    asyncio.run(_serve(listener, link, given.model, given.max_model_len, given.first_call))
-    raise SystemExit(0)
+    asyncio.run(_serve(listener, link, given))
 
 
 if __name__ == "__main__":

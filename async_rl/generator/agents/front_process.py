@@ -6,12 +6,16 @@ while the front is replaced wait for the new one.
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from async_rl.errors import ConfigError
 from async_rl.generator.agents.messages import (
@@ -44,20 +48,26 @@ class Front:
 
     Args:
         model: the model's name, for ``/v1/models``.
+        tokenizer: a directory with the files of a tokenizer, for chats. None: there are none.
+        template_arguments: further variables of the chat template.
         max_model_len: the longest sequence, in tokens.
 
     Raises:
         ConfigError: the packages of the extra ``agents`` are missing.
     """
 
-    def __init__(self, model: str, max_model_len: int) -> None:
+    def __init__(
+        self, model: str, max_model_len: int, tokenizer: Path | None = None,
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
         if missing:
             raise ConfigError(
                 f"generator.serve: expected the packages of the extra 'agents', got no {' and no '.join(missing)}; "
                 f"install them: pip install 'async-rl[agents]'"
             )
-        self._model, self._max_model_len = model, max_model_len
+        self._arguments = (model, str(max_model_len))
+        self._chat = ("" if tokenizer is None else str(tokenizer), json.dumps(dict(template_arguments)))
         self._keys: set[str] = set()
         self._num_started = 0
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
@@ -122,8 +132,8 @@ class Front:
         with theirs:
             self._process = subprocess.Popen(
                 module_command(
-                    "async_rl.generator.agents.front", *map(str, fds), self._model, str(self._max_model_len),
-                    str(self._num_started * _CALLS_OF_FRONT), flags=("-P",),
+                    "async_rl.generator.agents.front", *map(str, fds), *self._arguments,
+                    str(self._num_started * _CALLS_OF_FRONT), *self._chat, flags=("-P",),
                 ),
                 stdin=subprocess.DEVNULL, pass_fds=fds, env=package_environment(),
             )  # fmt: skip

@@ -36,7 +36,7 @@ from async_rl.config.loading import (
     parse_config,
     refuse_foreign_decisions,
 )
-from async_rl.data.chat import load_tokenizer, vocabulary_size
+from async_rl.data.chat import has_tokenizer, load_tokenizer, vocabulary_size
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import AddressError, QueueError, RewardError
 from async_rl.generator.agents.front_process import Front
@@ -325,7 +325,10 @@ def build_environment(
     if config.has_agents:
         sampling, size = config.sampling, config.own_vocab_size or vocabulary_size(directory)
         name = Path(config.model.path).name
-        front = stack.enter_context(closing(Front(name, sampling.max_prompt_tokens + sampling.max_new_tokens)))
+        longest = sampling.max_prompt_tokens + sampling.max_new_tokens
+        has_chats = not isinstance(backend, TextBackend) and has_tokenizer(directory)
+        front = Front(name, longest, directory if has_chats else None, config.data.template_arguments)
+        stack.enter_context(closing(front))
         return AgentRollouts(
             backend, pool, front, grader, text, config.environment, vocab_size=size, max_abs=max_abs
         )  # fmt: skip

@@ -1,0 +1,164 @@
+"""Chats of a session as token ids: what an agent repeats stays as it was sampled, and only what follows is rendered.
+
+A chat template would render an answer again from its parsed parts, and seldom gets the sampled tokens back: thoughts
+are left out, tool calls written anew, spaces trimmed. So a conversation that begins with messages that the endpoint has
+seen, the model's answer as it was returned included, begins with the ids of that call. The rest is the text that the
+template writes after the answer: the conversation is rendered with a word of ours in the answer's place, and what
+follows the word, and the end of the turn that was sampled, is new.
+
+A conversation whose answer the agent has changed, shortened or left out is not recognised, and is rendered whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from async_rl.data.template_forms import joined_text
+
+Message = Mapping[str, Any]
+Tools = Sequence[Mapping[str, Any]] | None
+_WORD = "bluebell-%d-buttercup"
+_OF_ANSWERS = ("role", "content", "tool_calls")
+"""What identifies an answer. Clients leave thoughts out, and add fields of their own."""
+
+
+class Renderer(Protocol):
+    """A tokenizer with its chat template."""
+
+    def render(self, messages: Sequence[Message], tools: Tools) -> str:
+        """Return the conversation as text, which ends where the model's answer begins.
+
+        Raises:
+            Exception: whatever the template's author wrote.
+        """
+        ...
+
+    def encode(self, text: str, before: str = "") -> np.ndarray:
+        """Return the token ids of ``text``, int32 [N], which follows the text ``before``."""
+        ...
+
+    def ending(self, token_id: int) -> str:
+        """Return the text of a special token; empty for any other."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatPrompt:
+    """A conversation as token ids, int32 [P]. ``digests`` identify its beginnings, one for each message.
+
+    ``continued`` says that the ids go on from an answer of this session.
+    """
+
+    token_ids: np.ndarray
+    digests: tuple[bytes, ...]
+    continued: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Known:
+    """A conversation up to an answer of the model: its ids, int32 [N], and the text of the special ones at its end."""
+
+    token_ids: np.ndarray
+    ending: str
+
+
+class Conversations:
+    """The conversations of one session, recognised by their messages."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._known: dict[bytes, _Known] = {}
+
+    def prompt(self, messages: Sequence[Message], tools: Tools) -> ChatPrompt:
+        """Return the ids of a conversation, which continue the longest one that is known.
+
+        Raises:
+            Exception: the template can't render it.
+        """
+        digests = _digests(messages, tools)
+        for number in range(len(messages), 0, -1):
+            known = self._known.get(digests[number - 1])
+            if known is None:
+                continue
+            rest = self._rest(messages, number - 1, tools, known.ending)
+            if rest is not None:
+                new = self._renderer.encode(rest, known.ending)
+                return ChatPrompt(np.concatenate([known.token_ids, new]).astype(np.int32), digests, True)
+        return ChatPrompt(self._renderer.encode(self._renderer.render(messages, tools)), digests, False)
+
+    def add(self, prompt: ChatPrompt, token_ids: np.ndarray, answer: Message) -> None:
+        """Remember an answer, int32 [N], as the message that the agent gets."""
+        ending = ""
+        for token in reversed(token_ids):
+            if not (text := self._renderer.ending(int(token))):
+                break
+            ending = text + ending
+        known = _Known(np.concatenate([prompt.token_ids, token_ids]).astype(np.int32), ending)
+        self._known[_digest(prompt.digests[-1], answer)] = known
+
+    def _rest(self, messages: Sequence[Message], place: int, tools: Tools, ending: str) -> str | None:
+        """Return the text that the template writes after the answer at ``place`` and the ``ending`` that was sampled.
+
+        None: the template does not let it be found.
+        """
+        answer = messages[place]
+        word = _word_outside(messages)
+        plain = {"role": answer["role"], "content": word}
+        calls = {"tool_calls": answer["tool_calls"]} if answer.get("tool_calls") else {}
+        later = [text for message in messages[place + 1 :] if (text := joined_text(message.get("content") or ""))]
+        # Some templates write a tool's answer only after its call, others no content beside calls.
+        for stand_in in [{**plain, **calls}, plain] if calls else [plain]:
+            try:
+                text = self._renderer.render([*messages[:place], stand_in, *messages[place + 1 :]], tools)
+            except Exception:  # the template's own: the other form may do, or the conversation is rendered whole
+                continue
+            _, found, after = text.partition(word)
+            if not found or word in after:
+                continue
+            # Of an answer that was cut, nothing marks the end but that nothing of it follows.
+            rest = after.partition(ending)[2] if ending else after if stand_in is plain else ""
+            if rest and all(one.strip() in rest for one in later):
+                return rest
+        return None
+
+
+def _word_outside(messages: Sequence[Message]) -> str:
+    """Return a word that none of the messages contains."""
+    texts = json.dumps([dict(message) for message in messages], default=str)
+    return next(word for number in range(len(texts) + 1) if (word := _WORD % number) not in texts)
+
+
+def _digests(messages: Sequence[Message], tools: Tools) -> tuple[bytes, ...]:
+    found: list[bytes] = []
+    digest = hashlib.sha256(json.dumps(tools, sort_keys=True, default=str).encode()).digest()
+    for message in messages:
+        digest = _digest(digest, message)
+        found.append(digest)
+    return tuple(found)
+
+
+def _digest(before: bytes, message: Message) -> bytes:
+    names = _OF_ANSWERS if message.get("role") == "assistant" else sorted(message)
+    fields = {name: value for name in names if (value := message.get(name)) not in (None, "", [])}
+    text = joined_text(fields.get("content", ""))
+    if text is not None:
+        fields["content"] = text
+    if calls := fields.get("tool_calls"):
+        fields["tool_calls"] = [_called(call) for call in calls]
+    return hashlib.sha256(before + json.dumps(fields, sort_keys=True, default=str).encode()).digest()
+
+
+def _called(call: Mapping[str, Any]) -> list[Any]:
+    """Return the name and the arguments of a tool call. JSON text and an object mean the same."""
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    try:
+        return [function.get("name"), json.loads(arguments) if isinstance(arguments, str) else arguments]
+    except ValueError:
+        return [function.get("name"), arguments]
