@@ -1,0 +1,187 @@
+"""The chat endpoint as OpenAI's own client sees it: sync, async, tools, several choices, streaming, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from async_rl.generator.agents.front_process import Front
+from async_rl.generator.agents.messages import Call, Reply
+from tests.data.public_templates import tokenizer_of
+from tests.generator.agents.test_conversations import ASKED, CALL, MORE, RESULT, TOOLS
+
+DEADLINE_S = 120.0
+
+
+class Server:
+    """A front with Qwen3's template, whose calls a thread answers: each with the next of ``script``.
+
+    ``k`` is the key of an open session, ``short`` that of one that has ended.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer = tokenizer_of("qwen3")
+        self.tokenizer.save_pretrained(directory)
+        self.front = Front("tiny", 4096, directory)
+        self.front.open(["k", "short"])
+        self.front.close_session("short", "ended")
+        self.script: list[str] = []
+        self.calls: list[Call] = []
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._answer)
+        self._thread.start()
+
+    def _answer(self) -> None:
+        while not self._is_closing.wait(0.002):
+            for message in self.front.poll():
+                if isinstance(message, Call):
+                    self.calls.append(message)
+                    self.front.reply(self._reply(message.call, self.script.pop(0)))
+
+    def _reply(self, call: int, text: str) -> Reply:
+        token_ids = np.array(self.tokenizer.encode(text + "<|im_end|>"), "<i4")
+        logprobs, versions = np.linspace(-1, -0.5, len(token_ids)).astype("<f4"), np.zeros(len(token_ids), "<i4")
+        return Reply(call, token_ids.tobytes(), logprobs.tobytes(), versions.tobytes(), "stop", 1, text)
+
+    def prompt(self, number: int) -> str:
+        return self.tokenizer.decode(np.frombuffer(self.calls[number].token_ids, np.int32))
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._thread.join()
+        self.front.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("tokenizer"))
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def server(shared: Server) -> Server:
+    shared.calls, shared.script = [], []
+    return shared
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    base_url = f"{server.front.url}/s/k/v1"
+    with openai.OpenAI(base_url=base_url, api_key="any", timeout=DEADLINE_S, max_retries=0) as found:
+        yield found
+
+
+def asked(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
+    return client.chat.completions.create(model="any", messages=messages, **more)
+
+
+def test_a_tool_conversation_goes_on_from_the_sampled_ids(server: Server, client: openai.OpenAI):
+    server.script = [CALL, "<think>\n5\n</think>\n\nIt is 5."]
+    first = asked(client, [ASKED], tools=TOOLS, max_tokens=50)
+    choice = first.choices[0]
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "So.")
+    assert (call.function.name, call.function.arguments) == ("add", '{"a": 2, "b": 3}')
+    result = {**RESULT, "tool_call_id": call.id}
+    second = asked(client, [ASKED, choice.message, result], tools=TOOLS)
+    assert (second.choices[0].message.content, second.choices[0].message.reasoning_content) == ("It is 5.", "5")
+    assert server.prompt(1).startswith(server.prompt(0) + CALL + "<|im_end|>\n<|im_start|>user\n<tool_response>\n5")
+    assert server.calls[0].max_tokens == 50
+    assert first.usage.prompt_tokens == len(server.calls[0].token_ids) // 4
+
+
+def test_the_async_client_gets_several_choices_with_seeds_of_their_own(server: Server):
+    server.script = ["one", "two", "three", "four"]
+
+    async def ask() -> Any:
+        async with openai.AsyncOpenAI(base_url=f"{server.front.url}/v1", api_key="k", timeout=DEADLINE_S) as client:
+            return await client.chat.completions.create(model="m", messages=[ASKED], n=4, seed=5)  # type: ignore[list-item]
+
+    found = asyncio.run(ask())
+    assert [choice.message.content for choice in found.choices] == ["one", "two", "three", "four"]
+    assert [call.seed for call in server.calls] == [5, 6, 7, 8]
+    assert len({call.token_ids for call in server.calls}) == 1
+
+
+def test_a_streamed_answer_comes_in_one_piece(server: Server, client: openai.OpenAI):
+    server.script = [CALL]
+    chunks = list(asked(client, [ASKED], tools=TOOLS, stream=True, stream_options={"include_usage": True}))
+    (choice,) = chunks[0].choices
+    num_tokens = len(server.tokenizer.encode(CALL)) + 1
+    assert (choice.delta.content, choice.delta.tool_calls[0].function.name) == ("So.", "add")
+    assert (choice.finish_reason, chunks[-1].usage.completion_tokens) == ("tool_calls", num_tokens)
+
+
+def test_log_probabilities_and_ids_are_those_of_the_sampled_tokens(server: Server, client: openai.OpenAI):
+    server.script = ["ab"]
+    found = asked(client, [ASKED], logprobs=True, extra_body={"return_token_ids": True})
+    content = found.choices[0].logprobs.content
+    assert [one.token for one in content] == ["a", "b", "<|im_end|>"]
+    assert [one.logprob for one in content] == pytest.approx([-1.0, -0.75, -0.5])
+    assert found.choices[0].token_ids == server.tokenizer.encode("ab<|im_end|>")
+    assert found.prompt_token_ids == np.frombuffer(server.calls[0].token_ids, np.int32).tolist()
+
+
+def test_tools_are_left_out_if_none_may_be_called(server: Server, client: openai.OpenAI):
+    server.script = [CALL]
+    found = asked(client, [ASKED], tools=TOOLS, tool_choice="none")
+    assert found.choices[0].message.tool_calls is None
+    assert "add" not in server.prompt(0)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"n": 100}, "n"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}, "messages"),
+    ],
+)
+def test_what_would_be_another_distribution_is_refused_by_name(
+    server: Server, client: openai.OpenAI, more: dict[str, Any], param: str
+):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**{"model": "m", "messages": [ASKED], **more})
+    assert refused.value.param == param
+    assert server.calls == []
+
+
+def test_the_client_repeats_no_call_of_a_session_that_has_ended(server: Server):
+    client = openai.OpenAI(base_url=f"{server.front.url}/s/short/v1", api_key="any", max_retries=5)
+    with client, pytest.raises(openai.APIStatusError) as refused:
+        asked(client, [ASKED])
+    assert refused.value.status_code == 410
+
+
+def test_a_rewritten_history_is_rendered_whole(server: Server, client: openai.OpenAI):
+    server.script = ["It is 5.", "8"]
+    asked(client, [ASKED])
+    asked(client, [ASKED, {"role": "assistant", "content": "Five."}, MORE])
+    assert "Five.<|im_end|>" in server.prompt(1)
+    assert "It is 5." not in server.prompt(1)
+
+
+def test_a_generator_without_a_tokenizer_says_that_it_takes_no_chats():
+    front = Front("tiny", 64)
+    try:
+        front.open(["k"])
+        client = openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0)
+        with client, pytest.raises(openai.InternalServerError, match="need a tokenizer with a chat template"):
+            asked(client, [ASKED])
+    finally:
+        front.close()
