@@ -27,7 +27,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = (DOCS / "algorithms.md").read_text(encoding="utf-8")
 TASK_PAGES = "".join(
     (DOCS / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("data", "rewards", "environments", "evaluation", "predecessors")
+    for name in ("agents", "data", "rewards", "environments", "evaluation", "predecessors")
 )
 
 

@@ -356,7 +356,8 @@ _ENVIRONMENT = (
     _row("environment.max_rollout_tokens",
          lambda c: c.has_agents and c.environment.max_rollout_tokens is not None
          and c.environment.max_rollout_tokens < c.sampling.max_prompt_tokens + c.sampling.max_new_tokens,
-         "at least sampling.max_prompt_tokens + sampling.max_new_tokens, which one sequence may have", "raise it",
+         "at least sampling.max_prompt_tokens + sampling.max_new_tokens, which one sequence may have",
+         "raise it, or leave it out",
          {"generator.serve": True, "environment.name": "mine.py", "environment.max_rollout_tokens": 9}),
     _row("environment.rows", lambda c: c.environment.rows is not None and bool(c.data.train),
          "no value with data.train", "set only one of the two",

@@ -90,6 +90,9 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "reward/<part>": "Mean of this part of the reward over the step's rollouts.",
         "grading/<counter>": "Count of the rewards, over the generators that are alive, since their start, such as "
         "judge_requests, judge_cost_millionths, verifier_timed_out or code_tests_passed.",
+        "agent/<counter>": "Count of the agents' calls (generator.serve), over the generators that are alive, since "
+        "their start: sessions; calls that were the first of one, that continued a sequence, branched off or had a "
+        "rewritten history; and answers that were lost because they never reached the agent.",
         "accuracy/mean": "Mean accuracy of the step's rollouts, 0 to 1, without any shaping; or reward, as in "
         "evaluations.",
         "accuracy/received": "Mean accuracy of all training answers that were graded and ended in the step before, "

@@ -318,6 +318,9 @@ class AgentRollouts:
     def _end(self, session: _Session, event: Event) -> None:
         """Note that the agent has ended. What it still asks for is stopped."""
         said = event.message
+        if event.type != "ended" and session.is_cut and session.tokens.num_sampled:
+            event = Event(event.key, {"type": "ended"})  # it had no room for another call, and did not catch that
+            said = event.message
         if event.type != "ended":
             texts = {key: str(said.get(key, "")) for key in ("error", "detail", "place")}
             self._fail(

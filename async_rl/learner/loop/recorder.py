@@ -235,7 +235,10 @@ class StepClock:
             **({"time/critic_s": self._parts["critic"]} if "critic" in self._parts else {}),
             "idle/learner": min(parts["wait"] / wall, 1.0),
             "throughput/trained_tokens_per_s": trained_tokens / wall,
-            **{f"grading/{name}": float(count) for name, count in generators.counters.items()},
+            **{
+                name if name.startswith("agent/") else f"grading/{name}": float(count)
+                for name, count in generators.counters.items()
+            },
             **self._generator_metrics(alive_generators, generators, wall, busy),
         }
         self._lap_start, self._parts, self._generators = now, {}, (alive_generators, generators)
