@@ -7,7 +7,8 @@ checkpointing) gets the same layout again, and FSDP2's hooks pass the layout thr
 
 On CUDA in float16 or bfloat16 this uses ``torch.nn.attention.varlen`` (flash attention, no padding). Otherwise it
 gathers the row into a few padded batches of similar lengths for ``scaled_dot_product_attention``. The padding is on the
-right, so under a causal mask no real token sees it. The log says once which of the two runs, and why.
+right, so under a causal mask no real token sees it. The log says once which of the two runs, and why; and whether flash
+attention repeats grouped heads, which torch 2.11 needs.
 
 A prompt that several sequences share is in the row once. All layers except attention compute it once; attention
 gathers it for each sequence.
@@ -147,7 +148,7 @@ class PackedLayout:
         """Return each token's attention to its sequence, up to itself, [T, H, D of the values]."""
         reason = "of dropout" if how.dropout else why_padded(query_THD, value_TKD)
         is_quadratic = bool(reason) and how.window is not None
-        report(query_THD.device.type, query_THD.dtype, reason + (_QUADRATIC if is_quadratic else ""))
+        report(query_THD, key_TKD, reason + (_QUADRATIC if is_quadratic else ""))
         return (_padded if reason else _flash)(query_THD, key_TKD, value_TKD, self, how)
 
     @cached_property
@@ -341,13 +342,34 @@ def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
-@cache
-def report(device: str, dtype: torch.dtype, why_padded: str) -> None:
-    """Log once for each device and dtype which attention runs. The self-test at load runs on the CPU."""
-    kernel = "flash attention without padding (torch.nn.attention.varlen)"
+def report(query_THD: Tensor, key_TKD: Tensor, why_padded: str) -> None:
+    """Log once for each device and dtype which attention runs, and whether flash attention repeats grouped heads.
+
+    The self-test at load runs on the CPU.
+    """
     if why_padded:
         kernel = f"padded batches of scaled_dot_product_attention, because {why_padded}"
+    else:
+        heads_per_key = query_THD.shape[1] // key_TKD.shape[1]
+        kernel = f"flash attention without padding (torch.nn.attention.varlen){_grouping(heads_per_key)}"
+    _log_once(query_THD.device.type, query_THD.dtype, kernel)
+
+
+@cache
+def _log_once(device: str, dtype: torch.dtype, kernel: str) -> None:
     logger.info("attention on %s in %s: %s", device, dtype, kernel)
+
+
+def _grouping(heads_per_key: int) -> str:
+    """Return what flash attention does with grouped heads; empty if each query head has a key head of its own."""
+    if heads_per_key == 1:
+        return ""
+    if _groups_heads():
+        return f"; each key and value head serves {heads_per_key} query heads and is not repeated"
+    return (
+        f"; each key and value head is repeated {heads_per_key} times, which takes memory and time, because torch "
+        f"{torch.__version__} can't group heads here"
+    )
 
 
 def why_padded(query: Tensor, value: Tensor) -> str:
@@ -380,6 +402,11 @@ def _varlen_attention() -> Any:
     return varlen_attn if {"scale", "window_size"} <= _parameters(varlen_attn) else None
 
 
+def _groups_heads() -> bool:
+    """Return whether torch's varlen attention takes fewer key heads than query heads. That of torch 2.11 does not."""
+    return "enable_gqa" in _parameters(_varlen_attention())
+
+
 @cache
 def _parameters(function: Any) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
@@ -408,10 +435,10 @@ def varlen(
     """
     attend, grouped = _varlen_attention(), {}
     heads_per_key = query_THD.shape[1] // key_TKD.shape[1]
-    if heads_per_key > 1 and "enable_gqa" in _parameters(attend):
+    if heads_per_key > 1 and _groups_heads():
         grouped = {"enable_gqa": True}
     elif heads_per_key > 1:
-        # torch 2.11 has no grouped heads here. Repeated heads take memory, but are exact.
+        # Repeated heads take memory, but are exact.
         key_TKD, value_TKD = _repeat_heads(key_TKD, heads_per_key), _repeat_heads(value_TKD, heads_per_key)
     return attend(
         query_THD.contiguous(),

@@ -443,7 +443,7 @@ def test_torchs_own_varlen_attention_takes_our_call_forwards_and_backwards(num_k
 
 
 def test_the_log_says_once_which_attention_runs_and_why(caplog: pytest.LogCaptureFixture):
-    attention.report.cache_clear()
+    attention._log_once.cache_clear()
     query = torch.zeros(1, 1, 3, 8)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
@@ -462,12 +462,35 @@ def test_the_log_says_once_which_attention_runs_and_why(caplog: pytest.LogCaptur
     )
 
 
+@pytest.mark.parametrize(
+    ("varlen", "num_key_heads", "ending"),
+    [
+        (varlen_by_definition, 2, "; each key and value head is repeated 2 times, which takes memory and time, because "
+         f"torch {torch.__version__} can't group heads here"),
+        (grouping_varlen, 2, "; each key and value head serves 2 query heads and is not repeated"),
+        (varlen_by_definition, 4, ""),
+    ],
+)  # fmt: skip
+def test_the_log_says_whether_flash_attention_repeats_grouped_heads(
+    varlen: Any, num_key_heads: int, ending: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    attention._log_once.cache_clear()
+    monkeypatch.setattr(attention, "why_padded", lambda query, value: "")
+    monkeypatch.setattr(attention, "_varlen_attention", lambda: varlen)
+    query, key = torch.zeros(1, 4, 3, 8), torch.zeros(1, num_key_heads, 3, 8)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            packed_attention_forward(nn.Identity(), query, key, key, None, packed_layout=packed_layout(bounds([3])))
+    flash = "attention on cpu in torch.float32: flash attention without padding (torch.nn.attention.varlen)"
+    assert caplog.messages == [flash + ending]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_flash_path_agrees_with_the_padded_path(is_shared: bool, monkeypatch: pytest.MonkeyPatch):
     reasons: list[str] = []
-    monkeypatch.setattr(attention, "report", lambda device, dtype, why: reasons.append(why))
+    monkeypatch.setattr(attention, "report", lambda query, key, why: reasons.append(why))
     torch.manual_seed(0)
     # Shared: the second and the third sequence begin with the first 5 tokens of the row.
     index = np.concatenate([np.arange(300), np.arange(5), np.arange(300, 302), np.arange(5), np.arange(302, 426)])
