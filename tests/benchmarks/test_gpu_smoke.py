@@ -66,9 +66,21 @@ def test_a_case_that_needs_what_is_not_there_is_not_run(
     assert result["detail"].startswith(detail)
 
 
-def test_the_table_has_a_row_for_each_case_and_the_exit_code_counts_failures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("inherited", "has_cuda", "threads"),
+    [({}, False, "1"), ({"OMP_NUM_THREADS": "4"}, False, "4"), ({}, True, None)],
+)
+def test_without_a_gpu_processes_of_cases_have_one_thread(
+    inherited: dict[str, str], has_cuda: bool, threads: str | None
 ):
+    environment = program.environment_of_cases({"HOME": "/root", **inherited}, has_cuda=has_cuda)
+    assert (environment["HOME"], environment.get("OMP_NUM_THREADS")) == ("/root", threads)
+
+
+def test_the_table_has_a_row_for_each_case_and_the_exit_code_counts_failures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert program.main(["--only", "staging", "nccl-pair", "--directory", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines() if line.startswith("| ")]
@@ -78,6 +90,8 @@ def test_the_table_has_a_row_for_each_case_and_the_exit_code_counts_failures(
     if torch.cuda.device_count() < 2:
         assert rows[2][1] == "not run"
         assert "1 passed, 0 FAILED, 1 not run" in out
+    if not torch.cuda.is_available():
+        assert "torch computes with 1 thread(s)" in (tmp_path / "staging" / "log.txt").read_text()
 
 
 def test_a_case_that_ends_too_late_has_failed_and_the_end_of_its_log_is_shown(
@@ -128,6 +142,7 @@ def test_the_settings_of_every_option_are_a_config(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", SHORT)
 def test_a_case_of_one_process_passes_on_a_cpu(tmp_path: Path, name: str):
     program.run_here(name, tmp_path)
@@ -171,6 +186,7 @@ def forgotten_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("break_it", "name", "detail"),
     [
