@@ -74,10 +74,6 @@ def run_here(name: str, directory: Path) -> None:
     outcome: Outcome = "passed"
     start = time.monotonic()
     try:
-        if num_devices < case.num_devices:
-            raise NotRunError(f"needs CUDA devices: {case.num_devices}, and there are {num_devices}")
-        if case.package and importlib.util.find_spec(case.package) is None:
-            raise NotRunError(f"needs the package {case.package}, which is not installed")
         detail = case.check(machine)
     except NotRunError as reason:
         outcome, detail = "not run", str(reason)
@@ -98,10 +94,30 @@ def environment_of_cases(inherited: Mapping[str, str], *, has_cuda: bool) -> dic
     return ({} if has_cuda else {"OMP_NUM_THREADS": "1"}) | dict(inherited)
 
 
-def run_apart(name: str, deadline_s: float, directory: Path) -> dict[str, object]:
-    """Run one case in a process of its own and return its result. At the deadline its processes are killed."""
+def why_not_run(name: str) -> str:
+    """Return which device or package this machine lacks for the case; empty if none."""
     import torch
 
+    from benchmarks.gpu_smoke.cases import CASES
+
+    case = CASES[name]
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_devices < case.num_devices:
+        return f"needs CUDA devices: {case.num_devices}, and there are {num_devices}"
+    if case.package and importlib.util.find_spec(case.package) is None:
+        return f"needs the package {case.package}, which is not installed"
+    return ""
+
+
+def run_apart(name: str, deadline_s: float, directory: Path) -> dict[str, object]:
+    """Run one case in a process of its own and return its result. At the deadline its processes are killed.
+
+    No process is started for what the machine can't run: the start alone takes seconds.
+    """
+    import torch
+
+    if reason := why_not_run(name):
+        return {"name": name, "outcome": "not run", "detail": reason, "took_s": 0.0, "device_bytes": 0}
     directory.mkdir()
     environment = environment_of_cases(os.environ, has_cuda=torch.cuda.is_available())
     command = [sys.executable, "-m", "benchmarks.gpu_smoke", "--here", name, "--directory", str(directory)]
@@ -190,9 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if options.list:
+        width = max(map(len, CASES))
         for case in CASES.values():
             needs = [f"CUDA devices: {case.num_devices}"] * bool(case.num_devices) + [case.package] * bool(case.package)
-            print(f"{case.name:22s} {', '.join(needs) or 'runs anywhere'}")
+            print(f"{case.name:{width}s}  {', '.join(needs) or 'runs anywhere'}")
         return 0
     directory = options.directory or Path(tempfile.mkdtemp(prefix="gpu-smoke-"))
     directory.mkdir(parents=True, exist_ok=True)

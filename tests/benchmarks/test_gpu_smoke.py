@@ -58,12 +58,14 @@ def test_what_a_case_returns_or_raises_is_its_result(
         ({"package": "a_package_that_nobody_wrote"}, "needs the package a_package_that_nobody_wrote, which is not"),
     ],
 )
-def test_a_case_that_needs_what_is_not_there_is_not_run(
+def test_no_process_is_started_for_a_case_that_needs_what_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needs: dict[str, Any], detail: str
 ):
-    result = result_of(replace(Case("one", fails), **needs), tmp_path, monkeypatch)
+    monkeypatch.setitem(CASES, "one", replace(Case("one", fails), **needs))
+    result = program.run_apart("one", 60, tmp_path / "one")
     assert result["outcome"] == "not run"
-    assert result["detail"].startswith(detail)
+    assert str(result["detail"]).startswith(detail)
+    assert not (tmp_path / "one").exists()
 
 
 @pytest.mark.parametrize(
