@@ -25,6 +25,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from async_rl.process.child import kill_group
+
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = ("vllm", "nccl4py")
 _LOG_LINES = 15
@@ -110,9 +112,11 @@ def why_not_run(name: str) -> str:
 
 
 def run_apart(name: str, deadline_s: float, directory: Path) -> dict[str, object]:
-    """Run one case in a process of its own and return its result. At the deadline its processes are killed.
+    """Run one case in a process of its own and return its result.
 
-    No process is started for what the machine can't run: the start alone takes seconds.
+    Its processes are killed at the deadline, when the user interrupts it, and if they are left when it has ended: they
+    would take the device from the next case. No process is started for what the machine can't run: the start alone
+    takes seconds.
     """
     import torch
 
@@ -128,8 +132,8 @@ def run_apart(name: str, deadline_s: float, directory: Path) -> dict[str, object
             code: int | None = process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             code = None
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        finally:
+            kill_group(process.pid, signal.SIGKILL)
             process.wait()
     took_s = time.monotonic() - start
     result = directory / "result.json"
@@ -167,11 +171,18 @@ def run_all(names: Sequence[str], directory: Path) -> int:
     from benchmarks.gpu_smoke.cases import CASES
 
     print("\n| case | result | took | device memory | found |\n|---|---|---|---|---|", flush=True)
-    results = []
-    for name in names:
-        result = run_apart(name, CASES[name].deadline_s, directory / name)
-        results.append(result)
-        print(line_of(result), flush=True)
+    results: list[dict[str, object]] = []
+    try:
+        for name in names:
+            results.append(run_apart(name, CASES[name].deadline_s, directory / name))
+            print(line_of(results[-1]), flush=True)
+    finally:  # also if the user interrupts it
+        num_failed = _print_end(results, directory)
+    return num_failed
+
+
+def _print_end(results: Sequence[dict[str, object]], directory: Path) -> int:
+    """Print the logs of cases that failed, and the counts. Return how many failed."""
     failed = [result for result in results if result["outcome"] == "FAILED"]
     for result in failed:
         log = directory / str(result["name"]) / "log.txt"
@@ -214,7 +225,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     directory = options.directory or Path(tempfile.mkdtemp(prefix="gpu-smoke-"))
     directory.mkdir(parents=True, exist_ok=True)
     print(*describe_machine(), sep="\n")
-    return int(run_all(names, directory) > 0)
+    try:
+        return int(run_all(names, directory) > 0)
+    except KeyboardInterrupt:
+        print("interrupted; the processes of the case that ran are killed", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import select
+import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,6 +108,57 @@ def test_a_case_that_ends_too_late_has_failed_and_the_end_of_its_log_is_shown(
     out = capsys.readouterr().out
     assert "| staging | FAILED | 0 s |  | did not end within 0 s |" in out
     assert "staging failed; the end of" in out
+
+
+@pytest.fixture
+def left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Replace the process of a case by one that starts another and ends with 3.
+
+    Return a file descriptor from which "x" can be read when both run, and the end of the file when both have ended.
+    """
+    pipe, script = tmp_path / "pipe", tmp_path / "script"
+    os.mkfifo(pipe)
+    script.write_text(f"#!/bin/sh\nexec 5> {pipe}\nsleep 1000 &\necho x >&5\nexit 3\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    yield reader
+    os.close(reader)
+
+
+def rest_of(reader: int) -> bytes:
+    """Read until all processes that can write have ended, for at most 10 s."""
+    found = b""
+    while select.select([reader], [], [], 10.0)[0]:
+        if not (part := os.read(reader, 100)):
+            return found
+        found += part
+    raise AssertionError("expected the processes of the case to be killed, but one still runs")
+
+
+def test_processes_that_a_case_leaves_behind_are_killed(tmp_path: Path, left_behind: int):
+    result = program.run_apart("staging", 60, tmp_path / "staging")
+    assert (result["outcome"], result["detail"]) == ("FAILED", "ended with exit code 3")
+    assert rest_of(left_behind) == b"x\n"
+
+
+def test_an_interrupt_kills_the_processes_and_still_prints_the_counts(
+    tmp_path: Path, left_behind: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    right = subprocess.Popen.wait
+
+    def interrupted(process: Any, timeout: float | None = None) -> int:
+        if timeout is None:
+            return right(process)
+        assert select.select([left_behind], [], [], 10.0)[0], "expected the processes to start"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    assert program.main(["--only", "staging", "--directory", str(tmp_path / "logs")]) == 130
+    assert rest_of(left_behind) == b"x\n"
+    out, err = capsys.readouterr()
+    assert "0 passed, 0 FAILED, 0 not run" in out
+    assert err == "interrupted; the processes of the case that ran are killed\n"
 
 
 def test_missing_packages_are_named_with_the_python_that_lacks_them(
