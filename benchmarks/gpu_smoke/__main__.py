@@ -136,11 +136,16 @@ def run_apart(name: str, deadline_s: float, directory: Path) -> dict[str, object
             kill_group(process.pid, signal.SIGKILL)
             process.wait()
     took_s = time.monotonic() - start
-    result = directory / "result.json"
-    if result.exists():
-        return json.loads(result.read_text()) | {"took_s": took_s}
+    path = directory / "result.json"
+    result: dict[str, object] = {"name": name, "detail": "", "device_bytes": 0}
+    if path.exists():
+        result = json.loads(path.read_text())
+    if code == 0 and path.exists():
+        return result | {"took_s": took_s}
+    # What crashes or hangs while it ends has a result by then, and is wrong all the same.
     cause = f"did not end within {deadline_s:.0f} s" if code is None else f"ended with exit code {code}"
-    return {"name": name, "outcome": "FAILED", "detail": cause, "took_s": took_s, "device_bytes": 0}
+    found = f"{result['detail']}; but it " if result["detail"] else ""
+    return result | {"outcome": "FAILED", "detail": found + cause, "took_s": took_s}
 
 
 def line_of(result: dict[str, object]) -> str:
@@ -224,6 +229,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     directory = options.directory or Path(tempfile.mkdtemp(prefix="gpu-smoke-"))
     directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        parser.error(f"--directory: expected a new or an empty directory, got {directory}, which has files")
     print(*describe_machine(), sep="\n")
     try:
         return int(run_all(names, directory) > 0)

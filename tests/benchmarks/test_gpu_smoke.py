@@ -8,8 +8,9 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,40 @@ def test_a_case_that_ends_too_late_has_failed_and_the_end_of_its_log_is_shown(
     out = capsys.readouterr().out
     assert "| staging | FAILED | 0 s |  | did not end within 0 s |" in out
     assert "staging failed; the end of" in out
+
+
+@pytest.mark.parametrize(
+    ("ending", "cause"),
+    [("kill -SEGV $$", "ended with exit code -11"), ("sleep 1000", "did not end within 60 s")],
+)
+def test_a_case_that_crashes_or_hangs_after_its_result_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, cause: str
+):
+    result, script, right = tmp_path / "result.json", tmp_path / "script", subprocess.Popen.wait
+    result.write_text(json.dumps(asdict(Result("staging", "passed", "all bytes right", 1.0, 5))))
+    # Its arguments are -m benchmarks.gpu_smoke --here NAME --directory DIRECTORY.
+    script.write_text(f"#!/bin/sh\nmv {result} $6/result.json\n{ending}\n")
+    script.chmod(0o700)
+
+    def wait(process: Any, timeout: float | None = None) -> int:
+        if timeout is None or "sleep" not in ending:
+            return right(process, timeout)
+        while result.exists():  # the 60 s are over as soon as the script hangs
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired("script", timeout)
+
+    monkeypatch.setattr(sys, "executable", str(script))
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    found = program.run_apart("staging", 60, tmp_path / "staging")
+    assert (found["outcome"], found["detail"]) == ("FAILED", f"all bytes right; but it {cause}")
+    assert found["device_bytes"] == 5
+
+
+def test_a_directory_with_files_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "staging").mkdir()
+    with pytest.raises(SystemExit):
+        program.main(["--only", "staging", "--directory", str(tmp_path)])
+    assert f"--directory: expected a new or an empty directory, got {tmp_path}, which has" in capsys.readouterr().err
 
 
 @pytest.fixture
