@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.config.parallel import Layout
+from async_rl.errors import ConfigError
+from async_rl.launch.preflight import check_compiler
 from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.engine.flops import device_peak
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
@@ -31,7 +33,7 @@ from async_rl.learner.memory_plan import CHUNK_BYTES, ModelShape, plan_memory
 from async_rl.learner.ranks import Place, Ranks, init_ranks
 from async_rl.learner.sequences import TrainSequence
 from async_rl.sampling_mask import pack_ids
-from benchmarks.gpu_smoke.case import Machine
+from benchmarks.gpu_smoke.case import Machine, NotRunError
 from benchmarks.gpu_smoke.waits import Waits
 
 VOCAB = 2048
@@ -174,8 +176,15 @@ def check_option(name: str, machine: Machine) -> str:
     """Compare a step and scores on the device with float32 on the CPU, with one of the engine's options.
 
     A checkpoint must then restore the engine exactly.
+
+    Raises:
+        NotRunError: the option needs a compiler, and there is none.
     """
     sections = OPTIONS[name]
+    try:
+        check_compiler(config_of(machine, machine.directory, machine.dtype, sections))
+    except ConfigError as reason:
+        raise NotRunError(str(reason)) from reason
     model = write_model(machine.directory / "model", SMALL, VOCAB, has_experts=name == "experts")
     sequences = random_sequences(8, 96, VOCAB)
     if name == "sampling-masks":

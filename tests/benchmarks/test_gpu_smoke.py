@@ -84,6 +84,14 @@ def test_without_a_gpu_processes_of_cases_have_one_thread(
     assert (environment["HOME"], environment.get("OMP_NUM_THREADS")) == ("/root", threads)
 
 
+def test_the_option_that_needs_a_compiler_is_not_run_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NotRunError, match=r"learner\.compile: expected a C.* compiler"):
+        engine.check_option("compiled", Machine(torch.device("cpu"), tmp_path))
+
+
 def test_the_table_has_a_row_for_each_case_and_the_exit_code_counts_failures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
