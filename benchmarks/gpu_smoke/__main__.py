@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from async_rl.output import Progress, can_redraw
 from async_rl.process.child import kill_group
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,8 +179,11 @@ def run_all(names: Sequence[str], directory: Path) -> int:
     print("\n| case | result | took | device memory | found |\n|---|---|---|---|---|", flush=True)
     results: list[dict[str, object]] = []
     try:
-        for name in names:
-            results.append(run_apart(name, CASES[name].deadline_s, directory / name))
+        for number, name in enumerate(names, 1):
+            deadline_s = CASES[name].deadline_s
+            with Progress(quiet=not can_redraw(sys.stderr)) as progress:  # between rows, it must leave no lines
+                progress.show(f"{name}, case {number} of {len(names)}, at most {deadline_s:.0f} s")
+                results.append(run_apart(name, deadline_s, directory / name))
             print(line_of(results[-1]), flush=True)
     finally:  # also if the user interrupts it
         num_failed = _print_end(results, directory)

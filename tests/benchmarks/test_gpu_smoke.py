@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pty
 import select
 import subprocess
 import sys
@@ -202,6 +203,16 @@ def test_an_interrupt_kills_the_processes_and_still_prints_the_counts(
     out, err = capsys.readouterr()
     assert "0 passed, 0 FAILED, 0 not run" in out
     assert err == "interrupted; the processes of the case that ran are killed\n"
+
+
+def test_a_terminal_shows_which_case_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(CASES, "staging", replace(CASES["staging"], num_devices=99))
+    monkeypatch.setenv("TERM", "xterm")
+    user, terminal = pty.openpty()
+    with os.fdopen(user, "rb", buffering=0) as screen, os.fdopen(terminal, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert program.main(["--only", "staging", "--directory", str(tmp_path)]) == 0
+        assert b"staging, case 1 of 1, at most 120 s" in screen.read(10_000)
 
 
 def test_missing_packages_are_named_with_the_python_that_lacks_them(
