@@ -13,7 +13,13 @@ _CASES = (
     Case("attention", attention.check),
     Case("head-gradient", engine.check_head),
     *(
-        Case(f"engine-{name}", partial(engine.check_option, name), num_devices=int(name in engine.ON_DEVICE))
+        Case(
+            f"engine-{name}",
+            partial(engine.check_option, name),
+            num_devices=int(name in engine.ON_DEVICE),
+            # The compiler alone took 88 s on two busy cores.
+            deadline_s=240 if name == "compiled" else 120,
+        )
         for name in engine.OPTIONS
     ),
     Case("deterministic", engine.check_deterministic),
