@@ -15,6 +15,7 @@ values do not depend on its neighbours' tokens.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -254,7 +255,7 @@ def _check_head(policy: PolicyModel, token_ids: Tensor) -> None:
             logits = model(input_ids=token_ids[None], use_cache=False).logits.float()
             expected = policy.logits(head(hidden))
     except Exception as error:  # a model may raise anything for arguments that it does not support
-        raise _refused(policy, f"it fails on a sequence alone: {type(error).__name__}: {error}") from error
+        raise _failed(policy, "a sequence alone", error) from error
     finally:
         policy.use(policy.packing)
     if (difference := _difference(hidden[:, :-1], shorter)) > VALUE_TOLERANCE:
@@ -333,7 +334,7 @@ def _recorded(
         outputs[_OUTPUT] = hidden_Td.detach()
         loss(hidden_Td).backward()
     except Exception as error:  # a model may raise anything for arguments that it does not support
-        raise _refused(policy, f"it fails on sequences {how}: {type(error).__name__}: {error}") from error
+        raise _failed(policy, f"sequences {how}", error) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -367,6 +368,16 @@ def _difference(value: Tensor, expected: Tensor) -> float:
     """Return max |value - expected| / max |expected|. Infinite if ``value`` or ``expected`` is not finite."""
     difference = float((value - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
     return difference if difference == difference else float("inf")
+
+
+def _failed(policy: PolicyModel, what: str, error: Exception) -> ModelError:
+    """Return the refusal of a model that raised ``error`` on ``what``, and let the frames of its call go.
+
+    In torch 2.11 the hooks of a checkpointed layer that raised stay on this thread for as long as the frame of its
+    call lives. The caller keeps the error, and would record the next forward pass, in padded rows, with these hooks.
+    """
+    traceback.clear_frames(error.__traceback__)
+    return _refused(policy, f"it fails on {what}: {type(error).__name__}: {error}")
 
 
 def _refused(policy: PolicyModel, finding: str) -> ModelError:

@@ -4,7 +4,7 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -137,6 +137,34 @@ def test_a_model_whose_tokens_see_the_padding_is_refused():
     layer.mlp = LooksAhead(layer.mlp)
     with pytest.raises(ModelError, match=r"can't be trained on padded rows: the output of layers\.1\.mlp differs"):
         check_packing(policy, max_length=200)
+
+
+class LeavesHooks(nn.Module):
+    """Raises as a checkpointed layer does in torch 2.11: its hooks stay until the frame of its call is gone."""
+
+    def __init__(self, saved: list[Tensor]) -> None:
+        super().__init__()
+        self.saved = saved
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hooks = self.pushed_hooks()
+        next(hooks)
+        raise ValueError("no such layer")
+
+    def pushed_hooks(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: self.saved.append(t) or t, lambda t: t):
+            yield
+
+
+def test_a_layer_that_raises_leaves_no_hooks_for_what_is_computed_next():
+    saved: list[Tensor] = []
+    policy = build("Llama", {})
+    layer: Any = policy.decoder_layers[1]
+    layer.mlp = LeavesHooks(saved)
+    with pytest.raises(ModelError, match="it fails on sequences packed in a row: ValueError: no such layer") as kept:
+        check_packing(policy, max_length=200)
+    torch.ones(2, requires_grad=True).exp()  # saves its result
+    assert (len(saved), str(kept.value.__cause__)) == (0, "no such layer")
 
 
 def test_logits_that_are_not_the_output_of_the_head_are_refused():
