@@ -11,8 +11,9 @@ import shutil
 import socket
 import threading
 import time
+import tomllib
 from collections.abc import Mapping
-from importlib.metadata import requires
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from async_rl.config.config import Config
@@ -61,7 +62,7 @@ def check_versions(config: Config) -> list[Finding]:
     """Check that Python and the installed packages have the versions that async-rl requires."""
     from packaging.requirements import Requirement
 
-    wanted = {r.name: r for r in map(Requirement, requires("async-rl") or ()) if r.marker is None}
+    wanted = {r.name: r for r in map(Requirement, _requirements()) if r.marker is None}
     found = package_versions()
     rows = [Finding("python", "OK", found["python"])]
     for name in ("torch", "transformers", "pyzmq"):
@@ -82,6 +83,15 @@ def check_versions(config: Config) -> list[Finding]:
     engines = (name for name, capabilities in BACKENDS.items() if capabilities.package)
     rows += (_engine_row(config, name, found.get(BACKENDS[name].package)) for name in engines)
     return rows
+
+
+def _requirements() -> list[str]:
+    """Return what async-rl requires, as its installation says, or the checkout from which it runs uninstalled."""
+    try:
+        return requires("async-rl") or []
+    except PackageNotFoundError:
+        project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+        return tomllib.loads(project.read_text())["project"]["dependencies"]
 
 
 def _engine_row(config: Config, name: str, version: str | None) -> Finding:

@@ -6,6 +6,7 @@ import json
 import socket
 import tomllib
 from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -264,6 +265,18 @@ def test_a_vllm_that_is_asked_for_and_not_there(root: Path, monkeypatch: pytest.
     assert {row.check: row.state for row in rows} == {
         "python": "OK", "torch": "WARN", "transformers": "FAIL", "pyzmq": "OK", "vllm": "FAIL",
     }  # fmt: skip
+
+
+def test_a_checkout_that_is_not_installed_says_itself_what_it_requires(root: Path, monkeypatch: pytest.MonkeyPatch):
+    def requires(package: str) -> list[str]:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(machine, "package_versions", lambda: {"python": "3.11", "torch": "2.9", "pyzmq": "27.0"})
+    installed = machine.check_versions(make_config(root))
+    monkeypatch.setattr(machine, "requires", requires)
+    assert machine.check_versions(make_config(root)) == installed
+    (torch,) = (row for row in installed if row.check == "torch")
+    assert torch.found.startswith("2.9, async-rl requires ")
 
 
 @pytest.mark.parametrize(
