@@ -11,6 +11,7 @@ not in the table: its class declares ``capabilities``, which are checked on the 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -324,8 +325,8 @@ class GeneratorConfig(Section):
     allow_code: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Your own modules and files that generators on this machine may import. The config that a queue "
-        "server sends can't add to them.",
+        description="Your own modules and files that generators on this machine may import, and the command that they "
+        "may run. The config that a queue server sends can't add to them.",
     )
 
     @field_validator("backend")
@@ -417,6 +418,8 @@ class SamplingConfig(Section):
         return value
 
 
+COMMAND_AGENT = "async_rl.environments.command:run"
+"""The agent that runs ``environment.command``."""
 MAX_SESSION_CALLS = 1024
 """Maximum number of calls of an agent in one rollout."""
 
@@ -428,6 +431,13 @@ class EnvironmentConfig(Section):
         default="",
         description="The environment: file.py, file.py:name, module or module:name. Every generator must list it in "
         "generator.allow_code. If empty, a rollout is one answer, scored by reward.type.",
+    )
+    command: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="An agent that is a program, with its arguments, instead of environment.name (generator.serve). It "
+        "finds the endpoint in OPENAI_BASE_URL, its task in the JSON file ASYNC_RL_TASK, and reward.type judges its "
+        "last answer. Every generator must list it in generator.allow_code, as one text.",
     )
     max_turns: int = Field(
         default=8, ge=1, le=1024, description="Maximum number of answers of the model in one rollout."
@@ -482,4 +492,14 @@ class EnvironmentConfig(Section):
     @property
     def is_set(self) -> bool:
         """Whether rollouts are played with an environment."""
-        return bool(self.name)
+        return bool(self.name or self.command)
+
+    @property
+    def code(self) -> str:
+        """The name of the code that processes of the environment run."""
+        return self.name or COMMAND_AGENT
+
+    @property
+    def shown(self) -> str:
+        """The environment's name or command, as text."""
+        return self.name or shlex.join(self.command)

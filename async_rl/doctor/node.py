@@ -279,4 +279,4 @@ def _check_environment(
 ) -> list[Finding]:
     grader = build_grader(config, digests, stack)
     build_environment(config, directory, backend, digests, stack, grader)
-    return [Finding("environment", "OK", f"{config.environment.name} can be used here")]
+    return [Finding("environment", "OK", f"{config.environment.shown} can be used here")]

@@ -256,6 +256,8 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _environment_rows(config: Config) -> list[Finding]:
+    if config.has_agents:
+        return [Finding("environment", "skip", f"{config.environment.shown} is an agent, which its first lease tries")]
     try:
         rows = load_train_rows(config).rows
     except UserError as error:
@@ -264,7 +266,7 @@ def _environment_rows(config: Config) -> list[Finding]:
     if problem := try_environment(config, rows):
         found, _, fix = problem.rpartition("; ")
         return [Finding("environment", "WARN", found or problem, fix=fix if found else "")]
-    found = f"{config.environment.name} was played on {min(NUM_ROWS, len(rows))} rows, with an answer that solves none"
+    found = f"{config.environment.shown} was played on {min(NUM_ROWS, len(rows))} rows, with an answer that solves none"
     return [Finding("environment", "OK", found)]
 
 

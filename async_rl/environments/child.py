@@ -6,7 +6,7 @@ mistake. An agent makes its calls over HTTP: ``play_agent`` only waits for its e
 
 Messages are JSON objects in frames of ``net.streams``, so that a malformed message of an environment can do no harm.
 The fork server gets ``prepare`` (extra). The generator sends ``start`` (prompt, state, extra_info, seed, max_turns; for
-an agent also endpoint, with base_url and api_key),
+an agent also endpoint, with base_url, api_key and command),
 ``sampled`` (text, finish_reason, num_tokens),
 ``over`` (the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state, max_tokens, stop),
 ``ended`` (turns: the reward and score of every action; for an agent reward and score, or None), ``failed`` (error; for
@@ -231,7 +231,7 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-async def _play(channel: _Channel, code: Any, rollout: RemoteRollout, endpoint: Mapping[str, str] | None) -> None:
+async def _play(channel: _Channel, code: Any, rollout: RemoteRollout, endpoint: Mapping[str, Any] | None) -> None:
     before = asyncio.all_tasks()
     ended: dict[str, Any] = {}
     try:
@@ -292,10 +292,11 @@ async def play(code: Any, rollout: Rollout) -> None:
 
 
 class AgentTask:
-    """The ``protocol.Task`` of an agent."""
+    """The ``protocol.Task`` of an agent, and the ``CommandTask`` of the built-in one."""
 
-    def __init__(self, rollout: RemoteRollout, endpoint: Mapping[str, str]) -> None:
-        self.base_url, self.api_key = endpoint["base_url"], endpoint["api_key"]
+    def __init__(self, rollout: RemoteRollout, endpoint: Mapping[str, Any]) -> None:
+        self.base_url, self.api_key = str(endpoint["base_url"]), str(endpoint["api_key"])
+        self.command: Sequence[str] = endpoint["command"]
         self.extra_info, self.prompt = rollout.extra_info, rollout.prompt
         state = rollout.first_state
         self.messages = [] if state is None or isinstance(state, str) else [dict(message) for message in state]

@@ -46,12 +46,12 @@ class ForkServer:
             settings = pack({"type": "prepare", "extra": config.extra})
         except FrameError as error:
             raise ConfigError(f"environment.extra: {error}") from None
-        self._name, self._mark = config.name, uuid.uuid4().hex
+        self._name, self._mark = config.code, uuid.uuid4().hex
         self.control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 module_command(
-                    "async_rl.environments.fork_server", str(theirs.fileno()), config.name, digest_word(digest),
+                    "async_rl.environments.fork_server", str(theirs.fileno()), config.code, digest_word(digest),
                     *allowed, flags=("-P",),
                 ),
                 stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env={**package_environment(), MARK: self._mark},

@@ -135,6 +135,12 @@ class Task(Protocol):
     extra_info: dict[str, Any]
 
 
+class CommandTask(Task, Protocol):
+    """The argument of the built-in agent that runs ``command``, a program and its arguments."""
+
+    command: Sequence[str]
+
+
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 

@@ -62,11 +62,11 @@ def try_environment(config: Config, rows: Sequence[Row]) -> str:
                     pool.cancel(event.key)
             if time.monotonic() > deadline:
                 return (
-                    f"{config.environment.name} did not play {len(playing)} of {len(tried)} rows within {LIMIT_S:g} s"
+                    f"{config.environment.shown} did not play {len(playing)} of {len(tried)} rows within {LIMIT_S:g} s"
                 )
             time.sleep(_POLL_S)
     failed = [
-        f"environment.name: {config.environment.name} can't play training row {row}: {errors[row]}; correct the "
+        f"environment.name: {config.environment.shown} can't play training row {row}: {errors[row]}; correct the "
         f"environment or the row"
         for row in sorted(errors)
     ]

@@ -38,7 +38,7 @@ from async_rl.net.address import advertised_address, check_address, host_towards
 from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.net.streams import listening_socket
 from async_rl.process.child import DEVICES_ARE_DEALT
-from async_rl.process.user_code import check_allowed, code_digests
+from async_rl.process.user_code import check_allowed, check_allowed_command, code_digests
 from async_rl.queue.server.settings import settings_of
 from async_rl.rewards.judge import judge_reward
 from async_rl.rewards.registry import build_reward
@@ -180,6 +180,7 @@ def check_code(config: Config) -> None:
     code_digests(config.recorded_code_names)
     if config.samples_here:
         check_allowed(config.code_names, config.generator.allow_code)
+        check_allowed_command(config.environment.command, config.generator.allow_code)
 
 
 def check_data(config: Config) -> LoadedRows:

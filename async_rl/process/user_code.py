@@ -24,10 +24,12 @@ import json
 import logging
 import os
 import re
+import shlex
+import shutil
 import sys
 import sysconfig
 import traceback
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,26 @@ def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
                 f"{name}: the config names this code, but this machine does not allow it; if you trust it, set "
                 f"generator.allow_code = {listed} (for a generator: --set 'generator.allow_code={listed}')"
             )
+
+
+def check_allowed_command(command: Sequence[str], allowed: Collection[str]) -> None:
+    """Check that this machine's operator allows a command, and that its program exists. An empty command is fine.
+
+    Raises:
+        ConfigError: ``allowed`` does not list the command as one text, or the program is missing.
+    """
+    text = shlex.join(command)
+    if command and text not in allowed:
+        listed = json.dumps([*allowed, text])
+        raise ConfigError(
+            f"environment.command: the config names {text}, but this machine does not allow it; if you trust it, set "
+            f"generator.allow_code = {listed} (for a generator: --set 'generator.allow_code={listed}')"
+        )
+    if command and shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"environment.command: expected a program, got {command[0]}, which is not on the path of this machine; "
+            f"install it, or correct the name"
+        )
 
 
 def code_digests(names: Iterable[str]) -> dict[str, str]:

@@ -142,7 +142,8 @@ class AgentRollouts:
         new = [self._new_session(lease, index) for index in range(lease.group_size)]
         self._front.open(session.key for session in new)
         for session in new:
-            endpoint = {"base_url": f"{self._front.url}/s/{session.key}/v1", "api_key": session.key}
+            url = f"{self._front.url}/s/{session.key}/v1"
+            endpoint = {"base_url": url, "api_key": session.key, "command": list(self._config.command)}
             start = start_message(self._config, lease, session.index, prompt)
             self._pool.start(session.rollout_key, {**start, "endpoint": endpoint})
 

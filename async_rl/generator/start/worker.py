@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.config.config import Config
-from async_rl.config.generator import has_model
+from async_rl.config.generator import COMMAND_AGENT, has_model
 from async_rl.config.loading import (
     apply_override,
     check_generator_overrides,
@@ -51,7 +51,7 @@ from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.net.keys import SECRET_VARIABLE, ClientKeys
 from async_rl.output import logged
 from async_rl.process.child import reuse_freed_memory
-from async_rl.process.user_code import DIGESTS_FILE, digest_of, read_digests
+from async_rl.process.user_code import DIGESTS_FILE, check_allowed_command, digest_of, read_digests
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
 from async_rl.rewards.math.verifier import MAX_CALLERS
 from async_rl.rewards.registry import RewardSum, build_reward
@@ -318,8 +318,12 @@ def build_environment(
     else:
         tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
         text = TokenizerText(tokenizer, config.data.template_arguments)
-    digest = digest_of(config.environment.name, code_digests)
     allowed, max_abs = config.generator.allow_code, config.reward.max_abs
+    if config.environment.name:
+        digest = digest_of(config.environment.name, code_digests)
+    else:
+        check_allowed_command(config.environment.command, allowed)
+        digest, allowed = None, [COMMAND_AGENT.partition(":")[0]]
     pool = EnvironmentPool(config.environment, allowed=allowed, digest=digest, has_agents=config.has_agents)
     stack.enter_context(closing(pool))
     if config.has_agents:

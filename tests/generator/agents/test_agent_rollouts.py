@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 
 from async_rl.config.generator import EnvironmentConfig
+from async_rl.environments.pool import EnvironmentPool
+from async_rl.errors import ConfigError
 from async_rl.generator.agents.front_process import Front
 from async_rl.generator.agents.rollouts import AgentRollouts
 from async_rl.generator.rollouts import Graded
+from async_rl.process.user_code import check_allowed_command
 from async_rl.rewards.records import RewardInput, RewardOutput
-from tests.environments.pools import pool_of
 from tests.generator.agents.http import generate
 from tests.generator.leases import make_lease
 from tests.generator.scripted import END, CharacterText, InlineGrader, ScriptedBackend
@@ -64,11 +67,14 @@ class World:
     def __init__(self, directory: Path, stack: ExitStack, source: str, clock: Callable[[], float], **config: object):
         path = directory / "agent.py"
         path.write_text(HEAD + source)
-        settings = EnvironmentConfig(name=f"{path}:run", **config)  # type: ignore[arg-type]
+        named = {} if "command" in config else {"name": f"{path}:run"}
+        settings = EnvironmentConfig(**named, **config)  # type: ignore[arg-type]
         self.said = directory / "said"
         self.backend = ScriptedBackend(script)
         self.front = stack.enter_context(closing(Front("tiny", 72)))
-        self.pool = stack.enter_context(closing(pool_of(settings, has_agents=True)))
+        allowed = [settings.code.partition(":")[0]]
+        pool = EnvironmentPool(settings, allowed=allowed, digest=None, has_agents=True)
+        self.pool = stack.enter_context(closing(pool))
         self.rollouts = AgentRollouts(
             self.backend, self.pool, self.front, InlineGrader(score), CharacterText(), settings, vocab_size=200,
             max_abs=100.0, clock=clock,
@@ -324,3 +330,66 @@ def test_a_reward_beyond_the_limit_fails_the_rollout(tmp_path: Path):
         (graded,) = played.play(max_new_tokens=20)
     assert graded.failure is not None
     assert "at most reward.max_abs = 100, got 101" in graded.failure.detail
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+
+task = json.load(open(os.environ["ASYNC_RL_TASK"]))
+assert os.environ["OPENAI_API_KEY"] in os.environ["OPENAI_BASE_URL"]
+url = os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/inference/v1/generate"
+for token in range(1, 3):
+    urllib.request.urlopen(urllib.request.Request(url, json.dumps({"token_ids": [token]}).encode())).read()
+print("the row is", task["messages"][0]["content"], task["extra_info"]["index"])
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def command(directory: Path, status: int) -> tuple[str, ...]:
+    (directory / "program.py").write_text(PROGRAM)
+    return (sys.executable, str(directory / "program.py"), str(status))
+
+
+def test_a_program_is_an_agent_whose_last_answer_is_judged(tmp_path: Path):
+    with world(tmp_path, "", command=command(tmp_path, 0)) as played:
+        (graded,) = played.play(max_new_tokens=20)
+    assert graded.rollout is not None
+    assert (graded.rollout.reward_parts, graded.rollout.accuracy) == ({"length": 4.0}, 1.0)
+    assert len(graded.rollout.sequences) == 2
+
+
+def test_a_program_that_fails_says_the_end_of_its_output(tmp_path: Path):
+    with world(tmp_path, "", command=command(tmp_path, 3)) as played:
+        (graded,) = played.play(max_new_tokens=20)
+    assert graded.failure is not None
+    assert "the command ended with exit status 3; the end of its output: the row is 1+1 0" in graded.failure.detail
+
+
+def test_what_a_program_starts_ends_with_it(tmp_path: Path):
+    source = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+with open(sys.argv[1], "w") as file:
+    file.write(str(child.pid))
+time.sleep(1000)
+"""
+    (tmp_path / "program.py").write_text(source)
+    words = (sys.executable, str(tmp_path / "program.py"), str(tmp_path / "said"))
+    with world(tmp_path, "", command=words) as played:
+        lease = make_lease(group_size=1)
+        played.rollouts.submit(lease, played.rollouts.encode(lease))
+        played.until(lambda: played.notes)
+        pid = int(played.notes[0])
+    deadline = time.monotonic() + DEADLINE_S
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_command_must_be_allowed_and_exist():
+    words = ("no-such-program", "two words")
+    with pytest.raises(ConfigError, match=r"does not allow it; if you trust it, set\n? ?generator.allow_code"):
+        check_allowed_command(words, ["no-such-program"])
+    with pytest.raises(ConfigError, match="expected a program, got no-such-program"):
+        check_allowed_command(words, ["no-such-program 'two words'"])
+    check_allowed_command((), [])
