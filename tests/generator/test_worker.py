@@ -485,6 +485,14 @@ def test_a_generator_takes_generator_keys_only(scene):
         generator_config(text, ["generator.batch_sizes=7"])
 
 
+def test_a_generator_may_not_decide_whether_rollouts_are_agents(scene):
+    raw = scene.config.model_dump()
+    text = config_to_toml(Config.model_validate({**raw, "environment": {"name": "mine.py"}}))
+    assert not generator_config(text, ["generator.serve=false"]).generator.serve
+    with pytest.raises(ConfigError, match=r"--set generator.serve: expected the run's false, got true"):
+        generator_config(text, ["generator.serve=true"])
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("allow_unsafe", True), ("endpoint", "http://10.0.0.1:8000"), ("packages", ("numpy", "torch"))]
 )

@@ -38,7 +38,7 @@ from async_rl.config.loading import (
 )
 from async_rl.data.chat import has_tokenizer, load_tokenizer, vocabulary_size
 from async_rl.environments.pool import EnvironmentPool
-from async_rl.errors import AddressError, QueueError, RewardError
+from async_rl.errors import AddressError, ConfigError, QueueError, RewardError
 from async_rl.generator.agents.front_process import Front
 from async_rl.generator.agents.rollouts import AgentRollouts
 from async_rl.generator.backend import Backend, MultiRankBackend, TextBackend
@@ -269,7 +269,14 @@ def generator_config(config_toml: str, overrides: Sequence[str]) -> Config:
     section.pop("allow_code", None)  # the generator's operator decides this, not the queue
     for override in overrides:
         apply_override(raw, override)
-    return parse_config(raw, "the queue's config with this generator's --set")
+    config = parse_config(raw, "the queue's config with this generator's --set")
+    if config.generator.serve != run.generator.serve:
+        raise ConfigError(
+            f"--set generator.serve: expected the run's {str(run.generator.serve).lower()}, got "
+            f"{str(config.generator.serve).lower()}: it decides what a rollout is; leave it out, or set it in the "
+            f"learner's config"
+        )
+    return config
 
 
 def _default_threads(run: Config) -> int:
