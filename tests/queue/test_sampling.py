@@ -100,6 +100,23 @@ def test_a_lease_reserves_what_its_routes_take():
         settings(routing=RoutingShape(60, 512, 10), max_bytes=PLAIN_BYTES)
 
 
+def test_an_agents_lease_reserves_its_own_limit_instead_of_turns_times_length():
+    def reserved(**environment: int) -> int:
+        config = parse_config(
+            {
+                "run": {"dir": "x"}, "model": {"path": "m"}, "environment": {"name": "mine.py:run", **environment},
+                "generator": {"serve": True},
+                "sampling": {"group_size": 2, "max_prompt_tokens": 1000, "max_new_tokens": 100},
+            },
+            "test",
+        )  # fmt: skip
+        return QueueSettings.from_config(config, vocab_size=None).worst_case_bytes
+
+    # Two rollouts of 100,000 tokens, each with up to 100 answers.
+    assert reserved(max_rollout_tokens=100_000) == 2 * (100_000 * 13 + 100 * 64 + 1024) + 4096
+    assert reserved() == 2 * (1100 * 13 + 100 * 64 + 1024) + 4096
+
+
 def test_a_lease_reserves_what_spans_may_take_if_a_reward_can_make_them():
     tokens = 2000
 

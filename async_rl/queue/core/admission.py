@@ -77,7 +77,6 @@ class QueueSettings:
     temperature_steps: int
     vocab_size: int | None
     max_turns: int
-    rollout_tokens: int | None
     max_abs_reward: float
     max_refused_share: float
     adaptive: bool
@@ -87,6 +86,8 @@ class QueueSettings:
     """Bytes of a teacher's scores of one sampled token. 0 without a teacher."""
     span_bytes: int = 0
     """Bytes of one span, of which an answer has at most one for each sampled token. 0 if no reward can make spans."""
+    rollout_tokens: int | None = None
+    """The limit on the tokens of all sequences of an agent's rollout together. None without agents."""
     mask_truncated: bool = False
     """The value of ``loss.mask_truncated``."""
     max_turn_tokens: int | None = None
