@@ -188,7 +188,7 @@ def chat_answer(
 
 def _choice(wanted: ChatRequest, index: int, reply: Reply, renderer: ChatRenderer) -> dict[str, Any]:
     token_ids = np.frombuffer(reply.token_ids, np.int32)
-    parsed = parse_answer(reply.text, has_tools=wanted.tools is not None)
+    parsed = parse_answer(_text_of(wanted, reply), has_tools=wanted.tools is not None)
     is_call = bool(parsed.calls) and reply.finish_reason == "stop"
     choice: dict[str, Any] = {
         "index": index,
@@ -208,6 +208,12 @@ def _choice(wanted: ChatRequest, index: int, reply: Reply, renderer: ChatRendere
     if wanted.wants_token_ids:
         choice["token_ids"] = token_ids.tolist()
     return choice
+
+
+def _text_of(wanted: ChatRequest, reply: Reply) -> str:
+    """Return the text of an answer without the request's stop text that ended it, as OpenAI's API does."""
+    places = [place for stop in stop_of(wanted.raw) if (place := reply.text.find(stop)) >= 0]
+    return reply.text[: min(places)] if places and reply.finish_reason == "stop" else reply.text
 
 
 def chat_events(answer: Mapping[str, Any], wanted: ChatRequest) -> bytes:

@@ -132,6 +132,14 @@ def test_log_probabilities_and_ids_are_those_of_the_sampled_tokens(server: Serve
     assert found.prompt_token_ids == np.frombuffer(server.calls[0].token_ids, np.int32).tolist()
 
 
+def test_a_stop_text_ends_the_answer_and_is_left_out_of_it(server: Server, client: openai.OpenAI):
+    server.script = ["Think.\nObservation:", "8"]
+    first = asked(client, [ASKED], stop=["Result:", "Observation:"])
+    assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("Think.\n", "stop")
+    asked(client, [ASKED, first.choices[0].message, MORE])
+    assert server.prompt(1).startswith(server.prompt(0) + "Think.\nObservation:")
+
+
 def test_tools_are_left_out_if_none_may_be_called(server: Server, client: openai.OpenAI):
     server.script = [CALL]
     found = asked(client, [ASKED], tools=TOOLS, tool_choice="none")
