@@ -290,7 +290,11 @@ class AgentRollouts:
         self._front.reply(Refuse(call.call, 400, message, code, param))
 
     def _refuse_for_room(self, session: _Session, call: Call, error: NoRoomError) -> None:
-        self._refuse(call, str(error), "context_length_exceeded", "token_ids")
+        sampling = session.lease.sampling
+        longest = sampling.max_prompt_tokens + sampling.max_new_tokens
+        # OpenAI's words: clients tell by them, not by the code, that to call again is of no use.
+        text = f"This model's maximum context length is {longest} tokens, and the rollout has its limits: {error}"
+        self._refuse(call, text, "context_length_exceeded", "token_ids")
         if error.key == "sampling.max_prompt_tokens":
             # As for an environment: the row is too long for this run.
             self._pool.cancel(session.rollout_key)

@@ -271,12 +271,15 @@ def test_an_agent_without_room_is_refused_and_its_rollout_is_cut(tmp_path: Path)
     source = """
 async def run(task):
     status, first = await ask(task, [1])
-    note((await ask(task, [1, *first["token_ids"], 2]))[1]["code"])
+    status, error = await ask(task, [1, *first["token_ids"], 2])
+    note(error["code"])
+    note(error["message"])
     return 1.0
 """
     with world(tmp_path, source) as played:
         (graded,) = played.play(max_new_tokens=5)
-        assert played.notes == ["context_length_exceeded"]
+        assert played.notes[0] == "context_length_exceeded"
+        assert "This model's maximum context length is" in played.notes[1]  # by which litellm knows it
     assert graded.rollout is not None
     assert (graded.rollout.finish_reason, graded.rollout.num_sampled) == ("length", 5)
 
