@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -62,10 +63,13 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """A conversation up to an answer of the model: its ids, int32 [N], and the text of the special ones at its end."""
+    """A conversation up to an answer of the model: its ids, int32 [N], and the texts of the special ones at its end.
+
+    ``ending`` is empty if the answer was cut: what it ends with does not end its turn.
+    """
 
     token_ids: np.ndarray
-    ending: str
+    ending: tuple[str, ...]
 
 
 class Conversations:
@@ -88,22 +92,21 @@ class Conversations:
                 continue
             rest = self._rest(messages, number - 1, tools, known.ending)
             if rest is not None:
-                new = self._renderer.encode(rest, known.ending)
+                new = self._renderer.encode(rest, "".join(known.ending))
                 return ChatPrompt(np.concatenate([known.token_ids, new]).astype(np.int32), digests, True)
         return ChatPrompt(self._renderer.encode(self._renderer.render(messages, tools)), digests, False)
 
-    def add(self, prompt: ChatPrompt, token_ids: np.ndarray, answer: Message) -> None:
-        """Remember an answer, int32 [N], as the message that the agent gets."""
-        ending = ""
-        for token in reversed(token_ids):
-            if not (text := self._renderer.ending(int(token))):
-                break
-            ending = text + ending
+    def add(self, prompt: ChatPrompt, token_ids: np.ndarray, answer: Message, *, is_cut: bool = False) -> None:
+        """Remember an answer, int32 [N], as the message that the agent gets. ``is_cut``: it ended at a limit."""
+        texts = (self._renderer.ending(int(token)) for token in reversed(() if is_cut else token_ids))
+        ending = tuple(takewhile(bool, texts))[::-1]
         known = _Known(np.concatenate([prompt.token_ids, token_ids]).astype(np.int32), ending)
         self._known[_digest(prompt.digests[-1], answer)] = known
 
-    def _rest(self, messages: Sequence[Message], place: int, tools: Tools, ending: str) -> str | None:
+    def _rest(self, messages: Sequence[Message], place: int, tools: Tools, ending: tuple[str, ...]) -> str | None:
         """Return the text that the template writes after the answer at ``place`` and the ``ending`` that was sampled.
+
+        Of several special tokens at the end the last ones may suffice: the model may sample others before.
 
         None: the template does not let it be found.
         """
@@ -121,8 +124,10 @@ class Conversations:
             _, found, after = text.partition(word)
             if not found or word in after:
                 continue
+            ends = ("".join(ending[number:]) for number in range(len(ending)))
+            end = next((text for text in ends if text in after), None)
             # Of an answer that was cut, nothing marks the end but that nothing of it follows.
-            rest = after.partition(ending)[2] if ending else after if stand_in is plain else ""
+            rest = after.partition(end)[2] if end else after if stand_in is plain and not ending else ""
             if rest and all(one.strip() in rest for one in later):
                 return rest
         return None
