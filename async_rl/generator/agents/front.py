@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -49,6 +50,8 @@ from async_rl.generator.agents.conversations import Conversations
 from async_rl.generator.agents.messages import Call, Close, Delivered, Gone, Open, Refuse, Reply, pack, take_for_front
 from async_rl.generator.agents.requests import RefusedError, generate_answer, read_generate
 
+logger = logging.getLogger(__name__)
+
 MAX_BODY_BYTES = 32 << 20
 """A larger request is refused: a prompt of a million tokens has about 7 MB."""
 MAX_CALLS_OF_SESSION = 256
@@ -58,6 +61,9 @@ _CLIENT_GONE = 499
 """The status of an answer that nobody gets, as nginx has it."""
 _MAX_CLOSED = 65_536
 """How many keys of closed sessions are remembered, so that their agents learn why they are refused."""
+_OF_AGENT = ("invalid_request", "unsupported", "no_chat_template", "too_large")
+"""The codes of refusals that the agent's author, or the run's, has to mend."""
+_MAX_LOGGED = 64
 _CLOSED = {
     "ended": "the session of this key has ended",
     "expired": "the session of this key has expired: it made no call for too long (environment.timeout_s)",
@@ -288,9 +294,26 @@ def _json(content: object, status: int = 200, headers: Mapping[str, str] | None 
     return Response(body, status_code=status, headers=headers, media_type="application/json")
 
 
-async def _refusal(request: Request, error: Exception) -> Response:
-    """Answer a refused request as OpenAI's API does. Its clients repeat no request that says so."""
-    assert isinstance(error, RefusedError)
+class Refusals:
+    """Answers refused requests as OpenAI's API does. Its clients repeat no request that says so.
+
+    What is wrong with the requests of an agent is logged once, because many agents hide it and only call again.
+    """
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, str]] = set()
+
+    async def answer(self, request: Request, error: Exception) -> Response:
+        """Return the response to a request that raised a ``RefusedError``."""
+        assert isinstance(error, RefusedError)
+        what = error.code, error.param
+        if error.code in _OF_AGENT and what not in self._logged and len(self._logged) < _MAX_LOGGED:
+            self._logged.add(what)
+            logger.warning("an agent's call is refused (HTTP %d): %.500s", error.status, error.message)
+        return _refusal(error)
+
+
+def _refusal(error: RefusedError) -> Response:
     kind = "invalid_request_error" if error.status != 401 else "authentication_error"
     content = {"message": error.message, "type": kind, "param": error.param or None, "code": error.code}
     retry = "true" if error.status == 429 else "false"
@@ -300,7 +323,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
 def application(calls: Calls, model: str, max_model_len: int, renderer: asyncio.Future[ChatRenderer]) -> Starlette:
     """Return the ASGI application."""
     endpoints = Endpoints(calls, model, max_model_len, renderer)
-    return Starlette(routes=endpoints.routes(), exception_handlers={RefusedError: _refusal})
+    return Starlette(routes=endpoints.routes(), exception_handlers={RefusedError: Refusals().answer})
 
 
 class _Server(uvicorn.Server):

@@ -169,6 +169,20 @@ def test_what_would_be_another_distribution_is_refused_by_name(
     assert server.calls == []
 
 
+def test_what_is_wrong_with_an_agent_s_calls_is_logged_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    front = Front("tiny", 64, tmp_path)
+    try:
+        front.open(["k"])
+        with openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0) as client:
+            for _ in range(2):
+                with pytest.raises(openai.BadRequestError):
+                    asked(client, [ASKED], tool_choice="required")
+    finally:
+        front.close()
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "refused (HTTP 400): tool_choice" in line
+
+
 def test_the_client_repeats_no_call_of_a_session_that_has_ended(server: Server):
     client = openai.OpenAI(base_url=f"{server.front.url}/s/short/v1", api_key="any", max_retries=5)
     with client, pytest.raises(openai.APIStatusError) as refused:
