@@ -18,7 +18,7 @@ import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,17 +88,20 @@ class AgentRollouts:
         text: renders the prompts of rows.
         config: the section ``[environment]``.
         vocab_size: token ids must be below it; None for no limit.
+        judged_by: the fields that the run's reward functions need of a row.
         max_abs: a rollout with a larger reward, in absolute value, fails.
         clock: returns the time in seconds.
     """
 
     def __init__(
         self, backend: Backend, pool: EnvironmentPool, front: Front, grader: Grader, text: Text,
-        config: EnvironmentConfig, *, vocab_size: int | None = None, max_abs: float = math.inf,
+        config: EnvironmentConfig, *, vocab_size: int | None = None, judged_by: Collection[str] = (),
+        max_abs: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._backend, self._pool, self._front, self._grader, self._text = backend, pool, front, grader, text
         self._config, self._vocab_size, self._max_abs, self._clock = config, vocab_size, max_abs, clock
+        self._judged_by = judged_by
         self._sessions: dict[str, _Session] = {}
         self._by_key: dict[str, _Session] = {}
         self._by_request: dict[str, tuple[_Session, int]] = {}
@@ -324,7 +327,9 @@ class AgentRollouts:
         """Note that the agent has ended. What it still asks for is stopped."""
         said = event.message
         if event.type != "ended" and session.is_cut and session.tokens.num_sampled:
-            event = Event(event.key, {"type": "ended"})  # it had no room for another call, and did not catch that
+            # It had no room for another call, and did not catch that. A row may have nothing to judge its answer by.
+            is_judged = all(name in session.lease.prompt.reward_data for name in self._judged_by)
+            event = Event(event.key, {"type": "ended"} | ({} if is_judged else {"reward": 0.0}))
             said = event.message
         if event.type != "ended":
             texts = {key: str(said.get(key, "")) for key in ("error", "detail", "place")}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool
@@ -77,7 +78,7 @@ class World:
         self.pool = stack.enter_context(closing(pool))
         self.rollouts = AgentRollouts(
             self.backend, self.pool, self.front, InlineGrader(score), CharacterText(), settings, vocab_size=200,
-            max_abs=100.0, clock=clock,
+            max_abs=100.0, clock=clock, judged_by=["gt_answer"],
         )  # fmt: skip
         self.done: list[Graded] = []
 
@@ -282,6 +283,27 @@ async def run(task):
         assert "This model's maximum context length is" in played.notes[1]  # by which litellm knows it
     assert graded.rollout is not None
     assert (graded.rollout.finish_reason, graded.rollout.num_sampled) == ("length", 5)
+
+
+@pytest.mark.parametrize(("answer", "parts"), [("2", {"length": 4.0}), (None, {"environment": 0.0})])
+def test_an_agent_that_raises_for_lack_of_room_is_judged_if_its_row_can_be(
+    tmp_path: Path, answer: str | None, parts: dict[str, float]
+):
+    source = """
+async def run(task):
+    status, first = await ask(task, [1])
+    status, error = await ask(task, [1, *first["token_ids"], 2])
+    raise RuntimeError(error["code"])
+"""
+    with world(tmp_path, source) as played:
+        lease = make_lease(group_size=1, max_new_tokens=5)
+        data = {} if answer is None else {"gt_answer": answer}
+        lease = replace(lease, prompt=replace(lease.prompt, reward_data=data))
+        played.rollouts.submit(lease, played.rollouts.encode(lease))
+        played.until(lambda: played.done)
+    (graded,) = played.done
+    assert graded.rollout is not None
+    assert (graded.rollout.reward_parts, graded.rollout.finish_reason) == (parts, "length")
 
 
 RETRIES = """
