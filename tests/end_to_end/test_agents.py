@@ -1,0 +1,88 @@
+"""Whole runs whose rollouts are sessions of agents, which call the generator's HTTP endpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.harness import check_ledger, metrics, roles, steps, write_config
+from tests.end_to_end.tiny import tiny_config, write_tiny_task
+
+CLIENT = '''
+"""Agents that call the token endpoint with the standard library alone."""
+import asyncio, json, os, time, urllib.error, urllib.request
+
+
+def post(task, token_ids, **params):
+    """The status, and the answer or the error."""
+    body = json.dumps({"token_ids": token_ids, "sampling_params": params}).encode()
+    url = task.base_url.removesuffix("/v1") + "/inference/v1/generate"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as reply:
+            return 200, json.load(reply)["choices"][0]
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]
+
+
+async def ask(task, token_ids, **params):
+    return await asyncio.to_thread(post, task, token_ids, **params)
+
+'''
+THREE_CALLS = '''
+async def run(task):
+    """Its second and third call continue the one before."""
+    ids = [1, 2]
+    for number in range(3):
+        status, answer = await ask(task, ids, max_tokens=4)
+        assert status == 200, answer
+        ids = [*ids, *answer["token_ids"], 3]
+    return float(sum(ids) % 2)
+'''
+
+
+def write_agent_run(directory: Path, source: str, **changes: dict[str, Any]) -> Path:
+    """A run of ``tiny_config`` whose rollouts are played by the agent ``run`` of ``source``."""
+    agent = directory / "agent.py"
+    agent.write_text(CLIENT + source)
+    config = tiny_config(
+        directory,
+        write_tiny_task(directory),
+        environment={"name": f"{agent}:run"},
+        sampling={"group_size": 2, "max_new_tokens": 12, "max_prompt_tokens": 16},
+    )
+    config["generator"] |= {"serve": True, "allow_code": [str(agent)]}
+    config["data"].pop("eval")
+    for section, keys in changes.items():
+        config.setdefault(section, {}).update(keys)
+    return write_config(directory / "config.toml", config)
+
+
+def agent_counts(run_dir: Path) -> dict[str, float]:
+    """The counts of calls over the whole run, by kind."""
+    rows = [row for row in metrics(run_dir) if "version" in row]
+    return {name: sum(row.get(name, 0.0) for row in rows) for row in rows for name in row if name.startswith("agent/")}
+
+
+@pytest.mark.slow
+def test_an_agent_trains_on_what_it_was_answered(tmp_path: Path):
+    config = write_agent_run(
+        tmp_path, THREE_CALLS, queue={"max_staleness": 0}, learner={"steps": 2, "groups_per_step": 4}, eval={"every": 0}
+    )
+    with roles(tmp_path / "logs") as start:
+        start("launch", "launch", str(config)).succeed()
+    run_dir = tmp_path / "run"
+    assert steps(run_dir) == [1, 2]
+    rows = [row for row in metrics(run_dir) if "version" in row]
+    for row in rows:
+        lag_0 = {name: row[name] for name in row if name.startswith("lag_0/ratio")}
+        assert lag_0
+        assert lag_0 == pytest.approx(dict.fromkeys(lag_0, 1.0), abs=1e-5)
+    counts = agent_counts(run_dir)
+    assert counts["agent/sessions"] == counts["agent/first"] > 0
+    assert counts["agent/continued"] == 2 * counts["agent/first"]  # 2/3 of the calls
+    assert counts["agent/branched"] == counts["agent/rewritten"] == counts["agent/lost"] == 0
+    ledger = check_ledger(run_dir)
+    assert ledger["groups"]["trained"] == 8
+    assert ledger["groups"]["queued"] == ledger["groups"]["taken"] == ledger["groups"]["in_flight"] == 0
