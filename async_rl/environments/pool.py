@@ -9,6 +9,7 @@ rollout. If a process crashes or spends more than ``environment.timeout_s`` on o
 from __future__ import annotations
 
 import logging
+import math
 import select
 import selectors
 import socket
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 16
 _LOOK_S = 1.0
+_CHECK_S = 0.05
+"""Time between two looks for processes that take too long. The caller polls thousands of times a second."""
 _LONG_S = 5.0
 """Seconds after which a silent fork server is worth a word."""
 _REPLIES = ("sample", "ended", "failed")
@@ -104,6 +107,7 @@ class EnvironmentPool:
         self._config = config
         self._start_server = partial(ForkServer, config, allowed, digest)
         self._clock = clock
+        self._check_at_s = -math.inf
         self._processes: dict[str, _Process] = {}
         self._cancelling: list[_Process] = []
         self._idle: list[_Process] = []
@@ -202,7 +206,9 @@ class EnvironmentPool:
             # What arrives before the fork server's answer is read once its process is known.
             if mask & selectors.EVENT_READ and process.pid:
                 events += self._receive(process)
-        now_s = self._clock()
+        if (now_s := self._clock()) < self._check_at_s:
+            return events
+        self._check_at_s = now_s + _CHECK_S
         for process in [*self._processes.values(), *self._cancelling]:
             if process.pid and process.deadline_s is not None and now_s > process.deadline_s:
                 call, key = self._limit(process)

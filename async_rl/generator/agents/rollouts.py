@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 SESSIONS_PER_SLOT = 4
 """A generator has at most this many sessions for each sequence that its backend runs at once."""
+_CHECK_S = 0.1
+"""Time between two looks for silent agents. The loop calls ``collect`` in each turn, so it must cost little."""
 _NO_LOGPROB = -9999.0
 """What vLLM reports where it has no log-probability."""
 
@@ -106,6 +108,8 @@ class AgentRollouts:
         self._by_key: dict[str, _Session] = {}
         self._by_request: dict[str, tuple[_Session, int]] = {}
         self._by_call: dict[int, _Session] = {}
+        self._ended: list[_Session] = []
+        self._check_at_s = -math.inf
         self._done: list[Graded] = []
         self._counts: Counter[str] = Counter()
         self._num_beats = 0
@@ -186,8 +190,13 @@ class AgentRollouts:
         for event in self._pool.poll():
             if (session := self._sessions.get(event.key)) is not None:
                 self._end(session, event)
-        for session in list(self._sessions.values()):
-            self._check(session)
+        for session in [one for one in self._ended if not one.tokens.doubtful]:
+            assert session.outcome is not None
+            self._finish(session, session.outcome)
+        if (now_s := self._clock()) >= self._check_at_s:
+            self._check_at_s = now_s + _CHECK_S
+            for session in list(self._sessions.values()):
+                self._check_silence(session, now_s)
         done, self._done = self._done, []
         return done + self._grader.collect()
 
@@ -338,23 +347,20 @@ class AgentRollouts:
             )
             return
         session.outcome = Outcome(said.get("reward"), said.get("score"))
+        self._ended.append(session)
         self._front.close_session(session.key, "ended")
         self._by_key.pop(session.key, None)
         for call in [*session.requests, *(one.call for one in session.waiting)]:
             self._by_call.pop(call, None)
             self._lose(session, call)
 
-    def _check(self, session: _Session) -> None:
-        """Finish a session whose agent has ended and whose last answers are settled. Fail one that is silent."""
-        if session.outcome is not None:
-            if not session.tokens.doubtful:
-                self._finish(session, session.outcome)
-            return
-        if session.requests or session.waiting:
+    def _check_silence(self, session: _Session, now_s: float) -> None:
+        """Fail a session whose agent has not called for too long."""
+        if session.outcome is not None or session.requests or session.waiting:
             return
         key = "first_reset_timeout_s" if session.is_unclaimed else "timeout_s"
         limit_s = getattr(self._config, key)
-        if self._clock() - session.quiet_since_s > limit_s:
+        if now_s - session.quiet_since_s > limit_s:
             what = "made no call" if session.is_unclaimed else "made no further call"
             error = f"the agent {what} for environment.{key} = {limit_s:g} s; raise the key, or make the agent faster"
             self._pool.cancel(session.rollout_key)
@@ -412,6 +418,8 @@ class AgentRollouts:
         session.waiting.clear()
         self._by_key.pop(session.key, None)
         self._sessions.pop(session.rollout_key, None)
+        if session.outcome is not None:
+            self._ended.remove(session)
         self._counts.update(session.tokens.counts(), sessions=1)
 
     def _note_activity(self, session: _Session) -> None:
