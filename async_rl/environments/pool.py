@@ -2,8 +2,9 @@
 
 ``generator.environment_rollouts`` calls this module in one thread. No call waits: not for a process, not for the fork
 server, which is replaced if it dies or stands still. After a rollout without errors, its process plays another
-rollout. If a process crashes or spends more than ``environment.timeout_s`` on one reset or step
-(``first_reset_timeout_s`` on its first reset), the process and all that it started are killed, and its rollout fails.
+rollout, unless it is an agent's: what an agent leaves behind must not outlive its rollout. If a process crashes or
+spends more than ``environment.timeout_s`` on one reset or step (``first_reset_timeout_s`` on its first reset), the
+process and all that it started are killed, and its rollout fails.
 """
 
 from __future__ import annotations
@@ -309,6 +310,10 @@ class EnvironmentPool:
         return [event]
 
     def _rest(self, process: _Process) -> None:
+        """Keep a process whose rollout has ended for another one. An agent's ends, with all that the agent started."""
+        if self._has_agents:
+            self._end(process)
+            return
         process.key, process.deadline_s, process.cancelling = None, None, False
         self._idle.append(process)
 

@@ -22,6 +22,7 @@ from async_rl.generator.agents.rollouts import AgentRollouts
 from async_rl.generator.rollouts import Graded
 from async_rl.process.user_code import check_allowed_command
 from async_rl.rewards.records import RewardInput, RewardOutput
+from tests.end_to_end.harness import state_of
 from tests.generator.agents.http import generate
 from tests.generator.leases import make_lease
 from tests.generator.scripted import END, CharacterText, InlineGrader, ScriptedBackend
@@ -333,6 +334,25 @@ def test_a_call_whose_connection_breaks_is_lost_and_its_repetition_is_trained(tm
     assert graded.rollout is not None
     (sequence,) = graded.rollout.sequences
     assert sequence.token_ids.tolist() == [1, *map(ord, "done"), END]
+
+
+LEAVES_A_CHILD = """
+import subprocess
+
+async def run(task):
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    note(child.pid)
+    await ask(task, [1])
+    return 1.0
+"""
+
+
+def test_what_an_agent_leaves_behind_ends_with_its_rollout(tmp_path: Path):
+    with world(tmp_path, LEAVES_A_CHILD) as played:
+        graded = played.play(group_size=2)
+        assert all(one.rollout is not None for one in graded)
+        for pid in map(int, played.notes):
+            played.until(lambda pid=pid: state_of(pid) in (None, "Z"))
 
 
 def test_an_engine_without_log_probabilities_fails_the_rollout(tmp_path: Path):
