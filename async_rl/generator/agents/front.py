@@ -25,14 +25,15 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -70,6 +71,30 @@ _CLOSED = {
     "stopped": "the session of this key was stopped: its answers would be too old to train on (queue.max_staleness), "
     "or another rollout of its group can't be played",
 }
+
+
+_CALLS_PER_S, _BYTES_PER_S = 100.0, 6.4e6
+"""What one key may send for long; more of it waits, so that one agent can't keep others out."""
+_BURST_S = 2.56
+"""How long a key may send faster: 256 short calls, or 16 MB, at once."""
+_MAX_PACED = 4096
+
+
+class Pace:
+    """Says how long requests of a key must wait, so that the key keeps to its rates. ``clock``: time in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._paid_until_s: dict[str, float] = {}
+
+    def wait_s(self, key: str, num_calls: int, num_bytes: int) -> float:
+        """Count ``num_calls`` calls with ``num_bytes`` bytes. Return how many seconds they must wait."""
+        now_s = self._clock()
+        if len(self._paid_until_s) > _MAX_PACED:
+            self._paid_until_s = {one: until for one, until in self._paid_until_s.items() if until > now_s}
+        until_s = max(self._paid_until_s.get(key, now_s), now_s) + num_calls / _CALLS_PER_S + num_bytes / _BYTES_PER_S
+        self._paid_until_s[key] = until_s
+        return max(0.0, until_s - now_s - _BURST_S)
 
 
 class ClientGoneError(Exception):
@@ -206,6 +231,7 @@ class Endpoints:
         """``renderer`` may still be loading."""
         self._calls, self._model, self._max_model_len, self._renderer = calls, model, max_model_len, renderer
         self._conversations: dict[str, Conversations] = {}
+        self._pace = Pace()
 
     def routes(self) -> list[Route]:
         """Return the routes, each also below ``/s/KEY``."""
@@ -221,6 +247,7 @@ class Endpoints:
 
     async def models(self, request: Request) -> Response:
         """``GET /v1/models``. Any model name is taken in requests: there is only one."""
+        await self._wait(_key(request), 0)
         card = {
             "id": self._model, "object": "model", "created": 0, "owned_by": "async-rl",
             "max_model_len": self._max_model_len,
@@ -230,8 +257,7 @@ class Endpoints:
     async def generate(self, request: Request) -> Response:
         """``POST /inference/v1/generate``."""
         key = _key(request)
-        self._calls.check_key(key)
-        wanted = read_generate(await _body(request))
+        wanted = read_generate(await self._body(request, key))
         self._calls.check_key(key)  # it may have been closed while the body arrived
         with self._calls.numbered(key, 1) as (number,):
             call = msgspec.structs.replace(wanted, call=number, key=key)
@@ -244,8 +270,7 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         key = _key(request)
-        self._calls.check_key(key)
-        wanted = read_chat(await _body(request))
+        wanted = read_chat(await self._body(request, key))
         renderer = await asyncio.shield(self._renderer)
         known = self._conversations_of(key, renderer)
         prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer)
@@ -264,6 +289,34 @@ class Endpoints:
                 return AnswerResponse(chat_events(answer, wanted), "text/event-stream", self._calls, numbers)
             return self._answer(answer, numbers)
 
+    async def _wait(self, key: str, num_bytes: int) -> None:
+        """Wait as long as a request with a key must. Keys without an open session share one rate."""
+        if (wait_s := self._pace.wait_s(key if self._calls.is_open(key) else "", 1, num_bytes)) > 0:
+            await asyncio.sleep(wait_s)
+
+    async def _body(self, request: Request, key: str) -> bytes:
+        """Read the body of a call.
+
+        Raises:
+            RefusedError: the key has no open session, or the body is too large.
+        """
+        announced = request.headers.get("content-length", "0")
+        num_announced = int(announced) if announced.isdecimal() else 0
+        is_too_large = num_announced > MAX_BODY_BYTES
+        await self._wait(key, 0 if is_too_large else num_announced)
+        self._calls.check_key(key)
+        body = bytearray()
+        if not is_too_large:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    is_too_large = True
+                    break
+        self._pace.wait_s(key, 0, max(0, len(body) - num_announced))
+        if is_too_large:
+            raise RefusedError(413, f"the request has more than {MAX_BODY_BYTES} bytes", "too_large")
+        return bytes(body)
+
     def _conversations_of(self, key: str, renderer: ChatRenderer) -> Conversations:
         for closed in [one for one in self._conversations if not self._calls.is_open(one)]:
             del self._conversations[closed]
@@ -278,15 +331,6 @@ def _key(request: Request) -> str:
         return key
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise RefusedError(413, f"the request has more than {MAX_BODY_BYTES} bytes", "too_large")
-    return bytes(body)
 
 
 def _json(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -320,10 +364,16 @@ def _refusal(error: RefusedError) -> Response:
     return _json({"error": content}, error.status, {"x-should-retry": retry})
 
 
+async def _nobody(request: Request, error: Exception) -> Response:
+    """Answer a client that has gone before it had sent its whole request."""
+    return Response(status_code=_CLIENT_GONE)
+
+
 def application(calls: Calls, model: str, max_model_len: int, renderer: asyncio.Future[ChatRenderer]) -> Starlette:
     """Return the ASGI application."""
     endpoints = Endpoints(calls, model, max_model_len, renderer)
-    return Starlette(routes=endpoints.routes(), exception_handlers={RefusedError: Refusals().answer})
+    handlers = {RefusedError: Refusals().answer, ClientDisconnect: _nobody}
+    return Starlette(routes=endpoints.routes(), exception_handlers=handlers)
 
 
 class _Server(uvicorn.Server):

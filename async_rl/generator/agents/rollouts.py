@@ -57,8 +57,9 @@ class Outcome:
 class _Session:
     """One rollout. ``rollout_key`` is its key in the pool, ``key`` the secret that the agent's calls carry.
 
-    ``waiting`` are calls that wait until others of the session need less room. ``quiet_since_s`` is the time since
-    which no call has run. ``outcome`` is set when the agent has ended. ``is_cut`` says that a call found no room.
+    ``waiting`` are calls that wait for a slot of the backend, or until others of the session need less room.
+    ``quiet_since_s`` is the time since which no call has run. ``outcome`` is set when the agent has ended. ``is_cut``
+    says that a call found no room.
     """
 
     rollout_key: str
@@ -110,6 +111,7 @@ class AgentRollouts:
         self._by_call: dict[int, _Session] = {}
         self._ended: list[_Session] = []
         self._check_at_s = -math.inf
+        self._may_begin = False
         self._done: list[Graded] = []
         self._counts: Counter[str] = Counter()
         self._num_beats = 0
@@ -123,7 +125,8 @@ class AgentRollouts:
 
     @property
     def num_pending(self) -> int:
-        return sum(not one.requests for one in self._sessions.values()) + self._grader.num_pending
+        calling = {session.rollout_key for session, _ in self._by_request.values()}
+        return len(self._sessions) - len(calling) + self._grader.num_pending
 
     @property
     def trouble(self) -> str:
@@ -167,6 +170,7 @@ class AgentRollouts:
                 continue
             session, call = found
             del session.requests[call]
+            self._may_begin = True
             self._note_activity(session)
             if not np.isfinite(sample.logprobs).all() or (sample.logprobs == _NO_LOGPROB).any():
                 self._pool.cancel(session.rollout_key)
@@ -174,7 +178,7 @@ class AgentRollouts:
                 continue
             session.tokens.answer(call, sample)
             self._front.reply(_reply(call, sample))
-            self._begin_waiting(session)
+        self._begin_waiting()
 
     def collect(self) -> list[Graded]:
         for message in self._front.poll():
@@ -193,6 +197,7 @@ class AgentRollouts:
         for session in [one for one in self._ended if not one.tokens.doubtful]:
             assert session.outcome is not None
             self._finish(session, session.outcome)
+        self._begin_waiting()
         if (now_s := self._clock()) >= self._check_at_s:
             self._check_at_s = now_s + _CHECK_S
             for session in list(self._sessions.values()):
@@ -241,7 +246,7 @@ class AgentRollouts:
             self._refuse(call, *wrong)
             return
         session.waiting.append(call)
-        self._begin_waiting(session)
+        self._may_begin = True
 
     def _wrong(self, call: Call, sampling: Sampling) -> tuple[str, str, str] | None:
         """Return what is wrong with a call, as the message, code and parameter of a refusal; None if nothing is."""
@@ -263,20 +268,33 @@ class AgentRollouts:
             return text, "invalid_request", "token_ids"
         return None
 
-    def _begin_waiting(self, session: _Session) -> None:
-        """Begin the session's calls for which there is room, in their order."""
-        while session.waiting:
-            call = session.waiting[0]
-            ids = np.frombuffer(call.token_ids, np.int32)
-            try:
-                room = session.tokens.begin(call.call, ids, call.max_tokens)
-            except MustWaitError:
-                return
-            except NoRoomError as error:
-                self._refuse_for_room(session, session.waiting.popleft(), error)
-                continue
-            session.waiting.popleft()
-            self._sample(session, call, ids, room)
+    def _begin_waiting(self) -> None:
+        """Begin calls while the backend has free slots. A session with few running calls comes first, so that one that
+        calls often keeps no other one waiting. The calls of a session begin in their order.
+        """
+        if not self._may_begin:
+            return
+        self._may_begin = False
+        ready = [session for session in self._sessions.values() if session.waiting]
+        while ready and len(self._by_request) < self._backend.max_running:
+            session = min(ready, key=lambda one: len(one.requests))
+            if not self._begin_first(session) or not session.waiting:
+                ready.remove(session)
+
+    def _begin_first(self, session: _Session) -> bool:
+        """Begin or refuse the first waiting call of a session. Return False if it must wait for others."""
+        call = session.waiting[0]
+        ids = np.frombuffer(call.token_ids, np.int32)
+        try:
+            room = session.tokens.begin(call.call, ids, call.max_tokens)
+        except MustWaitError:
+            return False
+        except NoRoomError as error:
+            self._refuse_for_room(session, session.waiting.popleft(), error)
+            return True
+        session.waiting.popleft()
+        self._sample(session, call, ids, room)
+        return True
 
     def _sample(self, session: _Session, call: Call, ids: np.ndarray, max_tokens: int) -> None:
         sampling = session.lease.sampling
@@ -322,7 +340,7 @@ class AgentRollouts:
             self._backend.cancel(request)
         session.tokens.lose(call)
         self._note_activity(session)
-        self._begin_waiting(session)
+        self._may_begin = True
 
     def _lose_all(self) -> None:
         """End all calls, because the front has died with their connections."""
@@ -416,6 +434,7 @@ class AgentRollouts:
             self._by_call.pop(call, None)
         session.requests.clear()
         session.waiting.clear()
+        self._may_begin = True
         self._by_key.pop(session.key, None)
         self._sessions.pop(session.rollout_key, None)
         if session.outcome is not None:

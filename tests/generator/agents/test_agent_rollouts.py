@@ -336,6 +336,38 @@ def test_a_call_whose_connection_breaks_is_lost_and_its_repetition_is_trained(tm
     assert sequence.token_ids.tolist() == [1, *map(ord, "done"), END]
 
 
+FLOODS = """
+async def run(task):
+    if task.extra_info["index"] == 0:
+        await asyncio.gather(*(ask(task, [1], max_tokens=1) for _ in range(30)))
+        return 1.0
+    while not os.path.exists(os.path.join(os.path.dirname(__file__), "go")):
+        await asyncio.sleep(0.01)
+    await ask(task, [2])
+    return 1.0
+"""
+
+
+def test_a_rollout_with_many_calls_at_once_takes_no_slot_that_another_needs(tmp_path: Path):
+    with world(tmp_path, FLOODS, max_rollout_tokens=10_000) as played:
+        played.backend.max_running = 2
+        lease = make_lease(group_size=2, max_new_tokens=40)
+        played.rollouts.submit(lease, played.rollouts.encode(lease))
+        deadline = time.monotonic() + DEADLINE_S
+        while len(played.rollouts._sessions[f"{lease.lease_id}/0"].waiting) < 3:
+            played.rollouts.collect()
+            assert time.monotonic() < deadline
+        (tmp_path / "go").touch()
+        while not played.rollouts._sessions[f"{lease.lease_id}/1"].waiting:
+            played.rollouts.collect()
+            assert time.monotonic() < deadline
+        assert len(played.backend.requests) == 2
+        played.turn()  # one step of the engine frees the slots
+        assert [2] in [prompt for _, prompt in played.backend.requests[2:4]]
+        played.until(lambda: len(played.done) == 2)
+    assert all(graded.rollout is not None for graded in played.done)
+
+
 LEAVES_A_CHILD = """
 import subprocess
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 
+from async_rl.generator.agents.front import Pace
 from async_rl.generator.agents.front_process import Front, FrontLost
 from async_rl.generator.agents.messages import Call, Delivered, Gone, Refuse, Reply, ToGenerator
 from tests.generator.agents.http import Request, generate
@@ -192,3 +195,46 @@ def test_a_prompt_of_100_000_tokens_arrives_whole(front: Front):
     front.reply(reply(call.call))
     assert request.answer()[0] == 200
     assert messages(front) == [Delivered(call.call)]
+
+
+def test_an_agent_that_floods_waits_and_others_do_not(front: Front):
+    front.open(["flood", "calm"])
+    body = {"token_ids": []}
+    path = "/s/{}/inference/v1/generate"
+    keys = ["flood"] * 400 + ["wrong"] * 400
+    requests = [Request(front.url, path.format(key), body) for key in keys]
+    started = time.monotonic()
+    status, _, _ = Request(front.url, path.format("calm"), body).answer()
+    assert (status, time.monotonic() - started < 0.5) == (400, True)
+    assert [request.answer()[0] for request in requests] == [400] * 400 + [401] * 400
+    assert time.monotonic() - started > 0.5  # 400 calls, of which 256 are free and the others 0.01 s apart
+
+
+def test_a_key_pays_for_its_calls_and_bytes():
+    # 256 calls or 16.384 MB are free; then calls are 10 ms apart, and 64 kB cost as much as a call.
+    pace = Pace(lambda: 0.0)
+    assert pace.wait_s("a", 256, 0) == pytest.approx(0.0)
+    assert pace.wait_s("a", 1, 0) == pytest.approx(0.01)
+    assert pace.wait_s("a", 0, 64_000) == pytest.approx(0.02)
+    assert pace.wait_s("b", 0, 16_384_000) == pytest.approx(0.0)
+    assert pace.wait_s("b", 1, 0) == pytest.approx(0.01)
+
+
+def test_a_client_that_goes_in_mid_request_leaves_no_traceback(capfd: pytest.CaptureFixture[str]):
+    with closing(Front("tiny", 128)) as front:
+        front.open(["k"])
+        with socket.create_connection(("127.0.0.1", int(front.url.rpartition(":")[2]))) as half:
+            half.sendall(b"POST /s/k/inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            half.shutdown(socket.SHUT_RDWR)
+        for _ in range(2):  # the front is past the broken request
+            assert Request(front.url, "/v1/models", method="GET").answer()[0] == 200
+        assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_hundred_megabytes_are_refused_before_they_are_read(front: Front):
+    size = 100 << 20
+    head = f"POST /s/k/inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(front.url.rpartition(":")[2])), timeout=DEADLINE_S) as client:
+        client.sendall(head.encode() + b"[")
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 413")
+    assert front.poll() == []
