@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import select
@@ -47,12 +48,13 @@ from async_rl.rewards.records import RewardOutput
 from tests.generator.leases import make_lease
 
 SIZES, CLIENTS, SESSIONS = (100, 10_000, 100_000), (1, 50, 200), (0, 200)
-SAMPLED = 64
+SAMPLED, KEYS = 64, 4000
 WANTED_MS, WANTED_US = 100.0, 100.0
 PATH = "/inference/v1/generate"
 _SPAWN = multiprocessing.get_context("spawn")
 _START_S = 60.0
 _LONGEST = 1 << 20
+_numbers = itertools.count()
 
 
 def reply(call: int) -> Reply:
@@ -64,7 +66,7 @@ def reply(call: int) -> Reply:
 def serve_front(address: Connection) -> None:
     """Answer the calls of a front until this process is ended."""
     front = Front("benchmark", _LONGEST)
-    front.open(f"k{number}" for number in range(max(CLIENTS)))
+    front.open(f"k{number}" for number in range(KEYS))
     address.send(front.url)
     while True:
         select.select([front._link], [], [])
@@ -104,12 +106,11 @@ def served(target: Callable[..., None], *arguments: object) -> Iterator[str]:
 
 
 class Client:
-    """One connection, which sends a request after the other with the key ``k{number}``."""
+    """One connection, which sends a request after the other, each with the next key: a key alone would have to wait."""
 
-    def __init__(self, url: str, number: int, body: bytes) -> None:
+    def __init__(self, url: str, body: bytes) -> None:
         self._netloc = urlsplit(url).netloc
-        head = f"POST /s/k{number}{PATH} HTTP/1.1\r\nHost: {self._netloc}\r\nContent-Length: {len(body)}\r\n\r\n"
-        self._request = head.encode() + body
+        self._rest = f"{PATH} HTTP/1.1\r\nHost: {self._netloc}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
     async def run(self, calls: int) -> tuple[list[float], bytes]:
         """The seconds that each call took, and the last answer."""
@@ -119,7 +120,7 @@ class Client:
         answer = b""
         for _ in range(calls):
             started = time.perf_counter()
-            writer.write(self._request)
+            writer.write(b"POST /s/k%d%b" % (next(_numbers) % KEYS, self._rest))
             head = await reader.readuntil(b"\r\n\r\n")
             (length,) = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
             answer = await reader.readexactly(int(length.partition(b":")[2]))
@@ -130,7 +131,7 @@ class Client:
 
 
 async def _load(url: str, clients: int, body: bytes, calls: int) -> list[float]:
-    runs = [Client(url, number, body).run(max(2, calls // clients)) for number in range(clients)]
+    runs = [Client(url, body).run(max(2, calls // clients)) for _ in range(clients)]
     return [one for took, _ in await asyncio.gather(*runs) for one in took]
 
 
@@ -206,7 +207,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     with served(serve_front) as ours:
-        _, answer = asyncio.run(Client(ours, 0, body_of(1)).run(1))
+        _, answer = asyncio.run(Client(ours, body_of(1)).run(1))
         with served(serve_bare, answer) as bare:
             urls = (ours, bare)
             print("ids       ours ms   bare ms   ratio   parsing ms   beyond parsing ms")
