@@ -500,6 +500,11 @@ class EnvironmentConfig(Section):
         return self.name or COMMAND_AGENT
 
     @property
+    def key(self) -> str:
+        """The key that names what plays."""
+        return "environment.name" if self.name else "environment.command"
+
+    @property
     def shown(self) -> str:
         """The environment's name or command, as text."""
         return self.name or shlex.join(self.command)

@@ -36,6 +36,7 @@ from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.parity import answer_probe
 from async_rl.generator.start.backends import build_backend
 from async_rl.generator.start.worker import generator_config, scratch_directory, write_files
+from async_rl.launch.agent_trial import try_agent
 from async_rl.launch.environment_trial import NUM_ROWS, try_environment
 from async_rl.launch.preflight import (
     check_code,
@@ -256,14 +257,12 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _environment_rows(config: Config) -> list[Finding]:
-    if config.has_agents:
-        return [Finding("environment", "skip", f"{config.environment.shown} is an agent, which its first lease tries")]
     try:
         rows = load_train_rows(config).rows
     except UserError as error:
         return [Finding("environment", "skip", f"there are no rows: {error}")]
     check_code(config)
-    if problem := try_environment(config, rows):
+    if problem := (try_agent if config.has_agents else try_environment)(config, rows):
         found, _, fix = problem.rpartition("; ")
         return [Finding("environment", "WARN", found or problem, fix=fix if found else "")]
     found = f"{config.environment.shown} was played on {min(NUM_ROWS, len(rows))} rows, with an answer that solves none"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -120,7 +120,7 @@ class EnvironmentRollouts:
         if not messages:
             return np.zeros(0, np.int32)
         encode = self._text.encode_start if _is_text(messages) else self._text.encode
-        return encode(prompt_text(messages, self._text) or "")
+        return encode(prompt_text(messages, self._text.render) or "")
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
         """Begin the lease's rollouts. ``prompt_ids`` is ignored, because an environment may begin with another prompt.
@@ -130,7 +130,7 @@ class EnvironmentRollouts:
         """
         open_lease = self._leases[lease.lease_id] = _OpenLease()
         messages = lease.prompt.messages
-        prompt = prompt_text(messages, self._text)
+        prompt = prompt_text(messages, self._text.render)
         chat = "" if prompt is None or _is_text(messages) else prompt
         for index in range(lease.group_size):
             key = f"{lease.lease_id}/{index}"
@@ -314,11 +314,13 @@ class EnvironmentRollouts:
         self._done.append(Graded(rollout.lease, rollout.index, scored, failure, text=rollout.text))
 
 
-def prompt_text(messages: Sequence[Mapping[str, str]], text: Text) -> str | None:
-    """Return a row's messages as text by the chat template, and a plain-text prompt as it is. None: it has neither."""
+def prompt_text(
+    messages: Sequence[Mapping[str, str]], render: Callable[[Sequence[Mapping[str, str]]], str]
+) -> str | None:
+    """Return a row's messages as text, by ``render``, and a plain-text prompt as it is. None: it has neither."""
     if not messages:
         return None
-    return messages[0]["content"] if _is_text(messages) else text.render(messages)
+    return messages[0]["content"] if _is_text(messages) else render(messages)
 
 
 def start_message(config: EnvironmentConfig, lease: Lease, index: int, prompt: str | None) -> dict[str, Any]:

@@ -44,8 +44,6 @@ def try_environment(config: Config, rows: Sequence[Row]) -> str:
         ConfigError: the environment can't be imported; or on each of the rows it raises an exception, returns something
             other than it must, or takes longer than ``environment.timeout_s`` for a reset or step.
     """
-    if config.has_agents:
-        return ""  # its first lease tries it: without a model there is nothing to answer its calls
     tried = rows[:NUM_ROWS]
     errors: dict[str, str] = {}
     render = _renderer(config)

@@ -31,6 +31,7 @@ from async_rl.data.chat import (
 )
 from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError
+from async_rl.launch.agent_trial import try_agent
 from async_rl.launch.capacity import has_gpu
 from async_rl.launch.environment_trial import try_environment
 from async_rl.launch.user_code_trial import try_reward
@@ -297,7 +298,9 @@ def check_own_environment(config: Config, rows: Sequence[Row]) -> str:
     Raises:
         ConfigError: on each row the environment fails, or returns something other than it must.
     """
-    return try_environment(config, rows) if config.environment.is_set and config.samples_here else ""
+    if not config.environment.is_set or not config.samples_here:
+        return ""
+    return try_agent(config, rows) if config.has_agents else try_environment(config, rows)
 
 
 def check_code_reward(config: Config) -> None:

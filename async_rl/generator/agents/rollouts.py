@@ -18,8 +18,9 @@ import math
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
@@ -29,7 +30,7 @@ from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.agents.front_process import Front, FrontLost
 from async_rl.generator.agents.messages import Call, ClosedFor, Delivered, Refuse, Reply
 from async_rl.generator.agents.session import Limits, MustWaitError, NoRoomError, SessionTokens
-from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
+from async_rl.generator.backend import Sampled, rollout_keys
 from async_rl.generator.environment_rollouts import prompt_text, start_message
 from async_rl.generator.rollouts import Graded, Grader, Played, turns_of
 from async_rl.queue.messages import Failure
@@ -80,15 +81,28 @@ class _Session:
         return not self.num_begun
 
 
+class Engine(Protocol):
+    """The methods of ``generator.backend.Backend`` that sessions use."""
+
+    @property
+    def max_running(self) -> int: ...
+    def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None: ...
+    def cancel(self, lease_id: str) -> None: ...
+    def progress(self) -> dict[str, int]: ...
+
+
+Render = Callable[[Sequence[Mapping[str, str]]], str]
+
+
 class AgentRollouts:
     """Plays leases with agents. It implements ``rollouts.Rollouts``.
 
     Args:
-        backend: samples the answers.
+        engine: samples the answers.
         pool: runs the agents.
         front: the HTTP front.
         grader: scores the rollouts whose agents return no reward.
-        text: renders the prompts of rows.
+        render: returns the messages of a row as text.
         config: the section ``[environment]``.
         vocab_size: token ids must be below it; None for no limit.
         judged_by: the fields that the run's reward functions need of a row.
@@ -97,12 +111,12 @@ class AgentRollouts:
     """
 
     def __init__(
-        self, backend: Backend, pool: EnvironmentPool, front: Front, grader: Grader, text: Text,
+        self, engine: Engine, pool: EnvironmentPool, front: Front, grader: Grader, render: Render,
         config: EnvironmentConfig, *, vocab_size: int | None = None, judged_by: Collection[str] = (),
         max_abs: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._backend, self._pool, self._front, self._grader, self._text = backend, pool, front, grader, text
+        self._engine, self._pool, self._front, self._grader, self._render = engine, pool, front, grader, render
         self._config, self._vocab_size, self._max_abs, self._clock = config, vocab_size, max_abs, clock
         self._judged_by = judged_by
         self._sessions: dict[str, _Session] = {}
@@ -120,7 +134,7 @@ class AgentRollouts:
     def num_open(self) -> int:
         calling = sum(bool(one.requests or one.waiting) or one.is_unclaimed for one in self._sessions.values())
         running = len(self._by_request)
-        spare = (SESSIONS_PER_SLOT - 1) * self._backend.max_running
+        spare = (SESSIONS_PER_SLOT - 1) * self._engine.max_running
         return max(running, calling, len(self._sessions) - spare)
 
     @property
@@ -148,7 +162,7 @@ class AgentRollouts:
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
         """Open a session for each rollout of the lease, and start its agent."""
-        prompt = prompt_text(lease.prompt.messages, self._text)
+        prompt = prompt_text(lease.prompt.messages, self._render)
         new = [self._new_session(lease, index) for index in range(lease.group_size)]
         self._front.open(session.key for session in new)
         for session in new:
@@ -210,7 +224,7 @@ class AgentRollouts:
         own.
         """
         self._num_beats += 1
-        sampled = self._backend.progress()
+        sampled = self._engine.progress()
         counts: dict[str, int] = {}
         for session in self._sessions.values():
             running = sum(sampled.get(request, 0) for request in session.requests.values())
@@ -276,7 +290,7 @@ class AgentRollouts:
             return
         self._may_begin = False
         ready = [session for session in self._sessions.values() if session.waiting]
-        while ready and len(self._by_request) < self._backend.max_running:
+        while ready and len(self._by_request) < self._engine.max_running:
             session = min(ready, key=lambda one: len(one.requests))
             if not self._begin_first(session) or not session.waiting:
                 ready.remove(session)
@@ -313,7 +327,7 @@ class AgentRollouts:
         session.num_begun += 1
         session.requests[call.call] = request.lease_id
         self._by_request[request.lease_id] = session, call.call
-        self._backend.submit(request, ids)
+        self._engine.submit(request, ids)
 
     def _refuse(self, call: Call, message: str, code: str, param: str) -> None:
         self._by_call.pop(call.call, None)
@@ -337,7 +351,7 @@ class AgentRollouts:
         session.waiting = deque(one for one in session.waiting if one.call != call)
         if (request := session.requests.pop(call, None)) is not None:
             del self._by_request[request]
-            self._backend.cancel(request)
+            self._engine.cancel(request)
         session.tokens.lose(call)
         self._note_activity(session)
         self._may_begin = True
@@ -429,7 +443,7 @@ class AgentRollouts:
         self._front.close_session(session.key, reason)
         for request in session.requests.values():
             del self._by_request[request]
-            self._backend.cancel(request)
+            self._engine.cancel(request)
         for call in (*session.requests, *(one.call for one in session.waiting), *session.tokens.doubtful):
             self._by_call.pop(call, None)
         session.requests.clear()

@@ -341,7 +341,7 @@ def build_environment(
         front = Front(name, longest, directory if has_chats else None, config.data.template_arguments)
         stack.enter_context(closing(front))
         return AgentRollouts(
-            backend, pool, front, grader, text, config.environment, vocab_size=size, max_abs=max_abs,
+            backend, pool, front, grader, text.render, config.environment, vocab_size=size, max_abs=max_abs,
             judged_by={name for one in config.reward.types for name in one.row_fields},
         )  # fmt: skip
     return EnvironmentRollouts(backend, pool, text, config.environment, max_abs=max_abs)

@@ -78,7 +78,7 @@ class World:
         pool = EnvironmentPool(settings, allowed=allowed, digest=None, has_agents=True)
         self.pool = stack.enter_context(closing(pool))
         self.rollouts = AgentRollouts(
-            self.backend, self.pool, self.front, InlineGrader(score), CharacterText(), settings, vocab_size=200,
+            self.backend, self.pool, self.front, InlineGrader(score), CharacterText().render, settings, vocab_size=200,
             max_abs=100.0, clock=clock, judged_by=["gt_answer"],
         )  # fmt: skip
         self.done: list[Graded] = []
