@@ -53,23 +53,37 @@ class Renderer(Protocol):
 class ChatPrompt:
     """A conversation as token ids, int32 [P]. ``digests`` identify its beginnings, one for each message.
 
-    ``continued`` says that the ids go on from an answer of this session.
+    ``known`` is the conversation of this session from whose answer it goes on; None if there is none.
     """
 
     token_ids: np.ndarray
     digests: tuple[bytes, ...]
-    continued: bool
+    known: Known | None = None
+
+    @property
+    def continued(self) -> bool:
+        return self.known is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Known:
-    """A conversation up to an answer of the model: its ids, int32 [N], and the texts of the special ones at its end.
+class Known:
+    """A conversation up to an answer of the model, and the texts of the special tokens at its end.
 
-    ``ending`` is empty if the answer was cut: what it ends with does not end its turn.
+    ``before`` is the one that it goes on from, and ``new`` its ids after that, int32 [N]: so that a thousand calls
+    take the memory of one sequence. ``ending`` is empty if the answer was cut: what it ends with does not end its turn.
     """
 
-    token_ids: np.ndarray
+    before: Known | None
+    new: np.ndarray
     ending: tuple[str, ...]
+
+    def token_ids(self) -> np.ndarray:
+        """Return all its ids, int32 [N]."""
+        parts, one = [self.new], self.before
+        while one is not None:
+            parts.append(one.new)
+            one = one.before
+        return np.concatenate(parts[::-1]).astype(np.int32)
 
 
 class Conversations:
@@ -77,7 +91,7 @@ class Conversations:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._known: dict[bytes, _Known] = {}
+        self._known: dict[bytes, Known] = {}
 
     def prompt(self, messages: Sequence[Message], tools: Tools) -> ChatPrompt:
         """Return the ids of a conversation, which continue the longest one that is known.
@@ -93,15 +107,16 @@ class Conversations:
             rest = self._rest(messages, number - 1, tools, known.ending)
             if rest is not None:
                 new = self._renderer.encode(rest, "".join(known.ending))
-                return ChatPrompt(np.concatenate([known.token_ids, new]).astype(np.int32), digests, True)
-        return ChatPrompt(self._renderer.encode(self._renderer.render(messages, tools)), digests, False)
+                return ChatPrompt(np.concatenate([known.token_ids(), new]).astype(np.int32), digests, known)
+        return ChatPrompt(self._renderer.encode(self._renderer.render(messages, tools)), digests)
 
     def add(self, prompt: ChatPrompt, token_ids: np.ndarray, answer: Message, *, is_cut: bool = False) -> None:
         """Remember an answer, int32 [N], as the message that the agent gets. ``is_cut``: it ended at a limit."""
         texts = (self._renderer.ending(int(token)) for token in reversed(() if is_cut else token_ids))
         ending = tuple(takewhile(bool, texts))[::-1]
-        known = _Known(np.concatenate([prompt.token_ids, token_ids]).astype(np.int32), ending)
-        self._known[_digest(prompt.digests[-1], answer)] = known
+        num_known = 0 if prompt.known is None else len(prompt.known.token_ids())
+        new = np.concatenate([prompt.token_ids[num_known:], token_ids]).astype(np.int32)
+        self._known[_digest(prompt.digests[-1], answer)] = Known(prompt.known, new, ending)
 
     def _rest(self, messages: Sequence[Message], place: int, tools: Tools, ending: tuple[str, ...]) -> str | None:
         """Return the text that the template writes after the answer at ``place`` and the ``ending`` that was sampled.

@@ -53,8 +53,9 @@ from async_rl.generator.agents.requests import RefusedError, generate_answer, re
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 << 20
-"""A larger request is refused: a prompt of a million tokens has about 7 MB."""
+_BODY_BYTES, _BODY_BYTES_PER_TOKEN = 1 << 20, 64
+"""A request is refused above this size, and this for each token of the longest sequence. The id of a token has up to 8
+bytes in JSON, a token of text seldom more than 16."""
 MAX_CALLS_OF_SESSION = 256
 """Maximum number of calls of one session that run at the same time."""
 _CHUNK = 1 << 16
@@ -302,19 +303,21 @@ class Endpoints:
         """
         announced = request.headers.get("content-length", "0")
         num_announced = int(announced) if announced.isdecimal() else 0
-        is_too_large = num_announced > MAX_BODY_BYTES
+        most = _BODY_BYTES + _BODY_BYTES_PER_TOKEN * self._max_model_len
+        is_too_large = num_announced > most
         await self._wait(key, 0 if is_too_large else num_announced)
         self._calls.check_key(key)
         body = bytearray()
         if not is_too_large:
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > MAX_BODY_BYTES:
+                if len(body) > most:
                     is_too_large = True
                     break
         self._pace.wait_s(key, 0, max(0, len(body) - num_announced))
         if is_too_large:
-            raise RefusedError(413, f"the request has more than {MAX_BODY_BYTES} bytes", "too_large")
+            text = f"the request has more than {most} bytes, which no sequence of {self._max_model_len} tokens needs"
+            raise RefusedError(413, text, "too_large")
         return bytes(body)
 
     def _conversations_of(self, key: str, renderer: ChatRenderer) -> Conversations:

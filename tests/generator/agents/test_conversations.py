@@ -162,6 +162,18 @@ def test_other_tools_or_another_beginning_are_another_conversation():
     assert not chat.known.prompt([{"role": "user", "content": "Hello"}, message, MORE], TOOLS).continued
 
 
+def test_many_turns_take_the_memory_of_one_sequence():
+    chat = Chat("qwen3")
+    messages: list[Mapping[str, Any]] = [ASKED]
+    longest = 0
+    for turn in range(20):
+        prompt, token_ids, message = chat.answer(messages, f"Number {turn}.")
+        messages += [message, MORE]
+        assert continues(prompt, token_ids, chat.known.prompt(messages, None))
+        longest = len(prompt.token_ids) + len(token_ids)
+    assert sum(len(known.new) for known in chat.known._known.values()) == longest
+
+
 def test_two_answers_to_one_conversation_are_told_apart():
     chat = Chat("qwen3")
     for text in ("It is 5.", "Five."):
