@@ -35,16 +35,16 @@ MORE = {"role": "user", "content": "And 4+4?"}
 RESULT = {"role": "tool", "tool_call_id": "call-0-0", "name": "add", "content": "5"}
 
 RENDERED_WHOLE = {
-    # Its history ends turns with <|end|>, where the model samples <|return|> or <|call|>.
-    ("gptoss", "text"), ("gptoss", "tools"),
-    # The model ends its turn with the next one's mark, and a tool's answer begins with another.
-    ("glm4moe", "tools"),
+    # Its history ends turns with <|end|>, where the model samples <|return|>.
+    ("gptoss", "text"),
     # They end a tool call with other marks than an answer, with which the answer here ends.
     *((name, "tools") for name in ("cohere2", "diffusion_gemma", "gemma4", "gemma4_v3", "gemma4_v4")),
     ("gemma4_v5", "tools"),
     # They leave a tool's answer out without a word. A request with tools is refused, because they read no tools either.
     ("phi3", "tools"), ("phi3_5", "tools"),
 }  # fmt: skip
+CALLS_END = {"glm4moe": "<|observation|>", "gptoss": "<|call|>"}
+"""With which token the model ends a tool call, if not with that of an answer."""
 REFUSED = {("cohere", "tools"), ("gemma", "tools"), ("gemma3", "tools"), ("llava_next", "tools")}
 """Templates that raise on a tool's answer."""
 
@@ -57,14 +57,15 @@ class Chat:
         self.renderer = ChatRenderer(tokenizer, {})
         self.known = Conversations(self.renderer)
         self.decode = tokenizer.decode
-        self.end = public.marks_of(name).end
+        self.name, self.end = name, public.marks_of(name).end
 
     def answer(
         self, messages: Sequence[Mapping[str, Any]], text: str, tools: Any = None, *, cut: bool = False
     ) -> tuple[ChatPrompt, np.ndarray, dict[str, Any]]:
         """The prompt, the sampled ids, and the message that the agent gets."""
         prompt = self.known.prompt(messages, tools)
-        ends = [] if cut else [self.renderer.encode(self.end)]
+        end = CALLS_END.get(self.name, self.end) if tools is not None else self.end
+        ends = [] if cut else [self.renderer.encode(end)]
         token_ids = np.concatenate([self.renderer.encode(text), *ends])
         message = message_of(parse_answer(text, has_tools=tools is not None), "call-0")
         self.known.add(prompt, token_ids, message, is_cut=cut)
