@@ -6,7 +6,7 @@ mistake. An agent makes its calls over HTTP: ``play_agent`` only waits for its e
 
 Messages are JSON objects in frames of ``net.streams``, so that a malformed message of an environment can do no harm.
 The fork server gets ``prepare`` (extra). The generator sends ``start`` (prompt, state, extra_info, seed, max_turns; for
-an agent also endpoint, with base_url, api_key and command),
+an agent also endpoint: base_url, api_key, command, finish_key),
 ``sampled`` (text, finish_reason, num_tokens),
 ``over`` (the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state, max_tokens, stop),
 ``ended`` (turns: the reward and score of every action; for an agent reward and score, or None), ``failed`` (error; for
@@ -297,6 +297,7 @@ class AgentTask:
     def __init__(self, rollout: RemoteRollout, endpoint: Mapping[str, Any]) -> None:
         self.base_url, self.api_key = str(endpoint["base_url"]), str(endpoint["api_key"])
         self.command: Sequence[str] = endpoint["command"]
+        self.finish_key = str(endpoint["finish_key"])
         self.extra_info, self.prompt = rollout.extra_info, rollout.prompt
         state = rollout.first_state
         self.messages = [] if state is None or isinstance(state, str) else [dict(message) for message in state]

@@ -21,10 +21,12 @@ _TAIL_CHARACTERS = 2000
 
 
 async def run(task: CommandTask) -> None:
-    """Run the command once. The run's reward functions judge the last answer that the model gave it.
+    """Run the command once. Its reward is what it reports; otherwise the run's reward functions judge its last answer.
 
     The program finds the endpoint in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, and in ``ASYNC_RL_TASK`` the path of a
-    JSON file with ``messages``, ``prompt`` and ``extra_info``. Its input is empty.
+    JSON file with ``messages``, ``prompt`` and ``extra_info``. Its standard input is one line of JSON with
+    ``finish_url`` and ``finish_key``. The key is there, and neither in the environment nor in a file, so that what the
+    program starts does not inherit it.
 
     Raises:
         RuntimeError: it ended with another exit status than 0. The message has the end of its output.
@@ -38,10 +40,12 @@ async def run(task: CommandTask) -> None:
         variables = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key, "ASYNC_RL_TASK": str(path)}
         with output.open("wb") as file:
             process = await asyncio.create_subprocess_exec(
-                *task.command, stdin=asyncio.subprocess.DEVNULL, stdout=file, stderr=file,
+                *task.command, stdin=asyncio.subprocess.PIPE, stdout=file, stderr=file,
                 env={**os.environ, **variables}, start_new_session=True,
             )  # fmt: skip
+        finish = {"finish_url": f"{task.base_url.removesuffix('/v1')}/finish", "finish_key": task.finish_key}
         try:
+            await process.communicate(json.dumps(finish).encode() + b"\n")
             status = await process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):

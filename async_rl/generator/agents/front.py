@@ -12,6 +12,8 @@ Bearer``):
   sampled each token.
 - ``POST /v1/chat/completions``: messages in, messages out (``chat``, ``conversations``).
 - ``GET /v1/models``: the model's name, with ``max_model_len``.
+- ``POST /finish``, only below ``/s/KEY``: the session's reward. Its API key is the session's second key, which agents
+  do not hold.
 """
 
 from __future__ import annotations
@@ -48,8 +50,22 @@ from async_rl.generator.agents.chat import (
     read_chat,
 )
 from async_rl.generator.agents.conversations import Conversations
-from async_rl.generator.agents.messages import Call, Close, Delivered, Gone, Open, Refuse, Reply, pack, take_for_front
-from async_rl.generator.agents.requests import RefusedError, generate_answer, read_generate
+from async_rl.generator.agents.messages import (
+    Accept,
+    Call,
+    Close,
+    Delivered,
+    Finish,
+    Gone,
+    Open,
+    Refuse,
+    Reply,
+    ToFront,
+    ToGenerator,
+    pack,
+    take_for_front,
+)
+from async_rl.generator.agents.requests import RefusedError, generate_answer, read_finish, read_generate
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +126,7 @@ class Calls:
         self._numbers = itertools.count(first_call)
         self._open: dict[str, set[int]] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()
-        self._waiting: dict[int, asyncio.Future[Reply | Refuse | Close]] = {}
+        self._waiting: dict[int, asyncio.Future[Reply | Accept | Refuse | Close]] = {}
 
     async def listen(self) -> None:
         """Take the generator's messages until it closes the connection."""
@@ -169,22 +185,42 @@ class Calls:
         finally:
             gone.cancel()
 
+    async def accepted(self, message: Finish, request: Request) -> None:
+        """Pass a session's reward on, and wait until it is taken.
+
+        Raises:
+            RefusedError: the generator refuses it.
+            ClientGoneError: the client has gone meanwhile.
+        """
+        self.send(message)
+        gone = asyncio.create_task(_disconnected(request))
+        try:
+            await self._found(message.call, gone)
+        finally:
+            gone.cancel()
+
     async def _answer(self, call: Call, gone: asyncio.Task[None]) -> Reply:
-        future = self._waiting[call.call]
+        found = await self._found(call.call, gone)
+        assert isinstance(found, Reply)
+        return found
+
+    async def _found(self, number: int, gone: asyncio.Task[None]) -> Reply | Accept:
+        """Wait for the generator's answer to a call, and return it if it is no refusal."""
+        future = self._waiting[number]
         await asyncio.wait({future, gone}, return_when=asyncio.FIRST_COMPLETED)
         if gone.done():
             raise ClientGoneError
         found = future.result()
-        if isinstance(found, Reply):
+        if isinstance(found, Reply | Accept):
             return found
         if isinstance(found, Close):
             raise RefusedError(410, _CLOSED[found.reason], "session_closed")
         raise RefusedError(found.status, found.message, found.code, found.param)
 
-    def send(self, message: Call | Delivered | Gone) -> None:
+    def send(self, message: ToGenerator) -> None:
         self._writer.write(pack(message))
 
-    def _take(self, message: Open | Close | Reply | Refuse) -> None:
+    def _take(self, message: ToFront) -> None:
         if isinstance(message, Open):
             for key in message.keys:
                 self._open.setdefault(key, set())
@@ -244,7 +280,7 @@ class Endpoints:
             Route(prefix + path, endpoint, methods=[method])
             for path, endpoint, method in paths
             for prefix in ("", "/s/{key}")
-        ]
+        ] + [Route("/s/{key}/finish", self.finish, methods=["POST"])]
 
     async def models(self, request: Request) -> Response:
         """``GET /v1/models``. Any model name is taken in requests: there is only one."""
@@ -295,6 +331,19 @@ class Endpoints:
         if (wait_s := self._pace.wait_s(key if self._calls.is_open(key) else "", 1, num_bytes)) > 0:
             await asyncio.sleep(wait_s)
 
+    async def finish(self, request: Request) -> Response:
+        """``POST /s/KEY/finish``."""
+        key = _key(request)
+        given = read_finish(await self._body(request, key))
+        self._calls.check_key(key)
+        with self._calls.numbered(key, 1) as (number,):
+            message = Finish(number, key, _bearer(request), given.reward, given.score)
+            try:
+                await self._calls.accepted(message, request)
+            except ClientGoneError:
+                return Response(status_code=_CLIENT_GONE)
+            return _json({})
+
     async def _body(self, request: Request, key: str) -> bytes:
         """Read the body of a call.
 
@@ -330,8 +379,11 @@ class Endpoints:
 
 
 def _key(request: Request) -> str:
-    if (key := request.path_params.get("key")) is not None:
-        return key
+    key = request.path_params.get("key")
+    return _bearer(request) if key is None else str(key)
+
+
+def _bearer(request: Request) -> str:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 

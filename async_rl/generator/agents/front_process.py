@@ -19,11 +19,13 @@ from typing import Any
 
 from async_rl.errors import ConfigError
 from async_rl.generator.agents.messages import (
+    Accept,
     Close,
     ClosedFor,
     Open,
     Refuse,
     Reply,
+    ToFront,
     ToGenerator,
     pack,
     take_for_generator,
@@ -93,7 +95,7 @@ class Front:
         self._keys.discard(key)
         self._send(Close(key, reason))
 
-    def reply(self, message: Reply | Refuse) -> None:
+    def reply(self, message: Reply | Accept | Refuse) -> None:
         """Answer a call. Nothing happens if its client has gone."""
         self._send(message)
 
@@ -144,7 +146,7 @@ class Front:
         self._process.kill()
         self._process.wait()
 
-    def _send(self, message: Open | Close | Reply | Refuse) -> None:
+    def _send(self, message: ToFront) -> None:
         self._outgoing += pack(message)
         self._flush()
 

@@ -57,6 +57,12 @@ class Refuse(msgspec.Struct, tag=True, frozen=True):
     param: str = ""
 
 
+class Accept(msgspec.Struct, tag=True, frozen=True):
+    """A session's reward is taken."""
+
+    call: int
+
+
 # To the generator.
 
 
@@ -77,6 +83,16 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     settings: Mapping[str, float] = {}
 
 
+class Finish(msgspec.Struct, tag=True, frozen=True):
+    """A session's reward and score, from whoever holds its second key."""
+
+    call: int
+    key: str
+    finish_key: str
+    reward: float
+    score: float | None
+
+
 class Delivered(msgspec.Struct, tag=True, frozen=True):
     """The whole answer to a call was handed to the connection of a client that was there."""
 
@@ -89,8 +105,8 @@ class Gone(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
-ToFront = Open | Close | Reply | Refuse
-ToGenerator = Call | Delivered | Gone
+ToFront = Open | Close | Reply | Refuse | Accept
+ToGenerator = Call | Finish | Delivered | Gone
 
 _Message = TypeVar("_Message")
 _encoder = msgspec.msgpack.Encoder()

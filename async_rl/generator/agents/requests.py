@@ -46,6 +46,28 @@ class GenerateRequest(msgspec.Struct):
 _requests = msgspec.json.Decoder(GenerateRequest)
 
 
+class FinishRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of ``POST /finish``."""
+
+    reward: float
+    score: float | None = None
+
+
+_finishes = msgspec.json.Decoder(FinishRequest)
+
+
+def read_finish(body: bytes) -> FinishRequest:
+    """Read the body of ``POST /finish``.
+
+    Raises:
+        RefusedError: it is malformed.
+    """
+    try:
+        return _finishes.decode(body)
+    except msgspec.MsgspecError as error:
+        raise RefusedError(400, f"the request: {error}", "invalid_request") from None
+
+
 def read_generate(body: bytes) -> Call:
     """Read the body of ``POST /inference/v1/generate``. The call has no number and no key yet.
 

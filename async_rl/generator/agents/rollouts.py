@@ -20,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +29,7 @@ from msgspec.structs import replace
 from async_rl.config.generator import MAX_SESSION_CALLS, EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.agents.front_process import Front, FrontLost
-from async_rl.generator.agents.messages import Call, ClosedFor, Delivered, Refuse, Reply
+from async_rl.generator.agents.messages import Accept, Call, ClosedFor, Delivered, Finish, Refuse, Reply
 from async_rl.generator.agents.session import Limits, MustWaitError, NoRoomError, SessionTokens
 from async_rl.generator.backend import Sampled, rollout_keys
 from async_rl.generator.environment_rollouts import prompt_text, start_message
@@ -42,6 +43,7 @@ SESSIONS_PER_SLOT = 4
 """A generator has at most this many sessions for each sequence that its backend runs at once."""
 _CHECK_S = 0.1
 """Time between two looks for silent agents. The loop calls ``collect`` in each turn, so it must cost little."""
+_KEY_BYTES = 24
 _NO_LOGPROB = -9999.0
 """What vLLM reports where it has no log-probability."""
 
@@ -59,8 +61,8 @@ class _Session:
     """One rollout. ``rollout_key`` is its key in the pool, ``key`` the secret that the agent's calls carry.
 
     ``waiting`` are calls that wait for a slot of the backend, or until others of the session need less room.
-    ``quiet_since_s`` is the time since which no call has run. ``outcome`` is set when the agent has ended. ``is_cut``
-    says that a call found no room.
+    ``quiet_since_s`` is the time since which no call has run. ``outcome`` is set when the agent has ended; ``reported``
+    is what was told before with ``finish_key``, and comes first. ``is_cut`` says that a call found no room.
     """
 
     rollout_key: str
@@ -75,6 +77,8 @@ class _Session:
     num_begun: int = 0
     is_cut: bool = False
     outcome: Outcome | None = None
+    reported: Outcome | None = None
+    finish_key: str = field(default_factory=partial(secrets.token_urlsafe, _KEY_BYTES))
 
     @property
     def is_unclaimed(self) -> bool:
@@ -167,7 +171,10 @@ class AgentRollouts:
         self._front.open(session.key for session in new)
         for session in new:
             url = f"{self._front.url}/s/{session.key}/v1"
-            endpoint = {"base_url": url, "api_key": session.key, "command": list(self._config.command)}
+            endpoint = {
+                "base_url": url, "api_key": session.key, "command": list(self._config.command),
+                "finish_key": session.finish_key,
+            }  # fmt: skip
             start = start_message(self._config, lease, session.index, prompt)
             self._pool.start(session.rollout_key, {**start, "endpoint": endpoint})
 
@@ -200,6 +207,8 @@ class AgentRollouts:
                 self._lose_all()
             elif isinstance(message, Call):
                 self._receive(message)
+            elif isinstance(message, Finish):
+                self._receive_reward(message)
             elif (session := self._by_call.pop(message.call, None)) is not None:
                 if isinstance(message, Delivered):
                     session.tokens.deliver(message.call)
@@ -240,7 +249,12 @@ class AgentRollouts:
             rollout=self._config.max_rollout_tokens or longest, answer=self._config.max_turn_tokens,
         )  # fmt: skip
         session = _Session(
-            f"{lease.lease_id}/{index}", secrets.token_urlsafe(24), lease, index, SessionTokens(limits), self._clock()
+            f"{lease.lease_id}/{index}",
+            secrets.token_urlsafe(_KEY_BYTES),
+            lease,
+            index,
+            SessionTokens(limits),
+            self._clock(),
         )
         self._sessions[session.rollout_key] = self._by_key[session.key] = session
         return session
@@ -261,6 +275,20 @@ class AgentRollouts:
             return
         session.waiting.append(call)
         self._may_begin = True
+
+    def _receive_reward(self, given: Finish) -> None:
+        """Take a session's reward, which counts when its agent ends without one."""
+        session = self._by_key.get(given.key)
+        if session is None:
+            return
+        if not secrets.compare_digest(given.finish_key.encode(), session.finish_key.encode()):
+            text = "expected the session's second key as the API key, which its agent does not hold, got another one"
+            self._front.reply(Refuse(given.call, 401, text, "wrong_finish_key"))
+        elif session.reported is not None:
+            self._front.reply(Refuse(given.call, 409, "this session has its reward already", "finished"))
+        else:
+            session.reported = Outcome(given.reward, given.score)
+            self._front.reply(Accept(given.call))
 
     def _wrong(self, call: Call, sampling: Sampling) -> tuple[str, str, str] | None:
         """Return what is wrong with a call, as the message, code and parameter of a refusal; None if nothing is."""
@@ -378,7 +406,8 @@ class AgentRollouts:
                 session, texts["error"], texts["detail"], texts["place"], is_transient=bool(said.get("is_transient"))
             )
             return
-        session.outcome = Outcome(said.get("reward"), said.get("score"))
+        returned = Outcome(said.get("reward"), said.get("score"))
+        session.outcome = returned if session.reported is None else session.reported
         self._ended.append(session)
         self._front.close_session(session.key, "ended")
         self._by_key.pop(session.key, None)

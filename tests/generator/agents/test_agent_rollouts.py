@@ -470,3 +470,45 @@ def test_a_command_must_be_allowed_and_exist():
     with pytest.raises(ConfigError, match="expected a program, got no-such-program"):
         check_allowed_command(words, ["no-such-program 'two words'"])
     check_allowed_command((), [])
+
+
+HARNESS = """
+import json, os, subprocess, sys, urllib.error, urllib.request
+
+finish = json.loads(sys.stdin.readline())
+
+
+def post(url, body, key):
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": "Bearer " + key})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def report(key, **body):
+    return post(finish["finish_url"], body, key)
+
+
+post(os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/inference/v1/generate", {"token_ids": [1]}, "any")
+thief = "import os, sys; print(sys.stdin.read() + repr(dict(os.environ)))"
+seen = subprocess.run([sys.executable, "-c", thief], capture_output=True, text=True).stdout
+statuses = [
+    finish["finish_key"] in seen, report(os.environ["OPENAI_API_KEY"], reward=9.0), report("", reward=9.0),
+    report(finish["finish_key"], reward="much"), report(finish["finish_key"], reward=0.25, score=1.0),
+    report(finish["finish_key"], reward=9.0),
+]
+with open(sys.argv[1], "w") as file:
+    file.write(json.dumps(statuses))
+"""
+
+
+def test_a_harness_reports_the_reward_with_a_key_that_its_agent_does_not_get(tmp_path: Path):
+    (tmp_path / "program.py").write_text(HARNESS)
+    words = (sys.executable, str(tmp_path / "program.py"), str(tmp_path / "said"))
+    with world(tmp_path, "", command=words) as played:
+        (graded,) = played.play(max_new_tokens=20)
+        assert played.notes == ["[false, 401, 401, 400, 200, 409]"]
+    assert graded.rollout is not None
+    assert (graded.rollout.reward_parts, graded.rollout.accuracy) == ({"environment": 0.25}, 1.0)
