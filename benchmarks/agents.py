@@ -174,7 +174,7 @@ def rollouts(num_sessions: int) -> Iterator[AgentRollouts]:
         backend = FakeBackend(GeneratorConfig(backend="fake"))
         grader = ThreadGrader(lambda item: RewardOutput({}, 0.0), num_threads=1)
         stack.enter_context(closing(grader))
-        found = AgentRollouts(backend, pool, front, grader, backend.text, config)
+        found = AgentRollouts(backend, pool, front, grader, backend.text.render, config)
         if num_sessions:
             lease = make_lease(group_size=num_sessions)
             found.submit(lease, found.encode(lease))
