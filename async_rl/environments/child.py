@@ -6,21 +6,22 @@ mistake. An agent makes its calls over HTTP: ``play_agent`` only waits for its e
 
 Messages are JSON objects in frames of ``net.streams``, so that a malformed message of an environment can do no harm.
 The fork server gets ``prepare`` (extra). The generator sends ``start`` (prompt, state, extra_info, seed, max_turns; for
-an agent also endpoint: base_url, api_key, command, finish_key),
-``sampled`` (text, finish_reason, num_tokens),
-``over`` (the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state, max_tokens, stop),
-``ended`` (turns: the reward and score of every action; for an agent reward and score, or None), ``failed`` (error; for
-an exception also what
-``describe_error`` returns, as detail and place, and ``is_transient``) and ``cancelled``.
+an agent also endpoint: base_url, api_key, command, finish_key), ``sampled`` (text, finish_reason, num_tokens), ``over``
+(the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state, max_tokens, stop), ``ended``
+(turns: the reward and score of every action; for an agent reward and score, or None), ``failed`` (error; for an
+exception also what ``describe_error`` returns, as detail and place, and ``is_transient``) and ``cancelled``. For an
+agent the last three also say ``is_alone``: whether all processes that the rollout has started have ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import json
 import math
+import os
 import random
 import socket
 import sys
@@ -86,6 +87,7 @@ def unpack(buffer: bytearray) -> dict[str, Any] | None:
 
 _ERROR_CHARACTERS = 4000
 _CHUNK = 1 << 16
+_PR_SET_CHILD_SUBREAPER = 36
 
 _STEP_KEYS = {"next_state", "reward", "score", "done", "extra_info"}
 
@@ -93,13 +95,15 @@ _STEP_KEYS = {"next_state", "reward", "score", "done", "extra_info"}
 class RemoteRollout:
     """The ``protocol.Rollout`` of an environment's process: it asks the generator for samples over the socket.
 
-    ``turns`` holds a list [reward, score] for every action so far.
+    ``turns`` holds a list [reward, score] for every action so far. ``endpoint`` is where an agent calls; None for an
+    environment, whose samples come over the socket.
     """
 
     def __init__(self, channel: _Channel, start: dict[str, Any]) -> None:
         self.extra_info: dict[str, Any] = row_fields(start["extra_info"])
         self.prompt: str | None = start["prompt"]
         self.first_state: State | None = start["state"]
+        self.endpoint: Mapping[str, Any] | None = start.get("endpoint")
         self.turns: list[list[float]] = []
         self.answers: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._channel = channel
@@ -210,15 +214,41 @@ async def _serve(channel: _Channel, code: Any) -> None:
     while (message := await channel.receive()) is not None:
         if message["type"] == "start":
             rollout = RemoteRollout(channel, message)
+            if rollout.endpoint is not None:
+                adopt_orphans()
             _seed(message["seed"])
-            task = asyncio.create_task(_play(channel, code, rollout, message.get("endpoint")))
+            task = asyncio.create_task(_play(channel, code, rollout))
         elif message["type"] == "cancel":
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
-            await channel.send({"type": "cancelled"})
+            await channel.send({"type": "cancelled"} | _left_behind(rollout))
         elif rollout is not None:
             rollout.answers.put_nowait(message)
+
+
+def _left_behind(rollout: RemoteRollout | None) -> dict[str, Any]:
+    """Return what the last message of a rollout says of the processes that it has started: only an agent's does."""
+    return {} if rollout is None or rollout.endpoint is None else {"is_alone": is_alone()}
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all processes that descend from this one and lose theirs, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def is_alone() -> bool:
+    """Return whether all processes that this one or its children have started have ended; they are reaped.
+
+    False where orphans can't be adopted, because they can't be found there.
+    """
+    while True:
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                return False
+        except ChildProcessError:
+            return sys.platform == "linux"
 
 
 def _seed(seed: int) -> None:
@@ -231,27 +261,27 @@ def _seed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-async def _play(channel: _Channel, code: Any, rollout: RemoteRollout, endpoint: Mapping[str, Any] | None) -> None:
+async def _play(channel: _Channel, code: Any, rollout: RemoteRollout) -> None:
     before = asyncio.all_tasks()
     ended: dict[str, Any] = {}
     try:
         try:
-            if endpoint is None:
+            if rollout.endpoint is None:
                 await play(code, rollout)
                 ended = {"turns": rollout.turns}
             else:
-                ended = await play_agent(code, AgentTask(rollout, endpoint))
+                ended = await play_agent(code, AgentTask(rollout, rollout.endpoint))
         finally:
             await _end_tasks(asyncio.all_tasks() - before)
     except (EnvironmentFault, FrameError) as error:
-        await channel.send({"type": "failed", "error": str(error)})
+        await channel.send({"type": "failed", "error": str(error), **_left_behind(rollout)})
     except Exception as error:  # an error in the environment's code fails its rollout; the traceback is logged
         detail, place = describe_error(error)
         trace = traceback.format_exc()[-_ERROR_CHARACTERS:]
         failed = {"type": "failed", "error": trace, "detail": detail, "place": place}
-        await channel.send({**failed, "is_transient": is_transient(error)})
+        await channel.send({**failed, "is_transient": is_transient(error), **_left_behind(rollout)})
     else:
-        await channel.send({"type": "ended", **ended})
+        await channel.send({"type": "ended", **ended, **_left_behind(rollout)})
 
 
 async def _end_tasks(left: set[asyncio.Task[Any]]) -> None:

@@ -2,8 +2,8 @@
 
 ``generator.environment_rollouts`` calls this module in one thread. No call waits: not for a process, not for the fork
 server, which is replaced if it dies or stands still. After a rollout without errors, its process plays another
-rollout, unless it is an agent's: what an agent leaves behind must not outlive its rollout. If a process crashes or
-spends more than ``environment.timeout_s`` on one reset or step (``first_reset_timeout_s`` on its first reset), the
+rollout, unless an agent has left processes behind: they must not outlive its rollout. If a process crashes or spends
+more than ``environment.timeout_s`` on one reset or step (``first_reset_timeout_s`` on its first reset), the
 process and all that it started are killed, and its rollout fails.
 """
 
@@ -293,7 +293,7 @@ class EnvironmentPool:
             # Messages sent before the cancellation arrived no longer matter.
             if kind == "cancelled":
                 self._cancelling.remove(process)
-                self._rest(process)
+                self._rest(process, message)
             return []
         if process.key is None or process.deadline_s is None or kind not in _REPLIES:
             return self._fail(
@@ -306,12 +306,12 @@ class EnvironmentPool:
         event = Event(process.key, message)
         if kind != "sample":
             del self._processes[process.key]
-            self._rest(process)
+            self._rest(process, message)
         return [event]
 
-    def _rest(self, process: _Process) -> None:
-        """Keep a process whose rollout has ended for another one. An agent's ends, with all that the agent started."""
-        if self._has_agents:
+    def _rest(self, process: _Process, message: Mapping[str, Any]) -> None:
+        """Keep a process whose rollout has ended for another one. If an agent has left processes, all of them end."""
+        if self._has_agents and not message.get("is_alone"):
             self._end(process)
             return
         process.key, process.deadline_s, process.cancelling = None, None, False

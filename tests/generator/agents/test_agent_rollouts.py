@@ -368,23 +368,40 @@ def test_a_rollout_with_many_calls_at_once_takes_no_slot_that_another_needs(tmp_
     assert all(graded.rollout is not None for graded in played.done)
 
 
-LEAVES_A_CHILD = """
+LEAVES_A_PROCESS = """
 import subprocess
 
 async def run(task):
-    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    note(child.pid)
+    note(PROCESS)
     await ask(task, [1])
     return 1.0
 """
+LEFT = {
+    "a child": 'subprocess.Popen(["sleep", "1000"], start_new_session=True).pid',
+    "an orphan": 'int(subprocess.check_output(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 & echo $!"]))',
+}
 
 
-def test_what_an_agent_leaves_behind_ends_with_its_rollout(tmp_path: Path):
-    with world(tmp_path, LEAVES_A_CHILD) as played:
+@pytest.mark.parametrize("left", LEFT)
+def test_what_an_agent_leaves_behind_ends_with_its_rollout(tmp_path: Path, left: str):
+    with world(tmp_path, LEAVES_A_PROCESS.replace("PROCESS", LEFT[left])) as played:
         graded = played.play(group_size=2)
         assert all(one.rollout is not None for one in graded)
+        assert len(played.notes) == 2
         for pid in map(int, played.notes):
             played.until(lambda pid=pid: state_of(pid) in (None, "Z"))
+
+
+@pytest.mark.parametrize(
+    ("process", "plays_again"), [("os.getpid()", True), (f"{LEFT['a child']} * 0 + os.getpid()", False)]
+)
+def test_the_process_of_an_agent_that_leaves_nothing_plays_again(tmp_path: Path, process: str, plays_again: bool):
+    with world(tmp_path, LEAVES_A_PROCESS.replace("PROCESS", process)) as played:
+        for _ in range(2):
+            played.done.clear()
+            played.play()
+        first, second = played.notes
+    assert (first == second) == plays_again
 
 
 def test_an_engine_without_log_probabilities_fails_the_rollout(tmp_path: Path):
