@@ -16,7 +16,7 @@ import numpy as np
 
 from async_rl.generator.agents.answers import message_of, parse_answer
 from async_rl.generator.agents.conversations import ChatPrompt, Conversations, Tools
-from async_rl.generator.agents.messages import Call, Reply
+from async_rl.generator.agents.messages import Call, Reply, Said
 from async_rl.generator.agents.requests import RefusedError, count_of, seed_of, settings_of, stop_of
 
 MAX_CHOICES = 64
@@ -163,9 +163,11 @@ def prompt_of(known: Conversations, wanted: ChatRequest, renderer: ChatRenderer)
 def chat_call(wanted: ChatRequest, prompt: ChatPrompt, number: int, key: str, choice: int) -> Call:
     """Return the call for one choice of the answer. Each choice has a seed of its own."""
     params = {name: value for name, value in wanted.raw.items() if name != "n"}
+    messages = msgspec.json.encode(wanted.messages[prompt.num_known :])
+    said = Said(messages, None if prompt.known is None else prompt.known.call, wanted.tools is not None)
     return Call(
         number, key, prompt.token_ids.astype("<i4").tobytes(), max_tokens=wanted.max_tokens, stop=stop_of(params),
-        seed=seed_of(params) + choice, settings=settings_of(params),
+        seed=seed_of(params) + choice, settings=settings_of(params), said=said,
     )  # fmt: skip
 
 

@@ -53,12 +53,14 @@ class Renderer(Protocol):
 class ChatPrompt:
     """A conversation as token ids, int32 [P]. ``digests`` identify its beginnings, one for each message.
 
-    ``known`` is the conversation of this session from whose answer it goes on; None if there is none.
+    ``known`` is the conversation of this session from whose answer it goes on, and has its first ``num_known``
+    messages; None if there is none.
     """
 
     token_ids: np.ndarray
     digests: tuple[bytes, ...]
     known: Known | None = None
+    num_known: int = 0
 
     @property
     def continued(self) -> bool:
@@ -67,12 +69,13 @@ class ChatPrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A conversation up to an answer of the model, and the texts of the special tokens at its end.
+    """A conversation up to the answer to the call ``call``, and the texts of the special tokens at its end.
 
     ``before`` is the one that it goes on from, and ``new`` its ids after that, int32 [N]: so that a thousand calls
     take the memory of one sequence. ``ending`` is empty if the answer was cut: what it ends with does not end its turn.
     """
 
+    call: int
     before: Known | None
     new: np.ndarray
     ending: tuple[str, ...]
@@ -107,16 +110,20 @@ class Conversations:
             rest = self._rest(messages, number - 1, tools, known.ending)
             if rest is not None:
                 new = self._renderer.encode(rest, "".join(known.ending))
-                return ChatPrompt(np.concatenate([known.token_ids(), new]).astype(np.int32), digests, known)
+                return ChatPrompt(np.concatenate([known.token_ids(), new]).astype(np.int32), digests, known, number)
         return ChatPrompt(self._renderer.encode(self._renderer.render(messages, tools)), digests)
 
-    def add(self, prompt: ChatPrompt, token_ids: np.ndarray, answer: Message, *, is_cut: bool = False) -> None:
-        """Remember an answer, int32 [N], as the message that the agent gets. ``is_cut``: it ended at a limit."""
+    def add(
+        self, prompt: ChatPrompt, call: int, token_ids: np.ndarray, answer: Message, *, is_cut: bool = False
+    ) -> None:
+        """Remember the answer to a call, int32 [N], as the message that the agent gets. ``is_cut``: it ended at a
+        limit.
+        """
         texts = (self._renderer.ending(int(token)) for token in reversed(() if is_cut else token_ids))
         ending = tuple(takewhile(bool, texts))[::-1]
         num_known = 0 if prompt.known is None else len(prompt.known.token_ids())
         new = np.concatenate([prompt.token_ids[num_known:], token_ids]).astype(np.int32)
-        self._known[_digest(prompt.digests[-1], answer)] = Known(prompt.known, new, ending)
+        self._known[_digest(prompt.digests[-1], answer)] = Known(call, prompt.known, new, ending)
 
     def _rest(self, messages: Sequence[Message], place: int, tools: Tools, ending: tuple[str, ...]) -> str | None:
         """Return the text that the template writes after the answer at ``place`` and the ``ending`` that was sampled.

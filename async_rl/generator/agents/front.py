@@ -319,9 +319,9 @@ class Endpoints:
             except ClientGoneError:
                 return Response(status_code=_CLIENT_GONE)
             answer = chat_answer(wanted, self._model, prompt, replies, renderer)
-            for reply, choice in zip(replies, answer["choices"], strict=True):
+            for number, reply, choice in zip(numbers, replies, answer["choices"], strict=True):
                 token_ids, is_cut = np.frombuffer(reply.token_ids, np.int32), reply.finish_reason == "length"
-                known.add(prompt, token_ids, choice["message"], is_cut=is_cut)
+                known.add(prompt, number, token_ids, choice["message"], is_cut=is_cut)
             if wanted.stream:
                 return AnswerResponse(chat_events(answer, wanted), "text/event-stream", self._calls, numbers)
             return self._answer(answer, numbers)

@@ -66,11 +66,23 @@ class Accept(msgspec.Struct, tag=True, frozen=True):
 # To the generator.
 
 
+class Said(msgspec.Struct, frozen=True):
+    """The messages of a chat, as JSON: those that follow the answer to the call ``after``, or all if it is None.
+
+    ``has_tools`` says that tool calls are read from the answer.
+    """
+
+    messages: bytes
+    after: int | None
+    has_tools: bool
+
+
 class Call(msgspec.Struct, tag=True, frozen=True):
     """A request for an answer to a prompt of P tokens.
 
     ``max_tokens``, ``stop`` and ``stop_token_ids`` may only shorten the answer. ``settings`` are the sampling settings
-    that the request names; they must be the run's. ``seed`` is mixed into the rollout's own.
+    that the request names; they must be the run's. ``seed`` is mixed into the rollout's own. ``said`` is None if the
+    agent sent token ids.
     """
 
     call: int
@@ -81,6 +93,7 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     settings: Mapping[str, float] = {}
+    said: Said | None = None
 
 
 class Finish(msgspec.Struct, tag=True, frozen=True):

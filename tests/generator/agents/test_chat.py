@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,8 @@ import openai
 import pytest
 
 from async_rl.generator.agents.front_process import Front
-from async_rl.generator.agents.messages import Call, Reply
+from async_rl.generator.agents.messages import Call, Reply, Said
+from async_rl.generator.agents.transcript import Transcript
 from tests.data.public_templates import tokenizer_of
 from tests.generator.agents.test_conversations import ASKED, CALL, MORE, RESULT, TOOLS
 
@@ -98,6 +100,41 @@ def test_a_tool_conversation_goes_on_from_the_sampled_ids(server: Server, client
     assert server.prompt(1).startswith(server.prompt(0) + CALL + "<|im_end|>\n<|im_start|>user\n<tool_response>\n5")
     assert server.calls[0].max_tokens == 50
     assert first.usage.prompt_tokens == len(server.calls[0].token_ids) // 4
+
+
+def test_the_transcript_has_what_was_said_once_whatever_is_repeated(server: Server, client: openai.OpenAI):
+    transcript = Transcript()
+    server.script = [CALL, "<think>\n5\n</think>\n\nIt is 5.", "8"]
+    first = asked(client, [ASKED], tools=TOOLS).choices[0].message
+    result = {**RESULT, "tool_call_id": first.tool_calls[0].id}
+    second = asked(client, [ASKED, first, result], tools=TOOLS).choices[0].message
+    # This history is not what was said: it begins anew.
+    asked(client, [ASKED, {"role": "assistant", "content": "4"}, MORE], tools=TOOLS)
+    texts = [CALL, "<think>\n5\n</think>\n\nIt is 5.", "8"]
+    for call, text in zip(server.calls, texts, strict=True):
+        assert call.said is not None
+        transcript.add(call.call, call.said, text)
+    one, other, third = (call.call for call in server.calls)
+    assert [len(json.loads(call.said.messages)) for call in server.calls if call.said] == [1, 1, 3]
+    told = transcript.messages(other)
+    assert told == (ASKED, first.model_dump(exclude_none=True), result, second.model_dump(exclude_none=True))
+    assert transcript.messages(one) == told[:2]
+    assert [message["content"] for message in transcript.messages(third)][1:] == ["4", MORE["content"], "8"]
+    assert transcript.tools == {"add": 1}
+    assert transcript.messages(None) == transcript.messages(-1) == ()
+
+
+def test_tools_with_many_names_are_counted_together():
+    transcript = Transcript()
+    for number in range(40):
+        call = f'<tool_call>{{"name": "{number:070d}", "arguments": {{}}}}</tool_call>'
+        transcript.add(number, Said(b"[]", None, has_tools=True), call)
+    assert transcript.tools == {"0" * 64: 40}
+    for number in range(40):
+        call = f'<tool_call>{{"name": "t{number}", "arguments": {{}}}}</tool_call>'
+        transcript.add(number, Said(b"[]", None, has_tools=True), call)
+    assert len(transcript.tools) == 33
+    assert transcript.tools["(others)"] == 9
 
 
 def test_the_async_client_gets_several_choices_with_seeds_of_their_own(server: Server):

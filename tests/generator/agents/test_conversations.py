@@ -68,7 +68,7 @@ class Chat:
         ends = [] if cut else [self.renderer.encode(end)]
         token_ids = np.concatenate([self.renderer.encode(text), *ends])
         message = message_of(parse_answer(text, has_tools=tools is not None), "call-0")
-        self.known.add(prompt, token_ids, message, is_cut=cut)
+        self.known.add(prompt, 7, token_ids, message, is_cut=cut)
         return prompt, token_ids, message
 
 
@@ -127,7 +127,7 @@ def test_a_special_token_before_the_end_of_an_answer_is_no_end(cut: bool):
     prompt = chat.known.prompt([ASKED], None)
     token_ids = chat.renderer.encode("It is<|im_start|>" if cut else "It is<|im_start|><|im_end|>")
     message = {"role": "assistant", "content": "It is"}
-    chat.known.add(prompt, token_ids, message, is_cut=cut)
+    chat.known.add(prompt, 7, token_ids, message, is_cut=cut)
     after = chat.known.prompt([ASKED, message, MORE], None)
     assert continues(prompt, token_ids, after)
     assert "It is<|im_start|><|im_end|>\n<|im_start|>user" in chat.decode(after.token_ids)
