@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 import numpy as np
@@ -253,6 +253,27 @@ class Span(msgspec.Struct, frozen=True):
     reward: float
 
 
+_Name = Annotated[str, msgspec.Meta(max_length=64)]
+_Counts = Annotated[dict[_Name, Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
+class AgentSession(msgspec.Struct, frozen=True):
+    """What an agent did in one rollout, for people.
+
+    Attributes:
+        calls: the number of its calls by kind: first, continued, branched, rewritten, and lost.
+        tools: the number of calls of each tool that the model's answers asked for. Empty without chats.
+        sampling_s: seconds in which at least one call waited for its answer.
+        agent_s: the other seconds of the session, in which the agent worked by itself.
+    """
+
+    calls: _Counts
+    tools: _Counts
+    sampling_s: _Seconds
+    agent_s: _Seconds
+
+
 class Rollout(msgspec.Struct, frozen=True, eq=False):
     """One complete answer to a prompt, with its rewards.
 
@@ -267,6 +288,7 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
         turns: the policy's answers in their order if the run has an environment, else empty.
         spans: the parts that a reward function judged by themselves, in order. Their rewards are in ``reward_parts``,
             too. Empty if there are none.
+        session: what its agent did; None without one.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -276,6 +298,7 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
     extracted: str | None = None
     turns: tuple[Turn, ...] = ()
     spans: tuple[Span, ...] = ()
+    session: AgentSession | None = None
 
     @property
     def score(self) -> float:

@@ -10,13 +10,18 @@ from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.section import Section
 
-PLACEHOLDER = re.compile(r"\{(prompt|answer|gt_answer|extra_info(?:\.\w+)*)\}")
+PLACEHOLDER = re.compile(r"\{(prompt|answer|transcript|gt_answer|extra_info(?:\.\w+)*)\}")
 """What is replaced in a rubric."""
 
 _RUBRIC = (
     "Judge the answer to the question by how right, complete and clear it is.\n\n"
     "# Question\n{prompt}\n\n# Answer\n{answer}\n"
 )
+
+
+def reads_answer(rubric: str) -> bool:
+    """Return whether a rubric has a place for the answer."""
+    return "{answer}" in rubric or "{transcript}" in rubric
 
 
 def _is_address(text: str) -> bool:
@@ -44,8 +49,8 @@ class JudgeConfig(Section):
     )
     rubric: str = Field(
         default=_RUBRIC,
-        description="What the judge is asked. {answer}, {prompt}, {gt_answer} and {extra_info.KEY} are replaced; "
-        "{answer} must be there. How to write the score is added at the end.",
+        description="What the judge is asked. {answer}, {prompt}, {transcript}, {gt_answer} and {extra_info.KEY} are "
+        "replaced; {answer} or {transcript} must be there. How to write the score is added at the end.",
     )
     rubric_file: str | None = Field(
         default=None, description="File with the rubric, in place of rubric, on every machine with a generator."
@@ -94,6 +99,8 @@ class JudgeConfig(Section):
             )
         if self.rubric_file is not None and self.rubric != _RUBRIC:
             raise ValueError("rubric_file: expected no value with rubric, got both; leave one of the two out")
-        if "{answer}" not in self.rubric:
-            raise ValueError("rubric: expected {answer}, where the judge reads the answer, got none; add it")
+        if not reads_answer(self.rubric):
+            raise ValueError(
+                "rubric: expected {answer} or {transcript}, where the judge reads the answer, got none; add it"
+            )
         return self

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -31,7 +31,18 @@ from async_rl.generator.backend import Backend, Sampled
 from async_rl.process.transient import is_transient
 from async_rl.process.user_code import describe_error
 from async_rl.queue.messages import Failure, FailureCause
-from async_rl.records import NO_VERSION, FinishReason, Group, Lease, Rollout, Span, TokenSequence, Turn, row_fields
+from async_rl.records import (
+    NO_VERSION,
+    AgentSession,
+    FinishReason,
+    Group,
+    Lease,
+    Rollout,
+    Span,
+    TokenSequence,
+    Turn,
+    row_fields,
+)
 from async_rl.rewards.records import CountingReward, GroupReward, RewardInput, RewardOutput, WaitingReward, score_group
 from async_rl.run.eval_records import Decode
 
@@ -337,6 +348,8 @@ class Played:
         finish_reason: ``length`` if a limit cut it.
         sequences: its token sequences.
         turn_tokens: the number of tokens of each answer, in the order of the sequences.
+        transcript: the conversation of its newest answer, as in ``RewardInput``.
+        session: what its agent did.
     """
 
     index: int
@@ -345,6 +358,8 @@ class Played:
     finish_reason: FinishReason
     sequences: tuple[TokenSequence, ...]
     turn_tokens: tuple[int, ...]
+    transcript: Sequence[Mapping[str, Any]] = ()
+    session: AgentSession | None = None
 
 
 def _sequences_of(sample: Sampled | Played) -> tuple[TokenSequence, ...]:
@@ -378,6 +393,7 @@ def graded_rollouts(
             finish_reason=sample.finish_reason,
             messages=lease.prompt.messages,
             token_ids=sample.token_ids.tolist(),
+            transcript=sample.transcript if isinstance(sample, Played) else (),
         )
         for sample in samples
     ]
@@ -400,6 +416,7 @@ def _rollout(sample: Sampled | Played, output: RewardOutput, decode: Decode | No
         extracted=output.extracted,
         turns=turns_of(sample.turn_tokens, sum(output.parts.values()), output.accuracy) if is_played else (),
         spans=() if decode is None else token_spans(output.spans, sample.token_ids, decode),
+        session=sample.session if isinstance(sample, Played) else None,
     )
 
 

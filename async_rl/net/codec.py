@@ -17,6 +17,7 @@ import numpy as np
 from async_rl.errors import WireError
 from async_rl.net.wire import DEFAULT_LIMITS, SAME_VERSION, Limits, Pieces, TypedReader, encode
 from async_rl.records import (
+    AgentSession,
     BoolArray,
     FinishReason,
     Float32Array,
@@ -133,6 +134,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         spans: the spans of all rollouts. None if there are none.
         teacher_top_k: K of the teacher's scores, whose two arrays are the last of the message. None if the group has
             none.
+        sessions: [R], as in ``Rollout``. None if no rollout has one.
         example: as in ``Group``.
     """
 
@@ -154,6 +156,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     routes: RouteFields | None = None
     spans: SpanFields | None = None
     teacher_top_k: Annotated[int, msgspec.Meta(ge=0, le=1024)] | None = None
+    sessions: list[AgentSession | None] | None = None
     example: str = ""
 
 
@@ -168,6 +171,7 @@ def encode_group(group: Group) -> bytes:
     names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
     turns = [turn for r in rollouts for turn in r.turns]
     spans = [span for r in rollouts for span in r.spans]
+    sessions = [r.session for r in rollouts]
     routes = _all_or_none("routes", [s.routes for s in sequences])
     teachers = _all_or_none("a teacher's scores", [s.teacher for s in sequences])
     fields = GroupFields(
@@ -198,6 +202,7 @@ def encode_group(group: Group) -> bytes:
         if spans
         else None,
         teacher_top_k=teachers[0].top_k if teachers else None,
+        sessions=sessions if any(sessions) else None,
         example=group.example,
     )
     arrays = [
@@ -297,6 +302,7 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
                 extracted=fields.extracted[index],
                 turns=next(turns),
                 spans=next(spans),
+                session=None if fields.sessions is None else fields.sessions[index],
             )
         )
         first += count
@@ -398,6 +404,8 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
         _check_turns(fields.turns, num_rollouts)
     if fields.spans is not None:
         _check_spans(fields.spans, num_rollouts)
+    if fields.sessions is not None:
+        _check_length("sessions", fields.sessions, num_rollouts)
     mask = None if num_others == 4 else _sampling_mask(arrays[:6])
     routes = None if fields.routes is None else _routes(fields.routes, fields.lengths, arrays[-1])
     teacher = None if fields.teacher_top_k is None else _teacher(taught, fields.teacher_top_k, loss_mask)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from async_rl.errors import ConfigError, RewardError
 from async_rl.records import TEXT_ROLE, TOOLS_ROLE
 from async_rl.rewards.records import RewardInput
+from async_rl.rewards.transcripts import after_prompt
 
 FormKind = Literal["item", "items", "pairs", "lists", "score"]
 
@@ -149,4 +150,9 @@ def _prompt(item: RewardInput) -> Any:
 
 
 def _completion(item: RewardInput) -> Any:
+    """Return the answer as text or as messages: an agent's are all from its first answer on, tools' results included,
+    as TRL has them.
+    """
+    if item.transcript:
+        return after_prompt(item.transcript)
     return item.text if _is_text(item) else [{"role": "assistant", "content": item.text}]

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.config.judge import PLACEHOLDER, JudgeConfig
+from async_rl.config.judge import PLACEHOLDER, JudgeConfig, reads_answer
 from async_rl.errors import ConfigError, RewardError
 from async_rl.rewards.judge_client import JudgeClient
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.served import ServedReward
+from async_rl.rewards.transcripts import conversation_of
 
 _VERDICT = re.compile(r"[*_#\s]*score[*_\s]*:[*_\s]*(-?[0-9]+(?:\.[0-9]+)?)[*_\s]*", re.IGNORECASE)
 _HIDDEN = "</think>"
@@ -175,8 +176,10 @@ def _rubric(config: JudgeConfig) -> str:
             f"reward.judge.rubric_file: can't read {config.rubric_file}: {error}; put the file on every machine with a "
             f"generator, or write the text as reward.judge.rubric"
         ) from error
-    if "{answer}" not in text:
-        raise ConfigError(f"reward.judge.rubric_file: expected {{answer}} in {config.rubric_file}, got none; add it")
+    if not reads_answer(text):
+        raise ConfigError(
+            f"reward.judge.rubric_file: expected {{answer}} or {{transcript}} in {config.rubric_file}, got none; add it"
+        )
     return text
 
 
@@ -196,6 +199,8 @@ def _filled(rubric: str, item: RewardInput) -> str:
             return item.text
         if name == "prompt":
             return _conversation(item.messages)
+        if name == "transcript":
+            return _conversation(conversation_of(item))
         found: Any = item.reward_data
         for key in name.split("."):
             found = found.get(key) if isinstance(found, Mapping) else None

@@ -1,4 +1,4 @@
-"""The reward of a reward model: the score that a scorer's model gives the prompt with the answer.
+"""The reward of a reward model: the score that a scorer's model gives the conversation with its last answer.
 
 ``registry`` builds it. The scorer (``async-rl scorer``) renders prompt and answer with its own tokenizer. While the
 scorer is away, calls wait, so grading pauses.
@@ -16,6 +16,7 @@ from async_rl.errors import RewardError
 from async_rl.net.keys import ClientKeys
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.served import ServedReward
+from async_rl.rewards.transcripts import conversation_of
 from async_rl.scoring.client import ScorerClient
 
 
@@ -31,7 +32,7 @@ class ModelReward(ServedReward):
         self._client, self._scale = client, scale
 
     def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
-        futures = [self._client.score([dict(m) for m in item.messages], item.text) for item in items]
+        futures = [self._client.score(conversation_of(item)[:-1], item.text) for item in items]
         return [self._output(_score(future.result())) for future in futures]
 
     def counters(self) -> dict[str, int]:

@@ -24,6 +24,8 @@ class RewardInput:
         finish_reason: ``length`` if the text was cut at a limit.
         messages: the messages of the prompt, as in ``records.Prompt``.
         token_ids: the sampled tokens, the end-of-sequence token included.
+        transcript: of an agent's rollout, the messages of the conversation in which it got its newest answer, in
+            OpenAI's form: as the agent sent them, that answer last. Empty without an agent, and if it sent token ids.
     """
 
     text: str
@@ -33,6 +35,7 @@ class RewardInput:
     finish_reason: FinishReason
     messages: Sequence[Mapping[str, str]] = ()
     token_ids: Sequence[int] = ()
+    transcript: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True)

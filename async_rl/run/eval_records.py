@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from async_rl.records import NO_VERSION, Group, Prompt, Rollout
@@ -164,6 +165,7 @@ def answer_record(prompt: Prompt, rollout: Rollout, decode: Decode) -> dict[str,
         **({"spans": [[span.end, span.reward] for span in rollout.spans]} if rollout.spans else {}),
         "versions": [min(versions), max(versions)] if versions else [],
         **_turn_fields(rollout, decode),
+        **({"session": msgspec.to_builtins(rollout.session)} if rollout.session is not None else {}),
     }
 
 

@@ -93,6 +93,10 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "agent/<counter>": "Count of the agents' calls (generator.serve), over the generators that are alive, since "
         "their start: sessions; calls that were the first of one, that continued a sequence, branched off or had a "
         "rewritten history; and answers that were lost because they never reached the agent.",
+        "agent/tool_calls_mean": "Mean number of tool calls that the answers of a rollout ask for; only with agents.",
+        "agent/sampling_s_mean": "Mean seconds of a rollout in which its agent waits for an answer; only with agents.",
+        "agent/own_s_mean": "Mean seconds of a rollout in which its agent works by itself, with tools for example; "
+        "only with agents.",
         "accuracy/mean": "Mean accuracy of the step's rollouts, 0 to 1, without any shaping; or reward, as in "
         "evaluations.",
         "accuracy/received": "Mean accuracy of all training answers that were graded and ended in the step before, "

@@ -11,7 +11,7 @@ from async_rl.errors import WireError
 from async_rl.net.codec import decode_group, encode_group, read_as
 from async_rl.net.wire import decode, encode
 from async_rl.queue.messages import LeasesGranted
-from async_rl.records import Group, Lease, Prompt, Rollout, Sampling, TeacherScores, TokenSequence, Turn
+from async_rl.records import AgentSession, Group, Lease, Prompt, Rollout, Sampling, TeacherScores, TokenSequence, Turn
 from async_rl.sampling_mask import SamplingMask, pack_ids
 
 
@@ -78,6 +78,35 @@ def test_a_group_survives_the_wire(lengths: list[list[int]]):
         for a, b in zip(before.sequences, after.sequences, strict=True):
             for name in TokenSequence.__struct_fields__:
                 np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+
+
+SESSION = AgentSession({"first": 1, "lost": 2}, {"add": 3}, 0.5, 2.0)
+
+
+def test_what_agents_did_survives_the_wire():
+    plain = group([[3], [2], [4]])
+    first, second, third = plain.rollouts
+    sent = replace(plain, rollouts=(replace(first, session=SESSION), second, replace(third, session=SESSION)))
+    assert [one.session for one in decode_group(encode_group(sent)).rollouts] == [SESSION, None, SESSION]
+    assert "sessions" not in decode(encode_group(plain)).fields
+
+
+@pytest.mark.parametrize(
+    "sessions",
+    [
+        [],
+        [None, None],
+        [{**to_builtins(SESSION), "agent_s": float("nan")}],
+        [{**to_builtins(SESSION), "sampling_s": -1.0}],
+        [{**to_builtins(SESSION), "tools": {"x" * 65: 1}}],
+        [{**to_builtins(SESSION), "tools": {str(number): 1 for number in range(65)}}],
+        [{**to_builtins(SESSION), "calls": {"first": -1}}],
+    ],
+)
+def test_a_report_on_agents_that_is_none_is_refused(sessions: list[object]):
+    message = decode(encode_group(group([[3]])))
+    with pytest.raises(WireError):
+        decode_group(encode("group", {**message.fields, "sessions": sessions}, message.arrays))
 
 
 @pytest.mark.parametrize("lengths", [[4], [6], [5, 1]])

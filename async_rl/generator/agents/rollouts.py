@@ -29,13 +29,14 @@ from msgspec.structs import replace
 from async_rl.config.generator import MAX_SESSION_CALLS, EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.agents.front_process import Front, FrontLost
-from async_rl.generator.agents.messages import Accept, Call, ClosedFor, Delivered, Finish, Refuse, Reply
+from async_rl.generator.agents.messages import Accept, Call, ClosedFor, Delivered, Finish, Refuse, Reply, Said
 from async_rl.generator.agents.session import Limits, MustWaitError, NoRoomError, SessionTokens
+from async_rl.generator.agents.transcript import Transcript
 from async_rl.generator.backend import Sampled, rollout_keys
 from async_rl.generator.environment_rollouts import prompt_text, start_message
 from async_rl.generator.rollouts import Graded, Grader, Played, turns_of
 from async_rl.queue.messages import Failure
-from async_rl.records import FinishReason, Lease, Rollout, Sampling
+from async_rl.records import AgentSession, FinishReason, Lease, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,10 @@ class Outcome:
 class _Session:
     """One rollout. ``rollout_key`` is its key in the pool, ``key`` the secret that the agent's calls carry.
 
+    ``requests`` are the backend's requests of running calls, and ``said`` what the agent says in those that are chats.
     ``waiting`` are calls that wait for a slot of the backend, or until others of the session need less room.
-    ``quiet_since_s`` is the time since which no call has run. ``outcome`` is set when the agent has ended; ``reported``
+    ``quiet_since_s`` is the time since which no call has run, and ``calling_since_s`` that since which one does;
+    ``sampling_s`` is the time in which some did before. ``outcome`` is set when the agent has ended; ``reported``
     is what was told before with ``finish_key``, and comes first. ``is_cut`` says that a call found no room.
     """
 
@@ -70,9 +73,14 @@ class _Session:
     lease: Lease
     index: int
     tokens: SessionTokens
+    begin_s: float
     quiet_since_s: float
+    calling_since_s: float | None = None
+    sampling_s: float = 0.0
+    transcript: Transcript = field(default_factory=Transcript)
     waiting: deque[Call] = field(default_factory=deque)
     requests: dict[int, str] = field(default_factory=dict)
+    said: dict[int, Said] = field(default_factory=dict)
     num_received: int = 0
     num_begun: int = 0
     is_cut: bool = False
@@ -83,6 +91,19 @@ class _Session:
     @property
     def is_unclaimed(self) -> bool:
         return not self.num_begun
+
+    def note_calls(self, now_s: float) -> None:
+        """Keep the times up to date. Call it when a call begins to wait or has ended."""
+        self.quiet_since_s = now_s
+        if self.requests or self.waiting:
+            self.calling_since_s = now_s if self.calling_since_s is None else self.calling_since_s
+        elif self.calling_since_s is not None:
+            self.sampling_s, self.calling_since_s = self.sampling_s + now_s - self.calling_since_s, None
+
+    def summary(self, now_s: float) -> AgentSession:
+        """Return what happened, for people."""
+        own_s = max(0.0, now_s - self.begin_s - self.sampling_s)
+        return AgentSession(dict(self.tokens.counts()), dict(self.transcript.tools), self.sampling_s, own_s)
 
 
 class Engine(Protocol):
@@ -191,13 +212,16 @@ class AgentRollouts:
                 continue
             session, call = found
             del session.requests[call]
+            said = session.said.pop(call, None)
             self._may_begin = True
-            self._note_activity(session)
+            session.note_calls(self._clock())
             if not np.isfinite(sample.logprobs).all() or (sample.logprobs == _NO_LOGPROB).any():
                 self._pool.cancel(session.rollout_key)
                 self._fail(session, "the engine returned a log-probability that is missing or not finite")
                 continue
             session.tokens.answer(call, sample)
+            if said is not None:
+                session.transcript.add(call, said, sample.text)
             self._front.reply(_reply(call, sample))
         self._begin_waiting()
 
@@ -248,14 +272,11 @@ class AgentRollouts:
             first_prompt=sampling.max_prompt_tokens, sampled=sampling.max_new_tokens, sequence=longest,
             rollout=self._config.max_rollout_tokens or longest, answer=self._config.max_turn_tokens,
         )  # fmt: skip
+        now_s = self._clock()
         session = _Session(
-            f"{lease.lease_id}/{index}",
-            secrets.token_urlsafe(_KEY_BYTES),
-            lease,
-            index,
-            SessionTokens(limits),
-            self._clock(),
-        )
+            f"{lease.lease_id}/{index}", secrets.token_urlsafe(_KEY_BYTES), lease, index, SessionTokens(limits),
+            begin_s=now_s, quiet_since_s=now_s,
+        )  # fmt: skip
         self._sessions[session.rollout_key] = self._by_key[session.key] = session
         return session
 
@@ -274,6 +295,7 @@ class AgentRollouts:
             self._refuse(call, *wrong)
             return
         session.waiting.append(call)
+        session.note_calls(self._clock())
         self._may_begin = True
 
     def _receive_reward(self, given: Finish) -> None:
@@ -333,6 +355,7 @@ class AgentRollouts:
             return False
         except NoRoomError as error:
             self._refuse_for_room(session, session.waiting.popleft(), error)
+            session.note_calls(self._clock())
             return True
         session.waiting.popleft()
         self._sample(session, call, ids, room)
@@ -354,6 +377,8 @@ class AgentRollouts:
         )
         session.num_begun += 1
         session.requests[call.call] = request.lease_id
+        if call.said is not None:
+            session.said[call.call] = call.said
         self._by_request[request.lease_id] = session, call.call
         self._engine.submit(request, ids)
 
@@ -380,8 +405,9 @@ class AgentRollouts:
         if (request := session.requests.pop(call, None)) is not None:
             del self._by_request[request]
             self._engine.cancel(request)
+        session.said.pop(call, None)
         session.tokens.lose(call)
-        self._note_activity(session)
+        session.note_calls(self._clock())
         self._may_begin = True
 
     def _lose_all(self) -> None:
@@ -438,7 +464,11 @@ class AgentRollouts:
             sampled = np.concatenate([one.token_ids[one.loss_mask] for one in sequences])
             turns = tuple(tokens.turn_tokens)
             self._close(session, "ended")
-            self._grader.submit(lease, Played(session.index, tokens.last_text, sampled, reason, sequences, turns))
+            played = Played(
+                session.index, tokens.last_text, sampled, reason, sequences, turns,
+                transcript=session.transcript.messages(tokens.last_call), session=session.summary(self._clock()),
+            )  # fmt: skip
+            self._grader.submit(lease, played)
             return
         reward, score = outcome.reward, outcome.reward if outcome.score is None else outcome.score
         if max(abs(reward), abs(score)) > self._max_abs:
@@ -451,7 +481,7 @@ class AgentRollouts:
         self._close(session, "ended")
         rollout = Rollout(
             sequences, {"environment": reward}, min(1.0, max(0.0, score)), reason,
-            turns=turns_of(tokens.turn_tokens, reward, score),
+            turns=turns_of(tokens.turn_tokens, reward, score), session=session.summary(self._clock()),
         )  # fmt: skip
         self._done.append(Graded(lease, session.index, rollout, text=tokens.last_text))
 
@@ -483,9 +513,6 @@ class AgentRollouts:
         if session.outcome is not None:
             self._ended.remove(session)
         self._counts.update(session.tokens.counts(), sessions=1)
-
-    def _note_activity(self, session: _Session) -> None:
-        session.quiet_since_s = self._clock()
 
 
 def _reply(call: int, sample: Sampled) -> Reply:

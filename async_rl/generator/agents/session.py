@@ -56,6 +56,7 @@ class _Running:
 class _Answer:
     """An answer that may not have arrived yet. ``number`` is its place among the answers of its branch."""
 
+    call: int
     branch: _Branch
     number: int
     text: str
@@ -135,6 +136,11 @@ class SessionTokens:
         return sum(self.kinds.values())
 
     @property
+    def last_call(self) -> int | None:
+        """The call whose answer is the newest one; None if there is none."""
+        return self._answers[-1].call if self._answers else None
+
+    @property
     def last_text(self) -> str:
         """The text of the newest answer; empty if there is none."""
         return self._answers[-1].text if self._answers else ""
@@ -185,7 +191,7 @@ class SessionTokens:
         branch.token_ids = np.concatenate([branch.token_ids, running.given, sampled.token_ids]).astype(np.int32)
         branch.ends.append(len(branch.token_ids))
         branch.held_by = None
-        self._doubtful[call] = _Answer(branch, len(branch.ends), sampled.text, sampled.finish_reason)
+        self._doubtful[call] = _Answer(call, branch, len(branch.ends), sampled.text, sampled.finish_reason)
         self._answers.append(self._doubtful[call])
         self.kinds[kind] += 1
 

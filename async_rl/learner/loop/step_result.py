@@ -294,7 +294,14 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     played = [rollout for rollout in rollouts if rollout.turns]
     if not played:
         return {}
+    sessions = [rollout.session for rollout in played if rollout.session is not None]
+    of_agents = {
+        "agent/tool_calls_mean": [sum(session.tools.values()) for session in sessions],
+        "agent/sampling_s_mean": [session.sampling_s for session in sessions],
+        "agent/own_s_mean": [session.agent_s for session in sessions],
+    }
     return {
+        **{name: float(np.mean(values)) for name, values in of_agents.items() if values},
         "score/mean": float(np.mean([rollout.score for rollout in played])),
         "turns/mean": float(np.mean([len(rollout.turns) for rollout in played])),
         "turns/max": max(len(rollout.turns) for rollout in played),

@@ -21,6 +21,7 @@ from async_rl.generator.agents.front_process import Front
 from async_rl.generator.agents.rollouts import AgentRollouts
 from async_rl.generator.rollouts import Graded
 from async_rl.process.user_code import check_allowed_command
+from async_rl.records import AgentSession
 from async_rl.rewards.records import RewardInput, RewardOutput
 from tests.end_to_end.harness import state_of
 from tests.generator.agents.http import generate
@@ -366,6 +367,41 @@ def test_a_rollout_with_many_calls_at_once_takes_no_slot_that_another_needs(tmp_
         assert [2] in [prompt for _, prompt in played.backend.requests[2:4]]
         played.until(lambda: len(played.done) == 2)
     assert all(graded.rollout is not None for graded in played.done)
+
+
+WAITS_BETWEEN_CALLS = """
+async def run(task):
+    await ask(task, [1])
+    note("works")
+    while not os.path.exists(os.path.join(os.path.dirname(__file__), "go")):
+        await asyncio.sleep(0.01)
+    await ask(task, [2])
+    return 1.0
+"""
+
+
+def test_the_time_of_tools_is_told_apart_from_that_of_answers(tmp_path: Path):
+    clock = Clock()
+
+    def answered_after(seconds: float) -> None:
+        while not played.backend.num_running:
+            played.done += played.rollouts.collect()
+        clock.now += seconds
+        played.turn()
+
+    with world(tmp_path, WAITS_BETWEEN_CALLS, clock) as played:
+        lease = make_lease(group_size=1)
+        played.rollouts.submit(lease, played.rollouts.encode(lease))
+        answered_after(4.0)
+        played.until(lambda: played.notes)
+        clock.now += 10.0
+        (tmp_path / "go").touch()
+        answered_after(0.5)
+        played.until(lambda: played.done)
+    (graded,) = played.done
+    assert graded.rollout is not None
+    calls = {"first": 1, "continued": 0, "branched": 0, "rewritten": 1, "lost": 0}
+    assert graded.rollout.session == AgentSession(calls, {}, sampling_s=4.5, agent_s=10.0)
 
 
 LEAVES_A_PROCESS = """

@@ -15,7 +15,7 @@ from async_rl.learner.loop.step_result import cut_metrics, device_metrics, sourc
 from async_rl.learner.losses.diagnostics import diagnostic_sums
 from async_rl.learner.losses.policy import policy_loss
 from async_rl.queue.messages import TakenGroup
-from async_rl.records import Group, Prompt, Rollout, TokenSequence, Turn
+from async_rl.records import AgentSession, Group, Prompt, Rollout, TokenSequence, Turn
 from async_rl.run.metrics import METRIC_KEYS
 from tests.learner.losses.cases import of_ratios
 from tests.run.metric_keys import declared_key
@@ -136,6 +136,14 @@ def test_turns_and_scores_of_played_rollouts_are_reported():
     assert turn_metrics(played) == {"score/mean": 0.75, "turns/mean": 1.5, "turns/max": 2}
     assert turn_metrics(played).keys() <= METRIC_KEYS.keys()
     assert turn_metrics(played[2:]) == {}
+
+
+def test_the_time_of_agents_is_reported_apart_from_that_of_answers():
+    sessions = [AgentSession({"first": 1}, {"add": 2, "stop": 1}, 3.0, 1.0), AgentSession({"first": 1}, {}, 1.0, 0.5)]
+    played = [Rollout((), {}, 1.0, "stop", turns=(Turn(1, 1.0, 1.0),), session=session) for session in sessions]
+    of_agents = {name: value for name, value in turn_metrics(played).items() if name.startswith("agent/")}
+    assert of_agents == {"agent/tool_calls_mean": 1.5, "agent/sampling_s_mean": 2.0, "agent/own_s_mean": 0.75}
+    assert of_agents.keys() <= METRIC_KEYS.keys()
 
 
 def test_what_a_weight_update_does_is_told_from_staleness_by_comparing_tokens_of_one_lag():
