@@ -715,6 +715,29 @@ def test_the_command_runs_from_any_directory_without_being_installed(tmp_path: P
     assert done.stdout.startswith("async-rl ")
 
 
+def test_status_says_what_agents_did_on_all_generators():
+    from rich.console import Console
+
+    from async_rl.launch.status import status_tables
+
+    counters = {"agent/sessions": 10, "agent/first": 10, "agent/continued": 15, "agent/branched": 0,
+                "agent/rewritten": 5, "agent/lost": 1, "agent/tool_calls": 7, "agent/sampling_s": 30, "agent/own_s": 10,
+                "judge_requests": 3}  # fmt: skip
+    generators = [
+        {"id": "g", "stats": {"num_tokens": 0, "counters": counters}},
+        {"id": "h", "stats": {"num_tokens": 0, "counters": counters}},
+        {"id": "i"},
+    ]
+    console = Console(width=200, record=True, file=io.StringIO())
+    for table in status_tables({"generators": generators}):
+        console.print(table)
+    assert (
+        "20 sessions with 60 answers; after the first 75% continued, 25% rewritten; 2 lost; 14 tool calls; 25% of "
+        "their time by themselves"
+    ) in console.export_text()
+    assert status_tables({"generators": generators[2:]})[0].row_count == 0
+
+
 def test_status_tables_show_what_is_not_zero_and_count_leases():
     from rich.console import Console
 

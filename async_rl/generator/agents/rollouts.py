@@ -153,6 +153,7 @@ class AgentRollouts:
         self._may_begin = False
         self._done: list[Graded] = []
         self._counts: Counter[str] = Counter()
+        self._sampling_s = self._own_s = 0.0
         self._num_beats = 0
 
     @property
@@ -178,8 +179,11 @@ class AgentRollouts:
         return 0
 
     def counters(self) -> Mapping[str, int]:
-        """Return how many calls there were, by how they relate to the calls before, and what was lost."""
-        return {f"agent/{name}": number for name, number in self._counts.items()}
+        """Return how many calls the sessions that have ended made, by how they relate to the calls before, what was
+        lost, how many tools were called, and the sums of their seconds with and without a call.
+        """
+        seconds = {"sampling_s": int(self._sampling_s), "own_s": int(self._own_s)} if self._counts else {}
+        return {f"agent/{name}": number for name, number in {**self._counts, **seconds}.items()}
 
     def encode(self, lease: Lease) -> np.ndarray:
         """Return no tokens: an agent makes its prompts itself."""
@@ -512,7 +516,10 @@ class AgentRollouts:
         self._sessions.pop(session.rollout_key, None)
         if session.outcome is not None:
             self._ended.remove(session)
-        self._counts.update(session.tokens.counts(), sessions=1)
+        found = session.summary(self._clock())
+        self._counts.update(found.calls, sessions=1, tool_calls=sum(found.tools.values()))
+        self._sampling_s += found.sampling_s
+        self._own_s += found.agent_s
 
 
 def _reply(call: int, sample: Sampled) -> Reply:
