@@ -145,7 +145,11 @@ def _cut_at(rows: list[Row]) -> str:
 def _raised(rows: list[Row]) -> str:
     """Return the keys to raise, so that fewer answers are cut."""
     limit = _cut_at(rows)
-    return "sampling.max_prompt_tokens or sampling.max_new_tokens" if limit == "the end of the context" else limit
+    if limit != "the end of the context":
+        return limit
+    # An agent's rollout also ends where all its sequences together are too long.
+    of_agents = "environment.max_rollout_tokens, " if any("agent/sessions" in row for row in rows) else ""
+    return f"{of_agents}sampling.max_prompt_tokens or sampling.max_new_tokens"
 
 
 def _masked(row: Row) -> str:

@@ -996,14 +996,18 @@ def test_most_answers_cut_at_the_limit_are_told_once_with_what_it_costs(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("key", "limit", "raised"),
+    ("key", "of_agents", "limit", "raised"),
     [
-        ("length/cut_turn", "environment.max_turn_tokens", "environment.max_turn_tokens"),
-        ("length/cut_context", "the end of the context", "sampling.max_prompt_tokens or sampling.max_new_tokens"),
+        ("length/cut_turn", {}, "environment.max_turn_tokens", "environment.max_turn_tokens"),
+        ("length/cut_context", {}, "the end of the context", "sampling.max_prompt_tokens or sampling.max_new_tokens"),
+        ("length/cut_context", {"agent/sessions": 8.0}, "the end of the context",
+         "environment.max_rollout_tokens, sampling.max_prompt_tokens or sampling.max_new_tokens"),
     ],
-)
-def test_the_note_about_cut_answers_names_the_limit_that_cut_most(tmp_path: Path, key: str, limit: str, raised: str):
-    cut = {"length/truncated": 0.75, key: 0.5, "skip/steps": 1, "masked/truncated": 6}
+)  # fmt: skip
+def test_the_note_about_cut_answers_names_the_limit_that_cut_most(
+    tmp_path: Path, key: str, of_agents: dict[str, float], limit: str, raised: str
+):
+    cut = {"length/truncated": 0.75, key: 0.5, "skip/steps": 1, "masked/truncated": 6, **of_agents}
     of_step, of_answers = (
         line for line in shown_lines(tmp_path, *(a_row(n, **cut) for n in range(1, 4))) if "note" in line
     )
