@@ -289,6 +289,7 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
         spans: the parts that a reward function judged by themselves, in order. Their rewards are in ``reward_parts``,
             too. Empty if there are none.
         session: what its agent did; None without one.
+        metrics: numbers by name that an agent reported. They are only logged.
     """
 
     sequences: tuple[TokenSequence, ...]
@@ -299,6 +300,7 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
     turns: tuple[Turn, ...] = ()
     spans: tuple[Span, ...] = ()
     session: AgentSession | None = None
+    metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
 
     @property
     def score(self) -> float:

@@ -8,9 +8,10 @@ Messages are JSON objects in frames of ``net.streams``, so that a malformed mess
 The fork server gets ``prepare`` (extra). The generator sends ``start`` (prompt, state, extra_info, seed, max_turns; for
 an agent also endpoint: base_url, api_key, command, finish_key), ``sampled`` (text, finish_reason, num_tokens), ``over``
 (the rollout gets no further turn) and ``cancel``. This process sends ``sample`` (state, max_tokens, stop), ``ended``
-(turns: the reward and score of every action; for an agent reward and score, or None), ``failed`` (error; for an
-exception also what ``describe_error`` returns, as detail and place, and ``is_transient``) and ``cancelled``. For an
-agent the last three also say ``is_alone``: whether all processes that the rollout has started have ended.
+(turns: the reward and score of every action; for an agent reward and score, or None, and metrics), ``failed`` (error;
+for an exception also what ``describe_error`` returns, as detail and place, its class as kind, and ``is_transient``) and
+``cancelled``. For an agent the last three also say ``is_alone``: whether all processes that the rollout has started
+have ended.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ _ERROR_CHARACTERS = 4000
 _CHUNK = 1 << 16
 _PR_SET_CHILD_SUBREAPER = 36
 
+MAX_METRICS = 64
+"""Maximum number of metrics of an agent's rollout, and of characters of a name."""
 _STEP_KEYS = {"next_state", "reward", "score", "done", "extra_info"}
 
 
@@ -278,7 +281,8 @@ async def _play(channel: _Channel, code: Any, rollout: RemoteRollout) -> None:
     except Exception as error:  # an error in the environment's code fails its rollout; the traceback is logged
         detail, place = describe_error(error)
         trace = traceback.format_exc()[-_ERROR_CHARACTERS:]
-        failed = {"type": "failed", "error": trace, "detail": detail, "place": place}
+        kind = getattr(error, "kind", None) or type(error).__name__
+        failed = {"type": "failed", "error": trace, "detail": detail, "place": place, "kind": str(kind)}
         await channel.send({**failed, "is_transient": is_transient(error), **_left_behind(rollout)})
     else:
         await channel.send({"type": "ended", **ended, **_left_behind(rollout)})
@@ -333,10 +337,11 @@ class AgentTask:
         self.messages = [] if state is None or isinstance(state, str) else [dict(message) for message in state]
 
 
-async def play_agent(code: Any, task: Task) -> dict[str, float | None]:
-    """Run the agent ``code``, a function or an object with a method ``run``, to its end. Return reward and score.
+async def play_agent(code: Any, task: Task) -> dict[str, Any]:
+    """Run the agent ``code``, a function or an object with a method ``run``, to its end.
 
-    Both are None if the agent returned None: the run's reward functions judge then.
+    Return its reward, score and metrics (numbers by name). The first two are None if the agent returned None: the run's
+    reward functions judge then.
 
     Raises:
         EnvironmentFault: it is no agent, or returned something else than a number, a dict or None.
@@ -349,15 +354,27 @@ async def play_agent(code: Any, task: Task) -> dict[str, float | None]:
         )
     made = await _awaited(run(task))
     found: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {"reward": made}
+    metrics: Any = found.pop("metrics", None) or {}
+    if not isinstance(metrics, Mapping):
+        raise EnvironmentFault(
+            f"the agent's result: metrics: expected a dict of numbers, got {metrics!r:.60}; correct what it returns"
+        )
+    if len(metrics) > MAX_METRICS or any(len(str(name)) > MAX_METRICS for name in metrics):
+        raise EnvironmentFault(
+            f"the agent's result: expected at most {MAX_METRICS} metrics, with names of at most {MAX_METRICS} "
+            f"characters, got more; leave some out"
+        )
     unknown = sorted(map(str, set(found) - {"reward", "score"}))
+    found |= {f"metrics.{name}": value for name, value in metrics.items()}
     wrong = [name for name, value in found.items() if value is not None and not is_finite(value)]
     if unknown or wrong:
         name = (unknown or wrong)[0]
         raise EnvironmentFault(
-            f"the agent's result: expected a finite number, a dict with reward and score, or None, got {name} = "
-            f"{found[name]!r:.60}; correct what it returns"
+            f"the agent's result: expected a finite number, a dict with reward, score and metrics, or None, got "
+            f"{name} = {found[name]!r:.60}; correct what it returns"
         )
-    return {name: None if (value := found.get(name)) is None else float(value) for name in ("reward", "score")}
+    numbers = {name: None if (value := found.get(name)) is None else float(value) for name in ("reward", "score")}
+    return {**numbers, "metrics": {str(name): float(value) for name, value in metrics.items() if value is not None}}
 
 
 async def _turns(environment: Any, rollout: Rollout) -> None:

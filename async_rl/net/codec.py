@@ -136,6 +136,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
             none.
         sessions: [R], as in ``Rollout``. None if no rollout has one.
         example: as in ``Group``.
+        metrics: for each name of an agent's metric a list [R]. None in the list means that the rollout has none.
     """
 
     lease_id: str
@@ -158,6 +159,7 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     teacher_top_k: Annotated[int, msgspec.Meta(ge=0, le=1024)] | None = None
     sessions: list[AgentSession | None] | None = None
     example: str = ""
+    metrics: dict[str, list[float | None]] = {}
 
 
 def encode_group(group: Group) -> bytes:
@@ -169,6 +171,7 @@ def encode_group(group: Group) -> bytes:
     rollouts = group.rollouts
     sequences = [s for r in rollouts for s in r.sequences]
     names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
+    metrics = dict.fromkeys(name for r in rollouts for name in r.metrics)
     turns = [turn for r in rollouts for turn in r.turns]
     spans = [span for r in rollouts for span in r.spans]
     sessions = [r.session for r in rollouts]
@@ -203,6 +206,7 @@ def encode_group(group: Group) -> bytes:
         else None,
         teacher_top_k=teachers[0].top_k if teachers else None,
         sessions=sessions if any(sessions) else None,
+        metrics={name: [r.metrics.get(name) for r in rollouts] for name in metrics},
         example=group.example,
     )
     arrays = [
@@ -292,7 +296,10 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
     rollouts: list[Rollout] = []
     first = 0
     for index, count in enumerate(fields.num_sequences):
-        parts = {name: value for name, values in rewards.items() if (value := values[index]) is not None}
+        parts, metrics = (
+            {name: value for name, values in columns.items() if (value := values[index]) is not None}
+            for columns in (rewards, fields.metrics)
+        )
         rollouts.append(
             Rollout(
                 sequences=tuple(sequences[first : first + count]),
@@ -303,6 +310,7 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
                 turns=next(turns),
                 spans=next(spans),
                 session=None if fields.sessions is None else fields.sessions[index],
+                metrics=metrics,
             )
         )
         first += count
@@ -395,8 +403,9 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     _check_sum("lengths", fields.lengths, num_tokens)
     _check_sum("num_sequences", fields.num_sequences, len(fields.lengths))
     num_rollouts = len(fields.num_sequences)
-    for name, values in fields.reward_parts.items():
-        _check_length(f"reward_parts.{name}", values, num_rollouts)
+    for what, columns in (("reward_parts", fields.reward_parts), ("metrics", fields.metrics)):
+        for name, values in columns.items():
+            _check_length(f"{what}.{name}", values, num_rollouts)
     _check_length("accuracy", fields.accuracy, num_rollouts)
     _check_length("finish_reason", fields.finish_reason, num_rollouts)
     _check_length("extracted", fields.extracted, num_rollouts)

@@ -98,6 +98,10 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "agent/sampling_s_mean": "Mean seconds of a rollout in which its agent waits for an answer; only with agents.",
         "agent/own_s_mean": "Mean seconds of a rollout in which its agent works by itself, with tools for example; "
         "only with agents.",
+        "agent/failed_<class>": "Count of failed rollouts of agents, by the class of the exception; of a taskset of "
+        "verifiers by its class of the error.",
+        "agent/metric/<name>": "Mean of a metric that the agent returned, or a taskset of verifiers: its metrics, its "
+        "rewards before they are weighted, and turns.",
         "accuracy/mean": "Mean accuracy of the step's rollouts, 0 to 1, without any shaping; or reward, as in "
         "evaluations.",
         "accuracy/received": "Mean accuracy of all training answers that were graded and ended in the step before, "

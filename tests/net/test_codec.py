@@ -69,12 +69,15 @@ def test_a_lease_that_is_not_one_is_refused_with_the_place(change: dict[str, obj
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
 def test_a_group_survives_the_wire(lengths: list[list[int]]):
     sent = replace(group(lengths), example="so it is 42")
+    first = [replace(one, metrics={"turns": 2.0}) for one in sent.rollouts[:1]]
+    sent = replace(sent, rollouts=(*first, *sent.rollouts[1:]))
     received = decode_group(encode_group(sent))
     assert (received.example, decode_group(encode_group(group(lengths))).example) == ("so it is 42", "")
     assert (received.position, received.temperature, received.weights_digest) == (7, 0.9, {0: "abc"})
     assert received.num_sampled == sent.num_sampled
     for before, after in zip(sent.rollouts, received.rollouts, strict=True):
         assert (after.reward, after.accuracy, after.extracted) == (0.5, 1.0, "42")
+        assert after.metrics == before.metrics
         for a, b in zip(before.sequences, after.sequences, strict=True):
             for name in TokenSequence.__struct_fields__:
                 np.testing.assert_array_equal(getattr(a, name), getattr(b, name))

@@ -51,10 +51,11 @@ _NO_LOGPROB = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an agent returned at its end: its reward, and a score that is only logged. None: it returned none."""
+    """What an agent returned at its end: its reward, and what is only logged: a score and metrics. None: none."""
 
     reward: float | None
     score: float | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -431,12 +432,13 @@ class AgentRollouts:
             event = Event(event.key, {"type": "ended"} | ({} if is_judged else {"reward": 0.0}))
             said = event.message
         if event.type != "ended":
+            self._counts[f"failed_{said.get('kind', 'other')}"] += 1
             texts = {key: str(said.get(key, "")) for key in ("error", "detail", "place")}
             self._fail(
                 session, texts["error"], texts["detail"], texts["place"], is_transient=bool(said.get("is_transient"))
             )
             return
-        returned = Outcome(said.get("reward"), said.get("score"))
+        returned = Outcome(said.get("reward"), said.get("score"), said.get("metrics") or {})
         session.outcome = returned if session.reported is None else session.reported
         self._ended.append(session)
         self._front.close_session(session.key, "ended")
@@ -486,6 +488,7 @@ class AgentRollouts:
         rollout = Rollout(
             sequences, {"environment": reward}, min(1.0, max(0.0, score)), reason,
             turns=turns_of(tokens.turn_tokens, reward, score), session=session.summary(self._clock()),
+            metrics=outcome.metrics,
         )  # fmt: skip
         self._done.append(Graded(lease, session.index, rollout, text=tokens.last_text))
 

@@ -246,9 +246,19 @@ def _sampled_metrics(taken: Sequence[TakenGroup], prepared: PreparedBatch) -> di
         "length/max": max(lengths, default=0),
         "length/truncated": float(np.mean([r.finish_reason == "length" for r in rollouts])),
         **{f"reward/{name}": float(np.mean([r.reward_parts.get(name, 0.0) for r in rollouts])) for name in parts},
+        **agent_metrics(rollouts),
         **turn_metrics(rollouts),
         **teacher_metrics(rollouts),
         **source_metrics(taken),
+    }
+
+
+def agent_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return the mean of each metric that agents reported, over the rollouts that have it."""
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.metrics)
+    return {
+        f"agent/metric/{name}": float(np.mean([r.metrics[name] for r in rollouts if name in r.metrics]))
+        for name in names
     }
 
 

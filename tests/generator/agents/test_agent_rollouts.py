@@ -154,6 +154,14 @@ def test_the_ids_that_were_sampled_are_the_ids_that_are_trained(tmp_path: Path):
     ]
 
 
+def test_the_metrics_of_an_agent_are_kept(tmp_path: Path):
+    source = TWO_CALLS.replace("return {", "return {'metrics': {'tools': 2, 'absent': None}, ")
+    with world(tmp_path, source) as played:
+        (graded,) = played.play(max_new_tokens=20)
+    assert graded.rollout is not None
+    assert graded.rollout.metrics == {"tools": 2.0}
+
+
 def test_an_agent_without_a_reward_is_judged_by_the_reward_functions(tmp_path: Path):
     with world(tmp_path, TWO_CALLS.replace("return {", "return None and {")) as played:
         (graded,) = played.play(max_new_tokens=20)
@@ -171,6 +179,7 @@ def test_calls_of_a_rollout_have_different_seeds_and_those_of_a_lease_too(tmp_pa
 def test_an_agent_that_raises_fails_its_rollout_with_its_line(tmp_path: Path):
     with world(tmp_path, "\nasync def run(task):\n    raise KeyError('tool')\n") as played:
         (graded,) = played.play()
+        assert played.rollouts.counters()["agent/failed_KeyError"] == 1
     assert graded.failure is not None
     assert graded.failure.cause == "environment_error"
     assert "KeyError: 'tool'" in graded.failure.detail
@@ -181,8 +190,11 @@ def test_an_agent_that_raises_fails_its_rollout_with_its_line(tmp_path: Path):
     ("ends", "said"),
     [
         ("return 1.0", "made no call that was answered"),
-        ("return 'much'", "expected a finite number, a dict with reward and score, or None, got reward = 'much'"),
+        ("return 'much'", "a dict with reward, score and metrics, or None, got reward = 'much'"),
         ("return {'rewards': 1}", "got rewards = 1"),
+        ("return {'reward': 1, 'metrics': {'turns': float('inf')}}", "got metrics.turns = inf"),
+        ("return {'reward': 1, 'metrics': [1]}", "metrics: expected a dict of numbers, got [1]"),
+        ("return {'metrics': {str(n): n for n in range(65)}}", "expected at most 64 metrics"),
     ],
 )
 def test_an_agent_that_ends_wrongly_fails_with_a_word_about_it(tmp_path: Path, ends: str, said: str):

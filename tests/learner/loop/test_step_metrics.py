@@ -11,7 +11,14 @@ import torch
 
 from async_rl.config.loss import LossConfig
 from async_rl.learner.interface import PaddedCost, UpdateCost, UpdateStats
-from async_rl.learner.loop.step_result import cut_metrics, device_metrics, source_metrics, turn_metrics, update_metrics
+from async_rl.learner.loop.step_result import (
+    agent_metrics,
+    cut_metrics,
+    device_metrics,
+    source_metrics,
+    turn_metrics,
+    update_metrics,
+)
 from async_rl.learner.losses.diagnostics import diagnostic_sums
 from async_rl.learner.losses.policy import policy_loss
 from async_rl.queue.messages import TakenGroup
@@ -187,3 +194,10 @@ def test_the_rollouts_of_each_named_source_have_figures_of_their_own():
         f"source/<source>/{name}" for name in ("groups", "accuracy", "reward")
     }
     assert source_metrics([taken("", (1.0, 1.0))]) == {}
+
+
+def test_a_metric_of_agents_is_the_mean_over_the_rollouts_that_have_it():
+    numbers = [{"turns": 2.0}, {"turns": 4.0, "found": 1.0}, {}]
+    found = agent_metrics([Rollout((), {}, 0.0, "stop", metrics=metrics) for metrics in numbers])
+    assert found == {"agent/metric/turns": 3.0, "agent/metric/found": 1.0}
+    assert {declared_key(key) for key in found} == {"agent/metric/<name>"}
