@@ -164,7 +164,7 @@ class Config(Section):
     @property
     def code_names(self) -> tuple[str, ...]:
         """Names of the user's own code (environment, rewards, backend) that generators of this run must import."""
-        environment = (self.environment.name,) if self.environment.name else ()
+        environment = (self.environment.user_code,) if self.environment.user_code else ()
         others = (*self.reward.names, self.generator.backend)
         return (*environment, *dict.fromkeys(name for name in others if is_code_name(name)))
 

@@ -419,6 +419,8 @@ class SamplingConfig(Section):
 
 
 COMMAND_AGENT = "async_rl.environments.command:run"
+VERIFIERS_AGENT = "async_rl.environments.verifiers_agent:Taskset"
+VERIFIERS = "verifiers:"
 """The agent that runs ``environment.command``."""
 MAX_SESSION_CALLS = 1024
 """Maximum number of calls of an agent in one rollout."""
@@ -429,8 +431,9 @@ class EnvironmentConfig(Section):
 
     name: str = Field(
         default="",
-        description="The environment: file.py, file.py:name, module or module:name. Every generator must list it in "
-        "generator.allow_code. If empty, a rollout is one answer, scored by reward.type.",
+        description="The environment: file.py, file.py:name, module or module:name; or verifiers:TASKSET, a taskset of "
+        "the package verifiers (generator.serve). Every generator must list it in generator.allow_code. If empty, a "
+        "rollout is one answer, scored by reward.type.",
     )
     command: tuple[str, ...] = Field(
         default=(),
@@ -438,6 +441,12 @@ class EnvironmentConfig(Section):
         description="An agent that is a program, with its arguments, instead of environment.name (generator.serve). It "
         "finds the endpoint in OPENAI_BASE_URL, its task in the JSON file ASYNC_RL_TASK, and reward.type judges its "
         "last answer. Every generator must list it in generator.allow_code, as one text.",
+    )
+    python: str = Field(
+        default="",
+        description="The Python of an environment in which verifiers 0.4 is installed, for environment.name = "
+        '"verifiers:TASKSET". Every generator must list both in generator.allow_code, as one text: PYTHON '
+        "verifiers:TASKSET.",
     )
     max_turns: int = Field(
         default=8, ge=1, le=1024, description="Maximum number of answers of the model in one rollout."
@@ -479,13 +488,17 @@ class EnvironmentConfig(Section):
         "tasks.",
     )
     extra: dict[str, Any] = Field(
-        default={}, description="The environment's own settings, which it receives in extra_info."
+        default={},
+        description="The environment's own settings, which it receives in extra_info; for a taskset of verifiers the "
+        "config of its environment.",
     )
 
     @field_validator("name")
     @classmethod
     def _is_code(cls, value: str) -> str:
-        if value and not is_code_name(value, needs_attribute=False):
+        if value == VERIFIERS:
+            raise ValueError("expected the taskset's id behind verifiers:, got nothing; add it")
+        if value and not value.startswith(VERIFIERS) and not is_code_name(value, needs_attribute=False):
             raise ValueError(f"expected file.py, file.py:name, module or module:name, got {value!r}; correct the name")
         return value
 
@@ -495,9 +508,36 @@ class EnvironmentConfig(Section):
         return bool(self.name or self.command)
 
     @property
+    def taskset(self) -> str:
+        """The id of a taskset of verifiers; empty if ``name`` is none."""
+        return self.name.removeprefix(VERIFIERS) if self.name.startswith(VERIFIERS) else ""
+
+    @property
+    def user_code(self) -> str:
+        """The name of the user's code, which processes of the environment import; empty if they run a program."""
+        return "" if self.taskset else self.name
+
+    @property
     def code(self) -> str:
         """The name of the code that processes of the environment run."""
-        return self.name or COMMAND_AGENT
+        return VERIFIERS_AGENT if self.taskset else self.name or COMMAND_AGENT
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """The program that plays, with its arguments, as ``generator.allow_code`` must have it; empty if none does."""
+        return (self.python, self.name) if self.taskset else self.command
+
+    @property
+    def program_key(self) -> str:
+        """The key that names the program."""
+        return "environment.python" if self.taskset else "environment.command"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the code's function ``prepare`` gets."""
+        if not self.taskset:
+            return self.extra
+        return {"python": self.python, "taskset": self.taskset, "extra": self.extra}
 
     @property
     def key(self) -> str:

@@ -27,6 +27,7 @@ from async_rl.data.files import Source, messages_without_nulls, parse_json
 from async_rl.data.sendable import split_sendable, why_unsendable
 from async_rl.data.template_forms import joined_text
 from async_rl.data.values import kind
+from async_rl.environments.verifiers_rows import is_of_taskset, taskset_rows
 from async_rl.errors import DataError
 from async_rl.records import DROPPED_KEY, TEXT_ROLE, TOOLS_ROLE
 from async_rl.rewards.code_tests import parse_tests
@@ -361,6 +362,9 @@ def load_rows_of(config: Config, source: str) -> LoadedRows:
     Raises:
         DataError: the data can't be read, or has a row with errors (see ``load_rows``).
     """
+    if is_of_taskset(config.environment, source):
+        with taskset_rows(config.environment, source) as path:
+            return load_rows(str(path), rules=rules_of(config))
     loaded = load_rows(source, on_bad_row=config.data.on_bad_row, rules=rules_of(config))
     if loaded.num_skipped:
         logger.warning(

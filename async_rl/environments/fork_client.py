@@ -43,7 +43,7 @@ class ForkServer:
     def __init__(self, config: EnvironmentConfig, allowed: Collection[str], digest: str | None) -> None:
         """Start the process. It imports the environment's code, and then answers."""
         try:
-            settings = pack({"type": "prepare", "extra": config.extra})
+            settings = pack({"type": "prepare", "extra": config.settings})
         except FrameError as error:
             raise ConfigError(f"environment.extra: {error}") from None
         self._name, self._mark = config.code, uuid.uuid4().hex

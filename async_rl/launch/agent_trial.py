@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from async_rl.config.config import Config
-from async_rl.config.generator import COMMAND_AGENT, has_model
+from async_rl.config.generator import has_model
 from async_rl.data.chat import load_tokenizer, model_directory
 from async_rl.data.dataset import Row
 from async_rl.data.template import apply_template
@@ -129,9 +129,9 @@ class _NoJudge:
 def _rollouts(config: Config, stack: ExitStack) -> tuple[AgentRollouts, _FixedAnswers]:
     """Return the agent's rollouts, and the engine that answers them. ``stack`` closes what they use."""
     allowed: Iterable[str] = config.generator.allow_code
-    if not config.environment.name:
-        check_allowed_command(config.environment.command, config.generator.allow_code)
-        allowed = [COMMAND_AGENT.partition(":")[0]]
+    if (own := config.environment).program:
+        check_allowed_command(own.program, config.generator.allow_code, key=own.program_key)
+        allowed = [own.code.partition(":")[0]]
     pool = EnvironmentPool(config.environment, allowed=list(allowed), digest=None, has_agents=True)
     stack.enter_context(closing(pool))
     directory: Path | None = None

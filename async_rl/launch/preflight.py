@@ -181,7 +181,8 @@ def check_code(config: Config) -> None:
     code_digests(config.recorded_code_names)
     if config.samples_here:
         check_allowed(config.code_names, config.generator.allow_code)
-        check_allowed_command(config.environment.command, config.generator.allow_code)
+        environment = config.environment
+        check_allowed_command(environment.program, config.generator.allow_code, key=environment.program_key)
 
 
 def check_data(config: Config) -> LoadedRows:

@@ -76,8 +76,10 @@ def check_allowed(names: Iterable[str], allowed: Collection[str]) -> None:
             )
 
 
-def check_allowed_command(command: Sequence[str], allowed: Collection[str]) -> None:
+def check_allowed_command(command: Sequence[str], allowed: Collection[str], *, key: str) -> None:
     """Check that this machine's operator allows a command, and that its program exists. An empty command is fine.
+
+    ``key`` is the config key that names the program.
 
     Raises:
         ConfigError: ``allowed`` does not list the command as one text, or the program is missing.
@@ -86,12 +88,12 @@ def check_allowed_command(command: Sequence[str], allowed: Collection[str]) -> N
     if command and text not in allowed:
         listed = json.dumps([*allowed, text])
         raise ConfigError(
-            f"environment.command: the config names {text}, but this machine does not allow it; if you trust it, set "
+            f"{key}: the config names {text}, but this machine does not allow it; if you trust it, set "
             f"generator.allow_code = {listed} (for a generator: --set 'generator.allow_code={listed}')"
         )
     if command and shutil.which(command[0]) is None:
         raise ConfigError(
-            f"environment.command: expected a program, got {command[0]}, which is not on the path of this machine; "
+            f"{key}: expected a program, got {command[0]}, which is not on the path of this machine; "
             f"install it, or correct the name"
         )
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_rl.config.config import Config
-from async_rl.config.generator import COMMAND_AGENT, has_model
+from async_rl.config.generator import has_model
 from async_rl.config.loading import (
     apply_override,
     check_generator_overrides,
@@ -326,11 +326,11 @@ def build_environment(
         tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
         text = TokenizerText(tokenizer, config.data.template_arguments)
     allowed, max_abs = config.generator.allow_code, config.reward.max_abs
-    if config.environment.name:
-        digest = digest_of(config.environment.name, code_digests)
+    if config.environment.user_code:
+        digest = digest_of(config.environment.user_code, code_digests)
     else:
-        check_allowed_command(config.environment.command, allowed)
-        digest, allowed = None, [COMMAND_AGENT.partition(":")[0]]
+        check_allowed_command(config.environment.program, allowed, key=config.environment.program_key)
+        digest, allowed = None, [config.environment.code.partition(":")[0]]
     pool = EnvironmentPool(config.environment, allowed=allowed, digest=digest, has_agents=config.has_agents)
     stack.enter_context(closing(pool))
     if config.has_agents:
