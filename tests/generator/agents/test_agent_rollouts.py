@@ -70,7 +70,7 @@ class World:
     def __init__(self, directory: Path, stack: ExitStack, source: str, clock: Callable[[], float], **config: object):
         path = directory / "agent.py"
         path.write_text(HEAD + source)
-        named = {} if "command" in config else {"name": f"{path}:run"}
+        named = {} if {"command", "name"} & config.keys() else {"name": f"{path}:run"}
         settings = EnvironmentConfig(**named, **config)  # type: ignore[arg-type]
         self.said = directory / "said"
         self.backend = ScriptedBackend(script)
@@ -535,10 +535,10 @@ time.sleep(1000)
 def test_a_command_must_be_allowed_and_exist():
     words = ("no-such-program", "two words")
     with pytest.raises(ConfigError, match=r"does not allow it; if you trust it, set\n? ?generator.allow_code"):
-        check_allowed_command(words, ["no-such-program"])
+        check_allowed_command(words, ["no-such-program"], key="environment.command")
     with pytest.raises(ConfigError, match="expected a program, got no-such-program"):
-        check_allowed_command(words, ["no-such-program 'two words'"])
-    check_allowed_command((), [])
+        check_allowed_command(words, ["no-such-program 'two words'"], key="environment.command")
+    check_allowed_command((), [], key="environment.command")
 
 
 HARNESS = """
