@@ -194,7 +194,13 @@ def _result(episode: Any) -> dict[str, Any]:
     if errors:
         last = errors[-1]
         return {"kind": last.type, "error": f"{last.type}: {last.message}", "status_code": last.status_code}
-    (trace,) = [one for one in episode.traces if one.agent.trainable and one.agent.config.model == "policy"]
+    traces = [one for one in episode.traces if one.agent.trainable and one.agent.config.model == "policy"]
+    if len(traces) != 1:
+        text = (
+            f"expected one trace of the policy, got {len(traces)}: an environment that plays a task several times does"
+        )
+        return {"kind": "traces", "error": f"{text} not fit, because a rollout has one reward"}
+    trace = traces[0]
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
     found = {**scores, **trace.metrics, "turns": trace.num_turns}
     metrics = {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}

@@ -138,7 +138,7 @@ async def run(task, context):
         errors=errors if failed else [], rewards={"right": SimpleNamespace(score=0.5), "unscored": None},
         metrics={"length": 3, "unknown": None}, reward=0.25,
     )
-    return SimpleNamespace(ok=not failed, errors=[], traces=[trace])
+    return SimpleNamespace(ok=not failed, errors=[], traces=[trace] * (2 if task.data.word == "twice" else 1))
 ''',
 }
 

@@ -124,6 +124,7 @@ def test_one_process_plays_all_rollouts_and_says_their_rewards_and_metrics(tmp_p
         ("TaskError", "TaskError", "TaskError: it broke", False),
         ("SandboxError", "SandboxError", "SandboxError: it broke", True),
         ("raises", "KeyError", "KeyError: 'task'", False),
+        ("twice", "traces", "expected one trace of the policy, got 2", False),
     ],
 )
 def test_an_error_of_verifiers_is_counted_by_its_class(
