@@ -33,6 +33,7 @@ from typing import Any
 from async_rl.environments.protocol import Action, Rollout, RolloutOverError, State, Task
 from async_rl.errors import WireError
 from async_rl.net.streams import pack_frame, take_frame
+from async_rl.process.fault_points import fault_point
 from async_rl.process.transient import is_transient
 from async_rl.process.user_code import describe_error
 from async_rl.records import row_fields
@@ -352,7 +353,9 @@ async def play_agent(code: Any, task: Task) -> dict[str, Any]:
             "environment.name: expected an agent, because generator.serve is true: an async function, or a module or "
             "class with an async function run, got neither; name the function: file.py:name"
         )
+    fault_point("agent.begun")
     made = await _awaited(run(task))
+    fault_point("agent.ended")
     found: dict[str, Any] = dict(made) if isinstance(made, Mapping) else {"reward": made}
     metrics: Any = found.pop("metrics", None) or {}
     if not isinstance(metrics, Mapping):

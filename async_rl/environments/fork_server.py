@@ -28,6 +28,7 @@ import traceback
 from typing import NoReturn
 
 from async_rl.process.family import descendants_of, kill_all, kill_marked
+from async_rl.process.fault_points import fault_point
 
 RECORD = struct.Struct("<cI")
 READY, REFUSED = b"R", b"E"
@@ -147,6 +148,7 @@ class _Server:
             with contextlib.suppress(OSError):  # the child may have done this already, or may have ended
                 os.setpgid(pid, pid)
             self._children.add(pid)
+        fault_point("fork_server.forked")
         self._control.sendall(RECORD.pack(b"F", max(pid, 0)))
 
     def _be_child(self, descriptor: int, server: int) -> None:
@@ -177,6 +179,7 @@ class _Server:
         """
         if pid not in self._children:
             return
+        fault_point("fork_server.killing")
         family = descendants_of(pid)  # before they lose their parents
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):

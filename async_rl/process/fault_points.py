@@ -32,6 +32,21 @@ FAULT_POINTS = (
     "generator.activating",  # new weights are verified, not active
 )
 """Those of a run of reinforcement learning."""
+AGENT_FAULT_POINTS = (
+    "generator.session_opened",  # the front takes the calls of a lease's sessions, their agents are not started
+    "generator.call_begun",  # the engine has a call, and has sampled nothing for it
+    "generator.call_answered",  # an answer is in its session's sequences, the front does not have it
+    "generator.reward_reported",  # a session's reward is noted, the one who reported it is not told
+    "generator.session_ended",  # an agent has ended and its calls are stopped, its rollout is not judged
+    "front.called",  # a call is sent to the generator, it is not answered
+    "front.answered",  # the generator's answer is here, nothing of it is sent to the agent
+    "front.delivered",  # the agent's connection has the whole answer, the generator does not know
+    "agent.begun",  # an agent's process has its rollout, the agent's code is not started
+    "agent.ended",  # the agent has returned, the generator does not know
+    "fork_server.forked",  # a process for an agent is forked, the generator does not know its id
+    "fork_server.killing",  # a process shall be killed with all that it started, none of them is
+)
+"""Those of a run with agents, in addition. The first word is the process that reaches a point."""
 OFFLINE_FAULT_POINTS = (
     "offline.reference_scored",  # a chunk of the reference model's log-probabilities is kept
     "offline.trained",  # the optimizer has stepped, its row of metrics is not written

@@ -66,6 +66,7 @@ from async_rl.generator.agents.messages import (
     take_for_front,
 )
 from async_rl.generator.agents.requests import RefusedError, generate_answer, read_finish, read_generate
+from async_rl.process.fault_points import fault_point
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +174,7 @@ class Calls:
         """
         for call in calls:
             self.send(call)
+        fault_point("front.called")
         gone = asyncio.create_task(_disconnected(request))
         try:
             return [await self._answer(call, gone) for call in calls]
@@ -251,12 +253,14 @@ class AnswerResponse(Response):
         self._calls, self._numbers = calls, numbers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fault_point("front.answered")
         try:
             await super().__call__(scope, receive, send)
         except BaseException:
             for number in self._numbers:
                 self._calls.send(Gone(number))
             raise
+        fault_point("front.delivered")
         for number in self._numbers:
             self._calls.send(Delivered(number))
 

@@ -35,6 +35,7 @@ from async_rl.generator.agents.transcript import Transcript
 from async_rl.generator.backend import Sampled, rollout_keys
 from async_rl.generator.environment_rollouts import prompt_text, start_message
 from async_rl.generator.rollouts import Graded, Grader, Played, turns_of
+from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import Failure
 from async_rl.records import AgentSession, FinishReason, Lease, Rollout, Sampling
 
@@ -195,6 +196,7 @@ class AgentRollouts:
         prompt = prompt_text(lease.prompt.messages, self._render)
         new = [self._new_session(lease, index) for index in range(lease.group_size)]
         self._front.open(session.key for session in new)
+        fault_point("generator.session_opened")
         for session in new:
             url = f"{self._front.url}/s/{session.key}/v1"
             endpoint = {
@@ -227,6 +229,7 @@ class AgentRollouts:
             session.tokens.answer(call, sample)
             if said is not None:
                 session.transcript.add(call, said, sample.text)
+            fault_point("generator.call_answered")
             self._front.reply(_reply(call, sample))
         self._begin_waiting()
 
@@ -315,6 +318,7 @@ class AgentRollouts:
             self._front.reply(Refuse(given.call, 409, "this session has its reward already", "finished"))
         else:
             session.reported = Outcome(given.reward, given.score)
+            fault_point("generator.reward_reported")
             self._front.reply(Accept(given.call))
 
     def _wrong(self, call: Call, sampling: Sampling) -> tuple[str, str, str] | None:
@@ -386,6 +390,7 @@ class AgentRollouts:
             session.said[call.call] = call.said
         self._by_request[request.lease_id] = session, call.call
         self._engine.submit(request, ids)
+        fault_point("generator.call_begun")
 
     def _refuse(self, call: Call, message: str, code: str, param: str) -> None:
         self._by_call.pop(call.call, None)
@@ -446,6 +451,7 @@ class AgentRollouts:
         for call in [*session.requests, *(one.call for one in session.waiting)]:
             self._by_call.pop(call, None)
             self._lose(session, call)
+        fault_point("generator.session_ended")
 
     def _check_silence(self, session: _Session, now_s: float) -> None:
         """Fail a session whose agent has not called for too long."""
