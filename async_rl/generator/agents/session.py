@@ -68,7 +68,8 @@ class Limits:
     """The limits of one rollout, in tokens.
 
     Attributes:
-        first_prompt: those of the first call's prompt (``sampling.max_prompt_tokens``).
+        first_prompt: those of the first call's prompt (``sampling.max_prompt_tokens``), unless an answer before it
+            was lost: the agent may have it, and go on from it.
         sampled: the sampled ones of all calls (``sampling.max_new_tokens``).
         sequence: those of one sequence: the sum of both.
         rollout: those of all sequences together (``environment.max_rollout_tokens``).
@@ -167,7 +168,7 @@ class SessionTokens:
             MustWaitError: as its docstring says.
         """
         limits = self._limits
-        if not self._branches and len(prompt_ids) > limits.first_prompt:
+        if not self._branches and not self.num_lost and len(prompt_ids) > limits.first_prompt:
             text = f"the first prompt has {len(prompt_ids)} tokens, sampling.max_prompt_tokens = {limits.first_prompt}"
             raise NoRoomError(text, "sampling.max_prompt_tokens")
         branch, kind = self._place(prompt_ids)

@@ -100,6 +100,17 @@ def test_an_answer_that_never_arrived_leaves_the_loss():
     assert [one.token_ids.tolist() for one in session.sequences()] == [[1, 7, 2, 6]]
 
 
+def test_after_an_answer_that_seems_lost_a_call_may_be_longer_than_the_first_prompt():
+    # The front can die after the agent got an answer and before it said so: then the agent goes on from it.
+    session = SessionTokens(Limits(first_prompt=2, sampled=10, sequence=12, rollout=24))
+    ask(session, 0, (1, 2), (7,))
+    session.lose(0)
+    ask(session, 1, (1, 2, 7, 3), (8,))
+    (sequence,) = session.sequences()
+    assert sequence.token_ids.tolist() == [1, 2, 7, 3, 8]
+    assert sequence.loss_mask.tolist() == [False, False, False, False, True]
+
+
 def test_an_answer_that_a_later_call_goes_on_from_did_arrive():
     session = SessionTokens(WIDE)
     ask(session, 0, (1,), (7,))
