@@ -307,17 +307,18 @@ class AgentRollouts:
         self._may_begin = True
 
     def _receive_reward(self, given: Finish) -> None:
-        """Take a session's reward, which counts when its agent ends without one."""
+        """Take a session's reward, which counts when its agent ends without one. It may be repeated."""
         session = self._by_key.get(given.key)
         if session is None:
             return
+        outcome = Outcome(given.reward, given.score)
         if not secrets.compare_digest(given.finish_key.encode(), session.finish_key.encode()):
             text = "expected the session's second key as the API key, which its agent does not hold, got another one"
             self._front.reply(Refuse(given.call, 401, text, "wrong_finish_key"))
-        elif session.reported is not None:
-            self._front.reply(Refuse(given.call, 409, "this session has its reward already", "finished"))
+        elif session.reported not in (None, outcome):
+            self._front.reply(Refuse(given.call, 409, "this session has another reward already", "finished"))
         else:
-            session.reported = Outcome(given.reward, given.score)
+            session.reported = outcome
             fault_point("generator.reward_reported")
             self._front.reply(Accept(given.call))
 

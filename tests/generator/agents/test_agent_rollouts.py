@@ -566,7 +566,7 @@ seen = subprocess.run([sys.executable, "-c", thief], capture_output=True, text=T
 statuses = [
     finish["finish_key"] in seen, report(os.environ["OPENAI_API_KEY"], reward=9.0), report("", reward=9.0),
     report(finish["finish_key"], reward="much"), report(finish["finish_key"], reward=0.25, score=1.0),
-    report(finish["finish_key"], reward=9.0),
+    report(finish["finish_key"], reward=9.0), report(finish["finish_key"], reward=0.25, score=1.0),
 ]
 with open(sys.argv[1], "w") as file:
     file.write(json.dumps(statuses))
@@ -578,6 +578,6 @@ def test_a_harness_reports_the_reward_with_a_key_that_its_agent_does_not_get(tmp
     words = (sys.executable, str(tmp_path / "program.py"), str(tmp_path / "said"))
     with world(tmp_path, "", command=words) as played:
         (graded,) = played.play(max_new_tokens=20)
-        assert played.notes == ["[false, 401, 401, 400, 200, 409]"]
+        assert played.notes == ["[false, 401, 401, 400, 200, 409, 200]"]
     assert graded.rollout is not None
     assert (graded.rollout.reward_parts, graded.rollout.accuracy) == ({"environment": 0.25}, 1.0)
