@@ -317,10 +317,11 @@ class EnvironmentPool:
         process.key, process.deadline_s, process.cancelling = None, None, False
         self._idle.append(process)
 
-    def _fail(self, process: _Process, count: str, error: str) -> list[Event]:
+    def _fail(self, process: _Process, count: str, error: str, *, is_transient: bool = False) -> list[Event]:
         """Kill a process. Return the event ``failed`` of the rollout that it played, or an empty list if it was idle.
 
-        ``count`` is the key in ``counts`` to add the rollout to, and ``error`` the message for the log.
+        ``count`` is the key in ``counts`` to add the rollout to, and ``error`` the message for the log. Other rollouts
+        than those that ``timed_out`` may be ``is_transient``, too.
         """
         if process.sock.fileno() < 0:
             return []
@@ -333,7 +334,8 @@ class EnvironmentPool:
             return []
         self._processes.pop(process.key, None)
         self.counts[count] += 1
-        return [Event(process.key, {"type": "failed", "error": error, "is_transient": count == "timed_out"})]
+        is_transient |= count == "timed_out"
+        return [Event(process.key, {"type": "failed", "error": error, "is_transient": is_transient})]
 
     def _end(self, process: _Process) -> None:
         self._selector.unregister(process.sock)
@@ -389,15 +391,19 @@ class EnvironmentPool:
     def _replace_server(self) -> None:
         """Start another fork server, because this one has ended or is silent. Its processes end with it.
 
-        The processes that it has not forked are asked for again, with their first messages.
+        The processes that it has not forked are asked for again, with their first messages. Agents for which it was
+        asked already fail.
         """
         self._server.close()
         lost = [process for process in self._forking if process.sock.fileno() >= 0]
         self._forking.clear()
-        again = [process for process in lost if process.num_tries < _MAX_TRIES and process.key is not None]
+        # An agent may have been forked and have called. It must not play again with the session of these calls.
+        most = 1 if self._has_agents else _MAX_TRIES
+        again = [process for process in lost if process.num_tries < most and process.key is not None]
         for process in lost:
             if process not in again:
-                self._failed_at_start += self._fail(process, "crashed", _NO_SERVER)
+                error = _LOST_WITH_AGENT if self._has_agents else _NO_SERVER
+                self._failed_at_start += self._fail(process, "crashed", error, is_transient=self._has_agents)
         for process in again:
             self._selector.unregister(process.sock)
             process.sock.close()
@@ -419,6 +425,10 @@ _REFUSED = (
 _NO_SERVER = (
     "the fork server of the environment ended whenever it was asked for a process; see its output above, and check "
     "that the machine has memory left"
+)
+_LOST_WITH_AGENT = (
+    "the fork server of the environment ended, or was silent for too long, while it forked this agent's process; see "
+    "its output above, and check that the machine has memory left"
 )
 _MAX_TRIES = 2
 """How often a process is asked for, if the fork server ends each time."""

@@ -351,6 +351,36 @@ def test_a_call_whose_connection_breaks_is_lost_and_its_repetition_is_trained(tm
     assert sequence.token_ids.tolist() == [1, *map(ord, "done"), END]
 
 
+BEGINS = """
+async def run(task):
+    status, answer = await ask(task, [1])
+    note(f"{os.getpid()} {status}")
+    await asyncio.sleep(0.1)
+"""
+
+
+def test_an_agent_whose_fork_server_dies_with_its_process_id_does_not_play_its_session_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ASYNC_RL_FAULTS", str(tmp_path))
+    with world(tmp_path, BEGINS) as played:
+        (tmp_path / "fork_server.forked").touch()
+        lease = make_lease(group_size=1)
+        played.rollouts.submit(lease, played.rollouts.encode(lease))
+        played.until(lambda: played.notes)  # it is stopped there, and the agent plays
+        (held,) = tmp_path.glob("fork_server.forked.*")
+        os.kill(int(held.suffix[1:]), signal.SIGKILL)
+        played.until(lambda: played.done)
+        assert len(played.notes) == 1
+        (graded,) = played.done
+        assert graded.failure is not None
+        assert graded.failure.is_transient
+        assert "fork server" in graded.failure.detail
+        played.done.clear()
+        (again,) = played.play()
+        assert again.failure is None
+
+
 FLOODS = """
 async def run(task):
     if task.extra_info["index"] == 0:
