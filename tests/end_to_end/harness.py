@@ -168,3 +168,12 @@ def processes_of(marker: str) -> list[int]:
         if is_marked and state_of(int(entry.name)) not in (None, "Z"):
             found.append(int(entry.name))
     return found
+
+
+def command_lines(marker: str) -> dict[int, list[str]]:
+    """The words of the command line of each of ``processes_of(marker)``."""
+    found = dict[int, list[str]]()
+    for pid in processes_of(marker):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found[pid] = forked_roles.command_line(pid)
+    return found

@@ -14,9 +14,17 @@ import numpy as np
 import pytest
 
 from tests.end_to_end.faults_harness import FaultRun, fault_config, fault_run, trained_rows
-from tests.end_to_end.harness import check_ledger, metrics, processes_of, roles, steps, wait_until, write_config
+from tests.end_to_end.harness import (
+    check_ledger,
+    command_lines,
+    metrics,
+    processes_of,
+    roles,
+    steps,
+    wait_until,
+    write_config,
+)
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
-from tests.forked_roles import command_line
 
 CLIENT = '''
 """Agents that call the token endpoint with the standard library alone."""
@@ -296,7 +304,7 @@ def pid_of(run: FaultRun, victim: str, chance: random.Random) -> int | None:
     """A process of the run. An agent is a process that a fork server has forked."""
     if victim == "queue":
         return run.queue_pid()
-    lines = {pid: command_line(pid) for pid in processes_of(run.marker)}
+    lines = command_lines(run.marker)
     if victim == "agent":
         servers = {pid for pid, line in lines.items() if "async_rl.environments.fork_server" in line}
         found = [pid for pid in servers if parent_of(pid) in servers]
