@@ -419,9 +419,11 @@ class SamplingConfig(Section):
 
 
 COMMAND_AGENT = "async_rl.environments.command:run"
-VERIFIERS_AGENT = "async_rl.environments.verifiers_agent:Taskset"
-VERIFIERS = "verifiers:"
 """The agent that runs ``environment.command``."""
+VERIFIERS_AGENT = "async_rl.environments.verifiers_agent:Taskset"
+"""The agent that plays a taskset of verifiers."""
+VERIFIERS = "verifiers:"
+"""How ``environment.name`` begins if it names a taskset of verifiers."""
 MAX_SESSION_CALLS = 1024
 """Maximum number of calls of an agent in one rollout."""
 
