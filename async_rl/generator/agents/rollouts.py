@@ -184,8 +184,10 @@ class AgentRollouts:
         """Return how many calls the sessions that have ended made, by how they relate to the calls before, what was
         lost, how many tools were called, and the sums of their seconds with and without a call.
         """
-        seconds = {"sampling_s": int(self._sampling_s), "own_s": int(self._own_s)} if self._counts else {}
-        return {f"agent/{name}": number for name, number in {**self._counts, **seconds}.items()}
+        counts = {f"agent/{name}": number for name, number in self._counts.items()}
+        if counts:
+            counts |= {"agent/sampling_s": int(self._sampling_s), "agent/own_s": int(self._own_s)}
+        return counts
 
     def encode(self, lease: Lease) -> np.ndarray:
         """Return no tokens: an agent makes its prompts itself."""
