@@ -57,7 +57,7 @@ WELCOME."""
 _CLIENT_HANDSHAKE_BYTES = 4096
 """Number of bytes that an unauthenticated client may send. The handshake (greeting, HELLO and INITIATE) has less than
 1,000."""
-_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
+KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
 """The kernel asks a peer that was silent for 10 s every 5 s, and closes its connection after 4 questions without an
 answer."""
 _TCP_INFO_BYTES = 256
@@ -104,7 +104,7 @@ class RouterConnections:
         self._addresses: dict[int, Peer] = {}
         self._checked_at = 0.0
         router.setsockopt(zmq.BACKLOG, BACKLOG)
-        for option, value in _KEEPALIVE.items():
+        for option, value in KEEPALIVE.items():
             router.setsockopt(option, value)
         endpoint = f"inproc://connections-{id(self)}"
         router.monitor(endpoint, int(_EVENTS))
