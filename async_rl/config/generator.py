@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
-from async_rl.config.section import Section
+from async_rl.config.section import Section, check_served_address
 from async_rl.process.user_code import is_code_name
 
 if TYPE_CHECKING:
@@ -450,6 +450,12 @@ class EnvironmentConfig(Section):
         '"verifiers:TASKSET". Every generator must list both in generator.allow_code, as one text: PYTHON '
         "verifiers:TASKSET.",
     )
+    relay: str | None = Field(
+        default=None,
+        description="Address of a relay, as in tcp://10.0.0.1:5560, instead of environment.name: agents are programs "
+        "that take sessions by `async-rl agent`, on any machine (generator.serve). launch starts the relay there; "
+        "generators and agents connect to it. Beyond loopback it needs queue.keys.",
+    )
     max_turns: int = Field(
         default=8, ge=1, le=1024, description="Maximum number of answers of the model in one rollout."
     )
@@ -504,10 +510,15 @@ class EnvironmentConfig(Section):
             raise ValueError(f"expected file.py, file.py:name, module or module:name, got {value!r}; correct the name")
         return value
 
+    @field_validator("relay")
+    @classmethod
+    def _is_address(cls, value: str | None) -> str | None:
+        return None if value is None else check_served_address(value)
+
     @property
     def is_set(self) -> bool:
         """Whether rollouts are played with an environment."""
-        return bool(self.name or self.command)
+        return bool(self.name or self.command or self.relay)
 
     @property
     def taskset(self) -> str:
@@ -544,9 +555,9 @@ class EnvironmentConfig(Section):
     @property
     def key(self) -> str:
         """The key that names what plays."""
-        return "environment.name" if self.name else "environment.command"
+        return "environment.name" if self.name else "environment.relay" if self.relay else "environment.command"
 
     @property
     def shown(self) -> str:
-        """The environment's name or command, as text."""
-        return self.name or shlex.join(self.command)
+        """The environment's name, command or relay, as text."""
+        return self.name or self.relay or shlex.join(self.command)

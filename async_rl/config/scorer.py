@@ -9,9 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from async_rl.config.section import Section
-from async_rl.errors import AddressError
-from async_rl.net.address import check_address, is_wildcard
+from async_rl.config.section import Section, check_served_address
 
 _MEMORY_FRACTION = 0.8
 
@@ -87,13 +85,4 @@ class ScorerConfig(Section):
     @field_validator("address")
     @classmethod
     def _is_address(cls, value: str) -> str:
-        try:
-            host, port = check_address(value)
-        except AddressError as error:
-            raise ValueError(str(error)) from None
-        if not port or is_wildcard(host):
-            raise ValueError(
-                f"expected a host and a port that generators connect to, as in tcp://127.0.0.1:5570, got {value}; "
-                f"name them"
-            )
-        return value
+        return check_served_address(value)

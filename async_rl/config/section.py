@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from async_rl.errors import ConfigError
+from async_rl.errors import AddressError, ConfigError
+from async_rl.net.address import check_address, is_wildcard
 
 T = TypeVar("T")
 
@@ -30,3 +31,20 @@ def look_up(table: Mapping[str, T], name: str, key: str) -> T:
     if name not in table:
         raise ConfigError(f"{key}: expected one of {', '.join(table)}, got {name!r}; set {key} to one of them")
     return table[name]
+
+
+def check_served_address(address: str) -> str:
+    """Return ``address`` if one process can bind it, and others can connect to it.
+
+    Raises:
+        ValueError: it is malformed, has no port, or stands for all interfaces.
+    """
+    try:
+        host, port = check_address(address)
+    except AddressError as error:
+        raise ValueError(str(error)) from None
+    if not port or is_wildcard(host):
+        raise ValueError(
+            f"expected a host and a port that others connect to, as in tcp://127.0.0.1:5570, got {address}; name them"
+        )
+    return address

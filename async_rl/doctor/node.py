@@ -194,7 +194,7 @@ def check_generator(
             return _check_engine(backends[0], config, received)
 
         rows += _rows_of("engine", check_engine)
-        if backends and config.environment.is_set:
+        if backends and config.environment.is_set and config.environment.relay is None:
             rows += _rows_of("environment", lambda: _check_environment(config, directory, backends[0], digests, stack))
     return rows
 

@@ -257,6 +257,8 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
 
 
 def _environment_rows(config: Config) -> list[Finding]:
+    if config.environment.relay is not None:
+        return [Finding("environment", "skip", "agents are programs that start elsewhere (environment.relay)")]
     try:
         rows = load_train_rows(config).rows
     except UserError as error:

@@ -196,6 +196,11 @@ def _player(
     if not config.environment.is_set:
         truncates = config.data.on_long_prompt == "truncate"
         return backend, SingleTurnRollouts(backend, grader, truncates=truncates), decode
+    if config.environment.relay is not None:
+        raise ConfigError(
+            "environment.relay: expected an agent that this machine can run, got a relay, by which only a run offers "
+            "its sessions; let the run evaluate (eval.every), or name the agent in environment.name or command"
+        )
     environment = build_environment(config, directory, backend, None, stack, grader)
     assert environment is not None
     return backend, environment, decode

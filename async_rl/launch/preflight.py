@@ -299,7 +299,7 @@ def check_own_environment(config: Config, rows: Sequence[Row]) -> str:
     Raises:
         ConfigError: on each row the environment fails, or returns something other than it must.
     """
-    if not config.environment.is_set or not config.samples_here:
+    if not config.environment.is_set or config.environment.relay is not None or not config.samples_here:
         return ""
     return try_agent(config, rows) if config.has_agents else try_environment(config, rows)
 

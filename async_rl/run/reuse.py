@@ -47,6 +47,7 @@ FREE: tuple[str, ...] = (
     "experimental.max_messages_per_s", "experimental.max_malformed_per_minute", "experimental.distributed_timeout_s",
     "experimental.bucket_bytes", "experimental.parity_every", "experimental.parity_limit", "experimental.linger_s",
     "experimental.vllm", "sft", "rm", "dpo", "scorer",
+    "environment.relay",
 )  # fmt: skip
 """Keys and sections that may change when a run is resumed. They change where and how fast the run computes and what it
 records, but not what it learns. (A scorer's model may move, but its digest must stay: ``scorer.start``.)"""

@@ -70,7 +70,7 @@ def test_a_reward_model_may_be_one_of_several_rewards():
         ({"scorer": {"judge": {**JUDGE, "port": 1}}}, "scorer.judge.port: unknown key"),
         (
             {"scorer": {"judge": {**JUDGE, "address": "tcp://0.0.0.0:1"}}},
-            "a host and a port that generators connect to",
+            "a host and a port that others connect to",
         ),
         ({"queue": {}}, "queue.filter_range: expected [] with an accuracy"),
         ({"data": SOLVED}, "data.curriculum: expected none with an accuracy"),
