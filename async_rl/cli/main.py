@@ -389,6 +389,24 @@ def scorer(
         run_scorer(resolved, name, insecure=insecure)
 
 
+@app.command(short_help="Connect generators with agents on other machines.")
+def relay(config: ConfigPath, overrides: Overrides = None, insecure: Insecure = False) -> None:
+    """Relay between the generators of a run and `async-rl agent` on other machines, at environment.relay of CONFIG.
+
+    `launch` starts the relay itself. Without `launch`, start it on the machine of the queue server. It may be restarted
+    at any time: rollouts that agents have begun fail then, and the others wait.
+
+    \b
+    Example:
+      async-rl relay run.toml --set environment.relay=tcp://10.0.0.1:5560
+    """
+    with _role():
+        from async_rl.config.loading import load_config
+        from async_rl.relay.server import run_relay
+
+        run_relay(load_config(config, overrides or []), insecure=insecure)
+
+
 @app.command(short_help="Run and judge programs for generators that can't isolate them.")
 def verifier(
     bind: Annotated[

@@ -20,7 +20,7 @@ from async_rl.errors import UserError
 from async_rl.launch import preflight
 from async_rl.launch.capacity import check_disk_space, check_memory, memory_warning
 from async_rl.launch.device_memory import check_device_memory
-from async_rl.launch.scorer_checks import check_scorers
+from async_rl.launch.scorer_checks import check_relay, check_scorers
 from async_rl.launch.user_code_trial import try_loss
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.run.directory import check_writable
@@ -128,6 +128,7 @@ CHECKS: tuple[Check, ...] = (
     Check("tokenizer", "files", ("launch",), lambda s: preflight.unknown_text(s.config, s.rows)),
     Check("sandbox", "machine", ("launch",), lambda s: preflight.check_code_reward(s.config)),
     Check("scorers", "machine", ("launch",), lambda s: check_scorers(s.config, insecure=s.insecure)),
+    Check("environment.relay", "machine", ("launch",), lambda s: check_relay(s.config, insecure=s.insecure)),
     Check("judge", "files", ("launch",), lambda s: preflight.check_judge(s.config)),
     Check("experimental.fake", "files", ("launch",), lambda s: preflight.check_fake_vocabulary(s.config)),
     Check("reward", "trial", ("launch",), lambda s: preflight.check_own_reward(s.config, s.rows)),

@@ -1,8 +1,8 @@
 """``async-rl launch``: check a config, start all processes of its run on this machine, and report how the run ended.
 
-``RunCommands`` builds the command line of each process (queue server, learner ranks, generators, scorers), with its
-devices and threads. ``supervisor`` runs these commands, and ``--dry-run`` prints them. Only the command line calls
-this module.
+``RunCommands`` builds the command line of each process (queue server, learner ranks, generators, scorers,
+relay), with its devices and threads. ``supervisor`` runs these commands, and ``--dry-run`` prints them. Only the
+command line calls this module.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def _all_commands(config: Config, commands: RunCommands) -> list[Command]:
     address = config.queue.advertise or config.queue.address or "tcp://127.0.0.1:0"
     generators = (commands.generator(index, address, 0) for index in range(commands.num_generators))
     scorers = map(commands.scorer, commands.scorer_names)
-    return [commands.queue(None), *commands.learner(29500), *scorers, *generators]
+    relay = [commands.relay()] if commands.has_relay else []
+    return [commands.queue(None), *commands.learner(29500), *relay, *scorers, *generators]
 
 
 def _has_ended_line(run_dir: RunDir) -> str:
@@ -453,6 +454,10 @@ class RunCommands:
         """The scorers that launch starts."""
         return tuple(name for name, scorer in self._config.scorer.items() if scorer.launch)
 
+    @property
+    def has_relay(self) -> bool:
+        return self._config.environment.relay is not None
+
     def queue(self, bound_port: int | None) -> Command:
         """Return the command that starts the queue server.
 
@@ -523,6 +528,11 @@ class RunCommands:
         cores = self._shares[self._config.learner.nproc + self._config.generator.count + index]
         argv = _python(["scorer", *self._config_arguments, name, *self._flags])
         return Command(f"scorer-{name}", argv, self._environment(None, extra), cores)
+
+    def relay(self) -> Command:
+        """Return the command that starts the relay of agents on other machines."""
+        argv = _python(["relay", *self._config_arguments, *self._flags])
+        return Command("relay", argv, self._environment(1, {VISIBLE: ""}))
 
     def _environment(self, num_threads: int | None, extra: Mapping[str, str]) -> dict[str, str]:
         environment = {

@@ -17,6 +17,7 @@ MEMORY_REMEDIES: Mapping[str, str] = {
     "generator": "raise the limit; or lower generator.batch_size, or start fewer generators (generator.count)",
     "queue": "raise the limit; or lower queue.max_bytes",
     "scorer": "raise the limit; or start fewer processes on this machine",
+    "relay": "raise the limit; or start fewer processes on this machine",
 }
 """What to do if a process of this role was killed because memory ran out."""
 RECENT_S = 10.0

@@ -1,4 +1,5 @@
-"""Checks of the tables ``scorer.NAME`` before a run: addresses and models, without loading weights."""
+"""Checks of the tables ``scorer.NAME`` before a run: addresses and models, without loading weights; and of the
+address of a relay."""
 
 from __future__ import annotations
 
@@ -43,6 +44,20 @@ def check_scorers(config: Config, *, insecure: bool) -> None:
                 check_teacher(directory, config.model.path)
         except ModelError as error:
             raise ModelError(f"scorer.{name}.model: {str(error).removeprefix('model.path: ')}") from None
+
+
+def check_relay(config: Config, *, insecure: bool) -> None:
+    """Check that the relay, if there is one, can bind its address.
+
+    Raises:
+        AddressError: the address is in use, belongs to another machine, or is open to a network without keys.
+    """
+    if (address := config.environment.relay) is not None:
+        try:
+            refuse_open_bind(address, insecure=insecure, has_keys=config.queue.keys is not None)
+            _try_bind(address)
+        except AddressError as error:
+            raise AddressError(f"environment.relay: {error}") from None
 
 
 def why_scorers_are_away(config: Config) -> dict[str, str]:

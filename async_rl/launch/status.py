@@ -37,6 +37,7 @@ _LABELS = {
     "journal_damage": "damage of the journal",
     "finished": "finished",
     "address": "queue server",
+    "relay": "relay of agents",
     "pid": "its process id",
     "run_id": "run id",
     "malformed": "malformed messages",
@@ -47,7 +48,7 @@ _LABELS = {
 """The label that the table shows for a key of the status. The table's rows are in this order."""
 _ONLY_IF_ANY = frozenset({
     "prompts_too_long", "filtered_since_step", "damaged_groups", "malformed", "limited", "refused_handshakes",
-    "closed_connections",
+    "closed_connections", "relay",
 })  # fmt: skip
 _OF_THE_RUN = ("run_id", "lineage", "step", "version", "training_notes", "group_notes", "excluded")
 """The keys of ``ledger.json`` that are no counts."""

@@ -1,10 +1,10 @@
-"""Start the processes of one run (queue server, learner ranks, generators, scorers), restart those that die, and end
-them all.
+"""Start the processes of one run (queue server, learner ranks, generators, scorers, relay), restart those that die,
+and end them all.
 
-``launch`` constructs a ``Supervisor`` and calls ``run``. Dead generators, scorers and a dead queue server are
-restarted, a limited number of times and after a growing pause. A dead learner is restarted if it has saved a new
-checkpoint since its last start. Any other death stops the run, and the first cause is reported. A generator, a scorer
-or a queue server that exits before the learner has written ``finished.json`` counts as dead, even with exit code 0.
+``launch`` constructs a ``Supervisor`` and calls ``run``. Dead generators, scorers, relays and a dead queue server
+are restarted, a limited number of times and after a growing pause. A dead learner is restarted if it has saved a new
+checkpoint since its last start. Any other death stops the run, and the first cause is reported. A generator, scorer,
+relay or queue server that exits before the learner has written ``finished.json`` counts as dead, even with exit code 0.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class Command:
 
 
 class Commands(Protocol):
-    """Gives the supervisor the commands that start the queue server, the learner's processes, each generator and each
-    scorer.
+    """Gives the supervisor the commands that start the queue server, the learner's processes, each generator, each
+    scorer and the relay.
 
     ``async_rl.launch.launch.RunCommands`` implements this protocol.
     """
@@ -156,10 +156,13 @@ class Commands(Protocol):
     def num_generators(self) -> int: ...
     @property
     def scorer_names(self) -> Sequence[str]: ...
+    @property
+    def has_relay(self) -> bool: ...
     def queue(self, bound_port: int | None) -> Command: ...
     def learner(self, master_port: int) -> list[Command]: ...
     def generator(self, index: int, address: str, num_restarts: int) -> Command: ...
     def scorer(self, name: str) -> Command: ...
+    def relay(self) -> Command: ...
 
 
 class View(Protocol):
@@ -258,9 +261,11 @@ class Supervisor:
         self._remedies: set[str] = set()
         self._queue = _Unit("queue", lambda: [commands.queue(self._bound_port)])
         self._learner = _Unit("learner", lambda: commands.learner(_free_port()))
-        self._scorers = [
+        self._services = [
             _Unit(f"scorer-{name}", lambda name=name: [commands.scorer(name)]) for name in commands.scorer_names
         ]
+        if commands.has_relay:
+            self._services.append(_Unit("relay", lambda: [commands.relay()]))
         self._generators = [
             _Unit(f"generator-{i}", lambda i=i: self._generator_command(i)) for i in range(commands.num_generators)
         ]
@@ -297,7 +302,7 @@ class Supervisor:
         ]
 
     def _units(self) -> list[_Unit]:
-        return [self._queue, self._learner, *self._scorers, *self._generators]
+        return [self._queue, self._learner, *self._services, *self._generators]
 
     def _start_all(self) -> None:
         self._start(self._queue)
@@ -305,7 +310,7 @@ class Supervisor:
         self._view.watch_queue(self._address)
         self._checkpoint = self._run_dir.latest_checkpoint
         self._start(self._learner)
-        for unit in (*self._scorers, *self._generators):
+        for unit in (*self._services, *self._generators):
             self._start(unit)
 
     def _generator_command(self, index: int) -> list[Command]:
@@ -386,7 +391,7 @@ class Supervisor:
             taken = f"another process has taken over {self._run_dir.path}; to take it back, launch with --takeover"
             raise _Stop(Outcome(1, taken))
         # The queue first: if its death made others die, it is the first cause.
-        for unit in (self._queue, *self._scorers, *self._generators):
+        for unit in (self._queue, *self._services, *self._generators):
             # In this order: the file exists before the queue server tells anyone to end.
             if unit.restart_at is None and unit.ended() and (unit.dead() or not self._run_dir.is_finished):
                 self._restart_later(unit)
@@ -477,7 +482,7 @@ class Supervisor:
         if can_save:
             self._view.note("the learner saves its last step; a second signal ends everything at once")
         self._end(self._learner.processes, self._timing.learner_grace_s if can_save else 0.0)
-        others = (*self._generators, *self._scorers)
+        others = (*self._generators, *self._services)
         self._end([p for unit in others for p in unit.processes], self._timing.grace_s)
         # At SIGTERM it would wait for a learner that was killed.
         self._end(self._queue.processes, self._timing.grace_s, signal.SIGINT)

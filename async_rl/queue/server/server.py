@@ -379,7 +379,8 @@ class QueueServer:
         """Return the status of the queue with that of the server added."""
         now = time.monotonic()
         extra = {
-            "address": self.address, "pid": os.getpid(), "waits": self._pending.waits(now),
+            "address": self.address, "relay": self._config.environment.relay, "pid": os.getpid(),
+            "waits": self._pending.waits(now),
             "storage_full": self._full_disk.status(now), **self._endpoint.counters(),
             "journal_damage": "" if self._journal is None else self._journal.damage,
         }  # fmt: skip
