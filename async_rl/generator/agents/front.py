@@ -29,11 +29,10 @@ import signal
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 import numpy as np
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -57,6 +56,8 @@ from async_rl.generator.agents.messages import (
     Delivered,
     Finish,
     Gone,
+    Join,
+    Offered,
     Open,
     Refuse,
     Reply,
@@ -65,8 +66,10 @@ from async_rl.generator.agents.messages import (
     pack,
     take_for_front,
 )
+from async_rl.generator.agents.remote import RemotePrograms
 from async_rl.generator.agents.requests import RefusedError, generate_answer, read_finish, read_generate
 from async_rl.process.fault_points import fault_point
+from async_rl.relay.loopback import serve_http
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +123,10 @@ class ClientGoneError(Exception):
 
 
 class Calls:
-    """The generator as the front sees it: its open sessions, and the calls that it has not answered."""
+    """The generator as the front sees it: its open sessions, and the calls that it has not answered.
+
+    ``programs`` are those on other machines, which hear of sessions, too.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first_call: int) -> None:
         self._reader, self._writer = reader, writer
@@ -128,6 +134,7 @@ class Calls:
         self._open: dict[str, set[int]] = {}
         self._closed: OrderedDict[str, str] = OrderedDict()
         self._waiting: dict[int, asyncio.Future[Reply | Accept | Refuse | Close]] = {}
+        self.programs: RemotePrograms | None = None
 
     async def listen(self) -> None:
         """Take the generator's messages until it closes the connection."""
@@ -226,6 +233,10 @@ class Calls:
         if isinstance(message, Open):
             for key in message.keys:
                 self._open.setdefault(key, set())
+            return
+        if isinstance(message, Join | Offered | Close) and self.programs is not None:
+            self.programs.take(message)
+        if isinstance(message, Join | Offered):
             return
         if isinstance(message, Close):
             self._closed[message.key] = message.reason
@@ -435,21 +446,14 @@ def application(calls: Calls, model: str, max_model_len: int, renderer: asyncio.
     return Starlette(routes=endpoints.routes(), exception_handlers=handlers)
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave signals alone: this process ends with its generator."""
-        yield
-
-
 async def _serve(listener: socket.socket, link: socket.socket, given: argparse.Namespace) -> None:
     reader, writer = await asyncio.open_connection(sock=link)
     calls = Calls(reader, writer, given.first_call)
     load = asyncio.to_thread(load_renderer, given.tokenizer, json.loads(given.template_arguments))
     renderer = asyncio.ensure_future(load)
     app = application(calls, given.model, given.max_model_len, renderer)
-    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    calls.programs = RemotePrograms(app, calls.send, MAX_CALLS_OF_SESSION)
+    serving = asyncio.create_task(serve_http(app, listener))
     listening = asyncio.create_task(calls.listen())
     await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
     for task in (serving, listening):

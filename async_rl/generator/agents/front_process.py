@@ -12,16 +12,17 @@ import socket
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from async_rl.errors import ConfigError
 from async_rl.generator.agents.messages import (
     Accept,
+    Claimed,
     Close,
     ClosedFor,
+    Join,
+    Offered,
     Open,
     Refuse,
     Reply,
@@ -30,14 +31,15 @@ from async_rl.generator.agents.messages import (
     pack,
     take_for_generator,
 )
+from async_rl.net.keys import ClientKeys
 from async_rl.process.child import module_command, package_environment
+from async_rl.relay.loopback import BACKLOG, require_packages
 
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 16
 _CALLS_OF_FRONT = 1 << 40
 """Each front numbers its calls from a multiple of this on, so that no number occurs twice."""
-_BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +64,15 @@ class Front:
         self, model: str, max_model_len: int, tokenizer: Path | None = None,
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
-        if missing:
-            raise ConfigError(
-                f"generator.serve: expected the packages of the extra 'agents', got no {' and no '.join(missing)}; "
-                f"install them: pip install 'async-rl[agents]'"
-            )
+        require_packages("generator.serve")
         self._arguments = (model, str(max_model_len))
         self._chat = ("" if tokenizer is None else str(tokenizer), json.dumps(dict(template_arguments)))
         self._keys: set[str] = set()
+        self._join: Join | None = None
+        self._offered: dict[str, bytes] = {}
+        self._claimed: set[str] = set()
         self._num_started = 0
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         self._start()
 
     @property
@@ -90,9 +90,23 @@ class Front:
         self._keys.update(new)
         self._send(Open(new))
 
+    def join(self, address: str, keys: ClientKeys | None) -> None:
+        """Connect to the relay at ``address``, by which programs on other machines reach this front."""
+        self._join = (
+            Join(address, b"", b"", b"") if keys is None else Join(address, keys.public, keys.secret, keys.server)
+        )
+        self._send(self._join)
+
+    def offer(self, key: str, task: bytes) -> None:
+        """Let a program on another machine take an open session."""
+        self._offered[key] = task
+        self._send(Offered(key, task))
+
     def close_session(self, key: str, reason: ClosedFor) -> None:
         """Take no more calls with this key, and answer those that run with the reason."""
         self._keys.discard(key)
+        self._offered.pop(key, None)
+        self._claimed.discard(key)
         self._send(Close(key, reason))
 
     def reply(self, message: Reply | Accept | Refuse) -> None:
@@ -113,13 +127,23 @@ class Front:
             is_lost = True
         while (message := take_for_generator(self._received)) is not None:
             found.append(message)
+            if isinstance(message, Claimed) and message.key in self._offered:
+                (self._claimed.add if message.is_taken else self._claimed.discard)(message.key)
         if is_lost:
             logger.warning("the HTTP front (process %d) has ended; another one is started", self._process.pid)
-            self._stop()
-            self._start()
-            self._send(Open(sorted(self._keys)))
+            self._replace()
             found.append(FrontLost())
         return found
+
+    def _replace(self) -> None:
+        """Start another front. Sessions that programs elsewhere have taken are not offered again."""
+        self._stop()
+        self._start()
+        self._send(Open(sorted(self._keys)))
+        if self._join is not None:
+            self._send(self._join)
+        for key in self._offered.keys() - self._claimed:
+            self._send(Offered(key, self._offered[key]))
 
     def close(self) -> None:
         """End the front, and close the address."""

@@ -63,6 +63,22 @@ class Accept(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
+class Join(msgspec.Struct, tag=True, frozen=True):
+    """Connect to the relay with these keys, as z85 text; empty without keys. It is sent over a private socket."""
+
+    address: str
+    public: bytes
+    secret: bytes
+    server: bytes
+
+
+class Offered(msgspec.Struct, tag=True, frozen=True):
+    """A session that a program on another machine may take. ``task`` is what the program needs, as JSON."""
+
+    key: str
+    task: bytes
+
+
 # To the generator.
 
 
@@ -118,8 +134,32 @@ class Gone(msgspec.Struct, tag=True, frozen=True):
     call: int
 
 
-ToFront = Open | Close | Reply | Refuse | Accept
-ToGenerator = Call | Finish | Delivered | Gone
+class Claimed(msgspec.Struct, tag=True, frozen=True):
+    """A program elsewhere has taken a session; or has given it back, if not ``is_taken``."""
+
+    key: str
+    is_taken: bool
+
+
+class Ended(msgspec.Struct, tag=True, frozen=True):
+    """A program elsewhere has ended. If it failed, ``error`` says why, and the rest is as in ``Failure``."""
+
+    key: str
+    error: str
+    detail: str
+    place: str
+    is_transient: bool
+
+
+class Outside(msgspec.Struct, tag=True, frozen=True):
+    """Why no program elsewhere takes sessions; empty if nothing is wrong."""
+
+    problem: str
+
+
+ToFront = Open | Close | Reply | Refuse | Accept | Join | Offered
+OfPrograms = Claimed | Ended | Outside
+ToGenerator = Call | Finish | Delivered | Gone | OfPrograms
 
 _Message = TypeVar("_Message")
 _encoder = msgspec.msgpack.Encoder()
