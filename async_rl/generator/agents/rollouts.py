@@ -24,12 +24,27 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
+from msgspec import to_builtins
 from msgspec.structs import replace
 
 from async_rl.config.generator import MAX_SESSION_CALLS, EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.agents.front_process import Front, FrontLost
-from async_rl.generator.agents.messages import Accept, Call, ClosedFor, Delivered, Finish, Refuse, Reply, Said
+from async_rl.generator.agents.messages import (
+    Accept,
+    Call,
+    Claimed,
+    ClosedFor,
+    Delivered,
+    Ended,
+    Finish,
+    OfPrograms,
+    Outside,
+    Refuse,
+    Reply,
+    Said,
+)
+from async_rl.generator.agents.outside import OutsidePrograms
 from async_rl.generator.agents.session import Limits, MustWaitError, NoRoomError, SessionTokens
 from async_rl.generator.agents.transcript import Transcript
 from async_rl.generator.backend import Sampled, rollout_keys
@@ -68,6 +83,7 @@ class _Session:
     ``quiet_since_s`` is the time since which no call has run, and ``calling_since_s`` that since which one does;
     ``sampling_s`` is the time in which some did before. ``outcome`` is set when the agent has ended; ``reported``
     is what was told before with ``finish_key``, and comes first. ``is_cut`` says that a call found no room.
+    ``is_offered`` says that the session waits for a program elsewhere: its times begin when one takes it.
     """
 
     rollout_key: str
@@ -86,6 +102,7 @@ class _Session:
     num_received: int = 0
     num_begun: int = 0
     is_cut: bool = False
+    is_offered: bool = False
     outcome: Outcome | None = None
     reported: Outcome | None = None
     finish_key: str = field(default_factory=partial(secrets.token_urlsafe, _KEY_BYTES))
@@ -126,7 +143,7 @@ class AgentRollouts:
 
     Args:
         engine: samples the answers.
-        pool: runs the agents.
+        pool: runs the agents, or offers their sessions to programs elsewhere.
         front: the HTTP front.
         grader: scores the rollouts whose agents return no reward.
         render: returns the messages of a row as text.
@@ -138,7 +155,7 @@ class AgentRollouts:
     """
 
     def __init__(
-        self, engine: Engine, pool: EnvironmentPool, front: Front, grader: Grader, render: Render,
+        self, engine: Engine, pool: EnvironmentPool | OutsidePrograms, front: Front, grader: Grader, render: Render,
         config: EnvironmentConfig, *, vocab_size: int | None = None, judged_by: Collection[str] = (),
         max_abs: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
@@ -177,8 +194,8 @@ class AgentRollouts:
 
     @property
     def num_waiting(self) -> int:
-        """The number of rollouts that wait for another process without a time limit: none does."""
-        return 0
+        """The number of rollouts that wait for another process without a time limit: for a program elsewhere."""
+        return sum(session.is_offered for session in self._sessions.values())
 
     def counters(self) -> Mapping[str, int]:
         """Return how many calls the sessions that have ended made, by how they relate to the calls before, what was
@@ -243,6 +260,8 @@ class AgentRollouts:
                 self._receive(message)
             elif isinstance(message, Finish):
                 self._receive_reward(message)
+            elif isinstance(message, OfPrograms):
+                self._follow_program(message)
             elif (session := self._by_call.pop(message.call, None)) is not None:
                 if isinstance(message, Delivered):
                     session.tokens.deliver(message.call)
@@ -285,7 +304,7 @@ class AgentRollouts:
         now_s = self._clock()
         session = _Session(
             f"{lease.lease_id}/{index}", secrets.token_urlsafe(_KEY_BYTES), lease, index, SessionTokens(limits),
-            begin_s=now_s, quiet_since_s=now_s,
+            begin_s=now_s, quiet_since_s=now_s, is_offered=isinstance(self._pool, OutsidePrograms),
         )  # fmt: skip
         self._sessions[session.rollout_key] = self._by_key[session.key] = session
         return session
@@ -428,6 +447,26 @@ class AgentRollouts:
         calls, self._by_call = self._by_call, {}
         for call, session in calls.items():
             self._lose(session, call)
+        if isinstance(self._pool, OutsidePrograms):
+            for session in [one for one in self._sessions.values() if not one.is_offered and one.outcome is None]:
+                text = "the HTTP front has died, by which the session's program, on another machine, made its calls"
+                self._end(session, Event(session.rollout_key, {"type": "failed", "error": text, "is_transient": True}))
+
+    def _follow_program(self, message: OfPrograms) -> None:
+        """Note what a program elsewhere has done: it has taken a session, given it back, or ended."""
+        assert isinstance(self._pool, OutsidePrograms)
+        if isinstance(message, Outside):
+            self._pool.problem = message.problem
+        elif (session := self._by_key.get(message.key)) is None:
+            return
+        elif isinstance(message, Claimed):
+            session.is_offered = not message.is_taken
+            session.begin_s = session.quiet_since_s = self._clock()
+            self._pool.note(session.rollout_key, is_taken=message.is_taken)
+        elif isinstance(message, Ended):
+            self._pool.cancel(session.rollout_key)
+            said = to_builtins(message) | {"type": "failed" if message.error else "ended"}
+            self._end(session, Event(session.rollout_key, said))
 
     # Ends.
 
@@ -457,8 +496,15 @@ class AgentRollouts:
         fault_point("generator.session_ended")
 
     def _check_silence(self, session: _Session, now_s: float) -> None:
-        """Fail a session whose agent has not called for too long."""
-        if session.outcome is not None or session.requests or session.waiting:
+        """Fail a session whose agent has not called for too long, or, elsewhere, plays for too long."""
+        if session.outcome is not None or session.is_offered:
+            return
+        longest_s = self._config.session_timeout_s
+        if isinstance(self._pool, OutsidePrograms) and now_s - session.begin_s > longest_s:
+            error = f"the agent played for environment.session_timeout_s = {longest_s:g} s; raise the key"
+            self._fail(session, error, reason="expired")
+            return
+        if session.requests or session.waiting:
             return
         key = "first_reset_timeout_s" if session.is_unclaimed else "timeout_s"
         limit_s = getattr(self._config, key)

@@ -40,6 +40,7 @@ from async_rl.data.chat import has_tokenizer, load_tokenizer, vocabulary_size
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import AddressError, ConfigError, QueueError, RewardError
 from async_rl.generator.agents.front_process import Front
+from async_rl.generator.agents.outside import OutsidePrograms
 from async_rl.generator.agents.rollouts import AgentRollouts
 from async_rl.generator.backend import Backend, MultiRankBackend, TextBackend
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, TokenizerText
@@ -140,8 +141,10 @@ def build_worker(
         stack: closes what is built.
     """
     refuse_open_scorers(config, insecure=insecure, has_keys=keys is not None)
+    if config.environment.relay is not None:
+        refuse_open_connect(config.environment.relay, insecure=insecure, has_keys=keys is not None)
     grader = build_grader(config, code_digests, stack, directory, keys)
-    environment = build_environment(config, directory, backend, code_digests, stack, grader)
+    environment = build_environment(config, directory, backend, code_digests, stack, grader, keys)
     counters: Callable[[], Mapping[str, int]] = grader.counters
     if isinstance(environment, AgentRollouts):
         agents = environment
@@ -306,12 +309,13 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 
 def build_environment(
     config: Config, directory: Path, backend: Backend, code_digests: Mapping[str, str] | None, stack: ExitStack,
-    grader: Grader,
+    grader: Grader, keys: ClientKeys | None = None,
 ) -> EnvironmentRollouts | AgentRollouts | None:  # fmt: skip
     """Build the object that plays rollouts of several turns. Return None if the config names no environment.
 
     ``stack`` closes the object at its end. ``code_digests`` are the learner's digests of the user's own code. They are
-    None if this machine's user chose the code. ``grader`` scores rollouts of agents that return no reward.
+    None if this machine's user chose the code. ``grader`` scores rollouts of agents that return no reward. ``keys``
+    are this machine's keys, for the relay.
 
     Raises:
         ConfigError: the environment's code is not allowed here, missing, different from the learner's, or fails when
@@ -325,14 +329,7 @@ def build_environment(
     else:
         tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
         text = TokenizerText(tokenizer, config.data.template_arguments)
-    allowed, max_abs = config.generator.allow_code, config.reward.max_abs
-    if config.environment.user_code:
-        digest = digest_of(config.environment.user_code, code_digests)
-    else:
-        check_allowed_command(config.environment.program, allowed, key=config.environment.program_key)
-        digest, allowed = None, [config.environment.code.partition(":")[0]]
-    pool = EnvironmentPool(config.environment, allowed=allowed, digest=digest, has_agents=config.has_agents)
-    stack.enter_context(closing(pool))
+    max_abs = config.reward.max_abs
     if config.has_agents:
         sampling, size = config.sampling, config.own_vocab_size or vocabulary_size(directory)
         name = Path(config.model.path).name
@@ -340,11 +337,29 @@ def build_environment(
         has_chats = not isinstance(backend, TextBackend) and has_tokenizer(directory)
         front = Front(name, longest, directory if has_chats else None, config.data.template_arguments)
         stack.enter_context(closing(front))
+        if config.environment.relay is None:
+            pool = _environment_pool(config, code_digests, stack)
+        else:
+            front.join(config.environment.relay, keys)
+            pool = OutsidePrograms(front)
         return AgentRollouts(
             backend, pool, front, grader, text.render, config.environment, vocab_size=size, max_abs=max_abs,
             judged_by={name for one in config.reward.types for name in one.row_fields},
         )  # fmt: skip
+    pool = _environment_pool(config, code_digests, stack)
     return EnvironmentRollouts(backend, pool, text, config.environment, max_abs=max_abs)
+
+
+def _environment_pool(config: Config, code_digests: Mapping[str, str] | None, stack: ExitStack) -> EnvironmentPool:
+    """Start the processes of ``environment.name`` or ``environment.command``; see ``build_environment``."""
+    allowed = config.generator.allow_code
+    if config.environment.user_code:
+        digest = digest_of(config.environment.user_code, code_digests)
+    else:
+        check_allowed_command(config.environment.program, allowed, key=config.environment.program_key)
+        digest, allowed = None, [config.environment.code.partition(":")[0]]
+    pool = EnvironmentPool(config.environment, allowed=allowed, digest=digest, has_agents=config.has_agents)
+    return stack.enter_context(closing(pool))
 
 
 @contextmanager
