@@ -7,103 +7,25 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.config.generator import EnvironmentConfig
-from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import ConfigError
-from async_rl.generator.agents.front_process import Front
-from async_rl.generator.agents.rollouts import AgentRollouts
-from async_rl.generator.rollouts import Graded
 from async_rl.process.user_code import check_allowed_command
 from async_rl.records import AgentSession
-from async_rl.rewards.records import RewardInput, RewardOutput
 from tests.end_to_end.harness import state_of
 from tests.generator.agents.http import generate
+from tests.generator.agents.world import DEADLINE_S, World
 from tests.generator.leases import make_lease
-from tests.generator.scripted import END, CharacterText, InlineGrader, ScriptedBackend
-
-DEADLINE_S = 60.0
-HEAD = '''
-import asyncio, json, os, time, urllib.error, urllib.request
-
-
-def post(task, token_ids, **params):
-    """The status, and the answer or the error."""
-    body = json.dumps({"token_ids": token_ids, "sampling_params": params}).encode()
-    url = task.base_url.removesuffix("/v1") + "/inference/v1/generate"
-    request = urllib.request.Request(url, body)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return 200, json.load(reply)["choices"][0]
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)["error"]
-
-
-async def ask(task, token_ids, **params):
-    return await asyncio.to_thread(post, task, token_ids, **params)
-
-
-def note(line):
-    with open(os.path.join(os.path.dirname(__file__), "said"), "a") as file:
-        file.write(f"{line}\\n")
-
-'''
-
-
-def score(item: RewardInput) -> RewardOutput:
-    return RewardOutput({"length": float(len(item.text))}, 1.0 if item.text == "done" else 0.0)
+from tests.generator.scripted import END, ScriptedBackend
 
 
 def script(index: int, turn: int) -> str:
     return ["look", "done", "more"][turn % 3]
-
-
-class World:
-    """Plays one lease with an agent whose source is given."""
-
-    def __init__(self, directory: Path, stack: ExitStack, source: str, clock: Callable[[], float], **config: object):
-        path = directory / "agent.py"
-        path.write_text(HEAD + source)
-        named = {} if {"command", "name"} & config.keys() else {"name": f"{path}:run"}
-        settings = EnvironmentConfig(**named, **config)  # type: ignore[arg-type]
-        self.said = directory / "said"
-        self.backend = ScriptedBackend(script)
-        self.front = stack.enter_context(closing(Front("tiny", 72)))
-        allowed = [settings.code.partition(":")[0]]
-        pool = EnvironmentPool(settings, allowed=allowed, digest=None, has_agents=True)
-        self.pool = stack.enter_context(closing(pool))
-        self.rollouts = AgentRollouts(
-            self.backend, self.pool, self.front, InlineGrader(score), CharacterText().render, settings, vocab_size=200,
-            max_abs=100.0, clock=clock, judged_by=["gt_answer"],
-        )  # fmt: skip
-        self.done: list[Graded] = []
-
-    def turn(self) -> None:
-        self.rollouts.take(self.backend.step())
-        self.done += self.rollouts.collect()
-        time.sleep(0.002)
-
-    def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            self.turn()
-            assert time.monotonic() < deadline, (self.done, self.notes)
-
-    def play(self, *, group_size: int = 1, **lease: object) -> list[Graded]:
-        submitted = make_lease(group_size=group_size, **lease)  # type: ignore[arg-type]
-        self.rollouts.submit(submitted, self.rollouts.encode(submitted))
-        self.until(lambda: len(self.done) == group_size or (self.done and self.done[0].rollout is None))
-        return sorted(self.done, key=lambda graded: graded.index)
-
-    @property
-    def notes(self) -> list[str]:
-        return self.said.read_text().splitlines() if self.said.exists() else []
 
 
 class Clock:
@@ -117,9 +39,9 @@ class Clock:
 @contextmanager
 def world(
     directory: Path, source: str, clock: Callable[[], float] = time.monotonic, **config: object
-) -> Iterator[World]:
+) -> Iterator[World[ScriptedBackend]]:
     with ExitStack() as stack:
-        yield World(directory, stack, source, clock, **config)
+        yield World(directory, stack, source, ScriptedBackend(script), clock=clock, **config)  # type: ignore[arg-type]
 
 
 TWO_CALLS = """
