@@ -226,8 +226,10 @@ def chat_events(answer: Mapping[str, Any], wanted: ChatRequest) -> bytes:
         delta = dict(choice["message"])
         if calls := delta.get("tool_calls"):
             delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
-        piece = {name: choice[name] for name in ("index", "logprobs", "finish_reason")}
+        piece = {name: choice[name] for name in ("index", "logprobs", "finish_reason", "token_ids") if name in choice}
         chunks.append({**common, "choices": [{**piece, "delta": delta}]})
+    if wanted.wants_token_ids:
+        chunks[0]["prompt_token_ids"] = answer["prompt_token_ids"]
     if wanted.wants_usage:
         chunks.append({**common, "choices": [], "usage": answer["usage"]})
     events = [b"data: " + msgspec.json.encode(chunk) for chunk in chunks]

@@ -159,6 +159,13 @@ def test_a_streamed_answer_comes_in_one_piece(server: Server, client: openai.Ope
     assert (choice.finish_reason, chunks[-1].usage.completion_tokens) == ("tool_calls", num_tokens)
 
 
+def test_a_streamed_answer_has_its_ids_if_they_are_asked_for(server: Server, client: openai.OpenAI):
+    server.script = ["ab"]
+    chunk, *_ = asked(client, [ASKED], stream=True, extra_body={"return_token_ids": True})
+    assert chunk.choices[0].token_ids == server.tokenizer.encode("ab<|im_end|>")
+    assert chunk.prompt_token_ids == np.frombuffer(server.calls[0].token_ids, np.int32).tolist()
+
+
 def test_log_probabilities_and_ids_are_those_of_the_sampled_tokens(server: Server, client: openai.OpenAI):
     server.script = ["ab"]
     found = asked(client, [ASKED], logprobs=True, extra_body={"return_token_ids": True})
