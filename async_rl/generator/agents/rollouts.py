@@ -357,10 +357,12 @@ class AgentRollouts:
                     f"train on what is sampled otherwise"
                 )
                 return text, "unsupported", name
-        ids = np.frombuffer(call.token_ids, np.int32)
-        if int(ids.min()) < 0 or (self._vocab_size is not None and int(ids.max()) >= self._vocab_size):
-            text = f"token_ids: expected ids from 0 to {self._vocab_size or 2**31} (exclusive), got others"
-            return text, "invalid_request", "token_ids"
+        limit = self._vocab_size or 2**31
+        # An engine may fail as a whole on ids that it does not know: vLLM does.
+        prompt, ends = np.frombuffer(call.token_ids, np.int32), np.array(call.stop_token_ids, np.int64)
+        for name, ids in (("token_ids", prompt), ("stop_token_ids", ends)):
+            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= limit):
+                return f"{name}: expected ids from 0 to {limit} (exclusive), got others", "invalid_request", name
         return None
 
     def _begin_waiting(self) -> None:

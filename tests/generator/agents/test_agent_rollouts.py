@@ -170,6 +170,7 @@ async def run(task):
     for params in ({"temperature": 0.5}, {"top_p": 0.9}, {"top_k": 5}):
         note(await ask(task, [1], **params))
     note(await ask(task, [500]))
+    note(await ask(task, [1], stop_token_ids=[5, 200]))
     status, answer = await ask(task, [1], temperature=1.0, top_p=1.0, top_k=-1)
     return 1.0
 """
@@ -178,9 +179,10 @@ async def run(task):
 def test_a_request_may_not_contradict_the_lease(tmp_path: Path):
     with world(tmp_path, CONTRADICTS) as played:
         (graded,) = played.play()
-        assert [line.partition(":")[0] for line in played.notes] == ["(400, {'message'"] * 4
+        assert [line.partition(":")[0] for line in played.notes] == ["(400, {'message'"] * 5
         assert "temperature: expected the run's sampling.temperature = 1 or none, got 0.5" in played.notes[0]
-        assert "expected ids from 0 to 200" in played.notes[3]
+        assert "'token_ids: expected ids from 0 to 200" in played.notes[3]
+        assert "'stop_token_ids: expected ids from 0 to 200" in played.notes[4]  # vLLM would end with an error
         assert len(played.backend.requests) == 1
     assert graded.rollout is not None
 
