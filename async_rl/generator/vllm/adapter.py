@@ -137,7 +137,8 @@ def engine_arguments(
         "model": str(directory),
         "runner": "generate",  # a config without "architectures" would become a model for embeddings
         "tokenizer": str(tokenizer_directory(directory)),
-        "skip_tokenizer_init": not config.sampling.stop,
+        # Texts that end an answer are the run's or an agent's. Without a tokenizer vLLM ignores them silently.
+        "skip_tokenizer_init": not (config.sampling.stop or config.has_agents),
         # Weights come from the learner, and from files only below adapters.
         "load_format": "auto" if config.lora.publishes_adapters else "dummy",
         "dtype": dtype,
