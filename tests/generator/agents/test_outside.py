@@ -20,7 +20,8 @@ from async_rl.generator.agents.rollouts import AgentRollouts
 from async_rl.generator.rollouts import Graded
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from tests.generator.agents.http import Request, generate
-from tests.generator.agents.test_agent_rollouts import Clock, score, script
+from tests.generator.agents.test_agent_rollouts import Clock, script
+from tests.generator.agents.world import score
 from tests.generator.leases import make_lease
 from tests.generator.scripted import CharacterText, InlineGrader, ScriptedBackend
 from tests.relay.programs import a_proxy, a_relay, free_address
