@@ -33,6 +33,10 @@ class ServerLostError(Exception):
     """The fork server has ended, or was silent for too long."""
 
 
+class KilledAtStartError(ConfigError):
+    """A signal has ended the fork server before it was ready. If the code was imported before, it may be again."""
+
+
 class ForkServer:
     """One fork server. ``control`` is the socket to it, which never blocks.
 
@@ -153,9 +157,11 @@ class ForkServer:
         if not self.is_ready:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(FORK_LIMIT_S)  # it is ending; its exit code says why
-            raise ConfigError(
-                f"environment.name: the process that imports {self._name} ended with exit code "
-                f"{self._process.returncode}; see its output above"
+            code = self._process.returncode
+            kind = KilledAtStartError if code is not None and code < 0 else ConfigError
+            raise kind(
+                f"environment.name: the process that imports {self._name} ended with exit code {code}; "
+                f"see its output above"
             )
 
     def _refuse_late(self) -> None:

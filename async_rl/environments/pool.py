@@ -23,7 +23,7 @@ from typing import Any
 
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.child import FrameError, pack, unpack
-from async_rl.environments.fork_client import ForkServer, ServerLostError
+from async_rl.environments.fork_client import ForkServer, KilledAtStartError, ServerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +116,7 @@ class EnvironmentPool:
         self._unforked: deque[_Process] = deque()
         self._forking: deque[_Process] = deque()
         self._had_trouble = False
+        self._num_killed = 0
         self._selector = selectors.DefaultSelector()
         self._server = self._start_server()
         try:
@@ -367,7 +368,8 @@ class EnvironmentPool:
         """Take the fork server's answers. Return events of rollouts for which there is no process.
 
         Raises:
-            ConfigError: the fork server was replaced, and the new one can't import or prepare the environment.
+            ConfigError: the fork server was replaced, and the new one can't import or prepare the environment, or it
+                was killed while it did, as the ones before.
         """
         events: list[Event] = []
         try:
@@ -375,6 +377,14 @@ class EnvironmentPool:
         except ServerLostError:
             self._replace_server()
             return events
+        except KilledAtStartError:
+            if self._num_killed == _MAX_KILLED:
+                raise
+            self._num_killed += 1
+            self._replace_server()
+            return events
+        if self._server.is_ready:
+            self._num_killed = 0
         for pid in pids:
             process = self._forking.popleft()
             process.pid = pid
@@ -430,6 +440,8 @@ _LOST_WITH_AGENT = (
     "the fork server of the environment ended, or was silent for too long, while it forked this agent's process; see "
     "its output above, and check that the machine has memory left"
 )
+_MAX_KILLED = 2
+"""How many fork servers in a row may be killed while they import the environment, which an earlier one did import."""
 _MAX_TRIES = 2
 """How often a process is asked for, if the fork server ends each time."""
 

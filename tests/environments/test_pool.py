@@ -327,6 +327,30 @@ def test_with_the_fork_server_killed_its_rollouts_fail_and_the_next_ones_find_an
         assert driver.order("b", "stop")["type"] == "ended"
 
 
+def kill_server(driver: Driver) -> None:
+    """Kill the fork server, and wait until the pool has started another one or refuses to."""
+    server = driver.pool._server.pid
+    os.kill(server, signal.SIGKILL)
+    wait_until(
+        "another fork server", lambda: driver.waiting.extend(driver.pool.poll()) or driver.pool._server.pid != server
+    )
+
+
+def test_a_fork_server_killed_while_it_imports_is_replaced_a_few_times_if_one_before_did_import():
+    with driving() as driver:
+        for _ in range(2):
+            kill_server(driver)
+            assert not driver.pool._server.is_ready
+            kill_server(driver)
+            driver.start("a")
+            driver.next("a")  # and so they are counted anew
+            assert driver.order("a", "stop")["type"] == "ended"
+        for _ in range(3):
+            kill_server(driver)
+        with pytest.raises(ConfigError, match="ended with exit code -9"):
+            kill_server(driver)
+
+
 FATES = ("x", "stop", "exit", "raise", "nan", "killed", "cancelled", "killed and cancelled", "ended, then answered")
 
 
