@@ -38,8 +38,8 @@ MAY_BE_ABSENT = {
     *(f"curriculum/{name}" for name in ("aside", "known", "pass_rate", "passed_aside", "passed_thinned")),
     "time/checkpoint_write_s", "idle/learner_used", "learner_sampled/groups", "learner_sampled/tokens",
     "time/critic_s", *(key for key in METRIC_KEYS if key.startswith("critic/")),
-    "grading/<counter>", "agent/<counter>", "agent/tool_calls_mean",
-    "agent/sampling_s_mean", "agent/own_s_mean", "length/cut_turn", "length/cut_context", "advantage/agreement",
+    "grading/<counter>", *(key for key in METRIC_KEYS if key.startswith("agent/")),
+    "length/cut_turn", "length/cut_context", "advantage/agreement",
     # It needs a known device.
     "throughput/mfu",
     # They need two reports of the same generators; a run of three steps may be over before.
