@@ -192,7 +192,7 @@ Parallel = Annotated[
 AgentCommand = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[-- COMMAND...]",
+        metavar="COMMAND",
         help="Program that plays one session, with its arguments. If unset, programs on this machine take sessions by "
         "POST /sessions.",
         show_default=False,
