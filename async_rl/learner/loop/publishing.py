@@ -212,14 +212,21 @@ class VersionPublisher:
     def knows_weights(self, group: Group) -> bool:
         """Return whether this run published all weights that sampled ``group``: their digests are those of its
         versions.
+
+        Versions whose digests are forgotten do not count: none of their tokens is trained on, because they are too old.
+        A rollout may have such tokens, if it took longer than ``queue.max_staleness`` versions.
         """
-        digests = self._state.digests
+        digests, oldest = self._state.digests, self._oldest_remembered
         sampled = [s.versions[s.loss_mask] for rollout in group.rollouts for s in rollout.sequences]
         versions = np.unique(np.concatenate(sampled)).tolist() if sampled else []
-        return all(group.weights_digest.get(v) in digests.get(v, ()) for v in versions)
+        return all(group.weights_digest.get(v) in digests.get(v, ()) for v in versions if v >= oldest)
+
+    @property
+    def _oldest_remembered(self) -> int:
+        config = self._config
+        return self._state.version - config.queue.max_staleness - config.learner.versions_per_batch
 
     def _remember(self, version: int, digest: str) -> None:
-        state, config = self._state, self._config
+        state, oldest = self._state, self._oldest_remembered
         state.add_digest(version, digest)
-        oldest = state.version - config.queue.max_staleness - config.learner.versions_per_batch
         state.digests = {v: digests for v, digests in state.digests.items() if v >= oldest}

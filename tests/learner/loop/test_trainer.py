@@ -33,7 +33,7 @@ from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
-from async_rl.records import Group, Lease
+from async_rl.records import Group, Lease, TokenSequence
 from async_rl.run.directory import RunDir
 from async_rl.run.step_log import read_rows
 from tests.learner.loop.direct_queue import NUM_EVAL_ROWS, DirectQueue
@@ -624,6 +624,33 @@ def test_groups_of_weights_that_were_not_published_are_refused(tmp_path: Path, d
     assert entry is not None
     assert entry.refused == {"weights": 1 + num_evals}
     assert run.queue_state.stats().ledger["rollouts"]["masked"] == {}
+
+
+def begun_at_version_0(sequence: TokenSequence) -> TokenSequence:
+    versions = sequence.versions.copy()
+    versions[np.flatnonzero(sequence.loss_mask)[0]] = 0
+    return structs.replace(sequence, versions=versions)
+
+
+def test_of_rollouts_that_outlast_the_staleness_bound_only_old_tokens_are_masked(tmp_path: Path):
+    # As the session of an agent that is slow. The learner has forgotten the digest of version 0 by then.
+    def slow(lease: Lease, version: int) -> Group:
+        found = answered(lease, version)
+        if lease.kind == "eval" or version < 4:
+            return found
+        rollouts = [
+            structs.replace(one, sequences=tuple(begun_at_version_0(s) for s in one.sequences))
+            for one in found.rollouts
+        ]
+        return structs.replace(found, rollouts=tuple(rollouts), weights_digest={0: "digest-0", **found.weights_digest})
+
+    run = make_run(tmp_path, queue={"max_staleness": 1}, learner={"steps": 6})
+    run.start(answer=slow)
+    *_, last = (row for row in read_rows(run.path / "metrics.jsonl") if "version" in row)
+    assert last["step"] == 6
+    assert {name: number for name, number in last.items() if name.startswith("masked/")} == {}
+    assert last["tokens/masked"] == 4  # the first one of each rollout
+    assert run.queue_state.stats().ledger["tokens"]["masked"].keys() == {"stale"}
 
 
 def test_rollouts_of_unknown_weights_that_the_queue_let_pass_are_masked(tmp_path: Path, monkeypatch):
