@@ -177,7 +177,9 @@ def test_chats_that_a_killed_front_forgot_are_trained_as_they_were_sampled(tmp_p
     # With the old keys and values, a token of the newest version is sampled as by none.
     generator = {"backend": "transformers", "kv_after_update": "recompute"}
     sampling = {"max_new_tokens": 50, "max_prompt_tokens": 60}
-    with killed_run(tmp_path, CHATS, generator=generator, sampling=sampling) as (run, processes):
+    # A front needs seconds to start, and meanwhile the other generator's rollouts are trained.
+    changes = {"generator": generator, "sampling": sampling, "queue": {"max_staleness": NUM_ROWS}}
+    with killed_run(tmp_path, CHATS, **changes) as (run, processes):
         for point in CHAT_POINTS:
             for victim in ("front", "agent"):
                 kill_at(run, processes, point, victim)
