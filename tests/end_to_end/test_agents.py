@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ def write_agent_run(directory: Path, source: str, **changes: dict[str, Any]) -> 
     )
     config["generator"] |= {"serve": True, "allow_code": [str(agent)]}
     config["data"].pop("eval")
+    config["log"] = {"rollouts_every": 1, "rollouts_groups": "all"}
     for section, keys in changes.items():
         config.setdefault(section, {}).update(keys)
     return write_config(directory / "config.toml", config)
@@ -79,6 +82,15 @@ def agent_counts(run_dir: Path) -> dict[str, float]:
     """The counts of calls by kind, as of the last step."""
     *_, last = [row for row in metrics(run_dir) if "version" in row]
     return {name: value for name, value in last.items() if name.startswith("agent/")}
+
+
+def trained_calls(run_dir: Path) -> Counter[str]:
+    """The calls by kind of all rollouts that were trained, and the rollouts as ``sessions``."""
+    counts: Counter[str] = Counter()
+    for path in (run_dir / "rollouts").iterdir():
+        for line in path.read_text().splitlines():
+            counts.update(json.loads(line)["session"]["calls"], sessions=1)
+    return counts
 
 
 @pytest.mark.slow
@@ -95,10 +107,9 @@ def test_an_agent_trains_on_what_it_was_answered(tmp_path: Path):
         lag_0 = {name: row[name] for name in row if name.startswith("lag_0/ratio")}
         assert lag_0
         assert lag_0 == pytest.approx(dict.fromkeys(lag_0, 1.0), abs=1e-5)
-    counts = agent_counts(run_dir)
-    assert counts["agent/sessions"] == counts["agent/first"] > 0
-    assert counts["agent/continued"] == 2 * counts["agent/first"]  # 2/3 of the calls
-    assert counts["agent/branched"] == counts["agent/rewritten"] == counts["agent/lost"] == 0
+    # 2 steps of 4 groups of 2 rollouts of 3 calls.
+    kinds = {"first": 16, "continued": 32, "branched": 0, "rewritten": 0, "lost": 0}
+    assert trained_calls(run_dir) == {"sessions": 16, **kinds}
     ledger = check_ledger(run_dir)
     assert ledger["groups"]["trained"] == 8
     assert ledger["groups"]["queued"] == ledger["groups"]["taken"] == ledger["groups"]["in_flight"] == 0

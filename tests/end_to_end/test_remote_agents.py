@@ -17,7 +17,7 @@ from async_rl.launch.status import ask_status
 from async_rl.net.keys import ClientKeys, make_keys
 from tests.end_to_end.faults_harness import fault_config, fault_run, trained_rows
 from tests.end_to_end.harness import Role, processes_of, roles, steps, wait_until, write_config
-from tests.end_to_end.test_agents import FAKE, agent_counts, settled, write_agent_run
+from tests.end_to_end.test_agents import FAKE, settled, trained_calls, write_agent_run
 from tests.forked_roles import command_line
 from tests.generator.agents.test_outside import PROGRAM
 from tests.relay.programs import free_address
@@ -90,9 +90,9 @@ def test_programs_on_another_machine_play_a_run_which_waits_for_them(tmp_path: P
         agent.succeed(60.0)
     assert steps(tmp_path / "run") == [1, 2, 3]
     assert settled(tmp_path / "run")["failures"] == []
-    counts = agent_counts(tmp_path / "run")
-    assert counts["agent/lost"] == 0
-    assert counts["agent/continued"] == 2 * counts["agent/first"] > 0
+    counts = trained_calls(tmp_path / "run")
+    assert counts["lost"] == 0
+    assert counts["continued"] == 2 * counts["first"] == 2 * counts["sessions"] > 0
 
 
 @pytest.mark.long
