@@ -1,4 +1,4 @@
-"""Parts of the HTTP server of ``async-rl agent``: what it reads of requests, and its responses."""
+"""Parts of the HTTP servers of ``async-rl agent`` and of fronts: what they read of requests, and their responses."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ class HandedResponse(Response):
         self._handed()
 
 
+async def disconnected(request: Request) -> None:
+    """Wait until the client has gone. The request's body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
 async def first_of(awaited: asyncio.Future[Any], request: Request) -> None:
     """Wait for ``awaited``, or until the client has gone."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    gone = asyncio.create_task(disconnected())
+    gone = asyncio.create_task(disconnected(request))
     try:
         await asyncio.wait({awaited, gone}, return_when=asyncio.FIRST_COMPLETED)
     finally:

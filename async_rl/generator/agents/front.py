@@ -70,6 +70,7 @@ from async_rl.generator.agents.remote import RemotePrograms
 from async_rl.generator.agents.requests import RefusedError, generate_answer, read_finish, read_generate
 from async_rl.process.fault_points import fault_point
 from async_rl.relay.loopback import serve_http
+from async_rl.relay.responses import bearer, disconnected
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ class Calls:
         for call in calls:
             self.send(call)
         fault_point("front.called")
-        gone = asyncio.create_task(_disconnected(request))
+        gone = asyncio.create_task(disconnected(request))
         try:
             return [await self._answer(call, gone) for call in calls]
         except (ClientGoneError, RefusedError):
@@ -202,7 +203,7 @@ class Calls:
             ClientGoneError: the client has gone meanwhile.
         """
         self.send(message)
-        gone = asyncio.create_task(_disconnected(request))
+        gone = asyncio.create_task(disconnected(request))
         try:
             await self._found(message.call, gone)
         finally:
@@ -249,11 +250,6 @@ class Calls:
             future = self._waiting.get(number)
             if future is not None and not future.done():
                 future.set_result(message)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 class AnswerResponse(Response):
@@ -352,7 +348,7 @@ class Endpoints:
         given = read_finish(await self._body(request, key))
         self._calls.check_key(key)
         with self._calls.numbered(key, 1) as (number,):
-            message = Finish(number, key, _bearer(request), given.reward, given.score)
+            message = Finish(number, key, bearer(request), given.reward, given.score)
             try:
                 await self._calls.accepted(message, request)
             except ClientGoneError:
@@ -395,12 +391,7 @@ class Endpoints:
 
 def _key(request: Request) -> str:
     key = request.path_params.get("key")
-    return _bearer(request) if key is None else str(key)
-
-
-def _bearer(request: Request) -> str:
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return bearer(request) if key is None else str(key)
 
 
 def _json(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
