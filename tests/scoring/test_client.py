@@ -1,5 +1,6 @@
 """Questions wait for their scorer, outlive its death, and are answered by the run's model only."""
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,10 +11,12 @@ import pytest
 
 from async_rl.errors import AddressError, RewardError
 from async_rl.net import link
+from async_rl.scorer.questions import Question, WaitingQuestions
+from async_rl.scorer.server import Scored
 from async_rl.scoring import client as client_module
 from async_rl.scoring.client import ScorerClient
 from async_rl.scoring.messages import Received
-from tests.scoring.scripted import Dies, RunningScorer, ScriptedModel, free_address
+from tests.scoring.scripted import Dies, RunningScorer, ScriptedModel, free_address, length_of_text
 
 LIMIT_S = 20.0
 
@@ -58,15 +61,29 @@ def test_a_question_that_a_scorer_took_with_it_is_asked_again():
             assert [score_of(future) for future in futures] == [1.0, 2.0, 3.0]
 
 
-def test_questions_that_arrive_during_a_batch_form_the_next_one():
-    model = ScriptedModel()
-    address = free_address()
+def test_questions_that_arrive_during_a_batch_form_the_next_one(monkeypatch: pytest.MonkeyPatch):
+    arrived, admit = threading.Semaphore(0), WaitingQuestions.admit
+
+    def admit_and_count(questions: WaitingQuestions, question: Question) -> str:
+        refusal = admit(questions, question)
+        arrived.release()
+        return refusal
+
+    def score_when_all_have_arrived(received: Received) -> Scored:
+        if len(model.batches) == 1 and not all_arrived:
+            all_arrived.extend(arrived.acquire(timeout=60) for _ in range(50))
+        return length_of_text(received)
+
+    monkeypatch.setattr(WaitingQuestions, "admit", admit_and_count)
+    all_arrived: list[bool] = []
+    model, address = ScriptedModel(score_when_all_have_arrived), free_address()
     with closing(ScorerClient("judge", address)) as client:
         futures = [client.score([], "a" * length) for length in range(50)]  # before there is a scorer
         with RunningScorer(address, model):
             assert [score_of(future) for future in futures] == list(range(50))
+    assert all(all_arrived)
     assert sum(model.batches) == 50
-    assert len(model.batches) < 50
+    assert len(model.batches) <= 2  # the second has all that came while the first was computed
 
 
 def test_a_scorer_with_another_model_counts_as_away(monkeypatch: pytest.MonkeyPatch):
