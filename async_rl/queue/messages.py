@@ -578,10 +578,13 @@ class EvalResults(msgspec.Struct, frozen=True):
 class EvalWait(msgspec.Struct, frozen=True):
     """The reply to ``AwaitEval``: for what the learner waits, and why, as in ``NotReady``; empty if it need not wait.
 
-    ``stop`` is the reason why the evaluation can't go on; empty if it can.
+    ``answered`` of ``rows`` rows of the running evaluations are answered. ``stop`` is the reason why they can't go on;
+    empty if they can.
     """
 
     reason: str
+    answered: int
+    rows: int
     stop: str
 
 

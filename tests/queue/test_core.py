@@ -579,9 +579,9 @@ def test_a_learner_that_waits_for_an_evaluation_is_told_how_far_it_is_and_why():
     state = make_state()
     ask_evaluation(state)
     expected = "the evaluation of test at step 0 (0 of 2 rows): no generator is connected"
-    assert learner_requests.eval_wait(state, LINEAGE) == expected
+    assert learner_requests.eval_wait(state, LINEAGE).reason == expected
     leases(state, 2)
-    assert learner_requests.eval_wait(state, LINEAGE) == "the evaluation of test at step 0 (0 of 2 rows)"
+    assert learner_requests.eval_wait(state, LINEAGE).reason == "the evaluation of test at step 0 (0 of 2 rows)"
 
 
 def test_results_come_in_row_order_until_they_are_confirmed():
@@ -589,9 +589,11 @@ def test_results_come_in_row_order_until_they_are_confirmed():
     ask_evaluation(state)
     held = leases(state, 2)
     put(state, group(held[1], accuracies=(1.0,)))
-    assert learner_requests.eval_wait(state, LINEAGE).startswith("the evaluation of test at step 0 (1 of 2 rows)")
+    assert learner_requests.eval_wait(state, LINEAGE).reason.startswith(
+        "the evaluation of test at step 0 (1 of 2 rows)"
+    )
     fail(state, held[0], "prompt_too_long")
-    assert learner_requests.eval_wait(state, LINEAGE) == ""
+    assert learner_requests.eval_wait(state, LINEAGE).reason == ""
     for _ in range(2):
         (result,) = learner_requests.eval_results(state, LINEAGE)
         assert [(prompt.row, payload is None) for prompt, payload in result.answers] == [(0, True), (1, False)]

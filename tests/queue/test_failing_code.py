@@ -120,7 +120,7 @@ def test_an_evaluation_whose_reward_always_fails_stops_the_wait_for_it(servers: 
     learner.evaluate("line-a", "test", 0, 0, True)
     generator.hello(10.0, "fake")
     for number in range(8):
-        assert "0 of 2 rows" in learner.await_eval("line-a", wait_s=0.0)
+        assert "0 of 2 rows" in learner.await_eval("line-a", wait_s=0.0).reason
         (lease,) = get_leases(generator, count=1)
         generator.fail(lease.lease_id, Failure("reward_error", f"TypeError: {number}", "TypeError at /r.py:3"))
         events_until(generator, Returned)

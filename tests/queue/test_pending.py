@@ -28,7 +28,7 @@ class Queue:
 
     def ask(self, now: float, *, peer: bytes = b"learner") -> None:
         def attempt(now: float, last: bool) -> Reply | None:
-            return Reply(EvalWait("" if self.is_done else "0 of 2 rows", "")) if last or self.is_done else None
+            return Reply(EvalWait("" if self.is_done else "0 of 2 rows", 0, 2, "")) if last or self.is_done else None
 
         self.pending.add(Request(peer, f"{now}", None, "await_eval"), POLL, Deferred(WAIT_S, attempt), now)
 

@@ -201,7 +201,7 @@ def test_evaluation_results_reach_the_learner(servers, tmp_path):
     with pytest.raises(QueueError, match=r"data\.eval"):
         learner.evaluate("line-a", "other", 0, 0, True)
     learner.evaluate("line-a", "test", 0, 0, True)
-    assert "0 of 2 rows" in learner.await_eval("line-a", wait_s=0.0)
+    assert "0 of 2 rows" in learner.await_eval("line-a", wait_s=0.0).reason
     learner.confirm_awaited("line-a", [("test", 0)])
     with pytest.raises(QueueError, match="does not know the evaluation of other at step 0"):
         learner.confirm_awaited("line-a", [("test", 0), ("other", 0)])
@@ -211,7 +211,7 @@ def test_evaluation_results_reach_the_learner(servers, tmp_path):
     generator.fail(held[1].lease_id, Failure("prompt_too_long", "99 tokens"))
     events_until(generator, Returned)
     assert return_all(generator, held[:1]) == ["eval_done"]
-    assert learner.await_eval("line-a", wait_s=5.0) == ""
+    assert learner.await_eval("line-a", wait_s=5.0).reason == ""
     (result,) = learner.eval_results("line-a")
     assert (result.dataset, result.step) == ("test", 0)
     assert [(prompt.row, len(answer.rollouts)) for prompt, answer in result.groups] == [(0, 3), (1, 0)]

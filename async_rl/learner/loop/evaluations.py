@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 EVAL_WAIT_S = 0.5
 """Longest wait, in seconds, of one request at the queue. Between requests rank 0 notices signals."""
+EVAL_LOG_S = 10.0
+"""Interval between two log lines about evaluations for which training waits."""
 
 
 class Evaluations:
@@ -90,11 +92,12 @@ class Evaluations:
 
         ``tick`` is called while waiting. ``what`` is awaited in log messages, if the queue does not say it.
         """
-        wait = WaitLog()
+        wait = WaitLog(every_s=EVAL_LOG_S)
         while self.are_pending:
             self.collect()
             if self.are_pending:
-                wait.still_waiting(self._queue.await_eval(self._state.lineage, wait_s=EVAL_WAIT_S) or what)
+                found = self._queue.await_eval(self._state.lineage, wait_s=EVAL_WAIT_S)
+                wait.still_waiting(found.reason or what, found.answered, found.rows)
                 self.confirm_awaited()
                 tick()
 

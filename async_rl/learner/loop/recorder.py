@@ -29,6 +29,7 @@ from async_rl.learner.loop.publishing import WeightsSender
 from async_rl.learner.loop.step_result import StepResult, cut_metrics, device_metrics, queue_metrics
 from async_rl.queue.messages import Acked, GeneratorStats, TakenGroup
 from async_rl.run.eval_records import Decode, answer_record, write_json_lines
+from async_rl.run.progress import duration
 
 logger = logging.getLogger(__name__)
 
@@ -161,19 +162,27 @@ WAIT_LOG_S = 30.0
 
 
 class WaitLog:
-    """Logs every 30 s how long one wait has lasted, and why. Create it where the wait begins."""
+    """Logs every ``every_s`` seconds how long one wait has lasted, and why. Create it where the wait begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = WAIT_LOG_S) -> None:
+        self._every_s = every_s
         self._start = self._last_log = time.monotonic()
 
-    def still_waiting(self, awaited: str) -> None:
+    def still_waiting(self, awaited: str, done: int = 0, total: int = 0) -> None:
         """Record that the wait goes on. Call this after every failed attempt.
 
-        ``awaited`` says for what, and why, if that is known: ``EvalWait.reason``, for example.
+        Args:
+            awaited: for what, and why, if that is known: ``EvalWait.reason``, for example.
+            done: how many of ``total`` awaited parts are done. If some are, the line has the time that is left at
+                their mean rate since the wait began, and is no warning.
         """
         now = time.monotonic()
-        if now - self._last_log >= WAIT_LOG_S:
-            logger.warning("waiting %.0f s for %s", now - self._start, awaited)
+        if now - self._last_log >= self._every_s:
+            waited_s = now - self._start
+            left = f", about {duration(waited_s / done * (total - done))} left" if done else ""
+            logger.log(
+                logging.INFO if done else logging.WARNING, "waiting %.0f s for %s%s", waited_s, awaited, left
+            )  # fmt: skip
             self._last_log = now
 
 

@@ -211,10 +211,10 @@ class LearnerQueue:
         results = read_as(reply.fields, messages.EvalResults).results
         return [_eval_result(entry, payloads, lineage) for entry in results]
 
-    def await_eval(self, lineage: str, wait_s: float) -> str:
+    def await_eval(self, lineage: str, wait_s: float) -> messages.EvalWait:
         """Wait up to ``wait_s`` for a finished evaluation that was not returned yet.
 
-        Return "" if there is one or if no evaluation runs, else the reason why none is finished.
+        The reason of the result is empty if there is one or if no evaluation runs.
 
         Raises:
             RunStoppedError: the run's reward or environment fails for every answer.
@@ -222,7 +222,7 @@ class LearnerQueue:
         reply = read_as(self._call(messages.AwaitEval(lineage), wait_s=wait_s).fields, messages.EvalWait)
         if reply.stop:
             raise RunStoppedError(reply.stop)
-        return reply.reason
+        return reply
 
     def begin_take(self, lineage: str, step: int, version: int, wait_s: float) -> None:
         """Request the groups of the next step, without waiting for them.

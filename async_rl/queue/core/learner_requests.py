@@ -21,7 +21,7 @@ from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.groups import StoredGroup, snapshot_key
 from async_rl.queue.core.prompts import EvalKey, Evaluation, EvaluationRecord, Row
 from async_rl.queue.core.state import QueueState
-from async_rl.queue.messages import Acked, Announcement, DropCause, NotReady, StepAck, TrainedCounts
+from async_rl.queue.messages import Acked, Announcement, DropCause, EvalWait, NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.payloads import Payload
 from async_rl.records import Prompt, Sampling
 
@@ -174,13 +174,19 @@ def eval_results(state: QueueState, lineage: str, received: Collection[EvalKey] 
     return found
 
 
-def eval_wait(state: QueueState, lineage: str) -> str:
-    """Return for which evaluations the learner waits, and why; empty if one has finished, or if none is running."""
+def eval_wait(state: QueueState, lineage: str) -> EvalWait:
+    """Return for which evaluations the learner waits, why, and how far they are.
+
+    The reason is empty if one has finished, or if none is running. ``stop`` is that of the run.
+    """
     state.attached(lineage)
-    if any(not e.delivered for e in state.evals.finished) or not state.evals.unfinished:
-        return ""
-    awaited = ", ".join(e.progress_line for e in state.evals.unfinished)
-    return _with_causes(f"the evaluation of {awaited}", _why_nobody_samples(state))
+    running = list(state.evals.unfinished)
+    answered, rows = sum(len(e.answers) for e in running), sum(len(e.rows) for e in running)
+    reason = ""
+    if running and all(e.delivered for e in state.evals.finished):
+        awaited = ", ".join(e.progress_line for e in running)
+        reason = _with_causes(f"the evaluation of {awaited}", _why_nobody_samples(state))
+    return EvalWait(reason, answered, rows, diagnosis.outage_reason(state))
 
 
 def take(state: QueueState, lineage: str, step: int, version: int, now: float) -> tuple[TakenPayload, ...] | NotReady:

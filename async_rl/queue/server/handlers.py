@@ -27,7 +27,7 @@ from async_rl.net.wire import SAME_VERSION, Frame, Message
 from async_rl.process.package_versions import package_versions
 from async_rl.process.user_code import DIGESTS_FILE
 from async_rl.queue import messages
-from async_rl.queue.core import diagnosis, generator_requests, learner_requests, persistence
+from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import eval_sampling
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.learner_requests import TakenPayload
@@ -268,9 +268,8 @@ class Handlers:
 
     def _on_await_eval(self, request: messages.AwaitEval, message: Message, now: float) -> Deferred:
         def attempt(now: float, last: bool) -> Reply | None:
-            reason = learner_requests.eval_wait(self.state, request.lineage)
-            stop = diagnosis.outage_reason(self.state)
-            return Reply(messages.EvalWait(reason, stop)) if last or stop or not reason else None
+            wait = learner_requests.eval_wait(self.state, request.lineage)
+            return Reply(wait) if last or wait.stop or not wait.reason else None
 
         return Deferred(_wait_s(message), attempt)
 

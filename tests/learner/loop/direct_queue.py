@@ -16,6 +16,7 @@ from async_rl.queue.messages import (
     Announcement,
     Batch,
     EvalResult,
+    EvalWait,
     LeasesGranted,
     NotReady,
     StepAck,
@@ -80,7 +81,7 @@ class DirectQueue:
             for e in found
         ]
 
-    def await_eval(self, lineage: str, wait_s: float) -> str:
+    def await_eval(self, lineage: str, wait_s: float) -> EvalWait:
         self._told("await_eval")
         self.generate()
         return learner_requests.eval_wait(self.queue_state, lineage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,22 @@ def test_parts_of_a_step_are_timed_apart_and_start_anew_each_lap():
     assert 0 < row["time/prepare_s"] <= row["time/train_s"] <= row["time/step_s"]
     assert row["time/wait_s"] == 0
     assert clock.lap(GeneratorStats(), alive_generators=ALIVE, trained_tokens=0)["time/train_s"] == 0
+
+
+def test_a_wait_for_parts_of_which_some_are_done_says_how_long_it_will_take(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    times = iter([100.0, 110.0, 119.9, 120.0])
+    monkeypatch.setattr(recorder, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    caplog.set_level(logging.INFO)
+    wait = WaitLog(every_s=10.0)
+    for done in (0, 10, 20):
+        wait.still_waiting("the evaluation of test", done, 120)
+    # 20 of 120 rows in 20 s, so 100 s for the others
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "waiting 10 s for the evaluation of test"),
+        ("INFO", "waiting 20 s for the evaluation of test, about 1m40s left"),
+    ]
 
 
 def test_generator_figures_are_left_out_when_one_takes_another_s_place():
