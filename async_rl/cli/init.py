@@ -53,9 +53,9 @@ def score(item):
     about rewards outside of 0 to 1. With reward.soft_overlong = true, long answers lose up to 1 of this reward.
     """
 '''
-_TINY_BYTES = 40 << 20
-"""Ten million weights in float32."""
-_TINY_RATE = 2e-5
+_RATES = ((40 << 20, 2e-5), (800 << 20, 1e-5))
+"""Learning rates of models whose files have fewer bytes: 10 million weights in float32, 400 million in bfloat16."""
+_RATE = 1e-6
 _HOW_TO_EVALUATE = """
 # To evaluate rows that are not trained on, before, during and after training:
 # [data.eval]
@@ -221,7 +221,7 @@ def _values(plan: Plan, reward_file: Path) -> dict[str, Any]:
         "data": data,
         "reward": {"type": own, "soft_overlong": True},
         **_sizes(plan.num_gpus),
-        "optimizer": {"lr": _TINY_RATE if _is_tiny(plan.model) else 1e-6},
+        "optimizer": {"lr": _learning_rate(plan.model)},
         **({"eval": {"every": 25}} if plan.evaluation else {}),
     }
     # A model on the hub is not fetched for this; ``doctor`` and ``launch`` compare its context with these limits.
@@ -267,10 +267,13 @@ def _fit_first_prompt(values: dict[str, Any], first_row: Mapping[str, Any]) -> N
     sampling["max_prompt_tokens"] = max(sampling["max_prompt_tokens"], int(min(2 * needed, room)))
 
 
-def _is_tiny(model: str) -> bool:
-    """Return whether the model in this directory has so few weights that it needs a higher learning rate."""
-    files = [path.stat().st_size for path in Path(model).glob("*.safetensors")]
-    return 0 < sum(files) < _TINY_BYTES
+def _learning_rate(model: str) -> float:
+    """Return a learning rate that changes a model of this size within tens of steps.
+
+    A model on a hub gets that of large ones: its files are not fetched for this.
+    """
+    size = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
+    return next((rate for limit, rate in _RATES if 0 < size < limit), _RATE)
 
 
 def _sizes(num_gpus: int) -> dict[str, dict[str, Any]]:

@@ -264,8 +264,8 @@ class OptimizerConfig(Section):
         default=1e-6,
         gt=0,
         description="Highest learning rate, reached at the end of the warm-up. 1e-6 suits models of 0.5 "
-        "billion weights and more; LoRA needs 10 to 100 times as much, and a model of at most a few million weights "
-        "1e-5 to 1e-3.",
+        "billion weights and more, 1e-5 those of 0.1 to 0.4 billion; LoRA needs 10 to 100 times as much, and a model "
+        "of at most a few million weights 1e-5 to 1e-3.",
     )
     adamw_lr: float | None = Field(
         default=None,

@@ -70,7 +70,7 @@ def test_the_gpus_are_divided_between_learner_and_generators(
     load_config("run.toml")
 
 
-@pytest.mark.parametrize(("size", "lr"), [(1 << 20, 2e-5), ((40 << 20) + 1, 1e-6)])
+@pytest.mark.parametrize(("size", "lr"), [(1 << 20, 2e-5), ((40 << 20) + 1, 1e-5), (538 << 20, 1e-5), (1 << 30, 1e-6)])
 def test_a_model_of_few_weights_gets_a_learning_rate_that_moves_it(size: int, lr: float):
     Path("model").mkdir()
     with Path("model/model.safetensors").open("wb") as file:
