@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterator
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from async_rl.errors import AddressError
+from async_rl.net.address import check_address, url_host
 from async_rl.net.keys import AllowList
 from async_rl.net.streams import UnauthenticatedPeers, descriptors_for_peers, raise_descriptor_limit
 
@@ -65,12 +67,46 @@ _ACKED_AND_RECEIVED = struct.Struct("=QQ")
 _ACKED_AT = 120
 """Offset of ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in Linux's ``struct tcp_info``."""
 _CLOSE_MS = 5000
+_BIND_AGAIN_S = 0.2
 
 Peer = tuple[str, int]
 """IP address and port of a connection's peer."""
 
 _REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _EVENTS = _REFUSALS | zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+
+
+def bind_router(
+    router: zmq.Socket[bytes], address: str, *, max_bytes: int, receive_mark: int, send_mark: int, wait_s: float = 0.0
+) -> None:
+    """Bind a ROUTER socket that keeps no more than these numbers of messages of each connection, and drops none.
+
+    Args:
+        max_bytes: largest frame that a client may send.
+        receive_mark, send_mark: messages of one connection in ZeroMQ's memory. To send more raises ``zmq.Again``.
+        wait_s: how long to try again if the address is in use: an earlier process may be about to end.
+
+    Raises:
+        AddressError: the address is malformed, or can't be bound.
+    """
+    host, port = check_address(address)
+    router.setsockopt(zmq.IPV6, int(":" in host))
+    router.setsockopt(zmq.MAXMSGSIZE, max_bytes)
+    router.setsockopt(zmq.RCVHWM, receive_mark)
+    router.setsockopt(zmq.SNDHWM, send_mark)
+    # Without this option ZeroMQ would drop what has no room.
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # A client that reconnects uses its old routing id and takes the old connection's place.
+    router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    until_s = time.monotonic() + wait_s
+    while True:
+        try:
+            router.bind(f"tcp://{url_host(host)}:{port}")
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() >= until_s:
+                raise AddressError(f"can't bind {address}: {error.strerror}; choose another port or host") from None
+        time.sleep(_BIND_AGAIN_S)
 
 
 class RouterConnections:

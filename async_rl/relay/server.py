@@ -21,8 +21,8 @@ import zmq
 
 from async_rl.config.config import Config
 from async_rl.errors import AddressError, ConfigError, WireError
-from async_rl.net.address import check_address, refuse_open_bind, url_host
-from async_rl.net.connections import RouterConnections
+from async_rl.net.address import refuse_open_bind
+from async_rl.net.connections import RouterConnections, bind_router
 from async_rl.net.keys import Guard, ServerKeys
 from async_rl.relay import messages
 from async_rl.relay.messages import FOR_RELAY, MAX_BYTES, RELAY, decode, encode, pack_number, unpack_number
@@ -39,7 +39,7 @@ _HIGH_WATER_MARK = 8
 _MAX_RECEIVED = 256
 """Most messages that are received before others are sent."""
 _SEND_AGAIN_S, _LOOK_S = 0.005, 0.5
-_BIND_AGAIN_S, _BIND_LIMIT_S = 0.2, 10.0
+_BIND_LIMIT_S = 10.0
 
 Outgoing = tuple[int, int, messages.ToFront | messages.ToProxy]
 """A message with the numbers of its receiver and of the connection in whose name it is sent."""
@@ -122,30 +122,13 @@ class Relay:
         try:
             if keys is not None and allow_list is not None:
                 self._guard = keys.guard(self._socket, self._context, allow_list)
-            self._bind(address)
+            bind_router(
+                self._socket, address, max_bytes=MAX_BYTES, receive_mark=_HIGH_WATER_MARK, send_mark=_HIGH_WATER_MARK,
+                wait_s=_BIND_LIMIT_S,
+            )  # fmt: skip
         except AddressError:
             self.close()
             raise
-
-    def _bind(self, address: str) -> None:
-        host, port = check_address(address)
-        self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
-        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-        # What has no room is kept here; without this option ZeroMQ would drop it.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        until_s = time.monotonic() + _BIND_LIMIT_S
-        while True:
-            try:
-                self._socket.bind(f"tcp://{url_host(host)}:{port}")
-                return
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EADDRINUSE or time.monotonic() > until_s:
-                    text = f"can't bind {address}: {error.strerror}; choose another port or host"
-                    raise AddressError(text) from None
-            time.sleep(_BIND_AGAIN_S)  # an earlier relay may be about to end
 
     def serve(self, is_over: Callable[[], bool]) -> None:
         """Relay messages until ``is_over``, which is called at least every half second."""

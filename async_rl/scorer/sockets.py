@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from async_rl.errors import AddressError, WireError
-from async_rl.net.address import check_address, url_host
-from async_rl.net.connections import RouterConnections
+from async_rl.net.connections import RouterConnections, bind_router
 from async_rl.net.keys import Guard, ServerKeys
 from async_rl.net.wire import Frame
 from async_rl.scorer.questions import PeerBudget, Question, WaitingQuestions
@@ -131,26 +130,14 @@ class ScorerSocket:
         try:
             if keys is not None and allow_list is not None:
                 self._guard = keys.guard(self._socket, self._context, allow_list)
-            self._bind(address)
+            bind_router(
+                self._socket, address, max_bytes=LIMITS.max_bytes, receive_mark=_RECEIVE_HIGH_WATER_MARK,
+                send_mark=_SEND_HIGH_WATER_MARK,
+            )  # fmt: skip
         except AddressError:
             self.close()
             raise
         self._thread.start()
-
-    def _bind(self, address: str) -> None:
-        host, port = check_address(address)
-        self._socket.setsockopt(zmq.IPV6, int(":" in host))
-        self._socket.setsockopt(zmq.MAXMSGSIZE, LIMITS.max_bytes)
-        self._socket.setsockopt(zmq.RCVHWM, _RECEIVE_HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.SNDHWM, _SEND_HIGH_WATER_MARK)
-        # An answer that has no room is kept here; without this option ZeroMQ would drop it.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        # A client that reconnects uses its old routing id and takes the old connection's place.
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        try:
-            self._socket.bind(f"tcp://{url_host(host)}:{port}")
-        except zmq.ZMQError as error:
-            raise AddressError(f"can't bind {address}: {error.strerror}; choose another port or host") from None
 
     def send(self, answers: Iterable[tuple[Question, Frame]]) -> None:
         """Send encoded answers. Only one thread may call this.
