@@ -7,7 +7,6 @@ resumes, so the same command goes on where it was stopped. All configs are check
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from async_rl.comparison.summary import summarise
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.launch.live_view import duration
-from async_rl.process.child import module_command, package_environment
+from async_rl.process.child import module_command, run_child
 from async_rl.run.reuse import check_run_dir, has_ended
 
 _STDERR = 2
@@ -125,12 +124,4 @@ def launch_variant(config: Path, variant: Variant, *, quiet: bool = False) -> in
     options = [part for override in variant.overrides for part in ("--set", override)]
     options += ["--quiet"] if quiet else []
     command = module_command("async_rl", "launch", str(config), "--no-next", *options)
-    process = subprocess.Popen(command, env=package_environment(), stdout=subprocess.DEVNULL if quiet else _STDERR)
-    try:
-        return process.wait()
-    except BaseException as error:
-        # Ctrl-C has reached launch too, because it is in the terminal's process group.
-        if not isinstance(error, KeyboardInterrupt):
-            process.send_signal(signal.SIGTERM)
-        process.wait()
-        raise
+    return run_child(command, stdout=subprocess.DEVNULL if quiet else _STDERR)

@@ -59,6 +59,22 @@ def package_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": package_path(os.environ)}
 
 
+def run_child(command: Sequence[str], *, stdout: int | None = None) -> int:
+    """Run ``command``, which imports this copy of async-rl, until it ends. Return its exit code.
+
+    If this process gets SIGINT or SIGTERM, it waits until the child has ended, too: a ``launch`` saves its last step.
+    """
+    process = subprocess.Popen(command, env=package_environment(), stdout=stdout)
+    try:
+        return process.wait()
+    except BaseException as error:
+        # Ctrl-C has reached the child too, because it is in the terminal's process group.
+        if not isinstance(error, KeyboardInterrupt):
+            process.send_signal(signal.SIGTERM)
+        process.wait()
+        raise
+
+
 def reuse_freed_memory() -> None:
     """Make the C library keep up to 128 MiB of freed memory in this process instead of returning it to the system.
 
