@@ -28,12 +28,9 @@ import torch
 from torch import Tensor
 
 from async_rl.learner.losses.distill import top_k_kl
+from async_rl.quickstart import sums
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-
-import sums  # noqa: E402  # examples/ is no package
-
 STUDY = ROOT / "runs" / "distillation"
 FORMS: Mapping[str, Mapping[str, Any]] = {
     "advantage": {"form": "advantage"},

@@ -26,11 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.quickstart import sums
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
-
-import sums  # noqa: E402  (found by the line above)
-
 LIKED = "7"
 UNFELT = 1e-6
 """Weight of the function that counts: the reward of an answer of eight 7s is 8e-6, that of the model some units."""

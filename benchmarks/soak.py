@@ -27,11 +27,9 @@ from pathlib import Path
 import numpy as np
 import tomli_w
 
+from async_rl.quickstart import sums
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-
-import sums  # noqa: E402
-
 ROLES = ("launch", "queue", "learner", "generator", "evaluator")
 STOP_LIMIT_S = 120.0
 """Longest time from SIGINT to the end of the run."""

@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 
 import quickstart
-import sums
 from quickstart import ROOT, run
+
+from async_rl.quickstart import sums
 
 CONFIG = "configs/careful_sums.toml"
 NUM_TRAIN, NUM_TEST = 1024, 256

@@ -18,8 +18,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import sums
 from quickstart import ROOT, run
+
+from async_rl.quickstart import sums
 
 CONFIG = "configs/countdown.toml"
 CHARACTERS = "0123456789+-*=:/<>answer"

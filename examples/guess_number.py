@@ -12,8 +12,9 @@ import random
 import shutil
 from pathlib import Path
 
-import sums
 from quickstart import ROOT, run
+
+from async_rl.quickstart import sums
 
 CONFIG = "configs/guess_number.toml"
 LARGEST = 9

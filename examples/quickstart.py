@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import sums
+from async_rl.quickstart import sums
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = "configs/quickstart.toml"
@@ -49,7 +49,7 @@ def task_options(seed: int) -> list[str]:
 
 def recipe_digest() -> str:
     """Changes when the task or the config does, so that a stale warm start is never used."""
-    parts = [(ROOT / name).read_bytes() for name in (CONFIG, "examples/sums.py", "examples/quickstart.py")]
+    parts = [(ROOT / name).read_bytes() for name in (CONFIG, "async_rl/quickstart/sums.py", "examples/quickstart.py")]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 

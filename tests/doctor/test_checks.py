@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sums
 
 from async_rl.cli.main import main
 from async_rl.config.config import Config
@@ -29,6 +28,7 @@ from async_rl.launch.capacity import HostMemory
 from async_rl.launch.checks import Start
 from async_rl.launch.preflight import check_judge
 from async_rl.queue.server.settings import settings_of
+from async_rl.quickstart import sums
 from tests.learner.tiny import tiny_config, tiny_model
 from tests.scorer.test_reward_model import write_reward_model
 from tests.scoring.scripted import RunningScorer, ScriptedModel, free_address

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sums
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -42,6 +41,7 @@ from async_rl.learner.sequences import TrainSequence
 from async_rl.net.keys import make_keys
 from async_rl.queue.core.admission import lease_seed, train_sampling
 from async_rl.queue.core.prompts import PromptStream
+from async_rl.quickstart import sums
 from async_rl.records import Lease, Prompt, Rollout
 from async_rl.rewards.registry import build_reward
 from async_rl.run.eval_records import answer_record

@@ -9,10 +9,10 @@ import signal
 from pathlib import Path
 
 import pytest
-import sums
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from async_rl.quickstart import sums
 from tests.end_to_end.harness import check_ledger, metrics, processes_of, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.forked_roles import command_line

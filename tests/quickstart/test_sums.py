@@ -5,7 +5,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import sums
+
+from async_rl.quickstart import sums
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
