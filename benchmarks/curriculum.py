@@ -35,8 +35,8 @@ def make_task(seed: int, directory: Path) -> Path:
     """Make the quickstart's task and warm start of this seed, and return a file with its first rows."""
     directory.mkdir(parents=True, exist_ok=True)
     base = f"runs/quickstart-task/seed-{seed}"
-    script = f"import sys; sys.path.insert(0, 'examples'); import quickstart; quickstart.warm_start({seed})"
-    command("-c", script)
+    names = "from async_rl.quickstart import prepare, tasks"
+    command("-c", f"{names}; prepare.warm_start(tasks.SUMS, {seed})")
     lines = (ROOT / base / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:NUM_ROWS]
     rows = directory / f"rows-{seed}.jsonl"
     rows.write_text("".join(lines), encoding="utf-8")

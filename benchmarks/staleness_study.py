@@ -37,14 +37,12 @@ from typing import Any
 
 import numpy as np
 
+from async_rl.quickstart.prepare import recipe_digest, warm_start
+from async_rl.quickstart.tasks import SUMS
 from async_rl.run.directory import write_atomically
 from async_rl.run.step_log import Row, read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-
-from quickstart import CONFIG, recipe_digest, task_paths, warm_start  # noqa: E402  # examples/ is no package
-
 STUDY = ROOT / "runs" / "staleness-study"
 PICTURE = ROOT / "docs" / "staleness_study.png"
 LAGS = (0, 4, 16, 64)
@@ -88,10 +86,12 @@ class Setting:
     @property
     def overrides(self) -> dict[str, Any]:
         """As ``--set`` keys. Nothing is filtered, for a run that falls apart would sample for ever."""
-        paths = task_paths(self.seed)
+        base = SUMS.directory(self.seed)
         return {
-            **{key: value for key, value in paths.items() if not key.startswith("sft.")},
-            "model.path": paths["sft.out"],
+            "run.seed": str(self.seed),
+            "data.train": f"{base}/train.jsonl",
+            "data.eval.held_out": f"{base}/held_out.jsonl",
+            "model.path": f"{base}/warm_start",
             "learner.fixed_lag": self.lag,
             "queue.max_staleness": self.lag,
             "queue.filter_range": "[]",
@@ -107,7 +107,7 @@ class Setting:
     @property
     def name(self) -> str:
         """Readable, and another one for every setting and recipe."""
-        plain = json.dumps([asdict(self), self.overrides, recipe_digest()], sort_keys=True)
+        plain = json.dumps([asdict(self), self.overrides, recipe_digest(SUMS, self.seed)], sort_keys=True)
         digest = hashlib.sha256(plain.encode()).hexdigest()[:10]
         return f"lag-{self.lag}_{self.loss}_seed-{self.seed}_{digest}"
 
@@ -157,8 +157,9 @@ def run(setting: Setting) -> Result:
         return found
     run_dir, log = STUDY / "runs" / setting.name, STUDY / "logs" / f"{setting.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    words = [word for key, value in setting.overrides.items() for word in ("--set", f"{key}={value}")]
-    command = [sys.executable, "-m", "async_rl", "launch", CONFIG, "--fresh", *words, "--set", f"run.dir={run_dir}"]
+    settings = {**setting.overrides, "run.dir": run_dir}
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    command = [sys.executable, "-m", "async_rl", "launch", "configs/quickstart.toml", "--fresh", *words]
     with log.open("wb") as output:
         done = subprocess.run(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=_TIMEOUT_S, check=False,
@@ -221,7 +222,7 @@ def run_all(settings: Sequence[Setting], jobs: int) -> None:
 
     with ThreadPoolExecutor(jobs) as pool:
         for seed in sorted({setting.seed for setting in settings}):
-            warm_start(seed)
+            warm_start(SUMS, seed)
             list(pool.map(make, [setting for setting in settings if setting.seed == seed]))
 
 

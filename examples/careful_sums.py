@@ -14,10 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import quickstart
-from quickstart import ROOT, run
-
 from async_rl.quickstart import sums
+from async_rl.quickstart.prepare import run_command, warm_start
+from async_rl.quickstart.tasks import SUMS
 
 CONFIG = "configs/careful_sums.toml"
 NUM_TRAIN, NUM_TEST = 1024, 256
@@ -39,10 +38,10 @@ def write_pairs(directory: Path, seed: int) -> None:
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
 
 
-def accuracy(seed: int, model: str) -> float:
+def accuracy(config: Path, model: str) -> float:
     """Return the share of held-out sums that the model solves by greedy decoding."""
-    command = ["eval", model, "--config", quickstart.CONFIG, *quickstart.task_options(seed), "--json", "--quiet"]
-    found = subprocess.run([sys.executable, "-m", "async_rl", *command], cwd=ROOT, check=True, stdout=subprocess.PIPE)
+    command = ["eval", model, "--config", str(config), "--json", "--quiet"]
+    found = subprocess.run([sys.executable, "-m", "async_rl", *command], check=True, stdout=subprocess.PIPE)
     return json.loads(found.stdout)["results"][0]["figures"]["accuracy"]
 
 
@@ -53,19 +52,19 @@ def train(seed: int) -> tuple[float, float, float]:
         The accuracy on held-out sums before and after ``dpo``, and the share of held-out pairs that the reward model
         puts into the right order.
     """
-    start, base = f"runs/quickstart-task/seed-{seed}/warm_start", f"runs/careful_sums-{seed}"
-    quickstart.warm_start(seed)
-    shutil.rmtree(ROOT / base, ignore_errors=True)
-    write_pairs(ROOT / base / "pairs", seed)
+    start, base = f"{SUMS.directory(seed)}/warm_start", f"runs/careful_sums-{seed}"
+    config = warm_start(SUMS, seed)
+    shutil.rmtree(base, ignore_errors=True)
+    write_pairs(Path(base, "pairs"), seed)
     settings = [
         f"run.seed={seed}", f"run.dir={base}", f"model.path={start}", f"dpo.data={base}/pairs/train.jsonl",
         f"dpo.out={base}/model", f"rm.data={base}/pairs/train.jsonl", f"rm.eval.test={base}/pairs/test.jsonl",
         f"rm.out={base}/reward_model",
     ]  # fmt: skip
     for command in ("dpo", "rm"):
-        run(command, CONFIG, *(word for setting in settings for word in ("--set", setting)))
-    lines = (ROOT / base / "rm" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return accuracy(seed, start), accuracy(seed, f"{base}/model"), json.loads(lines[-1])["eval/test/accuracy"]
+        run_command(command, CONFIG, *(word for setting in settings for word in ("--set", setting)))
+    lines = Path(base, "rm", "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return accuracy(config, start), accuracy(config, f"{base}/model"), json.loads(lines[-1])["eval/test/accuracy"]
 
 
 def main() -> None:

@@ -18,9 +18,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from quickstart import ROOT, run
-
 from async_rl.quickstart import sums
+from async_rl.quickstart.prepare import run_command
 
 CONFIG = "configs/countdown.toml"
 CHARACTERS = "0123456789+-*=:/<>answer"
@@ -88,12 +87,12 @@ def write(path: Path, rows: list[Row]) -> None:
 def train(seed: int, extra: list[str]) -> tuple[float, float]:
     """Make the small task, warm-start a model, and train it. Return the share of solved tasks before and after."""
     base, rng = f"runs/countdown-task/seed-{seed}", random.Random(seed)
-    shutil.rmtree(ROOT / base, ignore_errors=True)
+    shutil.rmtree(base, ignore_errors=True)
     held_out = [small_row(rng) for _ in range(100)]
-    write(ROOT / base / "sft.jsonl", [pupils_row(rng) for _ in range(NUM_PUPIL_ROWS)])
-    write(ROOT / base / "train.jsonl", [small_row(rng) for _ in range(NUM_TRAIN)])
-    write(ROOT / base / "held_out.jsonl", held_out)
-    sums.write_model(ROOT / base / "base", seed=seed, characters=CHARACTERS)
+    write(Path(base, "sft.jsonl"), [pupils_row(rng) for _ in range(NUM_PUPIL_ROWS)])
+    write(Path(base, "train.jsonl"), [small_row(rng) for _ in range(NUM_TRAIN)])
+    write(Path(base, "held_out.jsonl"), held_out)
+    sums.write_model(Path(base, "base"), seed=seed, characters=CHARACTERS)
     settings = {
         "run.seed": str(seed),
         "data.train": f"{base}/train.jsonl",
@@ -102,11 +101,11 @@ def train(seed: int, extra: list[str]) -> tuple[float, float]:
         "sft.out": f"{base}/warm_start",
     }
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    run("sft", CONFIG, *overrides, "--set", f"run.dir={base}/sft_run", "--set", f"model.path={base}/base")
+    run_command("sft", CONFIG, *overrides, "--set", f"run.dir={base}/sft_run", "--set", f"model.path={base}/base")
     run_dir = f"runs/countdown-{seed}"
     paths = ("--set", f"run.dir={run_dir}", "--set", f"model.path={base}/warm_start")
-    run("launch", CONFIG, "--fresh", *overrides, *paths, *(word for item in extra for word in ("--set", item)))
-    rows = [json.loads(line) for line in (ROOT / run_dir / "metrics.jsonl").read_text().splitlines()]
+    run_command("launch", CONFIG, "--fresh", *overrides, *paths, *(word for item in extra for word in ("--set", item)))
+    rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
     scores = [one["eval/held_out/accuracy"] for one in rows if "eval/held_out/accuracy" in one]
     return scores[0], scores[-1]
 

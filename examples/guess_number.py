@@ -12,9 +12,8 @@ import random
 import shutil
 from pathlib import Path
 
-from quickstart import ROOT, run
-
 from async_rl.quickstart import sums
+from async_rl.quickstart.prepare import run_command
 
 CONFIG = "configs/guess_number.toml"
 LARGEST = 9
@@ -58,9 +57,9 @@ def write_task(directory: Path, seed: int) -> None:
 def train(seed: int, extra: list[str]) -> tuple[float, float]:
     """Share of games won before and after."""
     base, run_dir = f"runs/guess_number-task/seed-{seed}", f"runs/guess_number-{seed}"
-    shutil.rmtree(ROOT / base, ignore_errors=True)
-    write_task(ROOT / base, seed)
-    sums.write_model(ROOT / base / "base", seed=seed, characters=CHARACTERS)
+    shutil.rmtree(base, ignore_errors=True)
+    write_task(Path(base), seed)
+    sums.write_model(Path(base, "base"), seed=seed, characters=CHARACTERS)
     settings = {
         "run.seed": str(seed),
         "data.train": f"{base}/train.jsonl",
@@ -69,10 +68,10 @@ def train(seed: int, extra: list[str]) -> tuple[float, float]:
         "sft.out": f"{base}/warm_start",
     }
     overrides = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    run("sft", CONFIG, *overrides, "--set", f"run.dir={base}/sft_run", "--set", f"model.path={base}/base")
+    run_command("sft", CONFIG, *overrides, "--set", f"run.dir={base}/sft_run", "--set", f"model.path={base}/base")
     paths = ("--set", f"run.dir={run_dir}", "--set", f"model.path={base}/warm_start")
-    run("launch", CONFIG, "--fresh", *overrides, *paths, *(word for item in extra for word in ("--set", item)))
-    rows = [json.loads(line) for line in (ROOT / run_dir / "metrics.jsonl").read_text().splitlines()]
+    run_command("launch", CONFIG, "--fresh", *overrides, *paths, *(word for item in extra for word in ("--set", item)))
+    rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
     scores = [row["eval/games/score"] for row in rows if "eval/games/score" in row]
     return scores[0], scores[-1]
 

@@ -1,4 +1,6 @@
-"""The quickstart's task: rows and a model made on the spot (``sums``), and the config of its run.
+"""The quickstart: a task and a model made on the spot, and a warm start.
 
-Tests, benchmarks and examples use it, too.
+The input is a ``Task`` (``tasks``) and a seed. ``prepare`` writes the task's rows, model and config below ``runs/`` of
+the working directory and warm-starts the model, by a command that the user could type. ``sums`` is the task; tests,
+benchmarks and examples use these, too.
 """
