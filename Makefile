@@ -39,10 +39,10 @@ help:
 install: $(INSTALLED)
 
 quickstart: $(INSTALLED)
-	$(BIN)/python examples/quickstart.py --seed $(SEED)
+	$(BIN)/async-rl quickstart --seed $(SEED)
 
 quickstart-compare: $(INSTALLED)
-	$(BIN)/python examples/quickstart.py --seed $(SEED) --compare
+	$(BIN)/async-rl quickstart --seed $(SEED) --compare
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(PARALLEL)

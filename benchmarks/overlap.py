@@ -8,7 +8,7 @@ learner that samples while it waits (``learner.generate``) over those of one tha
 
     python -m benchmarks.overlap [--part a|b|c] [--rounds 3] [--steps 40]
 
-Part b needs the quickstart's warm start (``make quickstart`` once) and ``pip install -e .[bench]``.
+Part b needs the quickstart's warm start (``async-rl quickstart`` once) and ``pip install -e .[bench]``.
 """
 
 from __future__ import annotations

@@ -117,9 +117,9 @@ def show_config(
 
     \b
     Examples:
-      async-rl config configs/quickstart.toml --set queue.max_staleness=0
-      async-rl config configs/quickstart.toml --explain queue.max_staleness
-      async-rl config configs/quickstart.toml --explain queue
+      async-rl config run.toml --set queue.max_staleness=0
+      async-rl config run.toml --explain queue.max_staleness
+      async-rl config run.toml --explain queue
     """
     from async_rl.config.loading import config_to_toml, load_config
 
@@ -198,7 +198,7 @@ def sweep(
 
     \b
     Example:
-      async-rl sweep configs/quickstart.toml --seeds 3 \\
+      async-rl sweep run.toml --seeds 3 \\
         --over queue.max_staleness=0,1,4,16
     """
     from async_rl.comparison.sweep import has_finished, header, launch_variant, plan_sweep, result_line
@@ -372,7 +372,7 @@ def doctor(
 
     \b
     Examples:
-      async-rl doctor configs/quickstart.toml
+      async-rl doctor run.toml
       async-rl doctor --connect tcp://10.0.0.1:5555 --keys node-b.key
     """
     from async_rl.errors import ConfigError

@@ -51,8 +51,8 @@ class Source:
         self._is_dataset = path.is_dir() or (not path.exists() and _HUB_ID.fullmatch(self._place) is not None)
         if not path.exists() and (not self._is_dataset or path.suffix in _READERS):
             raise DataError(
-                f"no dataset at {name}; check the path, or the split before @ (`make quickstart` makes the data of the "
-                f"quickstart, `python examples/gsm8k.py` that of the mathematics recipes)"
+                f"no dataset at {name}; check the path, or the split before @ (`async-rl quickstart` makes the data of "
+                f"the quickstart, `python examples/gsm8k.py` that of the mathematics recipes)"
             )
         if self._split is not None and not self._is_dataset and self._split != "train":
             raise DataError(

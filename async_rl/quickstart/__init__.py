@@ -1,6 +1,7 @@
-"""The quickstart: a task and a model made on the spot, and a warm start.
+"""``async-rl quickstart``: a task and a model made on the spot, a warm start, a run, and what asynchrony gained.
 
 The input is a ``Task`` (``tasks``) and a seed. ``prepare`` writes the task's rows, model and config below ``runs/`` of
-the working directory and warm-starts the model, by a command that the user could type. ``sums`` is the task; tests,
-benchmarks and examples use these, too.
+the working directory and warm-starts the model; ``start`` trains it by ``async-rl launch`` and reports; ``gain``
+computes what asynchrony gained. All steps are commands that the user could type, in processes of their own. Only the
+command line calls this folder, and the examples call ``prepare``. ``sums`` is the task; tests use it, too.
 """

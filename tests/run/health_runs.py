@@ -2,7 +2,7 @@
 
 ``python -m tests.run.health_runs DIRECTORY [NAME ...]`` makes the named runs, or all, one after the other, in the
 checkout: on two free cores about half a minute each. It writes their figures to ``tests/data/health_runs.json``. The
-task of a run and its warm start are those of ``examples/``; make them first with ``make quickstart SEED=0`` (to 3),
+task of a run and its warm start are made first with ``async-rl quickstart --seed 0`` (to 3),
 ``examples/guess_number.py`` (seeds 0 to 2) and ``examples/countdown.py`` (0 and 1).
 
 The limits were set on the runs of ``SET_ON``, and judged on the other healthy ones.

@@ -70,7 +70,7 @@ def test_the_quickstart_learns_with_vllm_on_the_cpu(tmp_path):
     started_s = time.monotonic()
     run_dir = tmp_path / "run"
     done = subprocess.run(
-        [sys.executable, "examples/quickstart.py", "--run-dir", str(run_dir), "--set", "generator.backend=vllm"],
+        [sys.executable, "-m", "async_rl", "quickstart", "--run-dir", str(run_dir), "--set", "generator.backend=vllm"],
         cwd=ROOT,
         capture_output=True,
         text=True,
