@@ -36,7 +36,7 @@ def make_task(seed: int, directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     base = f"runs/quickstart-task/seed-{seed}"
     names = "from async_rl.quickstart import prepare, tasks"
-    command("-c", f"{names}; prepare.warm_start(tasks.SUMS, {seed})")
+    command("-c", f"{names}; prepare.make_task(tasks.SUMS, {seed})")
     lines = (ROOT / base / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:NUM_ROWS]
     rows = directory / f"rows-{seed}.jsonl"
     rows.write_text("".join(lines), encoding="utf-8")

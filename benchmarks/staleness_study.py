@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.quickstart.prepare import recipe_digest, warm_start
+from async_rl.quickstart.prepare import make_task, recipe_digest
 from async_rl.quickstart.tasks import SUMS
 from async_rl.run.directory import write_atomically
 from async_rl.run.step_log import Row, read_rows
@@ -222,7 +222,7 @@ def run_all(settings: Sequence[Setting], jobs: int) -> None:
 
     with ThreadPoolExecutor(jobs) as pool:
         for seed in sorted({setting.seed for setting in settings}):
-            warm_start(SUMS, seed)
+            make_task(SUMS, seed)
             list(pool.map(make, [setting for setting in settings if setting.seed == seed]))
 
 

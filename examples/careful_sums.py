@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from async_rl.quickstart import sums
-from async_rl.quickstart.prepare import run_command, warm_start
+from async_rl.quickstart.prepare import make_task, run_command
 from async_rl.quickstart.tasks import SUMS
 
 CONFIG = "configs/careful_sums.toml"
@@ -53,7 +53,7 @@ def train(seed: int) -> tuple[float, float, float]:
         puts into the right order.
     """
     start, base = f"{SUMS.directory(seed)}/warm_start", f"runs/careful_sums-{seed}"
-    config = warm_start(SUMS, seed)
+    config = make_task(SUMS, seed)
     shutil.rmtree(base, ignore_errors=True)
     write_pairs(Path(base, "pairs"), seed)
     settings = [

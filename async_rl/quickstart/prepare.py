@@ -54,21 +54,22 @@ def write_config(task: Task, seed: int) -> Path:
     return path
 
 
-def warm_start(task: Task, seed: int) -> Path:
-    """Make rows and base model and train it by ``async-rl sft``, unless that was done. Return the path of the config.
+def make_task(task: Task, seed: int) -> Path:
+    """Make rows and model, by ``async-rl sft`` too if the task says so, unless that was done. Return the config's path.
 
     Raises:
         SystemExit: ``async-rl sft`` failed.
     """
     directory, config = task.directory(seed), write_config(task, seed)
     if _is_made(task, seed):
-        say(f"warm start: cached in {directory}")
+        say(f"task: kept in {directory}")
         return config
     task.write(directory, seed)
     say(f"task: {directory}: {task.description}")
-    run_command(
-        "sft", str(config), "--set", f"run.dir={directory / 'sft_run'}", "--set", f"model.path={directory}/base"
-    )
+    if task.warm_starts:
+        run_command(
+            "sft", str(config), "--set", f"run.dir={directory / 'sft_run'}", "--set", f"model.path={directory}/base"
+        )
     (directory / _MARKER).write_text(recipe_digest(task, seed), encoding="utf-8")
     return config
 

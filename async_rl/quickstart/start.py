@@ -14,13 +14,13 @@ from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
 from async_rl.launch.launch import next_lines
 from async_rl.quickstart.gain import estimated_gain, measured_gain
-from async_rl.quickstart.prepare import run_command, say, warm_start, write_config
+from async_rl.quickstart.prepare import make_task, run_command, say, write_config
 from async_rl.quickstart.tasks import Task
 from async_rl.run.directory import RunDir
 
 
 def run_quickstart(task: Task, seed: int, overrides: Sequence[str], *, compare: bool) -> None:
-    """Warm-start and train the model of ``task``, and report.
+    """Make the rows and the model of ``task``, train it, and report.
 
     Args:
         overrides: ``--set`` options for ``async-rl launch``.
@@ -35,7 +35,7 @@ def run_quickstart(task: Task, seed: int, overrides: Sequence[str], *, compare: 
         raise ConfigError(
             "--compare: expected queue.max_staleness above 0, because it compares with a run at 0, got 0; leave out one"
         )
-    path, run_dir = str(warm_start(task, seed)), Path(config.run.dir)
+    path, run_dir = str(make_task(task, seed)), Path(config.run.dir)
     settings = [word for override in overrides for word in ("--set", override)]
     run_command("launch", path, "--fresh", "--no-next", *settings)
     if compare:

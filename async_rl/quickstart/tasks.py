@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_rl.quickstart import sums
+from async_rl.quickstart import instructions, sums
+from async_rl.quickstart.smollm2 import write_smollm2
 
 HERE = Path(__file__).parent
 
@@ -17,11 +18,12 @@ class Task:
 
     Attributes:
         folder: where all seeds of the task lie, relative to the working directory. The one of seed 3 is ``seed-3``.
-        config: the file in this folder with the config of seed 0: ``run.seed`` and every path name the seed. It has
-            the sections for ``async-rl sft``, which trains ``base`` and writes ``model.path``, and for ``launch``.
+        config: the file in this folder with the config of seed 0: ``run.seed`` and every path name the seed.
+        warm_starts: whether ``async-rl sft`` with this config first trains the model ``base`` and writes
+            ``model.path``.
         sources: the files of this folder on which the rows and the model depend. If one of them or the config changes,
             they are made again.
-        write: write the rows that the config names and the model ``base`` into a directory, for a seed.
+        write: write the rows that the config names, and its model or ``base``, into a directory, for a seed.
         description: what it has written, for the user.
     """
 
@@ -30,6 +32,7 @@ class Task:
     sources: tuple[str, ...]
     write: Callable[[Path, int], None]
     description: str
+    warm_starts: bool
 
     def directory(self, seed: int) -> Path:
         """Return where the task of ``seed`` lies."""
@@ -58,4 +61,24 @@ SUMS = Task(
     sources=("sums.py",),
     write=_write_sums,
     description="sft.jsonl, train.jsonl, held_out.jsonl; a random model in base/",
+    warm_starts=True,
 )
+
+
+def _write_instructions(directory: Path, seed: int) -> None:
+    instructions.write_rows(directory, seed=seed)
+    model = directory.parent / "model"  # all seeds have the same
+    if not model.exists():
+        write_smollm2(model)
+
+
+SMOLLM2 = Task(
+    folder="runs/smollm2-task",
+    config="smollm2.toml",
+    sources=("instructions.py",),
+    write=_write_instructions,
+    description="train.jsonl, held_out.jsonl; SmolLM2-135M-Instruct in ../model/",
+    warm_starts=False,
+)
+TASKS = {"sums": SUMS, "smollm2": SMOLLM2}
+"""The tasks by the names that ``async-rl quickstart --model`` takes."""
