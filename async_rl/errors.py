@@ -115,6 +115,10 @@ class TrainingError(AsyncRLError):
     """Training can't go on, for example because too many groups were filtered. The message explains the cause."""
 
 
+class RunFailedError(AsyncRLError):
+    """A run that ``async_rl.train`` started has failed. The message has the first cause, and the end of its log."""
+
+
 class StoppedError(AsyncRLError):
     """Training ended early because the process received SIGTERM or SIGINT. The message says which step is saved."""
 

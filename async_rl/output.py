@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TextIO
 from async_rl.terminal import visible
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress as RichProgress
 
 FIRST_LINE_S = 2.0
@@ -43,6 +44,19 @@ def ignore(what: str, done: int = 0, total: int = 0) -> None:
 def can_redraw(stream: TextIO) -> bool:
     """Return whether ``stream`` is a terminal on which a line can be drawn again."""
     return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
+def in_notebook() -> bool:
+    """Return whether this process runs the cells of a notebook, which can replace what a cell has shown."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
+
+
+def new_console(*, quiet: bool = False) -> Console:
+    """Return a console that prints plain lines to standard output, also in a notebook, or nothing if ``quiet``."""
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, quiet=quiet, force_jupyter=False)
 
 
 def print_json(value: Any) -> None:

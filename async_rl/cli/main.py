@@ -169,10 +169,11 @@ def launch(
         return
     if as_json:
         raise ConfigError("--json: expected only with --dry-run; the figures of a run are in its metrics.jsonl")
-    code = launcher.launch(
+    ended = launcher.launch(
         resolved, fresh=fresh, source=source, insecure=insecure, takeover=takeover, quiet=quiet, name_next=not no_next
     )
-    raise typer.Exit(code)
+    sys.stderr.write("".join(f"{visible(line)}\n" for line in ended.why))
+    raise typer.Exit(ended.exit_code)
 
 
 @app.command(short_help="Train on the rollouts that generators send.")

@@ -65,7 +65,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
         ConfigError: there is no such file, the file is not TOML, a key is unknown, a value has a wrong type or range,
             or keys contradict each other.
     """
-    raw = _read_toml(Path(path))
+    raw = read_toml(Path(path))
     overrides = list(overrides)
     for override in overrides:
         apply_override(raw, override)
@@ -79,7 +79,7 @@ def load_run_config(path: Path) -> Config:
     Raises:
         ConfigError: as ``load_config``.
     """
-    raw = _read_toml(path)
+    raw = read_toml(path)
     renew(raw)
     return parse_config(raw, str(path))
 
@@ -97,7 +97,12 @@ def renew(raw: Mapping[str, Any]) -> None:
         experimental.pop("sft_checkpoint_every", None)  # now sft.checkpoint_every, which no resumed run needs
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the unchecked content of the config file at ``path``, a dict for each section.
+
+    Raises:
+        ConfigError: there is no such file, or it is not TOML.
+    """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

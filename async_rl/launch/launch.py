@@ -2,7 +2,7 @@
 
 ``RunCommands`` builds the command line of each process (queue server, learner ranks, generators, scorers,
 relay), with its devices and threads. ``supervisor`` runs these commands, and ``--dry-run`` prints them. Only the
-command line calls this module.
+command line and ``async_rl.train`` call this module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from async_rl.launch.preflight import begins_too_few
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
-from async_rl.output import Progress, can_redraw, print_json, prints_to_stderr
+from async_rl.output import Progress, can_redraw, in_notebook, new_console, print_json, prints_to_stderr
 from async_rl.process.child import DEVICES_ARE_DEALT, module_command, package_path
 from async_rl.process.user_code import code_changes
 from async_rl.run.curve import CurveUpdater
@@ -54,11 +54,24 @@ _MOSTLY_FILTERED = 0.75
 """Seconds that a stopped learner gets in addition to ``checkpoint.grace_s`` before it is killed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a launch ended.
+
+    Attributes:
+        exit_code: as that of ``Outcome``.
+        why: lines of text that explain why the run stopped, with the first cause last; empty if nothing stopped it.
+    """
+
+    exit_code: int
+    why: list[str] = field(default_factory=list)
+
+
 def launch(
     config: Config, *, fresh: bool, insecure: bool, takeover: bool = False, quiet: bool = False,
-    source: str | None = None, name_next: bool = True,
-) -> int:  # fmt: skip
-    """Start the run of ``config`` and wait until it is finished, has failed or was stopped. Return the exit code.
+    source: str | None = None, name_next: bool = True, write_inputs: Callable[[], None] = lambda: None,
+) -> Ended:  # fmt: skip
+    """Start the run of ``config`` and wait until it is finished, has failed or was stopped. Return how it ended.
 
     Args:
         fresh: rename the directory of an earlier run, and start a new run.
@@ -67,32 +80,36 @@ def launch(
         quiet: print only the summary at the end, and errors.
         source: ``RUN`` or ``RUN@STEP``, the run from which to fork. None if the run is no fork.
         name_next: name commands to try next at the end of a finished run.
+        write_inputs: writes what the run reads into the run directory. It is called before the checks, and once more
+            when the directory is locked, because an earlier run may have been moved aside in between.
 
     Raises:
         UserError: the run can't start, for a reason that the user can correct. No process was started.
     """
-    console = Console(stderr=False, markup=False, emoji=False)
+    console = new_console()
     run_dir = check_run_dir(config, fresh=fresh)
     make_fork = None if source is None else _planned_fork(config, source, fresh=fresh)
     if not fresh and has_ended(run_dir, config):
         _print_line(console, _has_ended_line(run_dir))
-        return 0
+        return Ended(0)
+    write_inputs()
     with Progress(quiet=quiet) as progress:
         progress.show(_CHECKING)
         most_prompts = preflight(config, insecure=insecure)
     earlier = None if fresh else _earlier_config(run_dir)
     with locked_run_dir(config, role="launch", fresh=fresh, takeover=takeover) as (run_dir, lock):
-        shown = Console(markup=False, emoji=False, quiet=quiet)
+        write_inputs()
+        shown = new_console(quiet=quiet)
         for line in make_fork() if make_fork is not None else continuation_lines(run_dir, config, earlier):
             _print_line(shown, line)
         num_steps = planned_steps(config, most_prompts, run_dir)
         if line := schedule_note(config, num_steps):
             _print_line(shown, line)
-        code = _run(config, run_dir, lock, console, num_steps, insecure=insecure, fresh=fresh, quiet=quiet)
+        ended = _run(config, run_dir, lock, console, num_steps, insecure=insecure, fresh=fresh, quiet=quiet)
         if run_dir.is_finished and name_next:
             for line in next_lines(run_dir, config):
                 _print_line(shown, line)
-        return code
+        return ended
 
 
 def dry_run(
@@ -113,7 +130,7 @@ def dry_run(
     Raises:
         UserError: launch would refuse to start. The commands were printed before.
     """
-    console = Console(markup=False, emoji=False)
+    console = new_console()
     run_dir = check_run_dir(config, fresh=fresh)
     if source is not None:
         _planned_fork(config, source, fresh=fresh)
@@ -242,14 +259,14 @@ def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, i
 def _run(
     config: Config, run_dir: RunDir, lock: RunLock, console: Console, num_steps: int, *, insecure: bool, fresh: bool,
     quiet: bool,
-) -> int:  # fmt: skip
+) -> Ended:  # fmt: skip
     started = time.monotonic()
     run_id = run_dir.run_id
     name = config.run.name or run_dir.path.name
-    shown = Console(markup=False, emoji=False, quiet=quiet)
+    shown = new_console(quiet=quiet)
     at_most = "at most " if num_steps < config.learner.steps else ""
     _print_line(shown, f"{name}: {at_most}{num_steps} steps in {run_dir.path} (logs in {run_dir.logs})")
-    if can_redraw(sys.stdout) and not quiet:
+    if (can_redraw(sys.stdout) or in_notebook()) and not quiet:
         view = LiveView(console, run_dir.metrics, num_steps, client_keys_of(config.queue.keys))
     else:
         view = PlainView(shown, run_dir.metrics, num_steps)
@@ -277,9 +294,7 @@ def _run(
     for line in [*summary(run_dir, time.monotonic() - started), *memory_deaths.summary()]:
         _print_line(console, line)
     sys.stdout.flush()
-    why = explain(outcome, checkpoint=run_dir.latest_checkpoint, fresh=fresh)
-    sys.stderr.write("".join(f"{visible(line)}\n" for line in why))
-    return outcome.exit_code
+    return Ended(outcome.exit_code, explain(outcome, checkpoint=run_dir.latest_checkpoint, fresh=fresh))
 
 
 def nobody_samples_line(config: Config) -> str:
@@ -297,12 +312,12 @@ def nobody_samples_line(config: Config) -> str:
     )
 
 
-def summary(run_dir: RunDir, wall_s: float) -> list[str]:
+def summary(run_dir: RunDir, wall_s: float | None = None) -> list[str]:
     """Return the lines of text that ``launch`` prints at the end of a run.
 
     They show the number of steps, the first and last accuracy on each evaluation set and the best one if it came
     earlier, what went wrong with the training, the counts of the ledger, and the paths of the run's files. ``wall_s``
-    is the duration of this launch in seconds.
+    is the duration of this launch in seconds. If None, the lines leave it out.
     """
     steps, health = 0, Health()
     evaluations: list[Row] = []
@@ -314,7 +329,7 @@ def summary(run_dir: RunDir, wall_s: float) -> list[str]:
         for dataset, accuracy in eval_accuracies(row).items():
             evals.setdefault(dataset, []).append(accuracy)
     state = "finished" if run_dir.is_finished else "not finished"
-    lines = [f"{state}: {steps} steps, this launch took {duration(wall_s)}"]
+    lines = [f"{state}: {steps} steps{'' if wall_s is None else f', this launch took {duration(wall_s)}'}"]
     lines += [f"accuracy on {name}: {values[0]:.3f} -> {values[-1]:.3f}" for name, values in evals.items()]
     lines += best_lines(run_dir, evaluations)
     if any(len(values) > 2 for values in evals.values()):

@@ -1,10 +1,12 @@
-"""Show the progress of a run while ``launch`` runs it: a live table on a terminal, otherwise one line per step.
+"""Show the progress of a run while ``launch`` runs it: a live table on a terminal or in a notebook, otherwise one line
+per step.
 
 The figures come from new rows of ``metrics.jsonl``, and from a thread that asks the queue server for its status.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import threading
@@ -24,6 +26,7 @@ from async_rl.launch.hints import Hints, LedgerNotes
 from async_rl.launch.status import ask_status, awaited_by, by_trouble, generator_troubles
 from async_rl.launch.supervisor import ProcessStatus
 from async_rl.net.keys import ClientKeys
+from async_rl.output import in_notebook
 from async_rl.run.directory import RunDir
 from async_rl.run.notes import NotesTail
 from async_rl.run.progress import (
@@ -46,6 +49,8 @@ MAX_NAMED_PROCESSES = 8
 LINE_EVERY_S = 10.0
 """Seconds between two lines of ``PlainView`` while no step is trained."""
 _MAX_TROUBLES = 3
+_CELL_WIDTH = 110
+"""Width of the table in a notebook, in letters."""
 _HEALTH_ROWS = {"ESS, KL": ("ratio/ess", "ratio/kl"), "entropy, gradient": ("entropy", "grad_norm")}
 """Label -> metrics of a row of the table."""
 _LOG_BYTES = 8 << 10
@@ -150,8 +155,35 @@ class PlainView:
         self.refresh([])
 
 
+class CellOutput:
+    """Draws the table in the output of a notebook's cell, as ``rich.live.Live`` does on a terminal. Rich itself needs
+    the package ipywidgets for that.
+    """
+
+    def __init__(self) -> None:
+        self._shown: Any = None
+
+    def start(self) -> None:
+        """Do nothing: the first ``update`` shows the table."""
+
+    def stop(self) -> None:
+        """Do nothing: the last table stays."""
+
+    def update(self, table: RenderableType, *, refresh: bool) -> None:
+        from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+        text = io.StringIO()
+        Console(file=text, width=_CELL_WIDTH, force_jupyter=False, emoji=False).print(table)
+        bundle = {"text/plain": text.getvalue()}
+        if self._shown is None:
+            self._shown = display(bundle, raw=True, display_id=True)
+        else:
+            self._shown.update(bundle, raw=True)
+
+
 class LiveView:
-    """Shows a run's progress on a terminal, as a table that is redrawn twice a second. Events scroll above the table.
+    """Shows a run's progress on a terminal, or in a notebook, as a table that is redrawn twice a second. Events scroll
+    above the table, in a notebook below it.
 
     ``keys`` are the keys for requests to the queue server; None if the run uses no keys.
     """
@@ -165,7 +197,7 @@ class LiveView:
         self._poller: StatusPoller | None = None
         self._has_queue_ended = False
         self._drawn_at, self._started_at = 0.0, time.monotonic()
-        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._live = CellOutput() if in_notebook() else Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
 
     def refresh(self, processes: Sequence[ProcessStatus]) -> None:
