@@ -439,9 +439,14 @@ def _text_of(error: BaseException) -> str:
         return f"its text can't be read ({type(second).__name__})"
 
 
+def is_installed(path: Path) -> bool:
+    """Return whether a source file belongs to an installed package, as pip installs them."""
+    return bool(set(_INSTALLED) & set(path.parts))
+
+
 def _is_users(filename: str) -> bool:
     """Return whether a source file is neither of async-rl, nor of an installed package, nor of Python."""
     path = Path(filename)
     folders = (Path(__file__).parents[1], Path(sysconfig.get_path("stdlib")))
     is_ours = any(path.is_relative_to(folder) for folder in folders)
-    return path.is_absolute() and not is_ours and not set(_INSTALLED) & set(path.parts)
+    return path.is_absolute() and not is_ours and not is_installed(path)
