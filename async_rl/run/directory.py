@@ -86,6 +86,11 @@ class RunDir:
         return self.path / "origin.json"
 
     @property
+    def data(self) -> Path:
+        """Path of the folder with the rows that ``async_rl.train`` got from its caller."""
+        return self.path / "data"
+
+    @property
     def ledger(self) -> Path:
         return self.path / "ledger.json"
 

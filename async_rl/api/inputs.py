@@ -1,0 +1,181 @@
+"""Turn what ``async_rl.train`` gets into a config and the files that it names.
+
+``read_inputs`` merges the sections into a base config. Functions become names (``code_name``), and rows become JSON
+lines in the run directory, in files whose names have their digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_rl.api.code_name import code_name
+from async_rl.config.config import Config
+from async_rl.config.loading import config_data, parse_config, read_toml, read_tools
+from async_rl.errors import DataError
+from async_rl.process.user_code import is_code_name
+from async_rl.run.directory import RunDir
+from async_rl.run.reuse import check_place
+
+Base = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+"""The config that the sections change: its file, its sections, or itself."""
+Rows = Iterable[Mapping[str, Any]]
+"""Rows of a dataset, which can be read more than once."""
+
+_MAIN_KEYS = {"run": "dir", "model": "path", "data": "train", "reward": "type"}
+"""The key of a section that an argument sets if it is no dict."""
+_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowsFile:
+    """Rows that the key ``where`` of the config has, and the file for them. The file's name has their digest."""
+
+    path: Path
+    rows: Rows
+    where: str
+
+    def write(self) -> None:
+        """Write the file, completely or not at all, unless it is there."""
+        if self.path.exists():
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
+        with partial.open("wb") as out:
+            out.writelines(_lines(self.rows, self.where))
+        os.replace(partial, self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The checked config of a run, and the files that it names and that must be written first."""
+
+    config: Config
+    files: Sequence[RowsFile]
+
+
+def read_inputs(base: Base, sections: Mapping[str, Any]) -> Inputs:
+    """Return the config of ``sections``, which change those of ``base``, and the files of its rows. Write nothing.
+
+    The functions in it, and a reward that ``sections`` name, are added to ``generator.allow_code``, because the caller
+    itself chose them.
+
+    Raises:
+        ConfigError: the config is not valid, or other processes can't import a function.
+        DataError: a row has other values than JSON.
+    """
+    given = {name: _section(name, value) for name, value in sections.items() if value is not None}
+    raw, source = _read_base(base)
+    _merge(raw, given)
+    run, data = raw.get("run"), raw.get("data")
+    folder = RunDir(Path(str(run.get("dir", "")) if isinstance(run, dict) else "")).data
+    files = _take_rows(data, folder) if isinstance(data, dict) else []
+    chosen: dict[str, str] = {}  # name -> key
+
+    def name_of(function: Callable[..., Any], key: str) -> str:
+        name = code_name(function, key)
+        chosen[name] = key
+        return name
+
+    reward = given.get("reward")
+    named = reward.get("type") if isinstance(reward, Mapping) else None
+    if isinstance(named, str) and is_code_name(named):
+        chosen[named] = "reward.type"
+    raw = {name: _plain(value, name, name_of) for name, value in raw.items()}
+    _allow(raw, [name.rpartition(":")[0] for name, key in chosen.items() if not key.startswith("loss.")])
+    read_tools(raw)
+    config = parse_config(raw, f"async_rl.train{f' with {source}' if source else ''}")
+    if isinstance(base, str | os.PathLike):
+        check_place(config, Path(base), [f"run.dir={config.run.dir}"] if "run" in given else [])
+    return Inputs(config, files)
+
+
+def _read_base(base: Base) -> tuple[dict[str, Any], str]:
+    """Return the content of the base config, and its name for messages."""
+    if isinstance(base, str | os.PathLike):
+        return read_toml(Path(base)), str(base)
+    if isinstance(base, Config):
+        return config_data(base), "a config"
+    raw: dict[str, Any] = {}
+    _merge(raw, {name: _section(name, value) for name, value in (base or {}).items()})
+    return raw, ""
+
+
+def _section(name: str, value: Any) -> Any:
+    """Return the argument ``name`` as a section: what is no dict is the section's main key."""
+    return {_MAIN_KEYS[name]: value} if name in _MAIN_KEYS and not isinstance(value, Mapping) else value
+
+
+def _merge(raw: dict[Any, Any], changes: Mapping[Any, Any]) -> None:
+    """Set the keys of ``changes`` in ``raw``, table by table. The tables of ``changes`` are copied."""
+    for key, value in changes.items():
+        if isinstance(value, Mapping):
+            table = raw.get(key)
+            raw[key] = dict(table) if isinstance(table, Mapping) else {}
+            _merge(raw[key], value)
+        else:
+            raw[key] = value
+
+
+def _take_rows(data: dict[str, Any], folder: Path) -> list[RowsFile]:
+    """Replace rows in the section ``data`` by the paths of files in ``folder``, and return these files."""
+    files: list[RowsFile] = []
+
+    def source(value: Any, where: str) -> Any:
+        if isinstance(value, str | os.PathLike) or not isinstance(value, Iterable):
+            return value
+        digest = hashlib.sha256()
+        for line in _lines(value, where):
+            digest.update(line)
+        path = folder / f"{where.rpartition('.')[2]}-{digest.hexdigest()[:_DIGITS]}.jsonl"
+        files.append(RowsFile(path, value, where))
+        return str(path)
+
+    for key in data.keys() & {"train", "eval"}:
+        value, where = data[key], f"data.{key}"
+        is_table = isinstance(value, Mapping)
+        data[key] = {k: source(v, f"{where}.{k}") for k, v in value.items()} if is_table else source(value, where)
+    return files
+
+
+def _lines(rows: Rows, where: str) -> Iterator[bytes]:
+    """Yield each row as a line of JSON."""
+    for number, row in enumerate(rows):
+        try:
+            yield f"{json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_as_list)}\n".encode()
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{where}: expected rows that are dicts of values that JSON has, got {str(row)[:80]} as row {number}: "
+                f"{error}; convert the values, or leave the column out"
+            ) from None
+
+
+def _as_list(value: Any) -> Any:
+    """Return an array or a number of numpy or torch as JSON has it."""
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"JSON has no {type(value).__name__}")
+    return value.tolist()
+
+
+def _plain(value: Any, key: str, name_of: Callable[[Callable[..., Any], str], str]) -> Any:
+    """Return a value of the config as TOML has it. ``name_of`` gets a function and its key, and returns its name."""
+    if isinstance(value, Mapping):
+        return {_plain(k, key, name_of): _plain(v, f"{key}.{k}", name_of) for k, v in value.items()}
+    if callable(value):
+        return name_of(value, key)
+    if isinstance(value, list | tuple):
+        return [_plain(item, key, name_of) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _allow(raw: dict[str, Any], places: Iterable[str]) -> None:
+    """Add modules and files to ``generator.allow_code``."""
+    generator = raw.setdefault("generator", {})
+    allowed = generator.get("allow_code", []) if isinstance(generator, dict) else None
+    if isinstance(allowed, list):  # else the config is not valid
+        generator["allow_code"] = list(dict.fromkeys([*allowed, *places]))
