@@ -1,6 +1,6 @@
 """async-rl: asynchronous off-policy reinforcement learning for language models.
 
-From Python: ``Run`` reads a run's directory, ``load_config`` reads a
+From Python: ``train`` runs a config and waits for its end, ``Run`` reads a run's directory, ``load_config`` reads a
 config file. They are imported when they are used, because every process of a run imports this module.
 """
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from async_rl.api.run import Run
+    from async_rl.api.train import train
     from async_rl.config.loading import load_config
 
 __version__ = "0.1.0"
-__all__ = ["Run", "__version__", "load_config"]
+__all__ = ["Run", "__version__", "load_config", "train"]
 
-_PLACES = {"Run": "async_rl.api.run", "load_config": "async_rl.config.loading"}
+_PLACES = {"Run": "async_rl.api.run", "train": "async_rl.api.train", "load_config": "async_rl.config.loading"}
 
 
 def __getattr__(name: str) -> Any:

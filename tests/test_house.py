@@ -188,7 +188,7 @@ def test_the_package_itself_imports_nothing_of_its_own_until_it_is_used():
     check = (
         "import sys, async_rl\n"
         "print(sorted(name for name in sys.modules if name.partition('.')[0] in ('async_rl', 'pydantic', 'torch')))\n"
-        "async_rl.Run, async_rl.load_config\n"
+        "async_rl.train, async_rl.Run, async_rl.load_config\n"
         "print([name for name in ('torch', 'transformers', 'pandas', 'datasets') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, cwd=ROOT)

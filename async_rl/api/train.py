@@ -1,0 +1,83 @@
+"""``train``: what ``async-rl launch`` does, called from a script or a notebook."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any
+
+from async_rl.api.code_name import refuse_while_imported
+from async_rl.api.inputs import Base, Rows, read_inputs
+from async_rl.api.run import Run
+from async_rl.errors import RunError, RunFailedError, StoppedError
+from async_rl.launch.launch import launch
+
+Source = str | PathLike[str] | Rows
+
+
+def train(
+    model: str | PathLike[str] | Mapping[str, Any] | None = None,
+    data: Source | Mapping[str, Any] | None = None,
+    reward: str | Callable[..., Any] | Mapping[str, Any] | None = None,
+    *,
+    run: str | PathLike[str] | Mapping[str, Any] | None = None,
+    config: Base = None,
+    fresh: bool = False,
+    source: str | None = None,
+    insecure: bool = False,
+    takeover: bool = False,
+    quiet: bool = False,
+    **sections: Mapping[str, Any],
+) -> Run:
+    """Start a run on this machine, wait until it is finished, and return it. A run that was begun before goes on.
+
+    The run has the checks, processes and files of ``async-rl launch``, and shows its progress in the same way. Ctrl-C
+    saves the last step, ends the run and returns it; the same call resumes it. A second Ctrl-C ends it at once.
+
+    Args:
+        model: ``model.path``.
+        data: ``data.train``: a file, a data set of the hub, or rows, such as a list of dicts or a ``datasets.Dataset``.
+            Rows are written to the run directory. So are those in a section ``data``, under ``train`` and ``eval``.
+        reward: ``reward.type``: a name or a function. Generators import the function, so it must be in a file. A
+            section may have functions, too, such as ``{"type": right, "extra": {brief: 0.1}}``.
+        run: ``run.dir``, the run directory.
+        config: a base that the other arguments change: a config file, a dict of sections, or a ``Config``.
+        fresh: move an earlier run in the directory aside, and start a new one.
+        source: ``RUN`` or ``RUN@STEP``, the run from which to fork.
+        insecure: allow network addresses without keys.
+        takeover: take the run directory from another process that uses it.
+        quiet: show only a summary at the end.
+        sections: the other sections of the config as dicts, such as ``sampling={"group_size": 8}``. Each of the four
+            arguments above may be such a section, too.
+
+    Raises:
+        UserError: the run can't start, for a reason that the user can correct. No process was started.
+        RunFailedError: the run failed. The message has the first cause.
+        StoppedError: SIGTERM ended the run.
+    """
+    refuse_while_imported()
+    if threading.current_thread() is not threading.main_thread():
+        raise RunError(
+            f"async_rl.train: expected a call in the main thread, which gets Ctrl-C, got one in "
+            f"{threading.current_thread().name}; call it there, or start `async-rl launch` as a process"
+        )
+    inputs = read_inputs(config, {"run": run, "model": model, "data": data, "reward": reward, **sections})
+
+    def write_inputs() -> None:
+        for file in inputs.files:
+            file.write()
+
+    ended = launch(
+        inputs.config, fresh=fresh, source=source, insecure=insecure, takeover=takeover, quiet=quiet, name_next=False,
+        write_inputs=write_inputs,
+    )  # fmt: skip
+    why = "\n".join(ended.why)
+    if ended.exit_code == 128 + signal.SIGTERM:
+        raise StoppedError(why)
+    if 0 < ended.exit_code < 128:
+        raise RunFailedError(why)
+    if why:
+        print(why)  # noqa: T201 - Ctrl-C
+    return Run(inputs.config.run.dir)
