@@ -11,7 +11,6 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,26 +90,20 @@ def _refusal(key: str, got: str, remedy: str) -> ConfigError:
 
 def _refuse_unguarded_call(key: str, name: str, file: Path) -> None:
     """Check that importing the running script ``file`` does not start the run again."""
-    main = vars(sys.modules[_MAIN])
-    lines = [
+    stack = [
         line
         for frame, line in traceback.walk_stack(None)
-        if frame.f_code.co_name == "<module>" and frame.f_globals is main
+        if frame.f_code.co_name == "<module>" and frame.f_globals is vars(sys.modules[_MAIN])
     ]
-    guards = [node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, ast.If)]
-    for line in lines[-1:]:  # the outermost: what the script itself does
-        guarded = partial(_is_guarded_by, line)
-        if not any(map(guarded, guards)):
-            raise ConfigError(
-                f"{key}: {name} is a function of the script {file}, whose line {line} calls async_rl.train whenever it "
-                f"is imported, and generators import it for {name}; put that line under {_GUARD}, or move {name} to a "
-                f"file of its own"
-            )
-
-
-def _is_guarded_by(line: int, node: ast.If) -> bool:
-    is_guard = "__name__" in ast.unparse(node.test)
-    return is_guard and node.lineno < line <= (node.end_lineno or node.lineno)
+    line = stack[-1] if stack else 0  # what the script itself does; 0 if it only defines the function
+    tree = ast.walk(ast.parse(file.read_bytes()))
+    guards = [node for node in tree if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
+    if line and not any(node.lineno <= line <= (node.end_lineno or 0) for node in guards):
+        raise ConfigError(
+            f"{key}: {name} is a function of the script {file}, whose line {line} calls async_rl.train whenever it is "
+            f"imported, and generators import it for {name}; put that line under {_GUARD}, or move {name} to a file "
+            f"of its own"
+        )
 
 
 def _place(file: Path) -> str:

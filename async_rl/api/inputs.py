@@ -58,6 +58,11 @@ class Inputs:
     config: Config
     files: Sequence[RowsFile]
 
+    def write(self) -> None:
+        """Write the files that are not there."""
+        for file in self.files:
+            file.write()
+
 
 def read_inputs(base: Base, sections: Mapping[str, Any]) -> Inputs:
     """Return the config of ``sections``, which change those of ``base``, and the files of its rows. Write nothing.

@@ -87,10 +87,13 @@ class Run:
         return _frame(self.metrics(), ["step"])
 
     def evaluations(self) -> Iterator[Row]:
-        """Yield the figures of each evaluation, with the ``step`` after which it began and the name of its ``set``."""
+        """Yield the figures of each evaluation, with the name of its ``set``.
+
+        ``step`` is that after which it began, ``time_s`` the seconds from the start of the run to its end.
+        """
         for row in iter_metrics(self._dir.metrics):
             for name, figures in eval_figures(row).items():
-                yield {"step": row["step"], "set": name, **figures}
+                yield {"step": row["step"], "set": name, "time_s": row.get("time_s"), **figures}
 
     def evaluations_frame(self) -> DataFrame:
         """Return ``evaluations`` as a table, with the set and the step as index."""

@@ -64,14 +64,9 @@ def train(
             f"{threading.current_thread().name}; call it there, or start `async-rl launch` as a process"
         )
     inputs = read_inputs(config, {"run": run, "model": model, "data": data, "reward": reward, **sections})
-
-    def write_inputs() -> None:
-        for file in inputs.files:
-            file.write()
-
     ended = launch(
         inputs.config, fresh=fresh, source=source, insecure=insecure, takeover=takeover, quiet=quiet, name_next=False,
-        write_inputs=write_inputs,
+        write_inputs=inputs.write,
     )  # fmt: skip
     why = "\n".join(ended.why)
     if ended.exit_code == 128 + signal.SIGTERM:

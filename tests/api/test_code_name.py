@@ -148,23 +148,27 @@ NAME = "from async_rl.api.code_name import code_name\n"
 CALL = 'print(code_name(right, "reward.type"))'
 
 
-def write_script(path: Path, *, guarded: bool) -> None:
-    guard = 'if __name__ == "__main__":\n    ' if guarded else ""
+GUARD = 'if __name__ == "__main__":'
+
+
+def write_script(path: Path, guard: str = f"{GUARD}\n    ") -> None:
     path.write_text(f"{NAME}def right(item):\n    return 1.0\n\ndef main():\n    {CALL}\n\n{guard}main()\n")
 
 
 def test_a_function_of_the_script_itself_is_named_by_its_file(tmp_path: Path):
-    write_script(tmp_path / "train.py", guarded=True)
+    write_script(tmp_path / "train.py")
     assert printed(tmp_path, "train.py") == "train.py:right\n"
     assert printed(tmp_path.parent, str(tmp_path / "train.py")).strip().endswith(f"{tmp_path.name}/train.py:right")
     assert printed(tmp_path, "-m", "train") == "train.py:right\n"
+    write_script(tmp_path / "one_line.py", f"{GUARD} ")
+    assert printed(tmp_path, "one_line.py") == "one_line.py:right\n"
     (tmp_path / "package").mkdir()
-    write_script(tmp_path / "package" / "run.py", guarded=True)
+    write_script(tmp_path / "package" / "run.py")
     assert printed(tmp_path, "-m", "package.run") == "package.run:right\n"
 
 
 def test_a_script_that_would_start_the_run_again_is_refused_with_its_line(tmp_path: Path):
-    write_script(tmp_path / "train.py", guarded=False)
+    write_script(tmp_path / "train.py", guard="")
     refusal = printed(tmp_path, "train.py").splitlines()[-1]
     assert "right is a function of the script" in refusal
     assert "whose line 8 calls async_rl.train whenever it is imported" in refusal
@@ -179,7 +183,7 @@ def test_what_is_typed_at_a_prompt_is_refused_even_after_a_script(tmp_path: Path
 
 
 def test_a_script_without_the_ending_py_is_refused(tmp_path: Path):
-    write_script(tmp_path / "train", guarded=True)
+    write_script(tmp_path / "train")
     assert "move it to a file whose name ends in .py" in printed(tmp_path, "train")
 
 

@@ -144,8 +144,7 @@ def test_rows_become_a_file_that_is_named_by_its_digest(rows: Any, tmp_path: Pat
     data = {"train": rows, "eval": {"held_out": held_out}}
     inputs = read_inputs(None, {"run": tmp_path / "run", "model": "m", "data": data})
     assert not (tmp_path / "run").exists(), "nothing is written before the checks"
-    for file in inputs.files:
-        file.write()
+    inputs.write()
     train, evaluated = inputs.config.data.train, inputs.config.data.eval["held_out"]
     assert isinstance(train, str)
     assert [json.loads(line) for line in Path(train).read_text().splitlines()] == ROWS
@@ -154,7 +153,7 @@ def test_rows_become_a_file_that_is_named_by_its_digest(rows: Any, tmp_path: Pat
     assert train == f"{tmp_path}/run/data/train-{digest[:16]}.jsonl"
     assert Path(evaluated).name.startswith("held_out-")
     stamp = Path(train).stat().st_mtime_ns
-    inputs.files[0].write()
+    inputs.write()
     assert Path(train).stat().st_mtime_ns == stamp, "an existing file is kept"
     again = read_inputs(None, {"run": tmp_path / "run", "model": "m", "data": data})
     assert again.config == inputs.config, "so the same call resumes the run"

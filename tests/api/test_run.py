@@ -44,9 +44,9 @@ def test_steps_and_evaluations_are_apart(run: async_rl.Run):
     lines(run.path / "metrics.jsonl", ROWS)
     assert list(run.metrics()) == ROWS[1:3]
     assert list(run.evaluations()) == [
-        {"step": 0, "set": "a", "accuracy": 0.25},
-        {"step": 0, "set": "b-c", "accuracy": 0.5, "reward": 1.5},
-        {"step": 2, "set": "a", "accuracy": 0.75},
+        {"step": 0, "set": "a", "time_s": 1.0, "accuracy": 0.25},
+        {"step": 0, "set": "b-c", "time_s": 1.0, "accuracy": 0.5, "reward": 1.5},
+        {"step": 2, "set": "a", "time_s": 4.0, "accuracy": 0.75},
     ]
     frame = run.metrics_frame()
     assert frame["reward/mean"].to_dict() == {1: 0.5, 2: 0.75}
