@@ -199,6 +199,7 @@ def test_every_package_of_the_tree_is_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     listed = set(project["tool"]["setuptools"]["packages"])
     assert listed == {".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")}
+    assert "py.typed" in project["tool"]["setuptools"]["package-data"]["async_rl"], "so that pyright reads our types"
     assert {path.parent for path in PACKAGE.rglob("*.py")} == {path.parent for path in PACKAGE.rglob("__init__.py")}
 
 

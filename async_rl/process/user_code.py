@@ -286,10 +286,13 @@ def _spec(name: str) -> ModuleSpec:
         try:
             spec = importlib.util.find_spec(place)
         except Exception as error:  # the search runs parent packages, which may raise anything
-            raise ConfigError(
-                f"{name}: can't find module {place}: {type(error).__name__}: {error}; correct the packages that "
-                f"contain it"
-            ) from error
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is None or not f"{place}.".startswith(f"{missing}."):
+                raise ConfigError(
+                    f"{name}: can't find module {place}: {type(error).__name__}: {error}; correct the packages that "
+                    f"contain it"
+                ) from error
+            spec = None  # a package that should contain it is missing
     if spec is None:
         raise ConfigError(
             f"{name}: expected a module {place} on this machine, but there is none; install it, add its folder to "

@@ -114,13 +114,26 @@ def test_a_module_is_found_in_the_working_directory(source: Path, monkeypatch: p
         ("no_such_module_anywhere:one", "expected a module no_such_module_anywhere on this machine"),
         ("/nowhere/mine.py:one", "expected a file /nowhere/mine.py on this machine"),
         ("absent.py", "expected a file .*absent.py on this machine"),
-        ("absent_8731.sub:one", "can't find module absent_8731.sub: ModuleNotFoundError"),
+        (
+            "absent_8731.sub:one",
+            "expected a module absent_8731.sub on this machine, but there is none; install it, add",
+        ),
         ("sys:exit", "expected a module with a Python source file, got built-in"),
     ],
 )
 def test_code_that_is_not_there_is_named(name: str, message: str):
     with pytest.raises(ConfigError, match=message):
         code_digests([name])
+
+
+def test_a_package_that_lacks_another_module_is_not_called_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "needs_8731").mkdir()
+    (tmp_path / "needs_8731" / "__init__.py").write_text("import absent_8731\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"can't find module needs_8731\.sub: .*No module named 'absent_8731'; correct"
+    ):
+        code_digests(["needs_8731.sub:one"])
 
 
 def test_code_that_fails_to_be_imported_is_named(source: Path):
