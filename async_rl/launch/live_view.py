@@ -173,7 +173,7 @@ class CellOutput:
         from IPython.display import display  # pyright: ignore[reportMissingImports]
 
         text = io.StringIO()
-        Console(file=text, width=_CELL_WIDTH, force_jupyter=False, emoji=False).print(table)
+        Console(file=text, width=_CELL_WIDTH, force_jupyter=False, emoji=False, color_system=None).print(table)
         bundle = {"text/plain": text.getvalue()}
         if self._shown is None:
             self._shown = display(bundle, raw=True, display_id=True)

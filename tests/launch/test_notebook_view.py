@@ -43,8 +43,9 @@ def cell(monkeypatch: pytest.MonkeyPatch) -> Cell:
 
 
 def test_a_notebook_shows_one_table_that_is_replaced_and_lines_as_text(
-    cell: Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cell: Cell, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as kernels do
     assert in_notebook()
     metrics = tmp_path / "metrics.jsonl"
     view = LiveView(new_console(), metrics, 10)
