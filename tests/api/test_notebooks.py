@@ -1,0 +1,105 @@
+"""The notebooks of examples/ run from their first cell to their last, and a notebook's interrupt is a Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import async_rl
+from async_rl.process.child import PACKAGE_ROOT
+from tests.end_to_end.harness import wait_until
+from tests.end_to_end.tiny import tiny_config, write_tiny_task
+
+NOTEBOOKS = sorted((Path(PACKAGE_ROOT) / "examples" / "notebooks").glob("*.ipynb"))
+MAX_BYTES = 100_000
+
+
+@pytest.fixture(autouse=True)
+def same_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kernels import this copy of async-rl."""
+    monkeypatch.setenv("PYTHONPATH", PACKAGE_ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def client(notebook: nbformat.NotebookNode, folder: Path) -> NotebookClient:
+    return NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}})
+
+
+def texts(notebook: nbformat.NotebookNode) -> list[str]:
+    """What each code cell has printed and shown as text."""
+    return [
+        "".join(o.get("text", "") + o.get("data", {}).get("text/plain", "") for o in cell.outputs)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_small_and_has_no_outputs(path: Path):
+    assert path.stat().st_size < MAX_BYTES
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell for cell in code if cell["outputs"] or cell["execution_count"]] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_the_model_learns_in_the_notebook_that_trains(tmp_path: Path):
+    notebook = nbformat.read(NOTEBOOKS[1], as_version=4)
+    client(notebook, tmp_path).execute()
+    shown = texts(notebook)
+    assert "finished: 60 steps" in shown[2]
+    (train, run) = notebook.cells[6], notebook.cells[8]
+    assert sum("display_id" in o.get("transient", {}) or o.output_type == "display_data" for o in train.outputs) == 1
+    assert "data:image/png;base64," in run.outputs[0].data["text/html"]
+    first, *_, last = async_rl.Run(tmp_path / "runs" / "from_python").evaluations()
+    assert last["accuracy"] > first["accuracy"] + 0.2  # 0.30 -> 0.98 here
+    assert "->" in shown[-2], "sums that it has learned"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_the_notebook_that_compares_draws_both_runs(tmp_path: Path):
+    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
+    client(notebook, tmp_path).execute()
+    *_, table, _, figure = texts(notebook)
+    assert "bound 0" in table
+    assert "bound 4" in table
+    assert "Figure" in figure
+    runs = [async_rl.Run(tmp_path / "runs" / f"bound-{bound}") for bound in (0, 4)]
+    assert [run.is_finished for run in runs] == [True, True]
+    staleness = [max(row["staleness/max"] for row in run.metrics()) for run in runs]
+    assert staleness[0] == 0 < staleness[1]
+
+
+@pytest.mark.long
+def test_an_interrupt_saves_the_last_step_and_the_next_cell_has_the_run(tmp_path: Path):
+    task = write_tiny_task(tmp_path)
+    config = tiny_config(tmp_path, task, learner={"steps": 400})
+    (tmp_path / "base.json").write_text(json.dumps(config))
+    cells = [
+        "import async_rl, json, os\nopen('pid', 'w').write(str(os.getpid()))",
+        "run = async_rl.train(config=json.load(open('base.json')))",
+        "print(run.is_finished, run.last_step)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+
+    def interrupt() -> None:
+        wait_until("a checkpoint", (tmp_path / "run" / "checkpoints" / "latest").exists, deadline_s=200)
+        os.killpg(os.getpgid(int((tmp_path / "pid").read_text())), signal.SIGINT)  # as Jupyter's button does
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    client(notebook, tmp_path).execute()
+    thread.join()
+    _, train, after = texts(notebook)
+    assert "the run was stopped by SIGINT; the same command resumes from step-" in train
+    assert after == f"False {async_rl.Run(tmp_path / 'run').last_step}\n"
