@@ -21,7 +21,7 @@ HEAVY = ("torch", "transformers")
 LIGHT = (
     "errors", "attention_limits", "sampling_mask", "routes", "records", "config", "net", "process", "sandbox", "run",
     "rewards", "environments", "data", "scoring", "queue", "launch", "cli", "api", "comparison", "quickstart",
-    "doctor.check", "doctor.machine", "evaluation.table", "learner.memory_plan",
+    "report", "doctor.check", "doctor.machine", "evaluation.table", "learner.memory_plan",
     "generator.start", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",
     "generator.agents", "generator.open_sequence",
@@ -178,7 +178,7 @@ def test_light_modules_import_no_torch():
 
 
 def test_the_command_line_itself_imports_next_to_nothing():
-    heavy = ("torch", "transformers", "zmq", "pydantic", "rich", "numpy", "matplotlib", "wandb", "msgpack")
+    heavy = ("torch", "transformers", "zmq", "pydantic", "rich", "numpy", "matplotlib", "wandb", "msgpack", "jinja2")
     check = f"import sys, async_rl.cli.main\nprint([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -1,0 +1,310 @@
+"""What a page shows of one run, as plain data: curves, who waited for whom, ages of tokens, ledger, settings, notes.
+
+``read_run`` reads the run directory, also that of a running run, and changes nothing in it. Long runs are thinned out
+(``run.thinning``), so the size of the result has a limit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_rl.config.config import Config
+from async_rl.config.document import tables
+from async_rl.config.loading import load_run_config, plain_values
+from async_rl.errors import ConfigError, RunError
+from async_rl.run.config_changes import read_changes
+from async_rl.run.directory import RunDir
+from async_rl.run.health import Health
+from async_rl.run.metrics import METRIC_KEYS, Row
+from async_rl.run.progress import is_step_row
+from async_rl.run.starts import first_steps, read_origin
+from async_rl.run.step_log import eval_figures, iter_metrics
+from async_rl.run.thinning import thinned
+
+Plain = dict[str, Any]
+
+MAX_POINTS = 600
+"""Points of a curve. More than a screen has pixels for are no use."""
+MAX_BARS = 240
+"""Bars of the timeline; each stands for some steps that follow each other."""
+_MAX_NOTES = 200
+_LAG = re.compile(r"lag_(\d+)/tokens")
+_LAG_FIGURES = {"kl": "mismatch_kl/lag_{}", "ess": "lag_{}/ess", "high": "lag_{}/clip_high", "low": "lag_{}/clip_low"}
+_LEARNER_PARTS = {"train": "time/train_s", "wait": "time/wait_s", "publish": "time/publish_s"}
+_GENERATOR_WAITS = ("grading", "environment", "weights", "leases")
+_LANES = {"grading": "time/grading_s", "environment": "time/environment_s", "transfer": "time/transfer_s"}
+"""Lane of the timeline -> seconds of a step in which it was busy, at the same time as everything else."""
+_LANES_READ = ("time/grading_s", "time/environment_s")
+_READINGS = ("idle/generators", *(f"idle/{name}" for name in _GENERATOR_WAITS), *_LANES_READ)
+
+
+def read_run(path: Path) -> Plain:
+    """Return what the page shows of the run in the directory ``path``.
+
+    Raises:
+        RunError: there is no run, or one of its files is damaged.
+    """
+    run_dir = RunDir(path)
+    rows = [row for row in iter_metrics(run_dir.metrics) if is_step_row(row)]
+    if not run_dir.config.is_file() or not run_dir.metrics.is_file():
+        raise RunError(
+            f"expected a run directory with config.toml and metrics.jsonl, got {path}; give the run.dir of a run"
+        )
+    config = _config(run_dir)
+    origin = read_origin(run_dir, "delete it, and the report does not name the run's origin")
+    evals = _evaluations(iter_metrics(run_dir.metrics))
+    last = rows[-1] if rows else {}
+    ledger = run_dir.read_ledger()
+    return {
+        "name": path.resolve().name,
+        "path": str(path),
+        "finished": run_dir.is_finished,
+        "step": last.get("step", 0),
+        "steps": config.learner.steps if config else None,
+        "elapsed_s": last.get("time_s", 0.0),
+        "bound": config.queue.max_staleness if config else None,
+        "starts": first_steps(run_dir)[1:],
+        "origin": origin.label if origin else "",
+        "columns": _columns(run_dir),
+        "evals": evals,
+        "timeline": timeline(rows),
+        "lags": lags(rows),
+        "ledger": {unit: ledger[unit] for unit in ("groups", "rollouts", "tokens") if unit in ledger},
+        "outcomes": ledger.get("outcomes", {}),
+        "settings": _settings(config) if config else [],
+        "config_text": "" if config else run_dir.config.read_text(encoding="utf-8", errors="replace"),
+        "changes": [{"step": one.step, "changed": one.changed} for one in read_changes(run_dir)],
+        "notes": _notes(run_dir),
+        "headline": _headline(rows, evals),
+    }
+
+
+def _config(run_dir: RunDir) -> Config | None:
+    """Return the run's config. None if this version can't read it: the page then shows its text."""
+    try:
+        return load_run_config(run_dir.config)
+    except ConfigError:
+        return None
+
+
+def _columns(run_dir: RunDir) -> dict[str, list[float | None]]:
+    """Return every metric of the steps, ``step`` among them, with MAX_POINTS values or fewer, None where missing."""
+    keys = dict.fromkeys(
+        key for row in iter_metrics(run_dir.metrics) if is_step_row(row) for key in row if not key.startswith("eval/")
+    )
+    keys.pop("step", None)
+    rows = thinned(iter_metrics(run_dir.metrics), tuple(keys), max_points=MAX_POINTS)
+    steps = [row for row in rows if "version" in row]
+    return {key: [short(row.get(key)) for row in steps] for key in ("step", *keys)}
+
+
+def _evaluations(rows: Iterable[Row]) -> dict[str, Plain]:
+    """Return the accuracy of every evaluation, by data set, and the first and last value of its other figures."""
+    found: dict[str, Plain] = {}
+    for row in rows:
+        for name, figures in eval_figures(row, "accuracy").items():
+            of_set = found.setdefault(name, {"step": [], "time_s": [], "accuracy": [], "se": []})
+            of_set["step"].append(row["step"])
+            of_set["time_s"].append(short(row.get("time_s")))
+            of_set["accuracy"].append(short(figures["accuracy"]))
+            of_set["se"].append(short(figures.get("accuracy_se")))
+    return found
+
+
+def timeline(rows: Sequence[Row]) -> Plain:
+    """Return who worked and who waited, in at most ``MAX_BARS`` bars along the seconds of the run.
+
+    ``learner`` and ``generators`` have shares of a bar's time by what they did, which add up to 1. The generators'
+    shares are means over all of them; they are None where nothing was measured. The lanes of ``_LANES`` may overlap.
+    """
+    rows = _with_readings(rows)
+    each = max(1, math.ceil(len(rows) / MAX_BARS))
+    bars = [_bar(rows[at : at + each]) for at in range(0, len(rows), each)]
+    return {
+        "begin": [bar["begin"] for bar in bars],
+        "end": [bar["end"] for bar in bars],
+        "steps": [bar["steps"] for bar in bars],
+        "learner": _by_name([bar["learner"] for bar in bars]),
+        "generators": _by_name([bar["generators"] for bar in bars]),
+        **{lane: [bar[lane] for bar in bars] for lane in _LANES},
+    }
+
+
+def _with_readings(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with the generators' figures of the next row that has any, where a row has none.
+
+    Generators report with their heartbeats. What they report is about the time since the heartbeat before.
+    """
+    found: list[Row] = []
+    reading: Row = {}
+    for row in reversed(rows):
+        if row.get("idle/generators") is not None:
+            reading = {key: row[key] for key in _READINGS if row.get(key) is not None}
+            reading |= {key: row[key] / (row.get("time/step_s") or 1e-9) for key in _LANES_READ if key in reading}
+        own_s = row.get("time/step_s") or 0.0
+        found.append({**reading, **{key: reading[key] * own_s for key in _LANES_READ if key in reading}, **row})
+    return found[::-1]
+
+
+def _bar(rows: Sequence[Row]) -> Plain:
+    wall = sum(row.get("time/step_s") or 0.0 for row in rows) or 1e-9
+
+    def share(key: str) -> float:
+        return min(1.0, sum(row.get(key) or 0.0 for row in rows) / wall)
+
+    learner = {name: share(key) for name, key in _LEARNER_PARTS.items()}
+    learner["checkpoint"] = share("time/checkpoint_s")
+    measured = [row for row in rows if row.get("idle/generators") is not None]
+    measured_s = sum(row.get("time/step_s") or 0.0 for row in measured) or 1e-9
+
+    def idle(key: str) -> float:
+        return sum((row.get(key) or 0.0) * (row.get("time/step_s") or 0.0) for row in measured) / measured_s
+
+    generators = {"decode": 1.0 - idle("idle/generators")} | {n: idle(f"idle/{n}") for n in _GENERATOR_WAITS}
+    return {
+        "begin": short(rows[0]["time_s"] - (rows[0].get("time/step_s") or 0.0)),
+        "end": short(rows[-1]["time_s"]),
+        "steps": [rows[0]["step"], rows[-1]["step"]],
+        "learner": _with_rest(learner),
+        "generators": _with_rest(generators) if measured else dict.fromkeys((*generators, "other")),
+        **{lane: short(share(key)) for lane, key in _LANES.items()},
+    }
+
+
+def _with_rest(shares: Mapping[str, float]) -> dict[str, float | None]:
+    """Return the shares with ``other``, so that they add up to 1. Readings that overlap are scaled down."""
+    total = sum(shares.values())
+    scaled = {name: value / max(1.0, total) for name, value in shares.items()}
+    return {name: short(value) for name, value in {**scaled, "other": max(0.0, 1.0 - total)}.items()}
+
+
+def _by_name(bars: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [bar[name] for bar in bars] for name in (bars[0] if bars else ())}
+
+
+def lags(rows: Iterable[Row]) -> list[Plain]:
+    """Return for each staleness the trained tokens of the run, and token-weighted means of figures of mismatch."""
+    tokens: dict[int, float] = {}
+    sums: dict[tuple[int, str], tuple[float, float]] = {}
+    for row in rows:
+        for key, count in row.items():
+            if not count or not (found := _LAG.fullmatch(key)):
+                continue
+            lag = int(found[1])
+            tokens[lag] = tokens.get(lag, 0) + count
+            for name, pattern in _LAG_FIGURES.items():
+                if (value := row.get(pattern.format(lag))) is not None:
+                    total, weight = sums.get((lag, name), (0.0, 0.0))
+                    sums[lag, name] = total + value * count, weight + count
+    means = {key: total / weight for key, (total, weight) in sums.items()}
+    return [
+        {"lag": lag, "tokens": tokens[lag], **{name: short(means.get((lag, name))) for name in _LAG_FIGURES}}
+        for lag in sorted(tokens)
+    ]
+
+
+def _settings(config: Config) -> list[Plain]:
+    """Return every key of the config with value, default and description; first those that differ from the default."""
+    values = plain_values(config)
+    keys = {key.name: key for table in tables() for key in table.keys}
+    found: list[Plain] = []
+    for name, value in values.items():
+        key = keys.get(name)
+        default = None if key is None else _plain(key.default)
+        found.append(
+            {
+                "key": name,
+                "value": _shown(value),
+                "default": _shown(default),
+                "changed": key is None or value != default,
+                "description": "" if key is None else key.description,
+            }
+        )
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return json.loads(json.dumps(value, default=str))
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else value if isinstance(value, str) and value else json.dumps(value)
+
+
+def _notes(run_dir: RunDir) -> list[Plain]:
+    """Return what the metrics show to be wrong, and the lines of ``notes.log``, of which the newest are kept."""
+    health = Health(iter_metrics(run_dir.metrics))
+    found = [{"step": note.step, "text": f"{note.finding}. {note.remedy}"} for note in health.notes]
+    if run_dir.notes.is_file():
+        lines = run_dir.notes.read_text(encoding="utf-8", errors="replace").splitlines()
+        found += [{"step": None, "text": line} for line in lines[-_MAX_NOTES:]]
+    return found
+
+
+def _headline(rows: Sequence[Row], evals: Mapping[str, Plain]) -> list[Plain]:
+    """Return the figures at the top of the page, each with label, value and what it says."""
+    found: list[Plain] = []
+    for name, of_set in evals.items():
+        first, last = of_set["accuracy"][0], of_set["accuracy"][-1]
+        found.append({"label": f"accuracy on {name}", "value": f"{last:.3g}", "detail": f"from {first:.3g}"})
+    if not rows:
+        return found
+    seconds = sum(row.get("time/step_s") or 0.0 for row in rows) or 1e-9
+    trained = sum(row["tokens/trained"] for row in rows)
+
+    def mean(key: str) -> float | None:
+        pairs = [(row[key], row.get("time/step_s") or 0.0) for row in rows if row.get(key) is not None]
+        weight = sum(w for _, w in pairs)
+        return sum(value * w for value, w in pairs) / weight if weight else None
+
+    if not evals:
+        count = max(1, len(rows) // 10)
+        rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+        if rewards:
+            first, last = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
+            found.append({"label": "mean reward", "value": f"{last:.3g}", "detail": f"from {first:.3g}"})
+    found.append(
+        {"label": "trained tokens", "value": compact(trained), "detail": f"{compact(trained / seconds)} per s"}
+    )
+    found.append({"label": "seconds per step", "value": f"{seconds / len(rows):.3g}", "detail": f"{len(rows)} steps"})
+    staleness = [(row.get("staleness/mean") or 0.0) * row["tokens/trained"] for row in rows]
+    oldest = max((row.get("staleness/max") or 0) for row in rows)
+    if trained:
+        found.append(
+            {
+                "label": "staleness",
+                "value": f"{sum(staleness) / trained:.3g}",
+                "detail": f"versions; at most {oldest:g}",
+            }
+        )
+    for key, label, detail in (
+        ("idle/learner", "learner waits", "of the time"),
+        ("idle/generators", "generators idle", "of the time, mean"),
+    ):
+        if (value := mean(key)) is not None:
+            found.append({"label": label, "value": f"{100 * value:.0f} %", "detail": detail})
+    return found
+
+
+def short(value: Any) -> Any:
+    """Return a number with six significant digits, as JSON text of it is shorter; None as it is."""
+    return value if value is None or isinstance(value, int) else float(f"{value:.6g}")
+
+
+def compact(value: float) -> str:
+    """Return a count as short text, such as 1.2k or 3.4M."""
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 999.5:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}T"
+
+
+def descriptions(keys: Iterable[str]) -> dict[str, str]:
+    """Return the meaning of those metrics that are documented under their own name."""
+    return {key: METRIC_KEYS[key] for key in keys if key in METRIC_KEYS}
