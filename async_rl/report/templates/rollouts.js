@@ -1,0 +1,181 @@
+// The rollout browser: an index that is filtered, a table of what is left, and one rollout with its tokens.
+"use strict";
+
+const PAGE_ROWS = 100, MOST_TOKENS = 4000;
+const HIDDEN = /[^\n\t\P{Cc}]|[\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/u;
+const COLUMNS = { step: "step", row: "row", reward: "reward", tokens: "tokens", stale: "staleness", finish: "ended by" };
+const RANGES = { step: "step", reward: "reward", tokens: "tokens", stale: "staleness" };
+const browser = { run: 0, index: null, chunks: new Map(), found: [], page: 0, open: -1, sort: "step", down: false, mode: "none" };
+
+/** Text with every control character and change of direction shown as its code, so that it has no effect. */
+function safe(text) {
+  if (!HIDDEN.test(text)) return [text];
+  return [...text].map((c) => HIDDEN.test(c) ? h("span", { class: "hid" }, "U+" + c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")) : c);
+}
+
+async function startBrowser() {
+  if (!DATA.rollouts.some((count) => count)) return;
+  await chooseRun(Math.max(0, DATA.rollouts.findIndex((count) => count)));
+}
+
+async function chooseRun(run) {
+  browser.run = run;
+  browser.index = DATA.rollouts[run] ? asJson(await bytesOf(`index-${run}`)) : null;
+  if (browser.index) browser.index.score = browser.index.finish;
+  buildBrowser();
+}
+
+/** A block of data: of the page, or of the server that made it. */
+async function bytesOf(id) {
+  if ($("#" + CSS.escape(id))) return unpacked(id);
+  const answer = await fetch(`data/${id}`);
+  if (!answer.ok) throw new Error(`${id}: ${answer.status} ${await answer.text()}`);
+  return new Uint8Array(await answer.arrayBuffer());
+}
+
+function buildBrowser() {
+  const index = browser.index, apply = () => filter();
+  const range = (name, label) => {
+    const known = index[name].filter((value) => value !== null);
+    const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
+    const box = (end, hint) => h("input", { type: "number", step: "any", name: `${name}-${end}`, placeholder: number(hint),
+      "aria-label": `${label}, ${end === "min" ? "at least" : "at most"}`, oninput: apply });
+    return h("div", { class: "range", role: "group", "aria-label": label }, label, h("span", {}, box("min", low), "–", box("max", high)));
+  };
+  const choice = (name, label) => {
+    const used = [...new Set(index[name])].map((code) => index.names[code]);
+    if (used.length < 2) return null;
+    return h("label", {}, label, h("select", { name, onchange: apply }, h("option", { value: "*" }, "any"),
+      used.sort().map((value) => h("option", { value }, value || "none"))));
+  };
+  const form = h("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
+    DATA.runs.length > 1 ? h("label", {}, "run", h("select", { onchange: (event) => chooseRun(Number(event.target.value)) },
+      DATA.runs.map((run, r) => h("option", { value: r, selected: r === browser.run, disabled: !DATA.rollouts[r] }, run.name)))) : null,
+    Object.entries(RANGES).map(([name, label]) => range(name, label)),
+    h("label", {}, "dataset row", h("input", { type: "number", name: "row", min: 0, step: 1, oninput: apply })),
+    choice("finish", "ended by"), choice("cause", "left out for"),
+    h("label", {}, "text", h("select", { name: "text", onchange: apply }, h("option", { value: "*" }, "any"),
+      h("option", { value: "here" }, "can be read"))),
+    h("button", { type: "reset", onclick: () => setTimeout(apply) }, "Reset"));
+  const list = h("div", { class: "list" }), detail = h("div", { class: "detail-box", id: "rollout", tabindex: -1 },
+    h("p", { class: "empty" }, "Choose a rollout on the left. Arrow keys move in the list."));
+  $("#browser").replaceChildren(form, h("div", { class: "pair" }, list, detail));
+  browser.form = form;
+  browser.list = list;
+  browser.open = -1;
+  filter();
+}
+
+const canOpen = (i) => browser.index.chunk[i] >= 0;
+
+function filter() {
+  const index = browser.index, values = new FormData(browser.form), count = index.step.length, tests = [];
+  for (const name of Object.keys(RANGES)) {
+    const column = index[name], low = values.get(`${name}-min`), high = values.get(`${name}-max`);
+    if (low !== "" && low !== null) tests.push((i) => column[i] !== null && column[i] >= Number(low));
+    if (high !== "" && high !== null) tests.push((i) => column[i] !== null && column[i] <= Number(high));
+  }
+  if (values.get("row")) { const row = Number(values.get("row")); tests.push((i) => index.row[i] === row); }
+  for (const name of ["finish", "cause"]) {
+    const value = values.get(name);
+    if (value !== null && value !== "*") { const code = index.names.indexOf(value); tests.push((i) => index[name][i] === code); }
+  }
+  if (values.get("text") === "here") tests.push(canOpen);
+  const found = [];
+  for (let i = 0; i < count; i++) if (tests.every((test) => test(i))) found.push(i);
+  browser.found = found;
+  order();
+}
+
+function order() {
+  const column = browser.index[browser.sort], sign = browser.down ? -1 : 1;
+  browser.found.sort((a, b) => sign * ((column[a] ?? -Infinity) - (column[b] ?? -Infinity)) || a - b);
+  browser.page = 0;
+  drawList();
+}
+
+function drawList() {
+  const { index, found, page } = browser, first = page * PAGE_ROWS, pages = Math.max(1, Math.ceil(found.length / PAGE_ROWS));
+  const head = Object.entries(COLUMNS).map(([name, label]) => h("th", { scope: "col", "aria-sort": browser.sort !== name ? "none"
+    : browser.down ? "descending" : "ascending" }, h("button", { type: "button", onclick: () => {
+    browser.down = browser.sort === name && !browser.down;
+    browser.sort = name;
+    order();
+  } }, label + (browser.sort === name ? (browser.down ? " ↓" : " ↑") : ""))));
+  const rows = found.slice(first, first + PAGE_ROWS).map((i, at) => {
+    const cause = index.names[index.cause[i]], cells = { finish: index.names[index.finish[i]] + (cause ? `, left out: ${cause}` : "") };
+    return h("tr", { tabindex: at ? -1 : 0, "data-i": i, "aria-selected": String(i === browser.open), class: canOpen(i) ? null : "dim" },
+      Object.keys(COLUMNS).map((name) => h("td", {}, ...safe(cells[name] ?? number(index[name][i])))));
+  });
+  const go = (to) => { browser.page = to; drawList(); };
+  const choose = (row) => { if (row) { row.focus(); openRollout(Number(row.dataset.i)); } };
+  browser.list.replaceChildren(h("div", { class: "rows" }, h("table", { role: "grid", "aria-label": "Rollouts",
+    onclick: (event) => choose(event.target.closest("tbody tr")), onkeydown: (event) => {
+      const row = event.target.closest("tbody tr");
+      if (!row) return;
+      const next = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling, Enter: row, " ": row }[event.key];
+      if (next !== undefined) { event.preventDefault(); choose(next); }
+    } }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows))),
+    h("div", { class: "pager" }, h("button", { type: "button", disabled: page === 0, "aria-label": "Rows before", onclick: () => go(page - 1) }, "‹"),
+      h("span", { role: "status" }, `${found.length.toLocaleString("en")} of ${index.step.length.toLocaleString("en")} rollouts · page ${page + 1} of ${pages}`),
+      h("button", { type: "button", disabled: page + 1 >= pages, "aria-label": "Next rows", onclick: () => go(page + 1) }, "›")));
+}
+
+async function chunkOf(number) {
+  const id = `chunk-${browser.run}-${number}`;
+  if (!browser.chunks.has(id)) {
+    if (browser.chunks.size > 40) browser.chunks.clear();
+    const bytes = await bytesOf(id), size = new DataView(bytes.buffer).getUint32(0, true);
+    const chunk = asJson(bytes.subarray(4, 4 + size));
+    if (chunk.columns) readColumns(chunk, bytes.subarray(4 + size));
+    browser.chunks.set(id, chunk);
+  }
+  return browser.chunks.get(id);
+}
+
+async function openRollout(i) {
+  const index = browser.index, box = $("#rollout");
+  browser.open = i;
+  for (const row of browser.list.querySelectorAll("tbody tr")) {
+    row.setAttribute("aria-selected", String(Number(row.dataset.i) === i));
+    row.tabIndex = Number(row.dataset.i) === i ? 0 : -1;
+  }
+  if (!canOpen(i)) { box.replaceChildren(...summary(i), h("p", { class: "empty" }, index.chunk[i] === -2
+    ? "Its text is not in this file; async-rl report --serve shows it." : "Its text was not recorded; log.rollouts_every and log.rollouts_groups say which are.")); return; }
+  let chunk;
+  try { chunk = await chunkOf(index.chunk[i]); } catch (error) { box.replaceChildren(h("p", { class: "bad" }, String(error))); return; }
+  if (browser.open === i) box.replaceChildren(...summary(i), ...recordView(chunk.records[index.slot[i]], chunk));
+}
+
+const facts = (pairs) => h("ul", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
+  .map(([name, value]) => h("li", {}, h("span", {}, name), ...safe(String(value)))));
+
+function summary(i) {
+  const index = browser.index, group = [];
+  for (let j = 0; j < index.step.length; j++) if (index.step[j] === index.step[i] && index.position[j] === index.position[i]) group.push(j);
+  return [h("h3", {}, `Step ${index.step[i]}, dataset row ${index.row[i]}, rollout ${index.index[i]}`),
+    facts([["reward", number(index.reward[i])], ["accuracy", number(index.accuracy[i])], ["tokens", index.tokens[i]],
+      ["oldest token", index.stale[i] === null ? null : `${index.stale[i]} versions old`], ["ended by", index.names[index.finish[i]]],
+      ["left out of the loss", index.names[index.cause[i]]]]),
+    group.length > 1 ? h("div", { class: "modes", role: "group", "aria-label": "Rollouts of the same group" }, h("span", { class: "who" }, "group"),
+      group.map((j) => h("button", { type: "button", "aria-pressed": String(j === i), class: j === i ? "chosen" : null,
+        "aria-label": `Rollout ${index.index[j]}, reward ${number(index.reward[j])}`, onclick: () => openRollout(j) }, number(index.reward[j])))) : null]
+    .filter(Boolean);
+}
+
+function recordView(record, chunk) {
+  const parts = [], calls = record.session ? Object.entries(record.session.tools).map(([name, n]) => `${name} × ${n}`).join(", ") : "";
+  parts.push(facts([...Object.entries(record.reward_parts || {}).map(([name, value]) => [`reward: ${name}`, number(value)]),
+    ...Object.entries(record.metrics || {}).map(([name, value]) => [name, number(value)]), ["expected", record.expected], ["read from the answer", record.extracted],
+    ["tools", calls], ["sampled by", record.generator], ["versions", (record.versions || []).join(" to ")], ["learner at version", record.trained_at]]));
+  parts.push(h("h3", {}, "Prompt"), record.messages.map((message) => [h("p", { class: "who" }, ...safe(String(message.role))),
+    h("div", { class: "say", tabindex: 0 }, ...safe(String(message.content)))]).flat());
+  if (record.turns) parts.push(h("h3", {}, "Turns"), facts(record.turns.map((turn, i) => [`${i + 1}.`,
+    `${turn.num_tokens} tokens, reward ${number(turn.reward)}`])));
+  const spans = (record.spans || []).map(([end, reward]) => `up to token ${end}: ${number(reward)}`).join("; ");
+  if (spans) parts.push(h("p", { class: "who" }, `Rewards of parts: ${spans}`));
+  if (record.columns) parts.push(...tokenView(record, chunk));
+  else if (record.sequences) parts.push(h("h3", {}, "Sequences"), record.sequences.map((text) => h("div", { class: "say", tabindex: 0 }, ...safe(text))));
+  else parts.push(h("h3", {}, "Answer"), h("div", { class: "say", tabindex: 0 }, ...safe(record.response)));
+  return parts.flat();
+}

@@ -1,0 +1,125 @@
+"""Chromium without a window, driven over a pipe (the DevTools protocol): open a page, run JavaScript, take pictures.
+
+``benchmarks/report.py`` and ``tests/report`` use it. It needs no package, only the program.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def find_chromium() -> str | None:
+    """Return the path of the browser's program. None if there is none."""
+    return next((path for path in map(shutil.which, NAMES) if path), None)
+
+
+class Chromium:
+    """One page in a browser of its own. Use it as a context manager."""
+
+    def __init__(self, program: str, *, width: int = 1280, height: int = 900, is_dark: bool = False) -> None:
+        self._program, self._size, self._is_dark = program, (width, height), is_dark
+        self._profile = tempfile.TemporaryDirectory(prefix="async-rl-chromium-", ignore_cleanup_errors=True)
+        self._next_id, self._session, self._buffer = 0, "", b""
+        self.errors: list[str] = []
+        """Exceptions and errors that the page's scripts reported, and what its policy refused."""
+
+    def __enter__(self) -> Self:
+        their_input, our_output = os.pipe()
+        our_input, their_output = os.pipe()
+        # The browser reads from descriptor 3 and writes to descriptor 4.
+        command = f'exec "$0" "$@" 3<&{their_input} 4>&{their_output}'
+        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe",
+                   f"--user-data-dir={self._profile.name}", "about:blank"]  # fmt: skip
+        self._process = subprocess.Popen(
+            ["bash", "-c", command, self._program, *options],
+            pass_fds=(their_input, their_output), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(their_input)
+        os.close(their_output)
+        self._input, self._output = our_input, our_output
+        targets = self._call("Target.getTargets")["targetInfos"]
+        target = next(one["targetId"] for one in targets if one["type"] == "page")
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self._call(f"{domain}.enable")
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if self._is_dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        width, height = self._size
+        self._call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._input)
+        os.close(self._output)
+        self._profile.cleanup()
+
+    def open(self, address: str) -> float:
+        """Open a page. Return the milliseconds until its script said that it is ready (``data-ready``)."""
+        self._call("Page.navigate", url=address)
+        return self.run(
+            "new Promise((done) => { const look = () => document.documentElement?.dataset.ready || "
+            "document.documentElement?.dataset.failed ? done(performance.now()) : setTimeout(look, 5); look(); })"
+        )
+
+    def run(self, expression: str) -> Any:
+        """Evaluate JavaScript, wait for its promise if it is one, and return the value as plain data.
+
+        Raises:
+            RuntimeError: it raised an exception.
+        """
+        answer = self._call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in answer:
+            raise RuntimeError(f"{expression[:80]}: {json.dumps(answer['exceptionDetails'])[:600]}")
+        return answer["result"].get("value")
+
+    def picture(self, path: Path, *, selector: str = "", whole: bool = False) -> None:
+        """Write a PNG of the window, of the ``whole`` page, or of the element ``selector``."""
+        options: dict[str, Any] = {"format": "png"}
+        if selector or whole:
+            found = f"const box = document.querySelector({json.dumps(selector or 'html')}).getBoundingClientRect();"
+            size = "x: box.x + scrollX, y: box.y + scrollY, width: box.width, height: box.height, scale: 1"
+            box = self.run(f"(() => {{ {found} return {{ {size} }}; }})()")
+            options |= {"clip": box, "captureBeyondViewport": True}
+        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot", **options)["data"]))
+
+    def _call(self, method: str, **parameters: Any) -> Any:
+        self._next_id += 1
+        message = {"id": self._next_id, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._output, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._receive()
+            if answer.get("method") == "Runtime.exceptionThrown":
+                self.errors.append(json.dumps(answer["params"]["exceptionDetails"])[:1000])
+            elif answer.get("method") == "Log.entryAdded" and answer["params"]["entry"]["level"] == "error":
+                self.errors.append(answer["params"]["entry"]["text"])
+            elif answer.get("id") == self._next_id:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']}")
+                return answer["result"]
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._buffer:
+            chunk = os.read(self._input, 1 << 20)
+            if not chunk:
+                raise RuntimeError("the browser has ended")
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\0")
+        return json.loads(line)

@@ -1,0 +1,89 @@
+"""The page in Chromium, if it is installed: what it draws, filters, shows, and what it refuses to run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from async_rl.output import Progress
+from async_rl.report.report import write_report
+from benchmarks.chromium import Chromium, find_chromium
+
+from .pages import a_rollout, a_run, write_rollouts
+from .test_page import HOSTILE
+
+PROGRAM = find_chromium()
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(PROGRAM is None, reason="Chromium is not installed (apt-get install chromium)"),
+]
+OPEN = "document.querySelector('#browser tbody tr').click(); new Promise((go) => setTimeout(go, 300))"
+
+
+@pytest.fixture(params=[1280, 400])
+def browser(request: pytest.FixtureRequest) -> Iterator[Chromium]:
+    assert PROGRAM
+    with Chromium(PROGRAM, width=request.param) as found:
+        yield found
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> str:
+    run = a_run(tmp_path / "run", num_steps=30)
+    records = [a_rollout(index=i, reward=i / 10, num_tokens=10 * i, response=HOSTILE) for i in range(8)]
+    write_rollouts(run, 1, records)
+    write_rollouts(run, 2, [a_rollout(row=9, finish_reason="length")])
+    write_report([run], tmp_path / "page.html", progress=Progress(quiet=True))
+    return (tmp_path / "page.html").as_uri()
+
+
+def test_the_page_draws_and_nothing_overflows(browser: Chromium, page: str):
+    browser.open(page)
+    assert browser.errors == []
+    assert browser.run("document.documentElement.dataset.failed") is None
+    assert browser.run("document.querySelectorAll('figure svg').length") >= 8
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    controls = "[...document.querySelectorAll('svg, input, button, select')]"
+    unnamed = "!(one.getAttribute('aria-label') || one.textContent.trim() || one.closest('label'))"
+    assert browser.run(f"{controls}.filter((one) => {unnamed}).length") == 0
+
+
+def test_filters_and_the_order_act_on_the_list(browser: Chromium, page: str):
+    browser.open(page)
+    browser.run("const box = document.querySelector('[name=reward-min]'); box.value = '0.55'")
+    browser.run("box.dispatchEvent(new Event('input'))")
+    assert browser.run("browser.found.length") == 3  # rewards 0.6, 0.7 and 1
+    assert browser.run("document.querySelectorAll('#browser tbody tr').length") == 3
+    browser.run("document.querySelector('#browser thead th:nth-child(3) button').click()")
+    assert browser.run("browser.found.map((i) => browser.index.reward[i])") == [0.6, 0.7, 1]
+    browser.run("document.querySelector('#browser thead th:nth-child(3) button').click()")
+    assert browser.run("browser.found.map((i) => browser.index.reward[i])") == [1, 0.7, 0.6]
+
+
+def test_hostile_text_is_shown_as_text(browser: Chromium, page: str):
+    browser.open(page)
+    browser.run(OPEN)
+    shown = browser.run("document.querySelector('#rollout').textContent")
+    assert "<img src=x onerror=alert(2)>U+202Egnp.exeU+001B[2JU+2028" in shown
+    assert browser.run("document.querySelectorAll('#rollout img, #rollout script').length") == 0
+    assert browser.errors == []
+
+
+def test_a_script_that_got_in_would_not_run(browser: Chromium, page: str):
+    browser.open(page)
+    browser.run("const script = document.createElement('script'); script.textContent = 'window.bad = 1'")
+    browser.run("document.body.append(script)")
+    image = "<img src=x onerror=window.bad=1>"
+    browser.run(f"document.body.insertAdjacentHTML('beforeend', '{image}')")
+    assert browser.run("new Promise((go) => setTimeout(() => go(window.bad === undefined), 200))")
+
+
+def test_arrow_keys_move_in_the_list_and_read_a_curve(browser: Chromium, page: str):
+    browser.open(page)
+    browser.run(OPEN)
+    key = "document.activeElement.dispatchEvent(new KeyboardEvent('keydown', { key: '%s', bubbles: true }))"
+    browser.run(key % "ArrowDown")
+    assert browser.run("browser.open") == 1
+    browser.run("document.querySelector('figure svg').focus()")
+    browser.run(key % "End")
+    assert browser.run("document.querySelector('#tip').textContent").startswith("step 30")

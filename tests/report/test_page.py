@@ -1,0 +1,105 @@
+"""The page as a file: what it has, and that no text in it becomes markup."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from async_rl.errors import RunError
+from async_rl.output import Progress
+from async_rl.report.report import write_report
+from async_rl.report.rollouts import CHUNK_ROLLOUTS
+
+from .pages import a_rollout, a_run, blobs, header, write_rollouts
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202egnp.exe\x1b[2J\u2028 {{ 7 * 7 }} ]]>&lt;"
+
+
+def written(path: Path, *runs: Path, max_bytes: int = 10_000_000) -> str:
+    write_report(runs, path, max_bytes=max_bytes, progress=Progress(quiet=True))
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_page_has_curves_ledger_settings_and_notes(tmp_path: Path):
+    page = written(tmp_path / "page.html", a_run(tmp_path / "run"))
+    data = json.loads(blobs(page)["data"])
+    assert data["runs"][0]["evals"]["math"]["accuracy"] == [0.25, 0.75]
+    assert data["descriptions"]["reward/mean"].startswith("Mean reward")
+    assert re.search(r"dropped: stale</th><td>2</td><td>8</td><td>30</td>", page)
+    assert "wandb did not answer" in page
+    assert "queue.max_staleness" in page
+
+
+def test_the_page_loads_nothing(tmp_path: Path):
+    page = written(tmp_path / "page.html", a_run(tmp_path / "run"))
+    assert not re.search(r"<(link|img|iframe|object|embed)\b|\bsrc=|@import|url\(", page)
+    assert "default-src &#39;none&#39;" in page
+
+
+def test_text_of_models_and_users_is_never_markup(tmp_path: Path):
+    run = a_run(tmp_path / "run", data={"system_prompt": HOSTILE, "train": "d.jsonl"})
+    (run / "notes.log").write_text(f"{HOSTILE}\n", encoding="utf-8")
+    change = {"step": 2, "changed": {"data.system_prompt": [HOSTILE, "x"]}}
+    (run / "config_changes.jsonl").write_text(json.dumps(change) + "\n")
+    record = a_rollout(response=HOSTILE, messages=[{"role": HOSTILE, "content": HOSTILE}], finish_reason=HOSTILE)
+    write_rollouts(run, 1, [record])
+    page = written(tmp_path / "page.html", run)
+    assert page.count("<script") == 4  # data, index, one chunk, our own script
+    assert page.count("</script>") == 4
+    assert "<img" not in page
+    assert not re.search("[\u202e\u2028\x1b]", page)
+    assert "{{ 7 * 7 }}" in page
+    assert header(blobs(page)["chunk-0-0"])["records"][0]["response"] == HOSTILE
+
+
+def test_the_index_has_every_recorded_rollout(tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    write_rollouts(run, 1, [a_rollout(index=index) for index in range(CHUNK_ROLLOUTS + 1)])
+    write_rollouts(run, 3, [a_rollout(masked=True, versions=[])])
+    page = blobs(written(tmp_path / "page.html", run))
+    index = json.loads(page["index-0"])
+    assert index["step"] == [1] * (CHUNK_ROLLOUTS + 1) + [3]
+    assert index["chunk"] == [0] * CHUNK_ROLLOUTS + [1, 2]
+    assert index["slot"][-3:] == [CHUNK_ROLLOUTS - 1, 0, 0]
+    assert (index["stale"][0], index["stale"][-1]) == (2, None)
+    assert [index["names"][code] for code in index["cause"][-2:]] == ["", "filter"]
+    assert len(header(page["chunk-0-1"])["records"]) == 1
+
+
+def test_line_separators_in_a_text_do_not_cut_its_record(tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    write_rollouts(run, 1, [a_rollout(response="a\u2028b\x85c\u2029d")])
+    page = blobs(written(tmp_path / "page.html", run))
+    assert header(page["chunk-0-0"])["records"][0]["response"] == "a\u2028b\x85c\u2029d"
+
+
+def test_what_does_not_fit_is_left_out_evenly_and_said(tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    for step in range(1, 41):
+        noise = [a_rollout(index=i, response=f"{step * 7919 + i * 104729:x}" * 40) for i in range(CHUNK_ROLLOUTS)]
+        write_rollouts(run, step, noise)
+    page = written(tmp_path / "page.html", run, max_bytes=440_000)
+    found = sorted(int(name.split("-")[2]) for name in blobs(page) if name.startswith("chunk"))
+    assert len(page) < 440_000
+    assert 4 <= len(found) < 40
+    assert found[0] < 10
+    assert found[-1] >= 30
+    index = json.loads(blobs(page)["index-0"])
+    assert len(index["step"]) == 40 * CHUNK_ROLLOUTS
+    assert sum(chunk >= 0 for chunk in index["chunk"]) == len(found) * CHUNK_ROLLOUTS
+    assert f"the text of {len(found) * CHUNK_ROLLOUTS:,} of the 2,560 recorded rollouts" in page
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"position": 1}'])
+def test_damaged_rollouts_are_named(tmp_path: Path, line: str):
+    run = a_run(tmp_path / "run")
+    (run / "rollouts").mkdir()
+    (run / "rollouts" / "step-000001.jsonl").write_text(line + "\n")
+    with pytest.raises(RunError, match=r"step-000001\.jsonl, got .*delete the file"):
+        written(tmp_path / "page.html", run)
+
+
+def test_a_place_that_can_not_be_written_is_named(tmp_path: Path):
+    with pytest.raises(RunError, match=r"can't write the report .*choose another --out"):
+        written(tmp_path / "missing" / "page.html", a_run(tmp_path / "run"))
