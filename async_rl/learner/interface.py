@@ -34,6 +34,22 @@ class PolicyScores(NamedTuple):
     entropies: np.ndarray
 
 
+class TokenOutcomes(NamedTuple):
+    """What an update computed for one sequence's trained tokens, [N] each.
+
+    Attributes:
+        logprobs: float32, nats, the policy's before the update, and entropies: of the same distributions.
+        fates: uint8, what the loss did with the token: a place in ``FATES``.
+    """
+
+    logprobs: np.ndarray
+    entropies: np.ndarray
+    fates: np.ndarray
+
+
+FATES = ("trained", "clipped_low", "clipped_high", "left_out")
+
+
 class PaddedCost(NamedTuple):
     """Shares of the tokens that padded rows compute and one packed row would not, each from 0 to below 1.
 
@@ -95,6 +111,7 @@ class UpdateStats:
         own_metrics: metrics of the user's own loss, by key. Empty with the built-in loss.
         routing: at how many tokens and layers the replayed experts differ from those that the model's routers choose,
             and the number of tokens and layers. None without routing replay.
+        tokens: for each recorded sequence of a policy, what was computed for its tokens, without a further pass.
         cost: time, memory and operations of the step. None if the engine does not measure them.
     """
 
@@ -121,6 +138,7 @@ class UpdateStats:
     rule_tokens: Mapping[str, int] = field(default_factory=dict)
     own_metrics: Mapping[str, float] = field(default_factory=dict)
     routing: tuple[int, int] | None = None
+    tokens: Mapping[int, TokenOutcomes] = field(default_factory=dict, compare=False)
     cost: UpdateCost | None = field(default=None, compare=False)
 
 

@@ -107,6 +107,7 @@ class TrainSequence(TokenColumns[np.ndarray]):
         sampling_mask: for each token under the loss mask, the tokens that top-p and top-k left. None if they left all.
         routes: [P, L, K], the experts to compute the first P tokens with (``async_rl.routes``): at least those before
             the last token under the loss mask. None if the model's routers choose.
+        is_recorded: whether ``UpdateStats.tokens`` has what the update computed for its tokens.
     """
 
     sequence_id: int
@@ -115,6 +116,7 @@ class TrainSequence(TokenColumns[np.ndarray]):
     temperature: float
     sampling_mask: SamplingMask | None = None
     routes: RouteArray | None = None
+    is_recorded: bool = False
 
     @property
     def after_update(self) -> np.ndarray:

@@ -291,7 +291,7 @@ def batch_for(step: int) -> list[Any]:
 def plain_stats(stats: UpdateStats) -> dict[str, Any]:
     """For JSON. Of the diagnostics by lag without the histogram: a log ratio on the edge of a bin may cross it."""
     by_lag = stats.by_lag[:, : len(COUNTS) + len(SUMS)]
-    return asdict(replace(stats, by_lag=np.zeros(0))) | {"by_lag": by_lag.tolist()}
+    return asdict(replace(stats, by_lag=np.zeros(0), tokens={})) | {"by_lag": by_lag.tolist()}
 
 
 class CountedGathers(TorchDispatchMode):
@@ -332,9 +332,10 @@ def updates(directory: Path) -> None:
             continue
         engine.tick()
         with CountedGathers() as gathers:
-            stats = [engine.update(batch_for(0), version=0)]
+            stats = [engine.update([replace(s, is_recorded=True) for s in batch_for(0)], version=0)]
         target = directory / "two" / name
         (target / "first").mkdir(parents=True)
+        np.savez(target / "recorded.npz", **by_name({i: np.stack(found) for i, found in stats[0].tokens.items()}))
         (target / "gathers.json").write_text(json.dumps([len(engine.policy.pack(batch_for(0))[0]), gathers.count]))
         saving = engine.begin_save(target / "first", {"step": 1})
         stats.append(engine.update(batch_for(1)[:1], version=0))  # meanwhile

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -305,7 +306,7 @@ def _sequences(
     return sequences
 
 
-def _taught(sequence: TokenSequence, teacher: TeacherScores, distill: DistillConfig) -> dict[str, np.ndarray]:
+def _taught(sequence: TokenSequence, teacher: TeacherScores, distill: DistillConfig) -> dict[str, Any]:
     """Return the teacher's scores along the tokens, as fields of ``TrainSequence``."""
     mask, num_tokens = sequence.loss_mask, len(sequence.token_ids)
     logprobs = np.zeros((num_tokens, 1 + distill.top_k), np.float32)

@@ -33,7 +33,7 @@ from async_rl.learner.engine.phases import PhaseClock
 from async_rl.learner.engine.self_test import NEIGHBOURS_TOKENS, check_neighbours, short_sequences
 from async_rl.learner.engine.trained_model import TrainedModel
 from async_rl.learner.engine.trunk_critic import TrunkCritic
-from async_rl.learner.interface import ModelName, PolicyScores, ScoredBy, UpdateStats
+from async_rl.learner.interface import ModelName, PolicyScores, ScoredBy, TokenOutcomes, UpdateStats
 from async_rl.learner.losses.objective import Objective, policy_objective
 from async_rl.learner.losses.value import ValueObjective
 from async_rl.learner.ranks import Ranks, check_same_code
@@ -162,12 +162,16 @@ class FsdpEngine:
             trained = self.models[model]
             parts = trained.pack(sequences)
         with self._command("update"):
+            records = model == "policy" and any(sequence.is_recorded for sequence in sequences)
             with self._clock.phase("scatter"):
-                self._scatter("update", {"model": model, "version": version}, parts)
-            stats, peak_bytes = trained.update(parts[0], version)
+                self._scatter("update", {"model": model, "version": version, "records": records}, parts)
+            stats, peak_bytes, of_ranks = trained.update(parts[0], version, records=records)
         trained.log_graphs()
+        columns = [by_sequence(parts, values) for values in zip(*of_ranks, strict=True)]
+        recorded = [sequence.sequence_id for sequence in sequences if sequence.is_recorded and columns]
         return replace(
             stats,
+            tokens={i: TokenOutcomes(*(values[i] for values in columns)) for i in recorded},
             padded_cost=padded_cost(parts) if trained.model.packing == "padded" else None,
             cost=trained.cost(parts, peak_bytes),
         )
@@ -354,7 +358,8 @@ class FsdpEngine:
     def _execute(self, message: Message) -> None:
         match message.type:
             case "update":
-                self._addressed(message).update(_micro_batches(message), int(message.fields["version"]))
+                version, records = int(message.fields["version"]), bool(message.fields["records"])
+                self._addressed(message).update(_micro_batches(message), version, records=records)
                 self._clock.read()  # only rank 0's phases are reported
             case "score":
                 by_reference = bool(message.fields["by_reference"])

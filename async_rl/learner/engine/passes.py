@@ -28,7 +28,7 @@ from async_rl.learner.engine.sequence_parallel import Part
 from async_rl.learner.engine.sharding import begin_backward
 from async_rl.learner.engine.stages import Stage
 from async_rl.learner.losses.batch import IndexedSlopeFunction, TokenLogprobs
-from async_rl.learner.losses.objective import MicroBatchResult, Objective
+from async_rl.learner.losses.objective import MicroBatchResult, Objective, TokenResults
 from async_rl.learner.ranks import Ranks
 from async_rl.process.fault_points import fault_point
 
@@ -42,11 +42,13 @@ class Accumulated(NamedTuple):
         sums: float64, the sum of ``MicroBatchResult.sums``.
         ratio_max: the largest ratio, float64 [].
         skipped: int64, the ids of the sequences that the loss skipped.
+        tokens: the arrays of ``interface.TokenOutcomes`` over all trained tokens, if they are recorded.
     """
 
     sums: Tensor
     ratio_max: Tensor
     skipped: np.ndarray
+    tokens: tuple[np.ndarray, ...] = ()
 
 
 class TokenStates(NamedTuple):
@@ -147,8 +149,10 @@ class Passes:
             batch = part.batch
         return TokenStates(self._policy.states(batch), batch, part)
 
-    def accumulate(self, micro_batches: Sequence[MicroBatch], objective: Objective, version: int) -> Accumulated:
-        """Accumulate the gradients of the loss *sum* of this rank's micro-batches.
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch], objective: Objective, version: int, *, records: bool = False
+    ) -> Accumulated:
+        """Accumulate the gradients of the loss *sum* of this rank's micro-batches. ``records``: keep ``tokens``, too.
 
         Raises:
             ValueError: a token is newer than ``version``.
@@ -166,7 +170,8 @@ class Passes:
             self._fault_point("learner.forward")
             if isinstance(output, Tensor):
                 return output
-            results.append(output._replace(loss_sum=output.loss_sum.detach()))
+            tokens = output.tokens if records else None
+            results.append(output._replace(loss_sum=output.loss_sum.detach(), tokens=tokens))
             return output.loss_sum
 
         def backward(index: int, output: Tensor, gradient: Tensor | None = None) -> None:
@@ -189,7 +194,8 @@ class Passes:
         flags = torch.cat([r.skipped for r in results]).cpu().numpy()
         ids = np.concatenate([mb.sequence_ids for mb in micro_batches])
         sums = torch.stack([r.sums for r in results]).sum(0)
-        return Accumulated(sums, torch.stack([r.ratio_max for r in results]).max(), ids[flags])
+        tokens = _recorded([r.tokens for r in results if r.tokens is not None])
+        return Accumulated(sums, torch.stack([r.ratio_max for r in results]).max(), ids[flags], tokens)
 
     def begin_backward(self, index: int, num_micro_batches: int) -> None:
         """Prepare the policy for the backward pass of micro-batch ``index`` of a step."""
@@ -283,6 +289,14 @@ class Passes:
 
     def _fault_point(self, name: str) -> None:
         fault_point(name if self._ranks.is_leader else f"{name}-rank-{self._ranks.rank}")
+
+
+def _recorded(tokens: Sequence[TokenResults]) -> tuple[np.ndarray, ...]:
+    """Return the arrays of ``interface.TokenOutcomes`` over all micro-batches, on the host."""
+    if not tokens:
+        return ()
+    found = ([t.logprobs.float() for t in tokens], [t.entropies.float() for t in tokens], [t.fates() for t in tokens])
+    return tuple(torch.cat(values).cpu().numpy() for values in found)
 
 
 def _check_versions(micro_batch: MicroBatch, version: int) -> None:

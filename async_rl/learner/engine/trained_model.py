@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -49,6 +49,21 @@ from async_rl.learner.ranks import Ranks, compute_dtype
 from async_rl.learner.sequences import TrainSequence
 from async_rl.net.wire import decode, encode
 from async_rl.sampling_mask import largest_id
+
+
+class Updated(NamedTuple):
+    """What an optimizer step gives rank 0.
+
+    Attributes:
+        stats: its statistics.
+        peak_bytes: the highest peak memory of a rank.
+        tokens: for each data rank the arrays of ``interface.TokenOutcomes`` over its trained tokens. Empty if they are
+            not recorded.
+    """
+
+    stats: UpdateStats
+    peak_bytes: int
+    tokens: Sequence[tuple[np.ndarray, ...]] = ()
 
 
 class TrainedModel:
@@ -237,25 +252,31 @@ class TrainedModel:
             peak_memory_bytes=peak_bytes,
         )
 
-    def update(self, micro_batches: Sequence[MicroBatch], version: int) -> tuple[UpdateStats, int]:
-        """Return the step's statistics and the highest peak memory of a rank in bytes. Both are of use on rank 0."""
+    def update(self, micro_batches: Sequence[MicroBatch], version: int, *, records: bool = False) -> Updated:
+        """Make an optimizer step. What it returns is of use on rank 0. ``records``: return its tokens, too."""
         if self.model.replay is not None:
             self.model.replay.reset_counts()
-        sums, ratio_max, skipped = self.passes.accumulate(micro_batches, self.objective, version)
+        sums, ratio_max, skipped, tokens = self.passes.accumulate(
+            micro_batches, self.objective, version, records=records
+        )
         if not self._ranks.layout.is_reporter(self._ranks.rank):
-            sums, skipped = torch.zeros_like(sums), skipped[:0]  # another rank reports the same
+            sums, skipped, tokens = torch.zeros_like(sums), skipped[:0], ()  # another rank reports the same
         with self._clock.phase("optimizer"):
             sums = self._ranks.all_reduce_sum(sums.cpu())
             routing = self._replayed()
             lr = self._schedule.lr_at(self._num_updates) * self._ess_scale(sums)
             outcome = self._step(self.objective.denominator(sums), lr, self.objective.why_skip(sums))
         fields = {"ratio_max": float(ratio_max), "peak_bytes": peak_memory_bytes(self._ranks.device)}
-        frames = self._ranks.gather(encode("skipped", fields, [skipped]))
+        frames = self._ranks.gather(encode("skipped", fields, [skipped, *tokens]))
         reports = [decode(frame) for frame in frames]
         skipped_ids = sorted(int(i) for report in reports for i in report.arrays[0])
         ratio_max = max((r.fields["ratio_max"] for r in reports), default=0.0)
         stats = update_stats(sums, ratio_max, skipped_ids, outcome, objective=self.objective)
-        return replace(stats, routing=routing), max((r.fields["peak_bytes"] for r in reports), default=0)
+        return Updated(
+            replace(stats, routing=routing),
+            peak_bytes=max((r.fields["peak_bytes"] for r in reports), default=0),
+            tokens=[tuple(r.arrays[1:]) for r in reports if len(r.arrays) > 1],
+        )
 
     def _replayed(self) -> tuple[int, int] | None:
         """Return the counts of ``UpdateStats.routing``, over all ranks."""

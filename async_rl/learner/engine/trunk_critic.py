@@ -33,8 +33,8 @@ from async_rl.learner.engine.optimizer import AdamW, Schedule
 from async_rl.learner.engine.passes import TokenStates
 from async_rl.learner.engine.phases import PhaseClock, peak_memory_bytes
 from async_rl.learner.engine.sharding import end_forward
-from async_rl.learner.engine.trained_model import TrainedModel, gathered_scores
-from async_rl.learner.interface import UpdateCost, UpdateStats
+from async_rl.learner.engine.trained_model import TrainedModel, Updated, gathered_scores
+from async_rl.learner.interface import UpdateCost
 from async_rl.learner.losses.batch import TokenLogprobs
 from async_rl.learner.losses.objective import Objective, StepOutcome, update_stats
 from async_rl.learner.ranks import Ranks
@@ -90,8 +90,10 @@ class TrunkCritic:
             scored.append((found.logprobs.cpu(), found.entropies.cpu()))
         return gathered_scores(scored, self._ranks)
 
-    def update(self, micro_batches: Sequence[MicroBatch], version: int) -> tuple[UpdateStats, int]:
-        """Make an optimizer step of the head, as ``TrainedModel.update`` says. The peak memory is this rank's."""
+    def update(self, micro_batches: Sequence[MicroBatch], version: int, *, records: bool = False) -> Updated:
+        """Make an optimizer step of the head, as ``TrainedModel.update`` says. The peak memory is this rank's, and no
+        tokens are recorded.
+        """
         sums = torch.zeros(self._objective.statistics.num_values, dtype=torch.float64, device=self._ranks.device)
         for states in self._states(micro_batches):
             # The loss is a sum over tokens, so ranks that share a sequence need only their own.
@@ -105,7 +107,7 @@ class TrunkCritic:
             sums, gradient = total.split([len(sums), self.head.numel()])
             outcome = self._step(gradient, self._objective.denominator(sums))
         stats = update_stats(sums, 0.0, [], outcome, objective=self._objective)
-        return stats, peak_memory_bytes(self._ranks.device)
+        return Updated(stats, peak_memory_bytes(self._ranks.device))
 
     def _states(self, micro_batches: Sequence[MicroBatch]) -> Iterator[TokenStates]:
         for micro_batch in micro_batches:

@@ -36,6 +36,21 @@ _RULE_TOKENS, _RULE_SUM, METRIC = "rule_tokens/", "rule_sum/", "metric/"
 (``PolicyLoss.rule_counts``, ``rule_sums``); and metrics of the objective's own."""
 
 
+class TokenResults(NamedTuple):
+    """What a policy's loss computed for the trained tokens of one micro-batch, [N] each, without grad."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    kept: Tensor
+    capped_low: Tensor
+    capped_high: Tensor
+
+    def fates(self) -> Tensor:
+        """Return uint8 [N], places in ``interface.FATES``."""
+        codes = self.capped_low.byte() + 2 * (self.capped_high & ~self.capped_low).byte()
+        return codes.masked_fill(~self.kept, 3)
+
+
 class MicroBatchResult(NamedTuple):
     """The loss of one micro-batch, and its statistics (``Objective.statistics``)."""
 
@@ -43,6 +58,7 @@ class MicroBatchResult(NamedTuple):
     sums: Tensor  # float64 [Statistics.num_values]
     skipped: Tensor  # bool [S]
     ratio_max: Tensor  # [], float64
+    tokens: TokenResults | None = None
 
 
 class Objective(Protocol):
@@ -164,7 +180,9 @@ class PolicyObjective:
                 **dict(zip(self._own_names, counts, strict=True)),
             }
         )
-        return MicroBatchResult(out.loss_sum, sums, out.skipped, ratio_max)
+        logprobs, entropies = scored.logprobs.detach(), scored.entropies.detach()
+        tokens = TokenResults(logprobs, entropies, out.kept, out.capped_low, out.capped_high)
+        return MicroBatchResult(out.loss_sum, sums, out.skipped, ratio_max, tokens)
 
     def predict_slopes(self, batch: LossBatch, *, version: int) -> IndexedSlopeFunction | None:
         """Return ``policy_loss``'s derivatives as if the given tokens were all that their sequences have, as

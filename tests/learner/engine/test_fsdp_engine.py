@@ -20,7 +20,7 @@ from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.data.batch import along_tokens
 from async_rl.learner.engine import trained_model
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
-from async_rl.learner.interface import ScoredBy, UpdateStats
+from async_rl.learner.interface import FATES, ScoredBy, UpdateStats
 from async_rl.learner.losses.objective import policy_objective
 from async_rl.learner.ranks import init_ranks
 from async_rl.learner.sequences import TrainSequence
@@ -476,3 +476,29 @@ def test_an_offloaded_engine_takes_the_same_steps(
         assert found[offload][0].grad_norm == found["none"][0].grad_norm
         for left, right in zip(found[offload][1:], found["none"][1:], strict=True):
             assert all(torch.equal(left[name], tensor) for name, tensor in right.items())
+
+
+@pytest.mark.parametrize("max_tokens", [40, 4096])
+def test_an_update_returns_what_it_computed_for_recorded_sequences(directory: Path, max_tokens: int):
+    # Sequence 3 is above the skip threshold, so all its tokens are left out of the loss.
+    engine = make_engine(directory, {"learner": {"max_tokens": max_tokens}})
+    sequences = [replace(s, is_recorded=s.sequence_id in (0, 3, 5)) for s in batch_for(0)]
+    scores = engine.score_policy(sequences)
+    stats = engine.update(sequences, version=0)
+    assert sorted(stats.tokens) == [0, 3, 5]
+    for sequence_id, found in stats.tokens.items():
+        np.testing.assert_allclose(found.logprobs, scores[sequence_id].logprobs, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found.entropies, scores[sequence_id].entropies, rtol=1e-5, atol=1e-6)
+    assert set(stats.tokens[3].fates.tolist()) == {FATES.index("left_out")}
+    assert FATES.index("left_out") not in stats.tokens[0].fates
+    assert engine.update(batch_for(0), version=0).tokens == {}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_two_ranks_record_what_one_rank_does(directory: Path, two_ranks: Path, variant: str):
+    engine = make_engine(directory, {"learner": {"max_tokens": 4096}})
+    expected = engine.update([replace(s, is_recorded=True) for s in batch_for(0)], version=0).tokens
+    with np.load(two_ranks / variant / "recorded.npz") as found:
+        assert sorted(found.files) == [str(i) for i in sorted(expected)]
+        for sequence_id, values in expected.items():
+            np.testing.assert_allclose(found[str(sequence_id)], np.stack(values), rtol=1e-4, atol=1e-5)
