@@ -95,6 +95,12 @@ class LogConfig(Section):
         description='Number of groups in one file of sampled rollouts, chosen at random from those of its step; "all"'
         " writes every group.",
     )
+    rollouts_tokens: int = Field(
+        default=50_000,
+        ge=0,
+        description="Most tokens in one file of token columns beside those rollouts: version, log-probabilities, "
+        "advantage and outcome of each token. Further rollouts have their text only; 0 writes no such files.",
+    )
     profile: str = Field(
         default="",
         description="Steps of which rank 0 of the learner writes a trace into profile/ in the run directory, such as 3 "

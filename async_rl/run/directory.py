@@ -99,6 +99,11 @@ class RunDir:
         return self.path / "rollouts"
 
     @property
+    def rollout_summaries(self) -> Path:
+        """Path of ``rollouts/summaries.jsonl``, which has figures of every rollout, a line for each step."""
+        return self.rollouts / "summaries.jsonl"
+
+    @property
     def eval(self) -> Path:
         return self.path / "eval"
 

@@ -125,20 +125,23 @@ def log_rollouts(
 
     ``version`` is the learner's version before the step. ``confirm`` is called before the file is written.
     """
-    every = config.log.rollouts_every
-    if not every or (step - 1) % every:
+    indices = chosen_groups(len(taken), config, step)
+    if not indices:
         return
     confirm()
-    chosen = [taken[index] for index in _chosen(len(taken), config, step)]
+    chosen = [taken[index] for index in indices]
     lines = (line for item in chosen for line in _lines(item, version, decode))
     write_json_lines(run_dir / "rollouts" / f"step-{step:06d}.jsonl", lines)
 
 
-def _chosen(num_groups: int, config: Config, step: int) -> list[int]:
+def chosen_groups(num_groups: int, config: Config, step: int) -> list[int]:
     """Return the indices of the step's groups to log, in order, drawn at random from the run's seed and the step.
 
-    The first groups would always be those of the oldest version.
+    The first groups would always be those of the oldest version. Empty if none are due.
     """
+    every = config.log.rollouts_every
+    if not every or (step - 1) % every:
+        return []
     wanted = config.log.rollouts_groups
     if wanted == "all" or wanted >= num_groups:
         return list(range(num_groups))

@@ -36,6 +36,7 @@ from async_rl.learner.loop.parity import ParityGate, ParityPart
 from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.publishing import FixedLagWeights, StagedWeights, WeightsSender
 from async_rl.learner.loop.received import DropBias, ReceivedAccuracy
+from async_rl.learner.loop.rollout_records import RolloutRecords
 from async_rl.learner.loop.trainer import Trainer
 from async_rl.learner.ranks import Ranks, compute_dtype, init_ranks
 from async_rl.learner.sampling import MakeSampler, RankSampler, SamplingEngine
@@ -76,6 +77,7 @@ class LearnerContext:
         is_launched: whether ``launch`` started this learner, which then starts the queue server and shows the steps.
         files: name -> content of the model's files, which the queue sends to generators.
         decode: token ids -> text, for the logs.
+        decode_all: the same with special tokens. None: ``decode``.
         insecure: whether to leave connections unencrypted, even off loopback.
         device: the engine's device.
         on_queue: called with the queue's address once it is known.
@@ -89,6 +91,7 @@ class LearnerContext:
     is_launched: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
     decode: Decode = lambda token_ids: " ".join(map(str, np.asarray(token_ids).tolist()))
+    decode_all: Decode | None = None
     insecure: bool = False
     device: torch.device = torch.device("cpu")  # noqa: RUF009  (immutable)
     on_queue: Callable[[str], None] | None = None
@@ -183,6 +186,7 @@ def _lead(
                 DIGESTS_FILE: write_digests(Path(config.run.dir), config.recorded_code_names),
             },
             decode=lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True)),
+            decode_all=lambda token_ids: str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)),
             insecure=insecure,
             device=ranks.device,
             export=True,
@@ -244,7 +248,9 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         check_shared(config, shared)
         confirm = partial(queue.confirm, state.lineage)
         on_row = _show_steps(config, run_dir) if not context.is_launched else lambda row: None
-        metrics, trained = _take_files_over(run_dir, point, state, config, written, on_row=on_row, confirm=confirm)
+        metrics, trained, summaries = _take_files_over(
+            run_dir, point, state, config, written, on_row=on_row, confirm=confirm
+        )
         _record_changes(run_dir, restored, config)
         gate = _parity_gate(config, engine, queue, context.device)
         Trainer(
@@ -257,9 +263,19 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             step_log=trained,
             run_dir=run_dir.path,
             decode=context.decode,
-            parts=step_parts(
-                config, state, gate=gate, critic=context.critic, sampling=context.sampling, address=queue.address
-            ),
+            parts=[
+                *step_parts(
+                    config, state, gate=gate, critic=context.critic, sampling=context.sampling, address=queue.address
+                ),
+                RolloutRecords(
+                    config,
+                    state,
+                    run_dir=run_dir,
+                    summaries=summaries,
+                    decode=context.decode_all or context.decode,
+                    confirm=confirm,
+                ),
+            ],
             probes=gate,
             stop_signal=context.stop_signal,
             vocab_size=vocabulary_size(config.model.path),
@@ -314,7 +330,7 @@ def _record_changes(run_dir: RunDir, restored: Restored, config: Config) -> None
 def _take_files_over(
     run_dir: RunDir, point: ResumePoint, state: TrainerState, config: Config, written: ExitStack, *,
     confirm: Callable[[], None], on_row: Callable[[Row], None] = lambda row: None,
-) -> tuple[MetricsWriter, StepLog]:  # fmt: skip
+) -> tuple[MetricsWriter, StepLog, StepLog]:  # fmt: skip
     """Bring the run's files back to ``point``, from which this learner attached. ``written`` closes them.
 
     From here on the queue refuses older learners, so they finish no file of the run any more.
@@ -327,11 +343,12 @@ def _take_files_over(
         run_dir.origin.unlink(missing_ok=True)  # of a fork that was not completed
     metrics = MetricsWriter(run_dir.path, config, on_row=on_row)
     written.callback(metrics.close)
-    trained = StepLog(run_dir.trained)
-    written.callback(trained.close)
-    trained.rewind_to(state.step if state.is_resumed else -1)
+    trained, summaries = StepLog(run_dir.trained), StepLog(run_dir.rollout_summaries)
+    for step_log in (trained, summaries):
+        written.callback(step_log.close)
+        step_log.rewind_to(state.step if state.is_resumed else -1)
     _rewind(run_dir, metrics, state, config)
-    return metrics, trained
+    return metrics, trained, summaries
 
 
 def _weights_sender(config: Config, publisher: Publisher) -> WeightsSender:

@@ -14,8 +14,8 @@ token left to train on. The count survives restarts (``TrainerState.skipped_in_a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -48,6 +48,7 @@ class StepResult:
         version: the learner's version before the first update.
         staleness: staleness of the trained tokens.
         facts: counts of trained and masked rollouts and tokens, for the queue's ledger.
+        causes: for each sequence that was left out as a whole after it was prepared, the cause.
     """
 
     groups: tuple[TakenGroup, ...]
@@ -56,6 +57,12 @@ class StepResult:
     version: int
     staleness: StalenessSummary
     facts: TrainedCounts
+    causes: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def versions(self) -> list[int]:
+        """The learner's version before each of ``updates``."""
+        return _versions_trained(self.version, self.updates)
 
     @property
     def measured(self) -> list[UpdateStats]:
@@ -81,6 +88,7 @@ def step_result(
     num_mini_batches = max(1, len(prepared.mini_batches))
     of_each = [updates[first::num_mini_batches] for first in range(len(prepared.mini_batches))]
     stepped = [[update for update in epochs if update is not None and update.stepped] for epochs in of_each]
+    skipped, did_step = [i for epochs in of_each for i in _skipped_in_all(epochs)], [bool(epochs) for epochs in stepped]
     return StepResult(
         groups=groups,
         prepared=prepared,
@@ -89,12 +97,13 @@ def step_result(
         staleness=staleness_summary(prepared, versions=_versions_trained(version, updates)),
         facts=trained_counts(
             prepared,
-            [i for epochs in of_each for i in _skipped_in_all(epochs)],
-            stepped=[bool(epochs) for epochs in stepped],
+            skipped,
+            stepped=did_step,
             # Later epochs may leave out other single tokens, but every token is to be counted once.
             out_of_range=sum(epochs[0].out_of_range_tokens for epochs in stepped if epochs),
             has_own_loss=has_own_loss,
         ),
+        causes=_sequence_causes(prepared, skipped, stepped=did_step, has_own_loss=has_own_loss),
     )
 
 
@@ -131,12 +140,7 @@ def trained_counts(
             that stepped on their mini-batch.
         has_own_loss: whether ``loss.function`` is the cause instead of these two keys.
     """
-    of_sequences, of_tokens = ("loss_function",) * 2 if has_own_loss else ("skip_threshold", "token_range")
-    causes = dict.fromkeys(
-        (s.sequence_id for each, did in zip(prepared.mini_batches, stepped, strict=True) if not did for s in each),
-        "step_skipped",
-    )
-    causes |= dict.fromkeys(skipped_sequence_ids, of_sequences)
+    causes = _sequence_causes(prepared, skipped_sequence_ids, stepped=stepped, has_own_loss=has_own_loss)
     rollouts_masked = Counter(prepared.masked.values())
     tokens_masked: Counter[str] = Counter()
     for rollout, cause in prepared.masked.items():
@@ -146,7 +150,7 @@ def trained_counts(
     for sequence, cause in causes.items():
         tokens_masked[cause] += prepared.sequence_tokens[sequence]
     if out_of_range:
-        tokens_masked[of_tokens] += out_of_range
+        tokens_masked[cause_of_tokens(has_own_loss=has_own_loss)] += out_of_range
     outcomes: dict[int, set[str]] = {}
     for sequence, rollout in prepared.rollout_of.items():
         outcomes.setdefault(rollout, set()).add(causes.get(sequence, ""))
@@ -158,6 +162,22 @@ def trained_counts(
         tokens_trained=sum(prepared.rollout_tokens) - sum(tokens_masked.values()),
         tokens_masked=dict(tokens_masked),
     )
+
+
+def _sequence_causes(
+    prepared: PreparedBatch, skipped_sequence_ids: Sequence[int], *, stepped: Sequence[bool], has_own_loss: bool
+) -> dict[int, str]:
+    """Return the cause for each sequence that no update trained on, as ``trained_counts`` says."""
+    causes = dict.fromkeys(
+        (s.sequence_id for each, did in zip(prepared.mini_batches, stepped, strict=True) if not did for s in each),
+        "step_skipped",
+    )
+    return causes | dict.fromkeys(skipped_sequence_ids, "loss_function" if has_own_loss else "skip_threshold")
+
+
+def cause_of_tokens(*, has_own_loss: bool) -> str:
+    """Return the cause under which single tokens are counted that the loss left out."""
+    return "loss_function" if has_own_loss else "token_range"
 
 
 def count_skipped(skipped_in_a_row: int, updates: Sequence[UpdateStats | None]) -> int:

@@ -24,6 +24,7 @@ from async_rl.learner.checkpoints.resume import find_resume_point
 from async_rl.learner.interface import Engine, PolicyScores, UpdateStats
 from async_rl.learner.loop.parity import ParityGate
 from async_rl.learner.loop.publishing import FixedLagWeights, NamedTensors, Published, WeightsSender
+from async_rl.learner.loop.rollout_records import RolloutRecords
 from async_rl.learner.loop.start import _restore, _take_files_over, step_parts
 from async_rl.learner.loop.trainer import Trainer
 from async_rl.learner.sampling import SamplingEngine
@@ -153,7 +154,7 @@ class Run:
             self.queue_state, state.lineage, state.parent_lineage, state.fork_version, state.step, steps, snapshot, 0.0
         )
         self.queue = queue = DirectQueue(self.queue_state, answer=answer, before=before)
-        metrics, trained = _take_files_over(
+        metrics, trained, summaries = _take_files_over(
             run_dir, point, state, self.config, written, confirm=lambda: queue.confirm(state.lineage)
         )
         weights: WeightsSender = self.weights
@@ -171,14 +172,17 @@ class Run:
             step_log=trained,
             run_dir=self.path,
             decode=str,
-            parts=step_parts(
-                self.config,
-                state,
-                gate=gate,
-                critic=getattr(self.engine, "critic", None),
-                sampling=sampling,
-                address="tcp://q:1",
-            ),
+            parts=[
+                *step_parts(
+                    self.config,
+                    state,
+                    gate=gate,
+                    critic=getattr(self.engine, "critic", None),
+                    sampling=sampling,
+                    address="tcp://q:1",
+                ),
+                RolloutRecords(self.config, state, run_dir=run_dir, summaries=summaries, decode=str),
+            ],
             probes=gate,
             stop_signal=stop_signal,
         )
