@@ -1,8 +1,8 @@
 """What a page has of a run's rollouts: an index of all that are known, and chunks with the text of those recorded.
 
 The page filters by the index, and unpacks a chunk when somebody opens one of its rollouts. A chunk is a header in JSON,
-which has the rollouts' records, after 4 bytes that say how long it is. Chunks beyond the page's limit are left out,
-evenly over the steps; ``async-rl report --serve`` has them all.
+which has the rollouts' records, after 4 bytes that say how long it is; then the columns of their tokens. Chunks beyond
+the page's limit are left out, evenly over the steps; ``async-rl report --serve`` has them all.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from async_rl.errors import RunError
 from async_rl.report.figures import Plain, short
 from async_rl.report.page import blob, to_json
 from async_rl.run.directory import RunDir
+from async_rl.run.step_log import Row, iter_rows
+from async_rl.run.token_columns import TokenTable, columns_path, read_token_columns
 
 CHUNK_ROLLOUTS = 64
 """Rollouts of a chunk. Larger ones pack better, and take longer to open."""
@@ -35,6 +39,17 @@ _NUMBERS = (
     "chunk",
     "slot",
 )
+
+
+_SUMMARIES = {
+    "reward": "reward", "accuracy": "accuracy", "tokens": "tokens", "stale": "staleness", "finish": "finish",
+    "cause": "cause",
+}  # fmt: skip
+"""Column of the index -> key of ``summaries.jsonl``."""
+_COLUMNS = ("token", "version", "behavior", "logprob", "advantage", "entropy", "outcome")
+"""Columns of a chunk, float32 [T] each."""
+_KEPT_BITS = 12
+"""Bits that are kept of a number's 23 behind the point: more than four decimal digits."""
 
 
 @dataclass(slots=True)
@@ -77,27 +92,62 @@ def read_index(run_dir: RunDir) -> tuple[Index, list[Chunk]]:
         RunError: a file is damaged.
     """
     index, chunks = Index(), list[Chunk]()
-    for step, path in rollout_files(run_dir):
-        records = read_records(path)
+    summaries = {row["step"]: row for row in iter_rows(run_dir.rollout_summaries, is_whole=_is_whole)}
+    recorded = dict(rollout_files(run_dir))
+    for step in sorted(summaries.keys() | recorded.keys()):
+        places: dict[tuple[int, int], tuple[int, int]] = {}
+        records = read_records(recorded[step]) if step in recorded else []
         for number, record in enumerate(records):
             if number % CHUNK_ROLLOUTS == 0:
-                chunks.append(Chunk(path, step, number, min(number + CHUNK_ROLLOUTS, len(records))))
-            versions = record["versions"]
-            index.add(
-                step=step,
-                position=record["position"],
-                index=record["index"],
-                row=record["row"],
-                reward=short(record["reward"]),
-                accuracy=short(record["accuracy"]),
-                tokens=record["num_tokens"],
-                stale=record["trained_at"] - versions[0] if versions else None,
-                finish=record["finish_reason"],
-                cause="filter" if record["masked"] else "",
-                chunk=len(chunks) - 1,
-                slot=number % CHUNK_ROLLOUTS,
-            )
+                chunks.append(Chunk(recorded[step], step, number, min(number + CHUNK_ROLLOUTS, len(records))))
+            places[record["position"], record["index"]] = len(chunks) - 1, number % CHUNK_ROLLOUTS
+        if step in summaries:
+            _add_summary(index, summaries[step], places)
+        else:
+            for record in records:
+                _add_record(index, step, record, places[record["position"], record["index"]])
     return index, chunks
+
+
+def _add_summary(index: Index, row: Row, places: Mapping[tuple[int, int], tuple[int, int]]) -> None:
+    number = 0
+    for position, dataset_row, size in zip(row["positions"], row["rows"], row["sizes"], strict=True):
+        for of_group in range(size):
+            chunk, slot = places.get((position, of_group), (-1, 0))
+            values = {name: row[key][number] for name, key in _SUMMARIES.items()}
+            index.add(
+                step=row["step"], position=position, index=of_group, row=dataset_row, chunk=chunk, slot=slot, **values
+            )
+            number += 1
+
+
+def _add_record(index: Index, step: int, record: Plain, place: tuple[int, int]) -> None:
+    """Add a record of a step without summaries, which older versions wrote."""
+    versions = record["versions"]
+    index.add(
+        step=step,
+        position=record["position"],
+        index=record["index"],
+        row=record["row"],
+        reward=short(record["reward"]),
+        accuracy=short(record["accuracy"]),
+        tokens=record["num_tokens"],
+        stale=record["trained_at"] - versions[0] if versions else None,
+        finish=record["finish_reason"],
+        cause="filter" if record["masked"] else "",
+        chunk=place[0],
+        slot=place[1],
+    )
+
+
+def _is_whole(row: Row) -> bool:
+    """Return whether a row of ``summaries.jsonl`` has all its lists, in their lengths."""
+    try:
+        count = sum(row["sizes"])
+        whole = len(row["positions"]) == len(row["rows"]) == len(row["sizes"])
+        return whole and all(len(row[key]) == count for key in _SUMMARIES.values())
+    except (KeyError, TypeError):
+        return False
 
 
 def rollout_files(run_dir: RunDir) -> Iterator[tuple[int, Path]]:
@@ -143,16 +193,60 @@ _FIELDS = frozenset(
 
 
 def chunk_bytes(chunk: Chunk) -> bytes:
-    """Return a chunk as the page unpacks it.
+    """Return a chunk as the page unpacks it: the header, then its columns, the bytes of equal weight together.
 
     Raises:
-        RunError: the file is damaged, or has fewer rollouts by now.
+        RunError: a file is damaged, or has fewer rollouts by now.
     """
     records = read_records(chunk.path)[chunk.start : chunk.end]
     if len(records) != chunk.end - chunk.start:
         raise RunError(f"{chunk.path} has changed; make the report again")
-    header = to_json({"records": records})
-    return struct.pack("<I", len(header)) + header
+    header: Plain = {"records": records}
+    columns = np.zeros((0, 0), np.float32)
+    path = columns_path(chunk.path)
+    if path.is_file():
+        columns = _with_tokens(header, read_token_columns(path))
+    encoded = to_json(header)
+    planes = np.ascontiguousarray(_rounded(columns).reshape(-1, 1).view(np.uint8).T)
+    return struct.pack("<I", len(encoded)) + encoded + planes.tobytes()
+
+
+def _with_tokens(header: Plain, table: TokenTable) -> np.ndarray:
+    """Give the records in ``header`` the places of their tokens. Return these tokens' columns, float32 [C, T]."""
+    wanted = {(record["position"], record["index"]): record for record in header["records"]}
+    bounds = np.concatenate([[0], np.cumsum(table.sizes)])
+    kept: list[slice] = []
+    size = 0
+    for number, key in enumerate(zip(table.places["position"], table.places["index"], strict=True)):
+        if (record := wanted.get(key)) is None:
+            continue
+        place = slice(int(bounds[number]), int(bounds[number + 1]))
+        kept.append(place)
+        learner = int(table.places["learner_version"][number])
+        record.setdefault("columns", []).append([size, size + place.stop - place.start, learner])
+        size += place.stop - place.start
+    if not kept:
+        return np.zeros((0, 0), np.float32)
+    vocabulary: dict[tuple[int, str], int] = {}
+    outcomes: dict[str, int] = {}
+    tokens, codes = [], []
+    for place in kept:
+        ids, texts = table.numbers["token_ids"][place].tolist(), table.texts[place]
+        tokens += [vocabulary.setdefault(pair, len(vocabulary)) for pair in zip(ids, texts, strict=True)]
+        codes += [outcomes.setdefault(outcome, len(outcomes)) for outcome in table.outcomes[place]]
+    header |= {"columns": _COLUMNS, "vocabulary": list(vocabulary), "outcomes": list(outcomes), "size": size}
+    names = ("versions", "behavior_logprobs", "logprobs", "advantages", "entropies")
+    numbers = [np.concatenate([table.numbers[name][place] for place in kept]) for name in names]
+    return np.array([tokens, *numbers, codes], np.float32)
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """Return the columns with fewer bits of what is no whole number, so that they pack better."""
+    drop = 23 - _KEPT_BITS
+    bits = np.ascontiguousarray(values[2:-1]).view(np.uint32)
+    rounded = (bits + np.uint32(1 << (drop - 1))) & np.uint32(0xFFFFFFFF << drop & 0xFFFFFFFF)
+    is_number = np.isfinite(values[2:-1])
+    return np.concatenate([values[:2], np.where(is_number, rounded.view(np.float32), np.nan), values[-1:]])
 
 
 def packed_chunks(chunks: Sequence[Chunk], limit_bytes: int) -> dict[int, str]:

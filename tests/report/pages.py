@@ -10,6 +10,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from async_rl.run.token_columns import PLACES, TokenTable, columns_path, write_token_columns
 from tests.comparison.runs import eval_row, step_row, write_run
 
 
@@ -59,3 +62,27 @@ def blobs(page: str) -> dict[str, bytes]:
 def header(chunk: bytes) -> dict[str, Any]:
     (size,) = struct.unpack("<I", chunk[:4])
     return json.loads(chunk[4 : 4 + size])
+
+
+def write_tokens(run: Path, step: int, position: int, *, texts: list[str], size: int = 3) -> None:
+    """Write the columns of one rollout: one given token, then sampled ones of version 2, learned at version 4."""
+    names = ("behavior_logprobs", "logprobs", "entropies", "advantages")
+    numbers: dict[str, np.ndarray] = {name: np.full(size, -0.25, np.float32) for name in names}
+    numbers["behavior_logprobs"][0] = np.nan
+    table = TokenTable(
+        places=dict(zip(PLACES, np.array([[position], [0], [0], [4]]), strict=True)),
+        sizes=np.array([size]),
+        numbers={**numbers, "token_ids": np.arange(size), "versions": np.array([-1, *[2] * (size - 1)])},
+        texts=texts,
+        outcomes=["given", *["trained"] * (size - 2), "stale"],
+    )
+    write_token_columns(columns_path(run / "rollouts" / f"step-{step:06d}.jsonl"), table)
+
+
+def columns(chunk: bytes) -> dict[str, list[float]]:
+    """The columns of a chunk, as the page's script reads them."""
+    (size,) = struct.unpack("<I", chunk[:4])
+    planes = np.frombuffer(chunk[4 + size :], np.uint8).reshape(4, -1)
+    values = np.ascontiguousarray(planes.T).view(np.float32).ravel()
+    names = header(chunk)["columns"]
+    return dict(zip(names, values.reshape(len(names), -1).tolist(), strict=True))

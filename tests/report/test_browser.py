@@ -9,7 +9,7 @@ from async_rl.output import Progress
 from async_rl.report.report import write_report
 from benchmarks.chromium import Chromium, find_chromium
 
-from .pages import a_rollout, a_run, write_rollouts
+from .pages import a_rollout, a_run, write_rollouts, write_tokens
 from .test_page import HOSTILE
 
 PROGRAM = find_chromium()
@@ -33,6 +33,7 @@ def page(tmp_path: Path) -> str:
     records = [a_rollout(index=i, reward=i / 10, num_tokens=10 * i, response=HOSTILE) for i in range(8)]
     write_rollouts(run, 1, records)
     write_rollouts(run, 2, [a_rollout(row=9, finish_reason="length")])
+    write_tokens(run, 2, position=3, texts=["a", " b", HOSTILE])
     write_report([run], tmp_path / "page.html", progress=Progress(quiet=True))
     return (tmp_path / "page.html").as_uri()
 
@@ -87,3 +88,24 @@ def test_arrow_keys_move_in_the_list_and_read_a_curve(browser: Chromium, page: s
     browser.run("document.querySelector('figure svg').focus()")
     browser.run(key % "End")
     assert browser.run("document.querySelector('#tip').textContent").startswith("step 30")
+
+
+def test_tokens_are_coloured_and_read_by_keys(browser: Chromium, page: str):
+    browser.open(page)
+    browser.run("openRollout(8)")
+    assert browser.run("document.querySelectorAll('#rollout .tok').length") == 3
+    assert browser.run("document.querySelectorAll('#rollout .tok.left, #rollout .tok.given').length") == 2
+    for mode in ("version", "staleness", "ratio", "difference", "advantage", "entropy", "surprise", "outcome"):
+        browser.run(f"document.querySelector('[name=mode][value={mode}]').click()")
+        painted = browser.run(
+            "[...document.querySelectorAll('#rollout .tok')].filter((one) => one.style.background).length"
+        )
+        assert painted == {"outcome": 1, "version": 2, "staleness": 2, "ratio": 2, "difference": 2, "surprise": 2}.get(
+            mode, 3
+        )
+    browser.run("document.querySelector('#rollout .say[role=group]').focus()")
+    for _ in range(2):
+        browser.run("document.activeElement.dispatchEvent(new KeyboardEvent('keydown', { key: 'ArrowRight' }))")
+    shown = browser.run("document.querySelector('#tip').textContent")
+    assert shown.splitlines()[:3] == ['" b" (id 1)', "outcome: trained", "version 2, 2 old"]
+    assert "ratio 1" in shown

@@ -1,17 +1,19 @@
 """The page as a file: what it has, and that no text in it becomes markup."""
 
 import json
+import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from async_rl.errors import RunError
 from async_rl.output import Progress
 from async_rl.report.report import write_report
-from async_rl.report.rollouts import CHUNK_ROLLOUTS
+from async_rl.report.rollouts import CHUNK_ROLLOUTS, _rounded
 
-from .pages import a_rollout, a_run, blobs, header, write_rollouts
+from .pages import a_rollout, a_run, blobs, columns, header, write_rollouts, write_tokens
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202egnp.exe\x1b[2J\u2028 {{ 7 * 7 }} ]]>&lt;"
 
@@ -103,3 +105,45 @@ def test_damaged_rollouts_are_named(tmp_path: Path, line: str):
 def test_a_place_that_can_not_be_written_is_named(tmp_path: Path):
     with pytest.raises(RunError, match=r"can't write the report .*choose another --out"):
         written(tmp_path / "missing" / "page.html", a_run(tmp_path / "run"))
+
+
+def test_tokens_come_with_their_rollout(tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    write_rollouts(run, 1, [a_rollout(position=8), a_rollout(position=9)])
+    write_tokens(run, 1, position=9, texts=["a", "a", HOSTILE])
+    chunk = blobs(written(tmp_path / "page.html", run))["chunk-0-0"]
+    plain, with_tokens = header(chunk)["records"]
+    assert "columns" not in plain
+    assert with_tokens["columns"] == [[0, 3, 4]]
+    assert header(chunk)["vocabulary"] == [[0, "a"], [1, "a"], [2, HOSTILE]]
+    found = columns(chunk)
+    assert (found["token"], found["version"]) == ([0, 1, 2], [-1, 2, 2])
+    assert math.isnan(found["behavior"][0])
+    assert found["logprob"] == found["entropy"] == found["advantage"] == [-0.25] * 3
+    assert [header(chunk)["outcomes"][int(code)] for code in found["outcome"]] == ["given", "trained", "stale"]
+
+
+def test_numbers_keep_four_digits_and_versions_all(tmp_path: Path):
+    values = np.array([[70001.0], [123457.0], [-1.23456789], [1e-30], [np.nan], [3.0]], np.float32)
+    found = _rounded(values).ravel().tolist()
+    assert (found[0], found[1], found[5]) == (70001.0, 123457.0, 3.0)
+    assert found[2] == pytest.approx(-1.23456789, rel=2e-4)
+    assert found[3] == pytest.approx(1e-30, rel=2e-4)
+    assert math.isnan(found[4])
+
+
+def test_rollouts_without_text_are_in_the_index(tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    write_rollouts(run, 1, [a_rollout(position=5, index=1, reward=0.5)])
+    row = {
+        "step": 1, "version": 3, "positions": [4, 5], "rows": [40, 50], "sizes": [1, 2], "reward": [1, 0, 0.5],
+        "accuracy": [1, 0, 0.5], "tokens": [7, 8, 9], "staleness": [0, None, 2],
+        "finish": ["stop", "length", "stop"], "cause": ["", "truncated", ""],
+    }  # fmt: skip
+    damaged = {**row, "step": 2, "reward": [1]}
+    (run / "rollouts" / "summaries.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(damaged) + "\n")
+    index = json.loads(blobs(written(tmp_path / "page.html", run))["index-0"])
+    assert index["step"] == [1, 1, 1]
+    assert (index["position"], index["index"], index["row"]) == ([4, 5, 5], [0, 0, 1], [40, 50, 50])
+    assert (index["chunk"], index["stale"]) == ([-1, -1, 0], [0, None, 2])
+    assert [index["names"][code] for code in index["cause"]] == ["", "truncated", ""]

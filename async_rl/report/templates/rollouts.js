@@ -5,7 +5,7 @@ const PAGE_ROWS = 100, MOST_TOKENS = 4000;
 const HIDDEN = /[^\n\t\P{Cc}]|[\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/u;
 const COLUMNS = { step: "step", row: "row", reward: "reward", tokens: "tokens", stale: "staleness", finish: "ended by" };
 const RANGES = { step: "step", reward: "reward", tokens: "tokens", stale: "staleness" };
-const browser = { run: 0, index: null, chunks: new Map(), found: [], page: 0, open: -1, sort: "step", down: false, mode: "none" };
+const browser = { run: 0, index: null, chunks: new Map(), found: [], page: 0, open: -1, sort: "step", down: false, mode: "entropy" };
 
 /** Text with every control character and change of direction shown as its code, so that it has no effect. */
 function safe(text) {
@@ -178,4 +178,114 @@ function recordView(record, chunk) {
   else if (record.sequences) parts.push(h("h3", {}, "Sequences"), record.sequences.map((text) => h("div", { class: "say", tabindex: 0 }, ...safe(text))));
   else parts.push(h("h3", {}, "Answer"), h("div", { class: "say", tabindex: 0 }, ...safe(record.response)));
   return parts.flat();
+}
+
+/** Undo what the report did to the columns: the four bytes of every number lie in four planes. */
+function readColumns(chunk, planes) {
+  const count = planes.length / 4, bytes = new Uint8Array(planes.length);
+  for (let plane = 0; plane < 4; plane++) for (let i = 0; i < count; i++) bytes[4 * i + plane] = planes[plane * count + i];
+  const all = new Float32Array(bytes.buffer);
+  chunk.data = Object.fromEntries(chunk.columns.map((name, c) => [name, all.subarray(c * chunk.size, (c + 1) * chunk.size)]));
+}
+
+/** How tokens may be coloured: what it says, and its value of token i. */
+const MODES = {
+  none: { label: "nothing" },
+  version: { label: "version", kind: "names", value: (d, i) => d.version[i] < 0 ? NaN : d.version[i], about: "the weights that sampled the token" },
+  staleness: { label: "staleness", kind: "size", value: (d, i, learner) => d.version[i] < 0 ? NaN : learner - d.version[i], about: "versions between sampling and training" },
+  ratio: { label: "ratio", kind: "sides", least: 0.05, value: (d, i) => Math.exp(d.logprob[i] - d.behavior[i]) - 1, plus: 1, about: "learner's probability divided by that at sampling" },
+  difference: { label: "log-prob difference", kind: "sides", least: 0.05, value: (d, i) => d.logprob[i] - d.behavior[i], about: "learner's log-probability minus that at sampling, nats" },
+  advantage: { label: "advantage", kind: "sides", value: (d, i) => d.advantage[i], about: "how much the token is encouraged (blue: discouraged)" },
+  entropy: { label: "entropy", kind: "size", least: 0.1, value: (d, i) => d.entropy[i], about: "of the learner's distribution, nats" },
+  surprise: { label: "surprise", kind: "size", least: 0.1, value: (d, i) => -d.behavior[i], about: "minus the log-probability at sampling, nats" },
+  outcome: { label: "outcome", kind: "outcomes", about: "what the loss did with the token" },
+};
+const CLIPPED = /^clipped/;
+
+function tokenView(record, chunk) {
+  const data = chunk.data, hold = h("div"), legend = h("div", { class: "scale" });
+  const paint = () => {
+    const mode = MODES[browser.mode], all = [];
+    for (const [begin, end, learner] of record.columns) for (let i = begin; i < end; i++) {
+      const value = mode.value ? mode.value(data, i, learner) : NaN;
+      if (!Number.isNaN(value)) all.push(value);
+    }
+    const most = all.reduce((a, b) => Math.max(a, Math.abs(b)), mode.least || 0) || 1, names = [...new Set(all)].sort((a, b) => a - b);
+    const colour = (value) => mode.kind === "names" ? [`var(--c${names.indexOf(value) % 6})`, 38]
+      : [value < 0 ? "var(--cold)" : "var(--heat)", 78 * Math.sqrt(Math.abs(value) / most)];
+    for (const token of hold.querySelectorAll(".tok")) {
+      const i = Number(token.dataset.i), outcome = chunk.outcomes[data.outcome[i]];
+      let shade = null;
+      if (mode.kind === "outcomes") shade = outcome === "given" || outcome === "trained" ? null : [CLIPPED.test(outcome) ? "var(--hold)" : "var(--bad)", 45];
+      else if (mode.value) { const value = mode.value(data, i, Number(token.dataset.learner)); if (!Number.isNaN(value)) shade = colour(value); }
+      token.style.background = shade ? `color-mix(in srgb, ${shade[0]} ${shade[1].toFixed(0)}%, transparent)` : "";
+    }
+    const sample = (shade, text) => { const box = h("i"); box.style.background = `color-mix(in srgb, ${shade[0]} ${shade[1]}%, transparent)`; return [box, h("span", {}, text)]; };
+    const plus = mode.plus || 0, used = [...new Set(record.columns.flatMap(([a, b]) => [...data.outcome.subarray(a, b)]))].map((code) => chunk.outcomes[code]);
+    legend.replaceChildren(...(mode.kind === "names" ? names.map((value) => sample(colour(value), number(value)))
+      : mode.kind === "size" ? [sample(colour(0), "0"), sample(colour(most / 2), number(most / 2)), sample(colour(most), number(most))]
+      : mode.kind === "sides" ? [sample(colour(-most), number(plus - most)), sample(colour(0), number(plus)), sample(colour(most), number(plus + most))]
+      : mode.kind === "outcomes" ? used.filter((one) => one !== "given").map((one) => sample(one === "trained" ? ["transparent", 0]
+        : [CLIPPED.test(one) ? "var(--hold)" : "var(--bad)", 45], one.replaceAll("_", " "))) : []).flat(), mode.about ? h("span", {}, "– " + mode.about) : "");
+  };
+  const modes = h("fieldset", { class: "modes" }, h("legend", {}, "Colour tokens by"), Object.entries(MODES).map(([name, mode]) => h("label", {},
+    h("input", { type: "radio", name: "mode", value: name, checked: browser.mode === name, onchange: () => { browser.mode = name; paint(); } }), mode.label)));
+  record.columns.forEach(([begin, end, learner], number_) => {
+    const box = h("div", { class: "say", tabindex: 0, role: "group", "aria-label": `Tokens of sequence ${number_ + 1}; arrow keys read them` });
+    const fill = (limit) => {
+      const until = Math.min(end, begin + limit);
+      box.replaceChildren();
+      for (let i = begin; i < until; i++) box.append(tokenNode(chunk, i, learner));
+      if (until < end) box.append(h("button", { type: "button", onclick: () => { fill(Infinity); paint(); } }, `${end - until} more tokens`));
+    };
+    fill(MOST_TOKENS);
+    readable(box, (token) => tokenText(chunk, Number(token.dataset.i), learner));
+    if (record.columns.length > 1) hold.append(h("p", { class: "who" }, `Sequence ${number_ + 1}`));
+    hold.append(box);
+  });
+  paint();
+  return [h("h3", {}, "Tokens"), modes, legend, hold, h("p", { class: "who" },
+    "Pale: the prompt's or the environment's. Struck through: left out of the loss. Point at a token, or use arrow keys, for its values.")];
+}
+
+function tokenNode(chunk, i, learner) {
+  const [id, text] = chunk.vocabulary[chunk.data.token[i]], outcome = chunk.outcomes[chunk.data.outcome[i]];
+  const left = outcome !== "given" && outcome !== "trained" && !CLIPPED.test(outcome);
+  return h("span", { class: `tok${outcome === "given" ? " given" : ""}${left ? " left" : ""}`, "data-i": i, "data-learner": learner },
+    ...(text === "" ? [h("span", { class: "hid" }, `${id}`)] : safe(text)));
+}
+
+function tokenText(chunk, i, learner) {
+  const d = chunk.data, [id, text] = chunk.vocabulary[d.token[i]], known = (value) => !Number.isNaN(value);
+  const lines = [`${JSON.stringify(text)} (id ${id})`, `outcome: ${chunk.outcomes[d.outcome[i]].replaceAll("_", " ")}`];
+  if (d.version[i] >= 0) lines.push(`version ${d.version[i]}, ${learner - d.version[i]} old`);
+  if (known(d.behavior[i])) lines.push(`log-prob at sampling ${number(d.behavior[i])}`);
+  if (known(d.logprob[i])) lines.push(`learner's ${number(d.logprob[i])}, ratio ${number(Math.exp(d.logprob[i] - d.behavior[i]))}`);
+  if (known(d.entropy[i])) lines.push(`entropy ${number(d.entropy[i])}`);
+  if (known(d.advantage[i])) lines.push(`advantage ${number(d.advantage[i])}`);
+  return lines.join("\n").replace(new RegExp(HIDDEN.source, "gu"), "·");
+}
+
+/** Let pointer and arrow keys read the tokens in a box. */
+function readable(box, text) {
+  let at = null;
+  const show = (token, x, y) => {
+    if (at) at.classList.remove("here");
+    at = token;
+    if (!token) { tip(""); return; }
+    token.classList.add("here");
+    const place = token.getBoundingClientRect();
+    tip(text(token), x ?? place.left, y ?? place.bottom - 10);
+  };
+  box.addEventListener("pointermove", (event) => show(event.target.closest(".tok"), event.clientX, event.clientY));
+  for (const name of ["pointerleave", "blur"]) box.addEventListener(name, () => show(null));
+  box.addEventListener("keydown", (event) => {
+    const all = [...box.querySelectorAll(".tok")], step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -1e9, End: 1e9 }[event.key];
+    if (event.key === "Escape") show(null);
+    if (!step || !all.length) return;
+    event.preventDefault();
+    const token = all[Math.max(0, Math.min(all.length - 1, (at ? all.indexOf(at) : -1) + step))];
+    token.scrollIntoView({ block: "nearest" });
+    show(token);
+  });
 }
