@@ -52,8 +52,9 @@ def to_json(value: Any) -> bytes:
 
 
 def render(
-    runs: Sequence[Plain], rollouts: Sequence[int] = (), blobs: Mapping[str, str] | None = None, *, left_out: str = ""
-) -> str:
+    runs: Sequence[Plain], rollouts: Sequence[int] = (), blobs: Mapping[str, str] | None = None, *,
+    left_out: str = "", is_served: bool = False,
+) -> str:  # fmt: skip
     """Return the page.
 
     Args:
@@ -61,11 +62,15 @@ def render(
         rollouts: the number of rollouts in the index of each run.
         blobs: further data for the page's script, by the id of its element.
         left_out: a sentence on what the page leaves out.
+        is_served: whether the page gets indices and chunks, and newer figures, from the server that it is from.
     """
     style, script = _template("report.css"), "\n".join(map(_template, _SCRIPTS))
     keys = {key for run in runs for key in run["columns"]}
     shown = visible_values([{**{key: run[key] for key in _IN_TEMPLATE}, **_static(run)} for run in runs])
-    plain = [{key: run[key] for key in _IN_SCRIPT} for run in runs]
+    of_script = {
+        "runs": [{key: run[key] for key in _IN_SCRIPT} for run in runs], "descriptions": descriptions(keys),
+        "rollouts": list(rollouts), "served": is_served,
+    }  # fmt: skip
     settings = _settings(shown)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(_template("report.html")).render(
@@ -79,7 +84,7 @@ def render(
         all=settings,
         changed=[row for row in settings if row["changed"]],
         differing=[row for row in settings if len(set(row["values_of"])) > 1],
-        data=blob(to_json({"runs": plain, "descriptions": descriptions(keys), "rollouts": list(rollouts)})),
+        data=blob(to_json(of_script)),
         blobs=(blobs or {}).items(),
         left_out=left_out,
         version=__version__,

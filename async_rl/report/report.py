@@ -8,7 +8,7 @@ from pathlib import Path
 from async_rl.comparison.table import short_names
 from async_rl.errors import RunError
 from async_rl.output import Progress
-from async_rl.report.figures import read_run
+from async_rl.report.figures import Plain, read_run
 from async_rl.report.page import blob, render
 from async_rl.report.rollouts import index_data, packed_chunks, read_index
 from async_rl.run.directory import RunDir, write_atomically
@@ -17,6 +17,16 @@ MAX_BYTES = 14_000_000
 """Size of a page. What doesn't fit is left out, and the page says so."""
 _BASE_BYTES = 400_000
 """Room for the page itself: templates, curves and settings."""
+
+
+def read_all(runs: Sequence[Path]) -> list[Plain]:
+    """Return the figures of ``runs``, which have names that tell them apart.
+
+    Raises:
+        RunError: there is no run, or one of its files is damaged.
+    """
+    names = short_names([str(path.resolve()) for path in runs])
+    return [{**read_run(path), "name": name} for path, name in zip(runs, names, strict=True)]
 
 
 def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = MAX_BYTES, progress: Progress) -> str:
@@ -31,11 +41,12 @@ def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = MAX_BYTES,
     Raises:
         RunError: there is no run, one of its files is damaged, or ``out`` can't be written.
     """
-    figures, blobs, counts = [], dict[str, str](), list[int]()
+    blobs, counts = dict[str, str](), list[int]()
     num_recorded = num_packed = 0
-    for number, (path, name) in enumerate(zip(runs, short_names([str(path) for path in runs]), strict=True)):
-        progress.show(f"reading {name}", number, len(runs))
-        figures.append({**read_run(path), **({"name": name} if len(runs) > 1 else {})})
+    progress.show("reading the metrics")
+    figures = read_all(runs)
+    for number, path in enumerate(runs):
+        progress.show("packing the rollouts", number, len(runs))
         index, chunks = read_index(RunDir(path))
         room = (max_bytes - _BASE_BYTES) // len(runs) - len(blob(index_data(index, None)))
         packed = packed_chunks(chunks, max(0, room))

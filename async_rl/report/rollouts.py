@@ -46,10 +46,10 @@ _SUMMARIES = {
     "cause": "cause",
 }  # fmt: skip
 """Column of the index -> key of ``summaries.jsonl``."""
-_COLUMNS = ("token", "version", "behavior", "logprob", "advantage", "entropy", "outcome")
-"""Columns of a chunk, float32 [T] each."""
-_KEPT_BITS = 12
-"""Bits that are kept of a number's 23 behind the point: more than four decimal digits."""
+_COLUMNS = ("token", "version", "behavior", "difference", "advantage", "entropy", "outcome")
+"""Columns of a chunk, float32 [T] each. ``difference`` is the learner's log-probability minus the behavior's."""
+_KEPT_BITS = 9
+"""Bits that are kept of a number's 23 behind the point: three decimal digits."""
 
 
 @dataclass(slots=True)
@@ -222,6 +222,8 @@ def _with_tokens(header: Plain, table: TokenTable) -> np.ndarray:
             continue
         place = slice(int(bounds[number]), int(bounds[number + 1]))
         kept.append(place)
+        for text in ("response", "sequences"):
+            record.pop(text, None)  # the tokens are the text
         learner = int(table.places["learner_version"][number])
         record.setdefault("columns", []).append([size, size + place.stop - place.start, learner])
         size += place.stop - place.start
@@ -235,9 +237,10 @@ def _with_tokens(header: Plain, table: TokenTable) -> np.ndarray:
         tokens += [vocabulary.setdefault(pair, len(vocabulary)) for pair in zip(ids, texts, strict=True)]
         codes += [outcomes.setdefault(outcome, len(outcomes)) for outcome in table.outcomes[place]]
     header |= {"columns": _COLUMNS, "vocabulary": list(vocabulary), "outcomes": list(outcomes), "size": size}
-    names = ("versions", "behavior_logprobs", "logprobs", "advantages", "entropies")
-    numbers = [np.concatenate([table.numbers[name][place] for place in kept]) for name in names]
-    return np.array([tokens, *numbers, codes], np.float32)
+    numbers = {name: np.concatenate([values[place] for place in kept]) for name, values in table.numbers.items()}
+    behavior = numbers["behavior_logprobs"]
+    computed = [behavior, numbers["logprobs"] - behavior, numbers["advantages"], numbers["entropies"]]
+    return np.array([tokens, numbers["versions"], *computed, codes], np.float32)
 
 
 def _rounded(values: np.ndarray) -> np.ndarray:

@@ -1,5 +1,7 @@
 """The page in Chromium, if it is installed: what it draws, filters, shows, and what it refuses to run."""
 
+import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,7 +9,9 @@ import pytest
 
 from async_rl.output import Progress
 from async_rl.report.report import write_report
+from async_rl.report.serve import start_server
 from benchmarks.chromium import Chromium, find_chromium
+from tests.comparison.runs import step_row
 
 from .pages import a_rollout, a_run, write_rollouts, write_tokens
 from .test_page import HOSTILE
@@ -109,3 +113,40 @@ def test_tokens_are_coloured_and_read_by_keys(browser: Chromium, page: str):
     shown = browser.run("document.querySelector('#tip').textContent")
     assert shown.splitlines()[:3] == ['" b" (id 1)', "outcome: trained", "version 2, 2 old"]
     assert "ratio 1" in shown
+
+
+def test_a_served_page_follows_the_run(browser: Chromium, tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    write_rollouts(run, 1, [a_rollout()])
+    with start_server([run]) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.open(f"http://127.0.0.1:{server.server_port}/")
+        browser.run(OPEN)
+        assert browser.run("document.querySelector('#rollout').textContent").endswith("Answer2")
+        with (run / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps(step_row(5)) + "\n")
+        write_rollouts(run, 5, [a_rollout(), a_rollout(index=1)])
+        seen = "browser.index.step.length === 3 && DATA.runs[0].columns.step.length"
+        wait = f"new Promise((go) => {{ const look = () => {seen} === 5 ? go(true) : setTimeout(look, 50); look(); }})"
+        assert browser.run(wait)
+        assert "step 5" in browser.run("document.querySelector('.status').textContent")
+        assert browser.run("browser.open") == 0
+        assert browser.errors == []
+        server.shutdown()
+
+
+def test_two_runs_are_side_by_side(browser: Chromium, tmp_path: Path):
+    runs = [a_run(tmp_path / "a"), a_run(tmp_path / "b", bound=8)]
+    write_rollouts(runs[1], 1, [a_rollout(reward=0.5)])
+    write_report(runs, tmp_path / "page.html", progress=Progress(quiet=True))
+    browser.open((tmp_path / "page.html").as_uri())
+    assert browser.run("[...document.querySelectorAll('h1')].map((one) => one.textContent)") == ["Aa", "Bb"]
+    legend = browser.run("document.querySelector('.legend').textContent")
+    assert "A math" in legend
+    assert "B math" in legend
+    differing = browser.run("document.querySelector('#settings table').textContent")
+    assert "queue.max_staleness" in differing
+    assert "optimizer.lr" not in differing
+    assert browser.run("browser.run") == 1  # the run that has rollouts
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    assert browser.errors == []

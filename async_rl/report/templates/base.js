@@ -16,8 +16,8 @@ const h = (name, attributes, ...children) => make(false, name, attributes, child
 const s = (name, attributes, ...children) => make(true, name, attributes, children);
 
 /** The bytes of a block of the page: gzip in base64. */
-async function unpacked(id) {
-  const raw = atob($("#" + CSS.escape(id)).textContent);
+async function unpacked(id, root = document) {
+  const raw = atob($("#" + CSS.escape(id), root).textContent);
   const bytes = Uint8Array.from(raw, (c) => c.charCodeAt(0));
   return new Uint8Array(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip")))
     .arrayBuffer());

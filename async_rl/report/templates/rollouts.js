@@ -21,8 +21,18 @@ async function startBrowser() {
 async function chooseRun(run) {
   browser.run = run;
   browser.index = DATA.rollouts[run] ? asJson(await bytesOf(`index-${run}`)) : null;
-  if (browser.index) browser.index.score = browser.index.finish;
   buildBrowser();
+}
+
+/** Show rollouts that the run has made since; the filters, the order and the open rollout stay. */
+async function refreshBrowser() {
+  if (!browser.index) { await startBrowser(); return; }
+  browser.index = asJson(await bytesOf(`index-${browser.run}`));
+  browser.chunks.clear();
+  const page = browser.page;
+  filter();
+  browser.page = Math.min(page, Math.max(0, Math.ceil(browser.found.length / PAGE_ROWS) - 1));
+  drawList();
 }
 
 /** A block of data: of the page, or of the server that made it. */
@@ -193,8 +203,8 @@ const MODES = {
   none: { label: "nothing" },
   version: { label: "version", kind: "names", value: (d, i) => d.version[i] < 0 ? NaN : d.version[i], about: "the weights that sampled the token" },
   staleness: { label: "staleness", kind: "size", value: (d, i, learner) => d.version[i] < 0 ? NaN : learner - d.version[i], about: "versions between sampling and training" },
-  ratio: { label: "ratio", kind: "sides", least: 0.05, value: (d, i) => Math.exp(d.logprob[i] - d.behavior[i]) - 1, plus: 1, about: "learner's probability divided by that at sampling" },
-  difference: { label: "log-prob difference", kind: "sides", least: 0.05, value: (d, i) => d.logprob[i] - d.behavior[i], about: "learner's log-probability minus that at sampling, nats" },
+  ratio: { label: "ratio", kind: "sides", least: 0.05, value: (d, i) => Math.exp(d.difference[i]) - 1, plus: 1, about: "learner's probability divided by that at sampling" },
+  difference: { label: "log-prob difference", kind: "sides", least: 0.05, value: (d, i) => d.difference[i], about: "learner's log-probability minus that at sampling, nats" },
   advantage: { label: "advantage", kind: "sides", value: (d, i) => d.advantage[i], about: "how much the token is encouraged (blue: discouraged)" },
   entropy: { label: "entropy", kind: "size", least: 0.1, value: (d, i) => d.entropy[i], about: "of the learner's distribution, nats" },
   surprise: { label: "surprise", kind: "size", least: 0.1, value: (d, i) => -d.behavior[i], about: "minus the log-probability at sampling, nats" },
@@ -260,7 +270,7 @@ function tokenText(chunk, i, learner) {
   const lines = [`${JSON.stringify(text)} (id ${id})`, `outcome: ${chunk.outcomes[d.outcome[i]].replaceAll("_", " ")}`];
   if (d.version[i] >= 0) lines.push(`version ${d.version[i]}, ${learner - d.version[i]} old`);
   if (known(d.behavior[i])) lines.push(`log-prob at sampling ${number(d.behavior[i])}`);
-  if (known(d.logprob[i])) lines.push(`learner's ${number(d.logprob[i])}, ratio ${number(Math.exp(d.logprob[i] - d.behavior[i]))}`);
+  if (known(d.difference[i])) lines.push(`learner's ${number(d.behavior[i] + d.difference[i])}, ratio ${number(Math.exp(d.difference[i]))}`);
   if (known(d.entropy[i])) lines.push(`entropy ${number(d.entropy[i])}`);
   if (known(d.advantage[i])) lines.push(`advantage ${number(d.advantage[i])}`);
   return lines.join("\n").replace(new RegExp(HIDDEN.source, "gu"), "·");

@@ -1,7 +1,7 @@
 // The panels of curves, the timeline, staleness, and the flow of the ledger.
 "use strict";
 
-const OTHER = "other";
+const letter = (run) => String.fromCharCode(65 + run);
 /** Sections -> panels: title, unit, metrics with their labels, and how the axis is. */
 const PANELS = {
   learning: [
@@ -47,12 +47,12 @@ function figureOf(runs, panel, axis, xLabel) {
   const series = [], many = runs.length > 1;
   runs.forEach((run, r) => {
     const evals = Object.entries(panel.evals ? run.evals : {});
-    evals.forEach(([name, one], i) => series.push({ label: many ? `${run.name}: ${name}` : name, x: one[axis], y: one.accuracy,
+    evals.forEach(([name, one], i) => series.push({ label: many ? `${letter(r)} ${name}` : name, x: one[axis], y: one.accuracy,
       color: `c${many ? r : i}`, dots: true, error: one.se }));
     Object.entries(panel.keys).forEach(([key, label], i) => {
       const y = run.columns[key];
       if (!y || (panel.ifAny && !y.some((value) => value))) return;
-      series.push({ label: many ? `${run.name}: ${label}` : label, x: run.columns[axis], y, dashed: many ? i > 0 || evals.length : i > 1,
+      series.push({ label: many ? `${letter(r)} ${label}` : label, x: run.columns[axis], y, dashed: many ? i > 0 || evals.length : i > 1,
         color: many ? `c${r}` : `c${evals.length + i}` });
     });
   });
@@ -79,7 +79,7 @@ function anyMetric(runs, axis, xLabel) {
 function lagCharts(runs) {
   const many = runs.length > 1;
   const by = (title, unit, pick, options) => lineChart({ title, unit, xLabel: "staleness", ...options,
-    series: runs.filter((run) => run.lags.length).map((run) => ({ label: many ? run.name : "all steps", dots: true,
+    series: runs.filter((run) => run.lags.length).map((run) => ({ label: many ? letter(runs.indexOf(run)) : "all steps", dots: true,
       color: `c${runs.indexOf(run)}`, x: run.lags.map((one) => one.lag), y: run.lags.map((one) => pick(one, run)) })) });
   const total = (run) => run.lags.reduce((sum, one) => sum + one.tokens, 0);
   return [by("Trained tokens by staleness", "share", (one, run) => one.tokens / total(run), { from: 0 }),
@@ -110,7 +110,7 @@ function timeline(run, index) {
       h("i", { class: `swatch k-${part.name}` }), WORDS[part.name], h("b", {}, percent(part.mean))))));
   responsive(plot, (width) => plot.replaceChildren(drawTimeline(width, t, lanes)));
   return h("figure", { class: "wide" }, h("figcaption", {}, index === null ? "The whole run" :
-    h("span", {}, h("i", { class: `key c${index}` }), run.name), h("span", { class: "unit" }, `${number(whole)} s in steps`)), legends, plot);
+    h("span", {}, h("i", { class: `key c${index}` }, letter(index)), run.name), h("span", { class: "unit" }, `${number(whole)} s in steps`)), legends, plot);
 }
 
 function drawTimeline(width, t, lanes) {
@@ -179,7 +179,7 @@ function flows(runs) {
     const { total, ends } = endsOf(run.ledger[unit] || {}), plot = h("div");
     if (!total) return h("p", { class: "empty" }, `${run.name} has no ledger yet.`);
     responsive(plot, (width) => plot.replaceChildren(drawFlow(width, unit, total, ends)));
-    return h("figure", { class: "wide" }, h("figcaption", {}, runs.length > 1 ? h("span", {}, h("i", { class: `key c${r}` }), run.name)
+    return h("figure", { class: "wide" }, h("figcaption", {}, runs.length > 1 ? h("span", {}, h("i", { class: `key c${r}` }, letter(r)), run.name)
       : `What became of ${unit}`, h("span", { class: "unit" }, `${total.toLocaleString("en")} ${unit === "tokens" ? "received" : "issued"}`)), plot);
   }));
 }
@@ -223,6 +223,26 @@ function drawAll() {
   flows(DATA.runs);
 }
 
+/** Show what has changed since the server made the page, every few seconds. */
+async function follow() {
+  let stamp = await (await fetch("data/stamp")).text(), wait = 3000;
+  for (;;) {
+    await new Promise((done) => setTimeout(done, wait));
+    try {
+      const now = await (await fetch("data/stamp")).text();
+      $("#live").textContent = "live";
+      if (now === stamp) continue;
+      const page = new DOMParser().parseFromString(await (await fetch("./")).text(), "text/html");
+      DATA = asJson(await unpacked("data", page));
+      for (const part of [".intro", "#notes", "#ledger details"]) $(part).replaceChildren(...$(part, page).childNodes);
+      redraws.length = 0;
+      drawAll();
+      await refreshBrowser();
+      stamp = now;
+    } catch { $("#live").textContent = "server gone"; }
+  }
+}
+
 let DATA = null;
 async function start() {
   DATA = asJson(await unpacked("data"));
@@ -245,6 +265,7 @@ async function start() {
   dress();
   await startBrowser();
   document.documentElement.dataset.ready = "yes";
+  if (DATA.served) { $("#live").hidden = false; follow(); }
 }
 start().catch((error) => {
   document.documentElement.dataset.failed = String(error);
