@@ -9,6 +9,7 @@ import base64
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -28,7 +29,7 @@ class Chromium:
 
     def __init__(self, program: str, *, width: int = 1280, height: int = 900, is_dark: bool = False) -> None:
         self._program, self._size, self._is_dark = program, (width, height), is_dark
-        self._profile = tempfile.TemporaryDirectory(prefix="async-rl-chromium-", ignore_cleanup_errors=True)
+        self._profile = tempfile.mkdtemp(prefix="async-rl-chromium-")
         self._next_id, self._session, self._buffer = 0, "", b""
         self.errors: list[str] = []
         """Exceptions and errors that the page's scripts reported, and what its policy refused."""
@@ -39,10 +40,11 @@ class Chromium:
         # The browser reads from descriptor 3 and writes to descriptor 4.
         command = f'exec "$0" "$@" 3<&{their_input} 4>&{their_output}'
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe",
-                   f"--user-data-dir={self._profile.name}", "about:blank"]  # fmt: skip
+                   f"--user-data-dir={self._profile}", "about:blank"]  # fmt: skip
         self._process = subprocess.Popen(
             ["bash", "-c", command, self._program, *options],
             pass_fds=(their_input, their_output), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )  # fmt: skip
         os.close(their_input)
         os.close(their_output)
@@ -63,11 +65,11 @@ class Chromium:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # with the processes that it has started
         self._process.wait()
         os.close(self._input)
         os.close(self._output)
-        self._profile.cleanup()
+        shutil.rmtree(self._profile, ignore_errors=True)
 
     def open(self, address: str) -> float:
         """Open a page. Return the milliseconds until its script said that it is ready (``data-ready``)."""

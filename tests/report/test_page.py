@@ -30,7 +30,7 @@ def test_the_page_has_curves_ledger_settings_and_notes(tmp_path: Path):
     assert data["descriptions"]["reward/mean"].startswith("Mean reward")
     assert re.search(r"dropped: stale</th><td>2</td><td>8</td><td>30</td>", page)
     assert "wandb did not answer" in page
-    assert "queue.max_staleness" in page
+    assert "queue.<wbr>max_staleness" in page
 
 
 def test_the_page_loads_nothing(tmp_path: Path):

@@ -105,7 +105,7 @@ function drawLines(width, { title, series, log, from, to, marks, xLabel }) {
   const room = (y1 - y0) * 0.06 || Math.abs(y1) * 0.1 || 0.1;
   if (from === null) y0 -= room;
   if (to === null) y1 += room;
-  const found = log ? ticks(Math.ceil(y0), Math.floor(y1), 4).filter(Number.isInteger).map((e) => 10 ** e) : ticks(y0, y1, 4);
+  const found = log && y1 - y0 < 1.3 ? ticks(10 ** y0, 10 ** y1, 4).filter((level) => level > 0) : log ? ticks(Math.ceil(y0), Math.floor(y1), 4).filter(Number.isInteger).map((e) => 10 ** e) : ticks(y0, y1, 4);
   const levels = found.length ? found : [log ? 10 ** ((y0 + y1) / 2) : y0];
   const texts = levels.map((level) => log ? number(level) : tickText(level, levels[1] - levels[0]));
   const left = 14 + 6.6 * Math.max(...texts.map((text) => text.length), 3);
@@ -122,7 +122,7 @@ function drawLines(width, { title, series, log, from, to, marks, xLabel }) {
   const path = (one, values) => {
     let d = "", pen = "M";
     values.forEach((y, i) => {
-      if (y === null || (log && y <= 0)) { pen = "M"; return; }
+      if (y === null || (log && y <= 0)) return; // generators report more rarely than there are steps
       d += `${pen}${px(one.x[i]).toFixed(1)} ${py(y).toFixed(1)}`;
       pen = "L";
     });

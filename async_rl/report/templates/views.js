@@ -191,7 +191,7 @@ function drawFlow(width, unit, total, ends) {
   const link = (xa, ya, ha, xb, yb, hb, kind) => s("path", { class: `link k-${kind}`, d: `M${xa} ${ya}C${(xa + xb) / 2} ${ya} ${(xa + xb) / 2} ${yb} ${xb} ${yb}` +
     `v${hb}C${(xa + xb) / 2} ${yb + hb} ${(xa + xb) / 2} ${ya + ha} ${xa} ${ya + ha}z` });
   const node = (x, y, height, kind) => s("rect", { x, y, width: thick, height, rx: 2, class: `area k-${kind}` });
-  const label = (x, y, name, count) => s("text", { x, y }, s("tspan", { fill: "var(--ink)" }, name + " "),
+  const label = (x, y, name, count) => s("text", { x, y, class: "halo" }, s("tspan", { fill: "var(--ink)" }, name + " "),
     s("tspan", { "font-weight": 600 }, narrow && count >= 1e5 ? number(count) : count.toLocaleString("en")),
     narrow ? "" : s("tspan", {}, ` · ${percent(count / total)}`));
   let from = 8, at = 8, below = 8;
