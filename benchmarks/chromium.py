@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -65,8 +66,15 @@ class Chromium:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # with the processes that it has started
-        self._process.wait()
+        # It ends its other processes itself, which would write to the profile for a while if it was only killed.
+        self._session = ""
+        with suppress(RuntimeError, OSError):
+            self._call("Browser.close")
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         os.close(self._input)
         os.close(self._output)
         shutil.rmtree(self._profile, ignore_errors=True)

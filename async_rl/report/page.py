@@ -84,7 +84,7 @@ def render(
         all=settings,
         changed=[row for row in settings if row["changed"]],
         differing=[row for row in settings if len(set(row["values_of"])) > 1],
-        data=blob(to_json(of_script)),
+        data=blob(to_json(visible_values(of_script))),
         blobs=(blobs or {}).items(),
         left_out=left_out,
         version=__version__,

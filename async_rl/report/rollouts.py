@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -93,20 +94,33 @@ def read_index(run_dir: RunDir) -> tuple[Index, list[Chunk]]:
     """
     index, chunks = Index(), list[Chunk]()
     summaries = {row["step"]: row for row in iter_rows(run_dir.rollout_summaries, is_whole=_is_whole)}
-    recorded = dict(rollout_files(run_dir))
+    # A resumed run keeps the texts of later steps until it trains them again; its summaries end where it is.
+    last = max(summaries, default=None)
+    recorded = {step: path for step, path in rollout_files(run_dir) if last is None or step <= last}
     for step in sorted(summaries.keys() | recorded.keys()):
         places: dict[tuple[int, int], tuple[int, int]] = {}
-        records = read_records(recorded[step]) if step in recorded else []
-        for number, record in enumerate(records):
+        keys = _keys(recorded[step]) if step in recorded else ()
+        for number, key in enumerate(keys):
             if number % CHUNK_ROLLOUTS == 0:
-                chunks.append(Chunk(recorded[step], step, number, min(number + CHUNK_ROLLOUTS, len(records))))
-            places[record["position"], record["index"]] = len(chunks) - 1, number % CHUNK_ROLLOUTS
+                chunks.append(Chunk(recorded[step], step, number, min(number + CHUNK_ROLLOUTS, len(keys))))
+            places[key] = len(chunks) - 1, number % CHUNK_ROLLOUTS
         if step in summaries:
             _add_summary(index, summaries[step], places)
         else:
-            for record in records:
+            for record in read_records(recorded[step]):
                 _add_record(index, step, record, places[record["position"], record["index"]])
     return index, chunks
+
+
+def _keys(path: Path) -> tuple[tuple[int, int], ...]:
+    """Return position and index of each record in a file. A server asks again and again, of files that don't change."""
+    found = path.stat()
+    return _keys_once(path, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=10_000)
+def _keys_once(path: Path, mtime_ns: int, size: int) -> tuple[tuple[int, int], ...]:
+    return tuple((record["position"], record["index"]) for record in read_records(path))
 
 
 def _add_summary(index: Index, row: Row, places: Mapping[tuple[int, int], tuple[int, int]]) -> None:

@@ -12,6 +12,7 @@ from async_rl.errors import RunError
 from async_rl.output import Progress
 from async_rl.report.report import write_report
 from async_rl.report.rollouts import CHUNK_ROLLOUTS, _rounded
+from tests.comparison.runs import step_row, write_run
 
 from .pages import a_rollout, a_run, blobs, columns, header, write_rollouts, write_tokens
 
@@ -149,3 +150,22 @@ def test_rollouts_without_text_are_in_the_index(tmp_path: Path):
     assert (index["position"], index["index"], index["row"]) == ([4, 5, 5], [0, 0, 1], [40, 50, 50])
     assert (index["chunk"], index["stale"]) == ([-1, -1, 0], [0, None, 2])
     assert [index["names"][code] for code in index["cause"]] == ["", "truncated", ""]
+
+
+def test_texts_of_steps_that_a_resumed_run_has_not_trained_again_are_left_out(tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    for step in (1, 2, 4):
+        write_rollouts(run, step, [a_rollout(position=step)])
+    row = {
+        "step": 2, "version": 3, "positions": [2], "rows": [7], "sizes": [1], "reward": [1], "accuracy": [1],
+        "tokens": [3], "staleness": [1], "finish": ["stop"], "cause": [""],
+    }  # fmt: skip
+    (run / "rollouts" / "summaries.jsonl").write_text(json.dumps(row) + "\n")
+    index = json.loads(blobs(written(tmp_path / "page.html", run))["index-0"])
+    assert index["step"] == [1, 2]  # step 1 is of a version without summaries
+
+
+def test_names_that_users_choose_have_no_effect_on_the_page(tmp_path: Path):
+    run = write_run(tmp_path / "run", [step_row(1, **{"agent__metric__\u202ex": 1.0})])
+    data = json.loads(blobs(written(tmp_path / "page.html", run))["data"])
+    assert "agent/metric/\\u202ex" in data["runs"][0]["columns"]

@@ -13,6 +13,8 @@ function safe(text) {
   return [...text].map((c) => HIDDEN.test(c) ? h("span", { class: "hid" }, "U+" + c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")) : c);
 }
 
+const asText = (value) => typeof value === "object" ? JSON.stringify(value) : String(value);
+
 async function startBrowser() {
   if (!DATA.rollouts.some((count) => count)) return;
   await chooseRun(Math.max(0, DATA.rollouts.findIndex((count) => count)));
@@ -158,7 +160,7 @@ async function openRollout(i) {
 }
 
 const facts = (pairs) => h("ul", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
-  .map(([name, value]) => h("li", {}, h("span", {}, name), ...safe(String(value)))));
+  .map(([name, value]) => h("li", {}, h("span", {}, name), ...safe(asText(value)))));
 
 function summary(i) {
   const index = browser.index, group = [];
@@ -179,7 +181,7 @@ function recordView(record, chunk) {
     ...Object.entries(record.metrics || {}).map(([name, value]) => [name, number(value)]), ["expected", record.expected], ["read from the answer", record.extracted],
     ["tools", calls], ["sampled by", record.generator], ["versions", (record.versions || []).join(" to ")], ["learner at version", record.trained_at]]));
   parts.push(h("h3", {}, "Prompt"), record.messages.map((message) => [h("p", { class: "who" }, ...safe(String(message.role))),
-    h("div", { class: "say", tabindex: 0 }, ...safe(String(message.content)))]).flat());
+    h("div", { class: "say", tabindex: 0 }, ...safe(asText(message.content)))]).flat());
   if (record.turns) parts.push(h("h3", {}, "Turns"), facts(record.turns.map((turn, i) => [`${i + 1}.`,
     `${turn.num_tokens} tokens, reward ${number(turn.reward)}`])));
   const spans = (record.spans || []).map(([end, reward]) => `up to token ${end}: ${number(reward)}`).join("; ");

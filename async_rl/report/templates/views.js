@@ -232,6 +232,7 @@ async function follow() {
       const now = await (await fetch("data/stamp")).text();
       $("#live").textContent = "live";
       if (now === stamp) continue;
+      const began = performance.now();
       const page = new DOMParser().parseFromString(await (await fetch("./")).text(), "text/html");
       DATA = asJson(await unpacked("data", page));
       for (const part of [".intro", "#notes", "#ledger details"]) $(part).replaceChildren(...$(part, page).childNodes);
@@ -239,6 +240,7 @@ async function follow() {
       drawAll();
       await refreshBrowser();
       stamp = now;
+      wait = Math.max(3000, 20 * (performance.now() - began)); // the machine trains, too
     } catch { $("#live").textContent = "server gone"; }
   }
 }
