@@ -270,6 +270,8 @@ def _values(annotation: Any, limits: str) -> str:
         return " or ".join(_values(one, limits) for one in arguments if one is not NoneType)
     if origin is Literal:
         return ", ".join(f'"{one}"' for one in arguments)
+    if origin is tuple and get_origin(arguments[0]) is Literal:
+        return f"list of {_values(arguments[0], limits)}"
     if origin is tuple and arguments[-1] is Ellipsis:
         return f"list of {_PLURALS[arguments[0]]}"
     if origin is tuple:

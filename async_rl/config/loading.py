@@ -33,6 +33,10 @@ _ROUTER_KEYS = (
     "router_z_loss_coef", "update_router_bias",
 )  # fmt: skip
 """Names under which a user may ask for a loss of the routers or for updates of their bias, in any section."""
+_REPLACED: Mapping[str, str] = {
+    "log.wandb": 'set log.to = ["wandb"] instead, with log.wandb_mode = "online" or "offline"; log.to = [] is off',
+}
+"""Key of an older version -> what replaces it."""
 _EXPECTED: Mapping[str, str] = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -92,6 +96,9 @@ def renew(raw: Mapping[str, Any]) -> None:
     model = raw.get("model")
     if isinstance(model, dict) and isinstance(switch := model.get("gradient_checkpointing"), bool):
         model["gradient_checkpointing"] = "full" if switch else "none"
+    log = raw.get("log")
+    if isinstance(log, dict) and (mode := log.pop("wandb", "off")) != "off":
+        log |= {"to": ["wandb"], "wandb_mode": mode}
     experimental = raw.get("experimental")
     if isinstance(experimental, dict):
         experimental.pop("sft_checkpoint_every", None)  # now sft.checkpoint_every, which no resumed run needs
@@ -173,6 +180,8 @@ def _explain(detail: Mapping[str, Any]) -> str:
             f"another reason than the reward: routers are trained by [loss] alone, and their bias stays as it is; "
             f"remove the key"
         )
+    if detail["type"] == "extra_forbidden" and key in _REPLACED:
+        return f"{key}: unknown key; {_REPLACED[key]}"
     if detail["type"] == "extra_forbidden":
         return f"{key}: unknown key{_suggestion(detail['loc'])}"
     if detail["type"] == "missing":

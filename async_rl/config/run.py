@@ -12,6 +12,8 @@ from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.section import Section
 
+LoggerName = Literal["wandb", "tensorboard", "trackio", "mlflow"]
+
 
 class RunConfig(Section):
     """Where the files of a run are, what the run is called, and its random seed."""
@@ -21,7 +23,8 @@ class RunConfig(Section):
         description="Directory for everything that the run writes; starting again with the same directory resumes it.",
     )
     name: str = Field(
-        default="", description="Name of the run on the screen and in wandb; if empty, the last part of run.dir."
+        default="",
+        description="Name of the run on the screen and in the tools of log.to; if empty, the last part of run.dir.",
     )
     seed: int = Field(
         default=0,
@@ -78,13 +81,22 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """What is logged in addition to ``metrics.jsonl``."""
 
-    wandb: Literal["off", "online", "offline"] = Field(
-        default="off",
-        description="Whether metrics also go to Weights & Biases, over the network or into local files; those of sft, "
-        "dpo and rm too. If the server does not answer within 20 s at the start, they go to files, and the run goes "
-        "on.",
+    to: tuple[LoggerName, ...] = Field(
+        strict=False,
+        default=(),
+        description="Tools that metrics and sampled rollouts also go to; those of sft, dpo, rm and eval too. None of "
+        "them can stop or delay a run that has begun (docs/loggers.md).",
     )
-    project: str = Field(default="async-rl", description="Name of the wandb project.")
+    wandb_mode: Literal["online", "offline"] = Field(
+        default="online",
+        description="Whether wandb sends over the network, or writes files for `wandb sync`. If its server does not "
+        "answer within 20 s at the start, it writes files too.",
+    )
+    project: str = Field(
+        default="async-rl",
+        min_length=1,
+        description="Name of the project in wandb and Trackio, and of MLflow's experiment.",
+    )
     rollouts_every: int = Field(
         default=10,
         ge=0,
@@ -106,6 +118,13 @@ class LogConfig(Section):
         description="Steps of which rank 0 of the learner writes a trace into profile/ in the run directory, such as 3 "
         "or 3-5; if empty, none.",
     )
+
+    @field_validator("to")
+    @classmethod
+    def _names_each_once(cls, value: tuple[LoggerName, ...]) -> tuple[LoggerName, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError(f"expected each tool once, got {', '.join(value)}; leave out the repeated one")
+        return value
 
     @field_validator("profile")
     @classmethod

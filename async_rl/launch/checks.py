@@ -24,8 +24,8 @@ from async_rl.launch.scorer_checks import check_relay, check_scorers
 from async_rl.launch.user_code_trial import try_loss
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.run.directory import check_writable
+from async_rl.run.loggers import check_loggers
 from async_rl.run.reuse import check_run_dir, has_ended
-from async_rl.run.wandb_log import check_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ CHECKS: tuple[Check, ...] = (
     Check("queue.address", "machine", _LEARNERS, _check_address),
     Check("weights.port", "machine", _LEARNERS, lambda s: preflight.check_weights_ports(s.config)),
     Check("keys", "files", _LEARNERS, lambda s: preflight.check_keys(s.config, is_server=s.role == "launch")),
-    Check("log.wandb", "machine", _ALL, lambda s: check_wandb(s.config)),
+    Check("log.to", "machine", _ALL, lambda s: check_loggers(s.config)),
     Check("devices", "machine", _ALL, lambda s: preflight.check_devices(s.config, *s.devices_of)),
     Check("learner.offload", "machine", _ALL,
           lambda s: preflight.check_offloading(s.config, is_offline=s.role == "offline")),

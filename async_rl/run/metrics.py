@@ -1,4 +1,4 @@
-"""The keys of all metrics with their meanings and units, and the writer of ``metrics.jsonl`` and Weights & Biases.
+"""The keys of all metrics with their meanings and units, and the writer of ``metrics.jsonl`` and of the loggers.
 
 ``metrics.jsonl`` has one JSON object per line. After every optimizer step the learner writes a *step row* with keys of
 ``METRIC_KEYS``, without ``loss/policy`` if there was nothing to train. After every finished evaluation the learner
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.run.directory import RunDir
+from async_rl.run.loggers import start_loggers
 from async_rl.run.notes import tell
 from async_rl.run.step_log import Row, StepLog
-from async_rl.run.wandb_log import start_wandb
 
 EVAL_FIGURES: dict[str, str] = {
     "accuracy": "Mean accuracy of the answers (mean@n), 0 to 1; rows without an answer count as wrong. Of a reward "
@@ -283,8 +283,8 @@ METRIC_KEYS: dict[str, str] = {key: meaning for keys in METRIC_SECTIONS.values()
 _PAGE = """# Metrics
 
 The learner writes one JSON object for each step to `metrics.jsonl` in the run directory, and one for each evaluation.
-With `log.wandb` they go to Weights & Biases too. Values that are not finite are null. `N` and names in `<>` stand for
-parts of a key that vary. [tuning.md](tuning.md#reading-the-metrics) says what to do about them.
+With `log.to` they go to other tools too ([loggers.md](loggers.md)). Values that are not finite are null. `N` and names
+in `<>` stand for parts of a key that vary. [tuning.md](tuning.md#reading-the-metrics) says what to do about them.
 
 This page is generated from `async_rl/run/metrics.py`: `python -m async_rl.run.metrics > docs/metrics.md`.
 """
@@ -300,7 +300,7 @@ def markdown() -> str:
 
 
 class MetricsWriter:
-    """Writes rows to ``metrics.jsonl``, one at a time, and sends them to Weights & Biases. A run has one writer."""
+    """Writes rows to ``metrics.jsonl``, one at a time, and sends them to the loggers. A run has one writer."""
 
     def __init__(self, run_dir: Path, config: Config, *, on_row: Callable[[Row], None] = lambda row: None) -> None:
         """Open ``metrics.jsonl`` for appending, and remove an incomplete last line, which a dying process may leave.
@@ -308,10 +308,10 @@ class MetricsWriter:
         ``on_row`` is called with each row that is written.
 
         Raises:
-            ConfigError: ``log.wandb`` is on, and wandb or its server refuses a run that has not begun.
+            ConfigError: a tool of ``log.to`` or its server refuses a run that has not begun.
         """
         name = config.run.name or run_dir.name
-        self._wandb = start_wandb(run_dir, config, name=name, note=partial(tell, RunDir(run_dir)))
+        self._loggers = start_loggers(run_dir, config, name=name, note=partial(tell, RunDir(run_dir)))
         self._log = StepLog(RunDir(run_dir).metrics)
         self._on_row = on_row
 
@@ -320,8 +320,11 @@ class MetricsWriter:
         plain = {key: _finite(value) for key, value in row.items()}
         self._log.write(plain)
         self._on_row(plain)
-        if self._wandb is not None:
-            self._wandb.write({key: value for key, value in plain.items() if value is not None})
+        self._loggers.write(plain)
+
+    def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Send the lines of a file of ``rollouts/`` to the loggers."""
+        self._loggers.write_samples(step, lines)
 
     def rewind_to(self, step: int, *, evals_to_come: Collection[tuple[str, int]] = ()) -> int:
         """Move the rows of the steps after ``step`` to another file, as ``StepLog.rewind_to`` does.
@@ -332,13 +335,13 @@ class MetricsWriter:
         Returns:
             The number of rows that were moved.
         """
+        self._loggers.rewind(step)
         return self._log.rewind_to(step, is_gone=lambda row: _is_eval_of(row, evals_to_come))
 
     def close(self) -> None:
-        """Close ``metrics.jsonl`` and finish the run in Weights & Biases."""
+        """Close ``metrics.jsonl`` and finish the run in the loggers."""
         self._log.close()
-        if self._wandb is not None:
-            self._wandb.close()
+        self._loggers.close()
 
 
 def _finite(value: Any) -> Any:

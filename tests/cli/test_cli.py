@@ -340,7 +340,7 @@ def test_wandb_without_a_key_is_refused_not_asked_for(
 ):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    config = write_config(tmp_path, data=write_data(tmp_path), log='wandb = "online"')
+    config = write_config(tmp_path, data=write_data(tmp_path), log='to = ["wandb"]')
     assert "there is no API key for api.wandb.ai" in refusal(capsys, command, str(config))
     assert not (tmp_path / "run").exists()
 

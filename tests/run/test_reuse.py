@@ -203,7 +203,7 @@ def test_a_run_that_made_no_step_is_moved_aside_for_another_config(tmp_path: Pat
 def test_what_does_not_change_the_training_may_differ_and_is_written_down(tmp_path: Path):
     run_dir = prepare_run_dir(a_config(tmp_path / "run"))
     moved = a_config(
-        tmp_path / "run", generator={"count": 3}, learner={"nproc": 2}, log={"wandb": "offline"},
+        tmp_path / "run", generator={"count": 3}, learner={"nproc": 2}, log={"to": ["wandb"], "wandb_mode": "offline"},
         checkpoint={"every": 3}, sft={"steps": 2}, queue={"journal_dir": str(tmp_path / "journal")},
         data={"on_change": "accept"},
     )  # fmt: skip

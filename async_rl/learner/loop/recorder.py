@@ -40,6 +40,12 @@ class RowWriter(Protocol):
     def write(self, row: dict[str, Any]) -> None: ...
 
 
+class MetricsSink(RowWriter, Protocol):
+    """Takes the rows of metrics, and sampled rollouts for the loggers."""
+
+    def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None: ...
+
+
 class StepRecorder:
     """Writes the records of one start of the learner. Its ``clock`` times the steps."""
 
@@ -48,7 +54,7 @@ class StepRecorder:
         config: Config,
         state: TrainerState,
         *,
-        metrics: RowWriter,
+        metrics: MetricsSink,
         step_log: RowWriter,
         weights: WeightsSender,
         run_dir: Path,
@@ -60,7 +66,7 @@ class StepRecorder:
         Args:
             config: the run's config.
             state: the trainer's state, from which step and version are taken.
-            metrics: takes the rows of ``metrics.jsonl``.
+            metrics: takes the rows of ``metrics.jsonl``, and what else the loggers get.
             step_log: takes the groups that each step trained on.
             weights: gives metrics of the weights that are sent.
             run_dir: the run directory.
@@ -102,7 +108,7 @@ class StepRecorder:
         row |= device_metrics([*result.measured, *other_updates], row["time/train_s"])
         row |= self._weights.stats()
         self._metrics.write({"step": state.step, "version": state.version, **row})
-        log_rollouts(
+        lines = log_rollouts(
             self._run_dir,
             result.groups,
             step=state.step,
@@ -111,6 +117,8 @@ class StepRecorder:
             decode=self._decode,
             confirm=self._confirm,
         )
+        if lines:
+            self._metrics.write_samples(state.step, lines)
 
     def record_evaluation(self, step: int, figures: Mapping[str, Any]) -> None:
         """Write the metrics of an evaluation that was requested at ``step``."""
@@ -120,18 +128,19 @@ class StepRecorder:
 def log_rollouts(
     run_dir: Path, taken: Sequence[TakenGroup], *, step: int, version: int, config: Config, decode: Decode,
     confirm: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
-    """Write the rollouts of ``step`` as text, if they are due at this step.
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Write the rollouts of ``step`` as text, if they are due at this step. Return the lines; empty if not.
 
     ``version`` is the learner's version before the step. ``confirm`` is called before the file is written.
     """
     indices = chosen_groups(len(taken), config, step)
     if not indices:
-        return
+        return []
     confirm()
     chosen = [taken[index] for index in indices]
-    lines = (line for item in chosen for line in _lines(item, version, decode))
+    lines = [line for item in chosen for line in _lines(item, version, decode)]
     write_json_lines(run_dir / "rollouts" / f"step-{step:06d}.jsonl", lines)
+    return lines
 
 
 def chosen_groups(num_groups: int, config: Config, step: int) -> list[int]:

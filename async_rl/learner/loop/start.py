@@ -53,11 +53,11 @@ from async_rl.run.curve import draw_curve
 from async_rl.run.directory import RunDir
 from async_rl.run.eval_records import Decode
 from async_rl.run.lock import RunLock, locked_run_dir
+from async_rl.run.loggers import check_loggers
 from async_rl.run.metrics import MetricsWriter
 from async_rl.run.progress import StepLines
 from async_rl.run.reuse import check_run_dir, check_shared, has_ended, prepare_run_dir
 from async_rl.run.step_log import Row, StepLog, read_rows
-from async_rl.run.wandb_log import check_wandb
 from async_rl.weights.adapters import ADAPTER_BASE
 from async_rl.weights.channel.publisher import Publisher
 from async_rl.weights.channel.transports import choose_transport
@@ -137,7 +137,7 @@ def run_learner(
         )
         finish_queue(config, run_dir.run_id)
         return
-    check_wandb(config)
+    check_loggers(config)
     reuse_freed_memory()
     ranks = init_ranks(config)
     sampler: RankSampler | None = None

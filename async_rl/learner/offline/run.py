@@ -14,7 +14,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -41,7 +41,7 @@ from async_rl.process.fault_points import fault_point
 from async_rl.process.stop import StopRequest
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, acquire
-from async_rl.run.wandb_log import check_wandb, start_wandb
+from async_rl.run.loggers import check_loggers, start_loggers
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def run_offline(task: OfflineTask[Any]) -> None:
     for key in ("data", "out"):
         if not getattr(section, key):
             raise ConfigError(f"{task.name}.{key}: expected a value, got none; set it in the file or with --set")
-    check_wandb(config)
+    check_loggers(config)
     done, num_steps = _saved_steps(task)
     out = Path(section.out)
     if done and done == num_steps and out.is_dir() and any(out.iterdir()):
@@ -282,18 +282,15 @@ class _Leader(Generic[Row]):
 
     @contextmanager
     def _open_metrics(self) -> Iterator[Callable[[Mapping[str, float | None]], None]]:
-        """Open ``metrics.jsonl``, and wandb if it is on. Yield the function that writes a row."""
+        """Open ``metrics.jsonl`` and the loggers. Yield the function that writes a row."""
         name = f"{self._config.run.name or Path(self._config.run.dir).name}-{self._task.name}"
-        wandb = start_wandb(self._run_dir, self._config, name=name, note=logger.warning)
-        with ExitStack() as held:
-            if wandb is not None:
-                held.callback(wandb.close)
-            file = held.enter_context((self._run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1))
+        loggers = start_loggers(self._run_dir, self._config, name=name, note=logger.warning)
+        loggers.rewind(self._done)
+        with closing(loggers), (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8", buffering=1) as file:
 
             def write(row: Mapping[str, float | None]) -> None:
                 file.write(json.dumps(row) + "\n")
-                if wandb is not None:
-                    wandb.write({key: value for key, value in row.items() if value is not None})
+                loggers.write(row)
 
             yield write
 
