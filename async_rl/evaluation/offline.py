@@ -9,6 +9,8 @@ run with the same weights.
 from __future__ import annotations
 
 import json
+import logging
+import re
 import tempfile
 import textwrap
 import tomllib
@@ -41,9 +43,12 @@ from async_rl.process.user_code import is_code_name
 from async_rl.queue.core.admission import eval_sampling, lease_seed
 from async_rl.records import Lease, Prompt
 from async_rl.rewards.answers import vote_key_of
-from async_rl.run.directory import check_writable, write_atomically
+from async_rl.run.directory import RunDir, check_writable, write_atomically
 from async_rl.run.eval_records import Decode, append_json_lines, eval_figures, row_records
+from async_rl.run.loggers import Loggers, check_loggers, start_loggers
 from async_rl.run.metrics import EVAL_FIGURES
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ def run_eval(
         _check_out(out, config)
     keys = client_keys_of(config.queue.keys) if config.reward.asks_scorer else None
     refuse_open_scorers(config, insecure=insecure, has_keys=keys is not None, has_teachers=False)
+    check_loggers(config)
     report("reading the datasets")
     prompts = {name: _prompts(config, name) for name in config.data.eval}
     found: list[Evaluated] = []
@@ -99,6 +105,7 @@ def run_eval(
         grader = build_grader(config, None, stack, keys=keys)
         for model in models:
             with ExitStack() as of_model:
+                loggers = of_model.enter_context(closing(_open_loggers(config, model, out)))
                 backend, rollouts, decode = _player(config, model, grader, of_model, report)
                 for name in config.data.eval:
                     leases = [_lease(config, name, prompt) for prompt in prompts[name]]
@@ -108,6 +115,8 @@ def run_eval(
 
                     answered = sample_offline(backend, rollouts, leases, progress=tell)
                     found.append(_evaluated(config, model, name, answered))
+                    figures = {f"eval/{name}/{key}": value for key, value in found[-1].figures.items()}
+                    loggers.write({"step": _step_of(model), **figures})
                     if out is not None:
                         _write(out, found, answered, decode)
     return found
@@ -206,6 +215,25 @@ def _player(
     return backend, environment, decode
 
 
+def _open_loggers(config: Config, model: str, out: Path | None) -> Loggers:
+    """Start the loggers for one model, as a run of its own. Their files get a folder below ``out`` or ``run.dir``."""
+    if not config.log.to:
+        return Loggers(())
+    if out is None and config.run.dir == _NO_DIRECTORY:
+        raise ConfigError("log.to: expected a directory for the files of the loggers, got none; pass --out DIRECTORY")
+    name = Path(model).name or "model"
+    place = Path(config.run.dir) / "offline_eval" if out is None else out / "loggers"
+    place.mkdir(parents=True, exist_ok=True)
+    directory = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=place))
+    return start_loggers(directory, config, name=f"{name}-eval", note=logger.warning)
+
+
+def _step_of(model: str) -> int:
+    """Return the step of the checkpoint that ``model`` names; 0 of another model."""
+    found = re.fullmatch(r"step-(\d+)", RunDir(Path(model)).latest_checkpoint or Path(model).name)
+    return int(found[1]) if found else 0
+
+
 def _prompts(config: Config, name: str) -> list[Prompt]:
     rows = load_rows_of(config, config.data.eval[name]).rows[: config.eval.of(name).max_rows]
     return [Prompt(row, row, 0, found.messages, found.reward_data) for row, found in enumerate(rows)]
@@ -276,6 +304,7 @@ MAX_PROMPT_TOKENS = 4096
 """Value of ``sampling.max_prompt_tokens`` if neither a config file nor a run's config is used."""
 
 _NEVER_S = 1e9
+_NO_DIRECTORY = "unused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,7 +356,7 @@ def eval_settings(models: Sequence[str], options: EvalOptions) -> EvalSettings:
             f"which works only in a run, together with a learner; leave the key out"
         )
     _apply(raw, options)
-    raw.setdefault("run", {}).setdefault("dir", "unused")
+    raw.setdefault("run", {}).setdefault("dir", _NO_DIRECTORY)
     raw.setdefault("model", {})["path"] = models[0]
     # Offline there are no leases that could expire, and nothing chooses prompts by their accuracy.
     raw.setdefault("queue", {}).update(lease_timeout_s=_NEVER_S, filter_range=[])

@@ -356,3 +356,17 @@ def test_what_stands_in_the_way_is_said_before_the_model_is_loaded(model: Path, 
     with pytest.raises(RunError, match="expected a checkpoint, or a run directory with checkpoints"):
         evaluate(tmp_path / "out", dataset)
     assert list((tmp_path / "out").iterdir()) == [tmp_path / "out" / "rows.jsonl"]
+
+
+def test_each_model_is_a_run_in_the_tools_of_log_to(model: Path, dataset: Path, tmp_path: Path):
+    from tests.run.read_loggers import tensorboard_rows
+
+    checkpoint = tmp_path / "step-000040"
+    checkpoint.symlink_to(model)
+    settings = {"eval__max_rows": 2, "eval__max_new_tokens": 3, "log__to": ["tensorboard"]}
+    with pytest.raises(ConfigError, match="pass --out"):
+        evaluate(checkpoint, dataset, **settings)
+    figures = evaluate(checkpoint, dataset, out=tmp_path / "out", **settings)
+    (run,) = (tmp_path / "out" / "loggers").iterdir()
+    rows = tensorboard_rows(run)
+    assert rows[40] == {f"eval/rows/{key}": pytest.approx(value) for key, value in figures.items()}
