@@ -130,14 +130,6 @@ def test_the_table_of_contributing_lists_every_room_once():
     assert len(ORDER) == len(rooms)
 
 
-def test_the_readme_lists_the_folders_in_the_same_order():
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
-    lines = page.partition("\nasync_rl/\n")[2].partition("```")[0].splitlines()
-    listed = [name for line in lines for name in re.findall(r"(\w+)(?:/|\.py)", line.strip().partition("  ")[0])]
-    assert listed
-    assert listed == [name for name in reversed(ORDER) if name in listed]
-
-
 def test_imports_run_downward_only():
     wrong = upward(IMPORTS)
     assert not wrong, "\n".join(wrong)
