@@ -11,6 +11,7 @@
 #   make test-gpu              the tests that need a CUDA device, in .venv or PYTHON; installs nothing
 #   make gpu-smoke             every GPU path in about ten minutes, in .venv or PYTHON; says what can't be run here
 #   make check                 format, lint, types
+#   make site                  the docs as a site with a search, in site/
 
 PYTHON ?= python3
 SEED ?= 0
@@ -77,6 +78,9 @@ test-gpu:
 
 gpu-smoke:
 	$(PYTHON_ON_GPU) -m benchmarks.gpu_smoke
+
+site: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .
