@@ -35,7 +35,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-compare test test-all test-long test-vllm test-vllm-v2 test-loggers test-gpu \
-  gpu-smoke check
+  gpu-smoke check site
 
 help:
 	@sed -n 's/^#   //p' Makefile
