@@ -29,18 +29,21 @@ def read_all(runs: Sequence[Path]) -> list[Plain]:
     return [{**read_run(path), "name": name} for path, name in zip(runs, names, strict=True)]
 
 
-def write_report(runs: Sequence[Path], out: Path, *, max_bytes: int = MAX_BYTES, progress: Progress) -> str:
+def write_report(
+    runs: Sequence[Path], out: Path, *, max_bytes: int = MAX_BYTES, progress: Progress | None = None
+) -> str:
     """Write the report of ``runs`` to the file ``out``, which is replaced. Return what the page leaves out, in words.
 
     Args:
         runs: run directories, finished or running.
         out: an HTML file. A reader never sees half of it.
         max_bytes: size of the file; rollouts beyond it are left out, evenly over the steps.
-        progress: shows what is being done.
+        progress: shows what is being done. None: nobody does.
 
     Raises:
         RunError: there is no run, one of its files is damaged, or ``out`` can't be written.
     """
+    progress = progress or Progress(quiet=True)
     blobs, counts = dict[str, str](), list[int]()
     num_recorded = num_packed = 0
     progress.show("reading the metrics")

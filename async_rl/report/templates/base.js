@@ -7,7 +7,8 @@ function make(space, name, attributes, children) {
   const node = space ? document.createElementNS(SVG, name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes || {})) {
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ? "" : value);
+    else if (value !== null && value !== undefined && value !== false) node.setAttribute(key, value === true ?
+      "" : value);
   }
   node.append(...children.flat().filter((child) => child !== null && child !== undefined));
   return node;
@@ -36,9 +37,11 @@ function number(value) {
 /** A tick's text, with the digits that tell it from its neighbour. */
 function tickText(value, step) {
   const digits = Math.ceil(-Math.log10(step) - 1e-9);
-  return digits > 2 && Math.abs(value) >= 0.001 ? value.toFixed(Math.min(digits, 7)).replace("-", "−") : number(value);
+  const needsAll = digits > 2 && Math.abs(value) >= 0.001;
+  return needsAll ? value.toFixed(Math.min(digits, 7)).replace("-", "−") : number(value);
 }
-const percent = (share) => share === null || share === undefined ? "–" : (100 * share).toFixed(share && share < 0.1 ? 1 : 0) + " %";
+const percent = (share) => share === null || share === undefined ?
+  "–" : (100 * share).toFixed(share && share < 0.1 ? 1 : 0) + " %";
 
 function tip(text, x, y) {
   const box = $("#tip");
@@ -53,7 +56,8 @@ function tip(text, x, y) {
 function ticks(low, high, n) {
   const rough = 0.7 * (high - low) / n || 1, power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((m) => m * power >= rough), found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(Number((i * step).toPrecision(12)));
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9;
+    i++) found.push(Number((i * step).toPrecision(12)));
   return found;
 }
 
@@ -105,7 +109,8 @@ function drawLines(width, { title, series, log, from, to, marks, xLabel }) {
   const room = (y1 - y0) * 0.06 || Math.abs(y1) * 0.1 || 0.1;
   if (from === null) y0 -= room;
   if (to === null) y1 += room;
-  const found = log && y1 - y0 < 1.3 ? ticks(10 ** y0, 10 ** y1, 4).filter((level) => level > 0) : log ? ticks(Math.ceil(y0), Math.floor(y1), 4).filter(Number.isInteger).map((e) => 10 ** e) : ticks(y0, y1, 4);
+  const found = log && y1 - y0 < 1.3 ? ticks(10 ** y0, 10 ** y1, 4).filter((level) => level > 0) : log ?
+    ticks(Math.ceil(y0), Math.floor(y1), 4).filter(Number.isInteger).map((e) => 10 ** e) : ticks(y0, y1, 4);
   const levels = found.length ? found : [log ? 10 ** ((y0 + y1) / 2) : y0];
   const texts = levels.map((level) => log ? number(level) : tickText(level, levels[1] - levels[0]));
   const left = 14 + 6.6 * Math.max(...texts.map((text) => text.length), 3);
@@ -134,7 +139,8 @@ function drawLines(width, { title, series, log, from, to, marks, xLabel }) {
     parts.push(s("path", { class: `line ${dashed} ${one.color}`, d: path(one, mean) }));
     if (one.dots) one.y.forEach((y, i) => {
       const e = one.error && one.error[i];
-      if (e) parts.push(s("line", { class: `line ${one.color}`, x1: px(one.x[i]), x2: px(one.x[i]), y1: py(y - e), y2: py(y + e) }));
+      if (e) parts.push(s("line", { class: `line ${one.color}`, x1: px(one.x[i]), x2: px(one.x[i]), y1: py(y - e),
+        y2: py(y + e) }));
       parts.push(s("circle", { class: `dot ${one.color}`, cx: px(one.x[i]), cy: py(y), r: 3.4 }));
     });
   }
@@ -150,7 +156,8 @@ function drawLines(width, { title, series, log, from, to, marks, xLabel }) {
     const x = places[at], box = svg.getBoundingClientRect();
     for (const end of ["x1", "x2"]) cursor.setAttribute(end, px(x));
     cursor.setAttribute("visibility", "visible");
-    const lines = series.flatMap((one) => { const i = one.x.indexOf(x); return i < 0 || one.y[i] === null ? [] : [`${one.label} ${number(one.y[i])}`]; });
+    const lines = series.flatMap((one) => { const i = one.x.indexOf(x); return i < 0 || one.y[i] === null ?
+      [] : [`${one.label} ${number(one.y[i])}`]; });
     tip(`${xLabel} ${number(x)}\n${lines.join("\n")}`, box.left + px(x), box.top + 40);
   };
   const hide = () => { cursor.setAttribute("visibility", "hidden"); tip(""); };

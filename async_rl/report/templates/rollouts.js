@@ -3,14 +3,17 @@
 
 const PAGE_ROWS = 100, MOST_TOKENS = 4000;
 const HIDDEN = /[^\n\t\P{Cc}]|[\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/u;
-const COLUMNS = { step: "step", row: "row", reward: "reward", tokens: "tokens", stale: "staleness", finish: "ended by" };
+const COLUMNS = { step: "step", row: "row", reward: "reward", tokens: "tokens", stale: "staleness",
+  finish: "ended by" };
 const RANGES = { step: "step", reward: "reward", tokens: "tokens", stale: "staleness" };
-const browser = { run: 0, index: null, chunks: new Map(), found: [], page: 0, open: -1, sort: "step", down: false, mode: "entropy" };
+const browser = { run: 0, index: null, chunks: new Map(), found: [], page: 0, open: -1, sort: "step", down: false,
+  mode: "entropy" };
 
 /** Text with every control character and change of direction shown as its code, so that it has no effect. */
 function safe(text) {
   if (!HIDDEN.test(text)) return [text];
-  return [...text].map((c) => HIDDEN.test(c) ? h("span", { class: "hid" }, "U+" + c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")) : c);
+  return [...text].map((c) => HIDDEN.test(c) ? h("span", { class: "hid" }, "U+" +
+    c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")) : c);
 }
 
 const asText = (value) => typeof value === "object" ? JSON.stringify(value) : String(value);
@@ -49,10 +52,13 @@ function buildBrowser() {
   const index = browser.index, apply = () => filter();
   const range = (name, label) => {
     const known = index[name].filter((value) => value !== null);
-    const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
-    const box = (end, hint) => h("input", { type: "number", step: "any", name: `${name}-${end}`, placeholder: number(hint),
+    const low = known.reduce((a, b) => Math.min(a, b), Infinity),
+      high = known.reduce((a, b) => Math.max(a, b), -Infinity);
+    const box = (end, hint) => h("input", { type: "number", step: "any", name: `${name}-${end}`,
+      placeholder: number(hint),
       "aria-label": `${label}, ${end === "min" ? "at least" : "at most"}`, oninput: apply });
-    return h("div", { class: "range", role: "group", "aria-label": label }, label, h("span", {}, box("min", low), "–", box("max", high)));
+    return h("div", { class: "range", role: "group", "aria-label": label }, label,
+      h("span", {}, box("min", low), "–", box("max", high)));
   };
   const choice = (name, label) => {
     const used = [...new Set(index[name])].map((code) => index.names[code]);
@@ -61,8 +67,10 @@ function buildBrowser() {
       used.sort().map((value) => h("option", { value }, value || "none"))));
   };
   const form = h("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
-    DATA.runs.length > 1 ? h("label", {}, "run", h("select", { onchange: (event) => chooseRun(Number(event.target.value)) },
-      DATA.runs.map((run, r) => h("option", { value: r, selected: r === browser.run, disabled: !DATA.rollouts[r] }, run.name)))) : null,
+    DATA.runs.length > 1 ? h("label", {}, "run", h("select", { onchange: (event) =>
+      chooseRun(Number(event.target.value)) },
+      DATA.runs.map((run, r) => h("option", { value: r, selected: r === browser.run, disabled: !DATA.rollouts[r] },
+        run.name)))) : null,
     Object.entries(RANGES).map(([name, label]) => range(name, label)),
     h("label", {}, "dataset row", h("input", { type: "number", name: "row", min: 0, step: 1, oninput: apply })),
     choice("finish", "ended by"), choice("cause", "left out for"),
@@ -70,7 +78,7 @@ function buildBrowser() {
       h("option", { value: "here" }, "can be read"))),
     h("button", { type: "reset", onclick: () => setTimeout(apply) }, "Reset"));
   const list = h("div", { class: "list" }), detail = h("div", { class: "detail-box", id: "rollout", tabindex: -1 },
-    h("p", { class: "empty" }, "Choose a rollout on the left. Arrow keys move in the list."));
+    h("p", { class: "empty" }, "Choose a rollout in the list. Arrow keys move there."));
   $("#browser").replaceChildren(form, h("div", { class: "pair" }, list, detail));
   browser.form = form;
   browser.list = list;
@@ -90,7 +98,8 @@ function filter() {
   if (values.get("row")) { const row = Number(values.get("row")); tests.push((i) => index.row[i] === row); }
   for (const name of ["finish", "cause"]) {
     const value = values.get(name);
-    if (value !== null && value !== "*") { const code = index.names.indexOf(value); tests.push((i) => index[name][i] === code); }
+    if (value !== null && value !== "*") { const code = index.names.indexOf(value);
+      tests.push((i) => index[name][i] === code); }
   }
   if (values.get("text") === "here") tests.push(canOpen);
   const found = [];
@@ -106,17 +115,23 @@ function order() {
   drawList();
 }
 
+const count = (list) => list.length.toLocaleString("en");
+
 function drawList() {
-  const { index, found, page } = browser, first = page * PAGE_ROWS, pages = Math.max(1, Math.ceil(found.length / PAGE_ROWS));
-  const head = Object.entries(COLUMNS).map(([name, label]) => h("th", { scope: "col", "aria-sort": browser.sort !== name ? "none"
+  const { index, found, page } = browser, first = page * PAGE_ROWS,
+    pages = Math.max(1, Math.ceil(found.length / PAGE_ROWS));
+  const head = Object.entries(COLUMNS).map(([name, label]) =>
+    h("th", { scope: "col", "aria-sort": browser.sort !== name ? "none"
     : browser.down ? "descending" : "ascending" }, h("button", { type: "button", onclick: () => {
     browser.down = browser.sort === name && !browser.down;
     browser.sort = name;
     order();
   } }, label + (browser.sort === name ? (browser.down ? " ↓" : " ↑") : ""))));
   const rows = found.slice(first, first + PAGE_ROWS).map((i, at) => {
-    const cause = index.names[index.cause[i]], cells = { finish: index.names[index.finish[i]] + (cause ? `, left out: ${cause}` : "") };
-    return h("tr", { tabindex: at ? -1 : 0, "data-i": i, "aria-selected": String(i === browser.open), class: canOpen(i) ? null : "dim" },
+    const cause = index.names[index.cause[i]], cells = { finish: index.names[index.finish[i]] +
+      (cause ? `, left out: ${cause}` : "") };
+    return h("tr", { tabindex: at ? -1 : 0, "data-i": i, "aria-selected": String(i === browser.open),
+      class: canOpen(i) ? null : "dim" },
       Object.keys(COLUMNS).map((name) => h("td", {}, ...safe(cells[name] ?? number(index[name][i])))));
   });
   const go = (to) => { browser.page = to; drawList(); };
@@ -125,12 +140,15 @@ function drawList() {
     onclick: (event) => choose(event.target.closest("tbody tr")), onkeydown: (event) => {
       const row = event.target.closest("tbody tr");
       if (!row) return;
-      const next = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling, Enter: row, " ": row }[event.key];
+      const next = { ArrowDown: row.nextElementSibling, ArrowUp: row.previousElementSibling, Enter: row,
+        " ": row }[event.key];
       if (next !== undefined) { event.preventDefault(); choose(next); }
     } }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows))),
-    h("div", { class: "pager" }, h("button", { type: "button", disabled: page === 0, "aria-label": "Rows before", onclick: () => go(page - 1) }, "‹"),
-      h("span", { role: "status" }, `${found.length.toLocaleString("en")} of ${index.step.length.toLocaleString("en")} rollouts · page ${page + 1} of ${pages}`),
-      h("button", { type: "button", disabled: page + 1 >= pages, "aria-label": "Next rows", onclick: () => go(page + 1) }, "›")));
+    h("div", { class: "pager" }, h("button", { type: "button", disabled: page === 0, "aria-label": "Rows before",
+      onclick: () => go(page - 1) }, "‹"),
+      h("span", { role: "status" }, `${count(found)} of ${count(index.step)} rollouts · page ${page + 1} of ${pages}`),
+      h("button", { type: "button", disabled: page + 1 >= pages, "aria-label": "Next rows", onclick: () =>
+        go(page + 1) }, "›")));
 }
 
 async function chunkOf(number) {
@@ -153,41 +171,56 @@ async function openRollout(i) {
     row.tabIndex = Number(row.dataset.i) === i ? 0 : -1;
   }
   if (!canOpen(i)) { box.replaceChildren(...summary(i), h("p", { class: "empty" }, index.chunk[i] === -2
-    ? "Its text is not in this file; async-rl report --serve shows it." : "Its text was not recorded; log.rollouts_every and log.rollouts_groups say which are.")); return; }
+    ? "Its text is not in this file; async-rl report --serve shows it."
+    : "Its text was not recorded; log.rollouts_every and log.rollouts_groups say which are."));
+    return;
+  }
   let chunk;
-  try { chunk = await chunkOf(index.chunk[i]); } catch (error) { box.replaceChildren(h("p", { class: "bad" }, String(error))); return; }
+  try { chunk = await chunkOf(index.chunk[i]); } catch (error) { box.replaceChildren(h("p", { class: "bad" },
+    String(error))); return; }
   if (browser.open === i) box.replaceChildren(...summary(i), ...recordView(chunk.records[index.slot[i]], chunk));
 }
 
-const facts = (pairs) => h("ul", { class: "facts" }, pairs.filter(([, value]) => value !== null && value !== undefined && value !== "")
+const facts = (pairs) => h("ul", { class: "facts" }, pairs.filter(([, value]) => value !== null &&
+  value !== undefined && value !== "")
   .map(([name, value]) => h("li", {}, h("span", {}, name), ...safe(asText(value)))));
 
 function summary(i) {
   const index = browser.index, group = [];
-  for (let j = 0; j < index.step.length; j++) if (index.step[j] === index.step[i] && index.position[j] === index.position[i]) group.push(j);
+  for (let j = 0; j < index.step.length; j++) if (index.step[j] === index.step[i] &&
+    index.position[j] === index.position[i]) group.push(j);
   return [h("h3", {}, `Step ${index.step[i]}, dataset row ${index.row[i]}, rollout ${index.index[i]}`),
     facts([["reward", number(index.reward[i])], ["accuracy", number(index.accuracy[i])], ["tokens", index.tokens[i]],
-      ["oldest token", index.stale[i] === null ? null : `${index.stale[i]} versions old`], ["ended by", index.names[index.finish[i]]],
+      ["oldest token", index.stale[i] === null ? null : `${index.stale[i]} versions old`],
+        ["ended by", index.names[index.finish[i]]],
       ["left out of the loss", index.names[index.cause[i]]]]),
-    group.length > 1 ? h("div", { class: "modes", role: "group", "aria-label": "Rollouts of the same group" }, h("span", { class: "who" }, "group"),
+    group.length > 1 ? h("div", { class: "modes", role: "group", "aria-label": "Rollouts of the same group" },
+      h("span", { class: "who" }, "group"),
       group.map((j) => h("button", { type: "button", "aria-pressed": String(j === i), class: j === i ? "chosen" : null,
-        "aria-label": `Rollout ${index.index[j]}, reward ${number(index.reward[j])}`, onclick: () => openRollout(j) }, number(index.reward[j])))) : null]
+        "aria-label": `Rollout ${index.index[j]}, reward ${number(index.reward[j])}`, onclick: () => openRollout(j) },
+          number(index.reward[j])))) : null]
     .filter(Boolean);
 }
 
 function recordView(record, chunk) {
-  const parts = [], calls = record.session ? Object.entries(record.session.tools).map(([name, n]) => `${name} × ${n}`).join(", ") : "";
-  parts.push(facts([...Object.entries(record.reward_parts || {}).map(([name, value]) => [`reward: ${name}`, number(value)]),
-    ...Object.entries(record.metrics || {}).map(([name, value]) => [name, number(value)]), ["expected", record.expected], ["read from the answer", record.extracted],
-    ["tools", calls], ["sampled by", record.generator], ["versions", (record.versions || []).join(" to ")], ["learner at version", record.trained_at]]));
-  parts.push(h("h3", {}, "Prompt"), record.messages.map((message) => [h("p", { class: "who" }, ...safe(String(message.role))),
+  const parts = [], calls = record.session ? Object.entries(record.session.tools).map(([name, n]) =>
+    `${name} × ${n}`).join(", ") : "";
+  parts.push(facts([...Object.entries(record.reward_parts || {}).map(([name, value]) =>
+    [`reward: ${name}`, number(value)]),
+    ...Object.entries(record.metrics || {}).map(([name, value]) => [name, number(value)]),
+      ["expected", record.expected], ["read from the answer", record.extracted],
+    ["tools", calls], ["sampled by", record.generator], ["versions", (record.versions || []).join(" to ")],
+      ["learner at version", record.trained_at]]));
+  parts.push(h("h3", {}, "Prompt"), record.messages.map((message) =>
+    [h("p", { class: "who" }, ...safe(String(message.role))),
     h("div", { class: "say", tabindex: 0 }, ...safe(asText(message.content)))]).flat());
   if (record.turns) parts.push(h("h3", {}, "Turns"), facts(record.turns.map((turn, i) => [`${i + 1}.`,
     `${turn.num_tokens} tokens, reward ${number(turn.reward)}`])));
   const spans = (record.spans || []).map(([end, reward]) => `up to token ${end}: ${number(reward)}`).join("; ");
   if (spans) parts.push(h("p", { class: "who" }, `Rewards of parts: ${spans}`));
   if (record.columns) parts.push(...tokenView(record, chunk));
-  else if (record.sequences) parts.push(h("h3", {}, "Sequences"), record.sequences.map((text) => h("div", { class: "say", tabindex: 0 }, ...safe(text))));
+  else if (record.sequences) parts.push(h("h3", {}, "Sequences"),
+    record.sequences.map((text) => h("div", { class: "say", tabindex: 0 }, ...safe(text))));
   else parts.push(h("h3", {}, "Answer"), h("div", { class: "say", tabindex: 0 }, ...safe(record.response)));
   return parts.flat();
 }
@@ -195,21 +228,30 @@ function recordView(record, chunk) {
 /** Undo what the report did to the columns: the four bytes of every number lie in four planes. */
 function readColumns(chunk, planes) {
   const count = planes.length / 4, bytes = new Uint8Array(planes.length);
-  for (let plane = 0; plane < 4; plane++) for (let i = 0; i < count; i++) bytes[4 * i + plane] = planes[plane * count + i];
+  for (let plane = 0; plane < 4; plane++) for (let i = 0; i < count; i++) bytes[4 * i + plane] = planes[plane * count +
+    i];
   const all = new Float32Array(bytes.buffer);
-  chunk.data = Object.fromEntries(chunk.columns.map((name, c) => [name, all.subarray(c * chunk.size, (c + 1) * chunk.size)]));
+  chunk.data = Object.fromEntries(chunk.columns.map((name, c) =>
+    [name, all.subarray(c * chunk.size, (c + 1) * chunk.size)]));
 }
 
 /** How tokens may be coloured: what it says, and its value of token i. */
 const MODES = {
   none: { label: "nothing" },
-  version: { label: "version", kind: "names", value: (d, i) => d.version[i] < 0 ? NaN : d.version[i], about: "the weights that sampled the token" },
-  staleness: { label: "staleness", kind: "size", value: (d, i, learner) => d.version[i] < 0 ? NaN : learner - d.version[i], about: "versions between sampling and training" },
-  ratio: { label: "ratio", kind: "sides", least: 0.05, value: (d, i) => Math.exp(d.difference[i]) - 1, plus: 1, about: "learner's probability divided by that at sampling" },
-  difference: { label: "log-prob difference", kind: "sides", least: 0.05, value: (d, i) => d.difference[i], about: "learner's log-probability minus that at sampling, nats" },
-  advantage: { label: "advantage", kind: "sides", value: (d, i) => d.advantage[i], about: "how much the token is encouraged (blue: discouraged)" },
-  entropy: { label: "entropy", kind: "size", least: 0.1, value: (d, i) => d.entropy[i], about: "of the learner's distribution, nats" },
-  surprise: { label: "surprise", kind: "size", least: 0.1, value: (d, i) => -d.behavior[i], about: "minus the log-probability at sampling, nats" },
+  version: { label: "version", kind: "names", value: (d, i) => d.version[i] < 0 ? NaN : d.version[i],
+    about: "the weights that sampled the token" },
+  staleness: { label: "staleness", kind: "size", value: (d, i, learner) => d.version[i] < 0 ?
+    NaN : learner - d.version[i], about: "versions between sampling and training" },
+  ratio: { label: "ratio", kind: "sides", least: 0.05, value: (d, i) => Math.exp(d.difference[i]) - 1, plus: 1,
+    about: "learner's probability divided by that at sampling" },
+  difference: { label: "log-prob difference", kind: "sides", least: 0.05, value: (d, i) => d.difference[i],
+    about: "learner's log-probability minus that at sampling, nats" },
+  advantage: { label: "advantage", kind: "sides", value: (d, i) => d.advantage[i],
+    about: "how much the token is encouraged (blue: discouraged)" },
+  entropy: { label: "entropy", kind: "size", least: 0.1, value: (d, i) => d.entropy[i],
+    about: "of the learner's distribution, nats" },
+  surprise: { label: "surprise", kind: "size", least: 0.1, value: (d, i) => -d.behavior[i],
+    about: "minus the log-probability at sampling, nats" },
   outcome: { label: "outcome", kind: "outcomes", about: "what the loss did with the token" },
 };
 const CLIPPED = /^clipped/;
@@ -222,33 +264,47 @@ function tokenView(record, chunk) {
       const value = mode.value ? mode.value(data, i, learner) : NaN;
       if (!Number.isNaN(value)) all.push(value);
     }
-    const most = all.reduce((a, b) => Math.max(a, Math.abs(b)), mode.least || 0) || 1, names = [...new Set(all)].sort((a, b) => a - b);
+    const most = all.reduce((a, b) => Math.max(a, Math.abs(b)), mode.least || 0) || 1,
+      names = [...new Set(all)].sort((a, b) => a - b);
     const colour = (value) => mode.kind === "names" ? [`var(--c${names.indexOf(value) % 6})`, 38]
       : [value < 0 ? "var(--cold)" : "var(--heat)", 78 * Math.sqrt(Math.abs(value) / most)];
     for (const token of hold.querySelectorAll(".tok")) {
       const i = Number(token.dataset.i), outcome = chunk.outcomes[data.outcome[i]];
       let shade = null;
-      if (mode.kind === "outcomes") shade = outcome === "given" || outcome === "trained" ? null : [CLIPPED.test(outcome) ? "var(--hold)" : "var(--bad)", 45];
-      else if (mode.value) { const value = mode.value(data, i, Number(token.dataset.learner)); if (!Number.isNaN(value)) shade = colour(value); }
+      if (mode.kind === "outcomes") shade = outcome === "given" || outcome === "trained" ?
+        null : [CLIPPED.test(outcome) ? "var(--hold)" : "var(--bad)", 45];
+      else if (mode.value) { const value = mode.value(data, i, Number(token.dataset.learner));
+        if (!Number.isNaN(value)) shade = colour(value); }
       token.style.background = shade ? `color-mix(in srgb, ${shade[0]} ${shade[1].toFixed(0)}%, transparent)` : "";
     }
-    const sample = (shade, text) => { const box = h("i"); box.style.background = `color-mix(in srgb, ${shade[0]} ${shade[1]}%, transparent)`; return [box, h("span", {}, text)]; };
-    const plus = mode.plus || 0, used = [...new Set(record.columns.flatMap(([a, b]) => [...data.outcome.subarray(a, b)]))].map((code) => chunk.outcomes[code]);
+    const sample = (shade, text) =>
+      { const box = h("i"); box.style.background = `color-mix(in srgb, ${shade[0]} ${shade[1]}%, transparent)`;
+      return [box, h("span", {}, text)]; };
+    const plus = mode.plus || 0, used = [...new Set(record.columns.flatMap(([a, b]) =>
+      [...data.outcome.subarray(a, b)]))].map((code) => chunk.outcomes[code]);
     legend.replaceChildren(...(mode.kind === "names" ? names.map((value) => sample(colour(value), number(value)))
-      : mode.kind === "size" ? [sample(colour(0), "0"), sample(colour(most / 2), number(most / 2)), sample(colour(most), number(most))]
-      : mode.kind === "sides" ? [sample(colour(-most), number(plus - most)), sample(colour(0), number(plus)), sample(colour(most), number(plus + most))]
-      : mode.kind === "outcomes" ? used.filter((one) => one !== "given").map((one) => sample(one === "trained" ? ["transparent", 0]
-        : [CLIPPED.test(one) ? "var(--hold)" : "var(--bad)", 45], one.replaceAll("_", " "))) : []).flat(), mode.about ? h("span", {}, "– " + mode.about) : "");
+      : mode.kind === "size" ? [sample(colour(0), "0"), sample(colour(most / 2), number(most / 2)),
+        sample(colour(most), number(most))]
+      : mode.kind === "sides" ? [sample(colour(-most), number(plus - most)), sample(colour(0), number(plus)),
+        sample(colour(most), number(plus + most))]
+      : mode.kind === "outcomes" ? used.filter((one) => one !== "given").map((one) =>
+        sample(one === "trained" ? ["transparent", 0]
+        : [CLIPPED.test(one) ? "var(--hold)" : "var(--bad)", 45], one.replaceAll("_", " "))) : []).flat(), mode.about ?
+          h("span", {}, "– " + mode.about) : "");
   };
-  const modes = h("fieldset", { class: "modes" }, h("legend", {}, "Colour tokens by"), Object.entries(MODES).map(([name, mode]) => h("label", {},
-    h("input", { type: "radio", name: "mode", value: name, checked: browser.mode === name, onchange: () => { browser.mode = name; paint(); } }), mode.label)));
+  const modes = h("fieldset", { class: "modes" }, h("legend", {}, "Colour tokens by"),
+    Object.entries(MODES).map(([name, mode]) => h("label", {},
+    h("input", { type: "radio", name: "mode", value: name, checked: browser.mode === name, onchange: () =>
+      { browser.mode = name; paint(); } }), mode.label)));
   record.columns.forEach(([begin, end, learner], number_) => {
-    const box = h("div", { class: "say", tabindex: 0, role: "group", "aria-label": `Tokens of sequence ${number_ + 1}; arrow keys read them` });
+    const box = h("div", { class: "say", tabindex: 0, role: "group",
+      "aria-label": `Tokens of sequence ${number_ + 1}; arrow keys read them` });
     const fill = (limit) => {
       const until = Math.min(end, begin + limit);
       box.replaceChildren();
       for (let i = begin; i < until; i++) box.append(tokenNode(chunk, i, learner));
-      if (until < end) box.append(h("button", { type: "button", onclick: () => { fill(Infinity); paint(); } }, `${end - until} more tokens`));
+      if (until < end) box.append(h("button", { type: "button", onclick: () => { fill(Infinity); paint(); } },
+        `${end - until} more tokens`));
     };
     fill(MOST_TOKENS);
     readable(box, (token) => tokenText(chunk, Number(token.dataset.i), learner));
@@ -257,13 +313,15 @@ function tokenView(record, chunk) {
   });
   paint();
   return [h("h3", {}, "Tokens"), modes, legend, hold, h("p", { class: "who" },
-    "Pale: the prompt's or the environment's. Struck through: left out of the loss. Point at a token, or use arrow keys, for its values.")];
+    "Pale: the prompt's or the environment's. Struck through: left out of the loss. " +
+    "Point at a token, or use arrow keys, for its values.")];
 }
 
 function tokenNode(chunk, i, learner) {
   const [id, text] = chunk.vocabulary[chunk.data.token[i]], outcome = chunk.outcomes[chunk.data.outcome[i]];
   const left = outcome !== "given" && outcome !== "trained" && !CLIPPED.test(outcome);
-  return h("span", { class: `tok${outcome === "given" ? " given" : ""}${left ? " left" : ""}`, "data-i": i, "data-learner": learner },
+  return h("span", { class: `tok${outcome === "given" ? " given" : ""}${left ? " left" : ""}`, "data-i": i,
+    "data-learner": learner },
     ...(text === "" ? [h("span", { class: "hid" }, `${id}`)] : safe(text)));
 }
 
@@ -272,7 +330,9 @@ function tokenText(chunk, i, learner) {
   const lines = [`${JSON.stringify(text)} (id ${id})`, `outcome: ${chunk.outcomes[d.outcome[i]].replaceAll("_", " ")}`];
   if (d.version[i] >= 0) lines.push(`version ${d.version[i]}, ${learner - d.version[i]} old`);
   if (known(d.behavior[i])) lines.push(`log-prob at sampling ${number(d.behavior[i])}`);
-  if (known(d.difference[i])) lines.push(`learner's ${number(d.behavior[i] + d.difference[i])}, ratio ${number(Math.exp(d.difference[i]))}`);
+  if (known(d.difference[i])) {
+    lines.push(`learner's ${number(d.behavior[i] + d.difference[i])}, ratio ${number(Math.exp(d.difference[i]))}`);
+  }
   if (known(d.entropy[i])) lines.push(`entropy ${number(d.entropy[i])}`);
   if (known(d.advantage[i])) lines.push(`advantage ${number(d.advantage[i])}`);
   return lines.join("\n").replace(new RegExp(HIDDEN.source, "gu"), "·");
@@ -292,7 +352,8 @@ function readable(box, text) {
   box.addEventListener("pointermove", (event) => show(event.target.closest(".tok"), event.clientX, event.clientY));
   for (const name of ["pointerleave", "blur"]) box.addEventListener(name, () => show(null));
   box.addEventListener("keydown", (event) => {
-    const all = [...box.querySelectorAll(".tok")], step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10, Home: -1e9, End: 1e9 }[event.key];
+    const all = [...box.querySelectorAll(".tok")], step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10,
+      Home: -1e9, End: 1e9 }[event.key];
     if (event.key === "Escape") show(null);
     if (!step || !all.length) return;
     event.preventDefault();

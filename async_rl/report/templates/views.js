@@ -21,7 +21,8 @@ const PANELS = {
     { title: "Groups in the queue", keys: { "queue/depth": "ready", "queue/in_flight": "being sampled" }, from: 0 },
   ],
   staleness: [
-    { title: "Staleness", keys: { "staleness/mean": "mean", "staleness/max": "oldest token", "staleness/bound": "bound" },
+    { title: "Staleness", keys: { "staleness/mean": "mean", "staleness/max": "oldest token",
+      "staleness/bound": "bound" },
       unit: "versions", from: 0 },
     { title: "Effective sample size", keys: { "ratio/ess": "tokens" }, unit: "share", to: 1 },
     { title: "KL to the sampling policy", keys: { "ratio/kl": "trained tokens" }, unit: "nats", log: true },
@@ -37,7 +38,8 @@ function drawPanels(runs) {
   const axis = $("#axis").value, xLabel = axis === "step" ? "step" : "second";
   for (const [section, panels] of Object.entries(PANELS)) {
     const box = $(`[data-panels=${section}]`);
-    const figures = panels.map((panel) => panel.any ? anyMetric(runs, axis, xLabel) : figureOf(runs, panel, axis, xLabel));
+    const figures = panels.map((panel) => panel.any ? anyMetric(runs, axis, xLabel) : figureOf(runs, panel, axis,
+      xLabel));
     if (section === "staleness") figures.push(...lagCharts(runs));
     box.replaceChildren(...figures.filter(Boolean));
   }
@@ -47,12 +49,14 @@ function figureOf(runs, panel, axis, xLabel) {
   const series = [], many = runs.length > 1;
   runs.forEach((run, r) => {
     const evals = Object.entries(panel.evals ? run.evals : {});
-    evals.forEach(([name, one], i) => series.push({ label: many ? `${letter(r)} ${name}` : name, x: one[axis], y: one.accuracy,
+    evals.forEach(([name, one], i) => series.push({ label: many ? `${letter(r)} ${name}` : name, x: one[axis],
+      y: one.accuracy,
       color: `c${many ? r : i}`, dots: true, error: one.se }));
     Object.entries(panel.keys).forEach(([key, label], i) => {
       const y = run.columns[key];
       if (!y || (panel.ifAny && !y.some((value) => value))) return;
-      series.push({ label: many ? `${letter(r)} ${label}` : label, x: run.columns[axis], y, dashed: many ? i > 0 || evals.length : i > 1,
+      series.push({ label: many ? `${letter(r)} ${label}` : label, x: run.columns[axis], y, dashed: many ? i > 0 ||
+        evals.length : i > 1,
         color: many ? `c${r}` : `c${evals.length + i}` });
     });
   });
@@ -69,7 +73,8 @@ function anyMetric(runs, axis, xLabel) {
     place.replaceChildren(figure ? figure.lastElementChild : h("p", { class: "empty" }, "No value."));
     about.textContent = DATA.descriptions[chosenMetric] || "";
   };
-  const pick = h("select", { "aria-label": "Metric", onchange: (event) => { chosenMetric = event.target.value; draw(); } },
+  const pick = h("select", { "aria-label": "Metric", onchange: (event) =>
+    { chosenMetric = event.target.value; draw(); } },
     keys.map((key) => h("option", { selected: key === chosenMetric }, key)));
   requestAnimationFrame(draw);
   return h("figure", { class: "two" }, h("figcaption", {}, h("span", {}, "Any metric"), pick), place, about);
@@ -79,15 +84,18 @@ function anyMetric(runs, axis, xLabel) {
 function lagCharts(runs) {
   const many = runs.length > 1;
   const by = (title, unit, pick, options) => lineChart({ title, unit, xLabel: "staleness", ...options,
-    series: runs.filter((run) => run.lags.length).map((run) => ({ label: many ? letter(runs.indexOf(run)) : "all steps", dots: true,
-      color: `c${runs.indexOf(run)}`, x: run.lags.map((one) => one.lag), y: run.lags.map((one) => pick(one, run)) })) });
+    series: runs.filter((run) => run.lags.length).map((run) =>
+      ({ label: many ? letter(runs.indexOf(run)) : "all steps", dots: true,
+      color: `c${runs.indexOf(run)}`, x: run.lags.map((one) => one.lag),
+        y: run.lags.map((one) => pick(one, run)) })) });
   const total = (run) => run.lags.reduce((sum, one) => sum + one.tokens, 0);
   return [by("Trained tokens by staleness", "share", (one, run) => one.tokens / total(run), { from: 0 }),
     by("Mismatch by staleness", "KL, nats", (one) => one.kl, { log: true }),
     by("Effective sample size by staleness", "share", (one) => one.ess, { to: 1 })];
 }
 
-const timelines = (runs) => $("#timelines").replaceChildren(...runs.map((run, r) => timeline(run, runs.length > 1 ? r : null))
+const timelines = (runs) => $("#timelines").replaceChildren(...runs.map((run, r) =>
+  timeline(run, runs.length > 1 ? r : null))
   .filter(Boolean));
 
 function timeline(run, index) {
@@ -98,24 +106,28 @@ function timeline(run, index) {
     const known = wide.map((w, i) => shares[i] === null ? 0 : w), sum = known.reduce((a, b) => a + b, 0);
     return sum ? shares.reduce((total, share, i) => total + (share || 0) * known[i], 0) / sum : null;
   };
-  const stack = (title, lane) => ({ title, tall: 46, parts: Object.entries(lane).map(([name, shares]) => ({ name, shares, mean: mean(shares) }))
+  const stack = (title, lane) => ({ title, tall: 46, parts: Object.entries(lane).map(([name, shares]) =>
+    ({ name, shares, mean: mean(shares) }))
     .filter((part) => part.mean !== null && (part.mean >= 0.0005 || part.name === "train")) });
   const thin = (title, name) => ({ title, tall: 13, parts: [{ name, shares: t[name], mean: mean(t[name]) }] });
   const lanes = [stack("Learner", t.learner), stack("Generators", t.generators), thin("Scores awaited", "grading"),
     thin("Environments awaited", "environment"), thin("Weights sent", "transfer")]
     .filter((lane) => lane.parts.length && (lane.tall > 20 || lane.parts[0].mean >= 0.002));
   const plot = h("div");
-  const legends = lanes.filter((lane) => lane.tall > 20).map((lane) => h("ul", { class: "legend", "aria-label": lane.title },
+  const legends = lanes.filter((lane) => lane.tall > 20).map((lane) =>
+    h("ul", { class: "legend", "aria-label": lane.title },
     h("li", {}, h("strong", {}, lane.title)), lane.parts.filter((part) => part.mean >= 0.0005).map((part) => h("li", {},
       h("i", { class: `swatch k-${part.name}` }), WORDS[part.name], h("b", {}, percent(part.mean))))));
   responsive(plot, (width) => plot.replaceChildren(drawTimeline(width, t, lanes)));
   return h("figure", { class: "wide" }, h("figcaption", {}, index === null ? "The whole run" :
-    h("span", {}, h("i", { class: `key c${index}` }, letter(index)), run.name), h("span", { class: "unit" }, `${number(whole)} s in steps`)), legends, plot);
+    h("span", {}, h("i", { class: `key c${index}` }, letter(index)), run.name),
+      h("span", { class: "unit" }, `${number(whole)} s in steps`)), legends, plot);
 }
 
 function drawTimeline(width, t, lanes) {
   const narrow = width < 560, left = narrow ? 0 : 164, gap = narrow ? 24 : 10, count = t.begin.length, parts = [];
-  const t0 = t.begin[0], t1 = Math.max(t.end[count - 1], t0 + 1e-9), px = (x) => left + (x - t0) / (t1 - t0) * (width - left);
+  const t0 = t.begin[0], t1 = Math.max(t.end[count - 1], t0 + 1e-9), px = (x) => left +
+    (x - t0) / (t1 - t0) * (width - left);
   let top = narrow ? 18 : 4;
   for (const lane of lanes) {
     parts.push(s("text", { class: "strong", x: 0, y: narrow ? top - 5 : top + lane.tall / 2 + 4 }, lane.title));
@@ -126,7 +138,8 @@ function drawTimeline(width, t, lanes) {
       for (let i = 0; i < count; i++) {
         if (!part.shares[i]) continue;
         const tall = part.shares[i] * lane.tall, y = top + lane.tall - base[i] - tall, x = px(t.begin[i]);
-        d += `M${x.toFixed(2)} ${y.toFixed(2)}h${(px(t.end[i]) - x + 0.15).toFixed(2)}v${tall.toFixed(2)}H${x.toFixed(2)}z`;
+        const [left, width] = [x.toFixed(2), (px(t.end[i]) - x + 0.15).toFixed(2)];
+        d += `M${left} ${y.toFixed(2)}h${width}v${tall.toFixed(2)}H${left}z`;
         base[i] += tall;
       }
       parts.push(s("path", { class: `area k-${part.name}`, d }));
@@ -143,8 +156,10 @@ function drawTimeline(width, t, lanes) {
   const show = (index, x, y) => {
     at = Math.max(0, Math.min(count - 1, index));
     const [first, last] = t.steps[at], lines = lanes.flatMap((lane) => [`${lane.title}: ` + lane.parts
-      .filter((part) => part.shares[at]).map((part) => `${WORDS[part.name] || ""} ${percent(part.shares[at])}`).join(", ")]);
-    tip(`${first === last ? `step ${first}` : `steps ${first} to ${last}`}, second ${number(t.begin[at])} to ${number(t.end[at])}\n` + lines.join("\n"), x, y);
+      .filter((part) => part.shares[at]).map((part) =>
+        `${WORDS[part.name] || ""} ${percent(part.shares[at])}`).join(", ")]);
+    const steps = first === last ? `step ${first}` : `steps ${first} to ${last}`;
+    tip(`${steps}, second ${number(t.begin[at])} to ${number(t.end[at])}\n` + lines.join("\n"), x, y);
   };
   svg.addEventListener("pointermove", (event) => {
     const x = t0 + (event.clientX - svg.getBoundingClientRect().left - left) / (width - left) * (t1 - t0);
@@ -153,7 +168,8 @@ function drawTimeline(width, t, lanes) {
   });
   svg.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], box = svg.getBoundingClientRect();
-    if (step) { event.preventDefault(); show(at + step, box.left + px(t.begin[Math.max(0, at + step)] || t0), box.top + 30); }
+    if (step) { event.preventDefault(); show(at + step, box.left + px(t.begin[Math.max(0, at + step)] || t0), box.top +
+      30); }
   });
   for (const name of ["pointerleave", "blur"]) svg.addEventListener(name, () => tip(""));
   return svg;
@@ -168,7 +184,8 @@ function endsOf(account) {
     const count = typeof value === "object" ? causes.reduce((sum, [, n]) => sum + n, 0) : value;
     if (count) ends.push({ name, count, causes: causes.sort((a, b) => b[1] - a[1]) });
   }
-  const open = ["in_flight", "queued", "taken"].map((name) => [name.replace("_", " "), account[name] ?? 0]).filter(([, n]) => n);
+  const open = ["in_flight", "queued", "taken"].map((name) =>
+    [name.replace("_", " "), account[name] ?? 0]).filter(([, n]) => n);
   if (open.length) ends.push({ name: "open", count: open.reduce((sum, [, n]) => sum + n, 0), causes: open });
   return { total, ends };
 }
@@ -179,26 +196,33 @@ function flows(runs) {
     const { total, ends } = endsOf(run.ledger[unit] || {}), plot = h("div");
     if (!total) return h("p", { class: "empty" }, `${run.name} has no ledger yet.`);
     responsive(plot, (width) => plot.replaceChildren(drawFlow(width, unit, total, ends)));
-    return h("figure", { class: "wide" }, h("figcaption", {}, runs.length > 1 ? h("span", {}, h("i", { class: `key c${r}` }, letter(r)), run.name)
-      : `What became of ${unit}`, h("span", { class: "unit" }, `${total.toLocaleString("en")} ${unit === "tokens" ? "received" : "issued"}`)), plot);
+    return h("figure", { class: "wide" }, h("figcaption", {}, runs.length > 1 ?
+      h("span", {}, h("i", { class: `key c${r}` }, letter(r)), run.name)
+      : `What became of ${unit}`, h("span", { class: "unit" },
+        `${total.toLocaleString("en")} ${unit === "tokens" ? "received" : "issued"}`)), plot);
   }));
 }
 
 function drawFlow(width, unit, total, ends) {
-  const narrow = width < 560, least = 17, thick = 12, tall = Math.max(150, 26 * ends.reduce((n, e) => n + Math.max(1, e.causes.length), 0));
-  const x1 = narrow ? 0 : 4, x2 = narrow ? width * 0.3 : width * 0.36, x3 = narrow ? width * 0.66 : width * 0.7, parts = [];
+  const narrow = width < 560, least = 17, thick = 12, tall = Math.max(150,
+    26 * ends.reduce((n, e) => n + Math.max(1, e.causes.length), 0));
+  const x1 = narrow ? 0 : 4, x2 = narrow ? width * 0.3 : width * 0.36, x3 = narrow ? width * 0.66 : width * 0.7,
+    parts = [];
   const high = (count) => Math.max(1.5, count / total * (tall - 10));
-  const link = (xa, ya, ha, xb, yb, hb, kind) => s("path", { class: `link k-${kind}`, d: `M${xa} ${ya}C${(xa + xb) / 2} ${ya} ${(xa + xb) / 2} ${yb} ${xb} ${yb}` +
+  const link = (xa, ya, ha, xb, yb, hb, kind) => s("path", { class: `link k-${kind}`,
+    d: `M${xa} ${ya}C${(xa + xb) / 2} ${ya} ${(xa + xb) / 2} ${yb} ${xb} ${yb}` +
     `v${hb}C${(xa + xb) / 2} ${yb + hb} ${(xa + xb) / 2} ${ya + ha} ${xa} ${ya + ha}z` });
   const node = (x, y, height, kind) => s("rect", { x, y, width: thick, height, rx: 2, class: `area k-${kind}` });
-  const label = (x, y, name, count) => s("text", { x, y, class: "halo" }, s("tspan", { fill: "var(--ink)" }, name + " "),
+  const label = (x, y, name, count) => s("text", { x, y, class: "halo" },
+    s("tspan", { fill: "var(--ink)" }, name + " "),
     s("tspan", { "font-weight": 600 }, narrow && count >= 1e5 ? number(count) : count.toLocaleString("en")),
     narrow ? "" : s("tspan", {}, ` · ${percent(count / total)}`));
   let from = 8, at = 8, below = 8;
   parts.push(node(x1, 8, high(total), "issued"));
   for (const end of ends) {
     const height = high(end.count), y = at;
-    parts.push(link(x1 + thick, from, Math.min(height, 8 + high(total) - from), x2, y, height, end.name), node(x2, y, height, end.name));
+    parts.push(link(x1 + thick, from, Math.min(height, 8 + high(total) - from), x2, y, height, end.name),
+      node(x2, y, height, end.name));
     parts.push(label(x2 + thick + 7, y + Math.max(height / 2, 5) + 4, end.name, end.count));
     let out = y;
     for (const [cause, count] of end.causes) {
@@ -212,8 +236,10 @@ function drawFlow(width, unit, total, ends) {
     at = Math.max(y + Math.max(height, least) + 5, 0);
   }
   const height = Math.max(at, below, 8 + high(total)) + 6;
-  return s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Of ${total} ${unit}: ` + ends.map((end) =>
-    `${end.count} ${end.name}` + (end.causes.length ? ` (${end.causes.map(([c, n]) => `${n} ${c}`).join(", ")})` : "")).join(", ") }, parts);
+  return s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Of ${total} ${unit}: ` +
+    ends.map((end) =>
+    `${end.count} ${end.name}` + (end.causes.length ?
+      ` (${end.causes.map(([c, n]) => `${n} ${c}`).join(", ")})` : "")).join(", ") }, parts);
 }
 const count2 = (count, total, tall) => count / total * (tall - 10);
 
@@ -261,7 +287,8 @@ async function start() {
   };
   $("#theme").addEventListener("click", () => {
     theme = (theme + 1) % 3;
-    try { localStorage.setItem("theme", themes[theme]); } catch { /* a file may have no storage: this page forgets it */ }
+    try { localStorage.setItem("theme", themes[theme]);
+      } catch { /* a file may have no storage: this page forgets it */ }
     dress();
   });
   dress();
@@ -271,5 +298,6 @@ async function start() {
 }
 start().catch((error) => {
   document.documentElement.dataset.failed = String(error);
-  $("main").prepend(h("p", { class: "bad" }, `This page can't be shown: ${error}. It needs a browser of 2023 or later.`));
+  $("main").prepend(h("p", { class: "bad" },
+    `This page can't be shown: ${error}. It needs a browser of 2023 or later.`));
 });
