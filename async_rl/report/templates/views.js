@@ -204,11 +204,10 @@ function flows(runs) {
 }
 
 function drawFlow(width, unit, total, ends) {
-  const narrow = width < 560, least = 17, thick = 12, tall = Math.max(150,
-    26 * ends.reduce((n, e) => n + Math.max(1, e.causes.length), 0));
-  const x1 = narrow ? 0 : 4, x2 = narrow ? width * 0.3 : width * 0.36, x3 = narrow ? width * 0.66 : width * 0.7,
-    parts = [];
-  const high = (count) => Math.max(1.5, count / total * (tall - 10));
+  const narrow = width < 560, least = 17, thick = 12, parts = [], labels = [];
+  const scale = Math.max(150, 26 * ends.reduce((n, end) => n + Math.max(1, end.causes.length), 0)) - 10;
+  const x1 = narrow ? 0 : 4, x2 = narrow ? width * 0.3 : width * 0.36, x3 = narrow ? width * 0.66 : width * 0.7;
+  const high = (count) => Math.max(1.5, count / total * scale);
   const link = (xa, ya, ha, xb, yb, hb, kind) => s("path", { class: `link k-${kind}`,
     d: `M${xa} ${ya}C${(xa + xb) / 2} ${ya} ${(xa + xb) / 2} ${yb} ${xb} ${yb}` +
     `v${hb}C${(xa + xb) / 2} ${yb + hb} ${(xa + xb) / 2} ${ya + ha} ${xa} ${ya + ha}z` });
@@ -223,25 +222,24 @@ function drawFlow(width, unit, total, ends) {
     const height = high(end.count), y = at;
     parts.push(link(x1 + thick, from, Math.min(height, 8 + high(total) - from), x2, y, height, end.name),
       node(x2, y, height, end.name));
-    parts.push(label(x2 + thick + 7, y + Math.max(height / 2, 5) + 4, end.name, end.count));
+    labels.push(label(x2 + thick + 7, y + Math.max(height / 2, 5) + 4, end.name, end.count));
     let out = y;
     for (const [cause, count] of end.causes) {
       const of = high(count), place = Math.max(below, out);
-      parts.push(link(x2 + thick, out, of, x3, place, of, end.name), node(x3, place, of, end.name),
-        label(x3 + thick + 7, place + Math.max(of / 2, 5) + 4, cause.replaceAll("_", " "), count));
+      parts.push(link(x2 + thick, out, of, x3, place, of, end.name), node(x3, place, of, end.name));
+      labels.push(label(x3 + thick + 7, place + Math.max(of / 2, 5) + 4, cause.replaceAll("_", " "), count));
       out += of;
       below = place + Math.max(of, least) + 4;
     }
-    from += count2(end.count, total, tall);
+    from += end.count / total * scale;
     at = Math.max(y + Math.max(height, least) + 5, 0);
   }
   const height = Math.max(at, below, 8 + high(total)) + 6;
-  return s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `Of ${total} ${unit}: ` +
-    ends.map((end) =>
-    `${end.count} ${end.name}` + (end.causes.length ?
-      ` (${end.causes.map(([c, n]) => `${n} ${c}`).join(", ")})` : "")).join(", ") }, parts);
+  const words = ends.map(({ name, count, causes }) => `${count} ${name}` + (causes.length
+    ? ` (${causes.map(([cause, n]) => `${n} ${cause}`).join(", ")})` : ""));
+  return s("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img",
+    "aria-label": `Of ${total} ${unit}: ${words.join(", ")}` }, parts, labels);
 }
-const count2 = (count, total, tall) => count / total * (tall - 10);
 
 function drawAll() {
   drawPanels(DATA.runs);
