@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import logging
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from os import PathLike
@@ -16,6 +17,7 @@ from async_rl.config.loading import load_run_config
 from async_rl.errors import RunError
 from async_rl.launch.launch import summary
 from async_rl.launch.status import status_of_run
+from async_rl.output import Progress
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir
 from async_rl.run.progress import is_step_row
@@ -24,6 +26,8 @@ from async_rl.terminal import visible
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -123,6 +127,20 @@ class Run:
         if not write_curve(self._dir):
             raise RunError(f"expected a run with a step or an evaluation in {self.path}, got none yet; wait for one")
         return self._dir.curve
+
+    def report(self, out: str | PathLike[str] | None = None) -> Path:
+        """Write the page that ``async-rl report`` writes, and return its path. If ``out`` is unset, ``report.html`` of
+        the run directory. What the page leaves out is logged.
+
+        Raises:
+            RunError: a file of the run is damaged, or ``out`` can't be written.
+        """
+        from async_rl.report.report import write_report
+
+        path = self.path / "report.html" if out is None else Path(out)
+        if left_out := write_report([self.path], path, progress=Progress(quiet=True)):
+            logger.warning("%s", left_out)
+        return path
 
     def summary(self) -> str:
         """Return the lines that ``launch`` prints at the end of a run."""

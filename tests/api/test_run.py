@@ -92,6 +92,10 @@ def test_a_notebook_shows_summary_and_picture_and_text_stays_text(run: async_rl.
     assert run.status()["ledger"]["groups"]["issued"] == 2
     assert run.summary().splitlines()[:2] == ["finished: 2 steps", "accuracy on a: 0.250 -> 0.750"]
     assert run.picture() == run.path / "curve.png"
+    page = run.report(run.path / "page.html").read_text(encoding="utf-8")
+    assert page.lower().startswith("<!doctype html>")
+    assert "<b>x" not in page
+    assert run.report() == run.path / "report.html"
     shown = run._repr_html_()
     assert shown.startswith("<pre>finished: 2 steps\n")
     assert '<img alt="curves of the run"' in shown
