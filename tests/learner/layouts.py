@@ -126,7 +126,13 @@ def run_layout(
     if config.loss.needs_reference:
         first = with_reference(engine, first)
     scores = engine.score_policy(first)
-    stats = [engine.update(first, version=0), engine.update(first[:5], version=0)]
+    recorded = [replace(sequence, is_recorded=True) for sequence in first]
+    stats = [engine.update(recorded, version=0), engine.update(first[:5], version=0)]
+    if not engine_settings:
+        assert stats[0].tokens.keys() == scores.keys()
+        for sequence_id, tokens in stats[0].tokens.items():
+            np.testing.assert_allclose(tokens.logprobs, scores[sequence_id].logprobs, rtol=1e-3, atol=1e-3)
+            np.testing.assert_allclose(tokens.entropies, scores[sequence_id].entropies, rtol=1e-3, atol=1e-3)
     save(engine, target / "checkpoint", 2)
     published = {name: tensor.detach().clone() for name, tensor in engine.gather()}
     found = {
