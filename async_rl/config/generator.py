@@ -294,6 +294,13 @@ class GeneratorConfig(Section):
         description="Maximum number of groups that one generator samples at the same time; if unset, as many as fill "
         "generator.batch_size.",
     )
+    prometheus_port: int | None = Field(
+        default=None,
+        ge=1024,
+        le=60000,
+        description="Port at which this generator serves metrics for Prometheus; only by --set of a generator that you "
+        "start by hand, because those that launch starts follow log.prometheus_port.",
+    )
     serve: bool = Field(
         default=False,
         description="Whether environment.name is an agent: a function that asks an HTTP endpoint of the generator for "

@@ -97,6 +97,18 @@ class LogConfig(Section):
         min_length=1,
         description="Name of the project in wandb and Trackio, and of MLflow's experiment.",
     )
+    prometheus_port: int | None = Field(
+        default=None,
+        ge=1024,
+        le=60000,
+        description="Port at which the queue server serves metrics for Prometheus. The learner has the next one, and "
+        "the generators that launch starts those after it. If unset, none is served (docs/loggers.md).",
+    )
+    prometheus_host: str = Field(
+        default="127.0.0.1",
+        min_length=1,
+        description="Address at which metrics are served; 0.0.0.0 for every network. Whoever reaches it can read them.",
+    )
     rollouts_every: int = Field(
         default=10,
         ge=0,

@@ -23,6 +23,7 @@ from async_rl.errors import ConfigError
 from async_rl.run.directory import RunDir, write_atomically
 from async_rl.run.logger_process import ONLY_FILE, Child, Limits, LoggerProcess, samples_message
 from async_rl.run.logger_tools import Settings
+from async_rl.run.prometheus import check_prometheus
 
 
 class Loggers:
@@ -130,11 +131,17 @@ def _logger(
 
 
 def check_loggers(config: Config) -> None:
-    """Check that the packages of ``log.to`` are installed, and that there is an API key for wandb if it needs one.
+    """Check that the packages for ``log.to`` and ``log.prometheus_port`` are installed, and that wandb has its key.
 
     Raises:
-        ConfigError: a package is missing, or the key.
+        ConfigError: a package is missing, or the key; or ``generator.prometheus_port`` is set for all generators.
     """
+    if config.generator.prometheus_port is not None:
+        raise ConfigError(
+            f"generator.prometheus_port: expected it only in --set of `async-rl generator`, because each generator "
+            f"needs a port of its own, got {config.generator.prometheus_port} in the run's config; set "
+            f"log.prometheus_port, which serves metrics of all processes"
+        )
     for tool in config.log.to:
         spec = importlib.util.find_spec(tool)
         if spec is None or spec.origin is None:  # a folder of that name is no package
@@ -143,6 +150,7 @@ def check_loggers(config: Config) -> None:
                 f"log.to: {json.dumps(tool)} needs the package {tool}, which is not installed: pip install "
                 f"'{package}', or take it out of log.to"
             )
+    check_prometheus(config.log.prometheus_port)
     if "wandb" in config.log.to and config.log.wandb_mode == "online":
         _check_key()
 

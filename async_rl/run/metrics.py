@@ -19,6 +19,7 @@ from async_rl.config.config import Config
 from async_rl.run.directory import RunDir
 from async_rl.run.loggers import start_loggers
 from async_rl.run.notes import tell
+from async_rl.run.prometheus import Endpoint
 from async_rl.run.step_log import Row, StepLog
 
 EVAL_FIGURES: dict[str, str] = {
@@ -312,6 +313,8 @@ class MetricsWriter:
         """
         name = config.run.name or run_dir.name
         self._loggers = start_loggers(run_dir, config, name=name, note=partial(tell, RunDir(run_dir)))
+        port = config.log.prometheus_port
+        self._endpoint = Endpoint("learner", port and port + 1, config)
         self._log = StepLog(RunDir(run_dir).metrics)
         self._on_row = on_row
 
@@ -321,6 +324,8 @@ class MetricsWriter:
         self._log.write(plain)
         self._on_row(plain)
         self._loggers.write(plain)
+        is_step = "version" in plain  # an evaluation's step is that of its request, which is over
+        self._endpoint.update({key: value for key, value in plain.items() if is_step or key != "step"})
 
     def write_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Send the lines of a file of ``rollouts/`` to the loggers."""
@@ -341,6 +346,7 @@ class MetricsWriter:
     def close(self) -> None:
         """Close ``metrics.jsonl`` and finish the run in the loggers."""
         self._log.close()
+        self._endpoint.close()
         self._loggers.close()
 
 
