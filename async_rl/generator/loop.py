@@ -145,7 +145,7 @@ class Worker:
     each rollout is one answer that ``grader`` scores; else ``environment`` plays the rollouts. ``device`` is where the
     backend computes; None: on a device that does nothing else. ``scorers`` are what may wait for other processes:
     leases are kept meanwhile, and heartbeats say why. ``teachers`` score what is sampled for training.
-    ``counters`` returns the counts of the rewards.
+    ``counters`` returns the counts of the rewards. ``on_stats`` is called with the statistics of each heartbeat.
 
     While the device does other work, the loop goes on without decode steps: it sends heartbeats, and returns groups
     that are graded meanwhile.
@@ -167,6 +167,7 @@ class Worker:
         scorers: Sequence[AsksScorers] = (),
         teachers: Teachers | None = None,
         counters: Callable[[], Mapping[str, int]] = dict,
+        on_stats: Callable[[GeneratorStats], None] = lambda stats: None,
     ) -> None:
         self._device: Device = device or OwnDevice()
         self._queue = queue
@@ -197,7 +198,7 @@ class Worker:
         self._busy_poll_s = _POLL_WHILE_BUSY_S
         self._num_graded = 0
         self._scorers, self._num_waits = (*scorers, *(() if teachers is None else (teachers,))), 0
-        self._counters = counters
+        self._counters, self._on_stats = counters, on_stats
         self._queue_reason = ""
         self._failed_places: set[str] = set()
         self._receiver_trouble: str | None = None
@@ -419,7 +420,9 @@ class Worker:
         work = self._backend.num_tokens + self._num_graded + self._num_waits
         progress = self._leases.progress(self._rollouts.progress(), work, is_paused=self._is_paused)
         trouble = self._receiver_trouble or self._scorer_trouble or self._slow_call
-        self._queue.heartbeat(progress, self._activity.stats(self._backend, self._counters()), trouble)
+        stats = self._activity.stats(self._backend, self._counters())
+        self._on_stats(stats)
+        self._queue.heartbeat(progress, stats, trouble)
 
     @property
     def _scorer_trouble(self) -> str:

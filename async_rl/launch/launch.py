@@ -531,6 +531,8 @@ class RunCommands:
             extra[VISIBLE] = ",".join(self.placement.generators[index])
         # A generator gets the run's config from the queue server, but the keys about its machine from its arguments.
         own = [word for override in machine_overrides(self._config) for word in ("--set", override)]
+        if (port := self._config.log.prometheus_port) is not None:
+            own += ["--set", f"generator.prometheus_port={port + 2 + index}"]
         own += ["--replaces", dead] if num_restarts else []
         argv = _python(["generator", "--connect", address, "--id", identity, *self._generator_flags, *own])
         cores = self._shares[self._config.learner.nproc + index]

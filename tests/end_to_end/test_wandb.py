@@ -27,7 +27,8 @@ def test_every_row_arrives_without_a_key_a_prompt_or_a_network(tmp_path: Path):
         launch = start("launch", "launch", str(config), env=environment)
         launch.succeed()
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    sent, written = history(file), metrics(tmp_path / "run")
+    sent, written = [row for row in history(file) if "rollouts._type" not in row], metrics(tmp_path / "run")
+    assert [row["step"] for row in history(file) if "rollouts._type" in row] == [1]
     assert [row["step"] for row in sent] == [row["step"] for row in written]
     for theirs, ours in zip(sent, written, strict=True):
         assert {key: theirs[key] for key in ours if ours[key] is not None} == {

@@ -53,10 +53,12 @@ from async_rl.net.keys import SECRET_VARIABLE, ClientKeys
 from async_rl.output import logged
 from async_rl.process.child import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, check_allowed_command, digest_of, read_digests
+from async_rl.queue.messages import GeneratorStats
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
 from async_rl.rewards.math.verifier import MAX_CALLERS
 from async_rl.rewards.registry import RewardSum, build_reward
 from async_rl.run.eval_records import Decode
+from async_rl.run.prometheus import Endpoint
 
 if TYPE_CHECKING:
     from async_rl.weights.channel.receiver import Receiver
@@ -119,6 +121,9 @@ def run_generator(
         worker = build_worker(
             config, queue=queue, receiver=receiver, backend=backend, generator_id=generator_id, wait_s=wait_s,
             directory=directory, code_digests=digests, keys=keys, insecure=insecure, stack=stack,
+            on_stats=stack.enter_context(
+                closing(Endpoint("generator", config.generator.prometheus_port, config))
+            ).update,
         )  # fmt: skip
         stack.callback(queue.leave)  # first of all: engine and environments may take long to end
         worker.run()
@@ -127,13 +132,13 @@ def run_generator(
 def build_worker(
     config: Config, *, queue: Queue, receiver: WeightsReceiver, backend: Backend, generator_id: str, wait_s: float,
     directory: Path, code_digests: Mapping[str, str] | None, keys: ClientKeys | None, insecure: bool, stack: ExitStack,
-    device: Device | None = None,
+    device: Device | None = None, on_stats: Callable[[GeneratorStats], None] = lambda stats: None,
 ) -> Worker:  # fmt: skip
     """Build the loop, with the rewards, scorers, teachers and environment of ``config``. ``stack`` closes them.
 
     Args:
         config: the run's, with this generator's own settings.
-        queue, receiver, backend, generator_id, wait_s, device: as in ``Worker``.
+        queue, receiver, backend, generator_id, wait_s, device, on_stats: as in ``Worker``.
         directory: has the files of model and tokenizer.
         code_digests: the learner's digests of the user's own code. None: code that is here is the learner's.
         keys: this machine's keys, for scorers.
@@ -154,6 +159,7 @@ def build_worker(
         wait_s=wait_s, environment=environment, device=device,
         scorers=[grader] if environment is None else [grader, environment],
         teachers=build_teachers(config, directory, keys, stack), counters=counters,
+        on_stats=on_stats,
     )  # fmt: skip
 
 
@@ -269,6 +275,7 @@ def generator_config(config_toml: str, overrides: Sequence[str]) -> Config:
     # This process is one generator. `launch` assigns one of the run's devices to each by an override.
     section["count"] = 1
     section.pop("devices", None)
+    section.pop("prometheus_port", None)
     section.pop("allow_code", None)  # the generator's operator decides this, not the queue
     for override in overrides:
         apply_override(raw, override)

@@ -66,6 +66,7 @@ from async_rl.queue.server.settings import settings_of
 from async_rl.queue.server.sockets import Endpoint
 from async_rl.queue.storage.journal import Journal
 from async_rl.queue.storage.payloads import is_out_of_room
+from async_rl.run.prometheus import Endpoint as MetricsEndpoint
 from async_rl.run.queue_files import LEDGER_EVERY_S, RunFiles, last_port
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,7 @@ class QueueServer:
             parent_watch_fd=parent_watch_fd,
         )
         self._files = RunFiles(run_dir, self.address)
+        self._metrics, self._metrics_at = MetricsEndpoint("queue", config.log.prometheus_port, config), float("-inf")
         self._poller = zmq.Poller()
         self._endpoint.register(self._poller)
         for fd in self._lifetime.fds:
@@ -202,6 +204,7 @@ class QueueServer:
 
     def _close(self) -> None:
         self._endpoint.close()
+        self._metrics.close()
         if self._journal is not None:
             self._journal.close()
         self._lifetime.close()
@@ -245,6 +248,9 @@ class QueueServer:
         self._commit()
         self._flush()
         self._write_files(now)
+        if self._metrics.port is not None and now >= self._metrics_at + LEDGER_EVERY_S:
+            self._metrics_at = now
+            self._metrics.update(self._state.stats())
 
     def _drain(self) -> None:
         now = time.monotonic()
