@@ -15,7 +15,7 @@ from async_rl.config.loading import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = typer.main.get_group(app).commands
-RECIPES = sorted((ROOT / "configs").glob("*.toml"))
+RECIPES = sorted((ROOT / "configs").rglob("*.toml"))
 
 
 def header(recipe: Path) -> list[str]:
@@ -49,6 +49,7 @@ def test_a_recipe_says_what_it_needs_and_what_came_out(recipe: Path):
     text = "\n".join(header(recipe))
     assert re.search(r"^Needs: \S", text, re.MULTILINE)
     assert re.search(r"^Result: \S", text, re.MULTILINE)
+    assert ("Result: not run" in text) == (recipe.parent.name == "not_run_yet")
     # What it names in the repository is there.
     named = re.findall(r"\b(?:configs|docs|examples|tests)/[\w./-]+\.\w+", text)
     assert [path for path in named if not (ROOT / path).exists()] == []

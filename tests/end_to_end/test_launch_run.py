@@ -17,6 +17,7 @@ from async_rl.cli import main as cli
 from tests.end_to_end.harness import ROOT, check_ledger, metrics, processes_of, roles, steps, wait_until, write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 
+RECIPES_DIR = ROOT / "configs/not_run_yet"
 RECIPES = ("gsm8k_qwen2.5_0.5b", "one_node_8gpu")
 NUM_STEPS = 40
 """So many that a run is in the middle when its first checkpoint is seen, on a busy machine too."""
@@ -50,7 +51,7 @@ def test_nothing_is_left_when_launch_is_killed_and_the_same_command_goes_on(tmp_
 
 def shrunken(recipe: str, directory: Path, task: dict[str, str]) -> dict[str, Any]:
     """The recipe with a tiny model and batch, two steps, no devices and at most two ranks and generators."""
-    raw = tomllib.loads((ROOT / "configs" / f"{recipe}.toml").read_text())
+    raw = tomllib.loads((RECIPES_DIR / f"{recipe}.toml").read_text())
     tiny = tiny_config(directory, task, learner={"steps": 2}, eval={"every": 0})
     nproc, count = raw["learner"].get("nproc", 1), raw["generator"].get("count", 1)
     for section, keys in tiny.items():
@@ -75,7 +76,7 @@ def test_a_gpu_recipe_passes_config_and_dry_run(
     tmp_path: Path, recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    path = ROOT / "configs" / f"{recipe}.toml"
+    path = RECIPES_DIR / f"{recipe}.toml"
     raw = tomllib.loads(path.read_text())
     where = ["--set", f"run.dir={tmp_path / 'run'}"]
     resolved = tomllib.loads(printed(capsys, "config", str(path), *where))
