@@ -28,7 +28,7 @@ from async_rl.data.chat import (
     render_prompt,
     vocabulary_size,
 )
-from async_rl.data.dataset import load_rows_of, load_train_rows
+from async_rl.data.dataset import Row, load_rows_of, load_train_rows
 from async_rl.data.turn_end import turn_ends
 from async_rl.doctor.findings import Finding
 from async_rl.errors import DataError, ModelError, RewardError, SandboxError, UserError
@@ -244,7 +244,7 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
             Finding("reward", "FAIL", str(error), fix="name the code in generator.allow_code, and make it importable")
         ]
     try:
-        graded = [_grade(resolved, reward, row.reward_data) for row in rows]
+        graded = [_grade(resolved, reward, row) for row in rows]
     except RewardError as error:
         return [Finding("reward", "FAIL", f"can't grade: {error}", fix="correct the row or the reward function")]
     except Exception as error:  # the user's code raises what it likes
@@ -281,8 +281,8 @@ def _sandbox_row(config: Config) -> Finding:
     return Finding("sandbox", "OK", "programs run isolated")
 
 
-def _grade(config: Config, reward: Any, data: Mapping[str, Any]) -> tuple[str | None, float, float]:
-    """Grade a right and a wrong answer to one dataset row, whose reward data is ``data``.
+def _grade(config: Config, reward: Any, row: Row) -> tuple[str | None, float, float]:
+    """Grade a right and a wrong answer to one dataset row.
 
     Returns:
         The right answer's text (None if it is unknown), its accuracy, and the accuracy of the wrong answer.
@@ -290,12 +290,13 @@ def _grade(config: Config, reward: Any, data: Mapping[str, Any]) -> tuple[str | 
     Raises:
         RewardError: the row can't be graded.
     """
-    example = example_of(reward_type(config.reward.right_by), data)
+    example = example_of(reward_type(config.reward.right_by), row.reward_data)
 
     def accuracy_of(text: str | None) -> float:
         if text is None:
             return 0.0
-        return float(reward(rollout_of(text, data, config.sampling.max_new_tokens)).accuracy)
+        rollout = rollout_of(text, row.reward_data, config.sampling.max_new_tokens, row.messages)
+        return float(reward(rollout).accuracy)
 
     return example.right, accuracy_of(example.right), accuracy_of(example.wrong)
 

@@ -288,7 +288,7 @@ def check_own_reward(config: Config, rows: Sequence[Row]) -> None:
     """
     is_own = any(kind.is_user_code for kind in config.reward.types)
     if is_own and config.samples_here and not config.environment.is_set:
-        try_reward(config, [row.reward_data for row in rows])
+        try_reward(config, [(row.messages, row.reward_data) for row in rows])
 
 
 def check_own_environment(config: Config, rows: Sequence[Row]) -> str:

@@ -32,15 +32,18 @@ LIMIT_S = 120.0
 
 _LAST_LINES = 3
 
+TrialRow = tuple[Sequence[Mapping[str, str]], Mapping[str, Any]]
+"""The messages of a row's prompt, and its reward data, such as ``{"gt_answer": "4"}``."""
 
-def try_reward(config: Config, rows: Sequence[Mapping[str, Any]]) -> None:
+
+def try_reward(config: Config, rows: Sequence[TrialRow]) -> None:
     """Let the user's reward functions score two answers, a right and a wrong one, to each of the first ``rows``.
 
     Built-in rewards are not tried, because loading the data has checked the fields that they need. Log a warning if an
     answer that is scored twice gets another reward: the policy can't learn from chance.
 
     Args:
-        rows: the reward data of training rows, such as ``{"gt_answer": "4"}``.
+        rows: training rows.
 
     Raises:
         ConfigError: a function can't be imported, raises an exception, or returns something other than it must.
@@ -62,7 +65,7 @@ def try_loss(config: Config) -> None:
         _try(config, key, names, None, f"{names} did not compute a small batch")
 
 
-def _try(config: Config, key: str, names: str, rows: Sequence[Mapping[str, Any]] | None, what_is_late: str) -> None:
+def _try(config: Config, key: str, names: str, rows: Sequence[TrialRow] | None, what_is_late: str) -> None:
     """Try the reward on ``rows``, or the loss and the advantages if there are none, in a separate process.
 
     Raises:
@@ -90,15 +93,16 @@ def _try(config: Config, key: str, names: str, rows: Sequence[Mapping[str, Any]]
         logging.getLogger(__name__).warning("%s", answer["note"])
 
 
-def _score_two_answers(config: Config, reward: RewardSum, data: Mapping[str, Any]) -> list[RewardOutput]:
-    """Return the scores of the right answer to the row with the reward data ``data``, and of a wrong answer."""
+def _score_two_answers(config: Config, reward: RewardSum, row: TrialRow) -> list[RewardOutput]:
+    """Return the scores of the right answer to ``row``, and of a wrong answer."""
+    messages, data = row
     right = example_of(config.reward.types[0], data).right
     # The wrong answer is plain text, never a program: only the user's code is on trial, not the sandbox.
     texts = (WRONG_ANSWER if right is None else right, WRONG_ANSWER)
-    return reward.score_group([rollout_of(text, data, config.sampling.max_new_tokens) for text in texts])
+    return reward.score_group([rollout_of(text, data, config.sampling.max_new_tokens, messages) for text in texts])
 
 
-def _score_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def _score_rows(config: Config, rows: Sequence[TrialRow]) -> tuple[str, str]:
     """Return a message about the first row that can't be scored, and one about rewards that depend on chance. Each is
     empty if there is nothing to say.
     """
@@ -108,9 +112,9 @@ def _score_rows(config: Config, rows: Sequence[Mapping[str, Any]]) -> tuple[str,
         return str(error), ""
     note = ""
     try:
-        for number, data in enumerate(rows):
+        for number, row in enumerate(rows):
             try:
-                first, second = (_score_two_answers(config, reward, data) for _ in range(2))
+                first, second = (_score_two_answers(config, reward, row) for _ in range(2))
             except Exception as error:  # the user's code raises what it likes
                 sentence, _ = describe_error(error)
                 message = (

@@ -84,10 +84,12 @@ def example_of(kind: RewardType, reward_data: Mapping[str, Any]) -> Example:
     return Example(reward_data, right, wrong, kind.row_fields)
 
 
-def rollout_of(text: str, reward_data: Mapping[str, Any], max_new_tokens: int) -> RewardInput:
-    """Return ``text`` as a rollout of a few tokens that ended by itself."""
-    token_ids = range(_NUM_TOKENS)
-    return RewardInput(text, row_fields(reward_data), _NUM_TOKENS, max_new_tokens, "stop", token_ids=tuple(token_ids))
+def rollout_of(
+    text: str, reward_data: Mapping[str, Any], max_new_tokens: int, messages: Sequence[Mapping[str, str]] = ()
+) -> RewardInput:
+    """Return ``text`` as a rollout of a few tokens that ended by itself. ``messages`` are those of its prompt."""
+    data, token_ids = row_fields(reward_data), tuple(range(_NUM_TOKENS))
+    return RewardInput(text, data, _NUM_TOKENS, max_new_tokens, "stop", messages=messages, token_ids=token_ids)
 
 
 @dataclass(slots=True)

@@ -199,7 +199,7 @@ def test_a_reward_that_can_not_score_a_row_is_quoted_with_its_line(mistake: str,
     path = tmp_path / "my_reward.py"
     path.write_text(f"def score(item):\n    {body}\n")
     changed = tiny_config(tmp_path, task, reward={"type": f"{path}:score"}, generator={"allow_code": [str(path)]})
-    said, _ = _score_rows(parse_config(changed, "test"), [{"gt_answer": "58"}])
+    said, _ = _score_rows(parse_config(changed, "test"), [((), {"gt_answer": "58"})])
     assert said.startswith(f"reward.type: {path}:score can't score an answer to training row 0: ")
     assert message.format(path=path) in said
 

@@ -10,6 +10,7 @@ import pytest
 
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
+from async_rl.data.dataset import load_train_rows
 from async_rl.doctor.task import check_reward
 from async_rl.errors import ConfigError, RewardError
 from async_rl.launch.user_code_trial import _score_rows, try_reward
@@ -93,20 +94,38 @@ def test_a_reward_model_may_be_trained_on_while_answers_are_filtered_by_what_is_
 def test_a_failing_function_is_named_before_the_run(code: str, tmp_path: Path):
     (tmp_path / "mine.py").write_text("def grade(item):\n    raise ValueError('no grade')\n")
     with pytest.raises(ConfigError, match=r"^reward\.accuracy: .*grade can't score an answer to training row 0"):
-        try_reward(config_of(code, type="exact", accuracy=f"{code}:grade"), [{"gt_answer": "2"}])
+        try_reward(config_of(code, type="exact", accuracy=f"{code}:grade"), [((), {"gt_answer": "2"})])
+
+
+@pytest.mark.parametrize("prompt_format", ["chat", "text"])
+def test_a_reward_is_tried_with_prompts_and_completions_in_the_form_of_the_run(prompt_format: str, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "target": 2}\n')
+    (tmp_path / "mine.py").write_text(
+        "def mine(prompts, completions, target, **_):\n"
+        + ("    assert isinstance(completions[0], str) and prompts[0] == '1 + 1?'\n" if prompt_format == "text" else
+           "    assert completions[0][0]['content'] and prompts[0][-1]['content'] == '1 + 1?'\n")
+        + "    return [0.5 for _ in completions]\n"
+    )  # fmt: skip
+    code = f"{tmp_path}/mine.py"
+    data = {"train": str(tmp_path / "rows.jsonl"), "prompt_format": prompt_format}
+    config = a_config(reward={"type": f"{code}:mine"}, generator={"allow_code": [code]}, data=data)
+    rows = [(row.messages, row.reward_data) for row in load_train_rows(config).rows]
+    assert len(rows) == 1
+    assert _score_rows(config, rows) == ("", "")
+    assert [finding.state for finding in check_reward(config)] == ["WARN"]  # only for rewarding something else
 
 
 def test_a_reward_that_depends_on_chance_is_named_before_the_run(code: str, tmp_path: Path):
     counts = f"{tmp_path}/counts.py"
     Path(counts).write_text("calls = []\ndef grade(item):\n    calls.append(0)\n    return float(len(calls))\n")
-    error, note = _score_rows(config_of(counts, type=f"{counts}:grade"), [{"gt_answer": "2"}])
+    error, note = _score_rows(config_of(counts, type=f"{counts}:grade"), [((), {"gt_answer": "2"})])
     # Two answers are scored, then again: 1 and 2, then 3 and 4.
     assert error == ""
     assert note == (
         f"reward.type: {counts}:grade gave one answer to training row 0 the rewards 1 and 3: if rewards depend on "
         f"chance, less is learned, or nothing; let equal answers get equal rewards"
     )
-    assert _score_rows(config_of(code, type=f"{code}:points"), [{"gt_answer": "2"}]) == ("", "")
+    assert _score_rows(config_of(code, type=f"{code}:points"), [((), {"gt_answer": "2"})]) == ("", "")
 
 
 def test_the_doctor_grades_by_it_and_only_warns_of_a_function_that_rewards_something_else(code: str, tmp_path: Path):
