@@ -343,7 +343,7 @@ def summary(run_dir: RunDir, wall_s: float | None = None) -> list[str]:
     if run_dir.curve.exists():
         lines.append(f"curve: {run_dir.curve}")
     for directory in (run_dir.eval, run_dir.rollouts):
-        if answers := sorted(directory.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
+        if answers := sorted(directory.glob("*step-*.jsonl"), key=lambda path: path.stat().st_mtime):
             lines.append(f"answers: {answers[-1]}")
             break
     if run_dir.export.exists():
@@ -360,6 +360,7 @@ def next_lines(run_dir: RunDir, config: Config) -> list[str]:
     file = shlex.quote(str(run_dir.config))
     return [
         "next:",
+        f"  async-rl report {shlex.quote(str(run_dir.path))}    # a page about it: curves, who waited, single answers",
         f"  async-rl launch {file} --set {more}    # trains on",
         f"  async-rl sweep {file} --over queue.max_staleness=0,{bound or 4}    # compares staleness bounds",
     ]

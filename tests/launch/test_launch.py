@@ -1224,6 +1224,7 @@ def test_the_end_of_a_run_names_its_files_and_what_to_do_next(tmp_path: Path):
     run_dir.export.mkdir()
     run_dir.rollouts.mkdir()
     (run_dir.rollouts / "step-000001.jsonl").touch()
+    (run_dir.rollouts / "summaries.jsonl").touch()
     shown = summary(run_dir, 3.0)
     assert shown[-2:] == [f"answers: {run_dir.eval}/gsm8k-step-000008.jsonl", f"model: {run_dir.export}"]
     (run_dir.eval / "gsm8k-step-000008.jsonl").unlink()
@@ -1231,11 +1232,12 @@ def test_the_end_of_a_run_names_its_files_and_what_to_do_next(tmp_path: Path):
     commands = [line.split("    #")[0] for line in next_lines(run_dir, a_config(tmp_path, learner={"steps": 8}))]
     assert commands == [
         "next:",
+        f"  async-rl report {tmp_path}",
         f"  async-rl launch {tmp_path}/config.toml --set learner.steps=16",
         f"  async-rl sweep {tmp_path}/config.toml --over queue.max_staleness=0,4",
     ]
     data_ended = a_config(tmp_path, learner={"steps": 9}, data={"train": "d", "epochs": 2})
-    assert "--set data.epochs=3 " in next_lines(run_dir, data_ended)[1]
+    assert "--set data.epochs=3 " in next_lines(run_dir, data_ended)[2]
 
 
 def test_the_ledger_of_nothing_is_a_line_too():
