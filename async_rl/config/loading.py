@@ -37,6 +37,16 @@ _REPLACED: Mapping[str, str] = {
     "log.wandb": 'set log.to = ["wandb"] instead, with log.wandb_mode = "online" or "offline"; log.to = [] is off',
 }
 """Key of an older version -> what replaces it."""
+TRL_NAMES: Mapping[str, str] = {
+    "output_dir": "run.dir", "max_steps": "learner.steps", "num_train_epochs": "data.epochs",
+    "learning_rate": "optimizer.lr", "lr_scheduler_type": "optimizer.schedule", "temperature": "sampling.temperature",
+    "num_generations": "sampling.group_size", "max_completion_length": "sampling.max_new_tokens",
+    "beta": "loss.kl_coef", "epsilon": "loss.clip_low", "epsilon_high": "loss.clip_high",
+    "num_iterations": "learner.epochs_per_batch", "steps_per_generation": "learner.updates_per_batch",
+    "per_device_train_batch_size": "learner.groups_per_step", "mask_truncated_completions": "loss.mask_truncated",
+    "save_steps": "checkpoint.every", "eval_steps": "eval.every", "use_vllm": "generator.backend",
+}  # fmt: skip
+"""Names of TRL's most used settings -> ours. docs/coming_from_trl.md has all of them."""
 _EXPECTED: Mapping[str, str] = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -210,13 +220,18 @@ def _first_missing(key: str) -> str:
 
 
 def _suggestion(location: Sequence[Any]) -> str:
-    """Return ``; did you mean section.key?`` if a known key is similar to the unknown one, else an empty string."""
+    """Return ``; did you mean section.key?`` if a known key is similar to the unknown one, or what a name of TRL is
+    called here. Else return an empty string.
+    """
+    name = str(location[-1])
+    if name in TRL_NAMES:
+        return f"; TRL's {name} is {TRL_NAMES[name]} here (docs/coming_from_trl.md)"
     model: Any = Config
     for part in location[:-1]:
         model = getattr(model.model_fields.get(part), "annotation", None)
         if not isinstance(model, type) or not issubclass(model, BaseModel):
             return ""
-    near = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
+    near = difflib.get_close_matches(name, model.model_fields, n=1)
     return f"; did you mean {'.'.join([*map(str, location[:-1]), *near])}?" if near else ""
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.document import explain, explain_json, markdown, tables
-from async_rl.config.loading import load_config, parse_config
+from async_rl.config.loading import TRL_NAMES, load_config, parse_config
 from async_rl.config.rules import Rule
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ConfigError
@@ -87,3 +87,15 @@ def test_an_unknown_key_is_refused_with_what_was_meant():
         explain(config, "queue.max_stalenes", width=80)
     with pytest.raises(ConfigError, match="the sections are run, model"):
         explain(config, "xyz", width=80)
+
+
+def test_an_unknown_key_that_is_a_name_of_trl_leads_to_ours():
+    page = (ROOT / "docs/coming_from_trl.md").read_text(encoding="utf-8")
+    known = {key.name for key in KEYS}
+    for name, ours in TRL_NAMES.items():
+        assert ours in known
+        (row,) = re.findall(rf"^\|[^|]*`{name}`[^|]*\| .*$", page, re.MULTILINE)
+        assert ours in row
+    raw = {"run": {"dir": "r"}, "model": {"path": "m"}, "learner": {"max_steps": 5}}
+    with pytest.raises(ConfigError, match=r"learner\.max_steps: unknown key; TRL's max_steps is learner\.steps here"):
+        parse_config(raw, "test")
