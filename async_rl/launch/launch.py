@@ -26,7 +26,7 @@ from async_rl.config.loading import changed_keys, load_run_config, machine_overr
 from async_rl.errors import ConfigError, UserError
 from async_rl.launch.capacity import has_gpu
 from async_rl.launch.checks import check_launch
-from async_rl.launch.hints import best_lines
+from async_rl.launch.hints import Hints, best_lines
 from async_rl.launch.live_view import LiveView, PlainView
 from async_rl.launch.memory_deaths import MemoryDeaths
 from async_rl.launch.placement import VISIBLE, place, visible_devices
@@ -40,7 +40,6 @@ from async_rl.process.child import DEVICES_ARE_DEALT, module_command, package_pa
 from async_rl.process.user_code import code_changes
 from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir
-from async_rl.run.health import Health
 from async_rl.run.lock import RunLock, locked_run_dir
 from async_rl.run.progress import duration, eval_accuracies
 from async_rl.run.reuse import check_run_dir, has_ended
@@ -319,12 +318,13 @@ def summary(run_dir: RunDir, wall_s: float | None = None) -> list[str]:
     earlier, what went wrong with the training, the counts of the ledger, and the paths of the run's files. ``wall_s``
     is the duration of this launch in seconds. If None, the lines leave it out.
     """
-    steps, health = 0, Health()
+    steps, hints = 0, Hints()
+    notes: list[str] = []
     evaluations: list[Row] = []
     evals: dict[str, list[float]] = {}
     for row in iter_metrics(run_dir.metrics):
         steps = max(steps, row["step"])
-        health.add(row)
+        notes += hints.add(row)
         evaluations += [row] if eval_accuracies(row) else []
         for dataset, accuracy in eval_accuracies(row).items():
             evals.setdefault(dataset, []).append(accuracy)
@@ -334,11 +334,11 @@ def summary(run_dir: RunDir, wall_s: float | None = None) -> list[str]:
     lines += best_lines(run_dir, evaluations)
     if any(len(values) > 2 for values in evals.values()):
         lines.append(f"all evaluations: async-rl eval --compare {run_dir.path}")
-    lines += [f"note: {note.text}" for note in health.notes]
+    lines += notes
     if run_dir.ledger.exists():
         ledger = run_dir.read_ledger()
-        notes = [f"note: {text}" for text in ledger.get("group_notes", {}).values()]
-        lines += [ledger_line(ledger), *(notes or filter_note(ledger))]
+        of_groups = [f"note: {text}" for text in ledger.get("group_notes", {}).values()]
+        lines += [ledger_line(ledger), *(of_groups or filter_note(ledger))]
     lines.append(f"run directory: {run_dir.path}")
     if run_dir.curve.exists():
         lines.append(f"curve: {run_dir.curve}")

@@ -17,9 +17,9 @@ from async_rl.config.config import Config
 from async_rl.config.document import tables
 from async_rl.config.loading import load_run_config, plain_values
 from async_rl.errors import ConfigError, RunError
+from async_rl.launch.hints import Hints
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
-from async_rl.run.health import Health
 from async_rl.run.metrics import METRIC_KEYS, Row
 from async_rl.run.progress import is_step_row
 from async_rl.run.starts import first_steps, read_origin
@@ -237,9 +237,14 @@ def _shown(value: Any) -> str:
 
 
 def _notes(run_dir: RunDir) -> list[Plain]:
-    """Return what the metrics show to be wrong, and the lines of ``notes.log``, of which the newest are kept."""
-    health = Health(iter_metrics(run_dir.metrics))
-    found = [{"step": note.step, "text": f"{note.finding}. {note.remedy}"} for note in health.notes]
+    """Return the notes on the metrics and on the queue's groups, and the newest lines of ``notes.log``."""
+    hints, found = Hints(), list[Plain]()
+    for row in iter_metrics(run_dir.metrics):
+        step = row["step"]
+        texts = (line.removeprefix("note: ").removeprefix(f"step {step}: ") for line in hints.add(row))
+        found += [{"step": step, "text": text} for text in texts]
+    if run_dir.ledger.exists():
+        found += [{"step": None, "text": text} for text in run_dir.read_ledger().get("group_notes", {}).values()]
     if run_dir.notes.is_file():
         lines = run_dir.notes.read_text(encoding="utf-8", errors="replace").splitlines()
         found += [{"step": None, "text": line} for line in lines[-_MAX_NOTES:]]

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import RunError
+from async_rl.launch.launch import summary
 from async_rl.report.figures import MAX_BARS, MAX_POINTS, compact, lags, read_run, timeline
+from async_rl.run.directory import RunDir
 from tests.comparison.runs import step_row, write_run
 
 from .pages import a_run
@@ -43,6 +45,21 @@ def test_figures_of_a_staleness_are_means_over_its_tokens():
     zero, two = lags(rows)
     assert (zero["lag"], zero["tokens"], zero["kl"], zero["ess"]) == (0, 40, pytest.approx(0.4), 0.8)
     assert (two["lag"], two["tokens"], two["kl"]) == (2, 5, None)
+
+
+def test_what_launch_noted_while_the_run_went_is_among_the_notes(tmp_path: Path):
+    ledger = {
+        "groups": {"issued": 4, "in_flight": 0, "queued": 0, "taken": 0, "trained": 4, "filtered": 0, "dropped": {}},
+        "rollouts": {}, "tokens": {}, "group_notes": {"wrong": "all 4 groups have only wrong answers"},
+    }  # fmt: skip
+    rows = [step_row(step, length__truncated=0.75) for step in range(1, 5)]
+    run = write_run(tmp_path / "run", rows, ledger=ledger)
+    (cut, of_groups) = read_run(run)["notes"]
+    assert (cut["step"], cut["text"][:53]) == (3, "75% of the answers of the last 3 steps were cut at sa")
+    assert of_groups == {"step": None, "text": "all 4 groups have only wrong answers"}
+    said = summary(RunDir(run))
+    assert f"note: {cut['text']}" in said
+    assert f"note: {of_groups['text']}" in said
 
 
 def test_a_run_is_read_with_its_evaluations_settings_and_notes(tmp_path: Path):
