@@ -112,7 +112,8 @@ class LogConfig(Section):
     rollouts_every: int = Field(
         default=10,
         ge=0,
-        description="Steps between two files of sampled rollouts in the run directory; 0 writes none.",
+        description="Steps between two files of sampled rollouts in the run directory, from the first on; the last "
+        "step has one, too. 0 writes none.",
     )
     rollouts_groups: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
         default=2,

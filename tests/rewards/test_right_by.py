@@ -109,10 +109,11 @@ def test_a_reward_is_tried_with_prompts_and_completions_in_the_form_of_the_run(p
     code = f"{tmp_path}/mine.py"
     data = {"train": str(tmp_path / "rows.jsonl"), "prompt_format": prompt_format}
     config = a_config(reward={"type": f"{code}:mine"}, generator={"allow_code": [code]}, data=data)
+    raw = config.model_dump(mode="json", exclude_unset=True)
     rows = [(row.messages, row.reward_data) for row in load_train_rows(config).rows]
     assert len(rows) == 1
     assert _score_rows(config, rows) == ("", "")
-    assert [finding.state for finding in check_reward(config)] == ["WARN"]  # only for rewarding something else
+    assert [finding.state for finding in check_reward(raw)] == ["WARN"]  # only for rewarding something else
 
 
 def test_a_reward_that_depends_on_chance_is_named_before_the_run(code: str, tmp_path: Path):

@@ -146,10 +146,11 @@ def log_rollouts(
 def chosen_groups(num_groups: int, config: Config, step: int) -> list[int]:
     """Return the indices of the step's groups to log, in order, drawn at random from the run's seed and the step.
 
-    The first groups would always be those of the oldest version. Empty if none are due.
+    The first groups would always be those of the oldest version. Empty if none are due:
+    they are at the first step, at every ``log.rollouts_every``-th after it, and at the last.
     """
     every = config.log.rollouts_every
-    if not every or (step - 1) % every:
+    if not every or ((step - 1) % every and step != config.learner.steps):
         return []
     wanted = config.log.rollouts_groups
     if wanted == "all" or wanted >= num_groups:

@@ -24,7 +24,7 @@ def logged(directory: Path, *, step: int = 1, seed: int = 0, masked: bool = Fals
     taken = [
         TakenGroup(group(make_lease(str(i)), version=2 + i), lease.prompt, 0.0, 0, masked) for i in range(NUM_GROUPS)
     ]
-    config = make_config(str(directory), run={"seed": seed}, log=log)
+    config = make_config(str(directory), run={"seed": seed}, log=log, learner={"steps": 6})
     log_rollouts(directory, taken, step=step, version=9, config=config, decode=lambda ids: " ".join(map(str, ids)))
     path = directory / "rollouts" / f"step-{step:06d}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -64,9 +64,9 @@ def test_some_groups_are_drawn_by_seed_and_step(tmp_path: Path):
     assert [draws[0, step] for step in range(1, 13)] != [draws[1, step] for step in range(1, 13)]
 
 
-@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5]), (2, [1, 3, 5]), (4, [1, 5]), (0, [])])
-def test_every_so_many_steps_are_written_from_the_first_on(tmp_path: Path, every: int, steps: list[int]):
-    for step in range(1, 6):
+@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5, 6]), (2, [1, 3, 5, 6]), (5, [1, 6]), (0, [])])
+def test_every_so_many_steps_are_written_from_the_first_on_and_the_last(tmp_path: Path, every: int, steps: list[int]):
+    for step in range(1, 7):
         logged(tmp_path, step=step, rollouts_every=every)
     written = sorted(path.name for path in tmp_path.glob("rollouts/*"))
     assert written == [f"step-{step:06d}.jsonl" for step in steps]
