@@ -58,7 +58,7 @@ def run_example(source: str) -> None:
 
 
 def test_the_first_example_names_its_function_and_starts_one_run(launched: list[Config]):
-    run_example(script("python", "def right").replace("run.summary()", "run"))
+    run_example(script("python", "def right").replace("run.report()", "run"))
     (config,) = launched
     assert (config.model.path, config.data.train, config.run.dir) == (MODEL, "rows.jsonl", "runs/sums")
     assert (config.reward.type, config.learner.steps) == ("train.py:right", 200)
