@@ -87,7 +87,7 @@ def agent_counts(run_dir: Path) -> dict[str, float]:
 def trained_calls(run_dir: Path) -> Counter[str]:
     """The calls by kind of all rollouts that were trained, and the rollouts as ``sessions``."""
     counts: Counter[str] = Counter()
-    for path in (run_dir / "rollouts").iterdir():
+    for path in (run_dir / "rollouts").glob("step-*.jsonl"):
         for line in path.read_text().splitlines():
             counts.update(json.loads(line)["session"]["calls"], sessions=1)
     return counts

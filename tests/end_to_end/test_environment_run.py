@@ -60,7 +60,7 @@ def test_games_are_trained_on_and_their_failures_counted(tmp_path: Path):
     assert ledger["groups"]["trained"] == 24
     name = str(tmp_path / "game.py")
     assert json.loads((run_dir / "code_digests.json").read_text()) == code_digests([name])
-    logged = [json.loads(line) for path in (run_dir / "rollouts").glob("*.jsonl") for line in path.open()]
+    logged = [json.loads(line) for path in (run_dir / "rollouts").glob("step-*.jsonl") for line in path.open()]
     assert logged
     for rollout in logged:
         assert rollout["reward"] == sum(turn["reward"] for turn in rollout.get("turns", ()))

@@ -47,5 +47,5 @@ def test_a_killed_run_that_goes_on_is_one_run_and_all_its_processes_show_their_f
         for key, value in row.items():
             if value is not None and key not in ("step", "time_s") and not isinstance(value, str):
                 assert rows[row["step"]][key] == pytest.approx(value, rel=1e-5), key
-    assert {step for step, row in rows.items() if "rollouts" in row} == set(range(1, NUM_STEPS + 1, 50))
+    assert {step for step, row in rows.items() if "rollouts" in row} == {*range(1, NUM_STEPS + 1, 50), NUM_STEPS}
     assert not (tmp_path / "run" / "notes.log").exists()

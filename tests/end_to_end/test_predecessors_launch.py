@@ -109,7 +109,7 @@ def names(directory: Path) -> list[str]:
 
 def logged(root: Path) -> list[dict[str, Any]]:
     """The rollouts that the run logged."""
-    return [line for path in sorted((root / "run" / "rollouts").glob("*.jsonl")) for line in read_lines(path)]
+    return [line for path in sorted((root / "run" / "rollouts").glob("step-*.jsonl")) for line in read_lines(path)]
 
 
 def test_colossal_s_math_run(tmp_path: Path):
@@ -132,7 +132,9 @@ def test_colossal_s_math_run(tmp_path: Path):
     assert [path.name for path in sorted((tmp_path / "run").glob("eval/*"))] == [
         f"math500-step-0000{step}.jsonl" for step in ("00", "20", "25")
     ]
-    assert names(tmp_path / "run" / "rollouts") == ["step-000001.jsonl", "step-000021.jsonl"]
+    assert [path.name for path in sorted((tmp_path / "run").glob("rollouts/step-*.jsonl"))] == [
+        f"step-0000{step}.jsonl" for step in ("01", "21", "25")
+    ]
     assert names(tmp_path / "run" / "checkpoints") == ["latest", "step-000025"]
     assert names(tmp_path / "run" / "profile") == [f"step-00000{step}.json.gz" for step in (3, 4, 5)]
     assert (tmp_path / "journal" / "index.sqlite").is_file()

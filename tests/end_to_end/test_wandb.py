@@ -28,7 +28,7 @@ def test_every_row_arrives_without_a_key_a_prompt_or_a_network(tmp_path: Path):
         launch.succeed()
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     sent, written = [row for row in history(file) if "rollouts._type" not in row], metrics(tmp_path / "run")
-    assert [row["step"] for row in history(file) if "rollouts._type" in row] == [1]
+    assert [row["step"] for row in history(file) if "rollouts._type" in row] == [1, 3]  # the first and the last
     assert [row["step"] for row in sent] == [row["step"] for row in written]
     for theirs, ours in zip(sent, written, strict=True):
         assert {key: theirs[key] for key in ours if ours[key] is not None} == {
