@@ -137,7 +137,7 @@ class Run:
         """
         from async_rl.report.report import write_report
 
-        path = self.path / "report.html" if out is None else Path(out)
+        path = self._dir.report if out is None else Path(out)
         if left_out := write_report([self.path], path, progress=Progress(quiet=True)):
             logger.warning("%s", left_out)
         return path

@@ -62,8 +62,9 @@ def report(
         _serve(runs, port)
         return
     from async_rl.report.report import write_report
+    from async_rl.run.directory import RunDir
 
-    path = out or runs[0] / "report.html"
+    path = out or RunDir(runs[0]).report
     with Progress(quiet=quiet) as progress:
         left_out = write_report(runs, path, max_bytes=int(max_mb * 1e6), progress=progress)
     if left_out:

@@ -99,6 +99,11 @@ class RunDir:
         return self.path / "rollouts"
 
     @property
+    def report(self) -> Path:
+        """Path of the page that ``async-rl report`` writes."""
+        return self.path / "report.html"
+
+    @property
     def rollout_summaries(self) -> Path:
         """Path of ``rollouts/summaries.jsonl``, which has figures of every rollout, a line for each step."""
         return self.rollouts / "summaries.jsonl"
