@@ -100,11 +100,27 @@ class Death:
         return MEMORY_REMEDIES[self.name.partition("-")[0]] if self.memory else ""
 
     def tail(self) -> list[str]:
-        """Return the last lines of the dead process's output, at most ``TAIL_LINES``."""
-        with self.log.open("rb") as lines:
-            lines.seek(max(self.log_start, self.log_end - TAIL_BYTES))
-            text = lines.read(self.log_end - lines.tell()).decode("utf-8", errors="replace")
-        return text.splitlines()[-TAIL_LINES:]
+        """Return the last lines of the dead process's output, at most ``TAIL_LINES``.
+
+        If Python's last error stands above them, it comes first: libraries print many lines while a process ends.
+        """
+        with self.log.open("rb") as file:
+            file.seek(max(self.log_start, self.log_end - TAIL_BYTES))
+            lines = file.read(self.log_end - file.tell()).decode("utf-8", errors="replace").splitlines()
+        error = _last_error(lines)
+        hidden = [] if error is None or error >= len(lines) - TAIL_LINES else [lines[error], "..."]
+        return hidden + lines[-TAIL_LINES:]
+
+
+def _last_error(lines: Sequence[str]) -> int | None:
+    """Return the index of the line that names the error of the last traceback, or None if there is no traceback."""
+    found, is_inside = None, False
+    for index, line in enumerate(lines):
+        if line == "Traceback (most recent call last):":
+            is_inside = True
+        elif is_inside and line and not line[0].isspace():
+            found, is_inside = index, False
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +44,7 @@ from async_rl.launch.live_view import (
 )
 from async_rl.launch.memory_deaths import MemoryDeaths
 from async_rl.launch.preflight import check_bindable, check_critic, check_weights_ports
-from async_rl.launch.supervisor import Command, Outcome, ProcessStatus, Supervisor, Timing
+from async_rl.launch.supervisor import Command, Death, Outcome, ProcessStatus, Supervisor, Timing
 from async_rl.process.child import DEVICES_ARE_DEALT, PACKAGE_ROOT, ParentWatch
 from async_rl.process.user_code import write_digests
 from async_rl.run.directory import RunDir
@@ -585,6 +585,19 @@ def test_one_dead_rank_ends_the_other_ranks(tmp_path: Path):
     code = "import signal, sys\nif RANK == 1: sys.exit('rank 1 fell')\nsignal.pause()"
     outcome = supervise(FakeCommands(tmp_path / "run", learner_codes=[code], num_ranks=3))
     assert outcome.stopped_by == "learner-1 exited with code 1"
+
+
+def test_an_error_above_the_lines_of_ending_libraries_is_shown_first(tmp_path: Path):
+    error, leaks = "WeightsError: vLLM did not take over version 12", [f" - leaked type {n}" for n in range(30)]
+    lines = ["Traceback (most recent call last):", "  File ...", "KeyError: 1", "", "During handling:", ""]
+    lines += ["Traceback (most recent call last):", "  File ...", error, "nanobind: leaked 4 instances!", *leaks]
+    log = tmp_path / "generator-0.log"
+    log.write_text("\n".join(lines) + "\n")
+    death = Death("generator-0", 1, log, 0, log.stat().st_size)
+    assert death.tail() == [error, "...", *leaks[5:]]
+    without_error = replace(death, log_start=len("\n".join(lines[: lines.index(error)])))
+    assert without_error.tail() == leaks[5:]
+    assert replace(death, log_end=len("\n".join(lines[:20]))).tail() == lines[:20], "the error is among the last lines"
 
 
 def test_the_first_cause_comes_last_when_one_death_led_to_another(tmp_path: Path):
