@@ -254,7 +254,7 @@ def make_keys(directory: Path, clients: Sequence[str] = ()) -> list[str]:
 
 def _make_server(directory: Path) -> list[str]:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _refuse_open(directory, directory.stat().st_mode, "700")
+    _refuse_open(directory, directory.stat(), "700")
     path = directory / SERVER_FILE
     if path.exists():
         return [f"kept {path}"]
@@ -301,7 +301,8 @@ def _parse_allowed(path: Path) -> tuple[dict[bytes, str], str]:
         KeyFileError: other users may write the file.
         OSError: the file can't be read.
     """
-    text, mode = _read(path)
+    text, status = _read(path)
+    mode = status.st_mode
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KeyFileError(
             f"{path}: expected a file that only you may write, but other users may write it (mode {mode & 0o777:o}); "
@@ -341,12 +342,12 @@ def _checked_list(directory: str | Path) -> Path:
 
 def _read_secret(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     try:
-        text, mode = _read(path)
+        text, status = _read(path)
     except OSError as error:
         raise KeyFileError(
             f"can't read {path}: {error.strerror}; make keys with: async-rl keys new {path.parent}"
         ) from None
-    _refuse_open(path, mode, "600")
+    _refuse_open(path, status, "600")
     try:
         plain = tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -362,19 +363,25 @@ def _read_secret(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     return {name: str(key).encode() for name, key in keys.items()}
 
 
-def _read(path: Path) -> tuple[str, int]:
-    """Return the text and the permission bits of a file.
+def _read(path: Path) -> tuple[str, os.stat_result]:
+    """Return the text of a file, and its owner and permission bits.
 
     Both are read from one open descriptor, so they fit together.
     """
     with path.open("rb") as file:
-        return file.read(1 << 20).decode("utf-8", errors="replace"), os.fstat(file.fileno()).st_mode
+        return file.read(1 << 20).decode("utf-8", errors="replace"), os.fstat(file.fileno())
 
 
-def _refuse_open(path: Path, mode: int, wanted: str) -> None:
-    if mode & _NONE_FOR_OTHERS:
+def _refuse_open(path: Path, status: os.stat_result, wanted: str) -> None:
+    """Raise KeyFileError if others than the owner may access the path; its group may if this user is not the owner.
+
+    Kubernetes mounts secrets so: root owns the files, and the user of the container reads them as one of the group.
+    """
+    for_nobody = _NONE_FOR_OTHERS if status.st_uid == os.geteuid() else stat.S_IWGRP | stat.S_IRWXO
+    if status.st_mode & for_nobody:
+        mode = f"{status.st_mode & 0o777:o}"
         raise KeyFileError(
-            f"{path} holds secrets, but other users may access it (mode {mode & 0o777:o}); run: chmod {wanted} {path}"
+            f"{path} holds secrets, but other users may access it (mode {mode}); run: chmod {wanted} {path}"
         )
 
 

@@ -90,6 +90,18 @@ def test_secrets_that_others_may_read_are_refused_with_the_remedy(tmp_path: Path
         make_keys(tmp_path / "keys", ["more"])
 
 
+def test_the_group_may_read_secrets_of_another_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_keys(tmp_path / "keys")
+    path, user = tmp_path / "keys" / "client.key", os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    path.chmod(0o440)
+    ClientKeys.load(path)
+    for mode in (0o444, 0o460):
+        path.chmod(mode)
+        with pytest.raises(KeyFileError, match=f"mode {mode:o}"):
+            ClientKeys.load(path)
+
+
 @dataclass
 class Clock:
     now: float = 0.0
