@@ -328,16 +328,29 @@ def status(
         float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="How long to wait for an answer.")
     ] = 5.0,
     keys: Keys = None,
+    alive: Annotated[
+        str | None,
+        typer.Option(
+            "--alive",
+            metavar="NAME",
+            help="Print only whether this process of the run is alive: queue, learner or a generator's id. For health "
+            "checks.",
+        ),
+    ] = None,
 ) -> None:
     """Show how a run is doing: generators, versions, ready groups, the ledger, and what waits for what.
 
     Name the run by its directory or by its queue server's address. A finished run has no queue server: its step and its
     ledger are read from the directory.
 
+    Exit codes: 0; 2 if the queue server does not answer. With --alive: 0 if the process is alive or the run finished, 1
+    if the queue server answers and the process is not alive.
+
     \b
     Examples:
       async-rl status runs/quickstart
       async-rl status --connect tcp://10.0.0.1:5555 --keys node-b.key --json
+      async-rl status --connect tcp://10.0.0.1:5555 --keys b.key --alive gpu-7
     """
     if (run_dir is None) == (connect is None):
         raise ConfigError(
@@ -346,7 +359,7 @@ def status(
         )
     if connect is not None:
         check_address(connect)
-    from async_rl.launch.status import print_status, status_at, status_of_run
+    from async_rl.launch.status import print_status, status_at, status_of_run, why_not_alive
     from async_rl.net.keys import ClientKeys
 
     chosen = None if keys is None else ClientKeys.load(keys)
@@ -355,6 +368,12 @@ def status(
     else:
         assert connect is not None
         found = status_at(connect, timeout, chosen)
+    if alive is not None:
+        if why := why_not_alive(found, alive):
+            sys.stderr.write(visible(f"async-rl: {why}\n"))
+            raise SystemExit(1)
+        sys.stdout.write(visible(f"{alive}: {'the run is finished' if found.get('finished') else 'alive'}\n"))
+        return
     if as_json:
         print_json(found)
     else:

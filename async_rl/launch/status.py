@@ -26,6 +26,7 @@ from async_rl.terminal import visible_values
 _LABELS = {
     "lineage": "lineage (learner start)",
     "version": "version of the learner",
+    "learner_alive": "learner is alive",
     "lease_bound": "staleness bound of new leases",
     "depth": "groups ready",
     "evaluations": "evaluations",
@@ -128,6 +129,35 @@ def _last_state(run_dir: RunDir) -> str:
     """Return how far an unfinished run has come, from its files."""
     steps = last_step(run_dir.metrics)
     return f"The run has made {steps} steps, and its newest checkpoint is {run_dir.latest_checkpoint or 'none'}"
+
+
+def why_not_alive(status: Mapping[str, Any], name: str) -> str:
+    """Return why a process of the run does not count as alive, as the queue server sees it; empty if it does.
+
+    When the run is finished, all of them count as alive: none has to be started again.
+
+    Args:
+        name: ``queue``, ``learner`` or a generator's id. The queue server is alive, because it gave the status.
+    """
+    if status.get("finished") or name == "queue":
+        return ""
+    if name == "learner":
+        if status.get("learner_alive"):
+            return ""
+        was = "none has connected yet" if status.get("step") is None else "it has ended, or sends nothing"
+        return f"the learner is not alive: {was}; read its log"
+    generators = {generator["id"]: generator for generator in status.get("generators", ())}
+    if name not in generators:
+        known = ", ".join(sorted(generators)[:_MAX_IDS]) or "none"
+        return (
+            f"generator {name} has not connected. The queue server knows {len(generators)}: {known}; read its log, and "
+            f"give it this id with `async-rl generator --id`"
+        )
+    if generators[name]["alive"]:
+        return ""
+    return (
+        f"generator {name} is not alive: it has sent nothing for {generators[name]['seen_s_ago']:.0f} s; read its log"
+    )
 
 
 def print_status(status: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from async_rl.process.descriptors import few_descriptors
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import prepare_run_dir
 from tests.queue.builders import make_config
-from tests.queue.conftest import Servers, attach
+from tests.queue.conftest import Servers, attach, wait_until
 from tests.refusal import refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -402,6 +402,39 @@ def test_status_of_a_run_directory_asks_the_queue_server_that_it_names(
 FINISHED_GROUPS = {
     "issued": 12, "in_flight": 0, "queued": 0, "taken": 0, "trained": 12, "filtered": 0, "dropped": {"stale": 0}
 }  # fmt: skip
+
+
+def test_status_says_by_its_exit_code_whether_a_process_is_alive(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run_dir, servers = tmp_path / "run", Servers(tmp_path)
+
+    def check(name: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as leaving:
+            cli.main(["status", str(run_dir), "--alive", name])
+        printed = capsys.readouterr()
+        return int(str(leaving.value.code or 0)), printed.out + printed.err
+
+    try:
+        server = servers.start(make_config(str(run_dir)), "--run-id", "run")
+        assert check("queue") == (0, "queue: alive\n")
+        code, said = check("learner")
+        assert (code, "none has connected yet" in said) == (1, True)
+        learner = servers.learner(server.address)
+        attach(learner)
+        assert check("learner") == (0, "learner: alive\n")
+        code, said = check("g0")
+        assert (code, "generator g0 has not connected. The queue server knows 0: none" in said) == (1, True)
+        generator = servers.generator(server.address)
+        generator.hello(5.0, "fake", "here")
+        assert check("g0") == (0, "g0: alive\n")
+        generator.leave()
+        wait_until(lambda: check("g0")[0] == 1, "the generator's end")
+        learner.close()
+        wait_until(lambda: "the learner is not alive: it has ended" in check("learner")[1], "the learner's end")
+    finally:
+        servers.close()
+    assert "did not answer within 0.2 s" in refusal(
+        capsys, "status", str(run_dir), "--alive", "queue", "--timeout", "0.2"
+    )
 
 
 def test_status_of_a_finished_run_is_read_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

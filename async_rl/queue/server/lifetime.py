@@ -70,6 +70,10 @@ class Lifetime:
         """Record that the learner sent a message at ``now``, or that its messages could not be received until then."""
         self._learner_seen = now
 
+    def is_learner_alive(self, state: QueueState, now: float, *, learner_left: bool) -> bool:
+        """Return whether a learner is attached, has not said that it ends, and is not silent."""
+        return state.learner is not None and not learner_left and now - self._learner_seen < LEARNER_SILENCE_S
+
     def reason_to_end(self, state: QueueState, unaware: Iterable[str], now: float, *, learner_left: bool) -> str:
         """Return why the server must end now; empty if it must not.
 

@@ -384,7 +384,9 @@ class QueueServer:
     def _whole_status(self, status: Status) -> Status:
         """Return the status of the queue with that of the server added."""
         now = time.monotonic()
+        is_alive = self._lifetime.is_learner_alive(self._state, now, learner_left=self._handlers.learner_gone)
         extra = {
+            "learner_alive": is_alive,
             "address": self.address, "relay": self._config.environment.relay, "pid": os.getpid(),
             "waits": self._pending.waits(now),
             "storage_full": self._full_disk.status(now), **self._endpoint.counters(),
