@@ -49,6 +49,7 @@ from async_rl.net.address import check_address, refuse_open_connect
 from async_rl.output import print_json
 from async_rl.process.child import exit_on_sigterm, watch_parent
 from async_rl.process.descriptors import few_descriptors, out_of_descriptors
+from async_rl.process.pid_one import leave_pid_one
 from async_rl.terminal import log_visibly, visible
 
 if TYPE_CHECKING:
@@ -584,6 +585,7 @@ def main(arguments: list[str] | None = None) -> Any:
     ``arguments`` are those of the command line if None. A ``UserError`` is printed as one message, with exit code 2. So
     is a lack of file descriptors, with exit code 1.
     """
+    leave_pid_one()
     try:
         app(arguments)
     except UserError as error:
