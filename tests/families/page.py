@@ -104,7 +104,7 @@ def page() -> str:
     """Return the page, in Markdown."""
     found = json.loads(VLLM.read_text(encoding="utf-8"))
     rows = [
-        f"| {name} | {learner(name).cells()} | {built_in_engine(name).cells()} | {found.get(name, 'not tried')} |"
+        f"| {name} | {learner(name).cells()} | {built_in_engine(name).cells()} | {found.get(name, '')} |"
         for name in FAMILIES
     ]
     learners = [learner(name).way for name in FAMILIES]
@@ -127,9 +127,18 @@ _HEAD = """# Model families
 
 <!-- generated: python -m tests.families.page > docs/families.md -->
 
-Every family here is built tiny from its config class in transformers 5.19, with random float32 weights, on a CPU.
-Real weights and real sizes of most have not been run. A learner and an engine that don't compute the same as
-transformers' model for one sequence alone refuse the family; `tests/families` fails if one of them does neither.
+Will your model train? Nothing needs to be set: learner and engine test themselves at start, choose what computes the
+same as transformers' model for one sequence alone, and refuse the model by name if nothing does. To know before:
+
+```
+async-rl doctor run.toml      # loads the model in both, and compares their log-probabilities
+```
+
+Find the family below. *packed* and *slots* are the fast ways, *padded*, *caches* and *no cache* slower ones; "refused"
+in one column leaves the other: a family that the built-in engine refuses may run on [vLLM](vllm.md) or on [a backend of
+your own](backends.md), and `async-rl sft`, `rm` and `dpo` need no engine. A family that is not listed meets the same
+tests. Every family here is built tiny from its config class in transformers 5.19, with random float32 weights, on a
+CPU: real weights and sizes of most have not been run.
 
 *Learner*: [packed or padded rows](weights.md#what-the-learner-computes), chosen by `learner.packing = "auto"`, whose
 self-test found the values of each sequence alone. *Step*: largest differences of log-probabilities (relative above one
@@ -139,8 +148,7 @@ nat) and of gradients (relative to the largest) of one whole step of the engine,
 two are slow. *Sampled*: largest difference of a sampled token's log-probability in nats. Prompts of 1 to 21 tokens
 share five slots, answers are longer than the window of 8 tokens, and new weights arrive in the midst.
 
-*vLLM*: what [vLLM's CPU build](vllm.md#families-tried-on-vllms-cpu-build) does with it. A family that is not listed
-here meets the same self-tests at start.
+*vLLM*: what [vLLM's CPU build](vllm.md#families-tried-on-vllms-cpu-build) does with it; empty if it was not tried.
 
 """
 _COLUMNS = """| family | learner | step | built-in engine | sampled | vLLM |
