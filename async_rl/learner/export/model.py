@@ -25,6 +25,7 @@ from async_rl.learner.checkpoints.files import MODEL_FILES, model_part, reading
 from async_rl.learner.checkpoints.stored_tensors import load_tensors, read_batches, stored_names
 from async_rl.learner.engine.heads import auto_class, is_value_config
 from async_rl.learner.engine.lora import ADAPTER_CONFIG, check_base, has_adapters, merge_into, peft_names
+from async_rl.learner.export.model_card import write_model_card
 from async_rl.learner.export.shards import BATCH_BYTES, MAX_SHARD_BYTES, plan_export, write_shards
 from async_rl.output import Report, ignore
 
@@ -89,6 +90,7 @@ def _export_one(
     partial.mkdir(parents=True)
     try:
         write(checkpoint_dir, partial, report)
+        write_model_card(checkpoint_dir, partial)
         # safetensors writes files that only the user may read: give all files the modes that the umask allows.
         mode = partial.stat().st_mode & 0o666
         for path in partial.rglob("*"):
