@@ -21,6 +21,7 @@ from async_rl.run.step_log import Row, eval_figures
 _STEPS = 5
 _MIN_STEPS = 3
 _MOST = 0.5
+_MANY_ZERO = 0.25
 
 
 class LedgerNotes:
@@ -79,7 +80,10 @@ class Hints:
         if not is_step_row(row):
             return of_health
         self._rows.append(row)
-        found = {"truncated": _truncated(list(self._rows)), "masked": _masked(row), "skipped": _skipped(row)}
+        found = {
+            "truncated": _truncated(list(self._rows)), "masked": _masked(row), "skipped": _skipped(row),
+            "zero_groups": _zero_groups(list(self._rows)),
+        }  # fmt: skip
         new = {kind: note for kind, note in found.items() if note and kind not in self._given}
         self._given |= new.keys()
         return [*new.values(), *of_health]
@@ -129,6 +133,23 @@ def _truncated(rows: list[Row]) -> str:
         f"note: {share:.0%} of the answers of the last {len(rows)} steps were cut at {_cut_at(rows)}.{effect} Raise "
         f"{_raised(rows)}, or let the prompt ask for shorter answers. If they are complete and go on, the "
         f"model does not end its turns: async-rl doctor lists the tokens that end one"
+    )
+
+
+def _zero_groups(rows: list[Row]) -> str:
+    """Return a note if many of the groups of ``rows`` train nothing; else an empty text.
+
+    Of steps in which no group trains ``run.health`` has a note. A teacher trains them all.
+    """
+    shares = [row["advantage/zero_groups"] for row in rows if row.get("advantage/zero_groups") is not None]
+    mean = sum(shares) / max(1, len(shares))
+    if len(shares) < _MIN_STEPS or not _MANY_ZERO <= mean < 1 or any("distill/kl" in row for row in rows):
+        return ""
+    return (
+        f"note: {mean:.0%} of the groups of the last {len(shares)} steps train nothing: their answers all have the "
+        f"advantage 0, as with equal rewards. queue.filter_range replaces groups that are all right or all wrong, and "
+        f"looks at nothing but the accuracy; for others let the reward tell better answers from worse ones, or raise "
+        f"sampling.group_size or sampling.temperature"
     )
 
 

@@ -110,6 +110,8 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "(data.shuffle, and no data.curriculum), so that steps can be compared.",
         "advantage/agreement": "Whether more accurate answers get higher advantages: over the pairs of answers to one "
         "prompt, the share in which they do minus the share in which they get lower ones. Absent without such a pair.",
+        "advantage/zero_groups": "Share of the step's groups whose trained tokens all have the advantage 0, as those "
+        "of answers with equal rewards: they train nothing.",
         "length/mean": "Mean sampled tokens per rollout.",
         "length/max": "Most sampled tokens of a rollout.",
         "length/truncated": "Share of rollouts that were cut at a token limit.",

@@ -39,7 +39,7 @@ MAY_BE_ABSENT = {
     "time/checkpoint_write_s", "idle/learner_used", "learner_sampled/groups", "learner_sampled/tokens",
     "time/critic_s", *(key for key in METRIC_KEYS if key.startswith("critic/")),
     "grading/<counter>", *(key for key in METRIC_KEYS if key.startswith("agent/")),
-    "length/cut_turn", "length/cut_context", "advantage/agreement",
+    "length/cut_turn", "length/cut_context", "advantage/agreement", "advantage/zero_groups",
     # It needs a known device.
     "throughput/mfu",
     # They need two reports of the same generators; a run of three steps may be over before.

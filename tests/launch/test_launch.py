@@ -1084,6 +1084,25 @@ def test_a_step_that_trained_nothing_says_why_once(tmp_path: Path):
     assert "(16 truncated); raise sampling.max_new_tokens" in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("shares", "more", "said"),
+    [
+        ((0.25, 0.5, 0.75), {}, "50% of the groups of the last 3 steps"),
+        ((0.25, None, 0.25, 0.25), {}, "25% of the groups of the last 3 steps"),
+        ((0.25, 0.25), {}, ""),
+        ((0.2, 0.2, 0.2, 0.2), {}, ""),
+        ((1.0, 1.0, 1.0, 1.0), {}, ""),  # run.health says it
+        ((0.5, 0.5, 0.5, 0.5), {"distill/kl": 0.1}, ""),
+    ],
+)
+def test_a_note_says_how_many_groups_train_nothing(shares: Sequence[float | None], more: dict[str, float], said: str):
+    hints = Hints()
+    rows = [{**a_row(step, **more), "advantage/zero_groups": share} for step, share in enumerate(shares)]
+    notes = [note for row in rows for note in hints.add(row) if "train nothing" in note]
+    assert [note.removeprefix("note: ").partition(" train nothing")[0] for note in notes] == ([said] if said else [])
+    assert all("queue.filter_range" in note for note in notes)
+
+
 def test_the_live_view_shows_step_members_and_evaluations(tmp_path: Path):
     console = Console(width=100, force_terminal=True, record=True, file=io.StringIO())
     view = LiveView(console, tmp_path / "metrics.jsonl", 10)

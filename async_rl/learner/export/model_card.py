@@ -133,7 +133,7 @@ def _groups(snapshot: bytes) -> str:
     except QueueError:
         return ""
     counts = {name.replace("_", " "): count for name, count in groups.items() if name not in ("issued", "dropped")}
-    counts |= {f"dropped as {cause}": count for cause, count in groups["dropped"].items()}
+    counts |= {f"dropped as {cause.replace('_', ' ')}": count for cause, count in groups["dropped"].items()}
     return f"{groups['issued']} issued = {' + '.join(f'{n} {name}' for name, n in counts.items() if n)}"
 
 

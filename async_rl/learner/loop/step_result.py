@@ -24,7 +24,7 @@ from async_rl.errors import TrainingError
 from async_rl.learner.data.batch import MASK_CAUSES, PreparedBatch
 from async_rl.learner.interface import UpdateStats
 from async_rl.learner.loop.staleness import StalenessSummary, staleness_summary
-from async_rl.learner.losses.advantages import agreement
+from async_rl.learner.losses.advantages import agreement, zero_groups
 from async_rl.learner.losses.diagnostics import summarise, update_effect
 from async_rl.queue.messages import QueueStats, TakenGroup, TrainedCounts
 from async_rl.records import Rollout, cut_limit
@@ -228,6 +228,7 @@ def trained_metrics(result: StepResult) -> dict[str, float]:
         **_sampled_metrics(result.groups, prepared),
         **update_metrics(updates),
         **({} if (agrees := agreement(prepared)) is None else {"advantage/agreement": agrees}),
+        **({} if (zero := zero_groups(prepared)) is None else {"advantage/zero_groups": zero}),
         **({} if prepared.reference_kl is None else {"kl/reference": prepared.reference_kl}),
         "tokens/trained": facts.tokens_trained,
         "tokens/masked": sum(facts.tokens_masked.values()),

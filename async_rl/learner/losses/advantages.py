@@ -37,6 +37,8 @@ from async_rl.learner.losses.parts import kl_estimate
 from async_rl.records import NO_VERSION
 
 STD_FLOOR = 1e-4
+_ROUNDING = 1e-9
+"""Advantages below this are 0, but for rounding."""
 """Added to a standard deviation, in its units, so that nearly equal rewards give no huge advantages."""
 
 _BUG = "this is a bug in async-rl, please report it"
@@ -365,6 +367,17 @@ def agreement(prepared: PreparedBatch) -> float | None:
         pairs = np.sign(np.subtract.outer(advantages, advantages) * np.subtract.outer(accuracies, accuracies))
         signs = np.append(signs, pairs[np.isfinite(pairs) & (pairs != 0)])
     return float(signs.mean()) if len(signs) else None
+
+
+def zero_groups(prepared: PreparedBatch) -> float | None:
+    """Return the share of the groups whose trained tokens all have the advantage 0. None without trained tokens."""
+    group_of = np.repeat(np.arange(len(prepared.group_sizes)), prepared.group_sizes)
+    largest: dict[int, float] = {}
+    for sequence in prepared.sequences:
+        group, advantages = int(group_of[prepared.rollout_of[sequence.sequence_id]]), sequence.advantages
+        highest = float(np.abs(advantages[sequence.loss_mask]).max(initial=0.0))
+        largest[group] = max(largest.get(group, 0.0), highest)
+    return sum(value < _ROUNDING for value in largest.values()) / len(largest) if largest else None
 
 
 def _baseline_rollouts(prepared: PreparedBatch) -> list[np.ndarray]:

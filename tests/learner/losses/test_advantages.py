@@ -15,7 +15,7 @@ from async_rl.errors import TrainingError
 from async_rl.learner.data.batch import PreparedBatch, along_tokens, prepare_batch
 from async_rl.learner.interface import PolicyScores
 from async_rl.learner.loop.step_result import trained_counts
-from async_rl.learner.losses.advantages import agreement, with_advantages
+from async_rl.learner.losses.advantages import agreement, with_advantages, zero_groups
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import FinishReason, Group, Prompt, Rollout, TokenSequence
 
@@ -461,3 +461,13 @@ def test_there_is_no_agreement_without_a_right_and_a_wrong_answer_that_are_train
 def test_the_estimators_give_right_answers_higher_advantages(name: str):
     prepared = prepare([rollout(1.0, 3), rollout(0.0, 5), rollout(2.0)], [rollout(0.0), rollout(1.0, [2, 1])])
     assert agreement(with_advantages(prepared, loss(advantage=name))) == 1.0
+
+
+@pytest.mark.parametrize("advantage", ["group_norm", "leave_one_out"])
+def test_zero_groups_are_those_of_equal_rewards_that_have_something_to_train(advantage: str):
+    # 0.1 three times has a mean that is not 0.1. The last group is masked, and so are answers that were cut.
+    equal, differing = [rollout(0.1)] * 3, [rollout(0.5), rollout(1.0)]
+    cut = [rollout(1.0), rollout(1.0), rollout(0.0, finish="length")]
+    step = prepare(equal, differing, cut, differing, [rollout(1.0, finish="length")])
+    assert zero_groups(with_advantages(step, loss(advantage=advantage))) == 0.5
+    assert zero_groups(prepare([rollout(1.0, finish="length")])) is None
