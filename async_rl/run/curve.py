@@ -45,7 +45,9 @@ _WAITS = {"idle/grading": ("generators, for grading", "#e69f00"), "idle/environm
 _SHOWN_WAIT = 0.05
 _MEANS = ("reward/mean", "accuracy/mean", "staleness/mean", "ratio/ess", "time/step_s")
 _SLOWEST = "time/step_s/max"
-_KEYS = ("version", "staleness/max", _SLOWEST, *_MEANS, *_POLICY, *_IDLE, *_WAITS)
+_NO_GRADIENT = "no_gradient/max"
+"""1 if the step's gradient was 0. Such a step has no norm in the picture: it would hide the scale of the others."""
+_KEYS = ("version", "staleness/max", _SLOWEST, _NO_GRADIENT, *_MEANS, *_POLICY, *_IDLE, *_WAITS)
 """The figures that are drawn, besides those of evaluations."""
 _EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
@@ -176,8 +178,9 @@ def picture_rows(run_dir: RunDir) -> list[Row]:
 
 def _timed(row: Row, is_start: bool) -> Row:
     """Return ``row`` with its seconds as those of the slowest step; without any if it waited for the start-up."""
-    seconds = None if is_start else row.get("time/step_s")
-    return row | {"time/step_s": seconds, _SLOWEST: seconds}
+    seconds, norm = None if is_start else row.get("time/step_s"), row.get("grad_norm")
+    no_gradient = {} if norm is None else {"grad_norm": norm or None, _NO_GRADIENT: int(norm == 0)}
+    return row | {"time/step_s": seconds, _SLOWEST: seconds, **no_gradient}
 
 
 def draw_figure(run_dir: RunDir, rows: Sequence[Row]) -> Figure:
@@ -215,6 +218,10 @@ def draw_figure(run_dir: RunDir, rows: Sequence[Row]) -> Figure:
         if max(_series(rows, key)[1], default=0.0) > _LOW:
             axes.set_yscale("log")
             axes.set_ylim(bottom=max(_LOW, axes.get_ylim()[0]))
+    if steps := [row["step"] for row in rows if row.get(_NO_GRADIENT)]:
+        norms = others[0][1]
+        at_the_bottom = norms.get_xaxis_transform()  # x in steps, y as a share of the panel
+        norms.plot(steps, [0.02] * len(steps), "|", color="#d55e00", transform=at_the_bottom, label="no gradient")
     for axes in panels[-1]:
         axes.set_xlabel("optimizer step")
     return figure

@@ -150,3 +150,16 @@ def test_two_runs_are_side_by_side(browser: Chromium, tmp_path: Path):
     assert browser.run("browser.run") == 1  # the run that has rollouts
     assert browser.run("document.documentElement.scrollWidth <= innerWidth")
     assert browser.errors == []
+
+
+def test_zeros_on_a_logarithmic_scale_are_marked_and_do_not_pull_the_mean_down(browser: Chromium, tmp_path: Path):
+    rows = [step_row(step, grad_norm=0.0 if step % 3 == 0 else 0.5) for step in range(1, 121)]
+    run = a_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_report([run], tmp_path / "page.html", progress=Progress(quiet=True))
+    browser.open((tmp_path / "page.html").as_uri())
+    figure = "[...document.querySelectorAll('figure')].find((one) => one.textContent.includes('Gradient norm'))"
+    assert browser.run(f"{figure}.querySelectorAll('.zero').length") == 40
+    assert browser.run(f"{figure}.querySelector('.legend b').textContent") == "0.5"
+    assert "0 in 40 of 120" in browser.run(f"{figure}.querySelector('.legend').textContent")
+    assert browser.errors == []

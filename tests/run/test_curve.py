@@ -93,6 +93,25 @@ def test_what_shows_a_collapse_has_a_panel_and_a_scale_that_shows_its_course(tmp
     assert len(figure.axes) == 10
 
 
+def test_steps_without_a_gradient_are_marked_and_do_not_hide_the_scale_of_the_others(tmp_path: Path):
+    # Every tenth step has no gradient. On a logarithmic scale a 0 would be drawn at the panel's lower end.
+    rows = [
+        {**row, "grad_norm": 0.0 if row["step"] % 10 == 0 else 0.5} if "version" in row else row
+        for row in some_rows(100)
+    ]
+    write_rows(tmp_path, rows)
+    panel = next(
+        axes
+        for axes in curve.draw_figure(RunDir(tmp_path), curve.picture_rows(RunDir(tmp_path))).axes
+        if axes.get_ylabel() == "gradient norm"
+    )
+    marks = next(line for line in panel.get_lines() if line.get_label() == "no gradient")
+    assert list(marks.get_xdata()) == list(range(10, 101, 10))
+    drawn = [value for line in panel.get_lines() if line is not marks for value in line.get_ydata()]
+    assert drawn
+    assert set(drawn) == {0.5}
+
+
 def test_rounding_errors_alone_get_no_logarithmic_scale(tmp_path: Path):
     rows = [row | {"ratio/kl": 1e-14, "grad_norm": 0.0} for row in some_rows(20)]
     write_rows(tmp_path, rows)

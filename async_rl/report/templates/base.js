@@ -84,11 +84,15 @@ function responsive(box, draw) {
 
 /** A figure with lines over steps. Each series: {label, color, dashed, x, y, dots, error, last}. */
 function lineChart({ title, unit = "", series, log = false, from = null, to = null, marks = [], xLabel }) {
-  series = series.filter((one) => one.y.some((value) => value !== null && (!log || value > 0)));
+  // 0 has no place on a logarithmic scale, and would pull the mean of its neighbours down: it is marked at the bottom.
+  if (log) series = series.map((one) => ({ ...one, y: one.y.map((value) => value > 0 ? value : null),
+    zero: one.x.filter((_, i) => one.y[i] === 0) }));
+  series = series.filter((one) => one.y.some((value) => value !== null));
   if (!series.length) return null;
   const plot = h("div"), legend = h("ul", { class: "legend" }, series.map((one) => h("li", {},
     h("i", { class: `swatch ${one.dashed ? "dash" : ""} ${one.color}` }), one.label,
-    h("b", {}, number((one.dots ? one.y : smooth(one.y)).findLast((value) => value !== null))))));
+    h("b", {}, number((one.dots ? one.y : smooth(one.y)).findLast((value) => value !== null))),
+    one.zero?.length ? ` (0 in ${one.zero.length} of ${one.x.length}: marks at the bottom)` : "")));
   const figure = h("figure", {}, h("figcaption", {}, title, h("span", { class: "unit" }, unit)), legend, plot);
   responsive(plot, (width) => plot.replaceChildren(drawLines(width, { title, series, log, from, to, marks, xLabel })));
   return figure;
@@ -97,7 +101,7 @@ function lineChart({ title, unit = "", series, log = false, from = null, to = nu
 function drawLines(width, { title, series, log, from, to, marks, xLabel }) {
   const height = 190, right = 10, top = 8, bottom = 24;
   const xs = series.flatMap((one) => one.x), scale = log ? Math.log10 : (value) => value;
-  const ys = series.flatMap((one) => one.y.flatMap((value, i) => value === null || (log && value <= 0) ? []
+  const ys = series.flatMap((one) => one.y.flatMap((value, i) => value === null ? []
     : one.error && one.error[i] ? [value - one.error[i], value + one.error[i]] : [value])).map(scale);
   const most = (values, f) => values.reduce((a, b) => f(a, b));
   const x0 = most(xs, Math.min), x1 = Math.max(most(xs, Math.max), x0 + 1e-9);
@@ -127,7 +131,7 @@ function drawLines(width, { title, series, log, from, to, marks, xLabel }) {
   const path = (one, values) => {
     let d = "", pen = "M";
     values.forEach((y, i) => {
-      if (y === null || (log && y <= 0)) return; // generators report more rarely than there are steps
+      if (y === null) return; // generators report more rarely than there are steps
       d += `${pen}${px(one.x[i]).toFixed(1)} ${py(y).toFixed(1)}`;
       pen = "L";
     });
@@ -135,6 +139,8 @@ function drawLines(width, { title, series, log, from, to, marks, xLabel }) {
   };
   for (const one of series) {
     const dashed = one.dashed ? "dashed" : "", mean = one.dots ? one.y : smooth(one.y);
+    for (const x of one.zero || []) parts.push(s("line", { class: `line zero ${one.color}`, x1: px(x), x2: px(x),
+      y1: height - bottom - 7, y2: height - bottom }));
     if (mean !== one.y) parts.push(s("path", { class: `line raw ${one.color}`, d: path(one, one.y) }));
     parts.push(s("path", { class: `line ${dashed} ${one.color}`, d: path(one, mean) }));
     if (one.dots) one.y.forEach((y, i) => {
@@ -156,8 +162,8 @@ function drawLines(width, { title, series, log, from, to, marks, xLabel }) {
     const x = places[at], box = svg.getBoundingClientRect();
     for (const end of ["x1", "x2"]) cursor.setAttribute(end, px(x));
     cursor.setAttribute("visibility", "visible");
-    const lines = series.flatMap((one) => { const i = one.x.indexOf(x); return i < 0 || one.y[i] === null ?
-      [] : [`${one.label} ${number(one.y[i])}`]; });
+    const lines = series.flatMap((one) => { const i = one.x.indexOf(x), y = one.zero?.includes(x) ? 0 : one.y[i];
+      return i < 0 || y === null ? [] : [`${one.label} ${number(y)}`]; });
     tip(`${xLabel} ${number(x)}\n${lines.join("\n")}`, box.left + px(x), box.top + 40);
   };
   const hide = () => { cursor.setAttribute("visibility", "hidden"); tip(""); };
