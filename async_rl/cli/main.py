@@ -43,6 +43,7 @@ from async_rl.cli.options import (
     with_profile,
 )
 from async_rl.cli.report import report_command
+from async_rl.cli.slurm import slurm_command
 from async_rl.cli.tools import tools
 from async_rl.errors import ConfigError, UserError
 from async_rl.net.address import check_address, refuse_open_connect
@@ -532,6 +533,7 @@ def verifier(
         serve(bind, overrides or [], insecure=insecure)
 
 
+app.add_typer(slurm_command)
 app.add_typer(report_command)
 app.add_typer(tools)
 

@@ -1,0 +1,97 @@
+"""The subcommand ``slurm``. It imports large modules only when it runs, so that ``async-rl --help`` is fast."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from async_rl.cli.options import ConfigPath, Overrides
+from async_rl.terminal import visible
+
+slurm_command = typer.Typer(rich_markup_mode=None)
+
+
+@slurm_command.command("slurm", short_help="Write the jobs of a run for a Slurm cluster, and submit them.")
+def slurm(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes of the learner's job.")] = 1,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks-per-node",
+            metavar="N",
+            min=1,
+            help="Learner ranks, and GPUs, on each node; learner.nproc if unset.",
+        ),
+    ] = None,
+    generators: Annotated[
+        int | None,
+        typer.Option("--generators", metavar="N", min=0, help="Number of generators; generator.count if unset."),
+    ] = None,
+    no_gpus: Annotated[bool, typer.Option("--no-gpus", help="Ask Slurm for no GPUs.")] = False,
+    time: Annotated[
+        str | None,
+        typer.Option(
+            "--time", metavar="TIME", help="Time limit of each job, as in 04:00:00. At it, a job is requeued."
+        ),
+    ] = None,
+    partition: Annotated[str | None, typer.Option("--partition", metavar="NAME", help="The jobs' partition.")] = None,
+    account: Annotated[str | None, typer.Option("--account", metavar="NAME", help="The jobs' account.")] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sbatch",
+            metavar="KEY=VALUE",
+            help="Another option of sbatch for each job, as in cpus-per-task=8. May be repeated.",
+        ),
+    ] = None,
+    setup: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--setup",
+            metavar="LINE",
+            help="A line of shell that each job runs first, as in 'source .venv/bin/activate'. May be repeated. If "
+            "unset, the jobs use this async-rl.",
+        ),
+    ] = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Submit the jobs.")] = False,
+) -> None:
+    """Write two batch scripts for the run of CONFIG to RUN_DIR-slurm, and print them: the learner, and the generators.
+
+    run.dir and the current directory must be on a file system that all nodes share. Edit the scripts for whatever has
+    no option here. Scripts that were edited are not replaced.
+
+    \b
+    Examples:
+      async-rl slurm run.toml --ranks-per-node 8 --generators 16 --time 24:00:00
+      async-rl slurm run.toml --generators 4 --setup 'module load cuda' --submit
+    """
+    from async_rl.config.loading import load_config
+    from async_rl.run.reuse import check_place
+    from async_rl.slurm import jobs
+
+    resolved = load_config(config, overrides or [])
+    check_place(resolved, config, overrides or [])
+    named = {"time": time, "partition": partition, "account": account}
+    options = jobs.JobOptions(
+        nodes=nodes,
+        ranks_per_node=resolved.learner.nproc if ranks is None else ranks,
+        num_generators=resolved.generator.count if generators is None else generators,
+        sbatch=(*(f"{key}={value}" for key, value in named.items() if value is not None), *(sbatch or [])),
+        setup=tuple(setup or []),
+        has_gpus=not no_gpus,
+    )
+    words = [str(config), *(word for override in overrides or [] for word in ("--set", override))]
+    scripts = jobs.write_scripts(resolved, words, options)
+    if not submit:
+        for path in scripts.paths:
+            typer.echo(visible(f"# {path}\n{path.read_text(encoding='utf-8')}"))
+        typer.echo(visible(f"# to submit:\n{scripts.commands}"))
+        return
+    submitted = scripts.submit()
+    names = dict(zip(("queue server and learner", "generators"), submitted))
+    typer.echo("submitted: " + ", ".join(f"{name} as job {job}" for name, job in names.items()))
+    typer.echo(visible(f"logs: {jobs.script_directory(resolved)}"))
+    typer.echo(f"to save and stop: scancel {' '.join(submitted)}; submit again to go on")
