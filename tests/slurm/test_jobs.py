@@ -1,0 +1,206 @@
+"""The scripts of ``async-rl slurm``: their options, and what they do when Slurm's commands answer one thing or another.
+
+The commands are fakes here: small programs in the first directory of ``PATH``. ``tests/end_to_end/test_slurm.py`` has
+whole runs on a real Slurm.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_rl.cli.main import main
+from async_rl.config.loading import parse_config
+from async_rl.errors import ConfigError, RunError
+from async_rl.slurm.jobs import GENERATORS, LEARNER, JobOptions, Scripts, render, write_scripts
+
+STATES = {"running": "RUNNING", "cancelled": "COMPLETING"}
+OPTIONS = JobOptions(
+    nodes=2, ranks_per_node=8, num_generators=4, sbatch=("time=04:00:00", "exclusive", "comment=two words")
+)
+
+
+def config(directory: Path, **sections: dict[str, Any]) -> Any:
+    raw = {"run": {"dir": str(directory / "my run's")}, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}
+    return parse_config({**raw, **sections}, "the test")
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
+
+
+def test_options_reach_the_scripts(tmp_path: Path):
+    given = config(tmp_path, generator={"tensor_parallel_size": 2}, checkpoint={"grace_s": 40.0})
+    learner = directives(render(LEARNER, given, ["run.toml"], OPTIONS))
+    assert {"nodes=2", "ntasks-per-node=8", "gres=gpu:8", "time=04:00:00", "exclusive", "comment='two words'"} <= set(
+        learner
+    )
+    assert "signal=TERM@70" in learner  # 40 s to save, 30 s for the queue server
+    generators = directives(render(GENERATORS, given, ["run.toml"], OPTIONS))
+    assert {"array=0-3", "ntasks=1", "gres=gpu:2", "time=04:00:00", "exclusive"} <= set(generators)
+    assert not any(
+        "gres" in line for line in directives(render(LEARNER, given, [], JobOptions(1, 1, 1, has_gpus=False)))
+    )
+
+
+def test_what_the_config_chooses_is_kept(tmp_path: Path):
+    own = config(
+        tmp_path,
+        queue={"keys": "/safe/keys", "journal_dir": "/local/disk"},
+        generator={"allow_code": ["mine"]}, reward={"type": "mine:reward"},
+    )  # fmt: skip
+    learner, generators = (render(script, own, ["run.toml"], OPTIONS) for script in (LEARNER, GENERATORS))
+    assert "keys=/safe/keys\n" in learner
+    assert "keys=/safe/keys\n" in generators
+    assert "journal" not in learner
+    assert "--set 'generator.allow_code=[\"mine\"]'" in generators
+    assert 'journal_dir="$journal/queue"' in render(LEARNER, config(tmp_path), ["run.toml"], OPTIONS)
+
+
+@pytest.mark.parametrize("checker", [("bash", "-n"), ("shellcheck", "--severity=info")], ids=lambda words: words[0])
+@pytest.mark.parametrize("script", [LEARNER, GENERATORS])
+def test_the_scripts_are_clean_shell(tmp_path: Path, script: str, checker: tuple[str, ...]):
+    if shutil.which(checker[0]) is None:
+        pytest.skip(f"{checker[0]} is not installed")
+    given = config(tmp_path, generator={"allow_code": ["it's mine"]})
+    path = tmp_path / script
+    path.write_text(render(script, given, ["run.toml", "--set", "run.name=it's"], OPTIONS))
+    done = subprocess.run([*checker, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_an_edited_script_is_not_replaced(tmp_path: Path):
+    scripts = write_scripts(config(tmp_path), ["run.toml"], OPTIONS)
+    assert write_scripts(config(tmp_path), ["run.toml"], OPTIONS) == scripts
+    scripts.learner.write_text(scripts.learner.read_text() + "# mine\n")
+    with pytest.raises(RunError, match=r"learner\.sbatch was edited, or written for other options"):
+        write_scripts(config(tmp_path), ["run.toml"], OPTIONS)
+    assert scripts.learner.read_text().endswith("# mine\n")
+
+
+@pytest.mark.parametrize("option", ["--time=1", "time", "a=b\nrm -rf /", "", "=x"])
+def test_only_options_of_sbatch_are_taken(tmp_path: Path, option: str):
+    options = JobOptions(1, 1, 1, sbatch=(option,))
+    if option == "time":  # some have no value
+        write_scripts(config(tmp_path), [], options)
+        return
+    with pytest.raises(ConfigError, match="--sbatch: expected an option of sbatch without dashes"):
+        write_scripts(config(tmp_path), [], options)
+
+
+def test_both_jobs_are_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    # An installation with several clusters adds the cluster's name.
+    fake(tmp_path, "sbatch", 'printf "%s\\n" "$*" >> calls; echo "$((40 + $(wc -l < calls)));main"')
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    (tmp_path / "run.toml").write_text('run.dir = "runs/my"\nmodel.path = "m"\ndata.train = "t.jsonl"\n')
+    with pytest.raises(SystemExit) as ended:
+        main(["slurm", "run.toml", "--generators", "3", "--submit"])
+    assert ended.value.code == 0
+    assert "submitted: queue server and learner as job 41, generators as job 42\n" in capsys.readouterr().out
+    place = tmp_path / "runs" / "my-slurm"
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        f"--parsable {place}/learner.sbatch",
+        f"--parsable --dependency=after:41 {place}/generators.sbatch 41",
+    ]
+
+
+def test_a_missing_or_refusing_sbatch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+    scripts = Scripts(tmp_path / LEARNER, tmp_path / GENERATORS)
+    with pytest.raises(RunError, match="expected sbatch on this machine, found none"):
+        scripts.submit()
+    fake(tmp_path, "sbatch", 'case "$*" in *after*) echo "no such partition" >&2; exit 1 ;; *) echo 7 ;; esac')
+    with pytest.raises(RunError, match=r"no such partition; .* the learner's job 7 is submitted, scancel 7 ends it"):
+        scripts.submit()
+
+
+def fake(directory: Path, name: str, text: str) -> None:
+    path = directory / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def run_script(directory: Path, script: str, srun: str, *, state: str, arguments: tuple[str, ...] = ()) -> Any:
+    """Run a script with fakes of the commands that it calls. The fake ``srun`` knows its number as ``$n``."""
+    run_dir = directory / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    fake(
+        directory,
+        "scontrol",
+        'case $1 in show) echo "NodeName=n NodeAddr=127.0.0.1 Port=1 " ;; *) echo "$*" >> calls ;; esac',
+    )
+    fake(directory, "squeue", f"case $* in *--me*) echo 41 ;; *) echo {STATES[state]} ;; esac")
+    fake(directory, "sleep", "read -rt 0.02 <> <(:)")
+    fake(directory, "async-rl", "[ $1 != queue ] || { echo {} > run/queue.json; exec tail -f /dev/null; }")
+    fake(directory, "srun", f"echo srun >> calls; n=$(grep -c srun calls)\n{srun}")
+    given = parse_config(
+        {"run": {"dir": str(run_dir)}, "model": {"path": "m"}, "data": {"train": "t.jsonl"}}, "the test"
+    )
+    options = JobOptions(1, 1, 1, setup=(f"export PATH={directory}/bin:$PATH",))
+    path = write_scripts(given, ["run.toml"], options).learner.with_name(script)
+    environment = {
+        "PATH": os.environ["PATH"], "SLURM_JOB_ID": "41", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1",
+        "SLURMD_NODENAME": "n",
+    }  # fmt: skip
+    if script == GENERATORS:
+        (run_dir / "queue.json").write_text('{\n "address": "tcp://127.0.0.1:5"\n}\n')
+    return subprocess.run(
+        ["bash", str(path), *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+
+
+CHECKPOINT = 'echo "step-$n" > run/checkpoints/latest; '
+TERM_AT_ALL = 'echo 137 > "$FIRST_FAILURE"; exit 143'
+REQUEUE = "requeue 41"
+
+
+@pytest.mark.parametrize(
+    ("srun", "state", "code", "calls"),
+    [
+        ("exit 143", "running", 143, ["srun", REQUEUE]),  # the time limit
+        ("exit 143", "cancelled", 143, ["srun"]),  # scancel
+        ("exit 130", "running", 130, ["srun"]),  # scancel --signal=INT
+        ("exit 2", "running", 2, ["srun"]),  # a mistake in the config
+        ("exit 1", "running", 1, ["srun"]),  # it died, and made no checkpoint
+        (CHECKPOINT + "[ $n = 3 ] || exit 1; kill $(pgrep -P $PPID tail)", "running", 0, ["srun"] * 3),
+        (TERM_AT_ALL, "running", 137, ["srun"]),  # srun ended the other ranks
+    ],
+)
+def test_the_learner_is_requeued_only_before_the_time_limit(
+    tmp_path: Path, srun: str, state: str, code: int, calls: list[str]
+):
+    done = run_script(tmp_path, LEARNER, srun, state=state)
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "calls").read_text().splitlines() == calls
+
+
+@pytest.mark.parametrize(
+    ("srun", "state", "code", "calls"),
+    [
+        ("exit 0", "running", 0, ["srun"]),
+        ("exit 143", "running", 143, ["srun", REQUEUE]),
+        ("exit 143", "cancelled", 143, ["srun"]),
+        ("[ $n = 3 ] || exit 2", "running", 0, ["srun"] * 3),  # the queue server was away
+        ("exit 2", "running", 2, ["srun"] * 5),
+    ],
+)
+def test_a_generator_is_started_again_while_the_learner_has_a_job(
+    tmp_path: Path, srun: str, state: str, code: int, calls: list[str]
+):
+    done = run_script(tmp_path, GENERATORS, srun, state=state, arguments=("41",))
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "calls").read_text().splitlines() == calls
+
+
+def test_a_generator_ends_with_the_learners_job(tmp_path: Path):
+    done = run_script(tmp_path, GENERATORS, "exit 1", state="running", arguments=("40",))
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "calls").exists()
