@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Callable, Mapping
@@ -11,10 +12,16 @@ from typing import Any
 from async_rl.api.code_name import refuse_while_imported
 from async_rl.api.inputs import Base, Rows, read_inputs
 from async_rl.api.run import Run
-from async_rl.errors import RunError, RunFailedError, StoppedError
+from async_rl.errors import RunError, RunFailedError, StoppedError, UserError
 from async_rl.launch.launch import launch
 
 Source = str | PathLike[str] | Rows
+
+_IN_PYTHON = {
+    "`async-rl launch --takeover`": "takeover=True", "--takeover": "takeover=True", "--fresh": "fresh=True",
+    "--from": "source", "--insecure": "insecure=True", "the same command": "the same call",
+}  # fmt: skip
+"""What messages of ``launch`` call an option -> what ``train`` does."""
 
 
 def train(
@@ -53,7 +60,8 @@ def train(
             arguments above may be such a section, too.
 
     Raises:
-        UserError: the run can't start, for a reason that the user can correct. No process was started.
+        UserError: the run can't start, for a reason that the user can correct. No process was started. Its traceback
+            ends in this call, because the message says what to correct; the cause is kept if it has one.
         RunFailedError: the run failed. The message has the first cause.
         StoppedError: SIGTERM ended the run.
     """
@@ -63,12 +71,17 @@ def train(
             f"async_rl.train: expected a call in the main thread, which gets Ctrl-C, got one in "
             f"{threading.current_thread().name}; call it there, or start `async-rl launch` as a process"
         )
-    inputs = read_inputs(config, {"run": run, "model": model, "data": data, "reward": reward, **sections})
-    ended = launch(
-        inputs.config, fresh=fresh, source=source, insecure=insecure, takeover=takeover, quiet=quiet, name_next=False,
-        write_inputs=inputs.write,
-    )  # fmt: skip
-    why = "\n".join(ended.why)
+    try:
+        inputs = read_inputs(config, {"run": run, "model": model, "data": data, "reward": reward, **sections})
+        ended = launch(
+            inputs.config, fresh=fresh, source=source, insecure=insecure, takeover=takeover, quiet=quiet,
+            name_next=False, write_inputs=inputs.write,
+        )  # fmt: skip
+    except UserError as error:
+        error.args = tuple(map(_in_python, map(str, error.args)))
+        raise error.with_traceback(None) from error.__cause__
+    # Indented lines quote logs.
+    why = "\n".join(line if line.startswith(" ") else _in_python(line) for line in ended.why)
     if ended.exit_code == 128 + signal.SIGTERM:
         raise StoppedError(why)
     if 0 < ended.exit_code < 128:
@@ -76,3 +89,8 @@ def train(
     if why:
         print(why)  # noqa: T201 - Ctrl-C
     return Run(inputs.config.run.dir)
+
+
+def _in_python(text: str) -> str:
+    """Return a message of ``launch`` with the arguments of ``train`` for the options of the command line."""
+    return re.sub("|".join(_IN_PYTHON), lambda found: _IN_PYTHON[found[0]], text)

@@ -213,8 +213,8 @@ def _all_commands(config: Config, commands: RunCommands) -> list[Command]:
 
 def _has_ended_line(run_dir: RunDir) -> str:
     return (
-        f"the run in {run_dir.path} is finished; raise learner.steps to train on, or pass --fresh to start over (the "
-        f"old directory is moved aside)"
+        f"the run in {run_dir.path} is finished; raise learner.steps to train on, or pass --fresh to start over (in "
+        f"Python: fresh=True; the old directory is moved aside)"
     )
 
 

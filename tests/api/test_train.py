@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,39 @@ def test_ctrl_c_returns_the_run_with_what_to_do_and_sigterm_raises(
 ):
     ends_as(Outcome(130, "SIGINT"))
     assert not train(tmp_path).is_finished
-    assert "the run was stopped by SIGINT; the same command starts over" in capsys.readouterr().out
+    assert "the run was stopped by SIGINT; the same call starts over" in capsys.readouterr().out
     ends_as(Outcome(143, "SIGTERM"))
     with pytest.raises(StoppedError, match="stopped by SIGTERM"):
         train(tmp_path)
+
+
+def test_a_message_names_arguments_and_its_traceback_ends_in_the_call(
+    tmp_path: Path, ends_as: object, monkeypatch: pytest.MonkeyPatch
+):
+    train(tmp_path)
+    (tmp_path / "run" / "trained.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(RunError, match=r"with source .*, or start over with fresh=True") as refused:
+        async_rl.train("other", run=tmp_path / "run")
+    assert "--" not in str(refused.value)
+    with pytest.raises(RunError, match=r"^source: expected a run directory") as refused:
+        async_rl.train("tiny", run=tmp_path / "fork", source=str(tmp_path / "none"))
+    functions = [frame.name for frame in traceback.extract_tb(refused.value.__traceback__)]
+    assert functions == ["test_a_message_names_arguments_and_its_traceback_ends_in_the_call", "train"]
+    with pytest.raises(ConfigError, match=r"unknown key; did you mean learner\.steps") as unknown:
+        async_rl.train("tiny", run=tmp_path / "new", learner={"stepss": 3})
+    assert len(traceback.extract_tb(unknown.value.__traceback__)) == 2
+
+    def refuse(config: Any, **options: object) -> float:
+        try:
+            return 1 / 0
+        except ZeroDivisionError as error:
+            raise ConfigError("reward.type: the function raises") from error
+
+    monkeypatch.setattr(launch_module, "preflight", refuse)
+    with pytest.raises(ConfigError) as raised:
+        async_rl.train("tiny", run=tmp_path / "new")
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert len(traceback.extract_tb(raised.value.__traceback__)) == 2
 
 
 def test_rows_are_in_the_new_directory_when_fresh_moves_the_old_one_aside(

@@ -93,7 +93,7 @@ def test_ctrl_c_saves_the_last_step_and_the_same_script_goes_on(tmp_path: Path):
     output, _ = process.communicate(timeout=120)
     saved = async_rl.Run(tmp_path / "run").last_step
     assert process.returncode == 0, output
-    assert "the run was stopped by SIGINT; the same command resumes from step-" in output
+    assert "the run was stopped by SIGINT; the same call resumes from step-" in output
     assert f"returned: False {saved}" in output
     assert 2 <= saved < 60
     assert processes_of(f"ASYNC_RL_TEST={tmp_path}") == []
