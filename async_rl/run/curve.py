@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import os
 import threading
 import time
@@ -228,9 +229,17 @@ def draw_figure(run_dir: RunDir, rows: Sequence[Row]) -> Figure:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in inches. It needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    """Return an empty figure of this size in inches. It needs no display, and no home that can be written."""
+    # Without such a home, as in a container, matplotlib uses a temporary directory, and would advise at length to set a
+    # variable.
+    matplotlib_logger = logging.getLogger("matplotlib")
+    level = matplotlib_logger.level
+    matplotlib_logger.setLevel(logging.ERROR)
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    finally:
+        matplotlib_logger.setLevel(level)
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)

@@ -4,6 +4,8 @@ import gc
 import json
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 import tracemalloc
@@ -54,6 +56,24 @@ def test_the_curve_is_a_picture_and_needs_no_display(tmp_path: Path, monkeypatch
     assert write_curve(RunDir(tmp_path))
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["curve.png", "metrics.jsonl"]
+
+
+def test_a_home_that_cannot_be_written_is_not_spoken_of(tmp_path: Path):
+    # As in a container with a read-only root. No directory can be made below a device, not even by root.
+    environment = {name: value for name, value in os.environ.items() if name not in ("MPLCONFIGDIR", "XDG_CACHE_HOME")}
+    environment |= {"HOME": "/dev/null", "XDG_CONFIG_HOME": "/dev/null", "TMPDIR": str(tmp_path)}
+    script = "from async_rl.run.curve import new_figure; new_figure(2, 2).savefig('figure.png')"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout + done.stderr == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["figure.png"]  # its temporary directory is gone
 
 
 def test_restarts_and_the_bound_are_marked_and_start_up_squashes_nothing(tmp_path: Path):
