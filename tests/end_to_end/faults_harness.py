@@ -97,12 +97,13 @@ class Gates:
 class FaultRun:
     """One run in ``directory``; ``marker`` is in the environment of every process of it.
 
-    ``generator_options`` are those of the generators that ``begin`` starts.
+    ``generator_options`` are those of the generators that ``begin`` starts. ``killed_codes`` are the exit codes of a
+    role that was killed, or that ends because a process of its own was.
     """
 
     def __init__(
         self, directory: Path, config: Path, start: Callable[..., Role], num_generators: int = 2,
-        generator_options: Sequence[str] = (),
+        generator_options: Sequence[str] = (), killed_codes: Sequence[int] = (-signal.SIGKILL,),
     ) -> None:  # fmt: skip
         self.run_dir, self.gates = directory / "run", Gates(directory / "gates")
         self.marker = f"ASYNC_RL_TEST={directory}"
@@ -112,6 +113,7 @@ class FaultRun:
             "ASYNC_RL_TEST": str(directory), "ASYNC_RL_FAULTS": str(self.gates.directory), SECRET_VARIABLE: "mine"
         }  # fmt: skip
         self._num_generators, self._generator_options = num_generators, generator_options
+        self._killed_codes = killed_codes
         self._roles: dict[str, Role] = {}
         self.num_starts = 0
 
@@ -161,7 +163,7 @@ class FaultRun:
         """Start again what was killed. Raises AssertionError: a role ended by itself, and the run is not finished."""
         for name, role in list(self._roles.items()):
             code = role.process.poll()
-            if code == -signal.SIGKILL:
+            if code in self._killed_codes:
                 self._begin_role(name, *role.arguments)
             elif code is not None:
                 assert (code, self.is_finished) == (0, True), f"{name} exited {code}:\n{role.tail()}"
@@ -247,11 +249,12 @@ class FaultRun:
 
 @contextlib.contextmanager
 def fault_run(
-    directory: Path, config: Path, num_generators: int = 2, generator_options: Sequence[str] = ()
-) -> Iterator[FaultRun]:
+    directory: Path, config: Path, num_generators: int = 2, generator_options: Sequence[str] = (),
+    killed_codes: Sequence[int] = (-signal.SIGKILL,),
+) -> Iterator[FaultRun]:  # fmt: skip
     """A ``FaultRun``; nothing of it is left afterwards."""
     with roles(directory / "logs") as start:
-        run = FaultRun(directory, config, start, num_generators, generator_options)
+        run = FaultRun(directory, config, start, num_generators, generator_options, killed_codes)
         try:
             yield run
         finally:

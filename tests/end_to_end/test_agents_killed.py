@@ -126,9 +126,13 @@ def ancestors(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def killed_run(
-    directory: Path, source: str, poison: Sequence[int] = (), **changes: dict[str, Any]
-) -> Iterator[tuple[FaultRun, Processes]]:
-    """A run whose agents play the function ``play`` of ``source``, and that has begun. ``changes`` is of its config."""
+    directory: Path, source: str, poison: Sequence[int] = (), *,
+    killed_codes: Sequence[int] = (-signal.SIGKILL,), generator_settings: Sequence[str] = (), **changes: dict[str, Any],
+) -> Iterator[tuple[FaultRun, Processes]]:  # fmt: skip
+    """A run whose agents play the function ``play`` of ``source``, and that has begun. ``changes`` is of its config.
+
+    ``generator_settings`` are those of its generators' machines, and ``killed_codes`` as ``FaultRun`` takes them.
+    """
     playing, agent = directory / "playing", directory / "agent.py"
     playing.mkdir()
     agent.write_text(CLIENT + HEAD + source)
@@ -138,10 +142,11 @@ def killed_run(
     raw["environment"] = {"name": f"{agent}:run", "timeout_s": 10.0}
     raw["generator"] |= {"serve": True, "allow_code": [str(agent)]}
     for section, keys in changes.items():
-        raw[section] |= keys
+        raw.setdefault(section, {}).update(keys)
     write_config(config, raw)
-    options = ("--set", f'generator.allow_code=["{agent}"]')
-    with fault_run(directory, config, generator_options=options) as run:
+    settings = (f'generator.allow_code=["{agent}"]', *generator_settings)
+    options = [word for setting in settings for word in ("--set", setting)]
+    with fault_run(directory, config, generator_options=options, killed_codes=killed_codes) as run:
         run.begin()
         yield run, Processes(run, playing, random.Random(0))
 
