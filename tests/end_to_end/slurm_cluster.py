@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -127,10 +128,10 @@ def skip_without_slurm() -> None:
 
 
 @contextlib.contextmanager
-def slurm(home: Path, *, num_nodes: int = 3, cred_expire_s: int = 5, kill_wait_s: int = 30) -> Iterator[Slurm]:
-    """Run a cluster in ``home``. A requeued job starts after ``cred_expire_s`` seconds, instead of two minutes."""
+def slurm(*, num_nodes: int = 3, cred_expire_s: int = 5, kill_wait_s: int = 30) -> Iterator[Slurm]:
+    """Run a cluster. A requeued job starts after ``cred_expire_s`` seconds, instead of two minutes."""
     skip_without_slurm()
-    home.mkdir(parents=True)
+    home = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # a socket's path has at most 108 characters
     home.chmod(0o755)
     ports = _free_ports(num_nodes + 1)
     nodes = "\n".join(
@@ -180,6 +181,7 @@ def _end(cluster: Slurm) -> None:
     for pid in _processes_with({"SLURM_CONF": str(cluster.home / "slurm.conf")}):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(cluster.home, ignore_errors=True)
 
 
 def _processes_with(variables: Mapping[str, str]) -> list[int]:

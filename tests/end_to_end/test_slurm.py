@@ -65,7 +65,7 @@ class Run:
 def run(tmp_path: Path) -> Iterator[Run]:
     directory = tmp_path / "shared disk"
     directory.mkdir()
-    with slurm(tmp_path / "cluster") as cluster:
+    with slurm() as cluster:
         yield Run(cluster, directory)
 
 
