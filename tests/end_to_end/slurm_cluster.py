@@ -72,7 +72,7 @@ class Slurm:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables with which Slurm's commands find this cluster."""
-        return {**os.environ, "SLURM_CONF": str(self.home / "slurm.conf")}
+        return {**os.environ, "PATH": _path(), "SLURM_CONF": str(self.home / "slurm.conf")}
 
     def run(self, *command: str, environment: Mapping[str, str] | None = None, is_checked: bool = True) -> str:
         """What a command of Slurm prints."""
