@@ -158,6 +158,7 @@ def run_script(directory: Path, script: str, srun: str, *, state: str, arguments
 
 
 CHECKPOINT = 'echo "step-$n" > run/checkpoints/latest; '
+CHECKPOINT_AT_FIRST = f"[ $n != 1 ] || {{ {CHECKPOINT}}}; "
 TERM_AT_ALL = 'echo 137 > "$FIRST_FAILURE"; exit 143'
 REQUEUE = "requeue 41"
 
@@ -170,13 +171,13 @@ REQUEUE = "requeue 41"
         ("exit 130", "running", 130, ["srun"]),  # scancel --signal=INT
         ("exit 2", "running", 2, ["srun"]),  # a mistake in the config
         ("exit 1", "running", 1, ["srun"]),  # it died, and made no checkpoint
+        (CHECKPOINT_AT_FIRST + "exit 1", "running", 1, ["srun", "srun", REQUEUE]),  # a node that has failed
+        (CHECKPOINT_AT_FIRST + "exit 1", "cancelled", 1, ["srun", "srun"]),
         (CHECKPOINT + "[ $n = 3 ] || exit 1; kill $(pgrep -P $PPID tail)", "running", 0, ["srun"] * 3),
         (TERM_AT_ALL, "running", 137, ["srun"]),  # srun ended the other ranks
     ],
 )
-def test_the_learner_is_requeued_only_before_the_time_limit(
-    tmp_path: Path, srun: str, state: str, code: int, calls: list[str]
-):
+def test_the_learner_is_requeued_where_that_helps(tmp_path: Path, srun: str, state: str, code: int, calls: list[str]):
     done = run_script(tmp_path, LEARNER, srun, state=state)
     assert done.returncode == code, done.stderr
     assert (tmp_path / "calls").read_text().splitlines() == calls
