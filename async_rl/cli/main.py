@@ -585,13 +585,21 @@ def main(arguments: list[str] | None = None) -> Any:
     """Run the subcommand that ``arguments`` name, and exit with its exit code. This is the program's entry point.
 
     ``arguments`` are those of the command line if None. A ``UserError`` is printed as one message, with exit code 2. So
-    is a lack of file descriptors, with exit code 1.
+    is the lack of a temporary directory, and a lack of file descriptors, with exit code 1.
     """
     leave_pid_one()
     try:
         app(arguments)
     except UserError as error:
         sys.stderr.write(visible(f"async-rl: {error}\n"))
+        raise SystemExit(2) from None
+    except FileNotFoundError as error:  # tempfile has no class of its own for it, and torch's imports call tempfile
+        if not (error.strerror or "").startswith("No usable temporary directory"):
+            raise
+        sys.stderr.write(
+            f"async-rl: expected a directory for temporary files that can be written, got none: {error.strerror}; set "
+            f"TMPDIR to one, or mount one at /tmp (docker run --tmpfs /tmp)\n"
+        )
         raise SystemExit(2) from None
     except Exception as error:  # also zmq's own kind of OSError
         if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE):

@@ -9,6 +9,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -435,6 +436,19 @@ def test_status_says_by_its_exit_code_whether_a_process_is_alive(tmp_path: Path,
     assert "did not answer within 0.2 s" in refusal(
         capsys, "status", str(run_dir), "--alive", "queue", "--timeout", "0.2"
     )
+
+
+def test_without_a_temporary_directory_a_command_says_what_to_do(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: ["/dev/null/none"])
+    monkeypatch.setattr(cli, "app", lambda arguments: tempfile.gettempdir())
+    said = refusal(capsys, "launch")
+    assert "got none: No usable temporary directory found in ['/dev/null/none']; set TMPDIR to one" in said
+    monkeypatch.setattr(cli, "app", lambda arguments: Path("/dev/null-or-not").read_text())
+    with pytest.raises(FileNotFoundError, match="null-or-not"):
+        cli.main(["launch"])
 
 
 def test_status_of_a_finished_run_is_read_from_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
