@@ -11,6 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from async_rl.errors import RunError
 from async_rl.process.child import module_command, run_child
 from async_rl.quickstart.tasks import Task
 from async_rl.terminal import visible
@@ -44,13 +45,23 @@ def recipe_digest(task: Task, seed: int) -> str:
 
 
 def write_config(task: Task, seed: int) -> Path:
-    """Write the task's config for ``seed`` and return its path. Empty the folder first if another recipe made it."""
+    """Write the task's config for ``seed`` and return its path. Empty the folder first if another recipe made it.
+
+    Raises:
+        RunError: files can't be written in the folder, as in a container whose volume belongs to another user.
+    """
     directory = task.directory(seed)
     if not _is_made(task, seed):
         shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True, exist_ok=True)
     path = directory / task.config
-    path.write_text(task.config_text(seed), encoding="utf-8")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(task.config_text(seed), encoding="utf-8")
+    except OSError as error:
+        raise RunError(
+            f"can't write {path} in {Path.cwd()}: {error.strerror or error}; start the quickstart in a directory in "
+            f"which this user can write (in a container: a volume at runs/ that belongs to the container's user)"
+        ) from error
     return path
 
 

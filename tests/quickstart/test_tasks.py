@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.config.loading import load_config
+from async_rl.errors import RunError
 from async_rl.quickstart.prepare import recipe_digest, write_config
 from async_rl.quickstart.tasks import HERE, SUMS
 
@@ -30,6 +31,12 @@ def test_the_config_of_another_seed_names_that_seed_everywhere():
     places = [config.model.path, config.data.train, *config.data.eval.values(), config.sft.data, config.sft.out]
     assert {Path(str(place)).parent for place in places} == {Path("runs/quickstart-task/seed-3")}
     assert "seed-0" not in SUMS.config_text(3)
+
+
+def test_a_folder_that_cannot_be_made_is_said_with_what_to_do(folder: Path):
+    (folder / "runs").write_text("a file, which stops root, too")
+    with pytest.raises(RunError, match=r"can't write runs/\S+ in \S+: \w.*; start the quickstart in a directory"):
+        write_config(SUMS, 0)
 
 
 def test_every_source_of_the_recipe_is_in_the_package():
