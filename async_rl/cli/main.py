@@ -361,7 +361,7 @@ def status(
         )
     if connect is not None:
         check_address(connect)
-    from async_rl.launch.status import print_status, status_at, status_of_run, why_not_alive
+    from async_rl.launch.status import print_alive, print_status, status_at, status_of_run
     from async_rl.net.keys import ClientKeys
 
     chosen = None if keys is None else ClientKeys.load(keys)
@@ -371,12 +371,8 @@ def status(
         assert connect is not None
         found = status_at(connect, timeout, chosen)
     if alive is not None:
-        if why := why_not_alive(found, alive):
-            sys.stderr.write(visible(f"async-rl: {why}\n"))
-            raise SystemExit(1)
-        sys.stdout.write(visible(f"{alive}: {'the run is finished' if found.get('finished') else 'alive'}\n"))
-        return
-    if as_json:
+        print_alive(found, alive)
+    elif as_json:
         print_json(found)
     else:
         print_status(found)
@@ -584,8 +580,8 @@ def _role(log_form: str = _WITH_TIME) -> Iterator[bool]:
 def main(arguments: list[str] | None = None) -> Any:
     """Run the subcommand that ``arguments`` name, and exit with its exit code. This is the program's entry point.
 
-    ``arguments`` are those of the command line if None. A ``UserError`` is printed as one message, with exit code 2. So
-    is the lack of a temporary directory, and a lack of file descriptors, with exit code 1.
+    ``arguments`` are those of the command line if None. A ``UserError`` and the lack of a temporary directory are each
+    printed as one message, with exit code 2. So is a lack of file descriptors, with exit code 1.
     """
     leave_pid_one()
     try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from async_rl.cli.options import ConfigPath, Overrides
 from async_rl.terminal import visible
+
+if TYPE_CHECKING:
+    from async_rl.slurm.jobs import Scripts
 
 slurm_command = typer.Typer(rich_markup_mode=None)
 
@@ -85,13 +88,21 @@ def slurm(
     )
     words = [str(config), *(word for override in overrides or [] for word in ("--set", override))]
     scripts = jobs.write_scripts(resolved, words, options)
-    if not submit:
-        for path in scripts.paths:
-            typer.echo(visible(f"# {path}\n{path.read_text(encoding='utf-8')}"))
-        typer.echo(visible(f"# to submit:\n{scripts.commands}"))
-        return
+    if submit:
+        _submit(scripts)
+    else:
+        _show(scripts)
+
+
+def _show(scripts: Scripts) -> None:
+    for path in scripts.paths:
+        typer.echo(visible(f"# {path}\n{path.read_text(encoding='utf-8')}"))
+    typer.echo(visible(f"# to submit:\n{scripts.commands}"))
+
+
+def _submit(scripts: Scripts) -> None:
     submitted = scripts.submit()
     names = dict(zip(("queue server and learner", "generators"), submitted))
     typer.echo("submitted: " + ", ".join(f"{name} as job {job}" for name, job in names.items()))
-    typer.echo(visible(f"logs: {jobs.script_directory(resolved)}"))
+    typer.echo(visible(f"logs: {scripts.learner.parent}"))
     typer.echo(f"to save and stop: scancel {' '.join(submitted)}; submit again to go on")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from async_rl.queue.messages import DOCTOR
 from async_rl.run.directory import RunDir
 from async_rl.run.queue_files import read_record
 from async_rl.run.step_log import last_step
-from async_rl.terminal import visible_values
+from async_rl.terminal import visible, visible_values
 
 _LABELS = {
     "lineage": "lineage (learner start)",
@@ -158,6 +159,14 @@ def why_not_alive(status: Mapping[str, Any], name: str) -> str:
     return (
         f"generator {name} is not alive: it has sent nothing for {generators[name]['seen_s_ago']:.0f} s; read its log"
     )
+
+
+def print_alive(status: Mapping[str, Any], name: str) -> None:
+    """Print whether a process of the run is alive; exit with code 1 if it is not. ``name`` as in ``why_not_alive``."""
+    if why := why_not_alive(status, name):
+        sys.stderr.write(visible(f"async-rl: {why}\n"))
+        raise SystemExit(1)
+    sys.stdout.write(visible(f"{name}: {'the run is finished' if status.get('finished') else 'alive'}\n"))
 
 
 def print_status(status: Mapping[str, Any]) -> None:

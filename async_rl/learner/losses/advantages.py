@@ -37,9 +37,9 @@ from async_rl.learner.losses.parts import kl_estimate
 from async_rl.records import NO_VERSION
 
 STD_FLOOR = 1e-4
+"""Added to a standard deviation, in its units, so that nearly equal rewards give no huge advantages."""
 _ROUNDING = 1e-9
 """Advantages below this are 0, but for rounding."""
-"""Added to a standard deviation, in its units, so that nearly equal rewards give no huge advantages."""
 
 _BUG = "this is a bug in async-rl, please report it"
 _WITHOUT_REWARD = ("invalid", "unknown_weights", "quarantined", "failed", "truncated")
