@@ -132,7 +132,7 @@ class Cluster:
 
     def __init__(self, directory: Path) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        self._volumes = {f"/{name}": directory / name for name in ("keys", "runs", "journal", "tmp", "work")}
+        self._volumes = {f"/{name}": directory / name for name in ("keys", "runs", "journal", "tmp")}
         self._volumes["/etc/async-rl"] = directory / "etc"
         for folder in self._volumes.values():
             folder.mkdir(mode=0o700)
@@ -200,7 +200,7 @@ def test_the_commands_of_the_manifests_train(tmp_path: Path):
         queue = start("queue", *commands["queue"])
         ranks = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *learner],
-            cwd=cluster.folder("/work"), env=environment, stdout=log, stderr=log,
+            cwd=cluster.folder("/tmp"), env=environment, stdout=log, stderr=log,
         )  # fmt: skip
         try:
             sampler = start("generator", *generator)
@@ -208,6 +208,7 @@ def test_the_commands_of_the_manifests_train(tmp_path: Path):
             run_dir = cluster.folder("/runs") / "run"
             wait_until("a step", lambda: steps(run_dir), deadline_s=200)
             start("probe", *probe[1:]).succeed()
+            start("status", "status", str(run_dir)).succeed()
             assert ranks.wait(200) == 0, (tmp_path / "learner.log").read_text()
         finally:
             ranks.kill()
