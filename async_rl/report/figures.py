@@ -20,6 +20,7 @@ from async_rl.errors import ConfigError, RunError
 from async_rl.launch.hints import Hints
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
+from async_rl.run.lock import holder_of
 from async_rl.run.metrics import METRIC_KEYS, Row
 from async_rl.run.progress import is_step_row
 from async_rl.run.starts import first_steps, read_origin
@@ -63,7 +64,7 @@ def read_run(path: Path) -> Plain:
     return {
         "name": path.resolve().name,
         "path": str(path),
-        "finished": run_dir.is_finished,
+        "state": run_state(run_dir),
         "step": last.get("step", 0),
         "steps": config.learner.steps if config else None,
         "elapsed_s": last.get("time_s", 0.0),
@@ -82,6 +83,14 @@ def read_run(path: Path) -> Plain:
         "notes": _notes(run_dir),
         "headline": _headline(rows, evals),
     }
+
+
+def run_state(run_dir: RunDir) -> str:
+    """Return "finished", "exporting" while a living process writes the trained model, or "not finished"."""
+    is_exporting = any(run_dir.path.glob(f".{run_dir.export.name}.*.partial"))
+    if run_dir.is_finished or not is_exporting:
+        return "finished" if run_dir.is_finished else "not finished"
+    return "exporting" if (holder := holder_of(run_dir.lock)) is not None and holder.may_live else "not finished"
 
 
 def _config(run_dir: RunDir) -> Config | None:

@@ -34,7 +34,7 @@ _SECTIONS = {
 _SCRIPTS = ("base.js", "rollouts.js", "views.js")
 _LEVEL = 6
 _IN_TEMPLATE = (
-    "name", "path", "finished", "step", "steps", "origin", "starts", "headline", "notes", "changes", "settings",
+    "name", "path", "state", "step", "steps", "origin", "starts", "headline", "notes", "changes", "settings",
     "config_text",
 )  # fmt: skip
 _IN_SCRIPT = ("name", "bound", "starts", "columns", "evals", "timeline", "lags", "ledger")

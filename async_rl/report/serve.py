@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from async_rl.errors import RunError
+from async_rl.report.figures import run_state
 from async_rl.report.page import render
 from async_rl.report.report import read_all
 from async_rl.report.rollouts import Chunk, chunk_bytes, index_data, read_index
@@ -70,7 +71,7 @@ class ServedRuns:
 def _stamp(run: RunDir) -> str:
     """Return a text that changes when the run's files do."""
     sizes = [(p.stat().st_size, p.stat().st_mtime_ns) for p in (run.metrics, run.notes, run.ledger) if p.exists()]
-    return hashlib.sha256(repr((sizes, run.is_finished)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((sizes, run_state(run))).encode()).hexdigest()[:16]
 
 
 def start_server(runs: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:

@@ -116,7 +116,7 @@ class RunLock:
         """
         if not self.is_current:
             raise LineageError(
-                f"{_holder_of(self.path) or 'another process'} has taken over {self.path.parent}; this process ends, "
+                f"{holder_of(self.path) or 'another process'} has taken over {self.path.parent}; this process ends, "
                 f"because only one may write there"
             )
 
@@ -233,7 +233,8 @@ def _take_over(run_dir: RunDir, role: str) -> RunLock:
     return lock
 
 
-def _holder_of(path: Path) -> Holder | None:
+def holder_of(path: Path) -> Holder | None:
+    """Return the process that the lock file ``path`` names, one that may be alive if it can. None if it names none."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         return _first_living(_read_holders(file.fileno()))
     return None

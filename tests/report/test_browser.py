@@ -163,3 +163,22 @@ def test_zeros_on_a_logarithmic_scale_are_marked_and_do_not_pull_the_mean_down(b
     assert browser.run(f"{figure}.querySelector('.legend b').textContent") == "0.5"
     assert "0 in 40 of 120" in browser.run(f"{figure}.querySelector('.legend').textContent")
     assert browser.errors == []
+
+
+def test_a_link_opens_its_rollout_whatever_is_filtered(browser: Chromium, page: str):
+    shown = "document.querySelector('#rollout').textContent"
+    browser.open(f"{page}#rollout=1.3.5")
+    assert browser.run(shown).startswith("Step 1, dataset row 7, rollout 5 link")
+    assert browser.run("document.querySelector('tr[aria-selected=true]').dataset.i") == "5"
+    assert browser.run("document.querySelector('#rollout h3 a').getAttribute('href')") == "#rollout=1.3.5"
+    browser.run("browser.form.elements['reward-min'].value = '0.9'; filter(); location.hash = '#rollout=1.3.2'")
+    browser.run("new Promise((go) => setTimeout(go, 300))")
+    assert browser.run(shown).startswith("Step 1, dataset row 7, rollout 2 link")
+    browser.run("location.hash = '#rollout=1.3.99'; new Promise((go) => setTimeout(go, 300))")
+    assert browser.run(shown) == "#rollout=1.3.99 names no rollout of this report."
+    assert browser.errors == []
+
+
+def test_the_chooser_of_metrics_begins_with_one_that_the_run_has(browser: Chromium, page: str):
+    browser.open(page)
+    assert browser.run("document.querySelector('select[aria-label=Metric]').value") == "reward/mean"

@@ -1,13 +1,16 @@
 """What a page shows of a run, by hand."""
 
+import json
+import socket
 from pathlib import Path
 
 import pytest
 
 from async_rl.errors import RunError
 from async_rl.launch.launch import summary
-from async_rl.report.figures import MAX_BARS, MAX_POINTS, compact, lags, read_run, timeline
+from async_rl.report.figures import MAX_BARS, MAX_POINTS, compact, lags, read_run, run_state, timeline
 from async_rl.run.directory import RunDir
+from async_rl.run.lock import acquire
 from tests.comparison.runs import step_row, write_run
 
 from .pages import a_run
@@ -64,7 +67,7 @@ def test_what_launch_noted_while_the_run_went_is_among_the_notes(tmp_path: Path)
 
 def test_a_run_is_read_with_its_evaluations_settings_and_notes(tmp_path: Path):
     found = read_run(a_run(tmp_path / "run", learner={"steps": 9}))
-    assert (found["name"], found["step"], found["steps"], found["finished"]) == ("run", 4, 9, False)
+    assert (found["name"], found["step"], found["steps"], found["state"]) == ("run", 4, 9, "not finished")
     assert found["evals"]["math"]["step"] == [0, 4]
     assert found["evals"]["math"]["accuracy"] == [0.25, 0.75]
     assert found["columns"]["step"] == [1, 2, 3, 4]
@@ -102,3 +105,15 @@ def test_what_is_no_run_is_refused(tmp_path: Path):
 
 def test_counts_are_short():
     assert [compact(value) for value in (0, 950, 1234, 999_600, 5.6e9)] == ["0", "950", "1.23k", "1M", "5.6G"]
+
+
+def test_a_run_exports_while_a_living_process_writes_the_model(tmp_path: Path):
+    run = RunDir(a_run(tmp_path / "run"))
+    (run.path / ".export.0123abcd.partial").mkdir()
+    lock = acquire(run, "learner")
+    assert run_state(run) == "exporting"
+    lock.close()
+    run.lock.write_text(json.dumps({"pid": 2**30, "host": socket.gethostname(), "role": "learner"}) + "\n")
+    assert run_state(run) == "not finished", "its process has died"
+    run.mark_finished({"step": 4})
+    assert run_state(run) == "finished"

@@ -181,6 +181,30 @@ async function openRollout(i) {
   if (browser.open === i) box.replaceChildren(...summary(i), ...recordView(chunk.records[index.slot[i]], chunk));
 }
 
+/** The part of the page's address that opens a rollout: its step, position and number, and the run if not the first. */
+const linkOf = (i) => `#rollout=${[browser.index.step[i], browser.index.position[i], browser.index.index[i],
+  ...(browser.run ? [browser.run] : [])].join(".")}`;
+
+/** Open the rollout that the page's address names, whatever the filters hide. */
+async function openLinked() {
+  const [, ...numbers] = location.hash.match(/^#rollout=(\d+)\.(\d+)\.(\d+)(?:\.(\d+))?$/) || [];
+  if (!numbers.length) return;
+  const [step, position, index, run = 0] = numbers.map((text) => text && Number(text));
+  if (DATA.rollouts[run] && run !== browser.run) await chooseRun(run);
+  const known = DATA.rollouts[run] ? browser.index : { step: [] };
+  const i = known.step.findIndex((one, j) => one === step && known.position[j] === position &&
+    known.index[j] === index);
+  if (i >= 0) {
+    browser.page = Math.max(0, Math.floor(browser.found.indexOf(i) / PAGE_ROWS));
+    drawList();
+    await openRollout(i);
+    browser.list.querySelector(`[data-i="${i}"]`)?.scrollIntoView({ block: "center" });
+  } else if ($("#rollout")) {
+    $("#rollout").replaceChildren(h("p", { class: "bad" }, `${location.hash} names no rollout of this report.`));
+  }
+  ($("#rollout") || $("#rollouts")).scrollIntoView();
+}
+
 const facts = (pairs) => h("ul", { class: "facts" }, pairs.filter(([, value]) => value !== null &&
   value !== undefined && value !== "")
   .map(([name, value]) => h("li", {}, h("span", {}, name), ...safe(asText(value)))));
@@ -189,7 +213,8 @@ function summary(i) {
   const index = browser.index, group = [];
   for (let j = 0; j < index.step.length; j++) if (index.step[j] === index.step[i] &&
     index.position[j] === index.position[i]) group.push(j);
-  return [h("h3", {}, `Step ${index.step[i]}, dataset row ${index.row[i]}, rollout ${index.index[i]}`),
+  return [h("h3", {}, `Step ${index.step[i]}, dataset row ${index.row[i]}, rollout ${index.index[i]} `,
+    h("a", { class: "direct", href: linkOf(i), title: "Opens the page with this rollout" }, "link")),
     facts([["reward", number(index.reward[i])], ["accuracy", number(index.accuracy[i])], ["tokens", index.tokens[i]],
       ["oldest token", index.stale[i] === null ? null : `${index.stale[i]} versions old`],
         ["ended by", index.names[index.finish[i]]],

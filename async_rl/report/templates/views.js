@@ -64,9 +64,12 @@ function figureOf(runs, panel, axis, xLabel) {
   return lineChart({ ...panel, series, marks, xLabel });
 }
 
-let chosenMetric = "lr";
+let chosenMetric = "";
 function anyMetric(runs, axis, xLabel) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.columns)))].filter((key) => key !== "step").sort();
+  if (!keys.includes(chosenMetric)) {
+    chosenMetric = ["reward/mean", "accuracy/mean", "loss/policy"].find((key) => keys.includes(key)) || keys[0];
+  }
   const place = h("div"), about = h("p", { class: "who" });
   const draw = () => {
     const figure = figureOf(runs, { title: chosenMetric, keys: { [chosenMetric]: chosenMetric } }, axis, xLabel);
@@ -291,6 +294,8 @@ async function start() {
   });
   dress();
   await startBrowser();
+  await openLinked();
+  addEventListener("hashchange", openLinked);
   document.documentElement.dataset.ready = "yes";
   if (DATA.served) { $("#live").hidden = false; follow(); }
 }
