@@ -85,6 +85,16 @@ def test_a_learner_that_was_never_reached_is_not_called_silent(learner: FakeSock
         wait_for(made, f"the learner at {CHANNEL} has been silent")
 
 
+def test_a_learner_that_is_reached_at_once_is_silent_only_from_then_on(
+    learner: FakeSocket, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(receiver, "_SILENT_S", DEADLINE_S)  # less than any machine has been up for
+    learner.is_connected = True
+    with closing(Receiver("g", insecure=False)) as made:
+        follow(made, learner)
+        assert made.error is None
+
+
 @pytest.mark.parametrize(
     ("has_ports", "ports", "expected"),
     [

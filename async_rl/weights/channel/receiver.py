@@ -223,6 +223,7 @@ class Receiver:
         is_ipv6 = ":" in self._host
         self._socket = PublisherSocket(context, self._address, keys, is_ipv6=is_ipv6, to_open=self._to_open)
         self._socket.register(poller)
+        self._silent_since = time.monotonic()
 
     def _forget_membership(self) -> None:
         self._joined, self._attempt = False, None
