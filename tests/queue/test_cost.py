@@ -15,7 +15,7 @@ from async_rl.queue.core.leases import ActiveLease, LeaseTable
 from async_rl.queue.core.persistence import decode_state
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
-from async_rl.queue.messages import NotReady, StepAck, TrainedCounts
+from async_rl.queue.messages import GeneratorStats, NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.journal import Changes, Kind
 from async_rl.queue.storage.payloads import MemoryPayloads
 from async_rl.records import Lease
@@ -109,6 +109,31 @@ def test_a_group_costs_the_same_whatever_is_queued(on_stale):
         cost_few, cost_many = (measure(partial(cycles, b, NUM_CYCLES)) for b in (few, many))
         assert cost_many <= 2 * cost_few, measure.__name__
     assert many.stats().depth == NUM_MANY
+
+
+class CountedEntries(dict[str, Any]):
+    """The table of generators; counts how many of them were looked at."""
+
+    num_seen = 0
+
+    def values(self) -> Any:
+        for value in super().values():
+            self.num_seen += 1
+            yield value
+
+
+def test_a_lease_and_its_group_look_at_few_of_a_thousand_generators():
+    state = make_state(max_staleness=8)
+    for number in range(1000):
+        generator_requests.heartbeat(state, f"g{number}", {}, GeneratorStats(), 0.0)
+    state.generators._entries = entries = CountedEntries(state.generators._entries)
+    for lease in leases(state, 4, 0):
+        put(state, lease, 0)
+        generator_requests.heartbeat(state, "g0", {}, GeneratorStats(), 0.0)
+        state.expire(0.0)
+        assert state.next_deadline is not None
+    # A lease request and a returned group each look for one generator that is not quarantined.
+    assert entries.num_seen <= 20
 
 
 def test_a_lease_that_ended_leaves_nothing_behind_but_its_fate():

@@ -300,6 +300,8 @@ class GeneratorTable:
         self._timeout_s, self._changes = timeout_s, changes
         self._entries: dict[str, GeneratorEntry] = {}
         self._to_notify: set[str] = set()
+        self._failing: set[str] = set()
+        """The generators that are quarantined because their leases fail, and maybe some that no longer are."""
         self._forget_at = 0.0
 
     def seen(self, generator_id: str, now: float) -> GeneratorEntry:
@@ -351,7 +353,10 @@ class GeneratorTable:
 
     def alive(self, now: float) -> list[GeneratorEntry]:
         """Return the generators that are alive. A doctor is none, because it takes no leases."""
-        return [e for e in self.alive_clients(now) if e.backend != DOCTOR]
+        return list(self._alive(now))
+
+    def _alive(self, now: float) -> Iterator[GeneratorEntry]:
+        return (e for e in self._entries.values() if self.is_alive(e, now) and e.backend != DOCTOR)
 
     def alive_clients(self, now: float) -> list[GeneratorEntry]:
         """Return the generators and the doctors that are alive."""
@@ -362,26 +367,46 @@ class GeneratorTable:
         return now - entry.seen_at <= self._timeout_s
 
     def outage(self, now: float) -> Outage | None:
-        """Return the outage if all generators that could sample are quarantined because their leases fail."""
-        return outage_of({e.generator_id: e.failing for e in self.alive(now) if not e.quarantined})
+        """Return the outage if all generators that could sample are quarantined because their leases fail.
+
+        It is called for every lease and group, so it looks no further than at the first that is not.
+        """
+        failing: dict[str, Failing] = {}
+        for entry in self._alive(now):
+            if not entry.quarantined and entry.failing.retry_at is None:
+                return None
+            if not entry.quarantined:
+                failing[entry.generator_id] = entry.failing
+        return outage_of(failing)
 
     def has_another(self, generator_id: str, now: float) -> bool:
         """Return whether a generator other than this one samples: it is alive, has weights, and is not quarantined."""
         return any(
             e.generator_id != generator_id and e.active is not None and not e.quarantined and e.failing.retry_at is None
-            for e in self.alive(now)
+            for e in self._alive(now)
         )
+
+    def note_failing(self, generator_id: str) -> None:
+        """Record that this generator is quarantined because its leases fail."""
+        self._failing.add(generator_id)
+
+    def _await_trial(self) -> list[Failing]:
+        """Return the failures of the generators whose pause before the next trial has not ended.
+
+        It is called for every request, so it looks only at generators that have failed.
+        """
+        found = {name: self._entries[name].failing for name in self._failing if name in self._entries}
+        self._failing = {name for name, failing in found.items() if failing.retry_at is not None}
+        return [found[name] for name in self._failing if not (found[name].trial or found[name].is_due)]
 
     @property
     def next_trial(self) -> float | None:
         """The earliest time at which a generator that is quarantined for failed leases may try one; None if none."""
-        waiting = [e.failing for e in self._entries.values() if not (e.failing.trial or e.failing.is_due)]
-        return min((one.retry_at for one in waiting if one.retry_at is not None), default=None)
+        return min((one.retry_at for one in self._await_trial() if one.retry_at is not None), default=None)
 
     def due_trials(self, now: float) -> int:
         """Return the number of generators that may try a lease since ``now``. Each is returned once."""
-        found = [e.failing for e in self._entries.values() if not (e.failing.trial or e.failing.is_due)]
-        due = [one for one in found if one.retry_at is not None and one.retry_at <= now]
+        due = [one for one in self._await_trial() if one.retry_at is not None and one.retry_at <= now]
         for one in due:
             one.is_due = True
         return len(due)
@@ -391,11 +416,12 @@ class GeneratorTable:
 
         Return "" if a generator is alive and not quarantined, or if none is alive.
         """
-        alive = self.alive(now)
-        if not alive or not all(entry.quarantined for entry in alive):
-            return ""
-        named = "; ".join(f"{entry.generator_id}: {entry.quarantined}" for entry in alive)
-        return f"every generator is quarantined: {named}; see the generators' logs"
+        named: list[str] = []
+        for entry in self._alive(now):
+            if not entry.quarantined:
+                return ""
+            named.append(f"{entry.generator_id}: {entry.quarantined}")
+        return f"every generator is quarantined: {'; '.join(named)}; see the generators' logs" if named else ""
 
     def cancel(self, active: ActiveLease) -> None:
         """Record that the generator of this lease must stop sampling it.

@@ -266,6 +266,7 @@ class QueueState(PersistedState):
         """Record that a lease of the generator failed. Return whether the failure counts against its prompt."""
         had_outage, only_suspects = self.outage is not None, self.has_only_suspects(active)
         if entry.failing.add(failure, active.lease.lease_id, self.now):
+            self.generators.note_failing(entry.generator_id)
             outage, max_s = self.outage, self.settings.max_outage_s
             if outage is not None and not had_outage:
                 self.news.append(outage.line(self.now, max_s))

@@ -20,7 +20,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -569,8 +569,11 @@ class QueueServer:
 
     def _why_end(self, now: float) -> str:
         registry = self._handlers.registry
-        unaware = (g for g in self._state.alive_clients(now) if not registry.has_left(g))
-        return self._lifetime.reason_to_end(self._state, unaware, now, learner_left=self._handlers.learner_gone)
+
+        def unaware() -> Iterator[str]:  # looks at all generators, but only at the end of the run
+            yield from (g for g in self._state.alive_clients(now) if not registry.has_left(g))
+
+        return self._lifetime.reason_to_end(self._state, unaware(), now, learner_left=self._handlers.learner_gone)
 
 
 def _request_id(message: Message) -> str | None:
