@@ -1,8 +1,9 @@
 """What a page has of a run's rollouts: an index of all that are known, and chunks with the text of those recorded.
 
-The page filters by the index, and unpacks a chunk when somebody opens one of its rollouts. A chunk is a header in JSON,
-which has the rollouts' records, after 4 bytes that say how long it is; then the columns of their tokens. Chunks beyond
-the page's limit are left out, evenly over the steps; ``async-rl report --serve`` has them all.
+The answers of evaluations are in the same index, under the name of their set. The page filters by the index, and
+unpacks a chunk when somebody opens one of its rollouts. A chunk is a header in JSON, which has the rollouts' records,
+after 4 bytes that say how long it is; then the columns of their tokens. Chunks beyond the page's limit are left out,
+evenly over the steps; ``async-rl report --serve`` has them all.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _NUMBERS = (
     "cause",
     "chunk",
     "slot",
+    "set",
 )
 
 
@@ -57,15 +59,16 @@ _KEPT_BITS = 9
 class Index:
     """The summaries of rollouts, a list for each of ``_NUMBERS``.
 
-    ``stale`` is the staleness of the oldest token, in versions. ``finish`` and ``cause`` are places in ``names``; a
-    cause is why the rollout was left out of the loss. ``chunk`` is -1 if the text was not recorded.
+    ``stale`` is the staleness of the oldest token, in versions. ``finish``, ``cause`` and ``set`` are places in
+    ``names``; a cause is why the rollout was left out of the loss, and a set is an evaluation set, or "" of training.
+    The position of an evaluation's answer is its dataset row. ``chunk`` is -1 if the text was not recorded.
     """
 
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in _NUMBERS})
     names: list[str] = field(default_factory=lambda: [""])
 
     def add(self, **values: Any) -> None:
-        for name in ("finish", "cause"):
+        for name in ("finish", "cause", "set"):
             if values[name] not in self.names:
                 self.names.append(values[name])
             values[name] = self.names.index(values[name])
@@ -78,16 +81,19 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The place of some rollouts: lines ``start`` to ``end`` of the file ``path``, of step ``step``."""
+    """The place of some rollouts: lines ``start`` to ``end`` of the file ``path``, of step ``step``. ``fields`` are
+    what each of its records has.
+    """
 
     path: Path
     step: int
     start: int
     end: int
+    fields: frozenset[str]
 
 
 def read_index(run_dir: RunDir) -> tuple[Index, list[Chunk]]:
-    """Return the index of a run's rollouts, and the places of those that are recorded.
+    """Return the index of a run's rollouts and of its evaluations' answers, and the places of those with text.
 
     Raises:
         RunError: a file is damaged.
@@ -102,14 +108,48 @@ def read_index(run_dir: RunDir) -> tuple[Index, list[Chunk]]:
         keys = _keys(recorded[step]) if step in recorded else ()
         for number, key in enumerate(keys):
             if number % CHUNK_ROLLOUTS == 0:
-                chunks.append(Chunk(recorded[step], step, number, min(number + CHUNK_ROLLOUTS, len(keys))))
+                chunks.append(_chunk(recorded[step], step, number, len(keys), _FIELDS))
             places[key] = len(chunks) - 1, number % CHUNK_ROLLOUTS
         if step in summaries:
             _add_summary(index, summaries[step], places)
         else:
             for record in read_records(recorded[step]):
                 _add_record(index, step, record, places[record["position"], record["index"]])
+    for name, step, path in eval_files(run_dir):
+        _add_answers(index, chunks, name, step, path)
     return index, chunks
+
+
+def _chunk(path: Path, step: int, start: int, count: int, fields: frozenset[str]) -> Chunk:
+    return Chunk(path, step, start, min(start + CHUNK_ROLLOUTS, count), fields)
+
+
+def _add_answers(index: Index, chunks: list[Chunk], name: str, step: int, path: Path) -> None:
+    """Add the answers of one evaluation of the set ``name``."""
+    found = path.stat()
+    answers = _answers_once(path, found.st_mtime_ns, found.st_size)
+    for number, values in enumerate(answers):
+        if number % CHUNK_ROLLOUTS == 0:
+            chunks.append(_chunk(path, step, number, len(answers), _ANSWER_FIELDS))
+        index.add(
+            **values, step=step, stale=None, cause="", chunk=len(chunks) - 1, slot=number % CHUNK_ROLLOUTS, set=name
+        )
+
+
+@lru_cache(maxsize=1000)
+def _answers_once(path: Path, mtime_ns: int, size: int) -> tuple[Plain, ...]:
+    return tuple(
+        {
+            "position": record["row"],
+            "index": record.get("index", 0),
+            "row": record["row"],
+            "reward": short(record.get("reward")),
+            "accuracy": short(record["accuracy"]),
+            "tokens": record.get("num_tokens"),
+            "finish": record["finish_reason"],
+        }
+        for record in read_records(path, _ANSWER_FIELDS)
+    )
 
 
 def _keys(path: Path) -> tuple[tuple[int, int], ...]:
@@ -130,8 +170,9 @@ def _add_summary(index: Index, row: Row, places: Mapping[tuple[int, int], tuple[
             chunk, slot = places.get((position, of_group), (-1, 0))
             values = {name: row[key][number] for name, key in _SUMMARIES.items()}
             index.add(
-                step=row["step"], position=position, index=of_group, row=dataset_row, chunk=chunk, slot=slot, **values
-            )
+                step=row["step"], position=position, index=of_group, row=dataset_row, chunk=chunk, slot=slot, set="",
+                **values,
+            )  # fmt: skip
             number += 1
 
 
@@ -151,6 +192,7 @@ def _add_record(index: Index, step: int, record: Plain, place: tuple[int, int]) 
         cause="filter" if record["masked"] else "",
         chunk=place[0],
         slot=place[1],
+        set="",
     )
 
 
@@ -171,21 +213,30 @@ def rollout_files(run_dir: RunDir) -> Iterator[tuple[int, Path]]:
             yield int(number), path
 
 
-def read_records(path: Path) -> list[Plain]:
-    """Return the records of a file of rollouts.
+def eval_files(run_dir: RunDir) -> Iterator[tuple[str, int, Path]]:
+    """Yield the files of evaluations' answers with the name of the set and the step, by set, in order."""
+    for path in sorted(run_dir.eval.glob("*-step-*.jsonl")):
+        name, _, number = path.stem.rpartition("-step-")
+        if number.isdecimal():
+            yield name, int(number), path
+
+
+def read_records(path: Path, fields: frozenset[str] | None = None) -> list[Plain]:
+    """Return the records of a file of rollouts; with other ``fields``, of answers.
 
     Raises:
         RunError: the file is damaged.
     """
+    fields = _FIELDS if fields is None else fields
     try:
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-        if all(isinstance(record, dict) and record.keys() >= _FIELDS for record in records):
+        if all(isinstance(record, dict) and record.keys() >= fields for record in records):
             return records
         got = "others"
     except (OSError, ValueError, RecursionError) as error:
         got = f"{type(error).__name__}: {error}"
     raise RunError(
-        f"expected JSON objects with {', '.join(sorted(_FIELDS))} in {path}, got {got}; delete the file: only reports "
+        f"expected JSON objects with {', '.join(sorted(fields))} in {path}, got {got}; delete the file: only reports "
         f"and people read it"
     )
 
@@ -204,6 +255,7 @@ _FIELDS = frozenset(
         "masked",
     }
 )
+_ANSWER_FIELDS = frozenset({"row", "messages", "response", "accuracy", "finish_reason"})
 
 
 def chunk_bytes(chunk: Chunk) -> bytes:
@@ -212,7 +264,7 @@ def chunk_bytes(chunk: Chunk) -> bytes:
     Raises:
         RunError: a file is damaged, or has fewer rollouts by now.
     """
-    records = read_records(chunk.path)[chunk.start : chunk.end]
+    records = read_records(chunk.path, chunk.fields)[chunk.start : chunk.end]
     if len(records) != chunk.end - chunk.start:
         raise RunError(f"{chunk.path} has changed; make the report again")
     header: Plain = {"records": records}

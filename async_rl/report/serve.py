@@ -17,7 +17,7 @@ from async_rl.errors import RunError
 from async_rl.report.figures import run_state
 from async_rl.report.page import render
 from async_rl.report.report import read_all
-from async_rl.report.rollouts import Chunk, chunk_bytes, index_data, read_index
+from async_rl.report.rollouts import Chunk, chunk_bytes, eval_files, index_data, read_index
 from async_rl.run.directory import RunDir
 
 
@@ -38,7 +38,7 @@ class ServedRuns:
         """
         if path == "/":
             figures = read_all([run.path for run in self._runs])
-            counts = [int(any(run.rollouts.glob("s*"))) for run in self._runs]
+            counts = [int(any(run.rollouts.glob("s*")) or any(eval_files(run))) for run in self._runs]
             return "text/html; charset=utf-8", render(figures, counts, is_served=True).encode()
         kind, *numbers = path.removeprefix("/data/").split("-")
         if kind == "stamp" and not numbers:

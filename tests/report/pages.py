@@ -53,6 +53,22 @@ def write_rollouts(run: Path, step: int, records: list[dict[str, Any]]) -> Path:
     return path
 
 
+def write_answers(run: Path, name: str, step: int, records: list[dict[str, Any]]) -> None:
+    """Write the answers of an evaluation as the learner does."""
+    path = run / "eval" / f"{name}-step-{step:06d}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def an_answer(row: int, **fields: Any) -> dict[str, Any]:
+    """A record of an answer of an evaluation."""
+    return {
+        "row": row, "index": 0, "messages": [{"role": "user", "content": "1+1="}], "response": "2", "expected": "2",
+        "accuracy": 1.0, "reward": 1.0, "reward_parts": {"correct": 1.0}, "finish_reason": "stop", "num_tokens": 3,
+        "versions": [2, 2], **fields,
+    }  # fmt: skip
+
+
 def blobs(page: str) -> dict[str, bytes]:
     """The blocks of data in a page, by id, unpacked."""
     found = re.findall(r'<script type="text/plain" id="([\w-]+)">([A-Za-z0-9+/=]*)</script>', page)

@@ -13,7 +13,7 @@ from async_rl.report.serve import start_server
 from benchmarks.chromium import Chromium, find_chromium
 from tests.comparison.runs import step_row
 
-from .pages import a_rollout, a_run, write_rollouts, write_tokens
+from .pages import a_rollout, a_run, an_answer, write_answers, write_rollouts, write_tokens
 from .test_page import HOSTILE
 
 PROGRAM = find_chromium()
@@ -182,3 +182,29 @@ def test_a_link_opens_its_rollout_whatever_is_filtered(browser: Chromium, page: 
 def test_the_chooser_of_metrics_begins_with_one_that_the_run_has(browser: Chromium, page: str):
     browser.open(page)
     assert browser.run("document.querySelector('select[aria-label=Metric]').value") == "reward/mean"
+
+
+def test_an_evaluation_shows_how_a_row_s_answer_changed(browser: Chromium, tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    write_rollouts(run, 1, [a_rollout()])
+    write_answers(run, "math", 0, [an_answer(3, accuracy=0.0, response=HOSTILE), an_answer(4)])
+    unanswered = {"row": 4, "messages": [], "response": None, "accuracy": 0.0, "finish_reason": "unanswered"}
+    write_answers(run, "math", 4, [an_answer(3), unanswered])
+    write_report([run], tmp_path / "page.html", progress=Progress(quiet=True))
+    browser.open((tmp_path / "page.html").as_uri())
+    assert browser.run("browser.found.length") == 1  # training comes first
+    browser.run("browser.form.elements.set.value = 'math'; filter()")
+    assert browser.run("document.querySelector('.pager span').textContent") == "4 of 4 rollouts · page 1 of 1"
+    browser.run(OPEN)
+    shown = "document.querySelector('#rollout').textContent"
+    assert browser.run(shown).startswith("Evaluation math at step 0, dataset row 3, answer 0 link")
+    assert "<img src=x onerror=alert(2)>" in browser.run(shown)
+    steps = "[...document.querySelectorAll('#rollout .modes button')]"
+    assert browser.run(f"{steps}.map((one) => one.textContent)") == ["0: 0", "4: 1"]
+    browser.run(f"{steps}[1].click(); new Promise((go) => setTimeout(go, 300))")
+    assert browser.run(shown).startswith("Evaluation math at step 4, dataset row 3")
+    browser.run("browser.form.elements.set.value = ''; filter(); location.hash = '#rollout=4.4.0.0.math'")
+    browser.run("new Promise((go) => setTimeout(go, 300))")
+    assert browser.run("browser.form.elements.set.value") == "math"
+    assert browser.run(shown).endswith("This row got no answer.")
+    assert browser.errors == []

@@ -14,7 +14,7 @@ from async_rl.report.report import write_report
 from async_rl.report.rollouts import CHUNK_ROLLOUTS, _rounded
 from tests.comparison.runs import step_row, write_run
 
-from .pages import a_rollout, a_run, blobs, columns, header, write_rollouts, write_tokens
+from .pages import a_rollout, a_run, an_answer, blobs, columns, header, write_answers, write_rollouts, write_tokens
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u202egnp.exe\x1b[2J\u2028 {{ 7 * 7 }} ]]>&lt;"
 
@@ -70,6 +70,27 @@ def test_the_index_has_every_recorded_rollout(tmp_path: Path):
     assert len(header(page["chunk-0-1"])["records"]) == 1
 
 
+def test_the_index_has_the_answers_of_evaluations(tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    write_rollouts(run, 1, [a_rollout()])
+    unanswered = {"row": 4, "messages": [], "response": None, "accuracy": 0.0, "finish_reason": "unanswered"}
+    write_answers(run, "a-step-1", 0, [an_answer(3, response=HOSTILE), unanswered])
+    write_answers(run, "math", 2, [an_answer(row) for row in range(CHUNK_ROLLOUTS + 1)])
+    text = written(tmp_path / "page.html", run)
+    page = blobs(text)
+    index = json.loads(page["index-0"])
+    sets = [index["names"][code] for code in index["set"]]
+    assert sets == ["", "a-step-1", "a-step-1", *["math"] * (CHUNK_ROLLOUTS + 1)]
+    assert index["step"][:4] == [1, 0, 0, 2]
+    assert index["position"][1:4] == index["row"][1:4] == [3, 4, 0]
+    assert (index["reward"][2], index["tokens"][2], index["stale"][1]) == (None, None, None)
+    assert index["chunk"][:4] == [0, 1, 1, 2]
+    assert (index["chunk"][-1], index["slot"][-1]) == (3, 0)
+    assert [one["response"] for one in header(page["chunk-0-1"])["records"]] == [HOSTILE, None]
+    assert header(page["chunk-0-3"])["records"][0]["row"] == CHUNK_ROLLOUTS
+    assert text.count("<script") == 7  # data, index, four chunks, our own script
+
+
 def test_line_separators_in_a_text_do_not_cut_its_record(tmp_path: Path):
     run = a_run(tmp_path / "run")
     write_rollouts(run, 1, [a_rollout(response="a\u2028b\x85c\u2029d")])
@@ -100,6 +121,13 @@ def test_damaged_rollouts_are_named(tmp_path: Path, line: str):
     (run / "rollouts").mkdir()
     (run / "rollouts" / "step-000001.jsonl").write_text(line + "\n")
     with pytest.raises(RunError, match=r"step-000001\.jsonl, got .*delete the file"):
+        written(tmp_path / "page.html", run)
+
+
+def test_damaged_answers_are_named(tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    write_answers(run, "math", 1, [{"row": 1}])
+    with pytest.raises(RunError, match=r"expected JSON objects with accuracy, .* in .*math-step-000001\.jsonl"):
         written(tmp_path / "page.html", run)
 
 

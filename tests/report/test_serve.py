@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import RunError
-from async_rl.report.serve import start_server
+from async_rl.report.serve import ServedRuns, start_server
 from tests.comparison.runs import step_row
 
-from .pages import a_rollout, a_run, blobs, header, write_rollouts
+from .pages import a_rollout, a_run, an_answer, blobs, header, write_answers, write_rollouts
 
 
 @pytest.fixture
@@ -51,6 +51,16 @@ def test_page_index_and_chunks_are_served(port: int):
     assert "chunk-0-0" not in blobs(page.decode())
     assert json.loads(get(port, "/data/index-0")[1])["step"] == [1]
     assert header(get(port, "/data/chunk-0-0")[1])["records"][0]["response"] == "one"
+
+
+def test_answers_of_evaluations_are_served_also_without_rollouts(tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    assert json.loads(blobs(ServedRuns([run]).answer("/")[1].decode())["data"])["rollouts"] == [0]
+    write_answers(run, "math", 2, [an_answer(1, response="two")])
+    served = ServedRuns([run])
+    assert json.loads(blobs(served.answer("/")[1].decode())["data"])["rollouts"] == [1]
+    assert json.loads(served.answer("/data/index-0")[1])["row"] == [1]
+    assert header(served.answer("/data/chunk-0-0")[1])["records"][0]["response"] == "two"
 
 
 def test_what_the_run_writes_later_is_served(port: int, run: Path):

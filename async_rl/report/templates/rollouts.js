@@ -34,6 +34,7 @@ async function refreshBrowser() {
   if (!browser.index) { await startBrowser(); return; }
   browser.index = asJson(await bytesOf(`index-${browser.run}`));
   browser.chunks.clear();
+  if (setsOf(browser.index).join("\n") !== browser.sets.join("\n")) { buildBrowser(); return; }
   const page = browser.page;
   filter();
   browser.page = Math.min(page, Math.max(0, Math.ceil(browser.found.length / PAGE_ROWS) - 1));
@@ -52,6 +53,7 @@ function buildBrowser() {
   const index = browser.index, apply = () => filter();
   const range = (name, label) => {
     const known = index[name].filter((value) => value !== null);
+    if (!known.length) return null;
     const low = known.reduce((a, b) => Math.min(a, b), Infinity),
       high = known.reduce((a, b) => Math.max(a, b), -Infinity);
     const box = (end, hint) => h("input", { type: "number", step: "any", name: `${name}-${end}`,
@@ -66,11 +68,14 @@ function buildBrowser() {
     return h("label", {}, label, h("select", { name, onchange: apply }, h("option", { value: "*" }, "any"),
       used.sort().map((value) => h("option", { value }, value || "none"))));
   };
+  const sets = browser.sets = setsOf(index);
   const form = h("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
     DATA.runs.length > 1 ? h("label", {}, "run", h("select", { onchange: (event) =>
       chooseRun(Number(event.target.value)) },
       DATA.runs.map((run, r) => h("option", { value: r, selected: r === browser.run, disabled: !DATA.rollouts[r] },
         run.name)))) : null,
+    sets.length > 1 ? h("label", {}, "answers of", h("select", { name: "set", onchange: apply },
+      sets.map((name) => h("option", { value: name }, name ? `evaluation ${name}` : "training")))) : null,
     Object.entries(RANGES).map(([name, label]) => range(name, label)),
     h("label", {}, "dataset row", h("input", { type: "number", name: "row", min: 0, step: 1, oninput: apply })),
     choice("finish", "ended by"), choice("cause", "left out for"),
@@ -86,6 +91,9 @@ function buildBrowser() {
   filter();
 }
 
+/** The names of the evaluation sets in an index; "" is training. */
+const setsOf = (index) => [...new Set(index.set)].map((code) => index.names[code]).sort();
+
 const canOpen = (i) => browser.index.chunk[i] >= 0;
 
 function filter() {
@@ -95,6 +103,9 @@ function filter() {
     if (low !== "" && low !== null) tests.push((i) => column[i] !== null && column[i] >= Number(low));
     if (high !== "" && high !== null) tests.push((i) => column[i] !== null && column[i] <= Number(high));
   }
+  const set = index.names.indexOf(values.get("set") ?? browser.sets[0]);
+  tests.push((i) => index.set[i] === set);
+  browser.total = index.set.filter((one) => one === set);
   if (values.get("row")) { const row = Number(values.get("row")); tests.push((i) => index.row[i] === row); }
   for (const name of ["finish", "cause"]) {
     const value = values.get(name);
@@ -146,7 +157,7 @@ function drawList() {
     } }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows))),
     h("div", { class: "pager" }, h("button", { type: "button", disabled: page === 0, "aria-label": "Rows before",
       onclick: () => go(page - 1) }, "‹"),
-      h("span", { role: "status" }, `${count(found)} of ${count(index.step)} rollouts · page ${page + 1} of ${pages}`),
+      h("span", { role: "status" }, `${count(found)} of ${count(browser.total)} rollouts · page ${page + 1} of ${pages}`),
       h("button", { type: "button", disabled: page + 1 >= pages, "aria-label": "Next rows", onclick: () =>
         go(page + 1) }, "›")));
 }
@@ -181,20 +192,32 @@ async function openRollout(i) {
   if (browser.open === i) box.replaceChildren(...summary(i), ...recordView(chunk.records[index.slot[i]], chunk));
 }
 
-/** The part of the page's address that opens a rollout: its step, position and number, and the run if not the first. */
-const linkOf = (i) => `#rollout=${[browser.index.step[i], browser.index.position[i], browser.index.index[i],
-  ...(browser.run ? [browser.run] : [])].join(".")}`;
+/** The part of the page's address that opens a rollout: its step, position and number, the run if not the first, and
+ *  the evaluation set, if it is of one. */
+const linkOf = (i) => {
+  const set = browser.index.names[browser.index.set[i]];
+  return `#rollout=${[browser.index.step[i], browser.index.position[i], browser.index.index[i],
+    ...(browser.run || set ? [browser.run] : []), ...(set ? [encodeURIComponent(set)] : [])].join(".")}`;
+};
+
+/** Let the list show the rollouts of a set. */
+function showSet(name) {
+  const select = browser.form.elements.set;
+  if (select && select.value !== name) { select.value = name; filter(); }
+}
 
 /** Open the rollout that the page's address names, whatever the filters hide. */
 async function openLinked() {
-  const [, ...numbers] = location.hash.match(/^#rollout=(\d+)\.(\d+)\.(\d+)(?:\.(\d+))?$/) || [];
-  if (!numbers.length) return;
-  const [step, position, index, run = 0] = numbers.map((text) => text && Number(text));
+  const [, ...words] = location.hash.match(/^#rollout=(\d+)\.(\d+)\.(\d+)(?:\.(\d+)(?:\.(.+))?)?$/) || [];
+  if (!words.length) return;
+  const set = decodeURIComponent(words.pop() || "");
+  const [step, position, index, run = 0] = words.map((text) => text && Number(text));
   if (DATA.rollouts[run] && run !== browser.run) await chooseRun(run);
   const known = DATA.rollouts[run] ? browser.index : { step: [] };
   const i = known.step.findIndex((one, j) => one === step && known.position[j] === position &&
-    known.index[j] === index);
+    known.index[j] === index && known.names[known.set[j]] === set);
   if (i >= 0) {
+    showSet(set);
     browser.page = Math.max(0, Math.floor(browser.found.indexOf(i) / PAGE_ROWS));
     drawList();
     await openRollout(i);
@@ -209,22 +232,33 @@ const facts = (pairs) => h("ul", { class: "facts" }, pairs.filter(([, value]) =>
   value !== undefined && value !== "")
   .map(([name, value]) => h("li", {}, h("span", {}, name), ...safe(asText(value)))));
 
+/** Buttons that open rollouts which belong together, if there are several. */
+function siblings(name, about, found, i, word, value) {
+  return found.length > 1 ? h("div", { class: "modes", role: "group", "aria-label": about },
+    h("span", { class: "who" }, name),
+    found.map((j) => h("button", { type: "button", "aria-pressed": String(j === i), class: j === i ? "chosen" : null,
+      "aria-label": word(j), onclick: () => openRollout(j) }, value(j)))) : null;
+}
+
 function summary(i) {
-  const index = browser.index, group = [];
-  for (let j = 0; j < index.step.length; j++) if (index.step[j] === index.step[i] &&
-    index.position[j] === index.position[i]) group.push(j);
-  return [h("h3", {}, `Step ${index.step[i]}, dataset row ${index.row[i]}, rollout ${index.index[i]} `,
+  const index = browser.index, group = [], over = [], set = index.names[index.set[i]];
+  for (let j = 0; j < index.step.length; j++) {
+    if (index.set[j] !== index.set[i] || index.position[j] !== index.position[i]) continue;
+    if (index.step[j] === index.step[i]) group.push(j);
+    if (set && index.index[j] === index.index[i]) over.push(j);
+  }
+  return [h("h3", {}, set ? "Evaluation " : "", ...safe(set), set ? " at step " : "Step ",
+    `${index.step[i]}, dataset row ${index.row[i]}, ${set ? "answer" : "rollout"} ${index.index[i]} `,
     h("a", { class: "direct", href: linkOf(i), title: "Opens the page with this rollout" }, "link")),
     facts([["reward", number(index.reward[i])], ["accuracy", number(index.accuracy[i])], ["tokens", index.tokens[i]],
       ["oldest token", index.stale[i] === null ? null : `${index.stale[i]} versions old`],
         ["ended by", index.names[index.finish[i]]],
       ["left out of the loss", index.names[index.cause[i]]]]),
-    group.length > 1 ? h("div", { class: "modes", role: "group", "aria-label": "Rollouts of the same group" },
-      h("span", { class: "who" }, "group"),
-      group.map((j) => h("button", { type: "button", "aria-pressed": String(j === i), class: j === i ? "chosen" : null,
-        "aria-label": `Rollout ${index.index[j]}, reward ${number(index.reward[j])}`, onclick: () => openRollout(j) },
-          number(index.reward[j])))) : null]
-    .filter(Boolean);
+    siblings("group", "Rollouts of the same group", group, i,
+      (j) => `Rollout ${index.index[j]}, reward ${number(index.reward[j])}`, (j) => number(index.reward[j])),
+    siblings("the same row at step", "Answers to the same row", over, i,
+      (j) => `Step ${index.step[j]}, accuracy ${number(index.accuracy[j])}`,
+      (j) => `${index.step[j]}: ${number(index.accuracy[j])}`)].filter(Boolean);
 }
 
 function recordView(record, chunk) {
@@ -246,6 +280,7 @@ function recordView(record, chunk) {
   if (record.columns) parts.push(...tokenView(record, chunk));
   else if (record.sequences) parts.push(h("h3", {}, "Sequences"),
     record.sequences.map((text) => h("div", { class: "say", tabindex: 0 }, ...safe(text))));
+  else if (record.response === null) parts.push(h("p", { class: "empty" }, "This row got no answer."));
   else parts.push(h("h3", {}, "Answer"), h("div", { class: "say", tabindex: 0 }, ...safe(record.response)));
   return parts.flat();
 }
