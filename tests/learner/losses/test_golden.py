@@ -1,4 +1,4 @@
-"""The golden numbers of docs/algorithms.md: every row, by the code and by the loop over tokens."""
+"""The numbers of golden.md: every row, by the code and by the loop over tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from tests.learner.losses.cases import MAX_LENGTH, Case, inputs_of
 from tests.learner.losses.test_peers import ADVANTAGES as CASE_ADVANTAGES
 from tests.learner.losses.test_peers import MU, OLD, PI, REF
 
-PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
-SECTION = PAGE.split("\n## Golden numbers\n")[1].split("\n## ")[0]
-ROWS = {keys: numbers.split("|") for keys, numbers in re.findall(r"^\| `([^`]+)` \| (.+) \|$", SECTION, re.MULTILINE)}
+PAGE = Path(__file__).with_name("golden.md").read_text(encoding="utf-8")
+ROWS = {keys: numbers.split("|") for keys, numbers in re.findall(r"^\| `([^`]+)` \| (.+) \|$", PAGE, re.MULTILINE)}
 CASE = Case(PI, MU, CASE_ADVANTAGES, REF, OLD, [0.0] * 5, [1] * 5, [3, 2])
 
 
@@ -43,7 +42,7 @@ def test_every_preset_has_a_row():
 
 def test_the_advantages_are_those_of_the_page():
     rewards = np.array([1.0, 0.0, 0.0, 0.5])
-    text = " ".join(SECTION.split())
+    text = " ".join(PAGE.split())
     for name, function in ADVANTAGE_FUNCTIONS.items():
         values = function(rewards)
         digits = 8
