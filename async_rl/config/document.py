@@ -44,11 +44,11 @@ This page is generated from the classes in `async_rl/config/`: `python -m async_
 _EXCLUSIONS = """\
 ## What excludes what
 
-These combinations of keys are refused when a config is read, with the values in the message. What a backend can't do
-is refused in the same way ([backends.md](backends.md)).
+These combinations of keys are refused when a config is read. The message has the values, the reason and the remedy. What
+a backend can't do is refused in the same way ([backends.md](backends.md)).
 
-| key | expected | why, and what to do |
-|---|---|---|"""
+| keys | expected |
+|---|---|"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,17 @@ def markdown() -> str:
             cells = (f"`{key.name}`", _code(key.shown_default), key.values, key.description)
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("\n".join(rows) + "\n")
-    rows = [_EXCLUSIONS, *("| " + " | ".join(row.described) + " |" for row in (*CONTRADICTIONS, *EXCLUSIONS))]
+    rows = [_EXCLUSIONS, *(f"| {keys} | {expected} |" for expected, keys in _exclusions().items())]
     return "\n".join([*parts, "\n".join(rows) + "\n"])
+
+
+def _exclusions() -> dict[str, str]:
+    """What is expected of which keys: those of which the same is expected stand together."""
+    keys_of: dict[str, list[str]] = {}
+    for row in (*CONTRADICTIONS, *EXCLUSIONS):
+        keys, expected, _ = row.described
+        keys_of.setdefault(expected, []).append(keys)
+    return {expected: ", ".join(dict.fromkeys(keys)) for expected, keys in keys_of.items()}
 
 
 def _marked(text: str) -> str:

@@ -55,5 +55,8 @@ def test_each_example_is_refused_by_its_row_and_needs_all_its_settings():
 
 def test_the_page_of_all_keys_lists_every_row_without_templates():
     listed = [line for line in markdown().partition("## What excludes what")[2].splitlines() if line.startswith("| `")]
-    assert len(listed) == len(ROWS) == len(set(listed))
+    for row in ROWS:
+        keys, expected, _ = row.described
+        (line,) = (line for line in listed if line.endswith(f" | {expected} |"))
+        assert keys in line
     assert not any("{" in line for line in listed)
