@@ -44,8 +44,8 @@ This page is generated from the classes in `async_rl/config/`: `python -m async_
 _EXCLUSIONS = """\
 ## What excludes what
 
-These combinations of keys are refused when a config is read. The message has the values, the reason and the remedy. What
-a backend can't do is refused in the same way ([backends.md](backends.md)).
+These combinations of keys are refused when a config is read. The message has the values, the reason and the remedy.
+What a backend can't do is refused in the same way ([backends.md](backends.md)).
 
 | keys | expected |
 |---|---|"""
@@ -136,16 +136,26 @@ def _entries() -> Iterator[Table]:
 def markdown() -> str:
     """Return the text of the page docs/config.md."""
     parts = [_INTRO]
+    row_of_sft: dict[str, str] = {}
     for table in (*tables(), *_entries()):
         level = "##" if "." not in table.name else "###"
         parts.append(f"{level} {table.name}\n\n{_marked(table.description)}\n")
-        rows = ["| key | default | values | meaning |", "|---|---|---|---|"]
-        for key in table.keys:
-            cells = (f"`{key.name}`", _code(key.shown_default), key.values, key.description)
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        parts.append("\n".join(rows) + "\n")
+        rows = {key.name: _row_of(key) for key in table.keys}
+        if table.name == "sft":
+            row_of_sft = rows
+        elif table.name in ("rm", "dpo"):
+            same = [name for name, row in rows.items() if row_of_sft.get(f"sft.{name.partition('.')[2]}") == row]
+            parts.append("As in [sft](#sft): " + ", ".join(f"`{name}`" for name in same) + ".\n")
+            rows = {name: row for name, row in rows.items() if name not in same}
+        lines = [f"| `{name}` | {row} |" for name, row in rows.items()]
+        parts.append("\n".join(["| key | default | values | meaning |", "|---|---|---|---|", *lines]) + "\n")
     rows = [_EXCLUSIONS, *(f"| {keys} | {expected} |" for expected, keys in _exclusions().items())]
     return "\n".join([*parts, "\n".join(rows) + "\n"])
+
+
+def _row_of(key: Key) -> str:
+    cells = (_code(key.shown_default), key.values, key.description)
+    return " | ".join(cell.replace("|", "\\|") for cell in cells)
 
 
 def _exclusions() -> dict[str, str]:
