@@ -49,11 +49,6 @@ class Result:
     def is_right(self) -> bool:
         return self.way == "refused" or all(difference < TOLERANCE for difference in self.differences)
 
-    def cells(self) -> str:
-        if self.way == "refused":
-            return f"refused: {self.reason} | "
-        return f"{self.way} | {', '.join(f'{difference:.0e}' for difference in self.differences)}"
-
 
 @cache
 def learner(name: str) -> Result:
@@ -102,20 +97,34 @@ def _clause(message: str) -> str:
 
 def page() -> str:
     """Return the page, in Markdown."""
-    found = json.loads(VLLM.read_text(encoding="utf-8"))
-    rows = [
-        f"| {name} | {learner(name).cells()} | {built_in_engine(name).cells()} | {found.get(name, '')} |"
-        for name in FAMILIES
+    sides = {name: (learner(name), built_in_engine(name)) for name in FAMILIES}
+    families: dict[tuple[str, str], list[str]] = {}
+    for name, (trained, sampled) in sides.items():
+        families.setdefault((trained.way, sampled.way), []).append(_shown(name))
+    ways = sorted(families, key=lambda pair: tuple(map(_WAYS.index, pair)))
+    table = [f"| {way[0]} | {way[1]} | {len(families[way])} | {', '.join(families[way])} |" for way in ways]
+    refused = [
+        f"- {_shown(name)}, by the {side}: {result.reason}"
+        for name, results in sides.items()
+        for side, result in zip(("learner", "built-in engine"), results, strict=True)
+        if result.way == "refused"
     ]
-    learners = [learner(name).way for name in FAMILIES]
-    engines = [built_in_engine(name).way for name in FAMILIES]
-    counted = (
-        f"Of {len(FAMILIES)} families the learner trains {learners.count('packed')} in packed and "
-        f"{learners.count('padded')} in padded rows, and refuses {learners.count('refused')}.\nThe built-in engine "
-        f"samples {engines.count('slots')} in slots, {engines.count('caches')} in transformers' own caches and "
-        f"{engines.count('no cache')} without a cache, and refuses {engines.count('refused')}."
+    logprobs, gradients = (
+        max(trained.differences[i] for trained, _ in sides.values() if trained.differences) for i in (0, 1)
     )
-    return _HEAD + counted + "\n\n" + _COLUMNS + "\n".join(rows) + "\n"
+    nats = max(sampled.differences[0] for _, sampled in sides.values() if sampled.differences)
+    figures = f"at most {logprobs:.0e} and {gradients:.0e}; sampled tokens: at most {nats:.0e} nats."
+    of_vllm: dict[str, list[str]] = {}
+    for name, found in json.loads(VLLM.read_text(encoding="utf-8")).items():
+        of_vllm.setdefault(found, []).append(_shown(name))
+    vllm = [f"- {found}: {', '.join(names)}" for found, names in of_vllm.items()]
+    parts = [_HEAD, *table, "", _REFUSED, *refused, "", _VLLM, *vllm, "", _FIGURES + figures]
+    return "\n".join(parts) + "\n"
+
+
+def _shown(name: str) -> str:
+    family, comma, variant = name.partition(", ")
+    return f"{family} ({variant})" if comma else name
 
 
 def without_figures(text: str) -> str:
@@ -123,6 +132,8 @@ def without_figures(text: str) -> str:
     return _FIGURE.sub("#", text)
 
 
+_WAYS = ["packed", "padded", "slots", "caches", "no cache", "refused"]
+"""Ways of both sides, the fast ones first."""
 _HEAD = """# Model families
 
 <!-- generated: python -m tests.families.page > docs/families.md -->
@@ -134,26 +145,28 @@ same as transformers' model for one sequence alone, and refuse the model by name
 async-rl doctor run.toml      # loads the model in both, and compares their log-probabilities
 ```
 
-Find the family below. *packed* and *slots* are the fast ways, *padded*, *caches* and *no cache* slower ones; "refused"
-in one column leaves the other: a family that the built-in engine refuses may run on [vLLM](vllm.md) or on [a backend of
-your own](backends.md), and `async-rl sft`, `rm` and `dpo` need no engine. A family that is not listed meets the same
-tests. Every family here is built tiny from its config class in transformers 5.19, with random float32 weights, on a
-CPU: real weights and sizes of most have not been run.
+Search this page for the family. A family that is not listed meets the same tests. A family that the built-in engine
+refuses may run on [vLLM](vllm.md) or on [a backend of your own](backends.md), and `async-rl sft`, `rm` and `dpo` need
+no engine.
 
-*Learner*: [packed or padded rows](weights.md#what-the-learner-computes), chosen by `learner.packing = "auto"`, whose
-self-test found the values of each sequence alone. *Step*: largest differences of log-probabilities (relative above one
-nat) and of gradients (relative to the largest) of one whole step of the engine, prompts shared by a group among them.
+*Learner*: [packed or padded rows](weights.md#what-the-learner-computes), chosen by `learner.packing = "auto"`; packed
+is the fast way. *Built-in engine*: [slots, transformers' own caches or no
+cache](weights.md#what-the-built-in-engine-computes); the last two are slow.
 
-*Built-in engine*: [slots, transformers' own caches or no cache](weights.md#what-the-built-in-engine-computes); the last
-two are slow. *Sampled*: largest difference of a sampled token's log-probability in nats. Prompts of 1 to 21 tokens
-share five slots, answers are longer than the window of 8 tokens, and new weights arrive in the midst.
+| learner | built-in engine | number | families |
+|---|---|---|---|"""
+_REFUSED = "## Refused\n"
+_VLLM = """## vLLM
 
-*vLLM*: what [vLLM's CPU build](vllm.md#families-tried-on-vllms-cpu-build) does with it; empty if it was not tried.
-
+What [vLLM's CPU build](vllm.md#families-tried-on-vllms-cpu-build) does with a family; the others were not tried.
 """
-_COLUMNS = """| family | learner | step | built-in engine | sampled | vLLM |
-|---|---|---|---|---|---|
-"""
+_FIGURES = """## How it was measured
+
+Every family is built tiny from its config class in transformers 5.19, with random float32 weights, on a CPU: real
+weights and sizes of most have not been run. A step of the learner, with prompts shared by a group, is compared with
+each sequence alone; sampling with plain forward passes: prompts of 1 to 21 tokens share five slots, answers are longer
+than the window of 8 tokens, and new weights arrive in the midst. Largest differences of the learner's log-probabilities
+(relative above one nat) and gradients (relative to the largest): """
 
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
