@@ -14,13 +14,13 @@ class CriticConfig(Section):
 
     trunk: Literal["own", "policy"] = Field(
         default="own",
-        description="What computes the hidden states of the value head. own: a model of its own. policy: the policy, "
-        "so that no second model is needed. The value loss does not change the policy: it trains the head alone.",
+        description="What computes the hidden states of the value head: a model of its own, or the policy, which the "
+        "value loss does not change.",
     )
     path: str | None = Field(
         default=None,
-        description="Model that the critic begins with: a causal language model of the policy's tokenizer, which gets "
-        "a new head, or a sequence classification model with one label, such as a reward model; if unset, model.path.",
+        description="Model that the critic begins with: a causal language model with the policy's tokenizer, or a "
+        "sequence classification model with one label, such as a reward model; if unset, model.path.",
     )
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount of rewards for each sampled token.")
     lam: float = Field(
@@ -33,9 +33,8 @@ class CriticConfig(Section):
     importance_cap: float = Field(
         default=0.0,
         ge=0,
-        description="Above 0, advantages and value targets are corrected for staleness with weights policy / behavior "
-        "policy of each token, cut at this number (V-trace, usually 1), which costs a forward pass of the policy. 0: "
-        "they are those of the policy that sampled.",
+        description="Above 0, advantages and value targets are corrected for staleness with weights policy / "
+        "behavior policy, cut at this number (V-trace, usually 1), which costs a forward pass.",
     )
     whiten: bool = Field(
         default=True,
@@ -50,8 +49,7 @@ class CriticConfig(Section):
     freeze_steps: int = Field(
         default=0,
         ge=0,
-        description="Number of first steps in which only the critic is trained, so that the policy is not trained on "
-        "a new critic's values.",
+        description="Number of first steps in which only the critic is trained.",
     )
     lr: float = Field(
         default=5e-6,

@@ -56,9 +56,8 @@ class CurriculumConfig(Section):
 
     chance: Literal["uniform", "learnability", "failures"] = Field(
         default="uniform",
-        description="Probability with which a prompt is sampled when its turn comes, by its pass rate p: 1 (uniform), "
-        "4p(1-p), so that prompts with right and wrong answers come most often (learnability), or 1-p (failures). "
-        "Prompts that were never sampled always are.",
+        description="Probability with which a prompt is sampled when its turn comes, by its pass rate p: 1 "
+        "(uniform), 4p(1-p) (learnability), or 1-p (failures). Prompts that were never sampled always are.",
     )
     min_chance: float = Field(
         default=0.1,
@@ -81,8 +80,7 @@ class CurriculumConfig(Section):
     rest_epochs: int = Field(
         default=2,
         ge=1,
-        description="Number of epochs of its source in which a prompt that was set aside is left out. Then it is tried "
-        "again, and its new pass rate decides.",
+        description="Number of epochs of its source in which a prompt that was set aside is left out.",
     )
 
     @property
@@ -128,17 +126,16 @@ class DataConfig(Section):
     )
     weights: dict[str, int] = Field(
         default={},
-        description="Shares of the sources of data.train, a table of NAME = NUMBER with whole numbers from 1 to "
-        f"{_MAX_WEIGHT}: 3 and 1 mean that three prompts of four come from the first. If unset, the rows of all "
-        "sources are shuffled together.",
+        description="Shares of the sources of data.train: a table of NAME = NUMBER with whole numbers from 1 to "
+        f"{_MAX_WEIGHT}. If unset, the rows of all sources are shuffled together.",
     )
     eval: dict[str, str] = Field(
         default={}, description="Evaluation sets: a table of NAME = SOURCE. A source has the same form as data.train."
     )
     columns: dict[RowField, Annotated[str, Field(min_length=1)]] = Field(
         default={},
-        description="Columns of the data that have other names: a table FIELD = COLUMN. A COLUMN such as "
-        f"reward_model.ground_truth names a value inside an object. The fields are {', '.join(get_args(RowField))}.",
+        description="Columns of the data that have other names: a table FIELD = COLUMN. A COLUMN with dots names a "
+        f"value inside an object. The fields are {', '.join(get_args(RowField))}.",
     )
     prompt_format: PromptFormat = Field(
         default="chat",
@@ -151,8 +148,8 @@ class DataConfig(Section):
     )
     tools: str = Field(
         default="",
-        description="JSON file of tool schemas, a list of objects, that the chat template shows to the model with "
-        "every prompt. A row's own column tools has precedence. The saved config has the schemas instead of the path.",
+        description="JSON file of tool schemas that the chat template shows to the model with every prompt. A row's "
+        "own column tools has precedence.",
     )
     on_long_prompt: Literal["drop", "truncate"] = Field(
         default="drop",
@@ -163,8 +160,7 @@ class DataConfig(Section):
         default=None,
         ge=1,
         description="Passes over the training rows after which the run ends; if unset, learner.steps alone decides. "
-        "The last batch may be smaller. With data.weights, the run ends when every source has been passed over this "
-        "often, and some more often.",
+        "With data.weights, until every source has been passed over this often.",
     )
     system_prompt: str | None = Field(
         default=None,

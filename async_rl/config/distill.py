@@ -24,15 +24,15 @@ class DistillConfig(Section):
     )
     form: Literal["advantage", "loss"] = Field(
         default="advantage",
-        description="How the policy learns from its teacher. advantage: log teacher - log policy of each sampled token "
-        "is added to its advantage. loss: KL(policy || teacher) at each sampled token is added to its loss.",
+        description="How the policy learns from its teacher: log teacher - log policy of each sampled token is added "
+        "to its advantage, or KL(policy || teacher) to its loss.",
     )
     top_k: int = Field(
         default=0,
         ge=0,
         le=1024,
-        description='With distill.form = "loss", the number of the teacher\'s likeliest tokens over which the KL is '
-        "computed, the rest as one; 0 estimates it from the sampled token alone.",
+        description="With the form loss, number of the teacher's likeliest tokens over which the KL is computed, the "
+        "rest as one; 0 takes the sampled token alone.",
     )
     coef: float = Field(default=1.0, gt=0, description="Factor of the teacher's term in the advantage or the loss.")
     rewards: bool = Field(

@@ -45,7 +45,7 @@ class JudgeConfig(Section):
     api_key_env: str | None = Field(
         default=None,
         description="Name of the environment variable that has the service's key on every machine with a generator; "
-        "if unset, none is sent. The key itself is never in a config.",
+        "if unset, none is sent.",
     )
     rubric: str = Field(
         default=_RUBRIC,
@@ -76,8 +76,8 @@ class JudgeConfig(Section):
     max_concurrent: int = Field(default=16, ge=1, description="Maximum number of requests of a generator at a time.")
     cache: str | None = Field(
         default=None,
-        description="SQLite file that keeps verdicts, so that the same answer is judged once; if unset, each generator "
-        "keeps them in memory. With a temperature above 0 a verdict is kept too.",
+        description="SQLite file that keeps verdicts, so that the same answer is judged once; if unset, each "
+        "generator keeps them in memory.",
     )
 
     @field_validator("endpoint")

@@ -55,8 +55,8 @@ class LossConfig(Section):
 
     function: str | None = Field(
         default=None,
-        description="Your own loss as module:function or file.py:function, which replaces the built-in one; "
-        'docs/algorithms.md, "A loss of your own", describes it.',
+        description="Your own loss as module:function or file.py:function, in place of the built-in one "
+        '(docs/algorithms.md, "A loss of your own").',
     )
     advantage_function: str | None = Field(
         default=None,
@@ -87,9 +87,8 @@ class LossConfig(Section):
     anchor: Literal["behavior", "proximal", "interpolated"] = Field(
         default="behavior",
         description="Policy to which the trained one is compared: the behavior policy, which sampled, or (decoupled "
-        "PPO) a proximal policy, the weights before the first update on a batch. proximal computes it with a forward "
-        "pass if a batch has several updates, else it is the trained policy; interpolated estimates it from "
-        "the behavior policy, the trained one and the staleness.",
+        "PPO) the weights before the first update on a batch. proximal computes these with a forward pass if a batch "
+        "has several updates; interpolated estimates them from the other two policies and the staleness.",
     )
     clip_low: float = Field(
         default=0.2, ge=0, le=1, description="Ratios below 1 - loss.clip_low are clipped; 1 clips none of them."
@@ -108,16 +107,15 @@ class LossConfig(Section):
     importance_cap: float | None = Field(
         default=None,
         ge=1,
-        description="Importance weights above this number are cut to it; 0 turns the weights off. The weight is "
-        'policy / behavior policy with loss.surrogate = "plain", and proximal / behavior policy with loss.anchor = '
-        '"proximal" or "interpolated".',
+        description="Importance weights are cut to this number; 0 turns them off. The weight is policy / behavior "
+        'policy with loss.surrogate = "plain", and proximal / behavior policy with loss.anchor = "proximal" or '
+        '"interpolated".',
     )
 
     skip_threshold: float | None = Field(
         default=20.0,
         gt=0,
-        description="Short form of a rule that masks sequences: those whose loss.skip_statistic is above this number "
-        "leave the loss; 0 keeps all of them.",
+        description="Sequences whose loss.skip_statistic is above this number leave the loss; 0 keeps all of them.",
     )
     skip_statistic: SkipStatisticName = Field(
         default="mean",
@@ -125,34 +123,34 @@ class LossConfig(Section):
     )
     skip_unit: Literal["sequence", "micro_batch"] = Field(
         default="sequence",
-        description="What loss.skip_threshold leaves out: single sequences, or (Colossal-RL's rule) whole "
-        "micro-batches, which makes results depend on how a batch is divided into them.",
+        description="What loss.skip_threshold leaves out: sequences, or (Colossal-RL) whole micro-batches, so that "
+        "results depend on their cut.",
     )
     token_range: tuple[float, float] | None = Field(
         default=None,
         strict=False,
-        description="Short form of a rule that masks tokens: those whose ratio policy / behavior policy is outside "
-        "this range leave the loss (IcePop); [] keeps all of them.",
+        description="Tokens whose ratio policy / behavior policy is outside this range leave the loss (IcePop); [] "
+        "keeps all of them.",
     )
     min_ess: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Short form of a rule that skips steps: those where the effective sample size of the ratios policy "
-        "/ behavior policy, divided by the number of tokens, is below this number; 0 skips none.",
+        description="Steps whose effective sample size of the ratios policy / behavior policy, divided by the number "
+        "of tokens, is below this number are skipped; 0 skips none.",
     )
     max_kl: float | None = Field(
         default=None,
         gt=0,
-        description="Short form of a rule that skips steps: those whose KL(behavior policy || policy), in nats, is "
-        "above this number; 0 skips none.",
+        description="Steps whose KL(behavior policy || policy), in nats, is above this number are skipped; 0 skips "
+        "none.",
     )
 
     rules: tuple[Rule, ...] = Field(
         default=(),
         strict=False,
-        description="More rules like those of these four keys, each a table [[loss.rules]] with keys of its own: "
-        "level, statistic, above, below, when, action, reduce, policy, name (docs/config.md, docs/algorithms.md).",
+        description="More rules than those of the four keys before, each a table [[loss.rules]] with the keys level, "
+        "statistic, above, below, when, action, reduce, policy, name.",
     )
 
     entropy_quantile: float | None = Field(
@@ -160,7 +158,7 @@ class LossConfig(Section):
         gt=0,
         lt=1,
         description="Only tokens whose entropy is at or above this quantile of their optimizer step are in the "
-        "policy's objective; the others still count in the denominator. 0 keeps all of them. It costs a forward pass.",
+        "policy's objective; 0 keeps all. It costs a forward pass.",
     )
 
     kl_coef: float = Field(
@@ -184,8 +182,8 @@ class LossConfig(Section):
     )
     kl_policy: Literal["behavior", "trained"] = Field(
         default="behavior",
-        description="Policy whose KL to the reference goes into reward or advantages: the behavior policy, whose "
-        "logprobs are known, or the trained one before the first update on a batch, which costs a forward pass.",
+        description="Policy whose KL to the reference goes into reward or advantages: the behavior policy, or the "
+        "trained one before the first update on a batch, which costs a forward pass.",
     )
     kl_reference: str | None = Field(
         default=None, description="Directory of the reference model; if unset, the model that the run began with."
@@ -199,8 +197,8 @@ class LossConfig(Section):
     )
     mask_truncated: bool = Field(
         default=False,
-        description="Whether answers that were cut at sampling.max_new_tokens, at environment.max_turn_tokens or at "
-        "the end of the context are left out of the loss and of their group's baseline.",
+        description="Whether answers that were cut (by sampling.max_new_tokens, environment.max_turn_tokens or the "
+        "context) leave the loss and their group's baseline.",
     )
 
     @model_validator(mode="before")

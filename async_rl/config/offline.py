@@ -99,8 +99,8 @@ class DpoConfig(OfflineConfig):
     beta: float = Field(
         default=0.1,
         gt=0,
-        description="How closely the policy stays at the reference model: the factor of the log ratios, tau in IPO. In "
-        "simpo that of the mean log-probabilities (its paper has 2.0), in orpo that of the odds ratio (lambda).",
+        description="How closely the policy stays at the reference model: the factor of the log ratios, tau in IPO, "
+        "in simpo of the mean log-probabilities (its paper has 2.0), in orpo of the odds ratio (lambda).",
     )
     label_smoothing: float = Field(
         default=0.0, ge=0, lt=0.5, description="Assumed share of pairs with the wrong label; only for sigmoid."

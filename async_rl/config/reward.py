@@ -131,8 +131,8 @@ class CodeRewardConfig(Section):
     packages: tuple[str, ...] = Field(
         default=("numpy",),
         strict=False,
-        description="Packages that are imported before a program starts. If the list is empty, programs can import "
-        "only the standard library; otherwise they can import all packages that are installed with async-rl.",
+        description="Packages that are imported before a program starts. If empty, programs can import only the "
+        "standard library, else all packages that are installed with async-rl.",
     )
     prelude: Literal["calls", "always", "never"] = Field(
         default="calls",
@@ -141,9 +141,9 @@ class CodeRewardConfig(Section):
     )
     compare: Literal["tokens", "cascade"] = Field(
         default="tokens",
-        description="How a program's output is compared with the expected output. tokens: the same tokens in the same "
-        "order. cascade: also accepts lines in another order, tokens of a line in another order, and repeated lines or "
-        "tokens (as Colossal-RL does), so it may accept a wrong program.",
+        description="How a program's output is compared with the expected output. tokens: the same tokens in the "
+        "same order. cascade: also in another order or repeated, as Colossal-RL does, so it may accept a wrong "
+        "program.",
     )
     partial_credit: bool = Field(
         default=False,
@@ -156,8 +156,8 @@ class CodeRewardConfig(Section):
     )
     endpoint: str | None = Field(
         default=None,
-        description="Address, as in http://10.0.0.1:8000, of an `async-rl verifier` that runs the programs; if "
-        "unset, every generator's machine runs them itself.",
+        description="Address of an `async-rl verifier`, as in http://10.0.0.1:8000, that runs the programs; if "
+        "unset, every generator's machine does.",
     )
     allow_unsafe: bool = Field(
         default=False, description="Whether programs may run without a sandbox on a machine that can't provide one."
@@ -198,8 +198,8 @@ class RewardConfig(Section):
     )
     require_format: bool = Field(
         default=True,
-        description="Whether a right answer must also have a valid format to earn reward.scale points. The accuracy "
-        "metric counts it as right in either case.",
+        description="Whether a right answer must also have a valid format to earn reward.scale points. Its accuracy "
+        "is 1 in either case.",
     )
     format: float = Field(
         default=0.0, description="Points for a valid format, whatever the answer; reward.scale does not apply to them."
@@ -222,15 +222,14 @@ class RewardConfig(Section):
     )
     soft_overlong: bool = Field(
         default=True,
-        description="Whether long answers lose reward, with your own reward too: a penalty that grows linearly over "
-        "the last reward.cache_length tokens before sampling.max_new_tokens, up to reward.scale. A reward may be "
-        "negative then.",
+        description="Whether long answers lose reward, also with your own reward: up to reward.scale, linearly over "
+        "the last reward.cache_length tokens before sampling.max_new_tokens.",
     )
     overlong: Literal["dapo", "zero_at_limit"] = Field(
         default="dapo",
         description="Form of the penalty on long answers: dapo subtracts up to reward.scale from every answer; "
-        "zero_at_limit subtracts only where an answer was found, and gives 0 to answers that were cut, "
-        "even with soft_overlong = false.",
+        "zero_at_limit only where an answer was found, and gives 0 to answers that were cut, even with soft_overlong "
+        "= false.",
     )
     cache_length: int | None = Field(
         default=None,
@@ -247,8 +246,8 @@ class RewardConfig(Section):
     max_call_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds for which a running call of a reward keeps its leases alive. A call that takes longer is "
-        "taken to hang: its leases expire, and their prompts are sampled again.",
+        description="Seconds for which a running call of a reward keeps its leases alive; after that their prompts "
+        "are sampled again.",
     )
     code: CodeRewardConfig = Field(default=CodeRewardConfig(), description="How programs are run and judged.")
     judge: JudgeConfig = Field(default=JudgeConfig(), description="The language model that judges answers.")

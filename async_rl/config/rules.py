@@ -68,8 +68,8 @@ class Rule(Section):
     )
     level: Literal["token", "sequence", "micro_batch", "step"] = Field(
         description="Unit that is judged, by the mean of its tokens' statistics. micro_batch makes results depend on "
-        "how a batch is divided into them. step with mask or clip leaves out the tokens with the highest statistic, as "
-        "many as it takes for the mean over the tokens of when to be within the limit, which costs a forward pass."
+        "the cut. step with mask or clip leaves out the tokens with the highest statistic until the mean is within "
+        "the limit, which costs a forward pass."
     )
     statistic: StatisticName = Field(description=f"Statistic of a token. {_choices()}.")
     reduce: Literal["mean", "max", "sum"] = Field(
@@ -81,8 +81,8 @@ class Rule(Section):
     below: float | None = Field(default=None, description="A statistic below this number is beyond the limit.")
     when: Literal["always", "positive", "negative", "outward"] = Field(
         default="always",
-        description="Tokens to which it applies, by their advantage A: all; A > 0; A < 0; or those that the loss would "
-        "push further away (A > 0 and r > 1, or A < 0 and r < 1; in a sequence r is the geometric mean).",
+        description="Tokens to which it applies, by their advantage A: all; A > 0; A < 0; or outward (A > 0 and r > "
+        "1, or A < 0 and r < 1; in a sequence r is the geometric mean).",
     )
     action: Literal["mask", "clip", "skip"] = Field(
         default="mask",

@@ -26,12 +26,12 @@ class ScorerConfig(Section):
     )
     address: str = Field(
         description="Address that the scorer binds and generators connect to, as in tcp://127.0.0.1:5570. Beyond "
-        "loopback it needs queue.keys, whose directory the scorer reads.",
+        "loopback it needs queue.keys.",
     )
     backend: Literal["transformers", "vllm"] = Field(
         default="transformers",
-        description="Engine of a reward model. vllm computes the prompt that several answers share once, and needs a "
-        "model whose score is that of the last token. A teacher needs transformers.",
+        description="Engine of a reward model. vllm computes what several answers share once. A teacher needs "
+        "transformers.",
     )
     launch: bool = Field(
         default=True,
@@ -40,8 +40,8 @@ class ScorerConfig(Section):
     device: int | None = Field(
         default=None,
         ge=0,
-        description="GPU of this scorer, as in generator.devices. If unset, launch takes one that no other process "
-        "has, or the only one there is; without a GPU the CPU.",
+        description="GPU of this scorer. If unset, launch takes one that no other process has, or the only one; "
+        "without a GPU the CPU.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         default="auto", description="Precision of the model. auto: bfloat16 on a GPU, float32 on a CPU."
@@ -49,8 +49,8 @@ class ScorerConfig(Section):
     max_tokens: int = Field(
         default=16384,
         ge=1,
-        description="Largest size of a batch, in tokens with their padding. A longer sequence is a batch of its own. "
-        "vllm pads nothing, and reads a longer sequence in parts.",
+        description="Largest size of a batch, in tokens with their padding. A longer sequence is a batch of its own; "
+        "vllm reads it in parts.",
     )
     memory_fraction: float = Field(
         default=_MEMORY_FRACTION,
