@@ -297,6 +297,9 @@ def markdown() -> str:
     """Return the text of ``docs/metrics.md``: a table of keys and meanings for each subject."""
     parts = [_PAGE]
     for title, keys in METRIC_SECTIONS.items():
+        if title == "Evaluations":  # evaluation.md has a table of them, with the formulas
+            parts.append(f"## {title}\n\n`eval/<dataset>/<name>`: the [figures](evaluation.md#figures) of a set.\n")
+            continue
         rows = [f"| `{key}` | {meaning.replace('|', chr(92) + '|')} |" for key, meaning in keys.items()]
         parts.append("\n".join([f"## {title}", "", "| key | meaning |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
