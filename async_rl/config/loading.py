@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,19 +220,36 @@ def _first_missing(key: str) -> str:
 
 
 def _suggestion(location: Sequence[Any]) -> str:
-    """Return ``; did you mean section.key?`` if a known key is similar to the unknown one, or what a name of TRL is
-    called here. Else return an empty string.
+    """Return what the user may have meant by the unknown key at ``location``, as the end of a message.
+
+    It is a name of TRL, the same key in other sections, or a similar key of the section or of TRL. Return an
+    empty string if there is none.
     """
     name = str(location[-1])
     if name in TRL_NAMES:
         return f"; TRL's {name} is {TRL_NAMES[name]} here (docs/coming_from_trl.md)"
     model: Any = Config
     for part in location[:-1]:
-        model = getattr(model.model_fields.get(part), "annotation", None)
-        if not isinstance(model, type) or not issubclass(model, BaseModel):
+        model = _model_of(model, part)
+        if model is None:
             return ""
-    near = difflib.get_close_matches(name, model.model_fields, n=1)
-    return f"; did you mean {'.'.join([*map(str, location[:-1]), *near])}?" if near else ""
+    elsewhere = [f"{section}.{name}" for section in Config.model_fields if name in _keys_of(_model_of(Config, section))]
+    if elsewhere:
+        return f"; did you mean {' or '.join(elsewhere)}?"
+    near = "".join(difflib.get_close_matches(name, [*_keys_of(model), *TRL_NAMES], n=1))
+    if near in TRL_NAMES and near not in _keys_of(model):
+        return f"; did you mean TRL's {near}? It is {TRL_NAMES[near]} here (docs/coming_from_trl.md)"
+    return f"; did you mean {'.'.join([*map(str, location[:-1]), near])}?" if near else ""
+
+
+def _model_of(model: Any, field: Any) -> Any:
+    """Return the section or table that the ``field`` of ``model`` is; None if it is none."""
+    found = getattr(model.model_fields.get(field), "annotation", None)
+    return found if isinstance(found, type) and issubclass(found, BaseModel) else None
+
+
+def _keys_of(model: Any) -> Collection[str]:
+    return () if model is None else model.model_fields
 
 
 def machine_overrides(config: Config) -> list[str]:

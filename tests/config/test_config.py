@@ -70,6 +70,20 @@ def test_a_wrong_value_is_refused_with_what_was_expected(section: str, key: str,
     assert f"  {section}.{key}: expected {expected}" in str(refused.value).splitlines()
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "meant"),
+    [
+        ("learner", "max_step", "did you mean TRL's max_steps? It is learner.steps here (docs/coming_from_trl.md)"),
+        ("sampling", "num_generation", "did you mean TRL's num_generations? It is sampling.group_size here"),
+        ("learner", "max_token", "did you mean learner.max_tokens?"),
+        ("learner", "group_size", "did you mean sampling.group_size?"),
+        ("learner", "path", "did you mean model.path or critic.path?"),
+    ],
+)
+def test_a_misspelt_or_misplaced_key_is_refused_with_the_one_that_was_meant(section: str, key: str, meant: str):
+    assert f"{section}.{key}: unknown key; {meant}" in refusal(**{section: {key: 1}})
+
+
 @pytest.mark.parametrize("key", ["router_z_loss", "update_router_bias", "router_aux_loss_coef"])
 def test_losses_and_bias_updates_of_routers_are_refused_with_the_reason(key: str):
     assert f"model.{key}: losses of routers and updates of their bias are not supported" in refusal(model={key: 0.1})
