@@ -17,7 +17,7 @@ from typing import Any
 from async_rl.api.code_name import code_name
 from async_rl.config.config import Config
 from async_rl.config.loading import config_data, parse_config, read_toml, read_tools
-from async_rl.errors import DataError
+from async_rl.errors import ConfigError, DataError
 from async_rl.process.user_code import is_code_name
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import check_place
@@ -71,7 +71,7 @@ def read_inputs(base: Base, sections: Mapping[str, Any]) -> Inputs:
     itself chose them.
 
     Raises:
-        ConfigError: the config is not valid, or other processes can't import a function.
+        ConfigError: the config or a list of rewards is not valid, or other processes can't import a function.
         DataError: a row has other values than JSON.
     """
     given = {name: _section(name, value) for name, value in sections.items() if value is not None}
@@ -94,7 +94,7 @@ def read_inputs(base: Base, sections: Mapping[str, Any]) -> Inputs:
     raw = {name: _plain(value, name, name_of) for name, value in raw.items()}
     _allow(raw, [name.rpartition(":")[0] for name, key in chosen.items() if not key.startswith("loss.")])
     read_tools(raw)
-    config = parse_config(raw, f"async_rl.train{f' with {source}' if source else ''}")
+    config = parse_config(raw, f"what async_rl.train got{f' with {source}' if source else ''}")
     if isinstance(base, str | os.PathLike):
         check_place(config, Path(base), [f"run.dir={config.run.dir}"] if "run" in given else [])
     return Inputs(config, files)
@@ -112,8 +112,26 @@ def _read_base(base: Base) -> tuple[dict[str, Any], str]:
 
 
 def _section(name: str, value: Any) -> Any:
-    """Return the argument ``name`` as a section: what is no dict is the section's main key."""
+    """Return the argument ``name`` as a section: what is no dict is the section's main key.
+
+    Raises:
+        ConfigError: the argument is a list of rewards that is empty or has other elements than different rewards.
+    """
+    if name == "reward" and isinstance(value, list | tuple):
+        return _summed(value)
     return {_MAIN_KEYS[name]: value} if name in _MAIN_KEYS and not isinstance(value, Mapping) else value
+
+
+def _summed(rewards: Sequence[Any]) -> Any:
+    """Return the section for ``rewards``, functions or names that are summed, each with weight 1."""
+    is_list_of_rewards = all(callable(one) or isinstance(one, str) for one in rewards)
+    if not rewards or not is_list_of_rewards or len(set(rewards)) < len(rewards):
+        raise ConfigError(
+            f"reward: expected a list of different functions or names, got {rewards!r}; for weights other than 1 pass "
+            f'{{"type": first, "extra": {{second: 0.5}}}}'
+        )
+    main, *others = rewards
+    return {"type": main, "extra": dict.fromkeys(others, 1.0)}
 
 
 def _merge(raw: dict[Any, Any], changes: Mapping[Any, Any]) -> None:

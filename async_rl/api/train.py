@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -16,10 +16,12 @@ from async_rl.errors import RunError, RunFailedError, StoppedError, UserError
 from async_rl.launch.launch import launch
 
 Source = str | PathLike[str] | Rows
+Reward = str | Callable[..., Any]
 
 _IN_PYTHON = {
     "`async-rl launch --takeover`": "takeover=True", "--takeover": "takeover=True", "--fresh": "fresh=True",
     "--from": "source", "--insecure": "insecure=True", "the same command": "the same call",
+    "set it in the file or with --set": "pass it",
 }  # fmt: skip
 """What messages of ``launch`` call an option -> what ``train`` does."""
 
@@ -27,7 +29,7 @@ _IN_PYTHON = {
 def train(
     model: str | PathLike[str] | Mapping[str, Any] | None = None,
     data: Source | Mapping[str, Any] | None = None,
-    reward: str | Callable[..., Any] | Mapping[str, Any] | None = None,
+    reward: Reward | Sequence[Reward] | Mapping[str, Any] | None = None,
     *,
     run: str | PathLike[str] | Mapping[str, Any] | None = None,
     config: Base = None,
@@ -47,8 +49,9 @@ def train(
         model: ``model.path``.
         data: ``data.train``: a file, a data set of the hub, or rows, such as a list of dicts or a ``datasets.Dataset``.
             Rows are written to the run directory. So are those in a section ``data``, under ``train`` and ``eval``.
-        reward: ``reward.type``: a name or a function. Generators import the function, so it must be in a file. A
-            section may have functions, too, such as ``{"type": right, "extra": {brief: 0.1}}``.
+        reward: ``reward.type``: a name or a function. Generators import the function, so it must be in a file. Several
+            in a list are summed: the first is ``reward.type``, the others are ``reward.extra`` with weight 1. A section
+            may have functions, too, such as ``{"type": right, "extra": {brief: 0.1}}``.
         run: ``run.dir``, the run directory.
         config: a base that the other arguments change: a config file, a dict of sections, or a ``Config``.
         fresh: move an earlier run in the directory aside, and start a new one.

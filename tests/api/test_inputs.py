@@ -99,6 +99,13 @@ def test_a_reward_that_the_call_names_is_allowed_and_one_of_a_base_is_not():
     assert read_inputs(None, {**named, "reward": "boxed"}).config.generator.allow_code == ()
 
 
+def test_the_first_reward_of_a_list_is_the_main_one_and_the_others_have_weight_one():
+    config = read_inputs(None, {"run": "r", "model": "m", "reward": [right, brief, "xml_format"]}).config
+    assert config.reward.type == "tests.api.own_rewards:right"
+    assert config.reward.extra == {"tests.api.own_rewards:brief": 1.0, "xml_format": 1.0}
+    assert config.generator.allow_code == ("tests.api.own_rewards",)
+
+
 def test_a_loss_may_be_a_function_and_needs_no_permission():
     config = read_inputs(None, {"run": "r", "model": "m", "loss": {"function": own_rewards.loss}}).config
     assert config.loss.function == "tests.api.own_rewards:loss"
@@ -113,7 +120,10 @@ def test_a_loss_may_be_a_function_and_needs_no_permission():
         ({"sampling": {"group_size": "8"}}, "sampling.group_size: expected a whole number, got '8'"),
         ({"sampling": 8}, "sampling: expected a table, got 8"),
         ({"generator": 8, "reward": right}, "generator: expected a table, got 8"),
-        ({"run": None}, "run.dir: expected a value, got none"),
+        ({"run": None}, "what async_rl.train got is not a valid config:\n  run.dir: expected a value, got none"),
+        ({"reward": [right, brief, brief]}, "reward: expected a list of different functions or names, got "),
+        ({"reward": [right, {brief: 0.5}]}, 'for weights other than 1 pass {"type": first, "extra": {second: 0.5}}'),
+        ({"reward": []}, "got \\[\\]"),
         ({"reward": {"extra": {(lambda item: 1.0): 1.0}}}, "reward.extra: expected a function .*, got a lambda"),
     ],
 )

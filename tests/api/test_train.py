@@ -94,6 +94,8 @@ def test_a_message_names_arguments_and_its_traceback_ends_in_the_call(
         async_rl.train("tiny", run=tmp_path / "fork", source=str(tmp_path / "none"))
     functions = [frame.name for frame in traceback.extract_tb(refused.value.__traceback__)]
     assert functions == ["test_a_message_names_arguments_and_its_traceback_ends_in_the_call", "train"]
+    with pytest.raises(ConfigError, match=r"model\.path: expected a value, got none; pass it$"):
+        async_rl.train(run=tmp_path / "new")
     with pytest.raises(ConfigError, match=r"unknown key; did you mean learner\.steps") as unknown:
         async_rl.train("tiny", run=tmp_path / "new", learner={"stepss": 3})
     assert len(traceback.extract_tb(unknown.value.__traceback__)) == 2
