@@ -113,17 +113,22 @@ def show_config(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check CONFIG and print it as TOML with every key, defaults included; or explain its keys.
+    """Check CONFIG and print it as TOML with every key, defaults included; or explain its keys. Without CONFIG,
+    --explain KEY shows the defaults.
 
     \b
     Examples:
       async-rl config run.toml --set queue.max_staleness=0
       async-rl config run.toml --explain queue.max_staleness
       async-rl config run.toml --explain queue
+      async-rl config --explain queue
     """
-    from async_rl.config.loading import config_to_toml, load_config
+    from async_rl.config.loading import config_to_toml, default_config, load_config
 
-    resolved = load_config(config, overrides or [])
+    if explain and key is None and config.suffix != ".toml" and not config.exists():
+        key, resolved = str(config), default_config(overrides or [])
+    else:
+        resolved = load_config(config, overrides or [])
     if not explain and key is not None:
         from async_rl.errors import ConfigError
 

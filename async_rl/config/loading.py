@@ -87,6 +87,18 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     return parse_config(raw, f"{path} with its --set" if overrides else str(path))
 
 
+def default_config(overrides: Iterable[str] = ()) -> Config:
+    """Return a config of defaults and the ``--set`` options in ``overrides``, to explain keys without a file.
+
+    Raises:
+        ConfigError: as ``load_config``.
+    """
+    raw: dict[str, Any] = {"run": {"dir": "runs/my"}, "model": {"path": "MODEL"}}
+    for override in overrides:
+        apply_override(raw, override)
+    return parse_config(raw, "the default config")
+
+
 def load_run_config(path: Path) -> Config:
     """Read the config that async-rl has written to the run directory's file ``path``, maybe by an older version.
 
@@ -124,6 +136,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"no config file at {path}; check the path") from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"expected a config file, got the directory {path}; pass a file, such as {path / 'config.toml'} if {path} "
+            f"is a run directory"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"can't read the config file {path}: {error}; expected a readable file of UTF-8 text"

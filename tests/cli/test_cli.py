@@ -674,6 +674,23 @@ def test_config_explains_a_key(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "got the key 'queue' without --explain" in refusal(capsys, "config", config, "queue")
 
 
+def test_config_explains_a_key_without_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    found = printed_json(capsys, "config", "--explain", "queue.max_staleness", "--set", "queue.max_staleness=2")
+    assert (found["queue.max_staleness"]["value"], found["queue.max_staleness"]["default"]) == ("2", "4")
+    assert "got 'queue.max_stale'; did you mean queue.max_staleness?" in refusal(
+        capsys, "config", "--explain", "queue.max_stale"
+    )
+    assert "no config file at run.toml" in refusal(capsys, "config", "--explain", "run.toml")
+
+
+def test_the_directory_of_a_run_is_no_config_but_has_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    said = refusal(capsys, "config", str(tmp_path))
+    assert f"got the directory {tmp_path}; pass a file, such as {tmp_path / 'config.toml'} if" in said
+
+
 def test_config_prints_toml_that_reads_back_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = write_config(tmp_path)
     with pytest.raises(SystemExit):
