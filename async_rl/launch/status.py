@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.table import Table
@@ -18,9 +19,11 @@ from async_rl.config.loading import load_run_config
 from async_rl.errors import AddressError, QueueError, RunError
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.output import size_text
+from async_rl.process.child import is_alive
 from async_rl.queue.messages import DOCTOR
 from async_rl.run.directory import RunDir
-from async_rl.run.queue_files import read_record
+from async_rl.run.lock import holder_of
+from async_rl.run.queue_files import QueueRecord, read_record
 from async_rl.run.step_log import last_step
 from async_rl.terminal import visible, visible_values
 
@@ -100,8 +103,8 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
         keys: the keys for the request. If None, the keys in the run's config are used.
 
     Raises:
-        RunError: ``path`` is not a run directory, the run's queue server has not started yet, or its ``ledger.json`` is
-            damaged.
+        RunError: ``path`` is not a run directory, the run's queue server has not started yet or has stopped with the
+            rest of the run, or its ``ledger.json`` is damaged.
         AddressError: the queue server did not answer within ``timeout_s`` seconds.
     """
     run_dir = RunDir(path)
@@ -114,6 +117,11 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
             f"expected a run directory with a queue.json, but {path} has none; correct the path, wait until the run "
             f"has started, or pass --connect ADDRESS"
         )
+    if _has_stopped(run_dir, record):
+        raise RunError(
+            f"the run in {path} has stopped, and none of its processes is alive. {_last_state(run_dir)}; the command "
+            f"or call that started it goes on from there, and {run_dir.logs} has its logs"
+        )
     if keys is None and run_dir.config.exists():
         keys = client_keys_of(load_run_config(run_dir.config).queue.keys)
     try:
@@ -124,6 +132,13 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
             f"has ended, or can't be reached from here. {_last_state(run_dir)}; read the logs in {run_dir.logs}, or "
             f"start the run again"
         ) from error
+
+
+def _has_stopped(run_dir: RunDir, record: QueueRecord) -> bool:
+    """Return whether the processes of the run, all on this machine, have ended. False if that can't be known."""
+    holder = holder_of(run_dir.lock)
+    is_here = urlsplit(record.address).hostname == "127.0.0.1" and holder is not None and not holder.may_live
+    return is_here and not is_alive(record.pid)
 
 
 def _last_state(run_dir: RunDir) -> str:

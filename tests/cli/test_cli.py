@@ -400,6 +400,24 @@ def test_status_of_a_run_directory_asks_the_queue_server_that_it_names(
     assert "The run has made 5 steps, and its newest checkpoint is none; read the logs" in said
 
 
+def test_status_says_at_once_that_a_run_of_this_machine_has_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics.write_text('{"step": 12}\n')
+    (tmp_path / "queue.json").write_text(json.dumps({"run_id": "r", "pid": ended.pid, "address": "tcp://127.0.0.1:1"}))
+    # A process of another machine may live, so the queue server is asked; it does not answer.
+    run_dir.lock.write_text('{"pid": 1, "host": "elsewhere", "role": "launch"}\n')
+    assert "did not answer within 0.1 s" in refusal(capsys, "status", str(tmp_path), "--timeout", "0.1")
+    run_dir.lock.write_text(json.dumps({"pid": ended.pid, "host": socket.gethostname(), "role": "launch"}) + "\n")
+    said = refusal(capsys, "status", str(tmp_path), "--timeout", "100")
+    assert f"the run in {tmp_path} has stopped, and none of its processes is alive. The run has made 12 steps" in said
+    # The learner inherited the lock, and lives.
+    with run_dir.lock.open("a") as file:
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "role": "learner"}) + "\n")
+    assert "did not answer within 0.1 s" in refusal(capsys, "status", str(tmp_path), "--timeout", "0.1")
+
+
 FINISHED_GROUPS = {
     "issued": 12, "in_flight": 0, "queued": 0, "taken": 0, "trained": 12, "filtered": 0, "dropped": {"stale": 0}
 }  # fmt: skip
