@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from async_rl.net.wire import Message
+from async_rl.net.wire import Message, decode, encode
+from async_rl.queue.core import generator_requests
 from async_rl.queue.messages import EvalWait
-from async_rl.queue.server.handlers import Deferred, Reply
+from async_rl.queue.server.handlers import Deferred, Handlers, Reply
 from async_rl.queue.server.pending import PendingRequests, Request
+from tests.queue.builders import LINEAGE, fill_and_take, leases, make_config, make_state
 
 WAIT_S = 0.5
 POLL = Message("await_eval", {})
@@ -67,3 +69,79 @@ def test_a_wait_ends_if_the_client_asks_no_more_for_a_while():
     queue.ask(20.0, peer=b"another")
     queue.pending.answer(20.5)
     assert list(queue.pending._in_vain) == [(b"another", "await_eval")]
+
+
+def test_of_many_equal_requests_one_is_tried_after_a_change():
+    tried: list[bytes] = []
+    revision, in_vain_at = 0, -1
+    answered: list[bytes] = []
+    pending = PendingRequests(
+        lambda: revision, lambda request, _: answered.append(request.peer), lambda request, attempt, now: attempt()
+    )
+
+    def ask(peer: bytes) -> None:
+        def attempt(now: float, last: bool) -> Reply | None:
+            nonlocal in_vain_at
+            tried.append(peer)
+            if revision == 2:
+                return Reply(EvalWait("", 0, 2, ""))
+            in_vain_at = revision
+            return None
+
+        pending.add(
+            Request(peer, "1", None, "lease"), POLL, Deferred(60.0, attempt, lambda: in_vain_at == revision), 0.0
+        )
+
+    for number in range(100):
+        ask(b"%d" % number)
+    assert tried == [b"0"]
+    revision = 1
+    pending.answer(1.0)
+    assert tried == [b"0", b"0"]
+    # The order of arrival stays.
+    revision = 2
+    pending.answer(2.0)
+    assert answered == [b"%d" % number for number in range(100)]
+    assert pending.pop_all() == []
+
+
+def test_a_request_replaces_the_earlier_one_of_its_peer_and_type_only():
+    queue = Queue()
+    queue.ask(0.0)
+    queue.ask(0.1, peer=b"another")
+    queue.ask(0.2)
+    queue.is_done, queue.revision = True, 1
+    queue.pending.answer_only("take")
+    assert queue.sent == []
+    queue.pending.answer_only("await_eval")
+    assert len(queue.sent) == 2
+    assert list(queue.pending.deadlines()) == []
+
+
+def lease_request(handlers: Handlers, generator_id: str, version: int = 0, max_leases: int = 1) -> Deferred:
+    fields = {"generator_id": generator_id, "lineage": LINEAGE, "version": version, "max_leases": max_leases}
+    answer = handlers.handle(decode(encode("lease", {**fields, "request_id": generator_id, "wait_s": 9.0})), 0.0)
+    assert isinstance(answer, Deferred)
+    return answer
+
+
+def test_a_request_is_in_vain_only_after_an_equal_one_that_could_have_had_a_lease():
+    # Bound 1, 2 groups a step: 4 groups at a time, of which 2 are taken and 1 is in flight.
+    state = make_state()
+    fill_and_take(state)
+    assert len(leases(state, 1)) == 1
+    handlers = Handlers(state, make_config("unused"), {}, "run")
+    generator_requests.heartbeat(state, "bad", {}, state.stats().generators, 0.0)
+    generator_requests.quarantine(state, "bad", "all its groups were refused")
+    # Neither of these two gets the lease that is left, and both say nothing about others.
+    assert lease_request(handlers, "bad").attempt(0.0, False) is None
+    assert lease_request(handlers, "g1", max_leases=0).attempt(0.0, False) is None
+    wanted = lease_request(handlers, "g2")
+    assert not wanted.is_in_vain()
+    assert wanted.attempt(0.0, False) is not None
+    assert lease_request(handlers, "g3").attempt(0.0, False) is None
+    later = lease_request(handlers, "g4")
+    assert later.is_in_vain()
+    assert not lease_request(handlers, "g5", version=1).is_in_vain()
+    state.revision += 1
+    assert not later.is_in_vain()

@@ -140,6 +140,12 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
     return answer or LeasesGranted((), "no lease was requested")
 
 
+def may_have_leases(state: QueueState, generator_id: str) -> bool:
+    """Return whether this generator gets leases as any other: it is known, and not quarantined for any reason."""
+    entry = state.generators.get(generator_id)
+    return entry is not None and not entry.quarantined and entry.failing.retry_at is None
+
+
 def heartbeat(
     state: QueueState, generator_id: str, progress: Mapping[str, int], stats: GeneratorStats, now: float,
     trouble: str = "",

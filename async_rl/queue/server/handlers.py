@@ -86,11 +86,13 @@ class Reply:
 class Deferred:
     """A reply that may come later. ``attempt(now, last)`` returns the reply, or None to wait longer.
 
-    If ``last`` is True, ``attempt`` must return a reply. ``wait_s`` is how long the request may wait.
+    If ``last`` is True, ``attempt`` must return a reply. ``wait_s`` is how long the request may wait. ``is_in_vain()``
+    says quickly that ``attempt`` would return None now, because an equal request got nothing.
     """
 
     wait_s: float
     attempt: Callable[[float, bool], Reply | None]
+    is_in_vain: Callable[[], bool] = lambda: False
 
 
 class WelcomePack(msgspec.Struct, frozen=True):
@@ -117,6 +119,8 @@ class Handlers:
         """Whether the attached learner has sent a request to this process. Until then ``welcome`` may be that of a
         learner that has ended, which the journal has kept."""
         self._quarantined: set[str] = set()
+        self._no_lease_at, self._no_lease_for = -1, set[tuple[str, int]]()
+        """A revision of the state, and the pairs (lineage, version) for which no lease was left then, whoever asks."""
 
     def handle(self, message: Message, now: float) -> Reply | Deferred | None:
         """Handle a request and return the reply; None if the request needs none.
@@ -344,12 +348,24 @@ class Handlers:
             # A generator that has not yet activated the requested version must wait; else it would ask in a loop.
             is_news = granted.activate is not None and generator.sent != sent
             if not (granted.leases or is_news or last or self.state.finished):
+                is_any = request.max_leases > 0 and generator_requests.may_have_leases(self.state, generator_id)
+                if is_any and granted.activate is None:
+                    self._note_no_lease(active)
                 return None
             generator.sent = sent
             self.registry.grant(generator, request_id, granted)
             return Reply(granted)
 
-        return Deferred(_wait_s(message), attempt)
+        # A thousand generators may wait. After each change only the first of them looks whether a lease is left.
+        return Deferred(
+            _wait_s(message), attempt,
+            lambda: active in self._no_lease_for and self._no_lease_at == self.state.revision,
+        )  # fmt: skip
+
+    def _note_no_lease(self, active: tuple[str, int]) -> None:
+        if self._no_lease_at != self.state.revision:
+            self._no_lease_at, self._no_lease_for = self.state.revision, set()
+        self._no_lease_for.add(active)
 
     def _on_heartbeat(self, request: messages.Heartbeat, message: Message, now: float) -> Reply:
         cancelled = generator_requests.heartbeat(

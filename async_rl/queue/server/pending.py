@@ -7,13 +7,15 @@ queue. ``HeldMessages`` has what arrives while the disk is full. The server hand
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from async_rl.net.wire import Message
 from async_rl.queue.server.handlers import MAX_GENERATORS, Deferred, Reply
 
+_Key = tuple[bytes, str]
+"""Peer and type of a request. A peer has at most one of each type."""
 _MAX_PENDING = 2 * MAX_GENERATORS + 64
 """Maximum number of requests that wait: enough for a hello and a lease request of every generator. Further requests are
 answered at once."""
@@ -70,7 +72,10 @@ class PendingRequests:
         attempt: Callable[[Request, Callable[[], Reply | None], float], Reply | Deferred | None],
     ) -> None:  # fmt: skip
         self._revision, self._send, self._attempt = revision, send, attempt
-        self._pending: list[_Pending] = []
+        self._pending: dict[_Key, _Pending] = {}
+        self._of_type: dict[str, set[_Key]] = {}
+        self._all_tried_at: int | None = None
+        """The revision at which all requests were tried."""
         self._in_vain: dict[tuple[bytes, str], tuple[float, float]] = {}
         """For the requests of each (peer, type) that waited in vain: since when, and when the last was answered; the
         oldest answer first."""
@@ -78,35 +83,41 @@ class PendingRequests:
     def add(self, request: Request, message: Message, deferred: Deferred, now: float) -> None:
         """Add a request and try all requests. It replaces an earlier request of the same type from the same peer."""
         same = (request.peer, request.type)
-        self._pending = [p for p in self._pending if (p.request.peer, p.request.type) != same]
+        self._remove([same])
         deadline = now + (deferred.wait_s if len(self._pending) < _MAX_PENDING else 0.0)
         since, answered_at = self._in_vain.pop(same, (now, now))
         is_same_wait = now - answered_at <= _SAME_WAIT_S
-        self._pending.append(_Pending(request, message, deferred, deadline, since if is_same_wait else now))
-        self.answer(now)
+        self._pending[same] = _Pending(request, message, deferred, deadline, since if is_same_wait else now)
+        self._of_type.setdefault(request.type, set()).add(same)
+        if self._all_tried_at == self._revision() and self._is_answered(self._pending[same], now):
+            self._remove([same])
+        if self._all_tried_at != self._revision():
+            self.answer(now)
 
     def answer(self, now: float) -> None:
         """Try all requests in the order of their arrival, and again until no reply changes the queue."""
         revision = None
         while revision != self._revision():
             revision = self._revision()
-            self._pending = [pending for pending in self._pending if not self._is_answered(pending, now)]
+            self._remove([key for key, pending in self._pending.items() if self._is_answered(pending, now)])
+        self._all_tried_at = revision
 
     def answer_only(self, type_: str) -> None:
         """Try all requests of the type ``type_`` once."""
-        for pending in self._pending[:]:
-            is_due = pending.request.type == type_ and pending.tried_at_revision != self._revision()
-            if is_due and self._is_answered(pending, time.monotonic()):
-                self._pending.remove(pending)
+        for key in list(self._of_type.get(type_, ())):
+            pending = self._pending[key]
+            if pending.tried_at_revision != self._revision() and self._is_answered(pending, time.monotonic()):
+                self._remove([key])
 
     def pop_all(self) -> list[tuple[Request, Message]]:
         """Remove all requests. Return each with its message."""
-        popped, self._pending = self._pending, []
-        return [(pending.request, pending.message) for pending in popped]
+        popped, self._pending = self._pending, {}
+        self._of_type.clear()
+        return [(pending.request, pending.message) for pending in popped.values()]
 
     def deadlines(self) -> Iterator[float]:
         """Return the time until which each request may wait."""
-        return (pending.deadline for pending in self._pending)
+        return (pending.deadline for pending in self._pending.values())
 
     def waits(self, now: float) -> list[dict[str, Any]]:
         """Return who waits for what, and for how long, as plain data for ``async-rl status``.
@@ -115,12 +126,21 @@ class PendingRequests:
         """
         return [
             {"who": p.request.generator_id or "learner", "for": p.request.type, "since_s": now - p.since}
-            for p in self._pending
+            for p in self._pending.values()
         ]
 
+    def _remove(self, keys: Iterable[_Key]) -> None:
+        for key in keys:
+            self._pending.pop(key, None)
+            self._of_type.get(key[1], set()).discard(key)
+
     def _is_answered(self, pending: _Pending, now: float) -> bool:
-        is_new = pending.tried_at_revision != self._revision()
-        reply = self._try(pending, now, last=False) if is_new else None
+        reply = None
+        if pending.tried_at_revision != self._revision():
+            if pending.deferred.is_in_vain():
+                pending.tried_at_revision = self._revision()
+            else:
+                reply = self._try(pending, now, last=False)
         if reply is None and now >= pending.deadline:
             reply = self._try(pending, now, last=True)
             if reply is not None:
