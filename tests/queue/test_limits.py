@@ -11,6 +11,7 @@ from async_rl.errors import QueueError, WireError
 from async_rl.net.wire import Message, decode, encode
 from async_rl.queue.server.handlers import FORGET_S, GeneratorRegistry
 from async_rl.queue.server.sockets import BLOCKED_S, MAX_PEERS, MessageLimits, RateLimiter
+from async_rl.queue.storage.journal import Changes
 
 
 def limiter(messages: float = 10, malformed: float = 3) -> RateLimiter:
@@ -100,7 +101,7 @@ def test_numbers_that_no_sum_can_carry_are_refused(number: float):
 
 
 def test_a_full_registry_refuses_another_generator_until_one_left_or_fell_silent():
-    registry = GeneratorRegistry(max_generators=2)
+    registry = GeneratorRegistry(Changes(), max_generators=2)
     registry.seen("a", 0.0)
     registry.bind("a", b"peer-a")
     registry.seen("b", 0.0)

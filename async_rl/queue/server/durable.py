@@ -166,7 +166,7 @@ class DurableState:
             raise DamagedJournalError(f"its records are of different commits: {error}") from error
         for file, count in journal.adopt(refs).items():
             logger.warning("%s is missing or too short: %d payloads are lost", file, count)
-        self.handlers.load(unpack(found.state["handlers"]), welcome, now)
+        self.handlers.load(unpack(found.state["handlers"]), found.entries["granted"], welcome, now)
         self._saved_welcome = self.handlers.welcome
         # Loading must not count as a change.
         self._changes.drain()

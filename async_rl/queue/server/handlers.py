@@ -51,6 +51,7 @@ from async_rl.queue.messages import (
     Verdict,
 )
 from async_rl.queue.parity import decode_answer
+from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import Payload
 from async_rl.run.reuse import shared_values
 
@@ -113,7 +114,7 @@ class Handlers:
         self.state, self.run_id = state, run_id
         self._config, self.eval_rows = config, eval_rows
         self.welcome: WelcomePack | None = None
-        self.registry = GeneratorRegistry()
+        self.registry = GeneratorRegistry(state.changes)
         self.learner_gone = False
         self._has_heard_learner = False
         """Whether the attached learner has sent a request to this process. Until then ``welcome`` may be that of a
@@ -353,7 +354,7 @@ class Handlers:
                     self._note_no_lease(active)
                 return None
             generator.sent = sent
-            self.registry.grant(generator, request_id, granted)
+            self.registry.grant(generator_id, request_id, granted)
             return Reply(granted)
 
         # A thousand generators may wait. After each change only the first of them looks whether a lease is left.
@@ -455,28 +456,31 @@ class Handlers:
     @property
     def saved_key(self) -> tuple[Any, ...]:
         """A value that changes whenever the result of ``save`` does."""
-        return self.run_id, self.learner_gone, self.registry.num_changes
+        return self.run_id, self.learner_gone
 
     def save(self) -> dict[str, Any]:
         """Return the handlers' state as plain data for the journal.
 
-        A restarted server then can answer repeated requests. ``welcome`` is not part of it.
+        ``welcome``, and the replies with leases, have records of their own.
         """
-        granted = {
-            generator_id: (request_id, [lease.lease_id for lease in answer.leases])
-            for generator_id, (request_id, answer) in self.registry.granted().items()
-        }
-        return {"run_id": self.run_id, "granted": granted, "learner_gone": self.learner_gone}
+        return {"run_id": self.run_id, "learner_gone": self.learner_gone}
 
-    def load(self, plain: Mapping[str, Any], welcome: Mapping[str, Any] | None, now: float) -> None:
-        """Restore the result of ``save``, and ``welcome``. Call it after the queue's state is loaded."""
+    def load(
+        self, plain: Mapping[str, Any], granted: Mapping[str, Mapping[str, Any]], welcome: Mapping[str, Any] | None,
+        now: float,
+    ) -> None:  # fmt: skip
+        """Restore the result of ``save``, the replies ``granted``, by generator id, and ``welcome``.
+
+        Call it after the queue's state is loaded.
+        """
         self.run_id, self.learner_gone = plain["run_id"] or self.run_id, plain["learner_gone"]
-        for generator_id, (request_id, lease_ids) in plain["granted"].items():
-            leases = tuple(
-                active.lease for lease_id in lease_ids if (active := self.state.leases.get(lease_id)) is not None
-            )
+        for generator_id, fields in granted.items():
+            reply = msgspec.convert(fields, GrantedRecord)
+            found = (self.state.leases.get(lease_id) for lease_id in reply.lease_ids)
+            leases = tuple(active.lease for active in found if active is not None)
             if leases:
-                self.registry.grant(self.registry.seen(generator_id, now), request_id, LeasesGranted(leases))
+                self.registry.seen(generator_id, now)
+                self.registry.grant(generator_id, reply.request_id, LeasesGranted(leases))
         if welcome is not None:
             self.welcome = msgspec.convert(welcome, WelcomePack)
             self.state.vocab_size = self._vocab_size(self.welcome)
@@ -581,18 +585,24 @@ class Generator:
     answer: ProbeAnswer | None = None
 
 
+class GrantedRecord(msgspec.Struct, frozen=True, gc=False):
+    """A reply with leases as the journal stores it, so that a restarted server can repeat it."""
+
+    request_id: str
+    lease_ids: list[str]
+
+
 class GeneratorRegistry:
     """The generators that the server knows, by id. There are at most ``max_generators``.
 
-    ``num_changes`` grows with every change of the lease replies that are kept.
+    ``changes`` gets the replies with leases: each by itself, because all of a thousand generators would be too much to
+    write at every commit.
     """
 
-    def __init__(self, max_generators: int = MAX_GENERATORS) -> None:
-        self._max_generators = max_generators
+    def __init__(self, changes: Changes, max_generators: int = MAX_GENERATORS) -> None:
+        self._changes, self._max_generators = changes, max_generators
         self._generators: dict[str, Generator] = {}
         self._by_peer: dict[bytes, str] = {}
-        self.num_changes = 0
-        """Counts changes of ``granted``."""
 
     def __len__(self) -> int:
         return len(self._generators)
@@ -641,14 +651,11 @@ class GeneratorRegistry:
         """The routing ids of the connections of all generators."""
         return list(self._by_peer)
 
-    def grant(self, generator: Generator, request_id: str, answer: LeasesGranted) -> None:
+    def grant(self, generator_id: str, request_id: str, answer: LeasesGranted) -> None:
         """Keep the reply to the generator's last lease request, in case the request is repeated."""
-        generator.granted = (request_id, answer)
-        self.num_changes += 1
-
-    def granted(self) -> dict[str, tuple[str, LeasesGranted]]:
-        """Return the id of each generator's last lease request, and the reply, by generator id."""
-        return {name: g.granted for name, g in self._generators.items() if g.granted is not None}
+        self._generators[generator_id].granted = request_id, answer
+        lease_ids = [lease.lease_id for lease in answer.leases]
+        self._changes.put("granted", generator_id, GrantedRecord(request_id, lease_ids))
 
     def answers_since(self, lineage: str, version: int) -> dict[str, bytes]:
         """Return each generator's newest ``ProbeAnswer`` of ``version`` or later, encoded, by generator id."""
@@ -660,8 +667,8 @@ class GeneratorRegistry:
         generator = self._generators.get(generator_id)
         if generator is not None:
             self._unbind(generator)
-            generator.has_left, generator.granted, generator.sent = True, None, None
-            self.num_changes += 1
+            generator.has_left = True
+            self._forget_answer(generator_id, generator)
 
     def has_left(self, generator_id: str) -> bool:
         generator = self._generators.get(generator_id)
@@ -669,9 +676,13 @@ class GeneratorRegistry:
 
     def forget_answers(self) -> None:
         """Delete the kept replies to lease requests, because a new learner has attached."""
-        for generator in self._generators.values():
-            generator.granted = generator.sent = None
-        self.num_changes += 1
+        for generator_id, generator in self._generators.items():
+            self._forget_answer(generator_id, generator)
+
+    def _forget_answer(self, generator_id: str, generator: Generator) -> None:
+        if generator.granted is not None:
+            self._changes.delete("granted", generator_id)
+        generator.granted = generator.sent = None
 
     def _unbind(self, generator: Generator) -> None:
         if generator.peer is not None:
@@ -683,8 +694,8 @@ class GeneratorRegistry:
             return
         for name, generator in list(self._generators.items()):
             if generator.has_left or now - generator.seen_at > FORGET_S:
+                self._forget_answer(name, generator)
                 self._unbind(self._generators.pop(name))
-                self.num_changes += 1
         if len(self._generators) >= self._max_generators:
             raise QueueError(
                 f"expected at most {self._max_generators} generators, got one more: {len(self._generators)} are "

@@ -50,10 +50,13 @@ LOST = (
 # This updates the row in place. REPLACE would delete it and write its index entry again.
 _PUT_STATE = "INSERT INTO state VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value"
 
-Kind = Literal["group", "snapshot", "lease", "closed_lease", "evaluation", "answer", "generator", "pass_rate", "place"]
+Kind = Literal[
+    "group", "snapshot", "lease", "closed_lease", "evaluation", "answer", "generator", "granted", "pass_rate", "place",
+]  # fmt: skip
 """The kind of a record, with its key in the index. By lease id: ``group`` (ready, taken, or in a snapshot), ``lease``
 (in flight), ``closed_lease`` (ended). By name: ``snapshot`` (the groups in it), ``evaluation``, ``answer`` (to one row
-of an evaluation), and ``generator``. Of a curriculum: ``pass_rate`` (by row) and ``place`` (by position)."""
+of an evaluation), ``generator``, and ``granted`` (the reply to a generator's last lease request). Of a curriculum:
+``pass_rate`` (by row) and ``place`` (by position)."""
 
 
 class Change(NamedTuple):
