@@ -105,6 +105,18 @@ def test_of_many_equal_requests_one_is_tried_after_a_change():
     assert pending.pop_all() == []
 
 
+def test_the_time_at_which_a_request_ends_is_known_even_after_others_ended():
+    queue = Queue()
+    assert queue.pending.due_at == float("inf")
+    queue.ask(0.0)
+    queue.ask(0.3, peer=b"another")
+    assert queue.pending.due_at == WAIT_S
+    queue.pending.answer(WAIT_S)
+    assert (len(queue.sent), queue.pending.due_at) == (1, 0.3 + WAIT_S)
+    queue.pending.answer(0.3 + WAIT_S)
+    assert (len(queue.sent), queue.pending.due_at) == (2, float("inf"))
+
+
 def test_a_request_replaces_the_earlier_one_of_its_peer_and_type_only():
     queue = Queue()
     queue.ask(0.0)
@@ -115,7 +127,7 @@ def test_a_request_replaces_the_earlier_one_of_its_peer_and_type_only():
     assert queue.sent == []
     queue.pending.answer_only("await_eval")
     assert len(queue.sent) == 2
-    assert list(queue.pending.deadlines()) == []
+    assert queue.pending.waits(0.2) == []
 
 
 def lease_request(handlers: Handlers, generator_id: str, version: int = 0, max_leases: int = 1) -> Deferred:

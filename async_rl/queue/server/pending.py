@@ -6,8 +6,9 @@ queue. ``HeldMessages`` has what arrives while the disk is full. The server hand
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,9 @@ class _Pending:
     since: float
     tried_at_revision: int = -1
 
+    def must_wait(self, now: float) -> bool:
+        return now < self.deadline and self.deferred.is_in_vain()
+
 
 class PendingRequests:
     """The requests that wait for their replies.
@@ -76,6 +80,8 @@ class PendingRequests:
         self._of_type: dict[str, set[_Key]] = {}
         self._all_tried_at: int | None = None
         """The revision at which all requests were tried."""
+        self._due_at = math.inf
+        """No request's time is over before this."""
         self._in_vain: dict[tuple[bytes, str], tuple[float, float]] = {}
         """For the requests of each (peer, type) that waited in vain: since when, and when the last was answered; the
         oldest answer first."""
@@ -88,6 +94,7 @@ class PendingRequests:
         since, answered_at = self._in_vain.pop(same, (now, now))
         is_same_wait = now - answered_at <= _SAME_WAIT_S
         self._pending[same] = _Pending(request, message, deferred, deadline, since if is_same_wait else now)
+        self._due_at = min(self._due_at, deadline)
         self._of_type.setdefault(request.type, set()).add(same)
         if self._all_tried_at == self._revision() and self._is_answered(self._pending[same], now):
             self._remove([same])
@@ -96,11 +103,16 @@ class PendingRequests:
 
     def answer(self, now: float) -> None:
         """Try all requests in the order of their arrival, and again until no reply changes the queue."""
+        if self._all_tried_at == self._revision() and now < self._due_at:
+            return
         revision = None
         while revision != self._revision():
             revision = self._revision()
-            self._remove([key for key, pending in self._pending.items() if self._is_answered(pending, now)])
+            self._remove(
+                [key for key, p in self._pending.items() if not p.must_wait(now) and self._is_answered(p, now)]
+            )
         self._all_tried_at = revision
+        self._due_at = min((pending.deadline for pending in self._pending.values()), default=math.inf)
 
     def answer_only(self, type_: str) -> None:
         """Try all requests of the type ``type_`` once."""
@@ -115,9 +127,10 @@ class PendingRequests:
         self._of_type.clear()
         return [(pending.request, pending.message) for pending in popped.values()]
 
-    def deadlines(self) -> Iterator[float]:
-        """Return the time until which each request may wait."""
-        return (pending.deadline for pending in self._pending.values())
+    @property
+    def due_at(self) -> float:
+        """When ``answer`` must be called next, even if nothing changes: the end of a request's time, or earlier."""
+        return self._due_at
 
     def waits(self, now: float) -> list[dict[str, Any]]:
         """Return who waits for what, and for how long, as plain data for ``async-rl status``.
@@ -136,11 +149,8 @@ class PendingRequests:
 
     def _is_answered(self, pending: _Pending, now: float) -> bool:
         reply = None
-        if pending.tried_at_revision != self._revision():
-            if pending.deferred.is_in_vain():
-                pending.tried_at_revision = self._revision()
-            else:
-                reply = self._try(pending, now, last=False)
+        if pending.tried_at_revision != self._revision() and not pending.deferred.is_in_vain():
+            reply = self._try(pending, now, last=False)
         if reply is None and now >= pending.deadline:
             reply = self._try(pending, now, last=True)
             if reply is not None:

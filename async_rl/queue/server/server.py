@@ -213,7 +213,7 @@ class QueueServer:
 
     def _wait(self) -> None:
         now = time.monotonic()
-        deadlines = [now + min(LEDGER_EVERY_S, self._endpoint.check_within_s), *self._pending.deadlines()]
+        deadlines = [now + min(LEDGER_EVERY_S, self._endpoint.check_within_s), self._pending.due_at]
         if self._state.next_deadline is not None:
             deadlines.append(self._state.next_deadline)
         self._poller.poll(int(max(0.0, min(deadlines) - now) * 1000) + 1)
