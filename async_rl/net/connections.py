@@ -122,18 +122,20 @@ class RouterConnections:
     Attributes:
         num_refused: number of handshakes that were refused.
         num_closed: number of connections that were shut down because of a limit.
+        num_above: those of them that were more than ``most``.
+        most: the limit on authenticated connections.
     """
 
     def __init__(
         self, router: zmq.Socket[bytes], *, allow_list: AllowList | None, max_connections: int | None = None,
         on_ended: Callable[[int], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        self.num_refused = self.num_closed = 0
+        self.num_refused = self.num_closed = self.num_above = 0
         self._router, self._allow_list, self._on_ended = router, allow_list, on_ended
         self._keys: dict[int, bytes] = {}
         self._num_removed = 0 if allow_list is None else allow_list.num_removed
         most = most_connections(raise_descriptor_limit())
-        self._max = most if max_connections is None else min(max_connections, most)
+        self.most = most if max_connections is None else min(max_connections, most)
         self._unauthenticated: UnauthenticatedPeers[int] = UnauthenticatedPeers(
             most=MAX_UNAUTHENTICATED, most_of_address=MAX_UNAUTHENTICATED_OF_ADDRESS
         )
@@ -176,8 +178,9 @@ class RouterConnections:
             self._keys[fd] = key
         if not self._unauthenticated.remove(fd):
             return True
-        if len(self._addresses) - len(self._unauthenticated) > self._max:
-            self.num_closed += self._shut_down(fd)
+        if len(self._addresses) - len(self._unauthenticated) > self.most:
+            is_closed = self._shut_down(fd)
+            self.num_closed, self.num_above = self.num_closed + is_closed, self.num_above + is_closed
             return False
         return True
 

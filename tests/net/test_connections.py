@@ -161,6 +161,7 @@ def test_there_are_at_most_so_many_connections():
             client.send(b"hello")
             admitted.append(router.receive())
         assert admitted == [True, True, False]
+        assert (router.connections.num_closed, router.connections.num_above) == (1, 1)
         clients[0].close()
         router.until(lambda: len(router.connections._addresses) == 1)
         late = router.client()

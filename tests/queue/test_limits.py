@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 import pytest
+import zmq
 
+from async_rl.config.queue import QueueConfig
+from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import QueueError, WireError
+from async_rl.net import connections
 from async_rl.net.wire import Message, decode, encode
 from async_rl.queue.server.handlers import FORGET_S, GeneratorRegistry
-from async_rl.queue.server.sockets import BLOCKED_S, MAX_PEERS, MessageLimits, RateLimiter
+from async_rl.queue.server.sockets import BLOCKED_S, MAX_PEERS, Endpoint, MessageLimits, RateLimiter
 from async_rl.queue.storage.journal import Changes
+from tests.queue.conftest import wait_until
 
 
 def limiter(messages: float = 10, malformed: float = 3) -> RateLimiter:
@@ -117,3 +123,23 @@ def test_a_full_registry_refuses_another_generator_until_one_left_or_fell_silent
     registry.seen("d", FORGET_S + 1, from_peer=b"peer-a")
     registry.bind("d", b"peer-a")
     assert (len(registry), registry.peer_of("d")) == (2, b"peer-a")
+
+
+def test_a_client_above_the_limit_on_open_files_is_named_as_such(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(connections, "most_connections", lambda _: 1)
+    endpoint = Endpoint(QueueConfig(), ExperimentalConfig(), insecure=False)
+    with zmq.Context() as context:
+        clients = [context.socket(zmq.DEALER) for _ in range(2)]
+        for client in clients:
+            client.setsockopt(zmq.LINGER, 0)
+            client.connect(endpoint.address)
+            client.send(b"hello")
+        wait_until(lambda: not list(endpoint.receive(8, time.monotonic())) and "closed 1 conn" in caplog.text, "a line")
+        for client in clients:
+            client.close()
+    endpoint.close()
+    assert endpoint.most_connections == 1
+    assert "because 1 others are open, the limit that follows from the limit on open files" in caplog.text
+    assert "sent no message in time" not in caplog.text

@@ -77,6 +77,8 @@ generators' groups to be handled. If it were shorter, each message would need it
 _MAX_DRAIN = 256
 _LOOK_AGAIN_S = 0.5
 """Seconds between two tries of a commit on a full disk."""
+_OTHER_CLIENTS = 8
+"""Connections of the learner, of scorers, and of people who look at the status."""
 _NOT_AWAITED = ("alive", "bye_learner")
 """Types of the learner's messages that get no reply, or a reply that the learner does not read."""
 
@@ -191,6 +193,12 @@ class QueueServer:
         # The rows are never freed, so the garbage collector need not scan them.
         gc.freeze()
         logger.info("the queue serves %s", self.address)
+        most, expected = self._endpoint.most_connections, self._config.generator.count + _OTHER_CLIENTS
+        if most < expected:
+            logger.warning(
+                "expected room for %d connections (generator.count and %d others), got %d, as the limit on "
+                "open files allows; raise it (ulimit -Hn, or LimitNOFILE in systemd)", expected, _OTHER_CLIENTS, most,
+            )  # fmt: skip
         try:
             while not (reason := self._why_end(time.monotonic())):
                 self._wait()

@@ -23,7 +23,7 @@ from async_rl.config.queue import QueueConfig
 from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import AddressError, QueueError, WireError
 from async_rl.net.address import advertised_address, check_address, refuse_open_bind, url_host
-from async_rl.net.connections import RouterConnections
+from async_rl.net.connections import MAX_CONNECTIONS, RouterConnections
 from async_rl.net.keys import ALLOWED_FILE, DEFAULT_CLIENT, Guard, ServerKeys
 from async_rl.net.wire import SAME_VERSION, Frame, Limits, Message
 from async_rl.queue.client.connection import is_readable, send_frames
@@ -97,6 +97,7 @@ class Endpoint:
         self._outgoing: dict[bytes, list[_Bundle]] = {}
         self._current: zmq.Frame | None = None
         self._refused, self._closed, self._dropped = _LoggedCount(), _LoggedCount(), _LoggedCount()
+        self._above = _LoggedCount()
         refuse_open_bind(config.address or _ANY, insecure=insecure, has_keys=config.keys is not None)
         keys = None if config.keys is None else ServerKeys.load(config.keys)
         self._allowed = None if keys is None else keys.allow_list()
@@ -116,6 +117,11 @@ class Endpoint:
         """Make ``poller`` wake up for messages, and for connections that begin or end."""
         poller.register(self._socket, zmq.POLLIN)
         self._connections.register(poller)
+
+    @property
+    def most_connections(self) -> int:
+        """The limit on clients: each generator has one connection, the learner two."""
+        return self._connections.most
 
     @property
     def check_within_s(self) -> float:
@@ -174,7 +180,8 @@ class Endpoint:
     def _check_connections(self, now: float) -> None:
         """Close connections above a limit. Log their number, and the number of refused handshakes."""
         self._connections.check()
-        self._refused.count, self._closed.count = self._connections.num_refused, self._connections.num_closed
+        self._refused.count, self._above.count = self._connections.num_refused, self._connections.num_above
+        self._closed.count = self._connections.num_closed - self._above.count
         if new := self._refused.to_log(now):
             why = (
                 f"the client has no key, or its key is not in {self._config.keys}/{ALLOWED_FILE}; give it a key that "
@@ -183,6 +190,12 @@ class Endpoint:
                 else "the client uses keys, but this server has none; set queue.keys for both, or for neither"
             )
             logger.warning("refused %d connections (%d since the start): %s", new, self._refused.count, why)
+        if new := self._above.to_log(now):
+            logger.warning(
+                "closed %d connections (%d since the start), because %d others are open, the limit that follows from "
+                "the limit on open files; raise it (ulimit -Hn, or LimitNOFILE in systemd), up to %d connections", new,
+                self._above.count, self._connections.most, MAX_CONNECTIONS,
+            )  # fmt: skip
         if new := self._closed.to_log(now):
             logger.warning(
                 "closed %d connections (%d since the start) that sent no message in time, or too much before their "
