@@ -342,6 +342,8 @@ class Handlers:
         # A repeated request, whose reply was lost: its leases are granted already.
         if known is not None and known[0] == request_id:
             return Reply(known[1])
+        if (entry := self.state.generators.get(generator_id)) is not None:
+            entry.active = active  # also if it is not tried now, because nothing is left
 
         def attempt(now: float, last: bool) -> Reply | None:
             granted = generator_requests.lease(self.state, generator_id, active, request.max_leases, now)
