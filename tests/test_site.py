@@ -31,7 +31,7 @@ def test_every_link_of_the_site_leads_somewhere(tmp_path: Path):
 @pytest.mark.slow
 def test_a_link_or_an_anchor_that_leads_nowhere_is_found(tmp_path: Path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    for name in ("mkdocs.yml", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("mkdocs.yml", "README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("examples", "async_rl", "deploy"):
         (tmp_path / name).symlink_to(ROOT / name)
