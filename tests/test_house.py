@@ -20,7 +20,7 @@ SEPARATE = {("generator", "learner"), ("learner", "generator")}
 HEAVY = ("torch", "transformers")
 LIGHT = (
     "errors", "attention_limits", "sampling_mask", "routes", "records", "config", "net", "process", "sandbox", "run",
-    "rewards", "environments", "data", "scoring", "queue", "launch", "cli", "api", "comparison", "quickstart",
+    "rewards", "environments", "data", "scoring", "queue", "launch", "cli", "api", "comparison", "plan", "quickstart",
     "report", "doctor.check", "doctor.machine", "evaluation.table", "learner.memory_plan",
     "generator.start", "generator.backend", "generator.conformance", "generator.parity",
     "generator.fake", "generator.rollouts", "generator.teachers", "generator.offline", "generator.environment_rollouts",

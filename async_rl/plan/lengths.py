@@ -1,0 +1,77 @@
+"""The lengths of answers, in sampled tokens: log-normal, or those that were observed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+
+from async_rl.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of the lengths of answers.
+
+    Attributes:
+        mean_tokens: mean length before the limit.
+        sigma: standard deviation of the logarithm of a log-normal length. Without effect on observed lengths.
+        limit: the maximum length, ``sampling.max_new_tokens``. Longer answers are cut there.
+        observed: lengths of groups that were sampled, a tuple for each group. If empty, lengths are log-normal.
+    """
+
+    mean_tokens: float
+    sigma: float = 0.0
+    limit: int | None = None
+    observed: tuple[tuple[int, ...], ...] = ()
+
+    def draw(self, num_groups: int, group_size: int, seed: int) -> np.ndarray:
+        """Return the lengths of the rollouts of groups, int64 [num_groups, group_size], each at least 1.
+
+        If all observed groups have ``group_size`` rollouts, whole groups are drawn. So rollouts of one prompt stay as
+        alike as they were. Otherwise the lengths of a group are independent.
+        """
+        random = np.random.default_rng(seed)
+        if self.observed and all(len(group) == group_size for group in self.observed):
+            groups = np.array(self.observed, dtype=np.int64)
+            tokens = groups[random.integers(0, len(groups), num_groups)]
+        elif self.observed:
+            tokens = random.choice(np.concatenate(self.observed), (num_groups, group_size))
+        else:
+            normal = random.standard_normal((num_groups, group_size))
+            tokens = self.mean_tokens * np.exp(self.sigma * normal - self.sigma**2 / 2)
+        return np.clip(np.rint(tokens), 1, self.limit).astype(np.int64)
+
+    def with_mean(self, mean_tokens: float) -> Lengths:
+        """Return lengths of the same form with another mean: each is multiplied by the same factor."""
+        factor = mean_tokens / self.mean_tokens
+        observed = tuple(tuple(max(1, round(n * factor)) for n in group) for group in self.observed)
+        return replace(self, mean_tokens=mean_tokens, observed=observed)
+
+
+def observed_lengths(groups: tuple[tuple[int, ...], ...], limit: int | None = None) -> Lengths:
+    """Return the distribution of the observed lengths of ``groups``, of which there is at least one."""
+    return Lengths(fmean(n for group in groups for n in group), 0.0, limit, groups)
+
+
+def read_lengths(path: Path, limit: int | None = None) -> Lengths:
+    """Read lengths from a file: on each line a length, or on each line a length and how many answers have it.
+
+    Raises:
+        DataError: the file can't be read, or has other content.
+    """
+    try:
+        table = np.loadtxt(path, dtype=np.int64, ndmin=2)
+        tokens, counts = table[:, 0], table[:, 1] if table.shape[1] > 1 else np.ones(len(table), np.int64)
+        if min(tokens.min(), counts.min()) < 1 or table.shape[1] > 2:
+            raise ValueError("a number below 1, or more than two on a line")
+    except (OSError, ValueError, IndexError) as error:
+        raise DataError(
+            f"{path}: expected a length in tokens on each line, or a length and the number of answers with it, as in "
+            f"512 40, got {error}; correct the file"
+        ) from None
+    # Only the shares matter, so a histogram of millions becomes about 100,000 lengths.
+    repeats = np.maximum(1, np.rint(counts * min(1.0, 100_000 / counts.sum()))).astype(np.int64)
+    return observed_lengths(tuple((length,) for length in np.repeat(tokens, repeats).tolist()), limit)
