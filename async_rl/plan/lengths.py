@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean
 
 import numpy as np
 
 from async_rl.errors import DataError
 
+Groups = tuple[tuple[int, ...], ...]
+"""The lengths of the rollouts of each of several groups."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution of the lengths of answers.
+    """A distribution of the lengths of answers."""
 
-    Attributes:
-        mean_tokens: mean length before the limit.
-        sigma: standard deviation of the logarithm of a log-normal length. Without effect on observed lengths.
-        limit: the maximum length, ``sampling.max_new_tokens``. Longer answers are cut there.
-        observed: lengths of groups that were sampled, a tuple for each group. If empty, lengths are log-normal.
-    """
+    mean_tokens: float  # before the limit
+    sigma: float = 0.0  # standard deviation of the logarithm of a log-normal length
+    limit: int | None = None  # sampling.max_new_tokens, where longer answers are cut
+    observed: Groups = ()  # if empty, lengths are log-normal
 
-    mean_tokens: float
-    sigma: float = 0.0
-    limit: int | None = None
-    observed: tuple[tuple[int, ...], ...] = ()
+    @classmethod
+    def of_groups(cls, groups: Groups) -> Lengths:
+        """Return the distribution of observed lengths. There must be at least one."""
+        return cls(float(np.mean([length for group in groups for length in group])), observed=groups)
 
     def draw(self, num_groups: int, group_size: int, seed: int) -> np.ndarray:
         """Return the lengths of the rollouts of groups, int64 [num_groups, group_size], each at least 1.
@@ -35,8 +35,7 @@ class Lengths:
         """
         random = np.random.default_rng(seed)
         if self.observed and all(len(group) == group_size for group in self.observed):
-            groups = np.array(self.observed, dtype=np.int64)
-            tokens = groups[random.integers(0, len(groups), num_groups)]
+            tokens = np.array(self.observed)[random.integers(0, len(self.observed), num_groups)]
         elif self.observed:
             tokens = random.choice(np.concatenate(self.observed), (num_groups, group_size))
         else:
@@ -51,12 +50,7 @@ class Lengths:
         return replace(self, mean_tokens=mean_tokens, observed=observed)
 
 
-def observed_lengths(groups: tuple[tuple[int, ...], ...], limit: int | None = None) -> Lengths:
-    """Return the distribution of the observed lengths of ``groups``, of which there is at least one."""
-    return Lengths(fmean(n for group in groups for n in group), 0.0, limit, groups)
-
-
-def read_lengths(path: Path, limit: int | None = None) -> Lengths:
+def read_lengths(path: Path) -> Lengths:
     """Read lengths from a file: on each line a length, or on each line a length and how many answers have it.
 
     Raises:
@@ -65,7 +59,7 @@ def read_lengths(path: Path, limit: int | None = None) -> Lengths:
     try:
         table = np.loadtxt(path, dtype=np.int64, ndmin=2)
         tokens, counts = table[:, 0], table[:, 1] if table.shape[1] > 1 else np.ones(len(table), np.int64)
-        if min(tokens.min(), counts.min()) < 1 or table.shape[1] > 2:
+        if table.min() < 1 or table.shape[1] > 2:
             raise ValueError("a number below 1, or more than two on a line")
     except (OSError, ValueError, IndexError) as error:
         raise DataError(
@@ -74,4 +68,4 @@ def read_lengths(path: Path, limit: int | None = None) -> Lengths:
         ) from None
     # Only the shares matter, so a histogram of millions becomes about 100,000 lengths.
     repeats = np.maximum(1, np.rint(counts * min(1.0, 100_000 / counts.sum()))).astype(np.int64)
-    return observed_lengths(tuple((length,) for length in np.repeat(tokens, repeats).tolist()), limit)
+    return Lengths.of_groups(tuple((length,) for length in np.repeat(tokens, repeats).tolist()))

@@ -2,7 +2,7 @@
 
 Nothing of the queue is modelled: leases are granted, groups accepted, dropped and taken by ``queue.core``. The events
 of generators, of the learner and of transfers lie in one heap. After each event, requests that wait are tried again, as
-the queue server does. Groups have no payload, only their size.
+the queue server does. Groups have no payload.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import heapq
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from msgspec import structs
 
 from async_rl.config.config import Config
 from async_rl.data.dataset import Row
@@ -30,7 +29,6 @@ from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedCounts
-from async_rl.queue.storage.payloads import MemoryPayloads, Payload, PayloadRef
 from async_rl.records import Lease
 
 _LINEAGE = "plan"
@@ -38,9 +36,8 @@ _NUM_ROWS = 1 << 16
 _MOST_DRAWN = 1 << 14
 """Number of groups whose lengths are drawn. Later prompts have the same ones again."""
 _NEVER_S = 1e15
-_ROLLOUTS = 60_000
-"""How many rollouts are about sampled in the steps that count, within the limits of ``_STEPS``."""
-_STEPS = (12, 200)
+_ROLLOUTS, _LEAST_STEPS, _MOST_STEPS = 30_000, 12, 200
+"""About how many rollouts are sampled in the steps that count, and the limits of the number of these steps."""
 _LATE = ("stale", "cancelled", "too_slow")
 
 
@@ -56,116 +53,79 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a run with ``setting`` would come to, in its steady state.
-
-    Attributes:
-        steps_per_s: optimizer batches per second.
-        idle_learner: share of the time in which the learner waits for groups.
-        idle_generators: share of the time in which a generator decodes nothing, mean over the generators.
-        free_slots: share of the generators' slots that are empty, mean over time.
-        staleness: share of the trained tokens by staleness, in versions.
-        dropped: share of the groups that ended which were dropped for their age.
-        masked: share of the tokens of taken groups that were too old to train on.
-        weights_bytes_per_s: bytes of weights that all generators receive per second; 0 if the size is unknown.
-        tokens_per_s: tokens that the learner trained per second.
-    """
+    """What a run with ``setting`` would come to, in its steady state."""
 
     setting: Setting
     steps_per_s: float
-    idle_learner: float
-    idle_generators: float
-    free_slots: float
-    staleness: Mapping[int, float]
-    dropped: float
-    masked: float
-    weights_bytes_per_s: float
-    tokens_per_s: float
+    idle_learner: float  # share of the time in which the learner waits for groups
+    idle_generators: float  # share of the time in which a generator decodes nothing, mean over them
+    staleness: Mapping[int, float]  # share of the trained tokens by their staleness, in versions
+    dropped: float  # share of the groups that ended which were dropped for their age
+    masked: float  # share of the tokens of taken groups that were too old to train on
+    weights_bytes_per_s: float  # of weights that all generators receive; 0 if a version's size is unknown
 
     @property
     def staleness_mean(self) -> float:
         return sum(age * share for age, share in self.staleness.items())
 
-    @property
-    def staleness_max(self) -> int:
-        return max(self.staleness, default=0)
-
 
 def simulate(config: Config, rates: Rates, setting: Setting, *, num_steps: int | None = None) -> Prediction:
     """Return the prediction for a run of ``config`` with ``setting``.
 
-    Args:
-        num_steps: steps that count, after those in which the queue fills. None: as many as give steady means.
+    ``num_steps`` are the steps that count, after those in which the queue fills. None: as many as give steady means.
 
     Raises:
         ConfigError: the config can't have this bound.
-        RuntimeError: learner and generators wait for each other.
     """
     return _Simulation(config, rates, setting, num_steps).run()
-
-
-class _Sizes(MemoryPayloads):
-    """A payload store in which groups have the size ``next_bytes``, whatever their payload is."""
-
-    next_bytes = 0
-
-    def keep(self, payload: Payload) -> PayloadRef:
-        return structs.replace(super().keep(payload), length=self.next_bytes)
 
 
 class _Simulation:
     """One run: the events in the heap, and what each of them causes at the queue."""
 
     def __init__(self, config: Config, rates: Rates, setting: Setting, num_steps: int | None) -> None:
-        self._rates, self._setting = rates, setting
-        # Progress is never missing here, and nothing stops the run.
+        self._rates, self._setting, self._sync_every = rates, setting, config.weights.sync_every
+        self._most_groups = config.generator.max_concurrent_groups
+        # The sizes of sampling masks are unknown here. Progress is never missing, and nothing stops the run.
+        sampling = config.sampling.model_copy(update={"top_p": 1.0, "top_k": 0, "min_p": 0.0})
+        queue = config.queue.model_copy(update={"max_staleness": setting.max_staleness})
+        planned = config.model_copy(update={"queue": queue, "sampling": sampling})
         self._settings = replace(
-            QueueSettings.from_config(_planned(config, setting), vocab_size=None),
+            QueueSettings.from_config(planned, vocab_size=None),
             lease_timeout_s=_NEVER_S, generator_timeout_s=_NEVER_S, max_filtered=1 << 60,
         )  # fmt: skip
-        self._sync_every = config.weights.sync_every
-        self._most_groups = config.generator.max_concurrent_groups
-        size, per_step = self._settings.group_size, self._settings.groups_per_step
-        least, most = _STEPS
-        self._num_steps = num_steps or min(most, max(least, _ROLLOUTS // (size * per_step)))
-        self._warmup_steps = self._num_steps // 2 + min(most, 2 * (setting.max_staleness + 1))
+        size = self._settings.group_size
+        steady = _ROLLOUTS // (size * self._settings.groups_per_step)
+        self._num_steps = num_steps or min(_MOST_STEPS, max(_LEAST_STEPS, steady))
+        self._warmup_steps = self._num_steps // 2 + min(_MOST_STEPS, 2 * (setting.max_staleness + 1))
         self._lengths = setting.lengths.draw(_MOST_DRAWN, size, config.run.seed).tolist()
-        self._is_filtered = np.random.default_rng(config.run.seed).random(_MOST_DRAWN) < rates.filtered
-        self._sizes = _Sizes()
-        self._state = QueueState(
-            self._settings,
-            [Row((), {})] * _NUM_ROWS,
-            PromptStream(_NUM_ROWS, seed=0, shuffle=False),
-            payloads=self._sizes,
-        )
-        self._slots = config.generator.batch_size
+        self._is_filtered = (np.random.default_rng(config.run.seed).random(_MOST_DRAWN) < rates.filtered).tolist()
+        stream = PromptStream(_NUM_ROWS, seed=0, shuffle=False)
+        self._state = QueueState(self._settings, [Row((), {})] * _NUM_ROWS, stream)
         names = [f"g{number}" for number in range(setting.num_generators)]
-        self._generators = {name: SimulatedGenerator(name, self._slots, rates.decode_step_s) for name in names}
-        self._asking: dict[int, deque[SimulatedGenerator]] = {}
-        self._returned: dict[str, list[dict[int, int]]] = {}
+        slots, decode_step_s = config.generator.batch_size, rates.decode_step_s
+        self._generators = {name: SimulatedGenerator(name, slots, decode_step_s) for name in names}
+        self._asking: dict[int, deque[SimulatedGenerator]] = {}  # by the version with which they ask
+        self._returned: dict[str, list[dict[int, int]]] = {}  # tokens by version of each rollout, by lease
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
         self._now = self._wait_s = self._free_at = self._wait_ends_at = 0.0
         self._step = self._version = self._num_received = 0
-        self._published = -1
+        # Revisions of the queue at which the take and the requests for leases were tried last.
+        self._published = self._tried_at = self._granted_at = -1
         self._awaits_batch = True
-        self._tried_at = self._granted_at = -1
         self._ages: Counter[int] = Counter()
 
     def run(self) -> Prediction:
         """Simulate until the last step that counts is trained."""
         # The queue expects more steps, so that no step that counts is one of the last, which run dry.
-        more = 4 * (self._setting.max_staleness + 2)
-        learner_requests.attach(self._state, _LINEAGE, "", 0, 0, self._warmup_steps + self._num_steps + more, None, 0.0)
+        last, more = self._warmup_steps + self._num_steps, 4 * (self._setting.max_staleness + 2)
+        learner_requests.attach(self._state, _LINEAGE, "", 0, 0, last + more, None, 0.0)
         self._publish()
         begun = self._read()
-        while self._step < self._warmup_steps + self._num_steps:
-            if not self._events:
-                raise RuntimeError(
-                    f"learner and generators wait for each other at step {self._step} of {self._setting}; this is a "
-                    f"bug in async-rl, please report it"
-                )
-            self._now, _, happen, arguments = heapq.heappop(self._events)
+        while self._step < last:
             is_warm = self._step >= self._warmup_steps
+            self._now, _, happen, arguments = heapq.heappop(self._events)
             happen(*arguments)
             self._settle()
             if not is_warm and self._step >= self._warmup_steps:
@@ -216,31 +176,22 @@ class _Simulation:
     def _return(self, generator: SimulatedGenerator, group: SimulatedGroup) -> None:
         lease, size = group.lease, len(group.lengths)
         rollouts = generator.tokens_by_version(group)
-        versions, num_tokens = {version for rollout in rollouts for version in rollout}, sum(group.lengths)
-        is_filtered = bool(self._is_filtered[self._drawn(lease)])
-        accuracy = 0.0 if is_filtered else size / 2
+        versions = {version for rollout in rollouts for version in rollout}
+        is_useful = not self._is_filtered[self._drawn(lease)]
         summary = GroupSummary(
             lease_id=lease.lease_id, kind="train", position=lease.prompt.position, generator_id=generator.name,
-            lineage=_LINEAGE, num_rollouts=size, num_tokens=num_tokens, oldest_version=min(versions),
-            newest_version=max(versions), reward=accuracy, accuracy=accuracy, num_failed=0, unfit="",
-            temperature=lease.sampling.temperature, has_sampling_mask=False, rewards_vary=not is_filtered,
-            rewards_differ=not is_filtered,
+            lineage=_LINEAGE, num_rollouts=size, num_tokens=sum(group.lengths), oldest_version=min(versions),
+            newest_version=max(versions), reward=0.0, accuracy=0.0, num_failed=0, unfit="", has_sampling_mask=False,
+            temperature=lease.sampling.temperature, rewards_differ=is_useful, rewards_vary=is_useful,
         )  # fmt: skip
-        self._returned[lease.lease_id] = rollouts
-        share = num_tokens / (self._settings.sampling.max_new_tokens * size)
-        self._sizes.next_bytes = max(1, int(self._settings.worst_case_bytes * min(1.0, share)))
         payload = lease.lease_id.encode()
         verdict, _ = generator_requests.receive(self._state, generator.name, summary, payload, self._now)
-        if verdict != "queued":
-            del self._returned[lease.lease_id]
+        if verdict == "queued":
+            self._returned[lease.lease_id] = rollouts
 
     def _drawn(self, lease: Lease) -> int:
         """Return the number of the drawn group that this lease is. Another attempt is another one."""
         return (lease.prompt.position + 4099 * (lease.attempt - 1)) % _MOST_DRAWN
-
-    def _cancel(self, generator: SimulatedGenerator, lease_ids: Iterable[str]) -> None:
-        generator.cancel(lease_ids, self._now)
-        self._go_on(generator)
 
     # What an event causes at the queue.
 
@@ -249,7 +200,8 @@ class _Simulation:
         state = self._state
         while True:
             for name in state.generators.to_notify():
-                self._cancel(self._generators[name], state.generators.pop_cancelled(name))
+                self._generators[name].cancel(state.generators.pop_cancelled(name), self._now)
+                self._go_on(self._generators[name])
             self._grant()
             if self._awaits_batch and self._tried_at != state.revision:
                 self._tried_at = state.revision
@@ -264,14 +216,13 @@ class _Simulation:
         for version in list(self._asking):
             line = self._asking[version]
             while line:
-                generator = line[0]
-                active, wanted = (_LINEAGE, version), self._wanted(generator)
+                generator, active = line[0], (_LINEAGE, version)
+                wanted = self._wanted(generator)
                 granted = generator_requests.lease(self._state, generator.name, active, wanted, self._now)
                 if not granted.leases and granted.activate is None:
                     break
                 line.popleft()
-                generator.is_asking = False
-                generator.activate_first = granted.activate or 0
+                generator.is_asking, generator.activate_first = False, granted.activate or 0
                 for lease in granted.leases:
                     generator.accept(lease, self._lengths[self._drawn(lease)], self._now)
                 self._go_on(generator)
@@ -296,8 +247,7 @@ class _Simulation:
         begun_at = max(self._now, self._free_at)
         self._wait_s += begun_at - self._free_at
         counts, num_tokens = self._train(taken)
-        train_s = self._rates.step_s(num_tokens, self._setting.num_ranks)
-        self._at(begun_at + train_s, self._acknowledge, counts)
+        self._at(begun_at + self._rates.step_s(num_tokens, self._setting.num_ranks), self._acknowledge, counts)
 
     def _end_wait(self) -> None:
         self._state.expire(self._now)
@@ -310,22 +260,19 @@ class _Simulation:
         for number, payload in enumerate(taken):
             at_version = self._version + number * self._settings.updates_per_batch // len(taken)
             for by_version in self._returned.pop(bytes(payload.payload).decode()):
-                is_trained = False
+                rollouts[max(by_version) >= oldest] += 1
                 for version, count in by_version.items():
                     tokens[version >= oldest] += count
                     if version >= oldest:
-                        is_trained = True
                         self._ages[at_version - version] += count
-                rollouts[is_trained] += 1
-        masked = ({"stale": rollouts[False]}, {"stale": tokens[False]})
+        masked = [{"stale": counts[False]} for counts in (rollouts, tokens)]
         return TrainedCounts(True, rollouts[True], masked[0], tokens[True], masked[1]), tokens.total()
 
     def _acknowledge(self, counts: TrainedCounts) -> None:
         version = self._version + self._settings.updates_per_batch
         learner_requests.ack(self._state, StepAck(_LINEAGE, self._step, version, counts), self._now)
-        self._step, self._version = self._step + 1, version
+        self._step, self._version, self._awaits_batch = self._step + 1, version, True
         self._free_at = self._now + self._rates.after_s
-        self._awaits_batch = True
         if version - self._published >= self._sync_every:
             self._at(self._free_at, self._publish)
 
@@ -338,37 +285,25 @@ class _Simulation:
     # The result.
 
     def _read(self) -> np.ndarray:
-        """Return totals until now: seconds of the run, of the learner's waits, in which generators ran, in which their
-        slots did; received versions; groups that were too late, and others; masked and trained tokens.
+        """Return totals until now: seconds of the run, of the learner's waits, and in which generators ran; received
+        versions; groups that were too late, and others; masked and trained tokens.
         """
-        generators, ledger = self._generators.values(), self._state.ledger
-        late = sum(ledger.groups.dropped[cause] for cause in _LATE)
-        return np.array([
-            self._now, self._wait_s, sum(g.busy_s for g in generators), sum(g.busy_sequence_s for g in generators),
-            self._num_received, late, ledger.groups.done + ledger.groups.filtered, ledger.tokens.masked.total(),
-            ledger.tokens.done,
-        ])  # fmt: skip
+        groups, tokens, busy_s = self._state.ledger.groups, self._state.ledger.tokens, 0.0
+        busy_s = sum(generator.busy_s for generator in self._generators.values())
+        late, kept = sum(groups.dropped[cause] for cause in _LATE), groups.done + groups.filtered
+        masked = tokens.masked.total()
+        return np.array([self._now, self._wait_s, busy_s, self._num_received, late, kept, masked, tokens.done])
 
     def _prediction(self, totals: np.ndarray) -> Prediction:
         """Return the prediction from what ``_read`` counted in the steps that count."""
-        time_s, wait_s, busy_s, busy_sequence_s, num_received, late, kept, masked, trained = totals.tolist()
-        generators_s, num_tokens = time_s * len(self._generators), max(1, self._ages.total())
+        time_s, wait_s, busy_s, num_received, late, kept, masked, trained = totals.tolist()
         return Prediction(
             setting=self._setting,
             steps_per_s=self._num_steps / time_s,
             idle_learner=min(1.0, wait_s / time_s),
-            idle_generators=max(0.0, 1 - busy_s / generators_s),
-            free_slots=max(0.0, 1 - busy_sequence_s / (generators_s * self._slots)),
-            staleness={age: count / num_tokens for age, count in sorted(self._ages.items())},
+            idle_generators=max(0.0, 1 - busy_s / (time_s * len(self._generators))),
+            staleness={age: count / max(1, trained) for age, count in sorted(self._ages.items())},
             dropped=late / max(1, late + kept),
             masked=masked / max(1, masked + trained),
             weights_bytes_per_s=num_received * self._rates.version_bytes / time_s,
-            tokens_per_s=trained / time_s,
         )
-
-
-def _planned(config: Config, setting: Setting) -> Config:
-    """Return the config with the setting's bound. Sets of kept tokens, whose size is unknown here, are left out."""
-    queue = config.queue.model_copy(update={"max_staleness": setting.max_staleness})
-    sampling = config.sampling.model_copy(update={"top_p": 1.0, "top_k": 0, "min_p": 0.0})
-    return config.model_copy(update={"queue": queue, "sampling": sampling})

@@ -51,7 +51,6 @@ def test_one_version_of_staleness_hides_the_training():
     assert (found.idle_learner, found.idle_generators) == pytest.approx((3 / 10, 0))
     assert found.staleness == pytest.approx({0: 0.3, 1: 0.7})
     assert found.weights_bytes_per_s == pytest.approx(100 / 10)  # one generator, a version every 10 s
-    assert found.tokens_per_s == pytest.approx(80 / 10)
 
 
 def test_with_two_generators_the_learner_is_the_slower_side():
@@ -91,7 +90,7 @@ def test_mask_loses_the_old_tokens_of_long_answers_and_drop_their_groups():
     )
     assert (masked.masked > 0.02, masked.dropped) == (True, 0)
     assert (dropped.masked, dropped.dropped > 0.02) == (0, True)
-    assert masked.staleness_max == dropped.staleness_max == 1
+    assert max(masked.staleness) == max(dropped.staleness) == 1
 
 
 def test_the_same_setting_gives_the_same_prediction():
