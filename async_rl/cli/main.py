@@ -42,6 +42,7 @@ from async_rl.cli.options import (
     Wait,
     with_profile,
 )
+from async_rl.cli.plan import plan_command
 from async_rl.cli.report import report_command
 from async_rl.cli.slurm import slurm_command
 from async_rl.cli.tools import tools
@@ -531,6 +532,7 @@ def verifier(
 
 app.add_typer(slurm_command)
 app.add_typer(report_command)
+app.add_typer(plan_command)
 app.add_typer(tools)
 
 
