@@ -185,7 +185,12 @@ def sweep(
     config: ConfigPath,
     over: Annotated[
         str,
-        typer.Option("--over", metavar="KEY=V1,V2,...", help="The key that differs between the runs, and its values."),
+        typer.Option(
+            "--over",
+            metavar="KEY=V1,V2,...",
+            help="The key that differs between the runs, and its values. Of queue.max_staleness alone, without values, "
+            "those are taken that async-rl plan proposes for CONFIG's run.",
+        ),
     ],
     overrides: Overrides = None,
     seeds: Annotated[
@@ -210,6 +215,11 @@ def sweep(
     from async_rl.process.child import exit_on_sigterm
 
     exit_on_sigterm()
+    if over.strip() == "queue.max_staleness":
+        from async_rl.plan.table import propose_bounds
+
+        over = f"{over.strip()}={','.join(map(str, propose_bounds(config, overrides or [])))}"
+        typer.echo(f"async-rl plan proposes --over {over}", err=True)
     variants = plan_sweep(config, overrides or [], over, seeds)
     num_left, took_s = sum(not has_finished(config, variant) for variant in variants), list[float]()
     for number, variant in enumerate(variants, start=1):

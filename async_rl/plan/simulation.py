@@ -86,6 +86,7 @@ class _Simulation:
     def __init__(self, config: Config, rates: Rates, setting: Setting, num_steps: int | None) -> None:
         self._rates, self._setting, self._sync_every = rates, setting, config.weights.sync_every
         self._most_groups = config.generator.max_concurrent_groups
+        self._repeats = config.sampling.deterministic or config.generator.backend == "fake"
         # The sizes of sampling masks are unknown here. Progress is never missing, and nothing stops the run.
         sampling = config.sampling.model_copy(update={"top_p": 1.0, "top_k": 0, "min_p": 0.0})
         queue = config.queue.model_copy(update={"max_staleness": setting.max_staleness})
@@ -190,8 +191,11 @@ class _Simulation:
             self._returned[lease.lease_id] = rollouts
 
     def _drawn(self, lease: Lease) -> int:
-        """Return the number of the drawn group that this lease is. Another attempt is another one."""
-        return (lease.prompt.position + 4099 * (lease.attempt - 1)) % _MOST_DRAWN
+        """Return the number of the drawn group that this lease is. Another attempt is another one, unless the engine
+        samples the same answers again.
+        """
+        attempt = 1 if self._repeats else lease.attempt
+        return (lease.prompt.position + 4099 * (attempt - 1)) % _MOST_DRAWN
 
     # What an event causes at the queue.
 

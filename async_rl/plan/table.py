@@ -6,14 +6,15 @@ import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from async_rl.comparison.advice import PAYS
 from async_rl.config.config import Config
 from async_rl.evaluation.table import aligned
 from async_rl.output import size_text
-from async_rl.plan.rates import Rates
-from async_rl.plan.simulation import Prediction, Setting
+from async_rl.plan.rates import Given, Rates, find_rates
+from async_rl.plan.simulation import Prediction, Setting, simulate
 
 _BOUNDS = (1, 2, 4, 8)
 """The staleness bounds of a plan for which the user names none, besides the lowest and the config's."""
@@ -44,6 +45,19 @@ def settings_of(
     counts = generators or [max(1, config.generator.count)]
     combinations = itertools.product(lengths, ranks or [rates.num_ranks], counts, wanted)
     return [Setting(bound, count, num, one) for one, num, count, bound in combinations if bound >= config.lowest_bound]
+
+
+def propose_bounds(config: Path, overrides: Sequence[str]) -> list[int]:
+    """Return the staleness bounds that a sweep of ``config`` should run: the one that plan takes, half and twice as
+    much, and the lowest.
+
+    Raises:
+        ConfigError, RunError: as ``find_rates``.
+    """
+    planned, rates, _ = find_rates(config, overrides, Given())
+    bound = choose([simulate(planned, rates, one) for one in settings_of(planned, rates, (), (), (), ())])
+    lowest, chosen = planned.lowest_bound, bound.setting.max_staleness
+    return sorted({lowest, max(lowest, chosen // 2), chosen, max(1, 2 * chosen)})
 
 
 def choose(found: Sequence[Prediction]) -> Prediction:

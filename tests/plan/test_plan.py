@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,18 @@ import tomli_w
 
 from async_rl.cli.main import main
 from async_rl.errors import ConfigError, DataError, RunError
+from async_rl.plan import simulation
 from async_rl.plan.lengths import Lengths, read_lengths
 from async_rl.plan.rates import Given, find_rates, measure
 from async_rl.plan.simulation import Prediction, Setting
-from async_rl.plan.table import advice, choose
+from async_rl.plan.table import advice, choose, propose_bounds
 from async_rl.run.directory import RunDir
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figures are not the subject here, except those of answers with one length."""
+    monkeypatch.setattr(simulation, "_MOST_STEPS", 12)
 
 
 def write_config(directory: Path, **sections: dict[str, Any]) -> Path:
@@ -29,7 +37,7 @@ def write_config(directory: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def make_run(directory: Path, *, num_steps: int = 20) -> Path:
+def make_run(directory: Path, *, num_steps: int = 20, tokens: Sequence[int] = (5, 15, 8, 12)) -> Path:
     """A run of one generator with 8 slots. A step takes 10 s: 3 s of waiting, 6 s of training 80 tokens, 1 s after it.
 
     The slots are busy for 7.5 of 10 s, so 60 of 80 sequence-seconds; with 8 tokens/s that is 0.75 s for a token. A
@@ -55,7 +63,7 @@ def make_run(directory: Path, *, num_steps: int = 20) -> Path:
             }
         )
     )
-    summary = {"step": 1, "positions": [0, 1], "sizes": [2, 2], "tokens": [5, 15, 8, 12]}
+    summary = {"step": 1, "positions": [0, 1], "sizes": [2, 2], "tokens": tokens}
     (run / "rollouts" / "summaries.jsonl").write_text(json.dumps(summary) + "\n")
     return run
 
@@ -155,3 +163,10 @@ def test_a_range_that_is_none_exits_with_2(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["plan", str(make_run(tmp_path)), "--generators", "0,2"])
     assert "--generators: expected whole numbers of at least 1, as in 1,4, got '0,2'" in capsys.readouterr().err
+
+
+def test_a_sweep_without_values_takes_the_bounds_that_plan_proposes(tmp_path):
+    # 8 answers of 10 tokens take 8.3 s of sampling, training 6 s and the rest 1 s. A bound of 1 hides the training, so
+    # a higher one gains nothing. Half of 1 is 0, twice 1 is 2.
+    make_run(tmp_path, tokens=[10, 10, 10, 10])
+    assert propose_bounds(tmp_path / "run.toml", ["queue.filter_range=[]"]) == [0, 1, 2]
