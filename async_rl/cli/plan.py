@@ -60,7 +60,7 @@ def plan(
       async-rl plan run.toml --mean-tokens 2000 --sigma 1 \\
         --rate decode_step_s=0.02 --rate train_s=30
     """
-    from async_rl.plan.rates import Given, find_rates
+    from async_rl.plan.rates import find_rates
     from async_rl.plan.simulation import simulate
     from async_rl.plan.table import plan_json, plan_lines, settings_of
 
@@ -69,8 +69,10 @@ def plan(
         _numbers(option, text, least=1)
         for option, text in (("--generators", generators), ("--ranks", ranks), ("--mean-tokens", mean_tokens))
     )
-    given = Given(rate or (), lengths, means[0] if means else None, sigma)
-    config, rates, source = find_rates(run, overrides or [], given)
+    mean = means[0] if means else None
+    config, rates, source = find_rates(
+        run, overrides or [], rate or [], lengths_file=lengths, mean_tokens=mean, sigma=sigma
+    )
     settings = settings_of(config, rates, bounds, counts, numbers, means)
     with Progress(quiet=quiet) as progress:
         found = []

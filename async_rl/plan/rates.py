@@ -43,21 +43,15 @@ class Rates:
         return self.train_s + self.train_token_s * num_tokens * self.num_ranks / num_ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What the user gives in place of what was measured."""
-
-    rates: Sequence[str] = ()  # NAME=NUMBER
-    lengths: Path | None = None
-    mean_tokens: float | None = None
-    sigma: float | None = None
-
-
-def find_rates(path: Path, overrides: Sequence[str], given: Given) -> tuple[Config, Rates, str]:
+def find_rates(
+    path: Path, overrides: Sequence[str], rates: Sequence[str] = (), *,
+    lengths_file: Path | None = None, mean_tokens: float | None = None, sigma: float | None = None,
+) -> tuple[Config, Rates, str]:  # fmt: skip
     """Return the config to plan, its rates, and where these come from, in words.
 
     ``path`` is a run directory, or a config. The rates are those of that run, or of the one in the config's run.dir.
-    ``overrides`` are ``--set`` options for the planned run.
+    ``overrides`` are ``--set`` options for the planned run. ``rates``, each NAME=NUMBER, and the other arguments
+    replace what was measured.
 
     Raises:
         ConfigError: the config is wrong, or a rate is neither measured nor given, or not a number.
@@ -67,7 +61,7 @@ def find_rates(path: Path, overrides: Sequence[str], given: Given) -> tuple[Conf
     config = load_config(RunDir(path).config if is_run else path, overrides)
     run_dir = RunDir(path if is_run else Path(config.run.dir))
     known: dict[str, Any] = {}
-    source, lengths = "given", None if given.mean_tokens is None else Lengths(given.mean_tokens, 1.0)
+    source, lengths = "given", None if mean_tokens is None else Lengths(mean_tokens, 1.0)
     if is_run or run_dir.metrics.is_file():
         measured = measure(run_dir)
         known = {field.name: getattr(measured, field.name) for field in fields(Rates)}
@@ -76,16 +70,16 @@ def find_rates(path: Path, overrides: Sequence[str], given: Given) -> tuple[Conf
         fake = config.experimental.fake
         known = {"decode_step_s": fake.step_time_s} if fake.step_time_s else {}
         source, lengths = "of experimental.fake, or given", Lengths(fake.mean_tokens, fake.sigma)
-    if given.lengths is not None:
-        lengths = read_lengths(given.lengths)
-    known |= dict(map(_read_rate, given.rates))
+    if lengths_file is not None:
+        lengths = read_lengths(lengths_file)
+    known |= dict(map(_read_rate, rates))
     if lengths is None or "decode_step_s" not in known or not {"train_s", "train_token_s"} & known.keys():
         raise ConfigError(
             f"expected a run that was measured, got none in {run_dir.path}; run the config for some steps, or give "
             f"--mean-tokens or --lengths, --rate decode_step_s=SECONDS and --rate train_s=SECONDS"
         )
-    if given.sigma is not None:
-        lengths = Lengths(lengths.mean_tokens, given.sigma)
+    if sigma is not None:
+        lengths = Lengths(lengths.mean_tokens, sigma)
     known["lengths"] = replace(lengths, limit=config.sampling.max_new_tokens)
     return config, Rates(**known), source
 

@@ -13,7 +13,7 @@ from async_rl.comparison.advice import PAYS
 from async_rl.config.config import Config
 from async_rl.evaluation.table import aligned
 from async_rl.output import size_text
-from async_rl.plan.rates import Given, Rates, find_rates
+from async_rl.plan.rates import Rates, find_rates
 from async_rl.plan.simulation import Prediction, Setting, simulate
 
 _BOUNDS = (1, 2, 4, 8)
@@ -54,7 +54,7 @@ def propose_bounds(config: Path, overrides: Sequence[str]) -> list[int]:
     Raises:
         ConfigError, RunError: as ``find_rates``.
     """
-    planned, rates, _ = find_rates(config, overrides, Given())
+    planned, rates, _ = find_rates(config, overrides)
     bound = choose([simulate(planned, rates, one) for one in settings_of(planned, rates, (), (), (), ())])
     lowest, chosen = planned.lowest_bound, bound.setting.max_staleness
     return sorted({lowest, max(lowest, chosen // 2), chosen, max(1, 2 * chosen)})
@@ -91,7 +91,7 @@ def advice(found: Sequence[Prediction]) -> Iterator[str]:
 
 
 def _reasons(chosen: Prediction, lowest: Prediction, gain: float) -> Iterator[str]:
-    bound = lowest.setting.max_staleness
+    bound, lost = lowest.setting.max_staleness, chosen.dropped + chosen.masked
     if gain < PAYS:
         slower = "generators are" if lowest.idle_learner > lowest.idle_generators else "learner is"
         yield (
@@ -100,15 +100,12 @@ def _reasons(chosen: Prediction, lowest: Prediction, gain: float) -> Iterator[st
         )
     else:
         yield f"That is {chosen.steps_per_s / lowest.steps_per_s:.2f} times the steps/s of a bound of {bound}."
-    if (lost := chosen.dropped + chosen.masked) > _LOST:
+    if lost > _LOST:
         yield f"{lost:.1%} of the data is too old to train on. A higher bound loses less."
-    if max(chosen.idle_learner, chosen.idle_generators) > _IDLE:
-        generators_wait = chosen.idle_generators > chosen.idle_learner
-        yield (
-            f"Generators wait {chosen.idle_generators:.0%} of the time: add learner ranks, or take fewer generators."
-            if generators_wait
-            else f"The learner waits {chosen.idle_learner:.0%} of the time: more generators make the run faster."
-        )
+    if chosen.idle_generators > max(_IDLE, chosen.idle_learner):
+        yield f"Generators wait {chosen.idle_generators:.0%} of the time: add learner ranks, or take fewer generators."
+    elif chosen.idle_learner > _IDLE:
+        yield f"The learner waits {chosen.idle_learner:.0%} of the time: more generators make the run faster."
 
 
 def plan_lines(found: Sequence[Prediction], rates: Rates, source: str) -> list[str]:
@@ -130,13 +127,14 @@ def plan_json(found: Sequence[Prediction], rates: Rates, source: str) -> dict[st
     """Return the predictions, the rates and the advice as plain data."""
 
     def plain(one: Prediction) -> dict[str, Any]:
-        figures = asdict(replace(one, setting=replace(one.setting, lengths=replace(one.setting.lengths, observed=()))))
+        figures = asdict(one)
+        figures["setting"]["lengths"].pop("observed")
         return {**figures.pop("setting"), **figures}
 
+    of_rates = asdict(rates)
+    of_rates["lengths"].pop("observed")
+    settings = [plain(one) for one in found]
+    chosen = settings[found.index(choose(found))]
     return {
-        "source": source,
-        "rates": asdict(replace(rates, lengths=replace(rates.lengths, observed=()))),
-        "settings": [plain(one) for one in found],
-        "recommended": plain(choose(found)),
-        "advice": list(advice(found)),
-    }
+        "source": source, "rates": of_rates, "settings": settings, "recommended": chosen, "advice": list(advice(found)),
+    }  # fmt: skip

@@ -14,7 +14,7 @@ from async_rl.cli.main import main
 from async_rl.errors import ConfigError, DataError, RunError
 from async_rl.plan import simulation
 from async_rl.plan.lengths import Lengths, read_lengths
-from async_rl.plan.rates import Given, find_rates, measure
+from async_rl.plan.rates import find_rates, measure
 from async_rl.plan.simulation import Prediction, Setting
 from async_rl.plan.table import advice, choose, propose_bounds
 from async_rl.run.directory import RunDir
@@ -81,26 +81,26 @@ def test_rates_are_measured_in_the_rows_of_a_run(tmp_path):
 
 def test_a_config_takes_the_rates_of_its_run_and_given_ones_replace_them(tmp_path):
     make_run(tmp_path)
-    config, rates, source = find_rates(tmp_path / "run.toml", ["queue.max_staleness=3"], Given(("decode_step_s=2",)))
+    config, rates, source = find_rates(tmp_path / "run.toml", ["queue.max_staleness=3"], ["decode_step_s=2"])
     assert (config.queue.max_staleness, rates.decode_step_s, rates.after_s) == (3, 2, pytest.approx(1))
     assert source == f"measured in {tmp_path / 'run'}"
-    lognormal = find_rates(tmp_path / "run", [], Given(sigma=0.5))[1].lengths
+    lognormal = find_rates(tmp_path / "run", [], sigma=0.5)[1].lengths
     assert lognormal == Lengths(10, 0.5, limit=64)
 
 
 def test_the_fake_backend_knows_its_rates(tmp_path):
     fake = {"fake": {"mean_tokens": 30.0, "sigma": 0.5, "step_time_s": 0.1}}
     path = write_config(tmp_path, generator={"backend": "fake"}, experimental=fake)
-    rates = find_rates(path, [], Given(("train_s=3",)))[1]
+    rates = find_rates(path, [], ["train_s=3"])[1]
     assert (rates.decode_step_s, rates.train_s, rates.lengths) == (0.1, 3, Lengths(30, 0.5, limit=64))
 
 
 def test_what_is_missing_or_wrong_is_named(tmp_path):
     path = write_config(tmp_path)
     with pytest.raises(ConfigError, match=r"--rate decode_step_s=SECONDS and --rate train_s=SECONDS"):
-        find_rates(path, [], Given(mean_tokens=10))
+        find_rates(path, [], mean_tokens=10)
     with pytest.raises(ConfigError, match=r"got 'speed=1'"):
-        find_rates(path, [], Given(("speed=1",), mean_tokens=10))
+        find_rates(path, [], ["speed=1"], mean_tokens=10)
     with pytest.raises(RunError, match="let it run for longer"):
         measure(RunDir(make_run(tmp_path, num_steps=0)))
 
