@@ -61,12 +61,36 @@ class CheckpointConfig(Section):
         "waits only until each rank has copied its part of model and optimizer to host memory, which is kept for the "
         "next copy. If false, training waits until all is written, and nothing is copied.",
     )
+    mirror: str | None = Field(
+        default=None,
+        description="URL of an empty place in an object store, such as s3://bucket/path, gs://, hf:// or "
+        "file:///mnt/path (any of fsspec), to which checkpoints, exports, rollouts and metrics are copied behind the "
+        "run. With an empty run.dir the run comes back from there (docs/mirror.md).",
+    )
+    mirror_wait_s: float = Field(
+        default=600.0,
+        ge=0,
+        description="Longest wait, in seconds, at the end of a run until the mirror has everything.",
+    )
     grace_s: float = Field(
         default=25.0,
         gt=0,
         description="Seconds in which `async-rl learner` and `async-rl sft` save a checkpoint and end after SIGTERM or "
         "SIGINT. After that they end without one. Slurm, Kubernetes and torchrun kill a process after 30 s by default.",
     )
+
+    @field_validator("mirror")
+    @classmethod
+    def _is_a_url_without_secrets(cls, value: str | None) -> str | None:
+        found = None if value is None else re.fullmatch(r"[a-z][a-z0-9+.-]*://([^/]*)(/.*)?", value)
+        if value is None or (found and found[0] != "file://" and not re.search(r"[@?#\s]|::", value)):
+            return value
+        if found is None:
+            raise ValueError("expected a URL such as s3://bucket/path or file:///mnt/path; correct it")
+        raise ValueError(
+            "expected a URL without user, password, options or spaces, because configs are stored and logged; the "
+            "store's own package reads credentials from the environment or its own files"
+        )
 
     @model_validator(mode="after")
     def _keeps_what_is_written(self) -> Self:

@@ -54,6 +54,11 @@ OFFLINE_FAULT_POINTS = (
 )
 """Those of training on given rows, in addition to those of the engine and of checkpoints."""
 
+MIRROR_FAULT_POINTS = (
+    "mirror.copied",  # an object is copied and compared, the manifest does not list it
+)
+"""Those of the process that mirrors a run."""
+
 _directory = os.environ.get("ASYNC_RL_FAULTS")
 
 
