@@ -1,0 +1,157 @@
+"""Whether a run may use its mirror, and how it comes back from there to an empty run directory.
+
+The checkpoint wins: in the newest one that the mirror has is the queue's snapshot, and the rows of ``metrics.jsonl``
+and ``trained.jsonl`` up to its step are there, too. The learner moves later rows aside, as after any restart. Groups
+that waited in the lost queue count as rolled back and are sampled again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from async_rl.config.config import Config
+from async_rl.errors import RunError, StoreError
+from async_rl.learner.checkpoints.files import LATEST
+from async_rl.learner.mirror.manifest import Manifest, checkpoints_in, newest_manifest, read_status, update_status
+from async_rl.learner.mirror.store import Store
+from async_rl.output import size_text
+from async_rl.process.child import is_alive
+from async_rl.run.directory import RunDir
+from async_rl.run.lock import acquire
+
+BEAT_S = 60.0
+"""Longest time between two manifests of a process that lives, in seconds."""
+SILENT_S = 3 * BEAT_S
+"""Without a manifest for so many seconds, the process that wrote to a mirror counts as dead."""
+_LOOK_S = 2.0
+_NUM_THREADS = 4
+
+
+def bring_back(config: Config, *, fresh: bool, show: Callable[[str], None]) -> list[str]:
+    """Check that the run of ``config`` may use its mirror. If ``run.dir`` has no run and the mirror has, fetch that.
+
+    Return lines for the user. A run that is in ``run.dir`` goes on if its store can't be reached.
+
+    Raises:
+        StoreError: the store can't be reached or written to, and ``run.dir`` has no run.
+        RunError: the mirror has another run or a continuation of this one, or another process writes to it.
+        ConfigError: a package for this store is missing.
+    """
+    if config.checkpoint.mirror is None:
+        return []
+    store, run_dir = Store(config.checkpoint.mirror), RunDir(Path(config.run.dir))
+    show(f"looking at {store.url}")
+    try:
+        store.write("probe", b"async-rl")
+        store.remove(["probe"])
+        if run_dir.config.exists() and not fresh:
+            check_mine(store, run_dir, show)
+            return []
+    except StoreError as error:
+        if fresh or not run_dir.config.exists():
+            raise
+        return [f"the mirror is tried again while the run goes: {error}"]
+    if (found := _await_silence(store, show)) is None:
+        return []
+    if fresh:
+        raise RunError(
+            f"checkpoint.mirror: expected an empty place for the new run that --fresh begins, got {store.url}, which "
+            f"has a run up to {found.latest or 'its first steps'}; name another URL, or leave out --fresh"
+        )
+    lock = acquire(run_dir, "launch")
+    try:
+        return fetch(store, found, run_dir, show)
+    finally:
+        lock.close()
+
+
+def check_mine(store: Store, run_dir: RunDir, show: Callable[[str], None]) -> Manifest | None:
+    """Return the newest manifest, which is of the run in ``run_dir``, as far as this knows it. None if there is none.
+
+    Raises:
+        StoreError: the store can't be reached.
+        RunError: the mirror has another run or a continuation of this one, or another process writes to it.
+    """
+    if (found := _await_silence(store, show)) is None:
+        return None
+    if found.run_id != run_dir.run_id:
+        raise RunError(
+            f"checkpoint.mirror: expected the run {run_dir.run_id} of {run_dir.path} in {store.url}, got the run "
+            f"{found.run_id}, which {found.writer} wrote; name another URL"
+        )
+    known = read_status(run_dir.path)
+    if found.directory != known.get("directory") and found.name != known.get("fetched"):
+        raise RunError(
+            f"checkpoint.mirror: {found.writer} has continued the run in {store.url} from another directory, up to "
+            f"{found.latest}, and {run_dir.path} has {run_dir.latest_checkpoint or 'no checkpoint'} of its own; to "
+            f"go on from the mirror, name an empty run.dir, and to go on from here, another URL"
+        )
+    return found
+
+
+def _await_silence(store: Store, show: Callable[[str], None]) -> Manifest | None:
+    """Return the newest manifest once nobody writes. A process that may have been killed is waited for."""
+    first, began = newest_manifest(store), time.time()
+    while (found := newest_manifest(store)) is not None and first is not None:
+        left = min(first.at, began) + SILENT_S - time.time()
+        is_dead = found.host == socket.gethostname() and not is_alive(found.pid)
+        if found.has_ended or is_dead or left <= 0:
+            break
+        if found.name != first.name:
+            raise RunError(f"checkpoint.mirror: {found.writer} writes to {store.url}; stop it, or name another URL")
+        show(f"waiting up to {left:.0f} s: {found.writer}, which wrote to {store.url}, may have ended")
+        time.sleep(min(_LOOK_S, left))
+    return found
+
+
+def fetch(store: Store, found: Manifest, run_dir: RunDir, show: Callable[[str], None]) -> list[str]:
+    """Fetch a run into ``run_dir``, which has none and is locked. Return lines for the user.
+
+    If this is killed, ``run_dir`` still has no run. A checkpoint that is damaged in the store is left out, and the one
+    before it taken. Raises StoreError if the store fails, or no checkpoint is whole.
+    """
+    partial, latest, lines = run_dir.path / ".mirror-fetch", None, list[str]()
+    shutil.rmtree(partial, ignore_errors=True)
+    _get(store, found, "", partial, show)
+    for name in reversed(checkpoints_in(found.files)):
+        try:
+            _get(store, found, f"checkpoints/{name}/", partial, show)
+        except StoreError as error:
+            lines.append(f"warning: the mirror's checkpoint {name} is left out: {error}")
+            shutil.rmtree(partial / "checkpoints", ignore_errors=True)
+        else:
+            latest = name
+            (partial / "checkpoints" / LATEST).write_text(f"{name}\n", encoding="utf-8")
+            break
+    if latest is None and lines:
+        raise StoreError(f"no checkpoint of the run in {store.url} is whole: {'; '.join(lines)}")
+    update_status(partial, url=store.url, directory=uuid.uuid4().hex[:12], fetched=found.name, latest=latest)
+    # The config makes the directory one of a run, so it comes last.
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == run_dir.config.name):
+        if (target := run_dir.path / path.name).is_dir():  # left by a fetch that was killed
+            shutil.rmtree(target)
+        os.replace(path, target)
+    partial.rmdir()
+    return [*lines, f"fetched the run from {store.url}: {latest or 'no checkpoint'}, which {found.writer} wrote"]
+
+
+def _get(store: Store, found: Manifest, folder: str, target: Path, show: Callable[[str], None]) -> None:
+    """Fetch the files of ``folder`` into the directory ``target``; if empty, those of no checkpoint."""
+    files = {
+        name: one for name, one in found.files.items() if name.startswith(folder or "checkpoints/") == bool(folder)
+    }
+    if foreign := next((name for name in files if ".." in name.split("/") or name.startswith("/")), None):
+        raise StoreError(f"{store.url}/{found.name}: expected names of files of a run, got {foreign!r}")
+    size = size_text(sum(one.entry[0] for one in files.values()))
+    show(f"fetching {len(files)} files, {size}, from {store.url}/{folder}")
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fetch") as threads:
+        tasks = [threads.submit(store.get, one.object, target / name, one.entry) for name, one in files.items()]
+    for task in tasks:
+        task.result()
