@@ -211,7 +211,11 @@ def learner(
         check_place(resolved, config, overrides or [])
         if not is_launched and _is_first_rank():
             from async_rl.launch.checks import check_learner
+            from async_rl.learner.mirror.fetch import bring_back
 
+            log = logging.getLogger(__name__)
+            for line in bring_back(resolved, fresh=fresh, show=log.info):
+                log.info("%s", line)
             check_learner(resolved, fresh=fresh, insecure=insecure)
         logging.getLogger(__name__).info("loading PyTorch")
         quiet_progress_bars()

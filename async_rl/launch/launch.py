@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.planned_steps import planned_steps, schedule_note
 from async_rl.launch.preflight import begins_too_few
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
+from async_rl.learner.mirror.fetch import bring_back
+from async_rl.learner.mirror.process import is_complete, mirrored
 from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
 from async_rl.output import Progress, can_redraw, in_notebook, new_console, print_json, prints_to_stderr
@@ -86,10 +89,19 @@ def launch(
         UserError: the run can't start, for a reason that the user can correct. No process was started.
     """
     console = new_console()
+    check_run_dir(config, fresh=fresh)
+    with Progress(quiet=quiet) as progress:
+        fetched = bring_back(config, fresh=fresh, show=progress.show)
+    for line in fetched:
+        _print_line(console, line)
     run_dir = check_run_dir(config, fresh=fresh)
     make_fork = None if source is None else _planned_fork(config, source, fresh=fresh)
     if not fresh and has_ended(run_dir, config):
         _print_line(console, _has_ended_line(run_dir))
+        if not is_complete(config):
+            say = partial(_print_line, console)
+            with locked_run_dir(config, role="launch", fresh=False), mirrored(config, run_dir, say):
+                pass
         return Ended(0)
     write_inputs()
     with Progress(quiet=quiet) as progress:
@@ -104,7 +116,8 @@ def launch(
         num_steps = planned_steps(config, most_prompts, run_dir)
         if line := schedule_note(config, num_steps):
             _print_line(shown, line)
-        ended = _run(config, run_dir, lock, console, num_steps, insecure=insecure, fresh=fresh, quiet=quiet)
+        with mirrored(config, run_dir, partial(_print_line, shown)):
+            ended = _run(config, run_dir, lock, console, num_steps, insecure=insecure, fresh=fresh, quiet=quiet)
         if run_dir.is_finished and name_next:
             for line in next_lines(run_dir, config):
                 _print_line(shown, line)

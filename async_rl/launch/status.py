@@ -17,6 +17,7 @@ from rich.table import Table
 
 from async_rl.config.loading import load_run_config
 from async_rl.errors import AddressError, QueueError, RunError
+from async_rl.learner.mirror.process import mirror_line
 from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.output import size_text
 from async_rl.process.child import is_alive
@@ -43,6 +44,7 @@ _LABELS = {
     "finished": "finished",
     "address": "queue server",
     "relay": "relay of agents",
+    "mirror": "mirror",
     "pid": "its process id",
     "run_id": "run id",
     "malformed": "malformed messages",
@@ -53,7 +55,7 @@ _LABELS = {
 """The label that the table shows for a key of the status. The table's rows are in this order."""
 _ONLY_IF_ANY = frozenset({
     "prompts_too_long", "filtered_since_step", "damaged_groups", "malformed", "limited", "refused_handshakes",
-    "closed_connections", "relay",
+    "closed_connections", "relay", "mirror",
 })  # fmt: skip
 _OF_THE_RUN = ("run_id", "lineage", "step", "version", "training_notes", "group_notes", "excluded")
 """The keys of ``ledger.json`` that are no counts."""
@@ -110,7 +112,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
     run_dir = RunDir(path)
     if run_dir.is_finished and (ledger := run_dir.read_ledger()):
         known = {key: ledger.pop(key) for key in _OF_THE_RUN if key in ledger}
-        return {**known, "finished": True, "ledger": ledger}
+        return {**known, "finished": True, "mirror": mirror_line(run_dir), "ledger": ledger}
     record = read_record(path)
     if record is None:
         raise RunError(
@@ -125,7 +127,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
     if keys is None and run_dir.config.exists():
         keys = client_keys_of(load_run_config(run_dir.config).queue.keys)
     try:
-        return ask_status(record.address, timeout_s, keys)
+        return {**ask_status(record.address, timeout_s, keys), "mirror": mirror_line(run_dir)}
     except QueueError as error:
         raise AddressError(
             f"the queue server of the run in {path}, at {record.address}, did not answer within {timeout_s:g} s: it "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,14 @@ from async_rl.learner.interface import Critic, Engine
 from async_rl.learner.loop.adaptive_bound import AdaptiveBound
 from async_rl.learner.loop.critic import CriticPart
 from async_rl.learner.loop.idle_sampling import IdleSampling
+from async_rl.learner.loop.mirroring import MirrorPart
 from async_rl.learner.loop.parity import ParityGate, ParityPart
 from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.publishing import FixedLagWeights, StagedWeights, WeightsSender
 from async_rl.learner.loop.received import DropBias, ReceivedAccuracy
 from async_rl.learner.loop.rollout_records import RolloutRecords
 from async_rl.learner.loop.trainer import Trainer
+from async_rl.learner.mirror.process import mirrored
 from async_rl.learner.ranks import Ranks, compute_dtype, init_ranks
 from async_rl.learner.sampling import MakeSampler, RankSampler, SamplingEngine
 from async_rl.net.address import host_towards, is_loopback
@@ -157,7 +159,8 @@ def run_learner(
             else:
                 held.callback(lock.close)
         try:
-            _lead(config, ranks, lock, sampler, fresh=fresh, insecure=insecure, is_launched=is_launched)
+            with nullcontext() if is_launched else mirrored(config, run_dir, logger.info):
+                _lead(config, ranks, lock, sampler, fresh=fresh, insecure=insecure, is_launched=is_launched)
         finally:  # at the end of the run there is a picture already, and ``launch`` draws its own
             if not is_launched and not run_dir.is_finished and (problem := draw_curve(run_dir, lock)):
                 logger.warning("%s", problem)
@@ -380,6 +383,8 @@ def step_parts(
         parts.append(CriticPart(critic, config, state))
     if config.queue.adaptive:
         parts.append(AdaptiveBound(config, state))
+    if config.checkpoint.mirror is not None:
+        parts.append(MirrorPart(Path(config.run.dir)))
     if sampling is not None:
         parts.append(IdleSampling(sampling, address=address, lineage=state.lineage))
     return parts

@@ -153,6 +153,8 @@ def run_offline(task: OfflineTask[Any]) -> None:
     for key in ("data", "out"):
         if not getattr(section, key):
             raise ConfigError(f"{task.name}.{key}: expected a value, got none; set it in the file or with --set")
+    if config.checkpoint.mirror is not None:
+        raise ConfigError("checkpoint.mirror: expected none, because only launch and learner mirror a run; remove it")
     check_loggers(config)
     done, num_steps = _saved_steps(task)
     out = Path(section.out)

@@ -1,0 +1,191 @@
+"""The process that mirrors a run, ``python -m async_rl.learner.mirror.process RUN_DIR``, and what others see of it.
+
+It copies until it gets SIGTERM, then what is left, and ends. While the store fails it tries again with growing pauses,
+and says so in ``notes.log`` and ``mirror.json``. If the mirror is not this run's, it ends with the code ``REFUSED``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from async_rl.config.config import Config
+from async_rl.config.loading import load_run_config
+from async_rl.config.run import CheckpointConfig
+from async_rl.errors import RunError, StoreError
+from async_rl.learner.checkpoints.files import checkpoint_step
+from async_rl.learner.mirror.copier import FILES_EVERY_S, Copier
+from async_rl.learner.mirror.manifest import read_status, update_status
+from async_rl.learner.mirror.store import Store
+from async_rl.process.child import (
+    ParentWatch,
+    is_parent_gone,
+    kill_group,
+    module_command,
+    package_environment,
+    watch_parent,
+)
+from async_rl.run.directory import RunDir
+from async_rl.run.notes import tell
+from async_rl.run.progress import duration
+
+logger = logging.getLogger(__name__)
+
+REFUSED = 3
+_LOOK_S, _MAX_PAUSE_S, _RESTART_S = 1.0, 60.0, 5.0
+
+
+def mirror_run(
+    run_dir: RunDir, config: CheckpointConfig, finish: threading.Event, *, files_every_s: float = FILES_EVERY_S
+) -> int:
+    """Mirror a run until ``finish`` is set and everything is copied. Return the exit code: 0 or ``REFUSED``."""
+    assert config.mirror is not None
+    store, has_begun, failing_since, pause_s = Store(config.mirror), False, 0.0, _LOOK_S
+    copier = Copier(run_dir, store, config, files_every_s=files_every_s)
+    update_status(run_dir.path, is_complete=False)
+    while True:
+        is_last, error = finish.is_set(), ""
+        try:
+            if not has_begun:
+                copier.begin(logger.info)
+                has_begun = True
+            if copier.sync(is_last=is_last) and is_last:
+                _note(run_dir, copier.latest, "")
+                update_status(run_dir.path, is_complete=True)
+                return 0
+            pause_s = _LOOK_S
+        except FileNotFoundError:
+            pass  # a file was moved aside; the next pass sees where
+        except RunError as refusal:
+            _note(run_dir, copier.latest, str(refusal))
+            tell(run_dir, str(refusal))
+            return REFUSED
+        except (StoreError, OSError) as failure:
+            error, pause_s = str(failure), min(2 * pause_s, _MAX_PAUSE_S)
+            logger.warning("%s", error)
+            if not failing_since:
+                tell(run_dir, f"the mirror fails, and is tried again while the run goes on: {error}")
+            failing_since = failing_since or time.time()
+        if failing_since and not error:
+            tell(run_dir, f"the mirror works again, after {duration(time.time() - failing_since)}")
+            failing_since = 0.0
+        _note(run_dir, copier.latest, error)
+        if is_last:
+            time.sleep(_LOOK_S)
+        else:
+            finish.wait(pause_s)
+
+
+def _note(run_dir: RunDir, mirrored: str | None, error: str) -> None:
+    """Write into ``mirror.json`` how far the mirror is behind, and why."""
+    of_run, of_mirror = (
+        0 if name is None else checkpoint_step(Path(name)) for name in (run_dir.latest_checkpoint, mirrored)
+    )
+    since = read_status(run_dir.path).get("behind_since") or time.time()
+    late = {"behind_steps": max(0, of_run - of_mirror), "behind_since": since if of_run > of_mirror else None}
+    update_status(run_dir.path, latest=mirrored, error=error, **late)
+
+
+def mirror_line(run_dir: RunDir) -> str:
+    """Return how far the mirror of a run is, in words; empty if it has none."""
+    found = read_status(run_dir.path)
+    if "url" not in found:
+        return ""
+    behind, since = found.get("behind_steps"), found.get("behind_since")
+    late = f", {behind} steps behind for {duration(time.time() - since)}" if behind and since else ""
+    error = f"; {found['error']}" if found.get("error") else ""
+    return f"{found['url']} has {found.get('latest') or 'no checkpoint'}{late}{error}"
+
+
+def is_complete(config: Config) -> bool:
+    """Return whether a run that has ended has no mirror, or one with everything."""
+    return config.checkpoint.mirror is None or bool(read_status(Path(config.run.dir)).get("is_complete"))
+
+
+@contextmanager
+def mirrored(config: Config, run_dir: RunDir, say: Callable[[str], None]) -> Iterator[None]:
+    """Mirror the run in the ``with`` block, if ``checkpoint.mirror`` is set. At its end, wait until all is copied.
+
+    The caller has locked the run directory. ``say`` shows a line to the user.
+    """
+    process = None if config.checkpoint.mirror is None else _MirrorProcess(run_dir)
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.finish(config.checkpoint.mirror_wait_s, say)
+
+
+class _MirrorProcess:
+    """The process, seen from its parent. It is started again if it is killed."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir, self._parent_watch, self._ending = run_dir, ParentWatch(), threading.Event()
+        self._process = self._spawn()
+        self._thread = threading.Thread(target=self._keep_alive, name="mirror", daemon=True)
+        self._thread.start()
+
+    def finish(self, wait_s: float, say: Callable[[str], None]) -> None:
+        """Let the process copy what is left, for at most ``wait_s`` seconds, and end it. Ctrl-C ends the wait."""
+        self._ending.set()
+        self._thread.join()
+        if self._process.poll() not in (None, REFUSED):  # it was killed
+            self._process = self._spawn()
+        if self._process.poll() is None:
+            wait = f"waiting up to {duration(wait_s)} for the mirror (checkpoint.mirror_wait_s; Ctrl-C ends this)"
+            say(f"{wait}: {mirror_line(self._run_dir)}")
+            self._process.send_signal(signal.SIGTERM)
+        with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+        code = self._process.poll()
+        kill_group(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._parent_watch.close()
+        lacks = "" if code == 0 else "warning: not everything is mirrored: "
+        remedy = "" if code in (0, REFUSED) else "; the same command copies the rest"
+        say(f"{lacks}{mirror_line(self._run_dir)}{remedy}")
+
+    def _keep_alive(self) -> None:
+        while not self._ending.wait(_LOOK_S):
+            if self._process.poll() not in (None, REFUSED) and not self._ending.wait(_RESTART_S):
+                self._process = self._spawn()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        # A SIGTERM that comes before the process handles it stays pending.
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        command = module_command("async_rl.learner.mirror.process", str(self._run_dir.path), flags=("-P",))
+        log, environment = self._run_dir.logs / "mirror.log", package_environment()
+        try:
+            return self._parent_watch.spawn(command, environment=environment, log=log)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def main() -> None:
+    finish = threading.Event()
+
+    def end(_signum: int, _frame: FrameType | None) -> None:
+        if is_parent_gone():
+            os._exit(128 + signal.SIGTERM)
+        finish.set()
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the parent, which says how long to go on
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    watch_parent()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    run_dir = RunDir(Path(sys.argv[1]))
+    sys.exit(mirror_run(run_dir, load_run_config(run_dir.config).checkpoint, finish))
+
+
+if __name__ == "__main__":
+    main()
