@@ -1,0 +1,138 @@
+"""A run that is mirrored, killed in mid-copy, and resumed in another directory by the mirror's URL alone."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import fsspec.config
+import pytest
+
+from async_rl.learner.mirror.manifest import newest_manifest
+from async_rl.learner.mirror.store import Store
+from async_rl.run.directory import RunDir
+from tests.end_to_end.faults_harness import Gates, fault_config, kill_all, trained_rows
+from tests.end_to_end.harness import Role, check_ledger, metrics, roles, steps, wait_until
+
+NUM_ROWS = 16
+HAS_S3 = all(importlib.util.find_spec(name) is not None for name in ("s3fs", "moto", "flask"))
+
+
+@contextlib.contextmanager
+def s3_server(log: Path) -> Iterator[dict[str, str]]:
+    """A loopback S3 with the bucket ``runs``. Yield the environment with which fsspec finds it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing-secret", "AWS_DEFAULT_REGION": "us-east-1",
+        "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+    }  # fmt: skip
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=output, stderr=output
+        )
+    try:
+        wait_until("the S3 server", lambda: _answers(port))
+        use_s3(environment).mkdir("runs")
+        yield environment
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
+
+
+def use_s3(environment: dict[str, str]) -> Any:
+    """Let this process find the server, too. Return it as a file system."""
+    keys = {"key": "testing", "secret": "testing-secret", "endpoint_url": environment["FSSPEC_S3_ENDPOINT_URL"]}
+    fsspec.config.conf["s3"] = keys
+    return fsspec.filesystem("s3", **keys)
+
+
+def run_killed_and_resumed(directory: Path, url: str, environment: dict[str, str]) -> tuple[Role, RunDir]:
+    """Mirror a run, kill it while its second checkpoint is copied, and go on by ``url`` in another directory."""
+    config = fault_config(directory, num_rows=NUM_ROWS, checkpoint={"every": 2, "keep_last": 1, "mirror": url})
+    run, other, gates = RunDir(directory / "run"), RunDir(directory / "elsewhere"), Gates(directory / "gates")
+    environment = {**environment, "ASYNC_RL_TEST": str(directory), "ASYNC_RL_FAULTS": str(gates.directory)}
+    store = Store(url)
+
+    def mirrored() -> str | None:
+        found = newest_manifest(store)
+        return None if found is None else found.latest
+
+    with roles(directory / "logs") as start:
+        try:
+            first = start("first", "launch", str(config), env=environment, is_program=True)
+            before = wait_until("a mirrored checkpoint", mirrored)
+            gates.arm("mirror.copied")
+            copier = wait_until("a copy under way", lambda: gates.held("mirror.copied"))
+            # The run itself goes on while its mirror stands still.
+            at = len(steps(run.path))
+            wait_until("further steps", lambda: len(steps(run.path)) >= at + 2 or run.is_finished)
+            first.kill()
+            first.wait()
+            os.kill(copier, signal.SIGKILL)
+            gates.release("mirror.copied")
+            copied = mirrored()
+            assert copied is not None
+            assert copied >= before
+            trained = [row["step"] for row in trained_rows(run.path)]
+            assert int(copied.removeprefix("step-")) < trained[-1], "what is not copied is trained again"
+
+            options = ("--set", f"run.dir={other.path}")
+            again = start("again", "launch", str(config), *options, env=environment, is_program=True)
+            again.succeed()
+            assert f"fetched the run from {url}: {copied}" in again.log
+            back = start("back", "launch", str(config), env=environment, is_program=True)
+            assert back.wait() == 2
+            assert "name an empty run.dir" in back.log
+        finally:
+            kill_all(f"ASYNC_RL_TEST={directory}")
+    return again, other
+
+
+def judge(again: Role, other: RunDir, store: Store) -> None:
+    """Every prompt is trained once in the surviving history, the ledger adds up, and the mirror has all."""
+    positions = [position for row in trained_rows(other.path) for position, _ in row["groups"]]
+    assert sorted(positions) == list(range(NUM_ROWS))
+    assert steps(other.path) == list(range(1, NUM_ROWS // 2 + 1))
+    check_ledger(other.path)
+    assert other.is_finished
+    assert any("mirror/behind_steps" in row for row in metrics(other.path))
+    found = newest_manifest(store)
+    assert found is not None
+    assert (found.has_ended, found.latest) == (True, other.latest_checkpoint)
+    assert {"finished.json", "run_id", "metrics.jsonl"} < found.files.keys()
+    assert any(name.startswith("export/") for name in found.files)
+    assert f"{store.url} has {other.latest_checkpoint}" in again.log
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_mid_copy_goes_on_elsewhere_by_its_url(tmp_path: Path):
+    url = f"file://{tmp_path}/store/run"
+    again, other = run_killed_and_resumed(tmp_path, url, {})
+    judge(again, other, Store(url))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_S3, reason="needs s3fs and moto[server]")
+def test_the_same_over_s3(tmp_path: Path):
+    with s3_server(tmp_path / "moto.log") as environment:
+        again, other = run_killed_and_resumed(tmp_path, "s3://runs/one", environment)
+        judge(again, other, Store("s3://runs/one"))
+        said = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*.log") if path.name != "moto.log")
+        assert "testing-secret" not in said

@@ -1,0 +1,414 @@
+"""The mirror of a run in an object store: what counts as copied, what is pruned, and how a run comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from async_rl.config.config import Config
+from async_rl.config.run import CheckpointConfig
+from async_rl.errors import ConfigError, RunError, StoreError
+from async_rl.learner.checkpoints.digests import find_damage, write_manifest
+from async_rl.learner.mirror import copier as copiers
+from async_rl.learner.mirror import fetch as fetching
+from async_rl.learner.mirror.copier import Copier
+from async_rl.learner.mirror.fetch import bring_back, check_mine, fetch
+from async_rl.learner.mirror.manifest import Manifest, checkpoints_in, newest_manifest, read_status, update_status
+from async_rl.learner.mirror.process import is_complete, mirror_line, mirror_run
+from async_rl.learner.mirror.store import Store, scrubbed
+from async_rl.run.directory import RunDir
+
+URL = "memory://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def _empty_store(monkeypatch) -> Iterator[None]:
+    # All processes of a test are this one, and count as dead when the next begins.
+    monkeypatch.setattr(fetching, "is_alive", lambda _pid: False)
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield
+    MemoryFileSystem.store.clear()
+
+
+def ignore(_line: str) -> None: ...
+
+
+def make_run(path: Path, run_id: str = "run-a") -> RunDir:
+    run = RunDir(path)
+    path.mkdir(parents=True)
+    (path / "run_id").write_text(f"{run_id}\n")
+    run.config.write_text(f'[run]\ndir = "{path}"\n')
+    (path / "queue.keys").write_text("secret")
+    (path / "queue").mkdir()
+    (path / "queue" / "index.sqlite").write_text("journal")
+    return run
+
+
+def save(run: RunDir, step: int, content: str = "") -> None:
+    """Make ``step`` steps, each with a row, and a checkpoint of the last one."""
+    name = f"step-{step:06d}"
+    root = run.checkpoints / name
+    (root / "hf").mkdir(parents=True)
+    (root / "extra.msgpack").write_bytes(b"extra" + content.encode())
+    (root / "hf" / "config.json").write_text(f"{name}{content}")
+    write_manifest(root)
+    rows = "".join(json.dumps({"step": one}) + "\n" for one in range(1, step + 1))
+    run.trained.write_text(rows)
+    run.metrics.write_text(rows)
+    (run.checkpoints / "latest").write_text(f"{name}\n")
+
+
+def begun(run: RunDir, url: str = URL, **config: Any) -> Copier:
+    copier = Copier(run, Store(url), CheckpointConfig(**config), files_every_s=0.0)
+    copier.begin(ignore)
+    return copier
+
+
+def manifest_at(url: str = URL) -> Manifest:
+    found = newest_manifest(Store(url))
+    assert found is not None
+    return found
+
+
+def objects(url: str = URL) -> list[str]:
+    store = Store(url)
+    return [name for folder in ("manifests", "files", "checkpoints") for name in store.names(folder)]
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Path -> content of what a mirror should have of the run in ``root``."""
+    found = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
+    gone = {"queue.keys", "queue/index.sqlite", "mirror.json", "run.lock"}
+    return {name: path.read_bytes() for name, path in found.items() if name not in gone}
+
+
+@pytest.mark.parametrize("protocol", ["memory", "file"])
+def test_a_run_comes_back_from_the_url_alone_without_journal_and_keys(tmp_path: Path, protocol: str):
+    url = URL if protocol == "memory" else f"file://{tmp_path}/bucket/run"
+    run, other = make_run(tmp_path / "run"), RunDir(tmp_path / "other")
+    save(run, 2)
+    (run.rollouts / "rolled_back-1").mkdir(parents=True)
+    (run.rollouts / "rolled_back-1" / "step-000001.jsonl").write_text("{}\n")
+    copier = begun(run, url)
+    assert copier.sync(is_last=True)
+    manifest = manifest_at(url)
+    assert (manifest.run_id, manifest.latest, manifest.has_ended) == ("run-a", "step-000002", True)
+    assert not [name for name in objects(url) if "keys" in name or "sqlite" in name]
+
+    other.path.mkdir()
+    lines = fetch(Store(url), manifest, other, ignore)
+    assert lines == [f"fetched the run from {url}: step-000002, which {manifest.writer} wrote"]
+    assert contents(other.path) == contents(run.path)
+    assert find_damage(other.checkpoints / "step-000002") == ""
+    assert check_mine(Store(url), other, ignore) == manifest, "the copy may go on with the mirror"
+
+
+def test_a_checkpoint_counts_only_with_its_manifest_and_a_kill_leaves_the_one_before(tmp_path: Path, monkeypatch):
+    run, killed = make_run(tmp_path / "run"), list[str]()
+    save(run, 2)
+    assert begun(run).sync()
+    save(run, 4)
+
+    def die(point: str) -> None:
+        killed.append(point)
+        raise KeyboardInterrupt
+
+    # The first object of the second checkpoint is copied, and the process dies.
+    with monkeypatch.context() as patched:
+        patched.setattr(copiers, "fault_point", die)
+        with pytest.raises(KeyboardInterrupt):
+            begun(run).sync()
+    assert killed
+    assert set(killed) == {"mirror.copied"}
+    assert [name for name in objects() if "step-000004" in name], "something of it is there"
+    assert manifest_at().latest == "step-000002"
+    other = RunDir(tmp_path / "other")
+    other.path.mkdir()
+    fetch(Store(URL), manifest_at(), other, ignore)
+    assert other.latest_checkpoint == "step-000002"
+
+    # The next process goes on, and nothing is left over in the end.
+    monkeypatch.setattr(copiers, "fault_point", ignore)
+    assert begun(run, keep_last=1).sync()
+    assert manifest_at().latest == "step-000004"
+    assert sorted(objects()) == sorted([manifest_at().name, *(one.object for one in manifest_at().files.values())])
+
+
+def test_half_a_manifest_does_not_count(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    save(run, 2)
+    assert begun(run).sync()
+    whole, store = manifest_at(), Store(URL)
+    later = Manifest(number=9, run_id="run-a", directory="d", host="h", pid=1, process="p", latest="step-000009")
+    store.write(later.name, later.encoded[:-10])
+    assert manifest_at() == whole
+    store.write(later.name, later.encoded)
+    assert manifest_at() == later
+
+
+def test_what_the_store_damages_is_not_listed_and_is_copied_again(tmp_path: Path, monkeypatch):
+    run = make_run(tmp_path / "run")
+    save(run, 2)
+    copier, real, damaged = begun(run), MemoryFileSystem.info, list[str]()
+
+    def damage(self: MemoryFileSystem, path: str, **kwargs: Any) -> Any:
+        """Flip a byte of the first object of the checkpoint that was written."""
+        found = real(self, path, **kwargs)
+        if not damaged and path.endswith("extra.msgpack"):
+            damaged.append(path)
+            file = MemoryFileSystem.store[path]
+            file.seek(0)
+            file.write(b"E")
+        return found
+
+    monkeypatch.setattr(MemoryFileSystem, "info", damage)
+    with pytest.raises(StoreError, match=r"extra.msgpack: the copy differs from"):
+        copier.sync()
+    assert damaged
+    assert newest_manifest(Store(URL)) is None
+    assert copier.sync()
+    other = RunDir(tmp_path / "other")
+    other.path.mkdir()
+    fetch(Store(URL), manifest_at(), other, ignore)
+    assert find_damage(other.checkpoints / "step-000002") == ""
+
+
+def test_old_checkpoints_are_pruned_after_a_newer_one_is_complete(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    copier = None
+    for step in (2, 4, 6, 8):
+        save(run, step)
+        copier = copier or begun(run, every=2, keep_last=2, keep_every=4)
+        assert copier.sync()
+    # The newest two are 6 and 8, and 4 stays for ever.
+    assert list(checkpoints_in(manifest_at().files).values()) == [4, 6, 8]
+    assert {name.split("/")[1][:11] for name in objects() if name.startswith("checkpoints/")} == {
+        "step-000004", "step-000006", "step-000008",
+    }  # fmt: skip
+    assert len(Store(URL).names("manifests")) == 1
+
+
+def test_a_run_that_went_back_takes_its_mirror_back_and_a_step_that_is_made_again_replaces_the_old(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    copier = None
+    for step in (2, 4):
+        save(run, step)
+        copier = copier or begun(run)
+        assert copier.sync()
+    assert copier is not None
+    (run.checkpoints / "step-000004").rename(run.checkpoints / "step-000004.damaged-1")
+    (run.checkpoints / "latest").write_text("step-000002\n")
+    assert copier.sync()
+    assert (manifest_at().latest, list(checkpoints_in(manifest_at().files))) == ("step-000002", ["step-000002"])
+    save(run, 4, "other")
+    assert copier.sync()
+    other = RunDir(tmp_path / "other")
+    other.path.mkdir()
+    fetch(Store(URL), manifest_at(), other, ignore)
+    assert (other.checkpoints / "step-000004" / "hf" / "config.json").read_text() == "step-000004other"
+
+
+def test_a_checkpoint_that_the_store_lost_is_left_out_and_the_one_before_taken(tmp_path: Path):
+    run, other = make_run(tmp_path / "run"), RunDir(tmp_path / "other")
+    copier = None
+    for step in (2, 4):
+        save(run, step)
+        copier = copier or begun(run)
+        assert copier.sync()
+    store, manifest = Store(URL), manifest_at()
+    store.remove([manifest.files["checkpoints/step-000004/extra.msgpack"].object])
+    other.path.mkdir()
+    warning, line = fetch(store, manifest, other, ignore)
+    assert "the mirror's checkpoint step-000004 is left out" in warning
+    assert line.startswith(f"fetched the run from {URL}: step-000002")
+    assert other.latest_checkpoint == "step-000002"
+
+    store.remove([manifest.files["checkpoints/step-000002/extra.msgpack"].object])
+    last = RunDir(tmp_path / "last")
+    last.path.mkdir()
+    with pytest.raises(StoreError, match="no checkpoint of the run"):
+        fetch(store, manifest, last, ignore)
+    assert not last.config.exists()
+
+
+def test_only_files_that_changed_are_copied_again_and_an_early_finished_marker_is_left_out(tmp_path: Path, monkeypatch):
+    run = make_run(tmp_path / "run")
+    save(run, 2)
+    (run.path / "export").mkdir()
+    (run.path / "export" / "model.safetensors").write_bytes(b"weights")
+    copier = begun(run)
+    assert copier.sync()
+    before = manifest_at().files
+    with run.metrics.open("a") as file:
+        file.write('{"step": 3}\n')
+    assert copier.sync()
+    after = manifest_at().files
+    assert {name for name in after if after[name].object != before[name].object} == {"metrics.jsonl"}
+
+    # The run ends between the look at `latest` and the copy of the files.
+    real = Copier._copy_files
+
+    def copy(self: Copier) -> Any:
+        if run.latest_checkpoint == "step-000002":
+            save(run, 4)
+            run.finished_marker.write_text("{}")
+        return real(self)
+
+    monkeypatch.setattr(Copier, "_copy_files", copy)
+    assert not copier.sync()
+    assert "finished.json" not in manifest_at().files
+    assert copier.sync()
+    assert (manifest_at().latest, "finished.json" in manifest_at().files) == ("step-000004", True)
+
+
+def test_the_mirror_of_another_run_or_of_a_continuation_elsewhere_is_refused(tmp_path: Path):
+    run, other, elsewhere = make_run(tmp_path / "a"), make_run(tmp_path / "b", "run-b"), RunDir(tmp_path / "c")
+    save(run, 2)
+    save(other, 2)
+    copier = begun(run)
+    assert copier.sync(is_last=True)
+    with pytest.raises(RunError, match=r"expected the run run-b of .*/b in memory://bucket/run, got the run run-a"):
+        begun(other)
+
+    # The run goes on from the URL in another directory. The first directory then is behind a history of its own.
+    elsewhere.path.mkdir()
+    fetch(Store(URL), manifest_at(), elsewhere, ignore)
+    save(elsewhere, 4)
+    assert begun(elsewhere).sync(is_last=True)
+    with pytest.raises(RunError, match=r"has continued the run in memory://bucket/run .*, up to step-000004, and .*/a"):
+        begun(run)
+    # It was still alive: its next copy is refused, and changes nothing.
+    before = manifest_at()
+    save(run, 6)
+    with pytest.raises(RunError, match="has taken over memory://bucket/run"):
+        copier.sync()
+    assert manifest_at() == before
+
+
+def test_a_second_machine_is_refused_while_the_first_gives_signs_of_life_and_waits_for_a_dead_one(
+    tmp_path: Path, monkeypatch
+):
+    run, second = make_run(tmp_path / "run"), RunDir(tmp_path / "second")
+    save(run, 2)
+    copier, config = begun(run), config_of(second.path)
+    assert copier.sync()
+    monkeypatch.setattr(fetching.socket, "gethostname", lambda: "another-host")
+    monkeypatch.setattr(fetching, "_LOOK_S", 0.0)
+    shown: list[str] = []
+
+    def show_and_live(line: str) -> None:
+        shown.append(line)
+        save(run, 4 + len(shown))
+        assert copier.sync()
+
+    with pytest.raises(RunError, match=rf"process {os.getpid()} on .* writes to memory://bucket/run; stop it"):
+        bring_back(config, fresh=False, show=show_and_live)
+    assert not second.config.exists()
+    assert "may have ended" in shown[-1]
+
+    now = time.time()
+    monkeypatch.setattr(fetching.time, "time", lambda: now + fetching.SILENT_S * len(shown))
+    assert bring_back(config, fresh=False, show=shown.append)[0].startswith(f"fetched the run from {URL}")
+    assert bring_back(config, fresh=False, show=shown.append) == [], "the run is there now"
+
+
+def config_of(path: Path, url: str = URL, **sections: dict[str, Any]) -> Config:
+    raw: dict[str, Any] = {
+        "run": {"dir": str(path)}, "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "learner": {"steps": 4},
+        "checkpoint": {"mirror": url},
+    }  # fmt: skip
+    return Config.model_validate({**raw, **sections})
+
+
+def test_fresh_needs_an_empty_mirror_and_an_empty_one_is_no_run(tmp_path: Path):
+    config = config_of(tmp_path / "new")
+    assert bring_back(config, fresh=False, show=ignore) == []
+    run = make_run(tmp_path / "run")
+    save(run, 2)
+    assert begun(run).sync(is_last=True)
+    with pytest.raises(RunError, match="name another URL, or leave out --fresh"):
+        bring_back(config, fresh=True, show=ignore)
+
+
+def test_a_store_that_is_down_refuses_a_new_run_and_lets_a_run_here_go_on(tmp_path: Path, monkeypatch):
+    run = make_run(tmp_path / "run")
+
+    def fail(*_args: Any, **_kwargs: Any) -> Any:
+        raise ConnectionError("no route")
+
+    for call in ("pipe_file", "find"):
+        monkeypatch.setattr(MemoryFileSystem, call, fail)
+        (line,) = bring_back(config_of(run.path), fresh=False, show=ignore)
+        assert line.startswith(f"the mirror is tried again while the run goes: checkpoint.mirror: {URL}/")
+        with pytest.raises(StoreError, match="ConnectionError: no route"):
+            bring_back(config_of(tmp_path / "new"), fresh=False, show=ignore)
+        monkeypatch.undo()
+    assert bring_back(config_of(tmp_path / "new"), fresh=False, show=ignore) == []
+
+
+def test_the_process_outlives_an_outage_says_so_and_copies_all_before_it_ends(tmp_path: Path, monkeypatch):
+    run = make_run(tmp_path / "run")
+    save(run, 2)
+    finish, calls, real = threading.Event(), list[str](), MemoryFileSystem.pipe_file
+
+    def fail_twice(self: MemoryFileSystem, path: str, value: bytes, **kwargs: Any) -> Any:
+        calls.append(path)
+        if len(calls) <= 2:
+            behind.append(mirror_line(run))
+            raise ConnectionError("no route")
+        finish.set()
+        return real(self, path, value, **kwargs)
+
+    behind: list[str] = []
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", fail_twice)
+    monkeypatch.setattr("async_rl.learner.mirror.process._LOOK_S", 0.01)
+    assert mirror_run(run, CheckpointConfig(mirror=URL), finish) == 0
+    assert manifest_at().has_ended
+    assert is_complete(config_of(run.path))
+    first, last = run.notes.read_text().splitlines()
+    assert first.startswith("the mirror fails, and is tried again while the run goes on: checkpoint.mirror: memory")
+    assert last.startswith("the mirror works again, after ")
+    assert mirror_line(run) == f"{URL} has step-000002"
+    update_status(run.path, behind_steps=3, behind_since=time.time() - 61, error="it is down")
+    assert mirror_line(run) == f"{URL} has step-000002, 3 steps behind for 1m01s; it is down"
+    assert read_status(run.path)["behind_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("bucket/path", "expected a URL such as s3://bucket/path"),
+        ("s3://key:pass@bucket/path", "without user, password"),
+        ("abfs://c/path?sig=x", "without user, password"),
+    ],
+)
+def test_a_url_that_is_none_or_has_secrets_is_refused(tmp_path: Path, url: str, words: str):
+    with pytest.raises(ValueError, match=words):
+        config_of(tmp_path, url)
+
+
+def test_a_missing_package_is_refused_with_the_line_that_installs_it(monkeypatch):
+    def missing(*_args: Any, **_kwargs: Any) -> Any:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
+    with pytest.raises(ConfigError, match=r"pip install 'async-rl\[s3\]'"):
+        Store("s3://bucket/path")
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="expected a URL that fsspec knows"):
+        Store("nosuch://bucket/path")
+
+
+def test_errors_show_no_credentials(monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI")
+    text = scrubbed("403 for https://x/y?X-Amz-Signature=abc123&part=1 with wJalrXUtnFEMI\n token: hunter2hunter2")
+    assert text == "403 for https://x/y?X-Amz-Signature=***&part=1 with *** token: ***"
