@@ -22,7 +22,7 @@ from async_rl.launch.capacity import check_disk_space, check_memory, memory_warn
 from async_rl.launch.device_memory import check_device_memory
 from async_rl.launch.scorer_checks import check_relay, check_scorers
 from async_rl.launch.user_code_trial import try_loss
-from async_rl.learner.mirror.store import check_packages
+from async_rl.learner.mirror.fetch import check_mirror
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.run.directory import check_writable
 from async_rl.run.loggers import check_loggers
@@ -109,7 +109,7 @@ CHECKS: tuple[Check, ...] = (
     Check("weights.port", "machine", _LEARNERS, lambda s: preflight.check_weights_ports(s.config)),
     Check("keys", "files", _LEARNERS, lambda s: preflight.check_keys(s.config, is_server=s.role == "launch")),
     Check("log.to", "machine", _ALL, lambda s: check_loggers(s.config)),
-    Check("checkpoint.mirror", "config", _LEARNERS, lambda s: check_packages(s.config.checkpoint.mirror)),
+    Check("checkpoint.mirror", "machine", _LEARNERS, lambda s: check_mirror(s.config)),
     Check("devices", "machine", _ALL, lambda s: preflight.check_devices(s.config, *s.devices_of)),
     Check("learner.offload", "machine", _ALL,
           lambda s: preflight.check_offloading(s.config, is_offline=s.role == "offline")),

@@ -229,7 +229,6 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "the files of the one before, committing. What follows a step's row counts in the next row.",
         "mirror/behind_steps": "Steps by which the newest checkpoint is newer than that of the mirror; only with "
         "checkpoint.mirror.",
-        "mirror/behind_s": "Seconds for which the mirror has lacked a checkpoint; only with checkpoint.mirror.",
         "time/checkpoint_write_s": "Seconds from the beginning of a checkpoint until its files were written, in the "
         "row of the step in which it was committed.",
         "time/generate_s": "Busy sequence-seconds of all generators divided by the sequences that fit, per step.",

@@ -77,7 +77,7 @@ def run_killed_and_resumed(directory: Path, url: str, environment: dict[str, str
     with roles(directory / "logs") as start:
         try:
             first = start("first", "launch", str(config), env=environment, is_program=True)
-            before = wait_until("a mirrored checkpoint", mirrored)
+            before = wait_until("a mirrored checkpoint", mirrored, deadline_s=240)
             gates.arm("mirror.copied")
             copier = wait_until("a copy under way", lambda: gates.held("mirror.copied"))
             # The run itself goes on while its mirror stands still.
@@ -118,10 +118,11 @@ def judge(again: Role, other: RunDir, store: Store) -> None:
     assert (found.has_ended, found.latest) == (True, other.latest_checkpoint)
     assert {"finished.json", "run_id", "metrics.jsonl"} < found.files.keys()
     assert any(name.startswith("export/") for name in found.files)
-    assert f"{store.url} has {other.latest_checkpoint}" in again.log
+    assert f"mirror: {store.url} has {other.latest_checkpoint}" in again.log
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_that_is_killed_in_mid_copy_goes_on_elsewhere_by_its_url(tmp_path: Path):
     url = f"file://{tmp_path}/store/run"
     again, other = run_killed_and_resumed(tmp_path, url, {})
@@ -129,6 +130,7 @@ def test_a_run_that_is_killed_in_mid_copy_goes_on_elsewhere_by_its_url(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not HAS_S3, reason="needs s3fs and moto[server]")
 def test_the_same_over_s3(tmp_path: Path):
     with s3_server(tmp_path / "moto.log") as environment:

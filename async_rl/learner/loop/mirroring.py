@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,13 +11,10 @@ from async_rl.learner.mirror.manifest import read_status
 
 
 class MirrorPart(StepPart):
-    """Reads ``mirror.json``, which the process that copies writes."""
+    """Reads ``mirror.json`` of ``run_dir``, which the process that copies writes."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
     def record(self, result: StepResult) -> Mapping[str, float]:
-        found = read_status(self._run_dir)
-        since = found.get("behind_since")
-        late = time.time() - since if since else 0.0
-        return {"mirror/behind_steps": found.get("behind_steps") or 0, "mirror/behind_s": max(0.0, late)}
+        return {"mirror/behind_steps": read_status(self._run_dir).get("behind_steps") or 0}

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from async_rl.config.config import Config
@@ -34,30 +35,38 @@ _LOOK_S = 2.0
 _NUM_THREADS = 4
 
 
+def check_mirror(config: Config) -> str:
+    """Check that the store can be written to. Return a warning if it can't, and ``run.dir`` has a run that goes on.
+
+    Raises StoreError if it has none, and ConfigError if a package is missing.
+    """
+    try:
+        if config.checkpoint.mirror is not None:
+            Store(config.checkpoint.mirror).check_writable()
+    except StoreError as error:
+        if not RunDir(Path(config.run.dir)).config.exists():
+            raise
+        return f"{error}; it is tried again while the run goes"
+    return ""
+
+
 def bring_back(config: Config, *, fresh: bool, show: Callable[[str], None]) -> list[str]:
     """Check that the run of ``config`` may use its mirror. If ``run.dir`` has no run and the mirror has, fetch that.
 
     Return lines for the user. A run that is in ``run.dir`` goes on if its store can't be reached.
 
     Raises:
-        StoreError: the store can't be reached or written to, and ``run.dir`` has no run.
+        StoreError: the store can't be reached, and ``run.dir`` has no run.
         RunError: the mirror has another run or a continuation of this one, or another process writes to it.
-        ConfigError: a package for this store is missing.
     """
     if config.checkpoint.mirror is None:
         return []
     store, run_dir = Store(config.checkpoint.mirror), RunDir(Path(config.run.dir))
     show(f"looking at {store.url}")
-    try:
-        store.write("probe", b"async-rl")
-        store.remove(["probe"])
-        if run_dir.config.exists() and not fresh:
+    if run_dir.config.exists() and not fresh:
+        with suppress(StoreError):  # ``check_mirror`` warns
             check_mine(store, run_dir, show)
-            return []
-    except StoreError as error:
-        if fresh or not run_dir.config.exists():
-            raise
-        return [f"the mirror is tried again while the run goes: {error}"]
+        return []
     if (found := _await_silence(store, show)) is None:
         return []
     if fresh:

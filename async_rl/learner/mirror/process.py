@@ -1,14 +1,14 @@
 """The process that mirrors a run, ``python -m async_rl.learner.mirror.process RUN_DIR``, and what others see of it.
 
-It copies until it gets SIGTERM, then what is left, and ends. While the store fails it tries again with growing pauses,
-and says so in ``notes.log`` and ``mirror.json``. If the mirror is not this run's, it ends with the code ``REFUSED``.
+At a line on its standard input it copies what is left, and ends; without a parent it ends at once. While the store
+fails it tries again with growing pauses, and says so in ``notes.log`` and ``mirror.json``. If the mirror is not this
+run's, it ends with the code ``REFUSED``.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 
 from async_rl.config.config import Config
 from async_rl.config.loading import load_run_config
@@ -26,14 +25,7 @@ from async_rl.learner.checkpoints.files import checkpoint_step
 from async_rl.learner.mirror.copier import FILES_EVERY_S, Copier
 from async_rl.learner.mirror.manifest import read_status, update_status
 from async_rl.learner.mirror.store import Store
-from async_rl.process.child import (
-    ParentWatch,
-    is_parent_gone,
-    kill_group,
-    module_command,
-    package_environment,
-    watch_parent,
-)
+from async_rl.process.child import module_command, package_environment
 from async_rl.run.directory import RunDir
 from async_rl.run.notes import tell
 from async_rl.run.progress import duration
@@ -57,7 +49,7 @@ def mirror_run(
         try:
             if not has_begun:
                 copier.begin(logger.info)
-                has_begun = True
+            has_begun = True
             if copier.sync(is_last=is_last) and is_last:
                 _note(run_dir, copier.latest, "")
                 update_status(run_dir.path, is_complete=True)
@@ -79,10 +71,7 @@ def mirror_run(
             tell(run_dir, f"the mirror works again, after {duration(time.time() - failing_since)}")
             failing_since = 0.0
         _note(run_dir, copier.latest, error)
-        if is_last:
-            time.sleep(_LOOK_S)
-        else:
-            finish.wait(pause_s)
+        time.sleep(_LOOK_S) if is_last else finish.wait(pause_s)
 
 
 def _note(run_dir: RunDir, mirrored: str | None, error: str) -> None:
@@ -129,7 +118,7 @@ class _MirrorProcess:
     """The process, seen from its parent. It is started again if it is killed."""
 
     def __init__(self, run_dir: RunDir) -> None:
-        self._run_dir, self._parent_watch, self._ending = run_dir, ParentWatch(), threading.Event()
+        self._run_dir, self._ending = run_dir, threading.Event()
         self._process = self._spawn()
         self._thread = threading.Thread(target=self._keep_alive, name="mirror", daemon=True)
         self._thread.start()
@@ -143,14 +132,14 @@ class _MirrorProcess:
         if self._process.poll() is None:
             wait = f"waiting up to {duration(wait_s)} for the mirror (checkpoint.mirror_wait_s; Ctrl-C ends this)"
             say(f"{wait}: {mirror_line(self._run_dir)}")
-            self._process.send_signal(signal.SIGTERM)
-        with suppress(KeyboardInterrupt, subprocess.TimeoutExpired):
+        with suppress(KeyboardInterrupt, subprocess.TimeoutExpired, BrokenPipeError):
+            assert self._process.stdin is not None
+            os.write(self._process.stdin.fileno(), b"finish\n")
             self._process.wait(wait_s)
         code = self._process.poll()
-        kill_group(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._parent_watch.close()
-        lacks = "" if code == 0 else "warning: not everything is mirrored: "
+        self._process.kill()
+        self._process.communicate()
+        lacks = "mirror: " if code == 0 else "warning: not everything is mirrored: "
         remedy = "" if code in (0, REFUSED) else "; the same command copies the rest"
         say(f"{lacks}{mirror_line(self._run_dir)}{remedy}")
 
@@ -160,30 +149,29 @@ class _MirrorProcess:
                 self._process = self._spawn()
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        # A SIGTERM that comes before the process handles it stays pending.
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         command = module_command("async_rl.learner.mirror.process", str(self._run_dir.path), flags=("-P",))
-        log, environment = self._run_dir.logs / "mirror.log", package_environment()
-        try:
-            return self._parent_watch.spawn(command, environment=environment, log=log)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        with (self._run_dir.logs / "mirror.log").open("ab") as log:
+            # In a session of its own, because Ctrl-C is for the parent.
+            return subprocess.Popen(
+                command,
+                env=package_environment(),
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
 
 def main() -> None:
-    finish = threading.Event()
+    finish, run_dir = threading.Event(), RunDir(Path(sys.argv[1]))
 
-    def end(_signum: int, _frame: FrameType | None) -> None:
-        if is_parent_gone():
-            os._exit(128 + signal.SIGTERM)
-        finish.set()
+    def obey() -> None:
+        while sys.stdin.readline():
+            finish.set()
+        os._exit(1)  # the parent is gone
 
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the parent, which says how long to go on
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    watch_parent()
+    threading.Thread(target=obey, name="parent", daemon=True).start()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    run_dir = RunDir(Path(sys.argv[1]))
     sys.exit(mirror_run(run_dir, load_run_config(run_dir.config).checkpoint, finish))
 
 

@@ -29,8 +29,7 @@ _SECRET_PARAMETER = re.compile(
 class Store:
     """The objects below a URL, with names relative to it. Several threads may use one store.
 
-    Raises:
-        ConfigError: the package for this kind of URL is missing, or there is no such kind.
+    The constructor raises ConfigError if the package for this kind of URL is missing, or there is no such kind.
     """
 
     def __init__(self, url: str) -> None:
@@ -40,14 +39,12 @@ class Store:
         try:
             self._fs, root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
         except ImportError as error:
-            extra = _EXTRAS.get(protocol)
-            remedy = f"pip install 'async-rl[{extra}]'" if extra else scrubbed(error)
+            remedy = f"pip install 'async-rl[{_EXTRAS[protocol]}]'" if protocol in _EXTRAS else scrubbed(error)
             raise ConfigError(f"checkpoint.mirror: {protocol}:// needs a package that is missing: {remedy}") from None
         except ValueError as error:
             raise ConfigError(f"checkpoint.mirror: expected a URL that fsspec knows, got {scrubbed(error)}") from None
         self._root = root.rstrip("/")
-        if hasattr(self._fs, "auto_mkdir"):  # of a local directory
-            self._fs.auto_mkdir = True
+        self._fs.auto_mkdir = True  # of a local directory
 
     def put(self, path: Path, name: str, expected: Entry | None = None) -> Entry:
         """Copy a file to the object ``name`` unless it is there, and compare. Return the file's size and digest.
@@ -98,6 +95,11 @@ class Store:
             with self._errors(name), suppress(FileNotFoundError):
                 self._fs.rm_file(self._at(name))
 
+    def check_writable(self) -> None:
+        """Write a small object and remove it."""
+        self.write("probe", b"async-rl")
+        self.remove(["probe"])
+
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}"
 
@@ -115,14 +117,9 @@ class Store:
         except StoreError:
             raise
         except Exception as error:  # every store has exceptions of its own
-            what = f"{self.url}/{name}: {type(error).__name__}: {scrubbed(error)}"
-            raise StoreError(f"checkpoint.mirror: {what}") from None
-
-
-def check_packages(url: str | None) -> None:
-    """Raise ConfigError if the package for ``checkpoint.mirror`` is missing."""
-    if url is not None:
-        Store(url)
+            raise StoreError(
+                f"checkpoint.mirror: {self.url}/{name}: {type(error).__name__}: {scrubbed(error)}"
+            ) from None
 
 
 def scrubbed(error: object) -> str:

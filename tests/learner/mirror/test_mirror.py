@@ -20,7 +20,7 @@ from async_rl.learner.checkpoints.digests import find_damage, write_manifest
 from async_rl.learner.mirror import copier as copiers
 from async_rl.learner.mirror import fetch as fetching
 from async_rl.learner.mirror.copier import Copier
-from async_rl.learner.mirror.fetch import bring_back, check_mine, fetch
+from async_rl.learner.mirror.fetch import bring_back, check_mine, check_mirror, fetch
 from async_rl.learner.mirror.manifest import Manifest, checkpoints_in, newest_manifest, read_status, update_status
 from async_rl.learner.mirror.process import is_complete, mirror_line, mirror_run
 from async_rl.learner.mirror.store import Store, scrubbed
@@ -347,12 +347,18 @@ def test_a_store_that_is_down_refuses_a_new_run_and_lets_a_run_here_go_on(tmp_pa
 
     for call in ("pipe_file", "find"):
         monkeypatch.setattr(MemoryFileSystem, call, fail)
-        (line,) = bring_back(config_of(run.path), fresh=False, show=ignore)
-        assert line.startswith(f"the mirror is tried again while the run goes: checkpoint.mirror: {URL}/")
-        with pytest.raises(StoreError, match="ConnectionError: no route"):
-            bring_back(config_of(tmp_path / "new"), fresh=False, show=ignore)
-        monkeypatch.undo()
-    assert bring_back(config_of(tmp_path / "new"), fresh=False, show=ignore) == []
+    here, new = config_of(run.path), config_of(tmp_path / "new")
+    assert bring_back(here, fresh=False, show=ignore) == []
+    assert check_mirror(here) == (
+        f"checkpoint.mirror: {URL}/probe: ConnectionError: no route; it is tried again while the run goes"
+    )
+    with pytest.raises(StoreError, match="ConnectionError: no route"):
+        bring_back(new, fresh=False, show=ignore)
+    with pytest.raises(StoreError, match="ConnectionError: no route"):
+        check_mirror(new)
+    monkeypatch.undo()
+    assert check_mirror(new) == ""
+    assert objects() == []
 
 
 def test_the_process_outlives_an_outage_says_so_and_copies_all_before_it_ends(tmp_path: Path, monkeypatch):
@@ -387,6 +393,7 @@ def test_the_process_outlives_an_outage_says_so_and_copies_all_before_it_ends(tm
     ("url", "words"),
     [
         ("bucket/path", "expected a URL such as s3://bucket/path"),
+        ("file://", "expected a URL such as"),
         ("s3://key:pass@bucket/path", "without user, password"),
         ("abfs://c/path?sig=x", "without user, password"),
     ],
