@@ -239,10 +239,11 @@ def check_lengths(config: Config, rows: Sequence[Row]) -> None:
         return
     context = context_length(config.model.path)
     if context is not None and longest > context:
+        room = context - sampling.max_new_tokens
+        lower = f"lower sampling.max_prompt_tokens to at most {room}, or lower" if room > 0 else "lower"
         raise ConfigError(
             f"{what} = {longest} tokens: expected at most {context}, the model's context length "
-            f"(max_position_embeddings in its config.json); lower sampling.max_new_tokens or "
-            f"sampling.max_prompt_tokens"
+            f"(max_position_embeddings in its config.json); {lower} sampling.max_new_tokens"
         )
     if config.data.on_long_prompt == "drop" and rows and all(row.messages for row in rows):
         _check_prompts(config, rows)

@@ -99,6 +99,8 @@ SETTINGS = [
     ("reward.cache_length=12", "reward.cache_length: expected less than sampling.max_new_tokens = 12, got 12"),
     ("learner.max_tokens=27", "learner.max_tokens: expected at least 28"),
     ("sampling.max_new_tokens=113", "16 + 113 = 129 tokens: expected at most 128, the model's context length"),
+    ("sampling.max_new_tokens=113", "; lower sampling.max_prompt_tokens to at most 15, or lower sampling"),
+    ("sampling.max_new_tokens=128", "config.json); lower sampling.max_new_tokens"),
     ("sampling.max_prompt_tokens=2", "none of the 8 prompts of data.train has at most 2 tokens"),
     # Addresses, keys, devices.
     ("queue.address=localhost", "queue.address: expected an address tcp://HOST:PORT"),
