@@ -214,7 +214,7 @@ def learner(
             from async_rl.learner.mirror.fetch import bring_back
 
             log = logging.getLogger(__name__)
-            for line in bring_back(resolved, fresh=fresh, show=log.info):
+            for line in bring_back(resolved, fresh=fresh, is_fork=source is not None, show=log.info):
                 log.info("%s", line)
             check_learner(resolved, fresh=fresh, insecure=insecure)
         logging.getLogger(__name__).info("loading PyTorch")

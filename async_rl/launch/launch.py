@@ -91,7 +91,7 @@ def launch(
     console = new_console()
     check_run_dir(config, fresh=fresh)
     with Progress(quiet=quiet) as progress:
-        fetched = bring_back(config, fresh=fresh, show=progress.show)
+        fetched = bring_back(config, fresh=fresh, is_fork=source is not None, show=progress.show)
     for line in fetched:
         _print_line(console, line)
     run_dir = check_run_dir(config, fresh=fresh)

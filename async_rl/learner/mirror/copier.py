@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -77,7 +77,7 @@ class Copier:
         """Become the process that writes to the mirror. Raises RunError as ``check_mine``."""
         if (found := check_mine(self._store, self._run_dir, show)) is not None:
             self._manifest = replace(self._manifest, number=found.number, files=found.files, latest=found.latest)
-            self._commit(found)
+            self._commit(after=found.process)
 
     def sync(self, *, is_last: bool = False) -> bool:
         """Make a pass. Return whether the mirror then has everything.
@@ -92,9 +92,7 @@ class Copier:
         is_due = is_last or time.monotonic() - self._files_at >= self._files_every_s
         is_new = latest is not None and not self._has(latest)
         if not (is_due or is_new or latest != before.latest):
-            # A sign of life. At Hugging Face each would be a commit.
-            if time.time() - before.at >= BEAT_S and not self._store.url.startswith("hf:"):
-                self._commit(before)
+            self._beat()
             return True
         files = {path: one for path, one in before.files.items() if path.startswith("checkpoints/")}
         if latest is not None and is_new:
@@ -107,7 +105,7 @@ class Copier:
             run_files.pop("finished.json", None)
         files = self._without_old(files, latest) | run_files
         if (files, latest) != (before.files, before.latest) or (is_last and has_all):
-            self._commit(before, files=files, latest=latest, has_ended=is_last and has_all)
+            self._commit(files=files, latest=latest, has_ended=is_last and has_all)
             listed = {stored.object for stored in files.values()} | {self._manifest.name}
             there = chain.from_iterable(map(self._store.names, ("manifests", "files", "checkpoints")))
             self._store.remove(name for name in there if name not in listed)
@@ -158,6 +156,8 @@ class Copier:
 
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mirror") as threads:
             copied = {path: threads.submit(copy, *job) for path, job in jobs.items()}
+            while wait(copied.values(), BEAT_S).not_done:
+                self._beat()
         return {path: future.result() for path, future in copied.items()}
 
     def _without_old(self, files: dict[str, Stored], latest: str | None) -> dict[str, Stored]:
@@ -168,15 +168,21 @@ class Copier:
         kept = {*past[-self._config.keep_last :], *(step for step in past if every and step % every == 0)}
         return {path: stored for path, stored in files.items() if steps[path.split("/")[1]] in kept}
 
-    def _commit(self, before: Manifest, **changes: Any) -> None:
-        """Write the next manifest: the present one with ``changes``. ``before`` is the newest one in the store."""
+    def _beat(self) -> None:
+        """Give a sign of life, if one is due and the mirror has something. At Hugging Face each would be a commit."""
+        is_due = time.time() - self._manifest.at >= BEAT_S and not self._store.url.startswith("hf:")
+        if is_due and self._manifest.files:
+            self._commit()
+
+    def _commit(self, *, after: str = "", **changes: Any) -> None:
+        """Write the next manifest, the present one with ``changes``, if this process or ``after`` wrote the last."""
         found = newest_manifest(self._store)
-        if found is not None and found.process != before.process:
+        if found is not None and found.process not in (after, self._manifest.process):
             raise RunError(
                 f"checkpoint.mirror: {found.writer} has taken over {self._store.url}, so this run is not mirrored any "
                 f"more; stop it, or start it again with another URL"
             )
-        manifest = replace(self._manifest, number=before.number + 1, at=time.time(), **changes)
+        manifest = replace(self._manifest, number=self._manifest.number + 1, at=time.time(), **changes)
         self._store.write(manifest.name, manifest.encoded)
         if self._store.read(manifest.name) != manifest.encoded:
             raise StoreError(f"checkpoint.mirror: {self._store.url}/{manifest.name}: the store returned other bytes")

@@ -50,7 +50,7 @@ def check_mirror(config: Config) -> str:
     return ""
 
 
-def bring_back(config: Config, *, fresh: bool, show: Callable[[str], None]) -> list[str]:
+def bring_back(config: Config, *, fresh: bool, is_fork: bool = False, show: Callable[[str], None]) -> list[str]:
     """Check that the run of ``config`` may use its mirror. If ``run.dir`` has no run and the mirror has, fetch that.
 
     Return lines for the user. A run that is in ``run.dir`` goes on if its store can't be reached.
@@ -69,10 +69,10 @@ def bring_back(config: Config, *, fresh: bool, show: Callable[[str], None]) -> l
         return []
     if (found := _await_silence(store, show)) is None:
         return []
-    if fresh:
+    if fresh or is_fork:
         raise RunError(
-            f"checkpoint.mirror: expected an empty place for the new run that --fresh begins, got {store.url}, which "
-            f"has a run up to {found.latest or 'its first steps'}; name another URL, or leave out --fresh"
+            f"checkpoint.mirror: expected an empty place for a new run, got {store.url}, which has a run up to "
+            f"{found.latest or 'its first steps'}; name another URL, or leave out --fresh and --from"
         )
     lock = acquire(run_dir, "launch")
     try:

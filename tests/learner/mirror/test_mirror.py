@@ -321,6 +321,32 @@ def test_a_second_machine_is_refused_while_the_first_gives_signs_of_life_and_wai
     assert bring_back(config, fresh=False, show=shown.append) == [], "the run is there now"
 
 
+def test_a_process_gives_signs_of_life_during_a_long_copy(tmp_path: Path, monkeypatch):
+    run, is_alive, real = make_run(tmp_path / "run"), threading.Event(), Store.put
+    save(run, 2)
+    copier = begun(run)
+    assert copier.sync()
+    before = manifest_at()
+    save(run, 4)
+
+    def put(self: Store, path: Path, *rest: Any) -> Any:
+        """The copy of this file ends only after the next manifest."""
+        if path.name == "extra.msgpack":
+            assert is_alive.wait(20)
+        return real(self, path, *rest)
+
+    def write(self: Store, name: str, data: bytes) -> None:
+        self._fs.pipe_file(f"bucket/run/{name}", data)
+        is_alive.set()
+
+    monkeypatch.setattr(Store, "put", put)
+    monkeypatch.setattr(Store, "write", write)
+    monkeypatch.setattr(copiers, "BEAT_S", 0.05)
+    assert copier.sync()
+    assert manifest_at().number >= before.number + 2
+    assert manifest_at().latest == "step-000004"
+
+
 def config_of(path: Path, url: str = URL, **sections: dict[str, Any]) -> Config:
     raw: dict[str, Any] = {
         "run": {"dir": str(path)}, "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "learner": {"steps": 4},
@@ -335,8 +361,10 @@ def test_fresh_needs_an_empty_mirror_and_an_empty_one_is_no_run(tmp_path: Path):
     run = make_run(tmp_path / "run")
     save(run, 2)
     assert begun(run).sync(is_last=True)
-    with pytest.raises(RunError, match="name another URL, or leave out --fresh"):
-        bring_back(config, fresh=True, show=ignore)
+    for options in ({"fresh": True}, {"fresh": False, "is_fork": True}):
+        with pytest.raises(RunError, match="name another URL, or leave out --fresh and --from"):
+            bring_back(config, show=ignore, **options)
+    assert not RunDir(Path(config.run.dir)).config.exists()
 
 
 def test_a_store_that_is_down_refuses_a_new_run_and_lets_a_run_here_go_on(tmp_path: Path, monkeypatch):
