@@ -196,6 +196,15 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "parity/sampled_<name>": "The same figures for tokens as they were sampled, by the version that the learner "
         "still held; in nats.",
     },
+    "Audit of generators (learner.audit)": {
+        "audit/groups": "Number of the step's groups that were audited.",
+        "audit/bias": "Mean of pi/mu - 1, capped at e - 1, over the audited tokens: 0 for honest engines at any "
+        "staleness.",
+        "audit/difference": "Mean |log pi/mu|, at most 1, over the audited tokens, in nats.",
+        "audit/regraded": "Number of answers whose second grade arrived in the step; only with learner.audit_rewards.",
+        "audit/regraded_differently": "Number of these whose second grade is another one.",
+        "audit/quarantined": "Number of generators that audits have found since the learner started.",
+    },
     "Bias by groups that are lost": {
         "bias/groups": "Number of groups that ended in the last 50 steps; the other bias figures are about them.",
         "bias/lost": "Share of the groups in bias/groups that were dropped or cancelled.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_checkpoint
 from async_rl.learner.interface import Critic, Engine
 from async_rl.learner.loop.adaptive_bound import AdaptiveBound
+from async_rl.learner.loop.audit import build_audit
 from async_rl.learner.loop.critic import CriticPart
 from async_rl.learner.loop.idle_sampling import IdleSampling
 from async_rl.learner.loop.mirroring import MirrorPart
@@ -188,7 +189,9 @@ def _lead(
                 **model_files(config.model.path),
                 DIGESTS_FILE: write_digests(Path(config.run.dir), config.recorded_code_names),
             },
-            decode=lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True)),
+            decode=lambda token_ids: str(
+                tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            ),
             decode_all=lambda token_ids: str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)),
             insecure=insecure,
             device=ranks.device,
@@ -256,6 +259,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         )
         _record_changes(run_dir, restored, config)
         gate = _parity_gate(config, engine, queue, context.device)
+        audit = written.enter_context(closing(build_audit(config, state, engine, queue, context.decode)))
         Trainer(
             config,
             state=state,
@@ -267,6 +271,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             run_dir=run_dir.path,
             decode=context.decode,
             parts=[
+                audit,
                 *step_parts(
                     config, state, gate=gate, critic=context.critic, sampling=context.sampling, address=queue.address
                 ),
