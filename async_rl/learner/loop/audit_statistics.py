@@ -201,8 +201,8 @@ class Auditor:
         score = (one.size - limit) / max(_median(spreads, 0.0), limit / 10)
         why = (
             f"the mean |difference| to the learner's log-probabilities at staleness {one.lag} is "
-            f"{self._mean(one, 'size'):.2g} nats, that of the others {usual:.2g}, limit {limit:.2g}: its tokens are "
-            f"not of the version that it names"
+            f"{self._mean(one, 'size'):.2g} nats, that of the others {usual:.2g}, limit {limit:.2g}: the version that "
+            f"it names would not sample its tokens so"
         )
         return self._standardised(one, "size", "size", score, why)
 

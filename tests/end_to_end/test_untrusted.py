@@ -1,0 +1,66 @@
+"""Fleets with a generator that forges, in real processes: the audit finds it and nobody else, and the run goes on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.end_to_end.harness import check_ledger, metrics, queue_address, roles, wait_until, write_config
+from tests.end_to_end.test_roles import start_generator, start_ranks
+from tests.end_to_end.tiny import tiny_config, write_tiny_task
+
+FORGERS = Path(__file__).with_name("forgers.py")
+
+
+def sharpen(model: Path) -> None:
+    """Make the random model prefer some tokens, as trained models do: a changed token is then an unlikely one."""
+    path = model / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 8
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("forger", "test", "most_groups"),
+    [("Biased", "bias", 60), ("Changed", "outliers|size", 40), ("Late", "size", 60), ("Right", "rewards", 40)],
+)
+def test_a_forger_is_found_and_honest_generators_are_not(tmp_path: Path, forger: str, test: str, most_groups: int):
+    task = write_tiny_task(tmp_path)
+    # Each version must differ from the one before: no policy learns this reward, and every step has a gradient.
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text("def odd(item):\n    return float(sum(item.token_ids) % 2)\n")
+    sharpen(tmp_path / "model")
+    raw = tiny_config(
+        tmp_path, task,
+        learner={"steps": 40, "audit": 1.0, "audit_rewards": True},
+        sampling={"group_size": 4, "max_new_tokens": 16},
+        optimizer={"lr": 3e-4 if forger == "Late" else 1e-6},
+        reward={"soft_overlong": False, **({"type": f"{rewards}:odd"} if forger == "Late" else {})},
+        generator={"allow_code": [str(rewards)]},
+        queue={"max_staleness": 1},
+        weights={"parity": "off"},
+        checkpoint={"every": 0},
+        eval={"every": 0},
+    )  # fmt: skip
+    config = write_config(tmp_path / "config.toml", raw)
+    with roles(tmp_path / "logs") as start:
+        start("queue", "queue", str(config))
+        address = wait_until("the queue's address", lambda: queue_address(tmp_path / "run"))
+        allowed = f'generator.allow_code=["{FORGERS}", "{rewards}"]'
+        for name in (forger, "Bfloat16"):
+            start_generator(start, name, address, f"generator.backend={FORGERS}:{name}", allowed)
+        start_generator(start, "honest", address, allowed)
+        (learner,) = start_ranks(start, config, world_size=1)
+        learner.succeed()
+    found = re.findall(r"generator (\S+) is quarantined: audit \((\w+)\), after (\d+) audited groups", learner.log)
+    assert [name for name, _, _ in found] == [forger]
+    assert found[0][1] in test.split("|")
+    assert int(found[0][2]) <= most_groups
+    rows = [row for row in metrics(tmp_path / "run") if "version" in row]
+    assert rows[-1]["audit/quarantined"] == 1
+    assert sum(row["audit/regraded"] for row in rows) > 0
+    check_ledger(tmp_path / "run")
