@@ -36,6 +36,8 @@ TOLERANCE = 0.003
 STALE_TOLERANCE = 0.1
 """The further tolerance at a staleness above 0 without two others to compare with, in standard deviations of a token:
 groups that the queue keeps for their rewards are a selection, for which the mean of pi/mu - 1 is not quite 0."""
+MAX_BIAS_SIZE = 0.25
+"""Groups with a larger mean |delta| are not tested for bias, because the cap of pi/mu at e lowers their mean."""
 OUTLIER = 3.0
 """A token is an outlier if the learner gives it less than exp(-3) of the claimed probability."""
 MIN_GROUPS = 8
@@ -175,6 +177,8 @@ class Auditor:
         return self._bias(one, others) + self._size(one, others) + self._outliers(one, others)
 
     def _bias(self, one: Observation, others: Mapping[str, deque[Observation]]) -> list[Finding]:
+        if one.size > MAX_BIAS_SIZE:
+            return []
         tolerance = TOLERANCE
         if one.lag and len(others) < 2:
             tolerance += STALE_TOLERANCE * one.error * math.sqrt(one.num_tokens)

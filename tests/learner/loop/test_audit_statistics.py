@@ -70,6 +70,16 @@ def test_a_bias_that_all_share_is_nobodys():
     assert [one.num_groups for _ in range(300) for one in alone.add([given("a", bias=0.0115, error=0.01)])] == [35]
 
 
+def test_groups_of_a_policy_that_is_far_away_show_no_bias():
+    # Eight tokens of pi/mu = 1/8 and one of 8: the mean is 1, as of an honest engine. Capped at e it is 0.413.
+    ratios = np.array([1 / 8] * 8 + [8.0])
+    one = observe("g", 5, [np.log(ratios)])
+    assert ratios.mean() - 1 == pytest.approx(0.0, abs=1e-9)
+    assert one.bias == pytest.approx((8 / 8 + math.e) / 9 - 1)
+    auditor = Auditor(LIMIT)
+    assert not any(auditor.add([one]) for _ in range(100))
+
+
 def test_a_liar_does_not_make_the_honest_one_beside_it_look_like_one():
     auditor = Auditor(LIMIT)
     steps = [[given("liar", bias=0.01), given("honest")] for _ in range(200)]
