@@ -109,6 +109,8 @@ class Member:
         can_collect: whether it can take part in collectives.
         num_ranks: number of its ranks in collectives.
         devices: ids of the CUDA devices of its ranks.
+        host: the address at which other generators reach it.
+        peer_port: the port at which it serves weights to other generators. 0: it serves none.
         digest: digest of the newest weights that it is known to hold, perhaps from an earlier learner. Empty if
             unknown.
         version: the version that it has acknowledged last. None before that.
@@ -128,6 +130,8 @@ class Member:
     can_collect: bool
     num_ranks: int = 1
     devices: tuple[str, ...] = ()
+    host: str = ""
+    peer_port: int = 0
     digest: str = ""
     version: int | None = None
     offered_at: float | None = None
@@ -197,6 +201,8 @@ class SyncScheduler:
         num_ranks: int = 1,
         devices: Sequence[str] = (),
         digest: str = "",
+        host: str = "",
+        peer_port: int = 0,
     ) -> None:
         """Add a member, or replace the entry of a member that joins again. Drop an older connection of the same
         generator. With keys, one that joins under another generator's id drops nobody.
@@ -206,7 +212,9 @@ class SyncScheduler:
                 self.drop(other.member_id, "joined again over another connection")
         if member_id in self.members:
             self.leave(member_id)
-        self.members[member_id] = Member(member_id, generator, now, can_collect, num_ranks, tuple(devices), digest)
+        self.members[member_id] = Member(
+            member_id, generator, now, can_collect, num_ranks, tuple(devices), host, peer_port, digest
+        )
 
     def leave(self, member_id: bytes) -> None:
         """Remove a member that left, or whose connection is gone."""

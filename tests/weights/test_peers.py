@@ -1,0 +1,172 @@
+"""From whom a generator pulls a version, worked by hand; and the time that 200 of them take over modelled links."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_rl.weights.scheduler import Member
+from async_rl.weights.tcp.peers import EXCLUDED_VERSIONS, PeerPull, PeerTree, distance
+from benchmarks.peers_model import spread
+
+
+def joined(members: dict[bytes, Member], name: str, host: str, *, port: int = 7000) -> Member:
+    member = Member(name.encode(), ("key", name), 0.0, False, host=host, peer_port=port)
+    members[member.member_id] = member
+    return member
+
+
+def sources(tree: PeerTree, members: dict[bytes, Member], digest: str = "v1") -> dict[str, str | None]:
+    """Assign every member in turn. Return the names of whom they pull from; None for one that must wait."""
+    found: dict[str, str | None] = {}
+    for member in list(members.values()):
+        pull = tree.assign(member, digest)
+        found[member.generator[1]] = None if pull is None else source_of(pull)
+    return found
+
+
+def source_of(pull: PeerPull | None) -> str:
+    assert pull is not None, "it must wait"
+    return "learner" if pull.source is None else pull.source.generator[1]
+
+
+def a_tree(*names: str) -> tuple[PeerTree, dict[bytes, Member]]:
+    """Members a, b, ... on machines of their own in one network."""
+    members: dict[bytes, Member] = {}
+    for number, name in enumerate(names, start=1):
+        joined(members, name, f"10.0.0.{number}")
+    tree = PeerTree(members)
+    tree.publish("v1")
+    return tree, members
+
+
+def test_the_first_pulls_from_the_learner_and_each_serves_two_others():
+    tree, members = a_tree(*"abcdefg")
+    # The nearest to the learner first, then the one with fewer pulls: b and c on a, d and e on b and c, ...
+    expected = {"a": "learner", "b": "a", "c": "a", "d": "b", "e": "c", "f": "b", "g": "c"}
+    assert sources(tree, members) == expected
+
+
+def test_a_generator_on_the_same_machine_is_asked_first_then_one_of_the_same_network():
+    members: dict[bytes, Member] = {}
+    for name, host in (("a", "10.0.0.1"), ("b", "10.0.1.1"), ("c", "10.0.1.2"), ("d", "10.0.1.2"), ("e", "10.0.0.7")):
+        joined(members, name, host)
+    tree = PeerTree(members)
+    tree.publish("v1")
+    # c asks b (its network), d asks c (its machine) though a is nearer to the learner, e asks a (its network).
+    assert sources(tree, members) == {"a": "learner", "b": "a", "c": "b", "d": "c", "e": "a"}
+
+
+def test_the_generators_of_a_machine_serve_two_other_machines_together():
+    members: dict[bytes, Member] = {}
+    for name, host in (("a", "10.0.0.1"), ("b", "10.0.0.1"), ("c", "10.0.0.2"), ("d", "10.0.0.3"), ("e", "10.0.0.4")):
+        joined(members, name, host)
+    tree = PeerTree(members)
+    tree.publish("v1")
+    # a serves b and c, b serves d: two pulls over the link of 10.0.0.1. So e asks c, although b has a place left.
+    assert sources(tree, members) == {"a": "learner", "b": "a", "c": "a", "d": "b", "e": "c"}
+
+
+def test_generators_that_cannot_serve_pull_from_the_learner_two_at_a_time_only_if_they_could():
+    members: dict[bytes, Member] = {}
+    for name in "ab":
+        joined(members, name, f"10.0.0.{name}", port=0)
+    for name in "cd":
+        joined(members, name, f"10.0.0.{name}")
+    tree = PeerTree(members)
+    tree.publish("v1")
+    assert sources(tree, members) == {"a": "learner", "b": "learner", "c": "learner", "d": "c"}
+
+
+def test_one_waits_while_all_places_are_taken_and_gets_that_of_a_pull_that_ended():
+    tree, members = a_tree("a", "b")
+    first = [tree.assign(member, "v1") for member in members.values()]
+    tree.publish("v2")
+    # a and b pull v1 still; v2 is on no generator. The learner has one place left: a's is taken, b pulls from a.
+    members_2 = [joined(members, name, f"10.0.1.{number}") for number, name in enumerate("cd", start=1)]
+    assert source_of(tree.assign(members_2[0], "v2")) == "learner"
+    assert source_of(tree.assign(members_2[1], "v2")) == "c"
+    tree.publish("v3")
+    late = joined(members, "e", "10.0.2.1")
+    assert tree.assign(late, "v3") is None
+    assert first[0] is not None
+    tree.end(first[0], is_complete=True)
+    assert source_of(tree.assign(late, "v3")) == "learner"
+
+
+def test_one_that_has_the_version_serves_it_and_one_whose_pull_failed_does_not():
+    tree, members = a_tree("a", "b")
+    a, b = members.values()
+    pull = tree.assign(a, "v1")
+    assert pull is not None
+    tree.end(pull, is_complete=False)
+    assert source_of(tree.assign(b, "v1")) == "learner"
+    pull = tree.assign(a, "v1")
+    assert source_of(pull) == "b"
+    assert pull is not None
+    tree.end(pull, is_complete=True)
+    # c has the choice of a (complete: no depth) and b (receives from the learner).
+    assert source_of(tree.assign(joined(members, "c", "10.0.0.3"), "v1")) == "a"
+
+
+def test_a_generator_that_left_is_asked_no_more_and_takes_no_place():
+    tree, members = a_tree("a", "b", "c")
+    assert sources(tree, members) == {"a": "learner", "b": "a", "c": "a"}
+    del members[b"a"]
+    assert source_of(tree.assign(joined(members, "d", "10.0.0.4"), "v1")) == "b"
+    # It joined again: another member, which has nothing yet.
+    again = joined(members, "a", "10.0.0.1")
+    assert source_of(tree.assign(again, "v1")) == "c"
+
+
+def test_two_never_wait_for_each_other():
+    tree, members = a_tree("a", "b", "c")
+    assert sources(tree, members) == {"a": "learner", "b": "a", "c": "a"}
+    # a is offered the version again. Both others wait for a's bytes, so it must not ask them.
+    assert source_of(tree.assign(members[b"a"], "v1")) == "learner"
+
+
+def test_a_blamed_generator_serves_nobody_for_some_versions_and_takes_no_place_at_the_learner():
+    tree, members = a_tree("a", "b", "c", "d")
+    assert sources(tree, members) == {"a": "learner", "b": "a", "c": "a", "d": "b"}
+    blamed = tree.blame(b"b")
+    assert blamed is members[b"a"]
+    assert tree.blame(b"b") is None, "b pulls from the learner now"
+    # b pulls from the learner now, d from b. Places left: b has one, c and d have two each, a has none.
+    others = [joined(members, name, f"10.0.3.{i}", port=0) for i, name in enumerate("efghi")]
+    assert [source_of(tree.assign(one, "v1")) for one in others] == ["b", "c", "c", "d", "d"]
+
+
+def test_a_blamed_generator_serves_again_after_some_versions():
+    tree, members = a_tree("a", "b")
+    assert sources(tree, members) == {"a": "learner", "b": "a"}
+    tree.blame(b"b")
+    for version in range(EXCLUDED_VERSIONS - 1):
+        tree.publish(f"w{version}")
+    assert sources(tree, members, "w") == {"a": "learner", "b": "learner"}
+    tree.publish("last")
+    assert sources(tree, members, "last") == {"a": "learner", "b": "a"}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("10.0.0.1", "10.0.0.1", 0),
+        ("10.0.0.1", "10.0.0.200", 1),
+        ("10.0.0.1", "10.0.1.1", 2),
+        ("2001:db8::1", "2001:db8::2", 1),
+        ("2001:db8::1", "10.0.0.1", 2),
+        ("node-1", "node-2", 2),
+    ],
+)
+def test_addresses_of_one_machine_are_nearer_than_those_of_one_network(one: str, other: str, expected: int):
+    assert distance(one, other) == distance(other, one) == expected
+
+
+@pytest.mark.parametrize(("machines", "generators"), [(200, 1), (25, 8)])
+def test_200_generators_have_a_version_in_at_most_three_transfers_and_the_learner_sends_it_once(
+    machines: int, generators: int
+):
+    # Buckets of 64 MiB, 60 of them: depth 8 costs relatively more than with the 224 of a 7B model.
+    result = spread(machines, generators_per_machine=generators, size_bytes=60 * (64 << 20))
+    assert 2.0 < result.transfers < 3.0
+    assert result.learner_versions == pytest.approx(1.0)
