@@ -24,7 +24,7 @@ from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.receive_buffers import ReceivedWeights
 from async_rl.weights.staging import StagedVersion, Staging
 from async_rl.weights.tcp import receiver as tcp_receiver
-from async_rl.weights.tcp import server as server_module
+from async_rl.weights.tcp import request_server
 from async_rl.weights.tcp.protocol import HEADER_BYTES, make_request, read_header, read_items
 from async_rl.weights.tcp.sender import StreamSender, StreamServerProcess
 from async_rl.weights.tcp.server import StreamServer
@@ -438,7 +438,7 @@ def test_a_header_that_trickles_in_is_not_waited_for():
 
 
 def test_accept_outlives_a_lack_of_descriptors(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server_module, "_FULL_S", 0.0)
+    monkeypatch.setattr(request_server, "_FULL_S", 0.0)
     listener = socket.create_server(("127.0.0.1", 0))
     ours = socket.create_connection(listener.getsockname())
     failures = [errno.EMFILE, errno.ENFILE, errno.ECONNABORTED, None, errno.EBADF]
@@ -452,18 +452,18 @@ def test_accept_outlives_a_lack_of_descriptors(monkeypatch: pytest.MonkeyPatch):
 
     learner, other = socket.socketpair()
     with listener, ours, learner, other, pytest.raises(OSError, match="Bad file descriptor"):
-        StreamServer(learner)._accept(Listener())  # pyright: ignore[reportArgumentType]
+        StreamServer(learner)._requests.accept(Listener())  # pyright: ignore[reportArgumentType]
     assert failures == []
 
 
 def test_a_low_limit_on_open_files_leaves_a_quarter_for_connections_and_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(server_module, "raise_descriptor_limit", lambda: 64)
+    monkeypatch.setattr(request_server, "raise_descriptor_limit", lambda: 64)
     learner, other = socket.socketpair()
     with learner, other, socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as opened:
         address = listener.getsockname()
-        threading.Thread(target=StreamServer(learner)._accept, args=(listener,), daemon=True).start()
+        threading.Thread(target=StreamServer(learner)._requests.accept, args=(listener,), daemon=True).start()
         peers = [opened.enter_context(socket.create_connection(address, DEADLINE_S)) for _ in range(17)]
         assert peers[16].recv(1) == b""
         peers[0].setblocking(False)
