@@ -1,7 +1,8 @@
 """How long a version takes to reach many generators that pass it on: in simulated time, with the real ``PeerTree``.
 
 Every machine has one full-duplex link. What a link carries at a time, its transfers share equally. A generator passes
-on whole buckets only, because it verifies them first. Loopback costs nothing.
+on units of 64 MiB that have arrived whole; the real ones are 4 MiB, so the model is a little slower. Loopback costs
+nothing.
 
     python -m benchmarks.peers_model
 """
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from async_rl.weights.scheduler import Member
 from async_rl.weights.tcp.peers import PeerPull, PeerTree
 
-BUCKET_BYTES = 64 << 20
-_STEPS_PER_BUCKET = 4
+UNIT_BYTES = 64 << 20
+_STEPS_PER_UNIT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def spread(num_machines: int, *, generators_per_machine: int = 1, size_bytes: in
     arrived = dict.fromkeys(members, 0.0)
     pulls: dict[bytes, PeerPull] = {}
     waiting, done, sent, steps = set(members), set[bytes](), 0.0, 0
-    step = BUCKET_BYTES / _STEPS_PER_BUCKET
+    step = UNIT_BYTES / _STEPS_PER_UNIT
     while len(done) < len(members):
         for member_id in sorted(waiting):
             if (pull := tree.assign(members[member_id], "v")) is not None:
@@ -73,10 +74,10 @@ def _step_bytes(
     got: dict[bytes, float] = {}
     for member_id, pull in pulls.items():
         share = max(up[sources[member_id]], down[pull.member.host]) if member_id in away else 0.1
-        verified = float(size_bytes)
+        available = float(size_bytes)
         if pull.source is not None and arrived[pull.source.member_id] < size_bytes:
-            verified = arrived[pull.source.member_id] // BUCKET_BYTES * BUCKET_BYTES
-        got[member_id] = max(0.0, min(step / share, verified - arrived[member_id], size_bytes - arrived[member_id]))
+            available = arrived[pull.source.member_id] // UNIT_BYTES * UNIT_BYTES
+        got[member_id] = max(0.0, min(step / share, available - arrived[member_id], size_bytes - arrived[member_id]))
     return got
 
 

@@ -10,13 +10,13 @@ two ways:
 An epoch is the number of a communicator, which is kept while the members stay the same. Within an epoch an ``Ack`` also
 means ``Ready`` for the next attempt, which then begins with ``StartCollective``.
 
-One thread uses a socket at a time. Another thread wakes it with ``Wake``.
+A member that pulls from another member (``PeerOffer``) reports with ``PeerFailed`` that it goes on with the publisher.
+
+One thread uses a socket at a time. Another thread wakes it with ``wake.Wake``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,8 +30,9 @@ from async_rl.net.codec import read_as
 from async_rl.net.connections import RouterConnections
 from async_rl.net.keys import ClientKeys, Guard, ServerKeys
 from async_rl.net.link import Link
-from async_rl.net.streams import is_readable, no_free_port
+from async_rl.net.streams import no_free_port
 from async_rl.net.wire import SAME_VERSION, Limits, decode, encode
+from async_rl.weights.peer_messages import PeerFailed, PeerOffer
 
 HEARTBEAT_S = 1.0
 
@@ -68,6 +69,7 @@ class Join(msgspec.Struct, frozen=True):
         collectives: the collectives that the generator can take part in.
         num_ranks: how many ranks of a collective the generator needs: one for each worker of its engine.
         digest: digest of the newest weights that the generator holds. Empty if there are none.
+        peer_port: the port of ``host`` at which it serves weights to other generators. 0: it serves none.
     """
 
     generator_id: str
@@ -76,6 +78,7 @@ class Join(msgspec.Struct, frozen=True):
     collectives: list[CollectiveOffer]
     num_ranks: int
     digest: str
+    peer_port: int = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
@@ -109,6 +112,7 @@ class Ack(msgspec.Struct, frozen=True):
         wire_bytes: bytes that were transferred. 0 if the member held the version before.
         num_corrupt: buckets that were transferred again, because they did not match their digests.
         verify_s: seconds of the transfer that computing digests took.
+        peer_bytes: those of ``wire_bytes`` that came from another generator.
     """
 
     attempt: int
@@ -117,6 +121,7 @@ class Ack(msgspec.Struct, frozen=True):
     wire_bytes: int
     num_corrupt: int
     verify_s: float
+    peer_bytes: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -203,6 +208,9 @@ class Pull(msgspec.Struct, frozen=True):
         delta_sizes: ``delta_sizes[l][b]`` is the size in bytes of the delta of bucket b in step l, or -1 if there is
             none. An empty list means that ``base`` is the digest of this version.
         deadline_s: how long the pull may take.
+        peers: other generators to pull from first. Empty: pull from the publisher.
+        serve_token: the member shall serve this version to those that send this token. Empty: to nobody.
+        serve_key: encrypt what is served with this key. Empty: do not encrypt it.
     """
 
     attempt: int
@@ -214,6 +222,9 @@ class Pull(msgspec.Struct, frozen=True):
     base: str
     delta_sizes: list[list[int]]
     deadline_s: float
+    peers: list[PeerOffer] = []
+    serve_token: bytes = b""
+    serve_key: bytes = b""
 
 
 def seconds_until(deadline: float) -> float:
@@ -266,9 +277,9 @@ def ports_to_open(ports: Sequence[int], *, are_set: bool) -> str:
     return f"open the ports {' and '.join(map(str, ports))} (weights.port)" if ports else ""
 
 
-MemberMessage = Join | Heartbeat | Leave | Ready | Ack | Failed
+MemberMessage = Join | Heartbeat | Leave | Ready | Ack | Failed | PeerFailed
 PublisherMessage = Ping | NotMember | Dropped | PrepareCollective | StartCollective | Pull
-TO_PUBLISHER: tuple[type[MemberMessage], ...] = (Join, Heartbeat, Leave, Ready, Ack, Failed)
+TO_PUBLISHER: tuple[type[MemberMessage], ...] = (Join, Heartbeat, Leave, Ready, Ack, Failed, PeerFailed)
 TO_MEMBER: tuple[type[PublisherMessage], ...] = (Ping, NotMember, Dropped, PrepareCollective, StartCollective, Pull)
 
 _T = TypeVar("_T")
@@ -276,7 +287,7 @@ _T = TypeVar("_T")
 
 def encode_message(message: MemberMessage | PublisherMessage) -> bytes:
     """Return the message as bytes. A long ``reason`` is cut off."""
-    if isinstance(message, Failed | Dropped):
+    if isinstance(message, Failed | PeerFailed | Dropped):
         message = msgspec.structs.replace(message, reason=message.reason[:_MAX_REASON])
     return encode(type(message).__name__, message)
 
@@ -472,29 +483,3 @@ class PublisherSocket:
             self._link.unregister(poller)
         self._link.close()
         self._socket.close(linger=_LINGER_MS)
-
-
-class Wake:
-    """A flag with which one thread wakes another. Its file descriptor is readable while the flag is set."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def set(self) -> None:
-        # If the pipe is full, the flag is set. If it is closed, no thread waits for it.
-        with contextlib.suppress(OSError):
-            self._writer.send(b"\0")
-
-    def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while self._reader.recv(4096):
-                pass
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the flag is set. Return whether that happened within ``timeout_s``. The flag stays set."""
-        return is_readable(self._reader.fileno(), timeout_s)

@@ -127,19 +127,33 @@ def test_two_never_wait_for_each_other():
 
 def test_a_blamed_generator_serves_nobody_for_some_versions_and_takes_no_place_at_the_learner():
     tree, members = a_tree("a", "b", "c", "d")
-    assert sources(tree, members) == {"a": "learner", "b": "a", "c": "a", "d": "b"}
-    blamed = tree.blame(b"b")
-    assert blamed is members[b"a"]
-    assert tree.blame(b"b") is None, "b pulls from the learner now"
+    pulls = [tree.assign(member, "v1") for member in members.values()]
+    assert [source_of(pull) for pull in pulls] == ["learner", "a", "a", "b"]
+    pull = pulls[1]
+    assert pull is not None
+    assert tree.leave_source(pull, is_faulty=True) is members[b"a"]
+    assert tree.leave_source(pull, is_faulty=True) is None, "b pulls from the learner now"
     # b pulls from the learner now, d from b. Places left: b has one, c and d have two each, a has none.
     others = [joined(members, name, f"10.0.3.{i}", port=0) for i, name in enumerate("efghi")]
     assert [source_of(tree.assign(one, "v1")) for one in others] == ["b", "c", "c", "d", "d"]
 
 
+def test_one_that_only_has_a_newer_version_is_not_blamed():
+    tree, members = a_tree("a", "b")
+    assert source_of(tree.assign(members[b"a"], "v1")) == "learner"
+    pull = tree.assign(members[b"b"], "v1")
+    assert pull is not None
+    assert tree.leave_source(pull, is_faulty=False) is members[b"a"]
+    assert source_of(pull) == "learner"
+    assert source_of(tree.assign(joined(members, "c", "10.0.0.1"), "v1")) == "a"
+
+
 def test_a_blamed_generator_serves_again_after_some_versions():
     tree, members = a_tree("a", "b")
     assert sources(tree, members) == {"a": "learner", "b": "a"}
-    tree.blame(b"b")
+    pull = tree.assign(members[b"b"], "v1")
+    assert pull is not None
+    tree.leave_source(pull, is_faulty=True)
     for version in range(EXCLUDED_VERSIONS - 1):
         tree.publish(f"w{version}")
     assert sources(tree, members, "w") == {"a": "learner", "b": "learner"}
@@ -166,7 +180,7 @@ def test_addresses_of_one_machine_are_nearer_than_those_of_one_network(one: str,
 def test_200_generators_have_a_version_in_at_most_three_transfers_and_the_learner_sends_it_once(
     machines: int, generators: int
 ):
-    # Buckets of 64 MiB, 60 of them: depth 8 costs relatively more than with the 224 of a 7B model.
+    # 60 units: the depth of 8 costs relatively more than with the 224 of a 7B model.
     result = spread(machines, generators_per_machine=generators, size_bytes=60 * (64 << 20))
     assert 2.0 < result.transfers < 3.0
     assert result.learner_versions == pytest.approx(1.0)

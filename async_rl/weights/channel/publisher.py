@@ -25,7 +25,7 @@ from async_rl.weights import control
 from async_rl.weights.channel.transfer_manager import TransferManager
 from async_rl.weights.channel.transports import PULL, collective_sender, obstacle, pull_sender
 from async_rl.weights.collective.libraries import COLLECTIVES, TransportName
-from async_rl.weights.control import MemberSocket, Wake
+from async_rl.weights.control import MemberSocket
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.scheduler import MAX_FAILURES, PULLED_VERSIONS, SyncScheduler
 from async_rl.weights.staging import StagedVersion
@@ -37,6 +37,7 @@ from async_rl.weights.transport import (
     PullSettings,
     TransportSender,
 )
+from async_rl.weights.wake import Wake
 
 logger = logging.getLogger(__name__)
 

@@ -27,10 +27,11 @@ from async_rl.weights import control
 from async_rl.weights.channel.engine_ranks import EngineRanks
 from async_rl.weights.channel.receive_worker import ReceiverStats, ReceiveWorker, Reply
 from async_rl.weights.collective.libraries import offers
-from async_rl.weights.control import PublisherSocket, Wake
+from async_rl.weights.control import PublisherSocket
 from async_rl.weights.manifest import Manifest, manifest_from_fields
 from async_rl.weights.receive_buffers import ReceiveBuffers, ReceivedWeights
 from async_rl.weights.transport import ReceiveOrder
+from async_rl.weights.wake import Wake
 
 __all__ = ["Receiver", "ReceiverStats"]
 

@@ -84,16 +84,15 @@ class PeerTree:
         if is_complete and not any(one is pull.member for one in complete):
             complete.append(pull.member)
 
-    def blame(self, member_id: bytes) -> Member | None:
-        """Exclude the generator from which this member pulls, because it failed. The member goes on with the learner.
+    def leave_source(self, pull: PeerPull, *, is_faulty: bool) -> Member | None:
+        """Record that the member of this pull goes on with the learner. Exclude the generator that it left if that is
+        faulty.
 
-        Return the generator. None if the member does not pull from one.
+        Return that generator. None if the member pulls from the learner already.
         """
-        pull = self._pulls.get(member_id)
-        if pull is None or pull.source is None:
-            return None
         source, pull.source, pull.depth = pull.source, None, 1
-        self._excluded_until[source.generator] = self._num_published + EXCLUDED_VERSIONS
+        if source is not None and is_faulty:
+            self._excluded_until[source.generator] = self._num_published + EXCLUDED_VERSIONS
         return source
 
     def _from_peer(self, member: Member, digest: str, live: list[PeerPull]) -> PeerPull | None:
