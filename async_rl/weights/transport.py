@@ -89,12 +89,14 @@ class PullStats:
     Attributes:
         delta_bytes: size of the newest delta, in bytes. 0 if there is none.
         delta_s: seconds that the newest delta took to compute. 0 if there is none.
+        peer_faults: how often a generator that served others failed.
         server_starts: how often the stream server process was started.
     """
 
     delta_bytes: int = 0
     delta_s: float = 0.0
     server_starts: int = 0
+    peer_faults: int = 0
 
 
 class PullSender(TransportSender, Protocol):
@@ -113,8 +115,12 @@ class PullSender(TransportSender, Protocol):
 
     def can_offer(self, staged: StagedVersion, member: Member) -> bool:
         """Return whether ``member`` can be offered ``staged``, the newest version, now. If not, the publisher asks
-        again later.
+        again later. If so, ``deliver`` follows.
         """
+        ...
+
+    def mark_peer_failed(self, member: Member, failure: control.PeerFailed) -> None:
+        """Record that the generator from which ``member`` pulled did not send it everything."""
         ...
 
 
@@ -122,7 +128,7 @@ MessageT = TypeVar("MessageT", covariant=True)
 OrderT = TypeVar("OrderT", contravariant=True)
 
 
-def _ignore(_: int) -> None:
+def _ignore(*_: object) -> None:
     pass
 
 
@@ -139,6 +145,8 @@ class ReceiveOrder(Generic[MessageT]):
             deadline moves with every piece that arrives.
         on_bytes: a pull calls it with the number of bytes that have arrived since the last call.
         to_open: what to open if a firewall drops a pull's packets (``control.ports_to_open``).
+        on_peer_failed: a pull calls it when it goes on without the peer of the offer, with the reason and whether the
+            peer is to blame (``PeerFailed``).
     """
 
     message: MessageT
@@ -148,6 +156,7 @@ class ReceiveOrder(Generic[MessageT]):
     deadline: float
     on_bytes: Callable[[int], None] = _ignore
     to_open: str = ""
+    on_peer_failed: Callable[[str, bool], None] = _ignore
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +167,13 @@ class ReceiveResult:
         wire_bytes: bytes that were transferred.
         num_corrupt: buckets that were transferred again, because they did not match their digests.
         verify_s: seconds of the transfer that computing digests took.
+        peer_bytes: those of ``wire_bytes`` that came from another generator.
     """
 
     wire_bytes: int
     num_corrupt: int = 0
     verify_s: float = 0.0
+    peer_bytes: int = 0
 
 
 class TransportReceiver(Protocol, Generic[OrderT]):
@@ -221,6 +232,7 @@ class PullSettings:
         is_encrypted: encrypt and authenticate the bytes. The keys travel over the control channel.
         has_deltas: send only the difference to members that hold the previous version.
         poller: the publisher's poller, with which the sender registers its sockets.
+        members: the members at present, by id. None: every member pulls from the learner, none from another.
     """
 
     bind_host: str
@@ -228,3 +240,4 @@ class PullSettings:
     is_encrypted: bool
     has_deltas: bool
     poller: zmq.Poller
+    members: Mapping[bytes, Member] | None = None

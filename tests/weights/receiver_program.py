@@ -39,8 +39,8 @@ def inject_faults() -> None:
 
         broadcast(self, buckets, chunk_bytes=chunk_bytes, deadline=deadline, on_chunk=faulty_on_chunk)
 
-    def faulty_read(self, into, hasher):
-        read(self, into, hasher)
+    def faulty_read(self, into, hasher, on_piece=None):
+        read(self, into, hasher, on_piece)
         received("stream", into)
 
     Communicator.broadcast = faulty_broadcast
@@ -63,7 +63,7 @@ def received(by: str, bucket) -> None:
 def run(name: str, connection: Connection) -> None:
     """Body of the process, until the test kills it."""
     global fault, fault_on, num_buckets
-    receiver = Receiver(name, insecure=False)
+    receiver = Receiver(name, insecure=False, has_peers=True)
     inject_faults()
     while True:
         readable, _, _ = select.select([connection, receiver], [], [])
@@ -81,7 +81,7 @@ def run(name: str, connection: Connection) -> None:
             connection.send({
                 "version": staged.version, "digest": staged.digest, "tensors": tensors, "shapes": shapes,
                 "corrupt": stats.corrupt, "failed": stats.failed, "corrupt_buckets": stats.corrupt_buckets,
-                "wire_bytes": stats.wire_bytes, "received_bytes": stats.received_bytes,
+                "wire_bytes": stats.wire_bytes, "peer_bytes": stats.peer_bytes, "received_bytes": stats.received_bytes,
             })  # fmt: skip
 
 

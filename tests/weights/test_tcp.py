@@ -225,7 +225,7 @@ def test_weights_that_changed_everywhere_travel_whole():
 def test_a_corrupted_bucket_is_requested_again_by_itself_and_reported(monkeypatch: pytest.MonkeyPatch):
     read, faults = tcp_receiver._Answer.read, [2]
 
-    def faulty(self, into, hasher):
+    def faulty(self, into, hasher, _=None):
         read(self, into, None)
         if hasher is not None and faults and len(into) > 8:
             faults[0] -= 1
@@ -274,7 +274,7 @@ def test_a_byte_changed_on_the_way_is_detected_and_requested_again(tmp_path, mon
 
 def test_weights_that_never_match_fail_and_say_so(monkeypatch: pytest.MonkeyPatch):
     read = tcp_receiver._Answer.read
-    monkeypatch.setattr(tcp_receiver._Answer, "read", lambda self, into, _: read(self, into, None))
+    monkeypatch.setattr(tcp_receiver._Answer, "read", lambda self, into, *_: read(self, into, None))
     with a_plane() as plane, closing(Receiver("g", insecure=False)) as receiver:
         staged = plane.publish(0, model(0))
         receiver.follow(plane.announcement(staged))
@@ -306,7 +306,7 @@ def test_a_pull_that_breaks_off_goes_on_where_it_was(monkeypatch: pytest.MonkeyP
         requests.append(tuple(items))
         return make(token, items)
 
-    def breaks_off(self, into, hasher):
+    def breaks_off(self, into, hasher, _=None):
         nonlocal num_read
         num_read += 1
         if num_read == 2:

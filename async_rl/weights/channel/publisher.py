@@ -22,11 +22,11 @@ from async_rl.errors import AddressError, WeightsError
 from async_rl.net.address import is_loopback, is_wildcard, refuse_open_collectives, refuse_open_stream
 from async_rl.net.keys import ServerKeys
 from async_rl.weights import control
-from async_rl.weights.channel.transfer_manager import TransferManager
+from async_rl.weights.channel.transfer_manager import LastTransfer, TransferManager
 from async_rl.weights.channel.transports import PULL, collective_sender, obstacle, pull_sender
 from async_rl.weights.collective.libraries import COLLECTIVES, TransportName
 from async_rl.weights.control import MemberSocket
-from async_rl.weights.manifest import Manifest
+from async_rl.weights.peer_messages import PeerFailed
 from async_rl.weights.scheduler import MAX_FAILURES, PULLED_VERSIONS, SyncScheduler
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.transport import (
@@ -52,8 +52,8 @@ _JOIN_THREAD_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
-    """Counters of the publisher. All are sums since its start, except ``members``, ``outdated``, ``wanted``,
-    ``last_*``, ``delta_bytes``, ``delta_s`` and ``can_collect``.
+    """Counters of the publisher: sums since its start, but for ``members``, ``outdated``, ``wanted``, ``last_*``,
+    ``delta_bytes``, ``delta_s`` and ``can_collect``.
 
     Attributes:
         members: generators that are members of the weights channel now.
@@ -68,6 +68,8 @@ class PublisherStats:
         pulls: number of pulls that were offered.
         pulled_bytes: bytes that pulls transferred.
         pulled_full_bytes: bytes that the same pulls would have transferred without deltas.
+        peer_bytes: those of ``pulled_bytes`` that other generators sent. The learner sent the rest.
+        peer_faults: how often a generator that sent weights to another one failed.
         delta_bytes: size of the newest delta.
         delta_s: seconds that the newest delta took to compute.
         server_starts: how often the stream server process was started.
@@ -93,6 +95,8 @@ class PublisherStats:
     pulls: int = 0
     pulled_bytes: int = 0
     pulled_full_bytes: int = 0
+    peer_bytes: int = 0
+    peer_faults: int = 0
     delta_bytes: int = 0
     delta_s: float = 0.0
     server_starts: int = 0
@@ -106,32 +110,14 @@ class PublisherStats:
     last_drop: str = ""
 
 
-class _LastTransfer:
-    """Figures of the newest version whose transfer has ended."""
-
-    def __init__(self) -> None:
-        self.transfer_s = self.verify_s = 0.0
-        self.size_bytes = 0
-        self._version = -1
-
-    def end(self, manifest: Manifest, transfer_s: float) -> None:
-        """Record the end of a collective, or of one pull."""
-        self.transfer_s, self.size_bytes = transfer_s, manifest.size_bytes
-
-    def verified(self, ack: control.Ack) -> None:
-        """Record how long a generator verified. The slowest of a version counts."""
-        self.verify_s = max(self.verify_s, ack.verify_s) if ack.version == self._version else ack.verify_s
-        self._version = ack.version
-
-
 class Publisher:
     """Sends the newest staged version to every generator that is a member of the weights channel, or becomes one.
 
     Args:
         bind_host: the address at which the control socket, the stream server and the collectives listen.
         advertise_host: the address under which generators reach ``bind_host``. Needed if ``bind_host`` is a wildcard.
-        deadline_s: a generator is dropped if it has not received a version this long after the offer, or after its pull
-            made progress. It may join again.
+        deadline_s: drop a generator that has not got a version this long after its offer or its pull's progress. It may
+            join again.
         insecure: the user trusts the network: allow collectives beyond loopback, and an unencrypted stream.
         keys: the learner's keys and the admitted clients of the control channel. None: no encryption, all are admitted.
         transport: sends versions to the members that can use this transport. The other members pull.
@@ -142,6 +128,7 @@ class Publisher:
             beyond loopback.
         is_encrypted: encrypt the stream (needs ``keys``). None: do so beyond loopback if there are keys and not
             ``insecure``.
+        has_peers: with ``tcp``, let generators pull from each other.
         ports: the control socket and the stream server take the first two of these that are free. None: any free ports.
 
     Raises:
@@ -161,6 +148,7 @@ class Publisher:
         chunk_bytes: int = 64 << 20,
         has_deltas: bool | None = None,
         is_encrypted: bool | None = None,
+        has_peers: bool = False,
         ports: Sequence[int] | None = None,
     ) -> None:
         host = advertise_host or bind_host
@@ -180,7 +168,7 @@ class Publisher:
         self._own_offer = None if row is None else row.offer(device)
         self._counts: Counter[str] = Counter()
         self._transfer_s = 0.0
-        self._last = _LastTransfer()
+        self._last = LastTransfer()
         self._next_ping = 0.0
         self._num_removed_keys = 0
         self._changed = threading.Condition()
@@ -200,7 +188,10 @@ class Publisher:
         if is_encrypted is None:
             is_encrypted = keys is not None and not insecure and not is_local
         has_deltas = collective is None and (not is_local if has_deltas is None else has_deltas)
-        self._pull = self._pull_sender(PullSettings(listen_host, ports, is_encrypted, has_deltas, self._poller))
+        members = self._scheduler.members if has_peers and collective is None else None
+        self._pull = self._pull_sender(
+            PullSettings(listen_host, ports, is_encrypted, has_deltas, self._poller, members)
+        )
         self._senders: Sequence[TransportSender] = [self._pull] if collective is None else [collective, self._pull]
         self._manager = TransferManager(
             self._scheduler, collective=collective, pull=self._pull, send=self._send, counts=self._counts
@@ -370,6 +361,8 @@ class Publisher:
             case control.Failed(attempt, reason, corrupt):
                 self._counts["corrupt"] += corrupt
                 self._mark_failed(member_id, attempt, reason)
+            case PeerFailed():
+                self._pull.mark_peer_failed(self._scheduler.members[member_id], message)
 
     def _join(self, member_id: bytes, generator: tuple[str, str], join: control.Join, now: float) -> None:
         """Add the generator to the members. If it can't take part in the run's collective, log why."""
@@ -389,6 +382,8 @@ class Publisher:
             num_ranks=max(1, join.num_ranks),
             devices=devices if can_collect else (),
             digest=join.digest,
+            host=join.host,
+            peer_port=join.peer_port,
         )
         self._counts["joined"] += 1
         self._send(member_id, control.Ping())
@@ -408,6 +403,7 @@ class Publisher:
             self._last.end(manifest, pulled_s)
             self._counts["pulled_bytes"] += ack.wire_bytes
             self._counts["pulled_full_bytes"] += manifest.size_bytes
+            self._counts["peer_bytes"] += ack.peer_bytes
         self._scheduler.ack(member_id, ack.attempt, ack.version, ack.digest)
 
     def _mark_failed(self, member_id: bytes, attempt: int, reason: str) -> None:
@@ -470,6 +466,7 @@ class Publisher:
             delta_bytes=pull.delta_bytes,
             delta_s=pull.delta_s,
             server_starts=pull.server_starts,
+            peer_faults=pull.peer_faults,
             can_collect=self._manager.can_collect,
             **self._counts,
         )

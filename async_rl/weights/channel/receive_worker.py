@@ -20,6 +20,7 @@ from async_rl.weights.channel.transports import TRANSPORTS, make_receiver
 from async_rl.weights.collective.libraries import COLLECTIVES
 from async_rl.weights.manifest import Manifest
 from async_rl.weights.receive_buffers import ReceiveBuffers
+from async_rl.weights.tcp.arrivals import Arrivals
 from async_rl.weights.transport import ReceiveOrder, TransportReceiver
 
 Reply = Callable[[control.MemberMessage], None]
@@ -41,6 +42,7 @@ class ReceiverStats:
         receive_s: seconds spent in successful transfers.
         received_bytes: size of the received versions.
         wire_bytes: bytes that were transferred for them. Smaller than ``received_bytes`` if deltas were used.
+        peer_bytes: those of ``wire_bytes`` that came from another generator.
     """
 
     received: int = 0
@@ -50,6 +52,7 @@ class ReceiverStats:
     receive_s: float = 0.0
     received_bytes: int = 0
     wire_bytes: int = 0
+    peer_bytes: int = 0
 
 
 class JobThread:
@@ -87,6 +90,7 @@ class ReceiveWorker:
         on_received: called in the transfer thread for every version that is complete.
         device: this generator's CUDA device. None if there is no CUDA device.
         engine: receives collectives in the engine's workers. None: they are received here.
+        arrivals: what this generator can pass on to others.
     """
 
     def __init__(
@@ -95,7 +99,9 @@ class ReceiveWorker:
         on_received: Callable[[], None],
         device: str | None,
         engine: EngineRanks | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
+        self._arrivals = arrivals
         self._buffers = buffers
         self._on_received = on_received
         self._device = device
@@ -181,8 +187,9 @@ class ReceiveWorker:
         elapsed_s = time.monotonic() - start
         received = self._buffers.commit(buffer, manifest, elapsed_s)
         ack = control.Ack(
-            message.attempt, received.version, received.digest, result.wire_bytes, result.num_corrupt, result.verify_s
-        )
+            message.attempt, received.version, received.digest, result.wire_bytes, result.num_corrupt, result.verify_s,
+            result.peer_bytes,
+        )  # fmt: skip
         reply(ack)
         self.error = None
         before = self.stats
@@ -193,6 +200,7 @@ class ReceiveWorker:
             receive_s=before.receive_s + elapsed_s,
             received_bytes=before.received_bytes + manifest.size_bytes,
             wire_bytes=before.wire_bytes + result.wire_bytes,
+            peer_bytes=before.peer_bytes + result.peer_bytes,
         )
         self._on_received()
 
@@ -203,7 +211,7 @@ class ReceiveWorker:
             )
         if transport not in self._receivers:
             in_engine = self._engine if transport in COLLECTIVES else None
-            self._receivers[transport] = in_engine or make_receiver(transport, self._device)
+            self._receivers[transport] = in_engine or make_receiver(transport, self._device, self._arrivals)
         return self._receivers[transport]
 
     def _fail(self, manifest: Manifest, attempt: int, reason: str, reply: Reply, *, is_corrupt: bool = False) -> None:

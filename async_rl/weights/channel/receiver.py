@@ -19,7 +19,7 @@ from collections import deque
 
 import zmq
 
-from async_rl.errors import AsyncRLError, WeightsError, WireError
+from async_rl.errors import AddressError, AsyncRLError, WeightsError, WireError
 from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_stream
 from async_rl.net.keys import ClientKeys
 from async_rl.queue.messages import Announcement
@@ -29,7 +29,10 @@ from async_rl.weights.channel.receive_worker import ReceiverStats, ReceiveWorker
 from async_rl.weights.collective.libraries import offers
 from async_rl.weights.control import PublisherSocket
 from async_rl.weights.manifest import Manifest, manifest_from_fields
+from async_rl.weights.peer_messages import PeerFailed
 from async_rl.weights.receive_buffers import ReceiveBuffers, ReceivedWeights
+from async_rl.weights.tcp.arrivals import Arrivals
+from async_rl.weights.tcp.peer_server import PeerServer
 from async_rl.weights.transport import ReceiveOrder
 from async_rl.weights.wake import Wake
 
@@ -43,6 +46,8 @@ _SILENT_S = 15.0
 _LOST_S = 5.0
 """A shorter loss of the connection needs no message."""
 _CLOSE_S = 5.0
+PEER_PORTS = 16
+"""Generators of one machine find their ports from ``generator.peer_port`` on, so at most this many can serve."""
 
 
 def end_this_process() -> None:
@@ -69,12 +74,15 @@ class Receiver:
         keys: this generator's keys. Needed if the publisher has keys.
         may_collect: take part in collectives, if ``insecure`` allows it. If False, every version is pulled.
         has_ports: whether ``weights.port`` is set. Only for texts.
+        has_peers: serve the versions of this generator to others.
+        peer_port: listen for them at this port or one of the next, see ``PEER_PORTS``. 0: at any.
         engine: the engine's workers, which then take part in collectives instead of this process. None: this process.
     """
 
     def __init__(
         self, generator_id: str, *, insecure: bool, device: str | None = None, keys: ClientKeys | None = None,
-        may_collect: bool = True, has_ports: bool = False, engine: EngineRanks | None = None,
+        may_collect: bool = True, has_ports: bool = False, has_peers: bool = False, peer_port: int = 0,
+        engine: EngineRanks | None = None,
     ) -> None:  # fmt: skip
         self._generator_id = generator_id
         self._insecure = insecure
@@ -101,7 +109,11 @@ class Receiver:
         self._next_heartbeat = 0.0
         self._joined = False
         self._attempt: tuple[int, Manifest] | None = None
-        self._worker = ReceiveWorker(self._buffers, self._received.set, device, engine)
+        self._arrivals = Arrivals()
+        self._has_peers = has_peers
+        self._peer_ports = range(peer_port, peer_port + PEER_PORTS) if peer_port else None
+        self._peer_server: PeerServer | None = None
+        self._worker = ReceiveWorker(self._buffers, self._received.set, device, engine, self._arrivals)
         self._num_ranks = 1 if engine is None else engine.num_ranks
 
     def follow(self, announcement: Announcement) -> None:
@@ -195,6 +207,8 @@ class Receiver:
         finally:
             if self._socket is not None:
                 self._socket.leave()
+            if self._peer_server is not None:
+                self._peer_server.close()
             self._worker.close(_CLOSE_S)
             if context is not None:
                 context.term()
@@ -221,10 +235,28 @@ class Receiver:
         except AsyncRLError as error:
             self._channel_error = str(error)
             return
+        self._listen_for_peers()
         is_ipv6 = ":" in self._host
         self._socket = PublisherSocket(context, self._address, keys, is_ipv6=is_ipv6, to_open=self._to_open)
         self._socket.register(poller)
         self._silent_since = time.monotonic()
+
+    def _listen_for_peers(self) -> None:
+        """Listen for other generators at the address from which the learner is reached. They are in its network."""
+        if not self._has_peers or (self._peer_server is not None and self._peer_server.host == self._local_host):
+            return
+        if self._peer_server is not None:
+            self._peer_server.close()
+        try:
+            self._peer_server = PeerServer(self._arrivals, self._local_host, self._peer_ports)
+        except AddressError:
+            ports = self._peer_ports or range(1, 1 << 16)
+            self._peer_server = None
+            logger.warning(
+                "generator.peer_port: expected a free port of %s to %s at %s, but all are in use; this generator sends "
+                "no weights to others; set another port, or 0 for any",
+                ports[0], ports[-1], self._local_host,
+            )  # fmt: skip
 
     def _forget_membership(self) -> None:
         self._joined, self._attempt = False, None
@@ -264,7 +296,8 @@ class Receiver:
         is_trusted = self._insecure or is_loopback(self._local_host)
         offered = offers(self._device) if is_trusted and self._may_collect else []
         digest = self._buffers.newest_digest()
-        return control.Join(self._generator_id, self._local_host, os.getpid(), offered, self._num_ranks, digest)
+        port = 0 if self._peer_server is None else self._peer_server.port
+        return control.Join(self._generator_id, self._local_host, os.getpid(), offered, self._num_ranks, digest, port)
 
     def _receive_messages(self) -> None:
         while self._socket is not None:
@@ -314,6 +347,8 @@ class Receiver:
 
     def _pull(self, pull: control.Pull) -> None:
         manifest, reply = manifest_from_fields(pull.manifest), self._replying()
+        if self._peer_server is not None and pull.serve_token:
+            self._peer_server.open_session(pull.serve_token, pull.serve_key, manifest)
         if not self._needs(pull.attempt, manifest, reply):
             return
         if not pull.key and not self._insecure and not is_loopback(self._host):
@@ -326,11 +361,16 @@ class Receiver:
         self._receive(pull, manifest)
 
     def _receive(self, message: control.StartCollective | control.Pull, manifest: Manifest) -> None:
-        deadline = time.monotonic() + message.deadline_s
+        deadline, reply = time.monotonic() + message.deadline_s, self._replying()
+
+        def on_peer_failed(reason: str, is_faulty: bool) -> None:
+            reply(PeerFailed(message.attempt, reason, is_faulty))
+
         order = ReceiveOrder(
-            message, manifest, self._host, self._local_host, deadline, self._worker.count_pulled, self._to_open
-        )
-        self._worker.receive(order, self._replying())
+            message, manifest, self._host, self._local_host, deadline, self._worker.count_pulled, self._to_open,
+            on_peer_failed,
+        )  # fmt: skip
+        self._worker.receive(order, reply)
 
     def _needs(self, attempt: int, manifest: Manifest, reply: Reply) -> bool:
         """Return whether the offered version must be received.

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 
 from async_rl.weights import control
-from async_rl.weights.manifest import manifest_fields
+from async_rl.weights.manifest import Manifest, manifest_fields
 from async_rl.weights.scheduler import (
     DropAction,
     FinishAction,
@@ -24,6 +24,24 @@ from async_rl.weights.staging import StagedVersion
 from async_rl.weights.transport import BroadcastSender, Delivery, PullSender, Send
 
 _RETRY_S = 2.0
+
+
+class LastTransfer:
+    """Figures of the newest version whose transfer has ended."""
+
+    def __init__(self) -> None:
+        self.transfer_s = self.verify_s = 0.0
+        self.size_bytes = 0
+        self._version = -1
+
+    def end(self, manifest: Manifest, transfer_s: float) -> None:
+        """Record the end of a collective, or of one pull."""
+        self.transfer_s, self.size_bytes = transfer_s, manifest.size_bytes
+
+    def verified(self, ack: control.Ack) -> None:
+        """Record how long a generator verified. The slowest of a version counts."""
+        self.verify_s = max(self.verify_s, ack.verify_s) if ack.version == self._version else ack.verify_s
+        self._version = ack.version
 
 
 class TransferManager:

@@ -12,6 +12,7 @@ from typing import Any
 
 from async_rl.weights.collective.libraries import COLLECTIVES, TransportName
 from async_rl.weights.control import CollectiveOffer
+from async_rl.weights.tcp.arrivals import Arrivals
 from async_rl.weights.transport import (
     BroadcastSender,
     CollectiveSettings,
@@ -40,15 +41,19 @@ def pull_sender(settings: PullSettings) -> PullSender:
     return StreamSender(settings)
 
 
-def make_receiver(transport: str, device: str | None) -> TransportReceiver[ReceiveOrder[Any]]:
-    """Return the generator's side of ``transport``, on this CUDA device. None: without one."""
+def make_receiver(
+    transport: str, device: str | None, arrivals: Arrivals | None = None
+) -> TransportReceiver[ReceiveOrder[Any]]:
+    """Return the generator's side of ``transport``, on this CUDA device. None: without one. What it pulls is in
+    ``arrivals``, for other generators.
+    """
     if transport in COLLECTIVES:
         from async_rl.weights.collective.receiver import CollectiveReceiver
 
         return CollectiveReceiver(device)
     from async_rl.weights.tcp.receiver import StreamReceiver
 
-    return StreamReceiver()
+    return StreamReceiver(arrivals or Arrivals())
 
 
 def obstacle(own: CollectiveOffer, offered: Sequence[CollectiveOffer], taken: Collection[str]) -> str:

@@ -24,8 +24,11 @@ from async_rl.net.wire import SAME_VERSION
 from async_rl.process.fault_points import fault_point
 from async_rl.weights.control import Pull
 from async_rl.weights.manifest import digest_bytes
+from async_rl.weights.peer_messages import PeerOffer
 from async_rl.weights.receive_buffers import ReceiveBuffer, ReceiveBuffers
+from async_rl.weights.tcp.arrivals import Arrival, Arrivals
 from async_rl.weights.tcp.delta import Runs, apply_delta, element_runs
+from async_rl.weights.tcp.peer_pull import PeerPull
 from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, TAG_BYTES, RecordCipher, Request, make_request
 from async_rl.weights.transport import ReceiveOrder, ReceiveResult
 
@@ -42,9 +45,12 @@ _PIECE_BYTES = 4 << 20
 class StreamReceiver:
     """Implements ``transport.TransportReceiver`` for ``tcp``. It keeps its connection to the stream server
     between versions.
+
+    ``arrivals`` gets what arrives, for other generators.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arrivals: Arrivals) -> None:
+        self._arrivals = arrivals
         self._connection = _KeptConnection()
 
     def receive(self, order: ReceiveOrder[Pull], buffer: ReceiveBuffer, buffers: ReceiveBuffers) -> ReceiveResult:
@@ -53,7 +59,7 @@ class StreamReceiver:
         The learner may offer deltas from an older version. They are used if ``buffers`` still holds that version.
         """
         base = buffers.find(order.message.base) if order.message.base else None
-        return _VersionPull(order, buffer, base, self._connection).run()
+        return _VersionPull(order, buffer, base, self._connection, self._arrivals).run()
 
     def close(self) -> None:
         self._connection.close()
@@ -142,11 +148,12 @@ class _VersionPull:
     """
 
     def __init__(
-        self, order: ReceiveOrder[Pull], buffer: ReceiveBuffer, base: Sequence | None, connection: _KeptConnection
-    ) -> None:
+        self, order: ReceiveOrder[Pull], buffer: ReceiveBuffer, base: Sequence | None, connection: _KeptConnection,
+        arrivals: Arrivals,
+    ) -> None:  # fmt: skip
         self._pull, self._manifest = order.message, order.manifest
         self._host = order.host
-        self._connection = connection
+        self._connection, self._arrivals = connection, arrivals
         self._order, self._buffer = order, buffer
         self._limit_s = order.deadline - time.monotonic()
         self._buckets = [np.asarray(bucket.numpy()) for bucket in buffer.buckets]
@@ -154,17 +161,17 @@ class _VersionPull:
         self._runs: list[Runs] = []
         if self._pull.delta_sizes:
             self._runs += element_runs(self._manifest.tensors, self._manifest.bucket_sizes)
-        self._wire_bytes = 0
+        self._wire_bytes = self._peer_bytes = 0
         self._verify_s = 0.0
         self._num_corrupt = 0
         self._check_delta_sizes()
 
     def run(self) -> ReceiveResult:
-        held = zip(self._buffer.digests, self._manifest.bucket_digests, strict=True)
-        missing = [bucket for bucket, (digest, wanted) in enumerate(held) if digest != wanted]
-        reason = ""
+        for offer in self._pull.peers:
+            self._pull_from(offer)
+        missing, reason = self._missing(), ""
         if not missing:
-            return ReceiveResult(0)
+            return self._result()
         for number in range(MAX_REQUESTS):
             by_delta = {b for b in missing if number == 0 and self._is_smaller_by_delta(b)}
             try:
@@ -175,12 +182,30 @@ class _VersionPull:
                     f"learner offers the version again"
                 ) from error
             if not missing:
-                return ReceiveResult(self._wire_bytes, self._num_corrupt, self._verify_s)
+                return self._result()
             self._num_corrupt += len(missing)
         raise CorruptWeightsError(
             f"{len(missing)} buckets of the weights were still damaged after {MAX_REQUESTS} requests: {reason}; check "
             f"the network and the memory of both machines"
         )
+
+    def _missing(self) -> list[int]:
+        held = zip(self._buffer.digests, self._manifest.bucket_digests, strict=True)
+        return [bucket for bucket, (digest, wanted) in enumerate(held) if digest != wanted]
+
+    def _result(self) -> ReceiveResult:
+        return ReceiveResult(self._wire_bytes, self._num_corrupt, self._verify_s, self._peer_bytes)
+
+    def _pull_from(self, offer: PeerOffer) -> None:
+        """Fetch what is missing from another generator. What it does not send is then fetched from the learner."""
+        if not (missing := self._missing()):
+            return
+        result = PeerPull(offer, self._manifest, self._buffer, self._arrivals, self._order.on_bytes).run(missing)
+        self._wire_bytes += result.wire_bytes
+        self._peer_bytes += result.wire_bytes
+        self._verify_s += result.verify_s
+        if result.failure:
+            self._order.on_peer_failed(result.failure, result.is_faulty)
 
     def _request(self, buckets: Sequence[int], by_delta: set[int]) -> tuple[list[int], str]:
         """Request these buckets and read the answer. Return the buckets that arrived corrupt, and the reason of
@@ -195,8 +220,12 @@ class _VersionPull:
                 while remaining:
                     bucket = remaining[0]
                     self._buffer.digests[bucket] = ""
-                    digest = self._by_delta(answer, bucket) if bucket in by_delta else self._whole(answer, bucket)
                     expected = self._manifest.bucket_digests[bucket]
+                    place, memory = (id(self._buffer), bucket), self._buckets[bucket].data
+                    with self._arrivals.receiving(place, expected, memory) as arrival:
+                        is_delta = bucket in by_delta
+                        digest = self._by_delta(answer, bucket) if is_delta else self._whole(answer, arrival)
+                        arrival.end(is_valid=digest == expected)
                     if digest == expected:
                         self._buffer.digests[bucket] = digest
                     else:
@@ -238,10 +267,10 @@ class _VersionPull:
         sizes = [link[bucket] for link in self._pull.delta_sizes]
         return self._base is not None and min(sizes, default=0) >= 0 and sum(sizes) < len(self._buckets[bucket])
 
-    def _whole(self, answer: _Answer, bucket: int) -> str:
+    def _whole(self, answer: _Answer, arrival: Arrival) -> str:
         """Read the whole bucket from the answer into its place. Return the digest of the bytes."""
         hasher = xxhash.xxh3_128()
-        answer.read(self._buckets[bucket].data, hasher)
+        answer.read(arrival.memory, hasher, arrival.advance)
         return hasher.hexdigest()
 
     def _by_delta(self, answer: _Answer, bucket: int) -> str:
@@ -295,9 +324,11 @@ class _Answer:
         # Only for encrypted records: clearing it takes a millisecond.
         self._encrypted = memoryview(b"" if cipher is None else bytearray(RECORD_BYTES + TAG_BYTES))
 
-    def read(self, into: memoryview, hasher: xxhash.xxh3_128 | None) -> None:
+    def read(
+        self, into: memoryview, hasher: xxhash.xxh3_128 | None, on_piece: Callable[[int], None] | None = None
+    ) -> None:
         """Read the next item into ``into``, whose length must be that of the item. Update ``hasher`` with the bytes if
-        given.
+        given. Call ``on_piece`` with the size of each piece that is in its place.
 
         Raises:
             CorruptWeightsError: a record was changed on its way.
@@ -317,6 +348,8 @@ class _Answer:
                 begin = time.perf_counter()
                 hasher.update(piece)
                 self.verify_s += time.perf_counter() - begin
+            if on_piece is not None:
+                on_piece(len(piece))
 
     def _receive(self, into: memoryview) -> None:
         try:

@@ -4,10 +4,14 @@ Every pull (a generator fetches a version) is a session of the server with its o
 encrypted. When a version is published, the server computes its delta: the difference from the version before. The
 newest deltas form a chain, which leads from an older version to the newest one. A member that holds a version of this
 chain waits until the newest delta is ready. The oldest deltas are removed when the chain is larger than a full copy.
+
+With peers, ``PeerTree`` chooses for every member from which generator it pulls first. Deltas come from the server.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -19,10 +23,12 @@ import zmq
 from async_rl.net.streams import listening_socket
 from async_rl.weights import control
 from async_rl.weights.manifest import manifest_fields
+from async_rl.weights.peer_messages import PeerFailed, PeerOffer
 from async_rl.weights.scheduler import Member
 from async_rl.weights.server_process import ServerProcess
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.tcp.delta import element_runs
+from async_rl.weights.tcp.peers import EXCLUDED_VERSIONS, PeerPull, PeerTree
 from async_rl.weights.tcp.protocol import (
     KEY_BYTES,
     TO_LEARNER,
@@ -38,7 +44,18 @@ from async_rl.weights.tcp.protocol import (
 )
 from async_rl.weights.transport import Delivery, PullSettings, PullStats, Send
 
+logger = logging.getLogger(__name__)
+
 MAX_PULLED_VERSIONS = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Session:
+    """A pull in progress: the token of the server's session, the version, and from whom it is pulled (with peers)."""
+
+    token: bytes
+    staged: StagedVersion
+    peer_pull: PeerPull | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +96,10 @@ class StreamSender:
         self.port = self._server.port
         self._is_encrypted = settings.is_encrypted
         self._has_deltas = settings.has_deltas
-        self._sessions: dict[int, tuple[bytes, StagedVersion]] = {}
+        self._sessions: dict[int, _Session] = {}
+        self._tree = None if settings.members is None else PeerTree(settings.members)
+        self._assigned: dict[bytes, PeerPull] = {}
+        self._secret = os.urandom(KEY_BYTES)
         self._chain: deque[_DeltaLink] = deque()
         self._job: _DeltaJob | None = None
         self._last_job = 0
@@ -107,6 +127,8 @@ class StreamSender:
         """Let the server compute the delta from the previous version to ``staged``, if deltas are in use."""
         before, self._newest = self._newest, staged
         self._job = None
+        if self._tree is not None:
+            self._tree.publish(staged.manifest.digest)
         if not self._has_deltas or before is None or not has_members:
             return
         self._last_job += 1
@@ -120,18 +142,28 @@ class StreamSender:
     def can_offer(self, staged: StagedVersion, member: Member) -> bool:
         """Return whether ``member`` can be offered the newest version ``staged`` now.
 
-        It can if the server is up, members fetch few enough versions at present, and the delta that is being computed
-        would not help this member.
+        It can if the server is up, members fetch few enough versions at present, the delta that is being computed
+        would not help this member, and, with peers, somebody has a place for it.
         """
         if not self._server.is_up:
             return False
-        pulled_slots = {pulled.slot for _, pulled in self._sessions.values()} | {staged.slot}
+        pulled_slots = {session.staged.slot for session in self._sessions.values()} | {staged.slot}
         if len(pulled_slots) > min(MAX_PULLED_VERSIONS, max(1, staged.num_buffers - 1)):
             return False
-        if self._job is None:
+        if self._job is not None:
+            base = self._job.base.manifest.digest
+            if member.digest == base or any(link.base == member.digest for link in self._chain):
+                return False
+        if self._tree is None:
             return True
-        base = self._job.base.manifest.digest
-        return member.digest != base and all(link.base != member.digest for link in self._chain)
+        digest = staged.manifest.digest
+        if self._links_from(member.digest, digest) is not None:
+            pull = PeerPull(member, digest, None, 1)  # small, so it takes no place at the learner
+        else:
+            pull = self._tree.assign(member, digest)
+        if pull is not None:
+            self._assigned[member.member_id] = pull
+        return pull is not None
 
     def deliver(self, delivery: Delivery, send: Send) -> None:
         """Open a session of the server for the one member of ``delivery``, and send ``Pull`` to that member."""
@@ -143,7 +175,11 @@ class StreamSender:
         links = self._links_from(member.digest, staged.manifest.digest)
         self._server.map_slot(staged.slot, staged.memory)
         self._server.send(OpenSession(token, staged.slot, [link.job for link in links or ()], key))
-        self._sessions[delivery.attempt] = token, staged
+        peer_pull = self._assigned.pop(member.member_id, None)
+        self._sessions[delivery.attempt] = _Session(token, staged, peer_pull)
+        digest = staged.manifest.digest
+        peers = [] if peer_pull is None or peer_pull.source is None else [self._offer(peer_pull, peer_pull.source)]
+        serve_token, serve_key = (b"", b"") if self._tree is None else self._serve_secrets(member, digest)
         pull = control.Pull(
             attempt=delivery.attempt,
             transport="tcp",
@@ -154,15 +190,43 @@ class StreamSender:
             base="" if links is None else member.digest,
             delta_sizes=[link.sizes for link in links or ()],
             deadline_s=control.seconds_until(delivery.deadline),
+            peers=peers,
+            serve_token=serve_token,
+            serve_key=serve_key,
         )
         send(member.member_id, pull)
 
     def end(self, attempt: int, *, intact: bool) -> None:
-        token, _ = self._sessions.pop(attempt)
-        self._server.send(EndSession(token))
+        session = self._sessions.pop(attempt)
+        self._server.send(EndSession(session.token))
+        if self._tree is not None and (pull := session.peer_pull) is not None:
+            self._tree.end(pull, is_complete=pull.member.digest == pull.digest)
+
+    def mark_peer_failed(self, member: Member, failure: PeerFailed) -> None:
+        session = self._sessions.get(failure.attempt)
+        pull = None if session is None else session.peer_pull
+        if self._tree is None or pull is None or pull.member is not member:
+            return
+        source = self._tree.leave_source(pull, is_faulty=failure.is_faulty)
+        if source is not None and failure.is_faulty:
+            self.stats = replace(self.stats, peer_faults=self.stats.peer_faults + 1)
+            logger.warning(
+                "generator %s sends its weights to no other for %d versions, because generator %s reports: %s",
+                source.generator[1], EXCLUDED_VERSIONS, member.generator[1], failure.reason,
+            )  # fmt: skip
 
     def close(self, timeout_s: float) -> None:
         self._server.close()
+
+    def _offer(self, pull: PeerPull, source: Member) -> PeerOffer:
+        token, key = self._serve_secrets(source, pull.digest)
+        return PeerOffer(source.generator[1], source.host, source.peer_port, token, key, pull.depth)
+
+    def _serve_secrets(self, member: Member, digest: str) -> tuple[bytes, bytes]:
+        """Return the token and the key with which this member serves this version. Unencrypted: the key is empty."""
+        name = member.member_id + digest.encode()
+        secret = hashlib.blake2b(name, key=self._secret, digest_size=TOKEN_BYTES + KEY_BYTES).digest()
+        return secret[:TOKEN_BYTES], secret[TOKEN_BYTES:] if self._is_encrypted else b""
 
     def _links_from(self, base: str, digest: str) -> list[_DeltaLink] | None:
         """Return the deltas that lead from the weights with digest ``base`` to those with ``digest``. None if no
@@ -197,7 +261,7 @@ class StreamSender:
         )
         self._chain.append(_DeltaLink(base, manifest.digest, encoded.job, encoded.sizes, size))
         self._shorten(manifest.size_bytes)
-        self.stats = PullStats(size, encoded.elapsed_s, self._server.num_starts)
+        self.stats = replace(self.stats, delta_bytes=size, delta_s=encoded.elapsed_s)
 
     def _shorten(self, max_bytes: int) -> None:
         """Remove the oldest deltas until all deltas of the chain have at most ``max_bytes``."""

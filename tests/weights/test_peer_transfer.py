@@ -1,0 +1,123 @@
+"""Generators that pull versions from each other, over real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+import pytest
+
+from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
+from async_rl.weights.channel.receiver import Receiver
+from async_rl.weights.tcp import peer_pull
+from tests.weights.conftest import ReceiverProcess
+from tests.weights.test_tcp import DEADLINE_S, Plane, a_plane, arrived, assert_same, model, nudged
+
+
+@contextmanager
+def receivers(plane: Plane, *names: str, keys: ClientKeys | None = None) -> Iterator[list[Receiver]]:
+    """Members that joined in this order and have version 0."""
+    with ExitStack() as stack:
+        staged = plane.publish(0, model(0))
+        found: list[Receiver] = []
+        for name in names:
+            found.append(stack.enter_context(closing(Receiver(name, insecure=False, has_peers=True, keys=keys))))
+            found[-1].follow(plane.announcement(staged))
+            assert_same(arrived(found[-1], 0), model(0))
+            assert plane.publisher.wait(0, DEADLINE_S, num_members=len(found))
+        yield found
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_the_second_generator_gets_all_from_the_first_and_the_learner_sends_one_model(tmp_path, is_encrypted: bool):
+    make_keys(tmp_path / "keys")
+    keys = ServerKeys.ephemeral(tmp_path / "keys") if is_encrypted else None
+    mine = ClientKeys.load(tmp_path / "keys" / "client.key") if is_encrypted else None
+    options = {"keys": keys, "is_encrypted": is_encrypted, "has_peers": True}
+    with a_plane(**options) as plane, receivers(plane, "first", "second", keys=mine) as (first, second):
+        plane.publish(1, model(1))
+        for receiver in (first, second):
+            assert_same(arrived(receiver, 1), model(1))
+        assert plane.publisher.wait(1, DEADLINE_S, num_members=2)
+        stats = plane.publisher.stats()
+    assert first.stats().peer_bytes == 0
+    assert second.stats().peer_bytes == second.stats().wire_bytes == first.stats().wire_bytes
+    # Two versions, of which the learner sent each once.
+    assert stats.pulled_bytes - stats.peer_bytes == stats.peer_bytes == first.stats().wire_bytes
+    assert (stats.failures, stats.peer_faults, stats.dropped) == (0, 0, 0)
+
+
+def test_without_the_setting_every_generator_pulls_from_the_learner():
+    with a_plane() as plane, receivers(plane, "first", "second") as (_, second):
+        assert plane.publisher.stats().peer_bytes == second.stats().peer_bytes == 0
+
+
+def test_a_peer_that_sends_one_wrong_bit_is_named_and_the_bytes_come_from_the_learner(caplog):
+    with a_plane(has_peers=True) as plane, receivers(plane, "liar") as (liar,):
+        lie = max(liar._arrivals._by_memory.values(), key=lambda arrival: len(arrival.memory))
+        lie.memory[5] ^= 1
+        with closing(Receiver("honest", insecure=False, has_peers=True)) as honest:
+            honest.follow(plane.announcement(plane.publish(1, model(0))))  # the same weights as another version
+            assert_same(arrived(honest, 1), model(0))
+            assert plane.publisher.wait(1, DEADLINE_S, num_members=2)
+            stats = plane.publisher.stats()
+            assert 0 < honest.stats().peer_bytes < honest.stats().wire_bytes
+        assert (stats.peer_faults, stats.members, stats.dropped) == (1, 2, 0)
+        (line,) = [r.getMessage() for r in caplog.records if "sends its weights to no other" in r.getMessage()]
+        assert line.startswith("generator liar sends its weights to no other for 32 versions, because generator honest")
+        assert "sent wrong bytes: bucket" in line
+        # It is asked no more: the next one pulls from the honest one.
+        with closing(Receiver("third", insecure=False, has_peers=True)) as third:
+            third.follow(plane.announcement(plane.publish(2, model(2))))
+            assert_same(arrived(third, 2), model(2))
+            assert plane.publisher.wait(2, DEADLINE_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_a_peer_that_dies_or_freezes_in_a_transfer_costs_a_short_deadline(
+    start_receiver: Callable[[str], ReceiverProcess], monkeypatch: pytest.MonkeyPatch, fault: str
+):
+    monkeypatch.setattr(peer_pull, "SILENT_S", 1.0)
+    with a_plane(has_peers=True) as plane, closing(Receiver("child", insecure=False, has_peers=True)) as child:
+        parent = start_receiver("parent")
+        staged = plane.publish(0, model(0))
+        parent.follow(plane.announcement(staged))
+        parent.version(0)
+        child.follow(plane.announcement(staged))
+        arrived(child, 0)
+        assert plane.publisher.wait(0, DEADLINE_S, num_members=2)
+        before = child.stats()
+        assert before.peer_bytes == before.wire_bytes
+        parent.send(fault=fault, on="stream")
+        plane.publish(1, model(1))
+        assert_same(arrived(child, 1), model(1))
+        stats = plane.publisher.stats()
+    assert child.stats().peer_bytes - before.peer_bytes < before.peer_bytes
+    assert stats.peer_faults == 1
+    assert stats.failures == 0, "the child reported no failure: the learner's server was its fallback"
+
+
+def test_nobody_is_sent_to_a_generator_that_left():
+    with a_plane(has_peers=True) as plane, receivers(plane, "leaver", "stayer") as (leaver, _):
+        leaver.close()
+        staged = plane.publish(1, model(0))
+        assert plane.publisher.wait(1, DEADLINE_S, num_members=1)
+        with closing(Receiver("late", insecure=False, has_peers=True)) as late:
+            late.follow(plane.announcement(staged))
+            assert_same(arrived(late, 1), model(0))
+            assert late.stats().peer_bytes == late.stats().wire_bytes, "it came from the one that stayed"
+        assert plane.publisher.stats().peer_faults == 0
+
+
+def test_deltas_come_from_the_learner_and_make_a_generator_a_peer_of_those_without_the_base():
+    weights = [model(0), nudged(model(0), 0.01, 1)]
+    with a_plane(has_peers=True, has_deltas=True) as plane, receivers(plane, "old") as (old,):
+        staged = plane.publish(1, weights[1])
+        assert_same(arrived(old, 1), weights[1])
+        assert plane.publisher.wait(1, DEADLINE_S)
+        assert old.stats().wire_bytes < 1.2 * staged.manifest.size_bytes
+        with closing(Receiver("new", insecure=False, has_peers=True)) as new:
+            new.follow(plane.announcement(staged))
+            assert_same(arrived(new, 1), weights[1])
+            assert new.stats().peer_bytes == new.stats().wire_bytes == staged.manifest.size_bytes
