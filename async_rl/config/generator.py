@@ -301,6 +301,13 @@ class GeneratorConfig(Section):
         description="Port at which this generator serves metrics for Prometheus; only by --set of a generator that you "
         "start by hand, because those that launch starts follow log.prometheus_port.",
     )
+    peer_port: int = Field(
+        default=0,
+        ge=0,
+        le=65520,
+        description="Port at which this generator sends weights to others (weights.peers). Generators of one machine "
+        "take the first free one of this and the next 15; 0 is any free port.",
+    )
     serve: bool = Field(
         default=False,
         description="Whether environment.name is an agent: a function that asks an HTTP endpoint of the generator for "

@@ -142,6 +142,11 @@ class WeightsConfig(Section):
         description="Whether tcp sends only the weights that changed since the last version; auto does so only to "
         "other machines.",
     )
+    peers: bool = Field(
+        default=False,
+        description="Whether generators fetch versions from each other, so that the learner sends each about once. "
+        "They must be able to connect to each other (generator.peer_port). Only with transport tcp.",
+    )
     sync_every: int = Field(
         default=1,
         ge=1,
@@ -183,6 +188,15 @@ class WeightsConfig(Section):
             raise ValueError(
                 f'weights.port: expected no value with weights.transport = "{self.transport}", which chooses its own '
                 f'ports, got {self.port!r}; leave out weights.port, or set weights.transport = "tcp"'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_tcp_has_peers(self) -> Self:
+        if self.peers and self.transport != "tcp":
+            raise ValueError(
+                f'weights.peers: expected false with weights.transport = "{self.transport}", got true; generators '
+                f'fetch from each other only by tcp, so set weights.transport = "tcp", or leave weights.peers out'
             )
         return self
 

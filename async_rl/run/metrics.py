@@ -281,8 +281,9 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "weights/members": "Number of generators that receive weights.",
         "weights/bytes": "Size of the version of time/transfer_s, in bytes.",
         "weights/<name>": "Counts since the learner started: dropped_members, dropped_versions, superseded "
-        "(versions), failures, corrupt (buckets), pulled_bytes and pulled_full_bytes (bytes); delta_bytes and delta_s "
-        "(bytes and seconds of the newest difference).",
+        "(versions), failures, corrupt (buckets), pulled_bytes and pulled_full_bytes (bytes), peer_bytes (those of "
+        "pulled_bytes that generators sent to others; the learner sent the rest), peer_faults (failures of those "
+        "generators); delta_bytes and delta_s (bytes and seconds of the newest difference).",
     },
     "Evaluations": {
         **{f"eval/<dataset>/{name}": meaning for name, meaning in EVAL_FIGURES.items()},

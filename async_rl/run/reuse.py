@@ -43,7 +43,7 @@ FREE: tuple[str, ...] = (
     "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",
     "generator.double_buffer", "generator.max_concurrent_groups", "generator.memory_fraction", "generator.num_threads",
     "weights.transport", "weights.port", "weights.deadline_s", "weights.staging_bytes",
-    "weights.trusted_network", "weights.deltas", "weights.parity",
+    "weights.trusted_network", "weights.deltas", "weights.peers", "weights.parity",
     "checkpoint", "log",
     "experimental.max_messages_per_s", "experimental.max_malformed_per_minute", "experimental.distributed_timeout_s",
     "experimental.bucket_bytes", "experimental.parity_every", "experimental.parity_limit", "experimental.linger_s",

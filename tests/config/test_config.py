@@ -399,6 +399,13 @@ def test_other_ports_for_weights_are_refused(value: object):
         WeightsConfig(port=value)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("transport", ["auto", "gloo", "nccl"])
+def test_generators_fetch_from_each_other_only_by_tcp(transport: str):
+    assert WeightsConfig(peers=True, transport="tcp").peers
+    with pytest.raises(ValueError, match=r'weights\.peers: expected false .* set weights\.transport = "tcp"'):
+        WeightsConfig(peers=True, transport=transport)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("transport", ["gloo", "nccl"])
 def test_transports_that_choose_their_own_ports_take_none(transport: str):
     with pytest.raises(ValueError, match=r"weights\.port: expected no value with weights\.transport"):

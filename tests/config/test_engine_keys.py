@@ -27,6 +27,7 @@ REFUSED_BY_CAPABILITY: dict[str, Any] = {
 READ_BY_ALL = {
     # by launch and the loop around a backend
     "generator.backend", "generator.count", "generator.prometheus_port", "generator.devices", "generator.batch_size",
+    "generator.peer_port",
     "generator.max_concurrent_groups", "generator.num_threads", "generator.allow_code", "generator.serve",
     # by the queue, which puts them into leases; the fake backend has no model, so it writes no stop string
     "sampling.group_size", "sampling.temperature", "sampling.temperature_end", "sampling.temperature_steps",

@@ -174,6 +174,8 @@ def _receiver(
         device=cuda_device(config),
         keys=keys,
         has_ports=config.weights.port is not None,
+        has_peers=config.weights.peers,
+        peer_port=config.generator.peer_port,
         engine=backend.ranks if isinstance(backend, MultiRankBackend) else None,
     )
 

@@ -104,6 +104,8 @@ class StagedWeights:
             "weights/members": stats.members,
             "weights/pulled_bytes": stats.pulled_bytes,
             "weights/pulled_full_bytes": stats.pulled_full_bytes,
+            "weights/peer_bytes": stats.peer_bytes,
+            "weights/peer_faults": stats.peer_faults,
             "weights/delta_bytes": stats.delta_bytes,
             "weights/delta_s": stats.delta_s,
             "weights/failures": stats.failures,

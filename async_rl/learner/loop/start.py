@@ -453,6 +453,7 @@ def _publisher(config: Config, queue_address: str, context: LearnerContext) -> P
         device=str(context.device) if context.device.type == "cuda" else None,
         chunk_bytes=config.experimental.bucket_bytes,
         has_deltas=None if weights.deltas == "auto" else weights.deltas == "on",
+        has_peers=weights.peers,
         ports=weights.ports,
     )
     why = "" if weights.port is None else "; weights.port is set, and gloo and nccl would choose their own ports"
