@@ -13,7 +13,7 @@ from async_rl.api.code_name import refuse_while_imported
 from async_rl.api.inputs import Base, Rows, read_inputs
 from async_rl.api.run import Run
 from async_rl.errors import RunError, RunFailedError, StoppedError, UserError
-from async_rl.launch.launch import launch
+from async_rl.launch.launch import Ended, launch
 
 Source = str | PathLike[str] | Rows
 Reward = str | Callable[..., Any]
@@ -83,6 +83,12 @@ def train(
     except UserError as error:
         error.args = tuple(map(_in_python, map(str, error.args)))
         raise error.with_traceback(None) from error.__cause__
+    _check_end(ended)
+    return Run(inputs.config.run.dir)
+
+
+def _check_end(ended: Ended) -> None:
+    """Raise what a failed or stopped run raises; after Ctrl-C, print how to go on."""
     # Indented lines quote logs.
     why = "\n".join(line if line.startswith(" ") else _in_python(line) for line in ended.why)
     if ended.exit_code == 128 + signal.SIGTERM:
@@ -91,7 +97,6 @@ def train(
         raise RunFailedError(why)
     if why:
         print(why)  # noqa: T201 - Ctrl-C
-    return Run(inputs.config.run.dir)
 
 
 def _in_python(text: str) -> str:

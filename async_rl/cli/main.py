@@ -316,6 +316,17 @@ def queue(
         run_queue(resolved, run_id=run_id or "", fresh=fresh, insecure=insecure)
 
 
+_Alive = Annotated[
+    str | None,
+    typer.Option(
+        "--alive",
+        metavar="NAME",
+        help="Print only whether this process of the run is alive: queue, learner or a generator's id. For health "
+        "checks.",
+    ),
+]
+
+
 @app.command(short_help="Show how a run is doing.")
 def status(
     run_dir: Annotated[
@@ -335,15 +346,7 @@ def status(
         float, typer.Option("--timeout", metavar="SECONDS", min=0.1, help="How long to wait for an answer.")
     ] = 5.0,
     keys: Keys = None,
-    alive: Annotated[
-        str | None,
-        typer.Option(
-            "--alive",
-            metavar="NAME",
-            help="Print only whether this process of the run is alive: queue, learner or a generator's id. For health "
-            "checks.",
-        ),
-    ] = None,
+    alive: _Alive = None,
 ) -> None:
     """Show how a run is doing: generators, versions, ready groups, the ledger, and what waits for what.
 

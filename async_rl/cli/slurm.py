@@ -13,6 +13,36 @@ if TYPE_CHECKING:
     from async_rl.slurm.jobs import Scripts
 
 slurm_command = typer.Typer(rich_markup_mode=None)
+_Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks-per-node",
+        metavar="N",
+        min=1,
+        help="Learner ranks, and GPUs, on each node; learner.nproc if unset.",
+    ),
+]
+_Time = Annotated[
+    str | None,
+    typer.Option("--time", metavar="TIME", help="Time limit of each job, as in 04:00:00. At it, a job is requeued."),
+]
+_Sbatch = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sbatch",
+        metavar="KEY=VALUE",
+        help="Another option of sbatch for each job, as in cpus-per-task=8. May be repeated.",
+    ),
+]
+_Setup = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--setup",
+        metavar="LINE",
+        help="A line of shell that each job runs first, as in 'source .venv/bin/activate'. May be repeated. If "
+        "unset, the jobs use this async-rl.",
+    ),
+]
 
 
 @slurm_command.command("slurm", short_help="Write the jobs of a run for a Slurm cluster, and submit them.")
@@ -20,45 +50,17 @@ def slurm(
     config: ConfigPath,
     overrides: Overrides = None,
     nodes: Annotated[int, typer.Option("--nodes", metavar="N", min=1, help="Nodes of the learner's job.")] = 1,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            "--ranks-per-node",
-            metavar="N",
-            min=1,
-            help="Learner ranks, and GPUs, on each node; learner.nproc if unset.",
-        ),
-    ] = None,
+    ranks: _Ranks = None,
     generators: Annotated[
         int | None,
         typer.Option("--generators", metavar="N", min=0, help="Number of generators; generator.count if unset."),
     ] = None,
     no_gpus: Annotated[bool, typer.Option("--no-gpus", help="Ask Slurm for no GPUs.")] = False,
-    time: Annotated[
-        str | None,
-        typer.Option(
-            "--time", metavar="TIME", help="Time limit of each job, as in 04:00:00. At it, a job is requeued."
-        ),
-    ] = None,
+    time: _Time = None,
     partition: Annotated[str | None, typer.Option("--partition", metavar="NAME", help="The jobs' partition.")] = None,
     account: Annotated[str | None, typer.Option("--account", metavar="NAME", help="The jobs' account.")] = None,
-    sbatch: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sbatch",
-            metavar="KEY=VALUE",
-            help="Another option of sbatch for each job, as in cpus-per-task=8. May be repeated.",
-        ),
-    ] = None,
-    setup: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--setup",
-            metavar="LINE",
-            help="A line of shell that each job runs first, as in 'source .venv/bin/activate'. May be repeated. If "
-            "unset, the jobs use this async-rl.",
-        ),
-    ] = None,
+    sbatch: _Sbatch = None,
+    setup: _Setup = None,
     submit: Annotated[bool, typer.Option("--submit", help="Submit the jobs.")] = False,
 ) -> None:
     """Write two batch scripts for the run of CONFIG to RUN_DIR-slurm, and print them: the learner, and the generators.

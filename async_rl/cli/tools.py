@@ -325,11 +325,9 @@ def evaluate(
             found = run_eval(models, settings, out=out, insecure=insecure, report=progress.show)
     if as_json:
         print_json(evaluation_json(found))
-        return
-    for line in describe(found, settings.config, width=shutil.get_terminal_size().columns):
-        typer.echo(visible(line))
-    if out is not None:
-        typer.echo(f"answers: {', '.join(str(out / f'{name}.jsonl') for name in settings.config.data.eval)}")
+    else:
+        for line in describe(found, settings.config, width=shutil.get_terminal_size().columns, out=out):
+            typer.echo(visible(line))
 
 
 @tools.command(short_help="Write a checkpoint as a Hugging Face model directory.")

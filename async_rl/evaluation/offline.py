@@ -127,10 +127,11 @@ def evaluation_json(found: Sequence[Evaluated]) -> dict[str, Any]:
     return {"results": [asdict(one) for one in found]}
 
 
-def describe(found: Sequence[Evaluated], config: Config, *, width: int) -> list[str]:
+def describe(found: Sequence[Evaluated], config: Config, *, width: int, out: Path | None = None) -> list[str]:
     """Return lines of text that show the results ``found``. ``width`` is the number of columns of the terminal.
 
-    A single result is shown with one line per figure. Several results are shown in one table per dataset.
+    A single result is shown with one line per figure. Several results are shown in one table per dataset. The last line
+    names the files of answers in ``out``, if there are any.
     """
     lines: list[str] = []
     for name in dict.fromkeys(one.dataset for one in found):
@@ -141,6 +142,8 @@ def describe(found: Sequence[Evaluated], config: Config, *, width: int) -> list[
         else:
             lines += eval_table(["model"], [Entry((one.model,), one.figures) for one in of_set])
         lines += [line for one in of_set for line in _failure_lines(one)]
+    if out is not None:
+        lines.append(f"answers: {', '.join(str(out / f'{name}.jsonl') for name in config.data.eval)}")
     return lines
 
 

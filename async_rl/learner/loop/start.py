@@ -258,37 +258,12 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             run_dir, point, state, config, written, on_row=on_row, confirm=confirm
         )
         _record_changes(run_dir, restored, config)
-        gate = _parity_gate(config, engine, queue, context.device)
         audit = written.enter_context(closing(build_audit(config, state, engine, queue, context.decode)))
-        Trainer(
-            config,
-            state=state,
-            engine=engine,
-            queue=queue,
-            weights=_weights_sender(config, publisher),
-            metrics=metrics,
-            step_log=trained,
-            run_dir=run_dir.path,
-            decode=context.decode,
-            parts=[
-                audit,
-                *step_parts(
-                    config, state, gate=gate, critic=context.critic, sampling=context.sampling, address=queue.address
-                ),
-                RolloutRecords(
-                    config,
-                    state,
-                    run_dir=run_dir,
-                    summaries=summaries,
-                    decode=context.decode_all or context.decode,
-                    confirm=confirm,
-                ),
-            ],
-            probes=gate,
-            stop_signal=context.stop_signal,
-            vocab_size=vocabulary_size(config.model.path),
-            routing=model_routing(config.model.path) if config.model.routing_replay else None,
-        ).run()
+        trainer = _trainer(
+            config, state, engine, queue, context, run_dir, weights=_weights_sender(config, publisher),
+            audit=audit, metrics=metrics, trained=trained, summaries=summaries, confirm=confirm,
+        )  # fmt: skip
+        trainer.run()
         # Release the other ranks now: the export of a large model may outlast their timeout.
         engine.close()
         # Generators and queue stay until all is written, because a learner that dies now is restarted and needs them.
@@ -299,6 +274,38 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         queue.close()
         written.close()
     return read_rows(run_dir.metrics)
+
+
+def _trainer(
+    config: Config, state: TrainerState, engine: Engine, queue: LearnerQueue, context: LearnerContext,
+    run_dir: RunDir, *, weights: WeightsSender, audit: StepPart, metrics: MetricsWriter, trained: StepLog,
+    summaries: StepLog, confirm: Callable[[], None],
+) -> Trainer:  # fmt: skip
+    """Return the loop with its real parts, in the order in which a step calls them."""
+    gate = _parity_gate(config, engine, queue, context.device)
+    parts = step_parts(
+        config, state, gate=gate, critic=context.critic, sampling=context.sampling, address=queue.address
+    )
+    records = RolloutRecords(
+        config, state, run_dir=run_dir, summaries=summaries, decode=context.decode_all or context.decode,
+        confirm=confirm,
+    )  # fmt: skip
+    return Trainer(
+        config,
+        state=state,
+        engine=engine,
+        queue=queue,
+        weights=weights,
+        metrics=metrics,
+        step_log=trained,
+        run_dir=run_dir.path,
+        decode=context.decode,
+        parts=[audit, *parts, records],
+        probes=gate,
+        stop_signal=context.stop_signal,
+        vocab_size=vocabulary_size(config.model.path),
+        routing=model_routing(config.model.path) if config.model.routing_replay else None,
+    )
 
 
 def _connect_queue(config: Config, run_dir: RunDir, engine: Engine, context: LearnerContext) -> LearnerQueue:
