@@ -61,8 +61,8 @@ def write_report(
     left_out = ""
     if num_packed < num_recorded:
         left_out = (
-            f"It has the text of {num_packed:,} of the {num_recorded:,} recorded rollouts; async-rl report --serve "
-            f"shows all of them."
+            f"It has the text of {num_packed:,} of the {num_recorded:,} recorded rollouts and answers; async-rl report "
+            f"--serve shows all of them."
         )
     progress.show(f"writing {out}")
     try:

@@ -221,15 +221,16 @@ def eval_files(run_dir: RunDir) -> Iterator[tuple[str, int, Path]]:
             yield name, int(number), path
 
 
-def read_records(path: Path, fields: frozenset[str] | None = None) -> list[Plain]:
-    """Return the records of a file of rollouts; with other ``fields``, of answers.
+def read_records(path: Path, fields: frozenset[str] | None = None, lines: slice = slice(None)) -> list[Plain]:
+    """Return the records of a file of rollouts, or of ``lines`` of it; with other ``fields``, of answers.
 
     Raises:
         RunError: the file is damaged.
     """
     fields = _FIELDS if fields is None else fields
     try:
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+        written = [line for line in path.read_text(encoding="utf-8").split("\n") if line]
+        records = [json.loads(line) for line in written[lines]]
         if all(isinstance(record, dict) and record.keys() >= fields for record in records):
             return records
         got = "others"
@@ -264,7 +265,8 @@ def chunk_bytes(chunk: Chunk) -> bytes:
     Raises:
         RunError: a file is damaged, or has fewer rollouts by now.
     """
-    records = read_records(chunk.path, chunk.fields)[chunk.start : chunk.end]
+    # An evaluation has many chunks in one file: to read all its records for each of them would take minutes.
+    records = read_records(chunk.path, chunk.fields, slice(chunk.start, chunk.end))
     if len(records) != chunk.end - chunk.start:
         raise RunError(f"{chunk.path} has changed; make the report again")
     header: Plain = {"records": records}

@@ -194,17 +194,45 @@ def test_an_evaluation_shows_how_a_row_s_answer_changed(browser: Chromium, tmp_p
     browser.open((tmp_path / "page.html").as_uri())
     assert browser.run("browser.found.length") == 1  # training comes first
     browser.run("browser.form.elements.set.value = 'math'; filter()")
-    assert browser.run("document.querySelector('.pager span').textContent") == "4 of 4 rollouts · page 1 of 1"
+    assert browser.run("document.querySelector('.pager span').textContent") == "4 of 4 answers · page 1 of 1"
+    assert browser.run("document.querySelector('[data-of=stale]').hidden")  # no answer has a staleness to filter
     browser.run(OPEN)
     shown = "document.querySelector('#rollout').textContent"
     assert browser.run(shown).startswith("Evaluation math at step 0, dataset row 3, answer 0 link")
     assert "<img src=x onerror=alert(2)>" in browser.run(shown)
     steps = "[...document.querySelectorAll('#rollout .modes button')]"
     assert browser.run(f"{steps}.map((one) => one.textContent)") == ["0: 0", "4: 1"]
+    columns = "[...document.querySelectorAll('#rollout .beside > div')]"
+    seen = browser.run(f"{columns}.map((one) => one.textContent)")
+    assert seen[0].startswith("step 0 accuracy 0, 3 tokens</script><script>alert(1)")
+    assert "U+202E" in seen[0]
+    assert seen[1:] == ["step 4 accuracy 1, 3 tokens2"]
+    assert browser.run(f"{columns}.map((one) => one.className)") == ["at", ""]
+    assert browser.run("document.querySelectorAll('#rollout img, #rollout script').length") == 0
+    assert browser.run("document.documentElement.scrollWidth <= innerWidth")
     browser.run(f"{steps}[1].click(); new Promise((go) => setTimeout(go, 300))")
     assert browser.run(shown).startswith("Evaluation math at step 4, dataset row 3")
     browser.run("browser.form.elements.set.value = ''; filter(); location.hash = '#rollout=4.4.0.0.math'")
     browser.run("new Promise((go) => setTimeout(go, 300))")
     assert browser.run("browser.form.elements.set.value") == "math"
-    assert browser.run(shown).endswith("This row got no answer.")
+    assert browser.run(shown).endswith("step 4 accuracy 0No answer.")
+    assert browser.errors == []
+
+
+def test_an_evaluation_is_filtered_by_correctness_and_shows_some_of_many_steps(browser: Chromium, tmp_path: Path):
+    run = a_run(tmp_path / "run")
+    write_rollouts(run, 1, [a_rollout(), a_rollout(index=1)])
+    for step in range(11):
+        write_answers(run, "math", step, [an_answer(3, accuracy=float(step > 7), response=f"at {step}")])
+    write_report([run], tmp_path / "page.html", progress=Progress(quiet=True))
+    browser.open((tmp_path / "page.html").as_uri())
+    browser.run("browser.form.elements.set.value = 'math'; filter()")
+    browser.run("document.querySelector('[name=accuracy-min]').value = '1'; filter()")
+    assert browser.run("browser.found.map((i) => browser.index.step[i])") == [8, 9, 10]
+    browser.run(OPEN)
+    said = "[...document.querySelectorAll('.beside .say')].map((one) => one.textContent)"
+    # Six evenly of 0 to 10, and the open one.
+    assert browser.run(said) == ["at 0", "at 2", "at 4", "at 6", "at 8", "at 10"]
+    browser.run("document.querySelector('.beside + button').click(); new Promise((go) => setTimeout(go, 300))")
+    assert browser.run(said) == [f"at {step}" for step in range(11)]
     assert browser.errors == []

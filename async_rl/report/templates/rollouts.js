@@ -1,11 +1,15 @@
 // The rollout browser: an index that is filtered, a table of what is left, and one rollout with its tokens.
 "use strict";
 
-const PAGE_ROWS = 100, MOST_TOKENS = 4000;
+const PAGE_ROWS = 100, MOST_TOKENS = 4000, MOST_STEPS = 6;
 const HIDDEN = /[^\n\t\P{Cc}]|[\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/u;
 const COLUMNS = { step: "step", row: "row", reward: "reward", tokens: "tokens", stale: "staleness",
   finish: "ended by" };
-const RANGES = { step: "step", reward: "reward", tokens: "tokens", stale: "staleness" };
+const RANGES = { step: "step", reward: "reward", accuracy: "accuracy", tokens: "tokens", stale: "staleness" };
+/** What only rollouts of training have. Answers of evaluations have their accuracy in the list instead. */
+const TRAINING_ONLY = new Set(["stale", "cause"]);
+const columnsShown = () => Object.entries(COLUMNS).map(([name, label]) => browser.isEvaluation && name === "stale"
+  ? ["accuracy", "accuracy"] : [name, label]);
 const browser = { run: 0, index: null, chunks: new Map(), found: [], page: 0, open: -1, sort: "step", down: false,
   mode: "entropy" };
 
@@ -59,14 +63,14 @@ function buildBrowser() {
     const box = (end, hint) => h("input", { type: "number", step: "any", name: `${name}-${end}`,
       placeholder: number(hint),
       "aria-label": `${label}, ${end === "min" ? "at least" : "at most"}`, oninput: apply });
-    return h("div", { class: "range", role: "group", "aria-label": label }, label,
+    return h("div", { class: "range", role: "group", "aria-label": label, "data-of": name }, label,
       h("span", {}, box("min", low), "–", box("max", high)));
   };
   const choice = (name, label) => {
     const used = [...new Set(index[name])].map((code) => index.names[code]);
     if (used.length < 2) return null;
-    return h("label", {}, label, h("select", { name, onchange: apply }, h("option", { value: "*" }, "any"),
-      used.sort().map((value) => h("option", { value }, value || "none"))));
+    return h("label", { "data-of": name }, label, h("select", { name, onchange: apply },
+      h("option", { value: "*" }, "any"), used.sort().map((value) => h("option", { value }, value || "none"))));
   };
   const sets = browser.sets = setsOf(index);
   const form = h("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
@@ -81,7 +85,10 @@ function buildBrowser() {
     choice("finish", "ended by"), choice("cause", "left out for"),
     h("label", {}, "text", h("select", { name: "text", onchange: apply }, h("option", { value: "*" }, "any"),
       h("option", { value: "here" }, "can be read"))),
-    h("button", { type: "reset", onclick: () => setTimeout(apply) }, "Reset"));
+    h("button", { type: "reset", onclick: () => {
+      const { set } = form.elements, name = set?.value;  // a choice of what to look at, not a filter of it
+      setTimeout(() => { if (set) set.value = name; apply(); });
+    } }, "Reset"));
   const list = h("div", { class: "list" }), detail = h("div", { class: "detail-box", id: "rollout", tabindex: -1 },
     h("p", { class: "empty" }, "Choose a rollout in the list. Arrow keys move there."));
   $("#browser").replaceChildren(form, h("div", { class: "pair" }, list, detail));
@@ -97,17 +104,20 @@ const setsOf = (index) => [...new Set(index.set)].map((code) => index.names[code
 const canOpen = (i) => browser.index.chunk[i] >= 0;
 
 function filter() {
-  const index = browser.index, values = new FormData(browser.form), count = index.step.length, tests = [];
-  for (const name of Object.keys(RANGES)) {
+  const index = browser.index, values = new FormData(browser.form), count = index.step.length;
+  const set = index.names.indexOf(values.get("set") ?? browser.sets[0]), tests = [(i) => index.set[i] === set];
+  browser.isEvaluation = index.names[set] !== "";
+  const acts = (name) => !(browser.isEvaluation && TRAINING_ONLY.has(name));
+  for (const box of browser.form.querySelectorAll("[data-of]")) box.hidden = !acts(box.dataset.of);
+  if (!acts(browser.sort)) browser.sort = "step";
+  for (const name of Object.keys(RANGES).filter(acts)) {
     const column = index[name], low = values.get(`${name}-min`), high = values.get(`${name}-max`);
     if (low !== "" && low !== null) tests.push((i) => column[i] !== null && column[i] >= Number(low));
     if (high !== "" && high !== null) tests.push((i) => column[i] !== null && column[i] <= Number(high));
   }
-  const set = index.names.indexOf(values.get("set") ?? browser.sets[0]);
-  tests.push((i) => index.set[i] === set);
   browser.total = index.set.filter((one) => one === set);
   if (values.get("row")) { const row = Number(values.get("row")); tests.push((i) => index.row[i] === row); }
-  for (const name of ["finish", "cause"]) {
+  for (const name of ["finish", "cause"].filter(acts)) {
     const value = values.get(name);
     if (value !== null && value !== "*") { const code = index.names.indexOf(value);
       tests.push((i) => index[name][i] === code); }
@@ -131,7 +141,7 @@ const count = (list) => list.length.toLocaleString("en");
 function drawList() {
   const { index, found, page } = browser, first = page * PAGE_ROWS,
     pages = Math.max(1, Math.ceil(found.length / PAGE_ROWS));
-  const head = Object.entries(COLUMNS).map(([name, label]) =>
+  const columns = columnsShown(), head = columns.map(([name, label]) =>
     h("th", { scope: "col", "aria-sort": browser.sort !== name ? "none"
     : browser.down ? "descending" : "ascending" }, h("button", { type: "button", onclick: () => {
     browser.down = browser.sort === name && !browser.down;
@@ -143,7 +153,7 @@ function drawList() {
       (cause ? `, left out: ${cause}` : "") };
     return h("tr", { tabindex: at ? -1 : 0, "data-i": i, "aria-selected": String(i === browser.open),
       class: canOpen(i) ? null : "dim" },
-      Object.keys(COLUMNS).map((name) => h("td", {}, ...safe(cells[name] ?? number(index[name][i])))));
+      columns.map(([name]) => h("td", {}, ...safe(cells[name] ?? number(index[name][i])))));
   });
   const go = (to) => { browser.page = to; drawList(); };
   const choose = (row) => { if (row) { row.focus(); openRollout(Number(row.dataset.i)); } };
@@ -157,7 +167,8 @@ function drawList() {
     } }, h("thead", {}, h("tr", {}, head)), h("tbody", {}, rows))),
     h("div", { class: "pager" }, h("button", { type: "button", disabled: page === 0, "aria-label": "Rows before",
       onclick: () => go(page - 1) }, "‹"),
-      h("span", { role: "status" }, `${count(found)} of ${count(browser.total)} rollouts · page ${page + 1} of ${pages}`),
+      h("span", { role: "status" }, `${count(found)} of ${count(browser.total)} ` +
+        `${browser.isEvaluation ? "answers" : "rollouts"} · page ${page + 1} of ${pages}`),
       h("button", { type: "button", disabled: page + 1 >= pages, "aria-label": "Next rows", onclick: () =>
         go(page + 1) }, "›")));
 }
@@ -189,7 +200,43 @@ async function openRollout(i) {
   let chunk;
   try { chunk = await chunkOf(index.chunk[i]); } catch (error) { box.replaceChildren(h("p", { class: "bad" },
     String(error))); return; }
-  if (browser.open === i) box.replaceChildren(...summary(i), ...recordView(chunk.records[index.slot[i]], chunk));
+  if (browser.open !== i) return;
+  const over = browser.index.names[index.set[i]] ? answersOver(i) : [], record = chunk.records[index.slot[i]];
+  box.replaceChildren(...summary(i), ...recordView(record, chunk, over.length > 1 ? besideEachOther(over, i) : null));
+}
+
+/** The answers with the same number to the same row of an evaluation set, by step. */
+function answersOver(i) {
+  const index = browser.index, found = [];
+  for (let j = 0; j < index.step.length; j++) if (index.set[j] === index.set[i] &&
+    index.position[j] === index.position[i] && index.index[j] === index.index[i]) found.push(j);
+  return found;
+}
+
+/** Columns with the answers of a row over the steps: the open one, and others evenly over the steps. */
+function besideEachOther(over, i) {
+  const hold = h("div", { class: "beside", role: "group", "aria-label": "The row's answers by step" });
+  const show = (chosen) => hold.replaceChildren(...chosen.map((j) => answerColumn(j, j === i)));
+  const last = over.length - 1, evenly = Array.from({ length: MOST_STEPS }, (_, k) =>
+    over[Math.round(k * last / (MOST_STEPS - 1))]);
+  show(over.length <= MOST_STEPS ? over : over.filter((j) => j === i || evenly.includes(j)));
+  const all = over.length <= MOST_STEPS ? null : h("button", { type: "button", onclick: (event) => {
+    event.target.remove(); show(over); } }, `All ${over.length} steps`);
+  return [h("h3", {}, "Answers by step"), hold, all].filter(Boolean);
+}
+
+function answerColumn(j, isOpen) {
+  const index = browser.index, accuracy = index.accuracy[j], text = h("div", { class: "say", tabindex: 0 }, "…");
+  const say = (...parts) => text.replaceChildren(...parts);
+  if (!canOpen(j)) say(h("span", { class: "dim" }, "Not in this file; async-rl report --serve shows it."));
+  else chunkOf(index.chunk[j]).then((chunk) => {
+    const { response, sequences } = chunk.records[index.slot[j]];
+    say(...(response === null ? [h("span", { class: "dim" }, "No answer.")]
+      : safe(sequences ? sequences.join("\n") : response)));
+  }).catch((error) => say(h("span", { class: "bad" }, String(error))));
+  return h("div", { class: isOpen ? "at" : null }, h("p", { class: "who" }, h("b", {}, `step ${index.step[j]}`), " ",
+    h("span", { class: accuracy >= 1 ? "good" : accuracy > 0 ? null : "bad" }, `accuracy ${number(accuracy)}`),
+    index.tokens[j] === null ? "" : `, ${index.tokens[j]} tokens`), text);
 }
 
 /** The part of the page's address that opens a rollout: its step, position and number, the run if not the first, and
@@ -241,11 +288,10 @@ function siblings(name, about, found, i, word, value) {
 }
 
 function summary(i) {
-  const index = browser.index, group = [], over = [], set = index.names[index.set[i]];
+  const index = browser.index, group = [], set = index.names[index.set[i]], over = set ? answersOver(i) : [];
   for (let j = 0; j < index.step.length; j++) {
     if (index.set[j] !== index.set[i] || index.position[j] !== index.position[i]) continue;
     if (index.step[j] === index.step[i]) group.push(j);
-    if (set && index.index[j] === index.index[i]) over.push(j);
   }
   return [h("h3", {}, set ? "Evaluation " : "", ...safe(set), set ? " at step " : "Step ",
     `${index.step[i]}, dataset row ${index.row[i]}, ${set ? "answer" : "rollout"} ${index.index[i]} `,
@@ -261,7 +307,8 @@ function summary(i) {
       (j) => `${index.step[j]}: ${number(index.accuracy[j])}`)].filter(Boolean);
 }
 
-function recordView(record, chunk) {
+/** A record's fields, prompt and answer; ``answers`` are shown instead of the answer. */
+function recordView(record, chunk, answers = null) {
   const parts = [], calls = record.session ? Object.entries(record.session.tools).map(([name, n]) =>
     `${name} × ${n}`).join(", ") : "";
   parts.push(facts([...Object.entries(record.reward_parts || {}).map(([name, value]) =>
@@ -277,7 +324,8 @@ function recordView(record, chunk) {
     `${turn.num_tokens} tokens, reward ${number(turn.reward)}`])));
   const spans = (record.spans || []).map(([end, reward]) => `up to token ${end}: ${number(reward)}`).join("; ");
   if (spans) parts.push(h("p", { class: "who" }, `Rewards of parts: ${spans}`));
-  if (record.columns) parts.push(...tokenView(record, chunk));
+  if (answers) parts.push(...answers);
+  else if (record.columns) parts.push(...tokenView(record, chunk));
   else if (record.sequences) parts.push(h("h3", {}, "Sequences"),
     record.sequences.map((text) => h("div", { class: "say", tabindex: 0 }, ...safe(text))));
   else if (record.response === null) parts.push(h("p", { class: "empty" }, "This row got no answer."));
