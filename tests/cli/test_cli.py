@@ -38,6 +38,7 @@ COMMANDS = (
     "status",
     "config",
     "compare",
+    "plan",
     "sweep",
     "eval",
     "export",
@@ -648,7 +649,9 @@ def test_a_damaged_ledger_of_a_finished_run_is_one_message(tmp_path: Path, capsy
     assert f"expected a JSON object in {tmp_path}/ledger.json" in refusal(capsys, "status", str(tmp_path))
 
 
-@pytest.mark.parametrize("command", ["status", "compare", "doctor", "eval", "export", "sweep", "config", "launch"])
+@pytest.mark.parametrize(
+    "command", ["status", "compare", "plan", "doctor", "eval", "export", "sweep", "config", "launch"]
+)
 def test_scripts_can_ask_for_json_and_silence(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
