@@ -306,7 +306,7 @@ class _Simulation:
             steps_per_s=self._num_steps / time_s,
             idle_learner=min(1.0, wait_s / time_s),
             idle_generators=max(0.0, 1 - busy_s / (time_s * len(self._generators))),
-            staleness={age: count / max(1, trained) for age, count in sorted(self._ages.items())},
+            staleness={age: count / max(1, self._ages.total()) for age, count in sorted(self._ages.items())},
             dropped=late / max(1, late + kept),
             masked=masked / max(1, masked + trained),
             weights_bytes_per_s=num_received * self._rates.version_bytes / time_s,

@@ -93,6 +93,12 @@ def test_mask_loses_the_old_tokens_of_long_answers_and_drop_their_groups():
     assert max(masked.staleness) == max(dropped.staleness) == 1
 
 
+def test_the_shares_of_the_trained_tokens_add_up_to_one():
+    # The learner takes its next batch at once, so one batch is taken, but not trained, at the end of what counts.
+    found = predict(5, lengths=Lengths(20, 1.2), train_s=2.0, after_s=0.2, decode_step_s=0.1, generators=3)
+    assert sum(found.staleness.values()) == pytest.approx(1)
+
+
 def test_the_same_setting_gives_the_same_prediction():
     assert predict(2, lengths=Lengths(10, 1.0)) == predict(2, lengths=Lengths(10, 1.0))
 
