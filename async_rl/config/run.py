@@ -85,7 +85,8 @@ class CheckpointConfig(Section):
         if value is not None and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^@?#:\s]+", value):
             raise ValueError(
                 "expected a URL such as s3://bucket/path or file:///mnt/path, without user, password and options, "
-                "because configs are stored and logged: the store's package has its own place for credentials"
+                "because configs are stored and logged: the store's package has its own place for credentials; got "
+                + re.sub(r"//.*@", "//***@", value).partition("?")[0]
             )
         return value
 
