@@ -110,9 +110,10 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
         AddressError: the queue server did not answer within ``timeout_s`` seconds.
     """
     run_dir = RunDir(path)
+    mirror = {"mirror": line} if (line := mirror_line(run_dir)) else {}
     if run_dir.is_finished and (ledger := run_dir.read_ledger()):
         known = {key: ledger.pop(key) for key in _OF_THE_RUN if key in ledger}
-        return {**known, "finished": True, "mirror": mirror_line(run_dir), "ledger": ledger}
+        return {**known, "finished": True, **mirror, "ledger": ledger}
     record = read_record(path)
     if record is None:
         raise RunError(
@@ -127,7 +128,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
     if keys is None and run_dir.config.exists():
         keys = client_keys_of(load_run_config(run_dir.config).queue.keys)
     try:
-        return {**ask_status(record.address, timeout_s, keys), "mirror": mirror_line(run_dir)}
+        return {**ask_status(record.address, timeout_s, keys), **mirror}
     except QueueError as error:
         raise AddressError(
             f"the queue server of the run in {path}, at {record.address}, did not answer within {timeout_s:g} s: it "
