@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 import pytest
+import torch
 
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from async_rl.weights.channel.receiver import Receiver
@@ -108,6 +109,25 @@ def test_nobody_is_sent_to_a_generator_that_left():
             assert_same(arrived(late, 1), model(0))
             assert late.stats().peer_bytes == late.stats().wire_bytes, "it came from the one that stayed"
         assert plane.publisher.stats().peer_faults == 0
+
+
+def test_deltas_that_are_too_large_for_all_generators_give_way_to_peers():
+    # Float32 weights that all change: a delta has 0.56 of the bytes. Five of them are more than two versions.
+    named = [{"w": torch.randn(1 << 15, generator=torch.Generator().manual_seed(0))}]
+    named.append({"w": named[0]["w"] * (1 + 1e-2 * torch.rand(1 << 15))})
+    for num_generators, is_delta in ((2, True), (5, False)):
+        with a_plane(has_peers=True, has_deltas=True) as plane, ExitStack() as stack:
+            staged = plane.publish(0, named[0])
+            for index in range(num_generators):
+                receiver = stack.enter_context(closing(Receiver(f"g{index}", insecure=False, has_peers=True)))
+                receiver.follow(plane.announcement(staged))
+            assert plane.publisher.wait(0, DEADLINE_S, num_members=num_generators)
+            before = plane.publisher.stats()
+            plane.publish(1, named[1])
+            assert plane.publisher.wait(1, DEADLINE_S)
+            after = plane.publisher.stats()
+        assert (after.peer_bytes == before.peer_bytes) == is_delta
+        assert (after.pulled_bytes - before.pulled_bytes < num_generators * staged.manifest.size_bytes) == is_delta
 
 
 def test_deltas_come_from_the_learner_and_make_a_generator_a_peer_of_those_without_the_base():

@@ -19,8 +19,9 @@ WAIT_S = 1.0
 """Time between two ``WAIT``."""
 SILENT_S = 4.0
 """A peer that has sent nothing for this long, not even ``WAIT``, is given up."""
-WINDOW_BYTES = 64 << 20
-"""A peer that sends less than this in a window of time is given up, see ``window_s``."""
+WINDOW_BYTES = 8 << 20
+"""A peer that sends less than this in a window of time is given up, see ``window_s``. It is little, because on a slow
+network the learner, from which the rest is pulled then, is no faster."""
 
 
 def window_s(depth: int) -> float:

@@ -35,7 +35,7 @@ class PeerPull:
         member: the generator that pulls.
         digest: digest of the version.
         source: the generator from which it pulls. None: the learner.
-        depth: number of pulls from the learner to this member.
+        depth: number of pulls from the learner to this member. 0: it gets deltas from the learner.
     """
 
     member: Member

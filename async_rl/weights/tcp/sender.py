@@ -5,7 +5,8 @@ encrypted. When a version is published, the server computes its delta: the diffe
 newest deltas form a chain, which leads from an older version to the newest one. A member that holds a version of this
 chain waits until the newest delta is ready. The oldest deltas are removed when the chain is larger than a full copy.
 
-With peers, ``PeerTree`` chooses for every member from which generator it pulls first. Deltas come from the server.
+With peers, ``PeerTree`` chooses for every member from which generator it pulls first. Deltas come from the server, if
+they are small enough for all members.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from async_rl.weights.scheduler import Member
 from async_rl.weights.server_process import ServerProcess
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.tcp.delta import element_runs
-from async_rl.weights.tcp.peers import EXCLUDED_VERSIONS, PeerPull, PeerTree
+from async_rl.weights.tcp.peers import EXCLUDED_VERSIONS, PEER_PULLS, PeerPull, PeerTree
 from async_rl.weights.tcp.protocol import (
     KEY_BYTES,
     TO_LEARNER,
@@ -98,6 +99,7 @@ class StreamSender:
         self._has_deltas = settings.has_deltas
         self._sessions: dict[int, _Session] = {}
         self._tree = None if settings.members is None else PeerTree(settings.members)
+        self._members = {} if settings.members is None else settings.members
         self._assigned: dict[bytes, PeerPull] = {}
         self._secret = os.urandom(KEY_BYTES)
         self._chain: deque[_DeltaLink] = deque()
@@ -157,8 +159,9 @@ class StreamSender:
         if self._tree is None:
             return True
         digest = staged.manifest.digest
-        if self._links_from(member.digest, digest) is not None:
-            pull = PeerPull(member, digest, None, 1)  # small, so it takes no place at the learner
+        links = self._links_from(member.digest, digest)
+        if links is not None and self._are_small(links, staged):
+            pull = PeerPull(member, digest, None, 0)  # it takes no place at the learner
         else:
             pull = self._tree.assign(member, digest)
         if pull is not None:
@@ -172,10 +175,11 @@ class StreamSender:
         assert self._server.is_up, "a pull before the server is up"
         token = os.urandom(TOKEN_BYTES)
         key = os.urandom(KEY_BYTES) if self._is_encrypted else b""
-        links = self._links_from(member.digest, staged.manifest.digest)
+        peer_pull = self._assigned.pop(member.member_id, None)
+        is_whole = peer_pull is not None and peer_pull.depth > 0
+        links = None if is_whole else self._links_from(member.digest, staged.manifest.digest)
         self._server.map_slot(staged.slot, staged.memory)
         self._server.send(OpenSession(token, staged.slot, [link.job for link in links or ()], key))
-        peer_pull = self._assigned.pop(member.member_id, None)
         self._sessions[delivery.attempt] = _Session(token, staged, peer_pull)
         digest = staged.manifest.digest
         peers = [] if peer_pull is None or peer_pull.source is None else [self._offer(peer_pull, peer_pull.source)]
@@ -217,6 +221,13 @@ class StreamSender:
 
     def close(self, timeout_s: float) -> None:
         self._server.close()
+
+    def _are_small(self, links: Sequence[_DeltaLink], staged: StagedVersion) -> bool:
+        """Return whether the learner can send these deltas to all members in about the time in which peers spread the
+        whole version.
+        """
+        num_bytes = len(self._members) * sum(link.size_bytes for link in links)
+        return num_bytes <= PEER_PULLS * staged.manifest.size_bytes
 
     def _offer(self, pull: PeerPull, source: Member) -> PeerOffer:
         token, key = self._serve_secrets(source, pull.digest)
