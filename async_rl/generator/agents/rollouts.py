@@ -19,16 +19,14 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 from msgspec import to_builtins
-from msgspec.structs import replace
 
 from async_rl.config.generator import MAX_SESSION_CALLS, EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
+from async_rl.generator.agents.calls import reply_to, request_of, wrong_in
 from async_rl.generator.agents.front_process import Front, FrontLost
 from async_rl.generator.agents.messages import (
     Accept,
@@ -41,18 +39,16 @@ from async_rl.generator.agents.messages import (
     OfPrograms,
     Outside,
     Refuse,
-    Reply,
-    Said,
 )
+from async_rl.generator.agents.open_session import KEY_BYTES, OpenSession, Outcome
 from async_rl.generator.agents.outside import OutsidePrograms
 from async_rl.generator.agents.session import Limits, MustWaitError, NoRoomError, SessionTokens
-from async_rl.generator.agents.transcript import Transcript
-from async_rl.generator.backend import Sampled, rollout_keys
+from async_rl.generator.backend import Sampled
 from async_rl.generator.environment_rollouts import prompt_text, start_message
 from async_rl.generator.rollouts import Graded, Grader, Played, turns_of
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import Failure
-from async_rl.records import AgentSession, FinishReason, Lease, Rollout, Sampling
+from async_rl.records import FinishReason, Lease, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -60,69 +56,8 @@ SESSIONS_PER_SLOT = 4
 """A generator has at most this many sessions for each sequence that its backend runs at once."""
 _CHECK_S = 0.1
 """Time between two looks for silent agents. The loop calls ``collect`` in each turn, so it must cost little."""
-_KEY_BYTES = 24
 _NO_LOGPROB = -9999.0
 """What vLLM reports where it has no log-probability."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What an agent returned at its end: its reward, and what is only logged: a score and metrics. None: none."""
-
-    reward: float | None
-    score: float | None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class _Session:
-    """One rollout. ``rollout_key`` is its key in the pool, ``key`` the secret that the agent's calls carry.
-
-    ``requests`` are the backend's requests of running calls, and ``said`` what the agent says in those that are chats.
-    ``waiting`` are calls that wait for a slot of the backend, or until others of the session need less room.
-    ``quiet_since_s`` is the time since which no call has run, and ``calling_since_s`` that since which one does;
-    ``sampling_s`` is the time in which some did before. ``outcome`` is set when the agent has ended; ``reported``
-    is what was told before with ``finish_key``, and comes first. ``is_cut`` says that a call found no room.
-    ``is_offered`` says that the session waits for a program elsewhere: its times begin when one takes it.
-    """
-
-    rollout_key: str
-    key: str
-    lease: Lease
-    index: int
-    tokens: SessionTokens
-    begin_s: float
-    quiet_since_s: float
-    calling_since_s: float | None = None
-    sampling_s: float = 0.0
-    transcript: Transcript = field(default_factory=Transcript)
-    waiting: deque[Call] = field(default_factory=deque)
-    requests: dict[int, str] = field(default_factory=dict)
-    said: dict[int, Said] = field(default_factory=dict)
-    num_received: int = 0
-    num_begun: int = 0
-    is_cut: bool = False
-    is_offered: bool = False
-    outcome: Outcome | None = None
-    reported: Outcome | None = None
-    finish_key: str = field(default_factory=partial(secrets.token_urlsafe, _KEY_BYTES))
-
-    @property
-    def is_unclaimed(self) -> bool:
-        return not self.num_begun
-
-    def note_calls(self, now_s: float) -> None:
-        """Keep the times up to date. Call it when a call begins to wait or has ended."""
-        self.quiet_since_s = now_s
-        if self.requests or self.waiting:
-            self.calling_since_s = now_s if self.calling_since_s is None else self.calling_since_s
-        elif self.calling_since_s is not None:
-            self.sampling_s, self.calling_since_s = self.sampling_s + now_s - self.calling_since_s, None
-
-    def summary(self, now_s: float) -> AgentSession:
-        """Return what happened, for people."""
-        own_s = max(0.0, now_s - self.begin_s - self.sampling_s)
-        return AgentSession(dict(self.tokens.counts()), dict(self.transcript.tools), self.sampling_s, own_s)
 
 
 class Engine(Protocol):
@@ -163,11 +98,11 @@ class AgentRollouts:
         self._engine, self._pool, self._front, self._grader, self._render = engine, pool, front, grader, render
         self._config, self._vocab_size, self._max_abs, self._clock = config, vocab_size, max_abs, clock
         self._judged_by = judged_by
-        self._sessions: dict[str, _Session] = {}
-        self._by_key: dict[str, _Session] = {}
-        self._by_request: dict[str, tuple[_Session, int]] = {}
-        self._by_call: dict[int, _Session] = {}
-        self._ended: list[_Session] = []
+        self._sessions: dict[str, OpenSession] = {}
+        self._by_key: dict[str, OpenSession] = {}
+        self._by_request: dict[str, tuple[OpenSession, int]] = {}
+        self._by_call: dict[int, OpenSession] = {}
+        self._ended: list[OpenSession] = []
         self._check_at_s = -math.inf
         self._may_begin = False
         self._done: list[Graded] = []
@@ -249,7 +184,7 @@ class AgentRollouts:
             if said is not None:
                 session.transcript.add(call, said, sample.text)
             fault_point("generator.call_answered")
-            self._front.reply(_reply(call, sample))
+            self._front.reply(reply_to(call, sample))
         self._begin_waiting()
 
     def collect(self) -> list[Graded]:
@@ -294,7 +229,7 @@ class AgentRollouts:
             counts[session.lease.lease_id] = found + session.tokens.num_sampled + running
         return counts
 
-    def _new_session(self, lease: Lease, index: int) -> _Session:
+    def _new_session(self, lease: Lease, index: int) -> OpenSession:
         sampling = lease.sampling
         longest = sampling.max_prompt_tokens + sampling.max_new_tokens
         limits = Limits(
@@ -302,8 +237,8 @@ class AgentRollouts:
             rollout=self._config.max_rollout_tokens or longest, answer=self._config.max_turn_tokens,
         )  # fmt: skip
         now_s = self._clock()
-        session = _Session(
-            f"{lease.lease_id}/{index}", secrets.token_urlsafe(_KEY_BYTES), lease, index, SessionTokens(limits),
+        session = OpenSession(
+            f"{lease.lease_id}/{index}", secrets.token_urlsafe(KEY_BYTES), lease, index, SessionTokens(limits),
             begin_s=now_s, quiet_since_s=now_s, is_offered=isinstance(self._pool, OutsidePrograms),
         )  # fmt: skip
         self._sessions[session.rollout_key] = self._by_key[session.key] = session
@@ -320,7 +255,7 @@ class AgentRollouts:
             self._refuse(call, f"a session has at most {MAX_SESSION_CALLS} calls", "too_many_calls", "")
             return
         session.num_received += 1
-        if (wrong := self._wrong(call, session.lease.sampling)) is not None:
+        if (wrong := wrong_in(call, session.lease.sampling, self._vocab_size)) is not None:
             self._refuse(call, *wrong)
             return
         session.waiting.append(call)
@@ -343,28 +278,6 @@ class AgentRollouts:
             fault_point("generator.reward_reported")
             self._front.reply(Accept(given.call))
 
-    def _wrong(self, call: Call, sampling: Sampling) -> tuple[str, str, str] | None:
-        """Return what is wrong with a call, as the message, code and parameter of a refusal; None if nothing is."""
-        run = {
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": float(sampling.top_k),
-            "min_p": sampling.min_p,
-        }  # fmt: skip
-        for name, value in call.settings.items():
-            wanted = 0.0 if name == "top_k" and value == -1 else value  # -1 switches top-k off, too
-            if not math.isclose(wanted, run[name], rel_tol=1e-6):
-                text = (
-                    f"{name}: expected the run's sampling.{name} = {run[name]:g} or none, got {value:g}: the run can't "
-                    f"train on what is sampled otherwise"
-                )
-                return text, "unsupported", name
-        limit = self._vocab_size or 2**31
-        # An engine may fail as a whole on ids that it does not know: vLLM does.
-        prompt, ends = np.frombuffer(call.token_ids, np.int32), np.array(call.stop_token_ids, np.int64)
-        for name, ids in (("token_ids", prompt), ("stop_token_ids", ends)):
-            if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= limit):
-                return f"{name}: expected ids from 0 to {limit} (exclusive), got others", "invalid_request", name
-        return None
-
     def _begin_waiting(self) -> None:
         """Begin calls while the backend has free slots. A session with few running calls comes first, so that one that
         calls often keeps no other one waiting. The calls of a session begin in their order.
@@ -378,7 +291,7 @@ class AgentRollouts:
             if not self._begin_first(session) or not session.waiting:
                 ready.remove(session)
 
-    def _begin_first(self, session: _Session) -> bool:
+    def _begin_first(self, session: OpenSession) -> bool:
         """Begin or refuse the first waiting call of a session. Return False if it must wait for others."""
         call = session.waiting[0]
         ids = np.frombuffer(call.token_ids, np.int32)
@@ -394,20 +307,8 @@ class AgentRollouts:
         self._sample(session, call, ids, room)
         return True
 
-    def _sample(self, session: _Session, call: Call, ids: np.ndarray, max_tokens: int) -> None:
-        sampling = session.lease.sampling
-        request = replace(
-            session.lease,
-            lease_id=f"{session.rollout_key}/{session.num_begun}",
-            group_size=1,
-            seed=_seed(session, call.seed),
-            sampling=replace(
-                sampling,
-                max_new_tokens=max_tokens,
-                stop=(*sampling.stop, *call.stop),
-                stop_token_ids=tuple(dict.fromkeys((*sampling.stop_token_ids, *call.stop_token_ids))),
-            ),
-        )
+    def _sample(self, session: OpenSession, call: Call, ids: np.ndarray, max_tokens: int) -> None:
+        request = request_of(session, call, max_tokens)
         session.num_begun += 1
         session.requests[call.call] = request.lease_id
         if call.said is not None:
@@ -420,7 +321,7 @@ class AgentRollouts:
         self._by_call.pop(call.call, None)
         self._front.reply(Refuse(call.call, 400, message, code, param))
 
-    def _refuse_for_room(self, session: _Session, call: Call, error: NoRoomError) -> None:
+    def _refuse_for_room(self, session: OpenSession, call: Call, error: NoRoomError) -> None:
         sampling = session.lease.sampling
         longest = sampling.max_prompt_tokens + sampling.max_new_tokens
         # OpenAI's words: clients tell by them, not by the code, that to call again is of no use.
@@ -433,7 +334,7 @@ class AgentRollouts:
             self._done.append(Graded(session.lease, session.index, None, Failure("prompt_too_long", str(error))))
         session.is_cut = True
 
-    def _lose(self, session: _Session, call: int) -> None:
+    def _lose(self, session: OpenSession, call: int) -> None:
         """End a call whose client has gone, at whatever stage it is."""
         session.waiting = deque(one for one in session.waiting if one.call != call)
         if (request := session.requests.pop(call, None)) is not None:
@@ -472,7 +373,7 @@ class AgentRollouts:
 
     # Ends.
 
-    def _end(self, session: _Session, event: Event) -> None:
+    def _end(self, session: OpenSession, event: Event) -> None:
         """Note that the agent has ended. What it still asks for is stopped."""
         said = event.message
         if event.type != "ended" and session.is_cut and session.tokens.num_sampled:
@@ -497,7 +398,7 @@ class AgentRollouts:
             self._lose(session, call)
         fault_point("generator.session_ended")
 
-    def _check_silence(self, session: _Session, now_s: float) -> None:
+    def _check_silence(self, session: OpenSession, now_s: float) -> None:
         """Fail a session whose agent has not called for too long, or, elsewhere, plays for too long."""
         if session.outcome is not None or session.is_offered:
             return
@@ -516,7 +417,7 @@ class AgentRollouts:
             self._pool.cancel(session.rollout_key)
             self._fail(session, error, reason="expired")
 
-    def _finish(self, session: _Session, outcome: Outcome) -> None:
+    def _finish(self, session: OpenSession, outcome: Outcome) -> None:
         tokens, lease = session.tokens, session.lease
         if not tokens.num_sampled:
             self._fail(session, "the agent ended without an answer: it made no call that was answered")
@@ -550,7 +451,7 @@ class AgentRollouts:
         self._done.append(Graded(lease, session.index, rollout, text=tokens.last_text))
 
     def _fail(
-        self, session: _Session, error: str, detail: str = "", place: str = "", *, is_transient: bool = False,
+        self, session: OpenSession, error: str, detail: str = "", place: str = "", *, is_transient: bool = False,
         reason: ClosedFor = "ended",
     ) -> None:  # fmt: skip
         """End a rollout that failed. Log ``error``; report ``detail`` (by default ``error``) and the rest."""
@@ -561,7 +462,7 @@ class AgentRollouts:
         failed = Rollout(session.tokens.sequences(), {"environment": 0.0}, 0.0, "error")
         self._done.append(Graded(session.lease, session.index, failed, failure, text=session.tokens.last_text))
 
-    def _close(self, session: _Session, reason: ClosedFor) -> None:
+    def _close(self, session: OpenSession, reason: ClosedFor) -> None:
         """Forget a session: its key is refused from now on, and its calls are stopped."""
         self._front.close_session(session.key, reason)
         for request in session.requests.values():
@@ -580,22 +481,3 @@ class AgentRollouts:
         self._counts.update(found.calls, sessions=1, tool_calls=sum(found.tools.values()))
         self._sampling_s += found.sampling_s
         self._own_s += found.agent_s
-
-
-def _reply(call: int, sample: Sampled) -> Reply:
-    return Reply(
-        call,
-        token_ids=sample.token_ids.astype("<i4").tobytes(),
-        logprobs=sample.logprobs.astype("<f4").tobytes(),
-        versions=sample.versions.astype("<i4").tobytes(),
-        finish_reason=sample.finish_reason,
-        num_prompt=len(sample.prompt_ids),
-        text=sample.text,
-    )
-
-
-def _seed(session: _Session, asked: int) -> int:
-    """Return a call's seed, which depends on the lease's seed, the rollout, the call's number and its own seed."""
-    key = int(rollout_keys(session.lease.seed, np.array([session.index]))[0])
-    seed = int(rollout_keys(key, np.array([session.num_begun]))[0])
-    return (int(rollout_keys(seed, np.array([asked]))[0]) if asked else seed) >> 1

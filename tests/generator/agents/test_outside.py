@@ -16,17 +16,14 @@ import pytest
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.generator.agents.front_process import Front
 from async_rl.generator.agents.outside import OutsidePrograms
-from async_rl.generator.agents.rollouts import AgentRollouts
-from async_rl.generator.rollouts import Graded
 from async_rl.net.keys import ClientKeys, ServerKeys, make_keys
 from tests.generator.agents.http import Request, generate
 from tests.generator.agents.test_agent_rollouts import Clock, script
-from tests.generator.agents.world import score
+from tests.generator.agents.world import Turns
 from tests.generator.leases import make_lease
-from tests.generator.scripted import CharacterText, InlineGrader, ScriptedBackend
+from tests.generator.scripted import ScriptedBackend
 from tests.relay.programs import a_proxy, a_relay, free_address
 
-DEADLINE_S = 60.0
 PROGRAM = """
 import json, os, sys, time, urllib.error, urllib.request
 
@@ -55,32 +52,16 @@ print(post(given["finish_url"], {"reward": 1.5 + task["extra_info"]["index"]}, g
 )
 
 
-class World:
+class World(Turns[ScriptedBackend]):
     """A generator whose sessions are offered at a relay."""
 
     def __init__(
         self, stack: ExitStack, address: str, keys: ClientKeys | None, clock: Callable[[], float], **config: Any
     ) -> None:
         settings = EnvironmentConfig(relay=address, **config)
-        self.backend = ScriptedBackend(script)
-        self.front = stack.enter_context(closing(Front("tiny", 72)))
-        self.front.join(address, keys)
-        self.rollouts = AgentRollouts(
-            self.backend, OutsidePrograms(self.front), self.front, InlineGrader(score), CharacterText().render,
-            settings, vocab_size=200, max_abs=100.0, clock=clock, judged_by=["gt_answer"],
-        )  # fmt: skip
-        self.done: list[Graded] = []
-
-    def turn(self) -> None:
-        self.rollouts.take(self.backend.step())
-        self.done += self.rollouts.collect()
-        time.sleep(0.002)
-
-    def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            self.turn()
-            assert time.monotonic() < deadline, (self.done, self.rollouts.trouble)
+        front = stack.enter_context(closing(Front("tiny", 72)))
+        front.join(address, keys)
+        super().__init__(ScriptedBackend(script), OutsidePrograms(front), front, settings, clock=clock)
 
     def submit(self, *, group_size: int = 1, **lease: Any) -> None:
         submitted = make_lease(group_size=group_size, max_new_tokens=20, **lease)

@@ -11,6 +11,7 @@ from typing import Generic, Protocol, TypeVar
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.generator.agents.front_process import Front
+from async_rl.generator.agents.outside import OutsidePrograms
 from async_rl.generator.agents.rollouts import AgentRollouts, Engine
 from async_rl.generator.backend import Sampled
 from async_rl.generator.rollouts import Graded
@@ -59,7 +60,47 @@ def score(item: RewardInput) -> RewardOutput:
     return RewardOutput({"length": float(len(item.text))}, 1.0 if item.text == "done" else 0.0)
 
 
-class World(Generic[EngineT]):
+class Turns(Generic[EngineT]):
+    """Takes turns of the generator's loop.
+
+    Args:
+        backend: samples the answers.
+        pool: runs the agents, or offers their sessions elsewhere.
+        front: the HTTP front.
+        settings: the section ``[environment]``.
+        clock: returns the time in seconds.
+        vocab_size: token ids must be below it.
+    """
+
+    def __init__(
+        self, backend: EngineT, pool: EnvironmentPool | OutsidePrograms, front: Front, settings: EnvironmentConfig, *,
+        clock: Callable[[], float], vocab_size: int = 200,
+    ) -> None:  # fmt: skip
+        self.backend, self.front = backend, front
+        self.rollouts = AgentRollouts(
+            backend, pool, front, InlineGrader(score), CharacterText().render, settings, vocab_size=vocab_size,
+            max_abs=100.0, clock=clock, judged_by=["gt_answer"],
+        )  # fmt: skip
+        self.done: list[Graded] = []
+
+    @property
+    def told(self) -> object:
+        """What a test that waits in vain shows."""
+        return self.rollouts.trouble
+
+    def turn(self) -> None:
+        self.rollouts.take(self.backend.step())
+        self.done += self.rollouts.collect()
+        time.sleep(0.002)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            self.turn()
+            assert time.monotonic() < deadline, (self.done, self.told)
+
+
+class World(Turns[EngineT]):
     """Plays one lease with an agent whose source is given.
 
     Args:
@@ -83,27 +124,15 @@ class World(Generic[EngineT]):
         named = {} if {"command", "name"} & config.keys() else {"name": f"{path}:run"}
         settings = EnvironmentConfig(**named, **config)  # type: ignore[arg-type]
         self.said = directory / "said"
-        self.backend = backend
-        self.front = stack.enter_context(closing(Front("tiny", max_model_len, tokenizer)))
+        front = stack.enter_context(closing(Front("tiny", max_model_len, tokenizer)))
         allowed = [settings.code.partition(":")[0]]
         pool = EnvironmentPool(settings, allowed=allowed, digest=None, has_agents=True)
         self.pool = stack.enter_context(closing(pool))
-        self.rollouts = AgentRollouts(
-            self.backend, self.pool, self.front, InlineGrader(score), CharacterText().render, settings,
-            vocab_size=vocab_size, max_abs=100.0, clock=clock, judged_by=["gt_answer"],
-        )  # fmt: skip
-        self.done: list[Graded] = []
+        super().__init__(backend, self.pool, front, settings, clock=clock, vocab_size=vocab_size)
 
-    def turn(self) -> None:
-        self.rollouts.take(self.backend.step())
-        self.done += self.rollouts.collect()
-        time.sleep(0.002)
-
-    def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            self.turn()
-            assert time.monotonic() < deadline, (self.done, self.notes)
+    @property
+    def told(self) -> object:
+        return self.notes
 
     def submit(self, *, group_size: int = 1, **lease: object) -> None:
         submitted = make_lease(group_size=group_size, **lease)  # type: ignore[arg-type]
