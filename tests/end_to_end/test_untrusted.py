@@ -18,11 +18,11 @@ from tests.end_to_end.tiny import tiny_config, write_tiny_task
 FORGERS = Path(__file__).with_name("forgers.py")
 
 
-def sharpen(model: Path) -> None:
+def sharpen(model: Path, factor: float) -> None:
     """Make the random model prefer some tokens, as trained models do: a changed token is then an unlikely one."""
     path = model / "model.safetensors"
     weights = load_file(path)
-    weights["model.norm.weight"] = weights["model.norm.weight"] * 8
+    weights["model.norm.weight"] = weights["model.norm.weight"] * factor
     save_file(weights, path, metadata={"format": "pt"})
 
 
@@ -33,15 +33,16 @@ def sharpen(model: Path) -> None:
 )
 def test_a_forger_is_found_and_honest_generators_are_not(tmp_path: Path, forger: str, test: str, most_groups: int):
     task = write_tiny_task(tmp_path)
-    # Each version must differ from the one before: no policy learns this reward, and every step has a gradient.
+    # Each version must differ from the one before: no policy learns whether the sum is odd, so every step has a
+    # gradient. Answers stay long.
     rewards = tmp_path / "rewards.py"
-    rewards.write_text("def odd(item):\n    return float(sum(item.token_ids) % 2)\n")
-    sharpen(tmp_path / "model")
+    rewards.write_text("def odd(item):\n    return (item.finish_reason == 'length') + sum(item.token_ids) % 2 / 2\n")
+    sharpen(tmp_path / "model", 4.0 if forger == "Late" else 8.0)
     raw = tiny_config(
         tmp_path, task,
         learner={"steps": 40, "audit": 1.0, "audit_rewards": True},
         sampling={"group_size": 4, "max_new_tokens": 16},
-        optimizer={"lr": 3e-4 if forger == "Late" else 1e-6},
+        optimizer={"lr": 1e-3 if forger == "Late" else 1e-6},
         reward={"soft_overlong": False, **({"type": f"{rewards}:odd"} if forger == "Late" else {})},
         generator={"allow_code": [str(rewards)]},
         queue={"max_staleness": 1},

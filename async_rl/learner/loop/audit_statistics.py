@@ -14,7 +14,7 @@ rest on this and on a comparison with the other generators at the same staleness
 Each test is a CUSUM (Page 1954): evidence adds up from group to group, and never falls below 0. A generator is found
 when one sum reaches ``ALARM``. For outliers and rewards the sum is a log likelihood ratio. So an honest generator whose
 rate is within the stated one is found by it at most once in exp(12), 160,000, rollouts on average (Lorden 1971). For
-bias and size the sums of standardised groups, clipped at 4, are about as rare.
+bias and size the sums are of standardised groups, at most 4 each.
 """
 
 from __future__ import annotations
@@ -38,16 +38,21 @@ STALE_TOLERANCE = 0.1
 groups that the queue keeps for their rewards are a selection, for which the mean of pi/mu - 1 is not quite 0."""
 MAX_BIAS_SIZE = 0.25
 """Groups with a larger mean |delta| are not tested for bias, because the cap of pi/mu at e lowers their mean."""
+MIN_TOKENS = 512
+"""A generator is tested for bias from so many audited tokens at a staleness on: the rare tokens that make up for the
+common ones must have been seen, or their deviation is unknown."""
 OUTLIER = 3.0
 """A token is an outlier if the learner gives it less than exp(-3) of the claimed probability."""
 MIN_GROUPS = 8
 """Another generator counts in a comparison once it has so many audited groups at that staleness."""
 _WINDOW = 64
 _LARGEST_STEP = 4.0
-_SLACKS = ((0.5, 1.0), (0.125, 1 / 3))
+_SLACKS = ((0.5, 1.0), (0.125, 1 / 4))
 """Of the tests of bias and size: the shift, in standard errors of a group, that does not add up; and the weight of the
 sum. The first is quick for large shifts, the second finds small ones."""
-_MAX_ABS_ERROR = 1e-3
+_MEMORY = 0.995
+"""Share of a generator's tokens that still count for their deviation after another group."""
+_LEAST_DEVIATION = 1e-3
 """Smallest standard deviation of a token's delta that is assumed, so that float32 engines are not split by rounding."""
 
 
@@ -59,7 +64,7 @@ class Observation:
         generator_id: the generator that returned the group.
         lag: the learner's version minus that of the tokens.
         bias: the mean of min(pi/mu, e) - 1 over the tokens.
-        error: the standard error of ``bias``.
+        square: the mean of the squares of the same.
         size: the mean of min(|delta|, 1), nats.
         num_tokens: the number of tokens.
         num_rollouts: the number of rollouts with such tokens.
@@ -69,7 +74,7 @@ class Observation:
     generator_id: str
     lag: int
     bias: float
-    error: float
+    square: float
     size: float
     num_tokens: int
     num_rollouts: int
@@ -88,12 +93,11 @@ def observe(generator_id: str, lag: int, deltas: Sequence[np.ndarray]) -> Observ
     delta = np.concatenate(deltas).astype(np.float64)
     delta = np.where(np.isfinite(delta), delta, -1.0)
     excess = np.expm1(np.clip(delta, -30.0, 1.0))
-    spread = max(float(excess.std()), _MAX_ABS_ERROR)
     return Observation(
         generator_id=generator_id,
         lag=lag,
         bias=float(excess.mean()),
-        error=spread / math.sqrt(len(delta)),
+        square=float((excess**2).mean()),
         size=float(np.minimum(np.abs(delta), 1.0).mean()),
         num_tokens=len(delta),
         num_rollouts=len(deltas),
@@ -129,6 +133,8 @@ class Auditor:
     def __init__(self, size_limit: float) -> None:
         self._size_limit = size_limit
         self._seen: defaultdict[int, dict[str, deque[Observation]]] = defaultdict(dict)
+        self._tokens: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self._squares: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._graded: dict[str, deque[Regraded]] = {}
         self._sums: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._num_groups: defaultdict[str, int] = defaultdict(int)
@@ -139,6 +145,9 @@ class Auditor:
         mine = [one for one in observations if one.generator_id not in self._found]
         for one in mine:
             self._seen[one.lag].setdefault(one.generator_id, deque(maxlen=_WINDOW)).append(one)
+            key = one.generator_id, one.lag
+            self._tokens[key] = _MEMORY * self._tokens[key] + one.num_tokens
+            self._squares[key] = _MEMORY * self._squares[key] + one.num_tokens * one.square
         for one in mine:
             self._num_groups[one.generator_id] += 1
         found = [finding for one in mine for finding in self._judge(one)]
@@ -177,17 +186,22 @@ class Auditor:
         return self._bias(one, others) + self._size(one, others) + self._outliers(one, others)
 
     def _bias(self, one: Observation, others: Mapping[str, deque[Observation]]) -> list[Finding]:
-        if one.size > MAX_BIAS_SIZE:
+        num_tokens = self._tokens[one.generator_id, one.lag]
+        if one.size > MAX_BIAS_SIZE or num_tokens < MIN_TOKENS:
             return []
+        # Of one deviation for all groups: most short answers have none of the rare tokens that make up for the common
+        # ones, and those that have some must not count for less.
+        square = self._squares[one.generator_id, one.lag] / num_tokens
+        deviation = max(math.sqrt(square), _LEAST_DEVIATION)
         tolerance = TOLERANCE
         if one.lag and len(others) < 2:
-            tolerance += STALE_TOLERANCE * one.error * math.sqrt(one.num_tokens)
+            tolerance += STALE_TOLERANCE * deviation
         # A selection that shifts everybody's mean is nobody's lie: what the others have, too, does not count.
         usual = _median((float(np.mean([g.bias for g in groups])) for groups in others.values()), 0.0)
         found: list[Finding] = []
         for sign in (1.0, -1.0):
             shared = max(0.0, sign * usual)
-            score = (sign * one.bias - shared - tolerance) / one.error
+            score = (sign * one.bias - shared - tolerance) / (deviation / math.sqrt(one.num_tokens))
             why = (
                 f"the mean of pi/mu - 1 over its tokens of staleness {one.lag} is {self._mean(one, 'bias'):+.4f}, "
                 f"expected 0 within {tolerance + shared:.4f}: its log-probabilities are not those it sampled with"
@@ -228,7 +242,7 @@ class Auditor:
         return float(np.mean([getattr(g, name) for g in self._seen[one.lag][one.generator_id]]))
 
     def _standardised(self, one: Observation, test: Test, key: str, score: float, why: str) -> list[Finding]:
-        score = min(max(score, -_LARGEST_STEP), _LARGEST_STEP)
+        score = min(score, _LARGEST_STEP)  # not from below: a rare token counts in full against many common ones
         found: list[Finding] = []
         for slack, weight in _SLACKS:
             found += self._evidence(one.generator_id, test, f"{key}/{slack}", weight * (score - slack), why)

@@ -46,7 +46,7 @@ def test_a_generator_that_shifts_its_logprobs_is_quarantined_and_the_step_does_n
     scene = Scene(tmp_path)
     batches = [scene.step([make_group("liar", 3, shift=0.3), make_group("honest", 3, position=1)]) for _ in range(20)]
     assert list(scene.queue.quarantined) == ["liar"]
-    assert "audit (bias), after " in scene.queue.quarantined["liar"]
+    assert "audit (size), after " in scene.queue.quarantined["liar"]
     masked = [batch.masked for batch in batches]
     assert [index for index, found in enumerate(masked) if found] != []
     assert next(found for found in masked if found) == {0: "quarantined", 1: "quarantined"}

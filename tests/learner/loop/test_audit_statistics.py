@@ -23,7 +23,8 @@ LIMIT = 0.05
 def given(
     who: str, *, lag: int = 0, bias: float = 0.0, error: float = 0.001, size: float = 0.01, outliers: int = 0
 ) -> Observation:
-    return Observation(who, lag, bias, error, size, num_tokens=100, num_rollouts=4, num_outliers=outliers)
+    square = 1024 * error**2  # of each of 1024 tokens, more than are needed before the test of bias
+    return Observation(who, lag, bias, square, size, num_tokens=1024, num_rollouts=4, num_outliers=outliers)
 
 
 def test_an_observation_by_hand():
@@ -33,8 +34,8 @@ def test_an_observation_by_hand():
     assert (found.num_tokens, found.num_rollouts, found.num_outliers) == (4, 2, 1)
     assert found.bias == pytest.approx(0.4342, abs=1e-4)
     assert found.size == pytest.approx(0.6733, abs=1e-4)
-    # Deviations from 0.4342: -0.4342, 0.5658, 1.2841, -1.4159; mean square 1.0405; / 4; root.
-    assert found.error == pytest.approx(math.sqrt(1.0405 / 4), abs=1e-4)
+    # Their squares are 0, 1, 2.9525 and 0.9637: mean 1.2290.
+    assert found.square == pytest.approx(1.2290, abs=1e-4)
 
 
 def test_a_number_that_is_not_finite_is_an_outlier_in_no_case_an_error():
@@ -63,7 +64,7 @@ def test_a_bias_within_the_tolerance_never_adds_up():
 def test_a_bias_that_all_share_is_nobodys():
     # What the queue keeps for its rewards is a selection: it shifts the mean of every generator.
     auditor = Auditor(LIMIT)
-    steps = [[given(who, lag=1, bias=0.0115, error=0.01) for who in "abc"]] * 300
+    steps = [[given(who, lag=1, bias=0.0115, error=0.01) for who in "abc"]] * 100
     assert not any(auditor.add(step) for step in steps)
     # Where all must be 0 it counts: (0.0115 - 0.003) / 0.01 - 0.5 = 0.35 for each group, 12.25 after 35.
     alone = Auditor(LIMIT)
@@ -123,6 +124,14 @@ def test_grades_that_differ_are_found_and_a_rare_one_is_not():
     assert not any(honest.add_graded([Regraded("g", 100, 2)]) for _ in range(1000))
 
 
+def test_a_short_answer_without_the_rare_token_is_no_bias():
+    # Of 20 tokens 19 have pi/mu = 1.02 and one has 0.62: the mean is 1. Most groups of five have only common ones.
+    random, auditor = np.random.default_rng(0), Auditor(size_limit=1.0)
+    for _ in range(3000):
+        ratios = np.where(random.random(5) < 0.05, 0.62, 1.02)
+        assert not auditor.add([observe("g", 0, [np.log(ratios)])])
+
+
 # Simulated engines: the learner's logits over 16 tokens, a version's move times sqrt(staleness) on each, and the
 # engine's own error, heavy-tailed. Tokens are drawn from what the engine computes, and that is what it claims, unless
 # it forges. With these logits an error of 0.01 moves a log-probability by about 0.01 nat.
@@ -171,7 +180,7 @@ def audited(
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_honest_engines_of_several_kinds_are_not_found(lag: int):
-    assert list(audited(150, lag)) == []
+    assert list(audited(60, lag)) == []
 
 
 @pytest.mark.parametrize(
@@ -181,7 +190,7 @@ def test_honest_engines_of_several_kinds_are_not_found(lag: int):
         ({"bias": -0.01}, MOVE, 0, "bias", 6),
         ({"bias": 0.01}, MOVE, 1, "bias", 50),
         ({"bias": -0.01}, MOVE, 1, "bias", 50),
-        ({"bias": 0.01}, MOVE, 3, "bias", 150),
+        ({"bias": 0.01}, MOVE, 3, "bias", 60),
         ({"changed": 1}, MOVE, 0, "outliers", 20),
         ({"changed": 1}, MOVE, 1, "outliers", 20),
         ({"late": 1}, 0.25, 0, "size", 12),
