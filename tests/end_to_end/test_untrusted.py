@@ -29,7 +29,7 @@ def sharpen(model: Path, factor: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("forger", "test", "most_groups"),
-    [("Biased", "bias", 60), ("Changed", "outliers|size", 40), ("Late", "size", 60), ("Right", "rewards", 40)],
+    [("Biased", "bias", 60), ("Changed", "outliers|size", 40), ("Late", "size", 100), ("Right", "rewards", 40)],
 )
 def test_a_forger_is_found_and_honest_generators_are_not(tmp_path: Path, forger: str, test: str, most_groups: int):
     task = write_tiny_task(tmp_path)
@@ -40,7 +40,7 @@ def test_a_forger_is_found_and_honest_generators_are_not(tmp_path: Path, forger:
     sharpen(tmp_path / "model", 4.0 if forger == "Late" else 8.0)
     raw = tiny_config(
         tmp_path, task,
-        learner={"steps": 40, "audit": 1.0, "audit_rewards": True},
+        learner={"steps": 80 if forger == "Late" else 40, "audit": 1.0, "audit_rewards": True},
         sampling={"group_size": 4, "max_new_tokens": 16},
         optimizer={"lr": 1e-3 if forger == "Late" else 1e-6},
         reward={"soft_overlong": False, **({"type": f"{rewards}:odd"} if forger == "Late" else {})},

@@ -212,7 +212,8 @@ class Auditor:
     def _size(self, one: Observation, others: Mapping[str, deque[Observation]]) -> list[Finding]:
         if one.lag and not others:
             return []  # what staleness does is not known
-        sizes = {name: [g.size for g in groups] for name, groups in others.items()}
+        # Only of their newest groups: what a version moves changes during a run.
+        sizes = {name: [g.size for g in list(groups)[-MIN_GROUPS:]] for name, groups in others.items()}
         usual = _median((float(np.mean(values)) for values in sizes.values()), 0.0)
         spreads = (float(np.std(values)) for values in sizes.values())
         limit = usual + max(self._size_limit, usual / 4)
