@@ -292,7 +292,7 @@ class _Simulation:
         """Return totals until now: seconds of the run, of the learner's waits, and in which generators ran; received
         versions; groups that were too late, and others; masked and trained tokens.
         """
-        groups, tokens, busy_s = self._state.ledger.groups, self._state.ledger.tokens, 0.0
+        groups, tokens = self._state.ledger.groups, self._state.ledger.tokens
         busy_s = sum(generator.busy_s for generator in self._generators.values())
         late, kept = sum(groups.dropped[cause] for cause in _LATE), groups.done + groups.filtered
         masked = tokens.masked.total()

@@ -151,12 +151,7 @@ class Publisher:
         has_peers: bool = False,
         ports: Sequence[int] | None = None,
     ) -> None:
-        host = advertise_host or bind_host
-        if is_wildcard(host):
-            raise AddressError(
-                f"expected an address that generators can connect to, got all interfaces ({bind_host!r}); pass "
-                f"advertise_host, an address of this machine"
-            )
+        host = _reachable_host(bind_host, advertise_host)
         self._collective = None if transport == PULL else COLLECTIVES[transport]
         if self._collective is not None:
             refuse_open_collectives(bind_host, is_trusted=insecure)
@@ -474,6 +469,21 @@ class Publisher:
             with self._changed:
                 self._stats = stats
                 self._changed.notify_all()
+
+
+def _reachable_host(bind_host: str, advertise_host: str | None) -> str:
+    """Return the address at which generators reach this machine.
+
+    Raises:
+        AddressError: none is known, because the publisher listens on all interfaces.
+    """
+    host = advertise_host or bind_host
+    if is_wildcard(host):
+        raise AddressError(
+            f"expected an address that generators can connect to, got all interfaces ({bind_host!r}); pass "
+            f"advertise_host, an address of this machine"
+        )
+    return host
 
 
 def _scheduler(deadline_s: float, max_ranks: int | None) -> SyncScheduler:
