@@ -21,16 +21,20 @@ import tempfile
 import time
 import tomllib
 import traceback
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from async_rl.output import Progress, can_redraw
 from async_rl.process.child import kill_group
+from async_rl.process.family import kill_marked
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONAL = ("vllm", "nccl4py")
 _LOG_LINES = 15
+_MARK = "ASYNC_RL_SMOKE_CASE"
+"""Environment variable that all processes of a case have."""
 
 
 def missing_packages() -> list[str]:
@@ -116,7 +120,8 @@ def run_apart(name: str, deadline_s: float, directory: Path) -> dict[str, object
     """Run one case in a process of its own and return its result.
 
     Its processes are killed at the deadline, when the user interrupts it, and if they are left when it has ended: they
-    would take the device from the next case. No process is started for what the machine can't run: the start alone
+    would take the device from the next case. torchrun's ranks have sessions of their own, so a mark tells whose they
+    are. No process is started for what the machine can't run: the start alone
     takes seconds.
     """
     import torch
@@ -124,7 +129,8 @@ def run_apart(name: str, deadline_s: float, directory: Path) -> dict[str, object
     if reason := why_not_run(name):
         return {"name": name, "outcome": "not run", "detail": reason, "took_s": 0.0, "device_bytes": 0}
     directory.mkdir()
-    environment = environment_of_cases(os.environ, has_cuda=torch.cuda.is_available())
+    mark = uuid.uuid4().hex
+    environment = environment_of_cases(os.environ, has_cuda=torch.cuda.is_available()) | {_MARK: mark}
     command = [sys.executable, "-m", "benchmarks.gpu_smoke", "--here", name, "--directory", str(directory)]
     start = time.monotonic()
     with (directory / "log.txt").open("wb") as log:
@@ -136,6 +142,7 @@ def run_apart(name: str, deadline_s: float, directory: Path) -> dict[str, object
         finally:
             kill_group(process.pid, signal.SIGKILL)
             process.wait()
+            kill_marked(_MARK, mark)
     took_s = time.monotonic() - start
     path = directory / "result.json"
     result: dict[str, object] = {"name": name, "detail": "", "device_bytes": 0}

@@ -154,15 +154,18 @@ def test_a_directory_with_files_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert f"--directory: expected a new or an empty directory, got {tmp_path}, which has" in capsys.readouterr().err
 
 
-@pytest.fixture
-def left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Replace the process of a case by one that starts another and ends with 3.
+@pytest.fixture(params=["", "setsid "])
+def left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[int]:
+    """Replace the process of a case by one that starts another, maybe in a session of its own, and ends with 3.
 
     Return a file descriptor from which "x" can be read when both run, and the end of the file when both have ended.
     """
     pipe, script = tmp_path / "pipe", tmp_path / "script"
     os.mkfifo(pipe)
-    script.write_text(f"#!/bin/sh\nexec 5> {pipe}\nsleep 1000 &\necho x >&5\nexit 3\n")
+    started = (
+        f"{request.param}sh -c 'touch {tmp_path}/runs; exec sleep 1000' &\nuntil [ -e {tmp_path}/runs ]; do :; done"
+    )
+    script.write_text(f"#!/bin/sh\nexec 5> {pipe}\n{started}\necho x >&5\nexit 3\n")
     script.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(script))
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
