@@ -148,7 +148,7 @@ def test_config_and_own_reward_say_that_long_answers_lose_reward():
         "With reward.soft_overlong = true, long answers lose up to 1 of this reward." in Path("reward.py").read_text()
     )
     config = Path("run.toml").read_text()
-    assert "Whether long answers lose reward, with your own reward too" in config
+    assert "Whether long answers lose reward, also with your own reward" in config
     assert "\nsoft_overlong = true\n" in config
 
 
