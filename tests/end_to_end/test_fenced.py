@@ -20,8 +20,9 @@ QUEUE_FILES = ("queue", "queue.json", "ledger.json")
 
 
 def digests(run_dir: Path) -> dict[str, str]:
-    """Path -> digest of every file that a learner writes."""
-    files = (p for p in run_dir.rglob("*") if p.is_file() and p.relative_to(run_dir).parts[0] not in QUEUE_FILES)
+    """Path -> digest of every file that a learner writes. The queue server may log something at any time."""
+    names = ((p, p.relative_to(run_dir).parts[0]) for p in run_dir.rglob("*") if p.is_file() and p.name != "queue.log")
+    files = (p for p, first in names if first not in QUEUE_FILES)
     return {str(p.relative_to(run_dir)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 

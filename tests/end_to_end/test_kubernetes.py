@@ -82,7 +82,7 @@ def test_every_connection_that_a_role_needs_is_open():
     for policy in yaml.safe_load_all((FOLDER / "base" / "network.yaml").read_text()):
         target = policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
         allowed[target] = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", ())}
-    assert allowed == {"queue": {5555, 9400}, "learner": {5556, 5557, 9401}, "generator": {9402}}
+    assert allowed == {"queue": {5555, 9400}, "learner": {5556, 5557, 9401}, "generator": {5600, 9402}}
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")

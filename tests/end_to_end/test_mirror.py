@@ -121,7 +121,7 @@ def judge(again: Role, other: RunDir, store: Store) -> None:
     assert f"mirror: {store.url} has {other.latest_checkpoint}" in again.log
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_run_that_is_killed_in_mid_copy_goes_on_elsewhere_by_its_url(tmp_path: Path):
     url = f"file://{tmp_path}/store/run"
@@ -129,7 +129,7 @@ def test_a_run_that_is_killed_in_mid_copy_goes_on_elsewhere_by_its_url(tmp_path:
     judge(again, other, Store(url))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not HAS_S3, reason="needs s3fs and moto[server]")
 def test_the_same_over_s3(tmp_path: Path):

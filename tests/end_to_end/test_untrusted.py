@@ -26,7 +26,7 @@ def sharpen(model: Path, factor: float) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("forger", "test", "most_groups"),
     [("Biased", "bias", 60), ("Changed", "outliers|size", 40), ("Late", "size", 100), ("Right", "rewards", 40)],
@@ -71,7 +71,7 @@ def test_a_forger_is_found_and_honest_generators_are_not(tmp_path: Path, forger:
     check_ledger(tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_spot_node_that_gets_sigterm_gives_its_leases_back_at_once(tmp_path: Path):
     task = write_tiny_task(tmp_path)
     # An answer takes 240 s, and a lease expires after 600 s: only giving it back ends it.

@@ -9,7 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from async_rl.process.fault_points import AGENT_FAULT_POINTS, FAULT_POINTS, OFFLINE_FAULT_POINTS, fault_point
+from async_rl.process.fault_points import (
+    AGENT_FAULT_POINTS,
+    FAULT_POINTS,
+    MIRROR_FAULT_POINTS,
+    OFFLINE_FAULT_POINTS,
+    fault_point,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PASS_TWICE = (
@@ -28,8 +34,9 @@ def run_past(gates: Path) -> subprocess.Popen[str]:
 
 def test_every_fault_point_is_in_the_code_once_and_listed():
     source = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "async_rl").rglob("*.py")))
-    # A version arrives by a collective or by the stream: the receiver of each has the point once.
-    expected = sorted([*FAULT_POINTS, *AGENT_FAULT_POINTS, *OFFLINE_FAULT_POINTS, "generator.receiving"])
+    listed = (*FAULT_POINTS, *AGENT_FAULT_POINTS, *OFFLINE_FAULT_POINTS, *MIRROR_FAULT_POINTS)
+    # A version arrives by a collective, from the learner or from a generator: the receiver of each has the point once.
+    expected = sorted([*listed, *["generator.receiving"] * 2])
     assert sorted(re.findall(r'fault_point\("([a-z._]+)"\)', source)) == expected
 
 

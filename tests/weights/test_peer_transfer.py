@@ -74,7 +74,7 @@ def test_a_peer_that_sends_one_wrong_bit_is_named_and_the_bytes_come_from_the_le
             assert plane.publisher.wait(2, DEADLINE_S)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 def test_a_peer_that_dies_or_freezes_in_a_transfer_costs_a_short_deadline(
     start_receiver: Callable[[str], ReceiverProcess], monkeypatch: pytest.MonkeyPatch, fault: str
