@@ -120,7 +120,8 @@ class AuditPart(StepPart):
 def observe_group(
     owner: str, sequences: Sequence[tuple[int, TrainSequence]], logprobs: Mapping[int, np.ndarray], *, version: int
 ) -> list[Observation]:
-    """Return what the tokens of a group show, an observation for each staleness.
+    """Return what the tokens of a group show: an observation for each staleness, apart for tokens that follow others of
+    another version.
 
     Args:
         owner: the group's generator.
@@ -128,14 +129,16 @@ def observe_group(
         logprobs: the learner's log-probabilities of their trained tokens, by sequence id: float32 [N], nats.
         version: the learner's version.
     """
-    deltas: dict[int, dict[int, list[np.ndarray]]] = {}
+    deltas: dict[tuple[int, bool], dict[int, list[np.ndarray]]] = {}
     for rollout, sequence in sequences:
         mask = sequence.loss_mask
         delta = logprobs[sequence.sequence_id] - sequence.behavior_logprobs[mask]
-        lags = version - sequence.versions[mask]
-        for lag in np.unique(lags).tolist():
-            deltas.setdefault(int(lag), {}).setdefault(rollout, []).append(delta[lags == lag])
+        versions = sequence.versions[mask]
+        follow = np.maximum.accumulate(versions != versions[:1])
+        for lag, follows in {*zip((version - versions).tolist(), follow.tolist(), strict=True)}:
+            chosen = (version - versions == lag) & (follow == follows)
+            deltas.setdefault((lag, follows), {}).setdefault(rollout, []).append(delta[chosen])
     return [
-        observe(owner, lag, [np.concatenate(parts) for parts in of_rollouts.values()])
-        for lag, of_rollouts in sorted(deltas.items())
+        observe(owner, lag, [np.concatenate(parts) for parts in of_rollouts.values()], follows_others=follows)
+        for (lag, follows), of_rollouts in sorted(deltas.items())
     ]

@@ -28,6 +28,8 @@ from typing import Literal
 import numpy as np
 
 Test = Literal["bias", "size", "outliers", "rewards"]
+_Kind = tuple[int, bool]
+"""Staleness of tokens, and whether they follow tokens of another version. Only the same kind is compared."""
 
 ALARM = 12.0
 """A generator is found when the sum of a test reaches this."""
@@ -69,6 +71,8 @@ class Observation:
         num_tokens: the number of tokens.
         num_rollouts: the number of rollouts with such tokens.
         num_outliers: the number of these with an outlier.
+        follows_others: whether the tokens follow some that another version sampled. An engine that got new weights in
+            mid-answer goes on with the keys and values of the old ones, so an honest one differs from the learner, too.
     """
 
     generator_id: str
@@ -79,10 +83,20 @@ class Observation:
     num_tokens: int
     num_rollouts: int
     num_outliers: int
+    follows_others: bool = False
+
+    @property
+    def kind(self) -> _Kind:
+        return self.lag, self.follows_others
+
+    @property
+    def is_compared_only(self) -> bool:
+        """Whether honest tokens of this kind differ from the learner's by an amount that only others can tell."""
+        return self.lag > 0 or self.follows_others
 
 
-def observe(generator_id: str, lag: int, deltas: Sequence[np.ndarray]) -> Observation:
-    """Return the observation of a group's tokens of one staleness.
+def observe(generator_id: str, lag: int, deltas: Sequence[np.ndarray], *, follows_others: bool = False) -> Observation:
+    """Return the observation of a group's tokens of one staleness, which follow others of another version or not.
 
     Args:
         generator_id: the generator that returned the group.
@@ -102,6 +116,7 @@ def observe(generator_id: str, lag: int, deltas: Sequence[np.ndarray]) -> Observ
         num_tokens=len(delta),
         num_rollouts=len(deltas),
         num_outliers=sum(not bool((one >= -OUTLIER).all()) for one in deltas),
+        follows_others=follows_others,
     )
 
 
@@ -132,9 +147,9 @@ class Auditor:
 
     def __init__(self, size_limit: float) -> None:
         self._size_limit = size_limit
-        self._seen: defaultdict[int, dict[str, deque[Observation]]] = defaultdict(dict)
-        self._tokens: defaultdict[tuple[str, int], float] = defaultdict(float)
-        self._squares: defaultdict[tuple[str, int], float] = defaultdict(float)
+        self._seen: defaultdict[_Kind, dict[str, deque[Observation]]] = defaultdict(dict)
+        self._tokens: defaultdict[tuple[str, _Kind], float] = defaultdict(float)
+        self._squares: defaultdict[tuple[str, _Kind], float] = defaultdict(float)
         self._graded: dict[str, deque[Regraded]] = {}
         self._sums: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._num_groups: defaultdict[str, int] = defaultdict(int)
@@ -144,8 +159,8 @@ class Auditor:
         """Add the groups of a step. Return the generators that are found by them; each is found once."""
         mine = [one for one in observations if one.generator_id not in self._found]
         for one in mine:
-            self._seen[one.lag].setdefault(one.generator_id, deque(maxlen=_WINDOW)).append(one)
-            key = one.generator_id, one.lag
+            self._seen[one.kind].setdefault(one.generator_id, deque(maxlen=_WINDOW)).append(one)
+            key = one.generator_id, one.kind
             self._tokens[key] = _MEMORY * self._tokens[key] + one.num_tokens
             self._squares[key] = _MEMORY * self._squares[key] + one.num_tokens * one.square
         for one in mine:
@@ -180,21 +195,21 @@ class Auditor:
 
     def _judge(self, one: Observation) -> list[Finding]:
         others = {
-            name: groups for name, groups in self._seen[one.lag].items()
+            name: groups for name, groups in self._seen[one.kind].items()
             if name != one.generator_id and len(groups) >= MIN_GROUPS
         }  # fmt: skip
         return self._bias(one, others) + self._size(one, others) + self._outliers(one, others)
 
     def _bias(self, one: Observation, others: Mapping[str, deque[Observation]]) -> list[Finding]:
-        num_tokens = self._tokens[one.generator_id, one.lag]
+        num_tokens = self._tokens[one.generator_id, one.kind]
         if one.size > MAX_BIAS_SIZE or num_tokens < MIN_TOKENS:
             return []
         # Of one deviation for all groups: most short answers have none of the rare tokens that make up for the common
         # ones, and those that have some must not count for less.
-        square = self._squares[one.generator_id, one.lag] / num_tokens
+        square = self._squares[one.generator_id, one.kind] / num_tokens
         deviation = max(math.sqrt(square), _LEAST_DEVIATION)
         tolerance = TOLERANCE
-        if one.lag and len(others) < 2:
+        if one.is_compared_only and len(others) < 2:
             tolerance += STALE_TOLERANCE * deviation
         # A selection that shifts everybody's mean is nobody's lie: what the others have, too, does not count.
         usual = _median((float(np.mean([g.bias for g in groups])) for groups in others.values()), 0.0)
@@ -210,7 +225,7 @@ class Auditor:
         return found
 
     def _size(self, one: Observation, others: Mapping[str, deque[Observation]]) -> list[Finding]:
-        if one.lag and not others:
+        if one.is_compared_only and not others:
             return []  # what staleness does is not known
         # Only of their newest groups: what a version moves changes during a run.
         sizes = {name: [g.size for g in list(groups)[-MIN_GROUPS:]] for name, groups in others.items()}
@@ -231,7 +246,7 @@ class Auditor:
         if usual > 0.25:
             return []  # outliers are common here, so they show nothing
         evidence = log_ratio(one.num_outliers, one.num_rollouts, usual, 0.5)
-        groups = self._seen[one.lag][one.generator_id]
+        groups = self._seen[one.kind][one.generator_id]
         rate = _rate((g.num_outliers, g.num_rollouts) for g in groups)
         why = (
             f"{rate:.0%} of its rollouts have a token that the learner gives less than {math.exp(-OUTLIER):.0%} of "
@@ -240,7 +255,7 @@ class Auditor:
         return self._evidence(one.generator_id, "outliers", "outliers", evidence, why)
 
     def _mean(self, one: Observation, name: Literal["bias", "size"]) -> float:
-        return float(np.mean([getattr(g, name) for g in self._seen[one.lag][one.generator_id]]))
+        return float(np.mean([getattr(g, name) for g in self._seen[one.kind][one.generator_id]]))
 
     def _standardised(self, one: Observation, test: Test, key: str, score: float, why: str) -> list[Finding]:
         score = min(score, _LARGEST_STEP)  # not from below: a rare token counts in full against many common ones

@@ -55,14 +55,14 @@ def test_a_generator_that_shifts_its_logprobs_is_quarantined_and_the_step_does_n
 
 
 def test_each_staleness_of_a_group_is_an_observation_of_its_own(tmp_path: Path):
-    group = make_group("g", 3, versions=[2, 2, 2, 2, 3, 3])
+    group = make_group("g", 3, versions=[2, 2, 2, 2, 3, 3])  # the tokens of version 3 follow some of version 2
     taken = (TakenGroup(group, Prompt(0, 0, 0, (), {}), 0.0, 3),)
     prepared = prepare_batch(taken, mask_truncated=False, num_updates=1, known_weights=lambda group: True)
     logprobs = FakeEngine().score(prepared.sequences, of="policy")
     sequences = [(prepared.rollout_of[s.sequence_id], s) for s in prepared.sequences]
     fresh, stale = observe_group("g", sequences, logprobs, version=3)
-    assert (fresh.lag, fresh.num_tokens, fresh.num_rollouts) == (0, 4, 2)
-    assert (stale.lag, stale.num_tokens, stale.num_rollouts) == (1, 8, 2)
+    assert (fresh.lag, fresh.follows_others, fresh.num_tokens, fresh.num_rollouts) == (0, True, 4, 2)
+    assert (stale.lag, stale.follows_others, stale.num_tokens, stale.num_rollouts) == (1, False, 8, 2)
     assert (fresh.size, stale.size) == (0.0, 0.0)
 
 

@@ -21,10 +21,12 @@ LIMIT = 0.05
 
 
 def given(
-    who: str, *, lag: int = 0, bias: float = 0.0, error: float = 0.001, size: float = 0.01, outliers: int = 0
-) -> Observation:
+    who: str, *, lag: int = 0, bias: float = 0.0, error: float = 0.001, size: float = 0.01, outliers: int = 0,
+    follows_others: bool = False,
+) -> Observation:  # fmt: skip
     square = 1024 * error**2  # of each of 1024 tokens, more than are needed before the test of bias
-    return Observation(who, lag, bias, square, size, num_tokens=1024, num_rollouts=4, num_outliers=outliers)
+    return Observation(who, lag, bias, square, size, num_tokens=1024, num_rollouts=4, num_outliers=outliers,
+                       follows_others=follows_others)  # fmt: skip
 
 
 def test_an_observation_by_hand():
@@ -97,8 +99,9 @@ def test_tokens_of_another_version_differ_more_than_those_of_the_others():
 
 
 def test_without_others_the_size_is_judged_only_where_it_must_be_0():
-    stale, fresh = Auditor(LIMIT), Auditor(LIMIT)
+    stale, fresh, after_an_update = Auditor(LIMIT), Auditor(LIMIT), Auditor(LIMIT)
     assert not any(stale.add([given("g", lag=1, size=0.9)]) for _ in range(100))
+    assert not any(after_an_update.add([given("g", follows_others=True, size=0.9)]) for _ in range(100))
     assert [one.test for _ in range(100) for one in fresh.add([given("g", size=0.9)])] == ["size"]
 
 
