@@ -84,10 +84,15 @@ def advice(found: Sequence[Prediction]) -> Iterator[str]:
         lowest = min(alike, key=lambda one: one.setting.max_staleness)
         start = f"With answers of {mean_tokens:.0f} tokens: set" if len(lengths) > 1 else "Set"
         yield (
-            f"{start} queue.max_staleness = {setting.max_staleness} with {setting.num_generators} generators and "
-            f"{setting.num_ranks} learner ranks: {chosen.steps_per_s:.3g} steps/s."
+            f"{start} queue.max_staleness = {setting.max_staleness} with "
+            f"{_counted(setting.num_generators, 'generator')} and {_counted(setting.num_ranks, 'learner rank')}: "
+            f"{chosen.steps_per_s:.3g} steps/s."
         )
         yield from _reasons(chosen, lowest, max(map(_speed, alike)) / _speed(lowest))
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _reasons(chosen: Prediction, lowest: Prediction, gain: float) -> Iterator[str]:
