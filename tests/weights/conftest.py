@@ -31,6 +31,11 @@ class ReceiverProcess:
     def follow(self, announcement: Announcement) -> None:
         self.send(follow={name: value for name, value in asdict(announcement).items() if name != "probe"})
 
+    def take_fault(self, fault: str, on: str = "collective") -> None:
+        """Let a fault happen in the next transfer, as ``receiver_program`` says."""
+        self.send(fault=fault, on=on)
+        self.version(receiver_program.READY)
+
     def version(self, version: int, timeout_s: float = 60.0) -> dict[str, Any]:
         """Return what it reported about this version, after skipping earlier reports."""
         deadline = time.monotonic() + timeout_s

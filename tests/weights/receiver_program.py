@@ -1,7 +1,8 @@
 """A receiver in a process of its own: takes commands from a connection and reports on it.
 
-Commands: ``{"follow": {...announcement}}``; ``{"fault": "corrupt" | "kill" | "freeze", "on": "collective" | "stream"}``
-(happens once, at the second bucket of the next such transfer). It reports one dict for each version that arrived.
+Commands: ``{"follow": {...announcement}}``; ``{"fault": "corrupt" | "kill" | "freeze", "on": "collective" |
+"stream" | "serve"}`` (happens once, at the second bucket that it receives in the next such transfer, or that it is
+about to serve to another generator). It reports one dict for each version that arrived, and ``READY`` for a fault.
 """
 
 from __future__ import annotations
@@ -9,23 +10,27 @@ from __future__ import annotations
 import os
 import select
 import signal
+import threading
 from multiprocessing.connection import Connection
 
 from async_rl.queue.messages import Announcement
 from async_rl.weights.channel.receiver import Receiver
 from async_rl.weights.manifest import digest_bytes
 
+READY = -1
+"""Reported as the version once a fault will happen."""
 fault = ""
 fault_on = ""
 num_buckets = 0
 
 
 def inject_faults() -> None:
-    """Let the fault happen after this process received its second bucket of a transfer."""
+    """Let the fault happen after this process received its second bucket of a transfer, or before it serves that."""
     from async_rl.weights.collective.library import Communicator
+    from async_rl.weights.tcp.peer_server import PeerServer
     from async_rl.weights.tcp.receiver import _Answer
 
-    broadcast, read = Communicator.broadcast, _Answer.read
+    broadcast, read, send = Communicator.broadcast, _Answer.read, PeerServer._send
 
     def faulty_broadcast(self, buckets, *, chunk_bytes, deadline, on_chunk=None):
         begun = set()
@@ -33,7 +38,7 @@ def inject_faults() -> None:
         def faulty_on_chunk(index, chunk):
             if index not in begun:  # before its bytes are digested
                 begun.add(index)
-                received("collective", buckets[index])
+                passes("collective", buckets[index])
             assert on_chunk is not None, "a receiver without digests"
             return on_chunk(index, chunk)
 
@@ -41,13 +46,18 @@ def inject_faults() -> None:
 
     def faulty_read(self, into, hasher, on_piece=None):
         read(self, into, hasher, on_piece)
-        received("stream", into)
+        passes("stream", into)
 
+    def faulty_send(self, connection, arrival, cipher):
+        passes("serve", arrival.memory)
+        return send(self, connection, arrival, cipher)
+
+    PeerServer._send = faulty_send
     Communicator.broadcast = faulty_broadcast
     _Answer.read = faulty_read
 
 
-def received(by: str, bucket) -> None:
+def passes(by: str, bucket) -> None:
     global fault, num_buckets
     if by != fault_on:
         return
@@ -58,6 +68,7 @@ def received(by: str, bucket) -> None:
             bucket[0] = bucket[0] ^ 1
         else:
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[now])
+            threading.Event().wait()  # another thread may take the signal, and this one would go on until then
 
 
 def run(name: str, connection: Connection) -> None:
@@ -73,6 +84,7 @@ def run(name: str, connection: Connection) -> None:
                 receiver.follow(Announcement(**command["follow"]))
             else:
                 fault, fault_on, num_buckets = command["fault"], command.get("on", "collective"), 0
+                connection.send({"version": READY})
         if receiver in readable and (staged := receiver.poll()) is not None:
             receiver.activated(staged)
             tensors = {name: digest_bytes(bytes(_raw(tensor))) for name, tensor in staged.tensors.items()}

@@ -90,7 +90,7 @@ def test_a_peer_that_dies_or_freezes_in_a_transfer_costs_a_short_deadline(
         assert plane.publisher.wait(0, DEADLINE_S, num_members=2)
         before = child.stats()
         assert before.peer_bytes == before.wire_bytes
-        parent.send(fault=fault, on="stream")
+        parent.take_fault(fault, on="serve")  # before the second bucket
         plane.publish(1, model(1))
         assert_same(arrived(child, 1), model(1))
         stats = plane.publisher.stats()

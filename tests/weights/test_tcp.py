@@ -486,7 +486,7 @@ def test_a_killed_and_a_frozen_puller_delay_neither_publishing_nor_the_others(
         plane.lineage = "pulls"
         first = plane.publish(0, weights)
         for receiver, fault in ((killed, "kill"), (frozen, "freeze")):
-            receiver.send(fault=fault, on="stream")
+            receiver.take_fault(fault, on="stream")
             receiver.follow(plane.announcement(first))
         steady = shared_receivers[0]
         steady.follow(plane.announcement(first))
