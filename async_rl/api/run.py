@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from async_rl.config.config import Config
 from async_rl.config.loading import load_run_config
 from async_rl.errors import RunError
-from async_rl.launch.launch import summary
 from async_rl.launch.status import status_of_run
+from async_rl.launch.summary import summary
 from async_rl.output import Progress
 from async_rl.run.curve import write_curve
 from async_rl.run.directory import RunDir

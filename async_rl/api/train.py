@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +85,10 @@ def train(
         error.args = tuple(map(_in_python, map(str, error.args)))
         raise error.with_traceback(None) from error.__cause__
     _check_end(ended)
-    return Run(inputs.config.run.dir)
+    trained = Run(inputs.config.run.dir)
+    if trained.is_finished and not quiet:
+        print(f"a page about it: run.report(), or `async-rl report {shlex.quote(str(trained.path))}`")  # noqa: T201
+    return trained
 
 
 def _check_end(ended: Ended) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -27,12 +25,12 @@ from async_rl.config.loading import changed_keys, load_run_config, machine_overr
 from async_rl.errors import ConfigError, UserError
 from async_rl.launch.capacity import has_gpu
 from async_rl.launch.checks import check_launch
-from async_rl.launch.hints import Hints, best_lines
 from async_rl.launch.live_view import LiveView, PlainView
 from async_rl.launch.memory_deaths import MemoryDeaths
 from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.planned_steps import planned_steps, schedule_note
 from async_rl.launch.preflight import begins_too_few
+from async_rl.launch.summary import next_lines, summary
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.learner.mirror.fetch import bring_back
 from async_rl.learner.mirror.process import is_complete, mirrored
@@ -44,15 +42,13 @@ from async_rl.process.user_code import code_changes
 from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, locked_run_dir
-from async_rl.run.progress import duration, eval_accuracies
 from async_rl.run.reuse import check_run_dir, has_ended
-from async_rl.run.step_log import Row, iter_metrics, last_step
+from async_rl.run.step_log import last_step
 from async_rl.terminal import visible
 
 _CHECKING = "checking data, model and address"
 _DAY_S = 86400
 _MARGIN_S = 5.0
-_MOSTLY_FILTERED = 0.75
 """Seconds that a stopped learner gets in addition to ``checkpoint.grace_s`` before it is killed."""
 
 
@@ -322,87 +318,6 @@ def nobody_samples_line(config: Config) -> str:
     return (
         f"{what}: the run waits until you start `async-rl generator --connect ADDRESS` with the queue server's address"
     )
-
-
-def summary(run_dir: RunDir, wall_s: float | None = None) -> list[str]:
-    """Return the lines of text that ``launch`` prints at the end of a run.
-
-    They show the number of steps, the first and last accuracy on each evaluation set and the best one if it came
-    earlier, what went wrong with the training, the counts of the ledger, and the paths of the run's files. ``wall_s``
-    is the duration of this launch in seconds. If None, the lines leave it out.
-    """
-    steps, hints = 0, Hints()
-    notes: list[str] = []
-    evaluations: list[Row] = []
-    evals: dict[str, list[float]] = {}
-    for row in iter_metrics(run_dir.metrics):
-        steps = max(steps, row["step"])
-        notes += hints.add(row)
-        evaluations += [row] if eval_accuracies(row) else []
-        for dataset, accuracy in eval_accuracies(row).items():
-            evals.setdefault(dataset, []).append(accuracy)
-    state = "finished" if run_dir.is_finished else "not finished"
-    lines = [f"{state}: {steps} steps{'' if wall_s is None else f', this launch took {duration(wall_s)}'}"]
-    lines += [f"accuracy on {name}: {values[0]:.3f} -> {values[-1]:.3f}" for name, values in evals.items()]
-    lines += best_lines(run_dir, evaluations)
-    if any(len(values) > 2 for values in evals.values()):
-        lines.append(f"all evaluations: async-rl eval --compare {run_dir.path}")
-    lines += notes
-    if run_dir.ledger.exists():
-        ledger = run_dir.read_ledger()
-        of_groups = [f"note: {text}" for text in ledger.get("group_notes", {}).values()]
-        lines += [ledger_line(ledger), *(of_groups or filter_note(ledger))]
-    lines.append(f"run directory: {run_dir.path}")
-    if run_dir.curve.exists():
-        lines.append(f"curve: {run_dir.curve}")
-    for directory in (run_dir.eval, run_dir.rollouts):
-        if answers := sorted(directory.glob("*step-*.jsonl"), key=lambda path: path.stat().st_mtime):
-            lines.append(f"answers: {answers[-1]}")
-            break
-    if run_dir.export.exists():
-        lines.append(f"model: {run_dir.export}")
-    return lines
-
-
-def next_lines(run_dir: RunDir, config: Config) -> list[str]:
-    """Return lines with commands to try after the finished run of ``config``."""
-    trained = last_step(run_dir.metrics)
-    has_ended_early = trained < config.learner.steps  # the data did
-    more = f"data.epochs={(config.data.epochs or 1) + 1}" if has_ended_early else f"learner.steps={2 * trained}"
-    bound = config.queue.max_staleness
-    file = shlex.quote(str(run_dir.config))
-    return [
-        "next:",
-        f"  async-rl report {shlex.quote(str(run_dir.path))}    # a page about it: curves, who waited, single answers",
-        f"  async-rl launch {file} --set {more}    # trains on",
-        f"  async-rl sweep {file} --over queue.max_staleness=0,{bound or 4}    # compares staleness bounds",
-    ]
-
-
-def ledger_line(ledger: Mapping[str, Any]) -> str:
-    """Return one line of text about a ledger, the content of ``ledger.json``.
-
-    The line shows how many groups were issued, and how many of them are in each state, such as ``trained 8``. States
-    without groups are left out.
-    """
-    groups = ledger["groups"]
-    terms = [
-        f"{name} {groups[name]}" for name in ("in_flight", "queued", "taken", "trained", "filtered") if groups[name]
-    ]
-    terms += [f"dropped as {cause} {count}" for cause, count in groups["dropped"].items() if count]
-    return f"groups: issued {groups['issued']} = {' + '.join(terms) or '0'}"
-
-
-def filter_note(ledger: Mapping[str, Any]) -> list[str]:
-    """Return a line of text if most groups of the ledger that have ended were filtered; no line otherwise."""
-    groups = ledger["groups"]
-    share = groups["filtered"] / max(1, groups["filtered"] + groups["trained"] + sum(groups["dropped"].values()))
-    if share < _MOSTLY_FILTERED:
-        return []
-    return [
-        f"note: {share:.0%} of these groups were filtered, because nearly all their answers were right, or nearly all "
-        f"wrong; easier or harder prompts, or a graded accuracy, would teach more (queue.filter_range)"
-    ]
 
 
 def explain(outcome: Outcome, *, checkpoint: str | None = None, fresh: bool = False) -> list[str]:

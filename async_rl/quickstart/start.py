@@ -12,7 +12,7 @@ from pathlib import Path
 from async_rl.comparison.summary import summarise
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError
-from async_rl.launch.launch import next_lines
+from async_rl.launch.summary import next_lines
 from async_rl.quickstart.gain import estimated_gain, measured_gain
 from async_rl.quickstart.prepare import make_task, run_command, say, write_config
 from async_rl.quickstart.tasks import Task

@@ -59,6 +59,16 @@ def test_a_finished_run_is_returned_and_the_same_call_returns_it_again(
     assert "is finished; raise learner.steps to train on" in capsys.readouterr().out
 
 
+def test_a_finished_run_names_its_report_unless_quiet(
+    tmp_path: Path, ends_as: object, capsys: pytest.CaptureFixture[str]
+):
+    line = f"a page about it: run.report(), or `async-rl report {tmp_path / 'run'}`\n"
+    train(tmp_path)
+    assert line not in capsys.readouterr().out
+    async_rl.train("tiny", run=tmp_path / "run")
+    assert line in capsys.readouterr().out
+
+
 def test_a_failed_run_raises_with_the_first_cause(tmp_path: Path, ends_as: Callable[[Outcome], None]):
     log = tmp_path / "learner-0.log"
     log.write_text("ValueError: the first cause\n")

@@ -31,11 +31,7 @@ from async_rl.launch.launch import (
     continuation_lines,
     describe_commands,
     explain,
-    filter_note,
-    ledger_line,
-    next_lines,
     nobody_samples_line,
-    summary,
 )
 from async_rl.launch.live_view import (
     LiveView,
@@ -44,6 +40,7 @@ from async_rl.launch.live_view import (
 )
 from async_rl.launch.memory_deaths import MemoryDeaths
 from async_rl.launch.preflight import check_bindable, check_critic, check_weights_ports
+from async_rl.launch.summary import summary
 from async_rl.launch.supervisor import Command, Death, Outcome, ProcessStatus, Supervisor, Timing
 from async_rl.process.child import DEVICES_ARE_DEALT, PACKAGE_ROOT, ParentWatch
 from async_rl.process.user_code import write_digests
@@ -1207,89 +1204,6 @@ def test_the_live_view_breaks_no_member_over_two_lines_and_counts_many(tmp_path:
     assert "generator: 8 running, 3 restarts" in text  # 0 + 1 + 2 restarts
     assert "generator-0" not in text
     view.close()
-
-
-def test_the_summary_tells_accuracies_before_and_after_and_the_ledger(tmp_path: Path):
-    run_dir = RunDir(tmp_path)
-    append(run_dir.metrics, {"step": 0, "eval/gsm8k/accuracy": 0.25}, a_row(1), {"step": 1, "eval/gsm8k/accuracy": 0.5})
-    ledger = {"issued": 9, "in_flight": 0, "queued": 0, "taken": 0, "trained": 6, "filtered": 2}
-    run_dir.ledger.write_text(json.dumps({"groups": {**ledger, "dropped": {"stale": 1, "expired": 0}}}))
-    run_dir.mark_finished({"step": 1})
-    lines = summary(run_dir, 3.0)
-    assert lines[0] == "finished: 1 steps, this launch took 3s"
-    assert "accuracy on gsm8k: 0.250 -> 0.500" in lines
-    assert not any("--compare" in line for line in lines)
-    append(run_dir.metrics, {"step": 2, "eval/gsm8k/accuracy": 0.5})
-    assert f"all evaluations: async-rl eval --compare {tmp_path}" in summary(run_dir, 3.0)
-    assert "groups: issued 9 = trained 6 + filtered 2 + dropped as stale 1" in lines
-
-
-def test_the_summary_says_if_the_best_evaluation_was_before_the_last(tmp_path: Path):
-    run_dir = RunDir(tmp_path)
-    points = {0: 0.3, 40: 0.9, 60: 0.85, 80: 0.5}
-    error = {"eval/a/accuracy_se": 0.02}
-    append(run_dir.metrics, *({"step": step, "eval/a/accuracy": value, **error} for step, value in points.items()))
-    line = "best on a: 0.900 at step 40, the last is 0.500 at step 80"
-    assert f"{line}; its checkpoint is gone (checkpoint.keep_every keeps more)" in summary(run_dir, 3.0)
-    checkpoint = run_dir.checkpoints / "step-000040"
-    checkpoint.mkdir(parents=True)
-    assert f"{line}; export it: async-rl export {checkpoint} OUT" in summary(run_dir, 3.0)
-    # Two standard errors of the difference are 2 * sqrt(2) * 0.02 = 0.057.
-    append(run_dir.metrics, {"step": 100, "eval/a/accuracy": 0.87, **error})
-    assert any("the last is 0.870 at step 100, which may be chance; export" in line for line in summary(run_dir, 3.0))
-    append(run_dir.metrics, {"step": 120, "eval/a/accuracy": 0.9, **error})
-    assert not any("best on" in line for line in summary(run_dir, 3.0))
-
-
-def test_the_model_that_a_run_began_with_may_be_its_best(tmp_path: Path):
-    run_dir = RunDir(tmp_path)
-    append(run_dir.metrics, {"step": 0, "eval/a/accuracy": 0.3}, {"step": 9, "eval/a/accuracy": 0.0})
-    line = "best on a: 0.300 at step 0, the last is 0.000 at step 9; that is the model at model.path"
-    assert line in summary(run_dir, 3.0)
-
-
-def test_the_end_of_a_run_names_its_files_and_what_to_do_next(tmp_path: Path):
-    run_dir = RunDir(tmp_path)
-    append(run_dir.metrics, a_row(8))
-    run_dir.eval.mkdir()
-    (run_dir.eval / "gsm8k-step-000008.jsonl").touch()
-    run_dir.export.mkdir()
-    run_dir.rollouts.mkdir()
-    (run_dir.rollouts / "step-000001.jsonl").touch()
-    (run_dir.rollouts / "summaries.jsonl").touch()
-    shown = summary(run_dir, 3.0)
-    assert shown[-2:] == [f"answers: {run_dir.eval}/gsm8k-step-000008.jsonl", f"model: {run_dir.export}"]
-    (run_dir.eval / "gsm8k-step-000008.jsonl").unlink()
-    assert summary(run_dir, 3.0)[-2] == f"answers: {run_dir.rollouts}/step-000001.jsonl"
-    commands = [line.split("    #")[0] for line in next_lines(run_dir, a_config(tmp_path, learner={"steps": 8}))]
-    assert commands == [
-        "next:",
-        f"  async-rl report {tmp_path}",
-        f"  async-rl launch {tmp_path}/config.toml --set learner.steps=16",
-        f"  async-rl sweep {tmp_path}/config.toml --over queue.max_staleness=0,4",
-    ]
-    data_ended = a_config(tmp_path, learner={"steps": 9}, data={"train": "d", "epochs": 2})
-    assert "--set data.epochs=3 " in next_lines(run_dir, data_ended)[2]
-
-
-def test_the_ledger_of_nothing_is_a_line_too():
-    empty = dict.fromkeys(("issued", "in_flight", "queued", "taken", "trained", "filtered"), 0)
-    assert ledger_line({"groups": {**empty, "dropped": {}}}) == "groups: issued 0 = 0"
-    assert filter_note({"groups": {**empty, "dropped": {}}}) == []
-
-
-def test_groups_that_were_dropped_are_not_taken_for_filtered_ones():
-    # Two of ten groups were filtered, and the run trained on none.
-    groups = {"trained": 0, "filtered": 2, "dropped": {"poison": 8}}
-    assert filter_note({"groups": groups}) == []
-
-
-@pytest.mark.parametrize(("filtered", "noted"), [(29, False), (30, True)])
-def test_a_run_that_filtered_most_groups_says_what_that_means(filtered: int, noted: bool):
-    # 30 of 40 groups that ended in one of the two states are three quarters.
-    note = filter_note({"groups": {"trained": 10, "filtered": filtered, "dropped": {}}})
-    assert bool(note) == noted
-    assert not noted or note[0].startswith("note: 75% of these groups were filtered, because nearly all their answers")
 
 
 def test_a_second_start_says_from_where_it_goes_on_and_what_code_changed(tmp_path: Path):

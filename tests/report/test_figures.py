@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.errors import RunError
-from async_rl.launch.launch import summary
+from async_rl.launch.summary import summary
 from async_rl.report.figures import MAX_BARS, MAX_POINTS, compact, lags, read_run, run_state, timeline
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import acquire
