@@ -367,7 +367,7 @@ def generator_troubles(generators: Sequence[Mapping[str, Any]]) -> dict[str, str
     """Return by id what is wrong with each of ``generators`` with which something is wrong."""
     found: dict[str, str] = {}
     for generator in generators:
-        quarantined, trouble = generator.get("quarantined"), generator.get("trouble")
+        quarantined, trouble = generator.get("quarantined"), generator.get("trouble") or generator.get("too_slow")
         if generator.get("alive", True) and (quarantined or trouble):
             found[str(generator.get("id", ""))] = f"quarantined: {quarantined}" if quarantined else str(trouble)
     return found

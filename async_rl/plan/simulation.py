@@ -218,18 +218,22 @@ class _Simulation:
         if self._granted_at == self._state.revision:
             return
         for version in list(self._asking):
-            line = self._asking[version]
+            line, refused = self._asking[version], list[SimulatedGenerator]()
             while line:
                 generator, active = line[0], (_LINEAGE, version)
                 wanted = self._wanted(generator)
                 granted = generator_requests.lease(self._state, generator.name, active, wanted, self._now)
                 if not granted.leases and granted.activate is None:
-                    break
+                    if generator_requests.may_have_leases(self._state, generator.name):
+                        break
+                    refused.append(line.popleft())
+                    continue
                 line.popleft()
                 generator.is_asking, generator.activate_first = False, granted.activate or 0
                 for lease in granted.leases:
                     generator.accept(lease, self._lengths[self._drawn(lease)], self._now)
                 self._go_on(generator)
+            line.extend(refused)
             if not line:
                 del self._asking[version]
         self._granted_at = self._state.revision

@@ -23,6 +23,7 @@ from async_rl.queue.core.failures import Attempts, Failing, add_failed, describe
 from async_rl.queue.core.groups import GroupSummary, StoredGroup, refusal_cause, why_unfit
 from async_rl.queue.core.learning_signal import flaw_of
 from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, GeneratorEntry, Owner
+from async_rl.queue.core.pace import Window
 from async_rl.queue.core.prompts import Answer, Evaluation
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import DropCause, FailedRollouts, Failure, GeneratorStats, LeasesGranted, Verdict
@@ -141,9 +142,14 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
 
 
 def may_have_leases(state: QueueState, generator_id: str) -> bool:
-    """Return whether this generator gets leases as any other: it is known, and not quarantined for any reason."""
+    """Return whether this generator gets leases as any other: it is known, not quarantined for any reason, and was not
+    too slow at its last request.
+    """
     entry = state.generators.get(generator_id)
-    return entry is not None and not entry.quarantined and entry.failing.retry_at is None
+    if entry is None or entry.quarantined or entry.failing.retry_at is not None:
+        return False
+    pace = state.generators.paces.of(generator_id)
+    return not pace.why and not pace.is_on_trial
 
 
 def heartbeat(
@@ -418,6 +424,35 @@ def _grant_training(
         return [], LeasesGranted((), f"the run has stopped: {stop}")
     if not learner.steps_left:
         return [], LeasesGranted((), f"all {learner.num_steps} steps are trained")
+    if why := _why_too_slow(state, learner, generator_id):
+        return [], LeasesGranted((), f"this generator is {why}")
+    if state.generators.paces.of(generator_id).is_on_trial:
+        max_leases = min(max_leases, 1 - state.leases.num_held[generator_id])
+        if max_leases <= 0:
+            return [], LeasesGranted((), "this generator was too slow, and has its one lease to show that it is not")
+    leases, answer = _grant_from_stream(state, learner, generator_id, version, max_leases)
+    if leases:
+        state.generators.paces.granted(generator_id, state.leases.num_held[generator_id])
+    return leases, answer
+
+
+def _why_too_slow(state: QueueState, learner: LearnerSide, generator_id: str) -> str:
+    """Return why the generator is too slow for the learner's staleness bound (``pace``); empty if it is not."""
+    settings, paces, bound = state.settings, state.generators.paces, learner.lease_bound
+    batches = max(1, (bound + 1) // settings.updates_per_batch)
+    before = paces.why(generator_id)
+    why = paces.check(generator_id, Window(batches, settings.groups_per_step, state.learner_s, bound), state.now)
+    if why and not state.generators.has_another(generator_id, state.now):
+        paces.of(generator_id).why = ""
+        return ""
+    if why and not before:
+        state.news.append(f"generator {generator_id!r} gets no training leases, because it is {why}")
+    return why
+
+
+def _grant_from_stream(
+    state: QueueState, learner: LearnerSide, generator_id: str, version: int, max_leases: int
+) -> tuple[list[Lease], LeasesGranted | None]:
     settings = state.settings
     limit = learner.group_limit(state.settings, version)
     leases: list[Lease] = []
@@ -575,6 +610,7 @@ def _receive_training(
         state.count_outcome("dropped", group)
         _lose_returned(state, active, "stale", group.num_tokens)
         return "stale"
+    state.generators.note_pace(active, group.num_tokens, state.now, is_returned=True)
     if not fits_filter and settings.refill:
         state.leases.close(active.lease.lease_id, _RETURNED)
         state.revision += 1

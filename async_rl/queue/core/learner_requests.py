@@ -222,6 +222,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
         if not groups:
             return _not_ready(state, learner)
         state.set_taken(groups)
+        state.taken_at = state.now
         for group in groups:
             state.ledger.take(group.num_rollouts, group.num_tokens)
         state.waits_since = None
@@ -261,6 +262,9 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
             f"{ack.step}; {_RESTART}"
         )
     learner.check(ack, settings)
+    if state.taken_at is not None:
+        step_s, state.taken_at = state.now - state.taken_at, None
+        state.learner_s = (state.learner_s + step_s) / 2 if state.learner_s else step_s
     _settle(state, learner, ack.trained)
     learner.advance(ack, settings)
     state.filtered_since_step = state.filtered_right_since_step = 0

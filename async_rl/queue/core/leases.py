@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from async_rl.queue.core.failures import EvalKey, Failing, Outage, outage_of
+from async_rl.queue.core.pace import Paces
 from async_rl.queue.messages import DOCTOR, GeneratorStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.records import Lease
@@ -103,6 +104,7 @@ class LeaseTable:
         timeout_s: see above.
         reserved: the sum of the bytes reserved for the groups of these leases.
         num_training: the number of training leases in flight.
+        num_held: their number by generator.
     """
 
     def __init__(self, timeout_s: float, changes: Changes) -> None:
@@ -114,6 +116,7 @@ class LeaseTable:
         self._num_closed = 0
         self.reserved = 0
         self.num_training = 0
+        self.num_held: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._active)
@@ -131,6 +134,7 @@ class LeaseTable:
         self.reserved += active.reserved
         if active.evaluation is None:
             self.num_training += 1
+            self.num_held[active.generator_id] += 1
             heapq.heappush(self._by_version, (active.oldest_version, lease_id))
         deadline = active.grown_at + self.timeout_s
         self._check_at = deadline if self._check_at is None else min(self._check_at, deadline)
@@ -143,7 +147,11 @@ class LeaseTable:
         active = self._active.pop(lease_id)
         self._changes.delete("lease", lease_id)
         self.reserved -= active.reserved
-        self.num_training -= active.evaluation is None
+        if active.evaluation is None:
+            self.num_training -= 1
+            self.num_held[active.generator_id] -= 1
+            if not self.num_held[active.generator_id]:
+                del self.num_held[active.generator_id]
         while self._by_version and self._by_version[0][1] not in self._active:
             heapq.heappop(self._by_version)
         self.set_status(lease_id, status)
@@ -293,7 +301,8 @@ class GeneratorEntry:
 class GeneratorTable:
     """All known generators, by id.
 
-    A generator counts as alive until it was silent for ``timeout_s``, and is removed after ten times as long.
+    A generator counts as alive until it was silent for ``timeout_s``, and is removed after ten times as long. ``paces``
+    says how fast they sample.
     """
 
     def __init__(self, timeout_s: float, changes: Changes) -> None:
@@ -303,6 +312,7 @@ class GeneratorTable:
         self._failing: set[str] = set()
         """The generators that are quarantined because their leases fail, and maybe some that no longer are."""
         self._forget_at = 0.0
+        self.paces = Paces()
 
     def seen(self, generator_id: str, now: float) -> GeneratorEntry:
         entry = self._entries.get(generator_id)
@@ -328,6 +338,7 @@ class GeneratorTable:
     def remove(self, generator_id: str) -> None:
         if self._entries.pop(generator_id, None) is not None:
             self._changes.delete("generator", generator_id)
+        self.paces.remove(generator_id)
         self._to_notify.discard(generator_id)
 
     def belongs_to(self, entry: GeneratorEntry, owner: Owner, now: float) -> bool:
@@ -385,6 +396,12 @@ class GeneratorTable:
             e.generator_id != generator_id and e.active is not None and not e.quarantined and e.failing.retry_at is None
             for e in self._alive(now)
         )
+
+    def note_pace(self, active: ActiveLease, tokens: int, now: float, *, is_returned: bool) -> None:
+        """Record how long a training lease took that has ended, with at least ``tokens`` sampled tokens."""
+        if active.generator_id in self._entries:
+            lease_s = max(0.0, now - active.issued_at)
+            self.paces.ended(active.generator_id, max(tokens, active.progress), lease_s, is_returned=is_returned)
 
     def note_failing(self, generator_id: str) -> None:
         """Record that this generator is quarantined because its leases fail."""
@@ -467,6 +484,7 @@ class GeneratorTable:
                 "refused": dict(e.refused),
                 "quarantined": e.quarantined or e.failing.line(now),
                 "trouble": e.trouble,
+                "too_slow": self.paces.why(e.generator_id),
                 "foreign_requests": e.num_foreign,
             }
             for e in self._entries.values()

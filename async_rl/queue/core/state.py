@@ -114,6 +114,8 @@ class QueueState(PersistedState):
         taken: the groups that the learner has taken for its step.
         waits_since: under ``on_stale = "wait"``, the time since which a complete batch has waited for leases; None if
             no batch waits.
+        taken_at: the time at which the learner took the groups of its step; None if it is not known.
+        learner_s: about how many seconds pass from a take to the report that it was trained; 0 if it is not known.
         revision: a number that grows with every change, so that waiting requests are tried again.
         clock_ahead_s: the seconds by which the queue's clock is ahead of the caller's.
         vocab_size: limit on the token ids of returned groups. None if unknown.
@@ -136,6 +138,8 @@ class QueueState(PersistedState):
     taken: tuple[StoredGroup, ...] = ()
     taken_bytes: int = 0
     waits_since: float | None = None
+    taken_at: float | None = None
+    learner_s: float = 0.0
     num_leases: int = 0
     revision: int = 0
     clock_ahead_s: float = 0.0
@@ -349,6 +353,8 @@ class QueueState(PersistedState):
             self.leases.close(active.lease.lease_id, final)
             self.eval_ledger.drop("in_flight", final, rollouts, tokens)
         else:
+            if cause in ("cancelled", "stale"):
+                self.generators.note_pace(active, tokens, self.now, is_returned=cause == "stale")
             final = self._requeue_or_exclude(active.lease.prompt.position, cause, name, counts=counts)
             self.leases.close(active.lease.lease_id, final)
             self.ledger.drop("in_flight", final, rollouts, tokens)

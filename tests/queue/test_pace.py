@@ -1,0 +1,183 @@
+"""Generators that are too slow for the staleness bound: by hand, in the queue's core, and in simulated runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from async_rl.plan import simulation
+from async_rl.plan.lengths import Lengths
+from async_rl.plan.rates import Rates
+from async_rl.plan.simulated_generator import SimulatedGenerator
+from async_rl.plan.simulation import Prediction, Setting, simulate
+from async_rl.queue.core import generator_requests, learner_requests
+from async_rl.queue.core.pace import Paces, Window
+from async_rl.queue.core.state import QueueState
+from async_rl.queue.messages import GeneratorStats
+from tests.plan.test_simulation import make_config
+from tests.queue.builders import LINEAGE, SAMPLING, group, leases, make_state, put, rows
+
+WINDOW = Window(batches=3, groups_per_step=8, learner_s=10.0, max_staleness=2)
+
+
+def fleet(slow: Sequence[tuple[int, float]]) -> Paces:
+    """A generator that has returned 8 groups of 100 tokens, each in 10 s and 4 at a time, and one with leases of
+    ``slow``: tokens and seconds of each.
+    """
+    paces = Paces()
+    paces.granted("fast", 4)
+    for _ in range(8):
+        paces.ended("fast", 100, 10.0, is_returned=True)
+    for tokens, lease_s in slow:
+        paces.ended("slow", tokens, lease_s, is_returned=True)
+    return paces
+
+
+def test_a_generator_whose_groups_take_longer_than_the_bound_admits_is_too_slow():
+    # The fast one samples 4 groups in 10 s, so a batch of 8 takes 20 s, longer than the learner: three batches, 60 s.
+    # The slow one has 1 token/s where the fast one has 10: a group takes it 100 s, in which 5 batches are trained.
+    paces = fleet([(100, 100.0)])
+    assert paces.check("slow", WINDOW, 0.0) == paces.why("slow") == (
+        "too slow for a staleness bound of 2: a group takes it about 100 s (the others 10 s), in which the run trains "
+        "5 batches without it; it still gets evaluations, and is tried again in 1.6e+03 s"
+    )  # fmt: skip
+    assert paces.check("fast", WINDOW, 0.0) == ""
+    assert paces.check("new", WINDOW, 0.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("window", "slow", "reason"),
+    [
+        (Window(6, 8, 10.0, 5), [(100, 100.0)], "six batches take 120 s"),
+        (Window(3, 8, 40.0, 2), [(100, 100.0)], "the learner takes 40 s for a batch"),
+        (Window(1, 8, 0.0, 0), [(200, 50.0), (200, 50.0)], "4 tokens/s: not three times as slow"),
+        (WINDOW, [(50, 50.0)], "leases of 50 s are too little to know: six groups of the others take 60 s"),
+    ],
+)
+def test_a_generator_that_is_slower_gets_leases_if(window: Window, slow: list[tuple[int, float]], reason: str):
+    assert fleet(slow).check("slow", window, 0.0) == "", reason
+
+
+def test_long_answers_make_nobody_slow():
+    assert fleet([(1000, 100.0)]).check("slow", WINDOW, 0.0) == ""
+
+
+def test_a_generator_that_samples_nothing_is_slow_and_one_alone_never_is():
+    assert "too slow" in fleet([(0, 100.0)]).check("slow", WINDOW, 0.0)
+    paces = fleet([(0, 100.0)])
+    paces.remove("fast")
+    assert paces.check("slow", WINDOW, 0.0) == ""
+
+
+def test_after_a_pause_one_lease_shows_whether_it_is_still_slow():
+    paces = fleet([(100, 100.0)])
+    assert paces.check("slow", WINDOW, 5.0)
+    assert paces.check("slow", WINDOW, 5.0 + 1599.0)
+    assert paces.check("slow", WINDOW, 5.0 + 1600.0) == ""
+    assert paces.of("slow").is_on_trial
+    paces.ended("slow", 100, 100.0, is_returned=True)
+    assert not paces.of("slow").is_on_trial
+    assert paces.check("slow", WINDOW, 1705.0), "slow as before"
+    assert paces.check("slow", WINDOW, 1705.0 + 1600.0) == ""
+    paces.ended("slow", 100, 10.0, is_returned=True)
+    assert paces.check("slow", WINDOW, 3400.0) == "", "as fast as the others now"
+
+
+def test_old_leases_count_less_and_less():
+    paces = fleet([(100, 100.0)])
+    for _ in range(300):
+        paces.ended("slow", 100, 10.0, is_returned=True)
+    assert paces.of("slow").groups < 128
+    assert paces.of("slow").lease_s / paces.of("slow").groups < 10.5
+
+
+def state_with_a_slow_generator() -> QueueState:
+    """At 100 s, "fast" has returned 8 groups that took it 1 s each, and "slow" one that took it 20 s, in batches of 4
+    groups. The bound of 1 admits two batches, which the fast one samples in 8 s.
+    """
+    state = make_state(groups_per_step=4, lease_timeout_s=1000.0, generator_timeout_s=200.0)
+    (slow,) = leases(state, 1, generator="slow")
+    for second in range(8):
+        (lease,) = leases(state, 1, generator="fast", now=float(second))
+        assert put(state, group(lease, generator="fast", accuracies=(1.0, 1.0)), now=second + 1.0) == "filtered"
+    assert put(state, group(slow, generator="slow", accuracies=(1.0, 1.0)), now=20.0) == "filtered"
+    state.at(100.0)
+    return state
+
+
+def test_the_queue_gives_a_slow_generator_evaluations_alone_and_says_why():
+    state = state_with_a_slow_generator()
+    (held,) = leases(state, 1, generator="fast", now=100.0)
+    refused = generator_requests.lease(state, "slow", (LINEAGE, 0), 1, 100.0)
+    why = "too slow for a staleness bound of 1: a group takes it about 20 s (the others 1 s), in which the run"
+    assert refused.leases == ()
+    assert refused.reason.startswith(f"this generator is {why}")
+    assert [text.partition(", because it is ")[2].startswith(why) for text in state.news] == [True]
+    shown = {entry["id"]: entry["too_slow"] for entry in state.generators.as_dicts(state.now)}
+    assert shown["fast"] == ""
+    assert shown["slow"].startswith(why)
+    assert not generator_requests.may_have_leases(state, "slow"), "what it is refused, others may have"
+    learner_requests.evaluate(state, "test", 0, rows(2), 1, SAMPLING, 0, False)
+    assert [lease.kind for lease in leases(state, 3, generator="slow", now=101.0)] == ["eval", "eval"]
+    assert len(state.news) == 1, "said once"
+    assert held.lease_id in {active.lease.lease_id for active in state.leases}
+
+
+def test_a_slow_generator_samples_when_no_other_is_left():
+    state = state_with_a_slow_generator()
+    assert leases(state, 3, generator="slow", now=100.0) == []
+    generator_requests.goodbye(state, "fast", 101.0)
+    assert len(leases(state, 3, generator="slow", now=102.0)) == 3
+
+
+def test_a_slow_generator_samples_once_the_others_are_silent():
+    state = state_with_a_slow_generator()
+    assert leases(state, 3, generator="slow", now=100.0) == []
+    assert len(leases(state, 3, generator="slow", now=209.0)) == 3  # its last message was at 8 s
+    assert {entry["too_slow"] for entry in state.generators.as_dicts(state.now)} == {""}
+
+
+def test_a_generator_on_trial_has_one_lease():
+    state = state_with_a_slow_generator()
+    assert leases(state, 3, generator="slow", now=100.0) == []
+    generator_requests.heartbeat(state, "fast", {}, GeneratorStats(), 400.0)
+    (lease,) = leases(state, 3, generator="slow", now=420.0)  # 16 times 20 s after the refusal
+    assert leases(state, 3, generator="slow", now=421.0) == []
+    assert put(state, group(lease, generator="slow"), now=421.0) == "queued"
+    assert len(leases(state, 3, generator="slow", now=422.0)) == 3, "it took 1 s, as the others"
+
+
+def predict(
+    monkeypatch: pytest.MonkeyPatch, speeds: Sequence[float], bound: int, on_stale: str = "mask", sigma: float = 0.0
+) -> Prediction:
+    """Generators of these speeds have 16 slots and sample groups of 8 answers of 10 tokens on average, in 10 s at a
+    speed of 1. A batch is 16 groups, which the learner trains in 25 s.
+    """
+    made = iter(speeds)
+
+    def generator(name: str, num_slots: int, decode_step_s: float) -> SimulatedGenerator:
+        return SimulatedGenerator(name, num_slots, decode_step_s / next(made))
+
+    monkeypatch.setattr(simulation, "SimulatedGenerator", generator)
+    config = make_config(
+        queue={"on_stale": on_stale}, learner={"groups_per_step": 16}, sampling={"group_size": 8},
+        generator={"batch_size": 16},
+    )  # fmt: skip
+    lengths = Lengths(10, sigma)
+    rates = Rates(lengths=lengths, decode_step_s=1.0, train_s=25.0)
+    return simulate(config, rates, Setting(bound, len(speeds), 1, lengths), num_steps=60)
+
+
+@pytest.mark.parametrize(("on_stale", "bound"), [("mask", 1), ("drop", 1), ("wait", 1), ("wait", 4), ("wait", 8)])
+def test_a_slow_generator_costs_no_speed(monkeypatch: pytest.MonkeyPatch, on_stale: str, bound: int):
+    alone = predict(monkeypatch, [1, 1, 1], bound, on_stale, sigma=1.0)
+    beside = predict(monkeypatch, [1, 1, 1, 1 / 8], bound, on_stale, sigma=1.0)
+    assert beside.steps_per_s >= 0.95 * alone.steps_per_s
+
+
+def test_a_slow_generator_that_is_in_time_helps(monkeypatch: pytest.MonkeyPatch):
+    # One fast generator takes 80 s for a batch of 16 groups, and the slow ones 40 s for a group.
+    alone = predict(monkeypatch, [1], 4)
+    beside = predict(monkeypatch, [1, 1 / 4, 1 / 4], 4)
+    assert beside.steps_per_s > 1.4 * alone.steps_per_s
