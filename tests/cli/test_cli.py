@@ -864,6 +864,7 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
             {"id": "b", "host": "h", "alive": False, "active": None, "seen_s_ago": 1.0, "stats": {}, "trouble": "old"},
             {"id": "c", "host": "h", "alive": True, "seen_s_ago": 1.0, "stats": {}, "trouble": "open port 8"},
             {"id": "d", "host": "h", "alive": True, "seen_s_ago": 1.0, "stats": {}, "quarantined": "9 of 9 refused"},
+            {"id": "e", "host": "h", "alive": True, "seen_s_ago": 1.0, "stats": {}, "too_slow": "too slow for it"},
         ],
         "waits": [{"who": "learner", "for": "take", "since_s": 0.5}],
     }
@@ -879,6 +880,7 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "ports for weights 7, 8",
         "c open port 8",
         "d quarantined: 9 of 9 refused",
+        "e too slow for it",
         "next prompt number 9 of the data, epoch 0",
         "leases 2",
         "note all 8 groups have only wrong answers",

@@ -21,26 +21,31 @@ from tests.queue.builders import LINEAGE, SAMPLING, group, leases, make_state, p
 WINDOW = Window(batches=3, groups_per_step=8, learner_s=10.0, max_staleness=2)
 
 
-def fleet(slow: Sequence[tuple[int, float]]) -> Paces:
+def end(paces: Paces, name: str, *leases: tuple[int, float]) -> None:
+    """A warm generator returns groups of so many tokens after so many seconds."""
+    paces.of(name).warm_at = 0.0
+    for tokens, lease_s in leases:
+        paces.ended(name, tokens, 0.0, lease_s, is_returned=True)
+
+
+def fleet(*slow: tuple[int, float]) -> Paces:
     """A generator that has returned 8 groups of 100 tokens, each in 10 s and 4 at a time, and one with leases of
     ``slow``: tokens and seconds of each.
     """
     paces = Paces()
     paces.granted("fast", 4)
-    for _ in range(8):
-        paces.ended("fast", 100, 10.0, is_returned=True)
-    for tokens, lease_s in slow:
-        paces.ended("slow", tokens, lease_s, is_returned=True)
+    end(paces, "fast", *[(100, 10.0)] * 8)
+    end(paces, "slow", *slow)
     return paces
 
 
 def test_a_generator_whose_groups_take_longer_than_the_bound_admits_is_too_slow():
     # The fast one samples 4 groups in 10 s, so a batch of 8 takes 20 s, longer than the learner: three batches, 60 s.
     # The slow one has 1 token/s where the fast one has 10: a group takes it 100 s, in which 5 batches are trained.
-    paces = fleet([(100, 100.0)])
+    paces = fleet((100, 100.0))
     assert paces.check("slow", WINDOW, 0.0) == paces.why("slow") == (
         "too slow for a staleness bound of 2: a group takes it about 100 s (the others 10 s), in which the run trains "
-        "5 batches without it; it still gets evaluations, and is tried again in 1.6e+03 s"
+        "5 batches without it; it still gets evaluations, and is tried again in 1600 s"
     )  # fmt: skip
     assert paces.check("fast", WINDOW, 0.0) == ""
     assert paces.check("new", WINDOW, 0.0) == ""
@@ -56,52 +61,61 @@ def test_a_generator_whose_groups_take_longer_than_the_bound_admits_is_too_slow(
     ],
 )
 def test_a_generator_that_is_slower_gets_leases_if(window: Window, slow: list[tuple[int, float]], reason: str):
-    assert fleet(slow).check("slow", window, 0.0) == "", reason
+    assert fleet(*slow).check("slow", window, 0.0) == "", reason
 
 
 def test_long_answers_make_nobody_slow():
-    assert fleet([(1000, 100.0)]).check("slow", WINDOW, 0.0) == ""
+    assert fleet((1000, 100.0)).check("slow", WINDOW, 0.0) == ""
 
 
 def test_a_generator_that_samples_nothing_is_slow_and_one_alone_never_is():
-    assert "too slow" in fleet([(0, 100.0)]).check("slow", WINDOW, 0.0)
-    paces = fleet([(0, 100.0)])
+    assert "too slow" in fleet((0, 100.0)).check("slow", WINDOW, 0.0)
+    paces = fleet((0, 100.0))
     paces.remove("fast")
     assert paces.check("slow", WINDOW, 0.0) == ""
 
 
 def test_after_a_pause_one_lease_shows_whether_it_is_still_slow():
-    paces = fleet([(100, 100.0)])
+    paces = fleet((100, 100.0))
     assert paces.check("slow", WINDOW, 5.0)
     assert paces.check("slow", WINDOW, 5.0 + 1599.0)
     assert paces.check("slow", WINDOW, 5.0 + 1600.0) == ""
     assert paces.of("slow").is_on_trial
-    paces.ended("slow", 100, 100.0, is_returned=True)
+    end(paces, "slow", (100, 100.0))
     assert not paces.of("slow").is_on_trial
     assert paces.check("slow", WINDOW, 1705.0), "slow as before"
     assert paces.check("slow", WINDOW, 1705.0 + 1600.0) == ""
-    paces.ended("slow", 100, 10.0, is_returned=True)
+    end(paces, "slow", (100, 10.0))
     assert paces.check("slow", WINDOW, 3400.0) == "", "as fast as the others now"
 
 
+def test_leases_of_an_engine_that_warms_up_do_not_count():
+    paces = fleet()
+    paces.of("slow").warm_at = None
+    for ended_at in (100.0, 110.0, 120.0):
+        paces.ended("slow", 100, 0.0, ended_at, is_returned=True)
+    assert paces.of("slow").lease_s == 0
+    paces.ended("slow", 100, 100.0, 200.0, is_returned=True)
+    assert "too slow" in paces.check("slow", WINDOW, 200.0), "it was granted when the first had ended"
+
+
 def test_old_leases_count_less_and_less():
-    paces = fleet([(100, 100.0)])
-    for _ in range(300):
-        paces.ended("slow", 100, 10.0, is_returned=True)
+    paces = fleet((100, 100.0))
+    end(paces, "slow", *[(100, 10.0)] * 300)
     assert paces.of("slow").groups < 128
     assert paces.of("slow").lease_s / paces.of("slow").groups < 10.5
 
 
 def state_with_a_slow_generator() -> QueueState:
-    """At 100 s, "fast" has returned 8 groups that took it 1 s each, and "slow" one that took it 20 s, in batches of 4
+    """At 100 s, "fast" has returned 9 groups that took it 1 s each, and "slow" two that took it 20 s, in batches of 4
     groups. The bound of 1 admits two batches, which the fast one samples in 8 s.
     """
     state = make_state(groups_per_step=4, lease_timeout_s=1000.0, generator_timeout_s=200.0)
-    (slow,) = leases(state, 1, generator="slow")
-    for second in range(8):
-        (lease,) = leases(state, 1, generator="fast", now=float(second))
-        assert put(state, group(lease, generator="fast", accuracies=(1.0, 1.0)), now=second + 1.0) == "filtered"
-    assert put(state, group(slow, generator="slow", accuracies=(1.0, 1.0)), now=20.0) == "filtered"
+    for name, first, seconds, number in (("slow", 0, 20, 2), ("fast", 40, 1, 9)):
+        for begin in range(first, first + seconds * number, seconds):
+            (lease,) = leases(state, 1, generator=name, now=float(begin))
+            returned = group(lease, generator=name, accuracies=(1.0, 1.0))
+            assert put(state, returned, now=float(begin + seconds)) == "filtered"
     state.at(100.0)
     return state
 
@@ -134,7 +148,7 @@ def test_a_slow_generator_samples_when_no_other_is_left():
 def test_a_slow_generator_samples_once_the_others_are_silent():
     state = state_with_a_slow_generator()
     assert leases(state, 3, generator="slow", now=100.0) == []
-    assert len(leases(state, 3, generator="slow", now=209.0)) == 3  # its last message was at 8 s
+    assert len(leases(state, 3, generator="slow", now=250.0)) == 3  # the last message was at 49 s
     assert {entry["too_slow"] for entry in state.generators.as_dicts(state.now)} == {""}
 
 

@@ -400,8 +400,8 @@ class GeneratorTable:
     def note_pace(self, active: ActiveLease, tokens: int, now: float, *, is_returned: bool) -> None:
         """Record how long a training lease took that has ended, with at least ``tokens`` sampled tokens."""
         if active.generator_id in self._entries:
-            lease_s = max(0.0, now - active.issued_at)
-            self.paces.ended(active.generator_id, max(tokens, active.progress), lease_s, is_returned=is_returned)
+            tokens = max(tokens, active.progress)
+            self.paces.ended(active.generator_id, tokens, active.issued_at, now, is_returned=is_returned)
 
     def note_failing(self, generator_id: str) -> None:
         """Record that this generator is quarantined because its leases fail."""

@@ -11,6 +11,8 @@ steps wait for them. So a generator gets no training lease if both hold:
 By Little's law groups take no longer than all the batches that the bound admits, on average, if all generators are
 equally fast. So the second condition alone holds for hardly any generator of such a fleet.
 
+The leases with which a generator begins don't count: its engine may still compile or warm up.
+
 A slow generator still gets evaluations. Because its speed may change, what is known about it is forgotten after
 ``TRIAL_AFTER`` times the time of one of its groups, and it gets one lease. A restarted queue server measures anew.
 
@@ -38,6 +40,7 @@ class Pace:
         tokens: what it sampled for them.
         lease_s: for how long it held them, summed.
         groups: the number of those that it returned.
+        warm_at: when its first lease ended; None before. Leases that were granted earlier don't count.
         most_leases: the largest number of training leases that it held at a time.
         trial_at: the time of its next trial, if it is too slow; else None.
         is_on_trial: whether nothing is known about it except that it was too slow.
@@ -47,6 +50,7 @@ class Pace:
     tokens: float = 0.0
     lease_s: float = 0.0
     groups: float = 0.0
+    warm_at: float | None = None
     most_leases: int = 0
     trial_at: float | None = None
     is_on_trial: bool = False
@@ -103,14 +107,18 @@ class Paces:
             known.most_leases = num_held
             self._add(known, 1)
 
-    def ended(self, generator_id: str, tokens: int, lease_s: float, *, is_returned: bool) -> None:
-        """Record a training lease that ended after ``lease_s`` seconds, in which ``tokens`` tokens were sampled."""
+    def ended(self, generator_id: str, tokens: int, issued_at: float, now: float, *, is_returned: bool) -> None:
+        """Record a training lease of ``issued_at`` that has ended, in which ``tokens`` tokens were sampled."""
         known = self.of(generator_id)
+        if known.warm_at is None:
+            known.warm_at = now
+        if issued_at < known.warm_at:
+            return
         self._add(known, -1)
         if known.groups >= _REMEMBERED_GROUPS:
             known.tokens, known.lease_s, known.groups = known.tokens / 2, known.lease_s / 2, known.groups / 2
         known.tokens += tokens
-        known.lease_s += lease_s
+        known.lease_s += max(0.0, now - issued_at)
         known.groups += is_returned
         known.is_on_trial = False
         self._add(known, 1)
@@ -138,9 +146,9 @@ class Paces:
         if known.trial_at is None:
             known.trial_at = now + TRIAL_AFTER * group_s
         known.why = (
-            f"too slow for a staleness bound of {window.max_staleness}: a group takes it about {group_s:.3g} s (the "
-            f"others {others_s:.3g} s), in which the run trains {group_s / batch_s:.3g} batches without it; it still "
-            f"gets evaluations, and is tried again in {known.trial_at - now:.3g} s"
+            f"too slow for a staleness bound of {window.max_staleness}: a group takes it about {_show(group_s)} s "
+            f"(the others {_show(others_s)} s), in which the run trains {group_s / batch_s:.3g} batches without it; it "
+            f"still gets evaluations, and is tried again in {_show(known.trial_at - now)} s"
         )
         return known.why
 
@@ -162,3 +170,7 @@ class Paces:
         self._lease_s += sign * known.lease_s
         self._groups += sign * known.groups
         self._groups_per_s += sign * known.groups_per_s
+
+
+def _show(number: float) -> str:
+    return f"{number:.3g}" if number < 100 else f"{number:.0f}"
