@@ -23,31 +23,43 @@ from async_rl.run.directory import RunDir
 from tests.end_to_end.faults_harness import Gates, fault_config, kill_all, trained_rows
 from tests.end_to_end.harness import Role, check_ledger, metrics, roles, steps, wait_until
 
-NUM_ROWS = 16
-HAS_S3 = all(importlib.util.find_spec(name) is not None for name in ("s3fs", "moto", "flask"))
+NUM_ROWS = 80
+HAS_S3, HAS_GS = (
+    all(importlib.util.find_spec(name) is not None for name in names)
+    for names in (("s3fs", "moto", "flask"), ("gcsfs", "gcp_storage_emulator"))
+)
+
+
+@contextlib.contextmanager
+def store_server(log: Path, *command: str, port: int) -> Iterator[None]:
+    """A module of Python that serves objects at ``port`` of loopback."""
+    with log.open("wb") as output:
+        server = subprocess.Popen([sys.executable, "-m", *command], stdout=output, stderr=output)
+    try:
+        wait_until("the server of objects", lambda: _answers(port))
+        yield
+    finally:
+        server.kill()
+        server.wait()
 
 
 @contextlib.contextmanager
 def s3_server(log: Path) -> Iterator[dict[str, str]]:
     """A loopback S3 with the bucket ``runs``. Yield the environment with which fsspec finds it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {
         "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing-secret", "AWS_DEFAULT_REGION": "us-east-1",
         "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
     }  # fmt: skip
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=output, stderr=output
-        )
-    try:
-        wait_until("the S3 server", lambda: _answers(port))
+    with store_server(log, "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port):
         use_s3(environment).mkdir("runs")
         yield environment
-    finally:
-        server.kill()
-        server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _answers(port: int) -> bool:
@@ -138,3 +150,22 @@ def test_the_same_over_s3(tmp_path: Path):
         judge(again, other, Store("s3://runs/one"))
         said = "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*.log") if path.name != "moto.log")
         assert "testing-secret" not in said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not HAS_GS, reason="needs gcsfs and gcp-storage-emulator")
+def test_the_same_over_gs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    port = free_port()
+    environment = {
+        "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}", "FSSPEC_GS_TOKEN": "anon",
+        # gcsfs asks the real service for the kind of a bucket, which the emulator can't answer.
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+    }  # fmt: skip
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(fsspec.config.conf, "gs", {"token": "anon"})
+    options = ("--host", "127.0.0.1", "--port", str(port), "--in-memory", "--default-bucket", "runs")
+    with store_server(tmp_path / "gs.log", "gcp_storage_emulator", "start", *options, port=port):
+        again, other = run_killed_and_resumed(tmp_path, "gs://runs/one", environment)
+        judge(again, other, Store("gs://runs/one"))
