@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,9 +245,25 @@ def appended_lines(path: Path, offset: int) -> tuple[list[str], int]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to the file ``path``. Readers see the whole old file or the whole new one."""
+    with replaced(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replaced(path: Path, confirm: Callable[[], None] = lambda: None) -> Iterator[Path]:
+    """Yield a new path beside ``path``. The ``with`` block writes the file there, which then takes the place of
+    ``path``.
+
+    ``confirm`` is called right before that. If it or the block raises, ``path`` stays as it was. A learner that was
+    replaced while it wrote must find that out as late as possible.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        yield partial
+        confirm()
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def check_writable(path: Path, key: str) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import numpy as np
 
 from async_rl.records import NO_VERSION, Group, Prompt, Rollout
 from async_rl.rewards.answers import VoteKey, majority
+from async_rl.run.directory import replaced
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -201,11 +201,12 @@ def append_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
             out.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def write_json_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write ``records`` to a file, one JSON object per line. The file is written completely or not at all."""
+def write_json_lines(path: Path, records: Iterable[dict[str, Any]], confirm: Callable[[], None] = lambda: None) -> None:
+    """Write ``records`` to a file, one JSON object per line. The file is written completely or not at all.
+
+    ``confirm`` is called when all is written, right before the file appears. If it raises, there is no file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as out:
+    with replaced(path, confirm) as partial, partial.open("w", encoding="utf-8") as out:
         for record in records:
             out.write(json.dumps(record, ensure_ascii=False) + "\n")
-    os.replace(partial, path)

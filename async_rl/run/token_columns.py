@@ -8,14 +8,14 @@ T = tokens of all sequences, S = sequences.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from async_rl.errors import RunError
+from async_rl.run.directory import replaced
 
 GIVEN = "given"
 """The outcome of a token that the policy did not sample. Others are ``trained``, ``clipped_low``, ``clipped_high``, or
@@ -55,8 +55,11 @@ def columns_path(rollouts: Path) -> Path:
     return rollouts.with_suffix(".tokens.parquet")
 
 
-def write_token_columns(path: Path, table: TokenTable) -> None:
-    """Write a file, which is complete when it appears."""
+def write_token_columns(path: Path, table: TokenTable, confirm: Callable[[], None] = lambda: None) -> None:
+    """Write a file, which is complete when it appears.
+
+    ``confirm`` is called when all is written, right before the file appears. If it raises, there is no file.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -72,9 +75,8 @@ def write_token_columns(path: Path, table: TokenTable) -> None:
         clean = [value.encode("utf-8", "replace").decode("utf-8") for value in values]
         columns[name] = lists(pa.array(clean, pa.string()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    pq.write_table(pa.table(columns), partial, compression="zstd")
-    os.replace(partial, path)
+    with replaced(path, confirm) as partial:
+        pq.write_table(pa.table(columns), partial, compression="zstd")
 
 
 def read_token_columns(path: Path) -> TokenTable:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from async_rl.errors import LineageError
 from async_rl.records import NO_VERSION, FinishReason, Group, Prompt, Rollout, TokenSequence
 from async_rl.run.eval_records import answer_record, append_json_lines, row_records, write_json_lines
 
@@ -85,3 +86,22 @@ def test_lines_appear_whole_or_not_at_all(tmp_path: Path):
     with pytest.raises(RuntimeError):
         write_json_lines(path, torn())
     assert '{"a": 2}' in path.read_text()
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_a_learner_that_was_replaced_while_it_wrote_changes_no_file(tmp_path: Path):
+    path, written = tmp_path / "answers.jsonl", list[str]()
+    write_json_lines(path, [{"a": "the successor's"}])
+
+    def lines():
+        written.append("all")
+        yield {"a": "mine"}
+
+    def confirm() -> None:
+        assert written == ["all"], "it is asked too early"
+        raise LineageError("a newer learner has taken over")
+
+    with pytest.raises(LineageError):
+        write_json_lines(path, lines(), confirm)
+    assert path.read_text() == '{"a": "the successor\'s"}\n'
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]

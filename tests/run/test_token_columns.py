@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_rl.errors import RunError
+from async_rl.errors import LineageError, RunError
 from async_rl.run.token_columns import PLACES, TokenTable, columns_path, read_token_columns, write_token_columns
 
 
@@ -35,6 +35,21 @@ def test_a_table_comes_back(tmp_path: Path):
     assert found.texts == ["a", "\u202e\x00", "?"]  # half a surrogate pair is no text
     assert found.outcomes == table.outcomes
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_a_learner_that_was_replaced_while_it_wrote_leaves_the_table_of_its_successor(tmp_path: Path):
+    path = tmp_path / "step-000001.tokens.parquet"
+    write_token_columns(path, a_table())
+    before = path.read_bytes()
+
+    def confirm() -> None:
+        assert len(list(tmp_path.iterdir())) == 2, "it is asked before all is written"
+        raise LineageError("a newer learner has taken over")
+
+    with pytest.raises(LineageError):
+        write_token_columns(path, a_table(), confirm)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"no parquet at all"])

@@ -120,9 +120,9 @@ class Evaluations:
     def _write(self, result: EvalResult) -> None:
         prefix = f"eval/{result.dataset}/"
         figures = eval_metrics(result.dataset, result.groups, vote_key=self._vote_key)
-        self._queue.confirm(self._state.lineage)
         path = self._directory / f"{result.dataset}-step-{result.step:06d}.jsonl"
-        write_json_lines(path, (line for p, g in result.groups for line in row_records(p, g, self._decode)))
+        lines = (line for p, g in result.groups for line in row_records(p, g, self._decode))
+        write_json_lines(path, lines, lambda: self._queue.confirm(self._state.lineage))
         self._record(result.step, figures)
         accuracy = figures.get(f"{prefix}accuracy", float("nan"))
         logger.info("eval %s at step %d: accuracy %.3f", result.dataset, result.step, accuracy)

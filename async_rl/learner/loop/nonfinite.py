@@ -44,8 +44,8 @@ def record_nonfinite(
         "step": step, "version": version, "reason": update.reason, "loss": update.loss, "grad_norm": update.grad_norm,
         "ratio_max": update.ratio_max, "num_sequences": len(sequences),
     }  # fmt: skip
-    confirm()
-    write_json_lines(path, (line for lines in ([head], _lines(sequences, prepared, decode)) for line in lines))
+    lines = (line for lines in ([head], _lines(sequences, prepared, decode)) for line in lines)
+    write_json_lines(path, lines, confirm)
     return path
 
 

@@ -131,15 +131,14 @@ def log_rollouts(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Write the rollouts of ``step`` as text, if they are due at this step. Return the lines; empty if not.
 
-    ``version`` is the learner's version before the step. ``confirm`` is called before the file is written.
+    ``version`` is the learner's version before the step. ``confirm`` is called right before the file appears.
     """
     indices = chosen_groups(len(taken), config, step)
     if not indices:
         return []
-    confirm()
     chosen = [taken[index] for index in indices]
     lines = [line for item in chosen for line in _lines(item, version, decode)]
-    write_json_lines(run_dir / "rollouts" / f"step-{step:06d}.jsonl", lines)
+    write_json_lines(run_dir / "rollouts" / f"step-{step:06d}.jsonl", lines, confirm)
     return lines
 
 

@@ -65,10 +65,10 @@ class RolloutRecords(StepPart):
         if self._config.log.rollouts_every:
             self._summaries.write(summary(result, step=self._state.step))
         if self._recorded:
-            self._confirm()
             has_own_loss = self._config.loss.function is not None
             table = token_table(result, self._recorded, self._texts.of, has_own_loss=has_own_loss)
-            write_token_columns(columns_path(self._run_dir.rollouts / f"step-{self._state.step:06d}.jsonl"), table)
+            path = columns_path(self._run_dir.rollouts / f"step-{self._state.step:06d}.jsonl")
+            write_token_columns(path, table, self._confirm)
         return {}
 
 
