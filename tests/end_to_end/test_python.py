@@ -86,7 +86,7 @@ def test_a_script_trains_with_its_own_function_and_reads_the_run(tmp_path: Path)
 
 
 def test_ctrl_c_saves_the_last_step_and_the_same_script_goes_on(tmp_path: Path):
-    command = [*write_script(tmp_path, learner={"steps": 60}), "lucky"]
+    command = [*write_script(tmp_path, learner={"steps": 30}), "lucky"]
     process = start(tmp_path, command, str(tmp_path))
     wait_until("a checkpoint", (tmp_path / "run" / "checkpoints" / "latest").exists, deadline_s=150)
     process.send_signal(signal.SIGINT)  # to the script alone, as a notebook's interrupt
@@ -95,11 +95,11 @@ def test_ctrl_c_saves_the_last_step_and_the_same_script_goes_on(tmp_path: Path):
     assert process.returncode == 0, output
     assert "the run was stopped by SIGINT; the same call resumes from step-" in output
     assert f"returned: False {saved}" in output
-    assert 2 <= saved < 60
+    assert 2 <= saved < 30
     assert processes_of(f"ASYNC_RL_TEST={tmp_path}") == []
     output, _ = start(tmp_path, command).communicate(timeout=240)
     assert f"goes on from checkpoint step-{saved:06d}" in output
-    assert "returned: True 60" in output
+    assert "returned: True 30" in output
 
 
 def test_a_run_that_fails_raises_the_first_cause(tmp_path: Path):

@@ -25,7 +25,7 @@ REACHED_S = 2.0
 BEGUN_S = 30.0
 NUM_ROWS, NUM_SAMPLED_ROWS = 400, 80
 NUM_FEW_ROWS = 8
-SAMPLED, SAMPLE_SIZE = ("queue", "learner"), 2
+SAMPLED, SAMPLE_SIZE = ("queue", "learner"), 1
 """Roles and number of failures of each in the short test."""
 
 
