@@ -62,7 +62,7 @@ def test_twenty_generators_that_come_and_go_lose_no_lease(tmp_path: Path, capsys
     assert not list(tmp_path.iterdir()), "a run leaves nothing behind"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_memory_and_a_restart_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert memory(Options(tmp_path, generators=10, processes=1, seconds=1)) == []
     assert restart(Options(tmp_path, generators=5, processes=1, groups=200)) == []

@@ -16,7 +16,7 @@ from tests.end_to_end.harness import processes_of, roles, wait_until
 NUM_ROWS = 24
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_that_gets_sigterm_saves_its_run_and_the_same_command_goes_on(tmp_path: Path):
     config = fault_config(tmp_path, num_rows=NUM_ROWS, checkpoint={"every": 0})
     marker = f"ASYNC_RL_TEST={tmp_path}"

@@ -78,7 +78,7 @@ def check_two_ranks(directory: Path, names: Sequence[str]) -> None:
         assert peak == pytest.approx(measured[name], rel=0.17 if name == "pipeline, few tokens" else 0.15), name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_peak_of_one_of_two_ranks_is_predicted_within_15_percent(directory: Path):
     check_two_ranks(directory, MEASURED_IN_CI)
 

@@ -28,7 +28,7 @@ def publisher() -> Iterator[Publisher]:
         yield publisher
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_every_token_scores_as_the_version_that_its_workers_received(tmp_path, publisher: Publisher, num_workers: int):
     from async_rl.generator.vllm.backend import VllmBackend
 

@@ -27,7 +27,13 @@ def write_files(directory: Path, family: str, **changes: object) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("family", ["gemma 3", "qwen3 moe", "gpt-oss", "granite 4 hybrid", "mamba 2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "gemma 3", "mamba 2",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3 moe", "gpt-oss", "granite 4 hybrid")),
+    ],
+)  # fmt: skip
 def test_every_token_scores_as_in_a_full_forward_pass_of_its_version(tmp_path, family):
     models = {version: make_family(family, version, vocab_size=VOCABULARY) for version in (3, 4)}
     with engine(write_files(tmp_path, family), kv_after_update="recompute") as backend:

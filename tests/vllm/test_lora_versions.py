@@ -67,6 +67,7 @@ def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
         yield built
 
 
+@pytest.mark.long
 def test_the_backend_conforms(tmp_path: Path):
     length = 48 if IS_INTERPRETED else 300
     subject = Subject(lambda: build(tmp_path), adapters_of, max_new_tokens=length, limit_s=300.0, keeps_version=True)
