@@ -11,9 +11,8 @@ and the share of tokens or groups that were masked or dropped for their age. A m
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from unittest.mock import patch
 
 from async_rl.config.loading import parse_config
 from async_rl.plan import simulation
@@ -28,16 +27,6 @@ DECODE_STEP_S, TRAIN_S = 0.01, 13.0
 MODES, BOUNDS = ("mask", "drop", "wait"), (0, 1, 2, 4, 8)
 
 
-@contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def at_speeds(speeds: Sequence[float]) -> Callable[[str, int, float], SimulatedGenerator]:
     """Return what makes the generators of a simulation, one of each speed."""
     left = iter(speeds)
@@ -45,6 +34,7 @@ def at_speeds(speeds: Sequence[float]) -> Callable[[str, int, float], SimulatedG
 
 
 def predict(on_stale: str, bound: int, speeds: Sequence[float], *, has_rule: bool = True) -> Prediction:
+    """Return what a run comes to whose generators have these speeds, with the rule for slow ones or without."""
     config = parse_config(
         {
             "run": {"dir": "none"}, "model": {"path": "none"}, "data": {"train": "none.jsonl"},
@@ -56,7 +46,7 @@ def predict(on_stale: str, bound: int, speeds: Sequence[float], *, has_rule: boo
     )  # fmt: skip
     rates = Rates(lengths=LENGTHS, decode_step_s=DECODE_STEP_S, train_s=TRAIN_S, transfer_s=0.2, pause_s=0.05)
     check = Paces.check if has_rule else lambda *_: ""
-    with replaced(simulation, "SimulatedGenerator", at_speeds(speeds)), replaced(Paces, "check", check):
+    with patch.object(simulation, "SimulatedGenerator", at_speeds(speeds)), patch.object(Paces, "check", check):
         return simulate(config, rates, Setting(bound, len(speeds), 1, LENGTHS), num_steps=100)
 
 

@@ -84,15 +84,13 @@ def train(
     except UserError as error:
         error.args = tuple(map(_in_python, map(str, error.args)))
         raise error.with_traceback(None) from error.__cause__
-    _check_end(ended)
-    trained = Run(inputs.config.run.dir)
-    if trained.is_finished and not quiet:
-        print(f"a page about it: run.report(), or `async-rl report {shlex.quote(str(trained.path))}`")  # noqa: T201
-    return trained
+    return _ended_run(ended, Run(inputs.config.run.dir), quiet=quiet)
 
 
-def _check_end(ended: Ended) -> None:
-    """Raise what a failed or stopped run raises; after Ctrl-C, print how to go on."""
+def _ended_run(ended: Ended, run: Run, *, quiet: bool) -> Run:
+    """Return the run, or raise what a failed or stopped one raises. Print how to go on after Ctrl-C; and unless
+    ``quiet``, which call writes a page about a finished run.
+    """
     # Indented lines quote logs.
     why = "\n".join(line if line.startswith(" ") else _in_python(line) for line in ended.why)
     if ended.exit_code == 128 + signal.SIGTERM:
@@ -101,6 +99,9 @@ def _check_end(ended: Ended) -> None:
         raise RunFailedError(why)
     if why:
         print(why)  # noqa: T201 - Ctrl-C
+    if run.is_finished and not quiet:
+        print(f"a page about it: run.report(), or `async-rl report {shlex.quote(str(run.path))}`")  # noqa: T201
+    return run
 
 
 def _in_python(text: str) -> str:

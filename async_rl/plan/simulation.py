@@ -214,7 +214,8 @@ class _Simulation:
                 return
 
     def _grant(self) -> None:
-        """Try the requests for leases. What the queue refuses one generator, it refuses all with the same version."""
+        """Try the requests for leases. What the queue refuses one generator, it refuses all with the same version,
+        unless that one was too slow."""
         if self._granted_at == self._state.revision:
             return
         for version in list(self._asking):

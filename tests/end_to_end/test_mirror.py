@@ -22,6 +22,7 @@ from async_rl.learner.mirror.store import Store
 from async_rl.run.directory import RunDir
 from tests.end_to_end.faults_harness import Gates, fault_config, kill_all, trained_rows
 from tests.end_to_end.harness import Role, check_ledger, metrics, roles, steps, wait_until
+from tests.end_to_end.test_roles import free_port
 
 NUM_ROWS = 80
 HAS_S3, HAS_GS = (
@@ -54,12 +55,6 @@ def s3_server(log: Path) -> Iterator[dict[str, str]]:
     with store_server(log, "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port):
         use_s3(environment).mkdir("runs")
         yield environment
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _answers(port: int) -> bool:

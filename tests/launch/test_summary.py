@@ -5,23 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config.config import Config
-from async_rl.config.loading import parse_config
 from async_rl.launch.summary import filter_note, ledger_line, next_lines, summary
 from async_rl.run.directory import RunDir
-
-
-def a_config(directory: Path, **sections: dict[str, object]) -> Config:
-    return parse_config({"run": {"dir": str(directory)}, "model": {"path": "tiny"}, **sections}, "test")
-
-
-def a_row(step: int, **more: float) -> dict[str, float]:
-    return {"step": step, "version": step, "time_s": 2.0 * step, "tokens/trained": 64, **more}
-
-
-def append(path: Path, *rows: dict[str, float]) -> None:
-    with path.open("a") as out:
-        out.write("".join(json.dumps(row) + "\n" for row in rows))
+from tests.launch.test_launch import a_config, a_row, append
 
 
 def test_the_summary_tells_accuracies_before_and_after_and_the_ledger(tmp_path: Path):

@@ -7,6 +7,7 @@ has a line for the step and one for each of its sequences. NaN and Infinity are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,7 @@ def record_nonfinite(
         "step": step, "version": version, "reason": update.reason, "loss": update.loss, "grad_norm": update.grad_norm,
         "ratio_max": update.ratio_max, "num_sequences": len(sequences),
     }  # fmt: skip
-    lines = (line for lines in ([head], _lines(sequences, prepared, decode)) for line in lines)
-    write_json_lines(path, lines, confirm)
+    write_json_lines(path, chain([head], _lines(sequences, prepared, decode)), confirm)
     return path
 
 

@@ -441,10 +441,8 @@ def _why_too_slow(state: QueueState, learner: LearnerSide, generator_id: str) ->
     settings, paces, bound = state.settings, state.generators.paces, learner.lease_bound
     batches = max(1, (bound + 1) // settings.updates_per_batch)
     before = paces.why(generator_id)
-    why = paces.check(generator_id, Window(batches, settings.groups_per_step, state.learner_s, bound), state.now)
-    if why and not state.generators.has_another(generator_id, state.now):
-        paces.of(generator_id).why = ""
-        return ""
+    window = Window(batches, settings.groups_per_step, state.learner_s, bound)
+    why = paces.check(generator_id, window, state.now, lambda: state.generators.has_another(generator_id, state.now))
     if why and not before:
         state.news.append(f"generator {generator_id!r} gets no training leases, because it is {why}")
     return why

@@ -21,6 +21,8 @@ All times are in seconds.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 TIMES_SLOWER = 3.0
@@ -123,10 +125,10 @@ class Paces:
         known.is_on_trial = False
         self._add(known, 1)
 
-    def check(self, generator_id: str, window: Window, now: float) -> str:
-        """Return why a generator would be too slow for a lease at ``now``; empty if it would not be.
+    def check(self, generator_id: str, window: Window, now: float, others_sample: Callable[[], bool]) -> str:
+        """Return why a generator is too slow for a lease at ``now``; empty if it is not.
 
-        The others are all that are known. So the caller must make sure that one of them samples.
+        ``others_sample`` tells whether another generator samples at all. It is called only if this one is slow.
         """
         known = self.of(generator_id)
         if known.trial_at is not None and now >= known.trial_at:
@@ -135,13 +137,10 @@ class Paces:
             self._add(known, 1)
         group_s, others_s = self._group_s(known)
         others = self._groups_per_s - known.groups_per_s
-        known.why = ""
-        if group_s < TIMES_SLOWER * others_s or others <= 0:
-            known.trial_at = None
-            return ""
-        batch_s = max(window.learner_s, window.groups_per_step / others)
-        if group_s <= window.batches * batch_s:
-            known.trial_at = None
+        batch_s = max(window.learner_s, window.groups_per_step / others) if others > 0 else math.inf
+        is_slow = group_s >= TIMES_SLOWER * others_s and group_s > window.batches * batch_s
+        if not is_slow or not others_sample():
+            known.trial_at, known.why = None, ""
             return ""
         if known.trial_at is None:
             known.trial_at = now + TRIAL_AFTER * group_s

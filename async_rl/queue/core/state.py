@@ -120,7 +120,7 @@ class QueueState(PersistedState):
         clock_ahead_s: the seconds by which the queue's clock is ahead of the caller's.
         vocab_size: limit on the token ids of returned groups. None if unknown.
         damage: the number of damaged groups by file, until the server has logged them.
-        news: what the server must log about failed leases.
+        news: what the server must log about failed leases and slow generators.
         is_short_of_bytes: whether ``queue.max_bytes`` has kept a generator from a lease that the bound allowed.
     """
 
