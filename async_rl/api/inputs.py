@@ -19,7 +19,7 @@ from async_rl.config.config import Config
 from async_rl.config.loading import config_data, parse_config, read_toml, read_tools
 from async_rl.errors import ConfigError, DataError
 from async_rl.process.user_code import is_code_name
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, replaced
 from async_rl.run.reuse import check_place
 
 Base = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -45,10 +45,8 @@ class RowsFile:
         if self.path.exists():
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
-        with partial.open("wb") as out:
+        with replaced(self.path) as partial, partial.open("wb") as out:
             out.writelines(_lines(self.rows, self.where))
-        os.replace(partial, self.path)
 
 
 @dataclass(frozen=True, slots=True)

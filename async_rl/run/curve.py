@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import io
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import numpy as np
 
 from async_rl.config.loading import load_run_config
 from async_rl.run.config_changes import read_changes
-from async_rl.run.directory import RunDir
+from async_rl.run.directory import RunDir, replaced
 from async_rl.run.lock import RunLock
 from async_rl.run.metrics import Row
 from async_rl.run.starts import first_steps
@@ -270,14 +269,10 @@ def save_picture(figure: Figure, path: Path, lock: RunLock | None = None) -> boo
             )  # fmt: skip
     picture = io.BytesIO()
     figure.savefig(picture, dpi=120, format="png")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     if lock is not None and not lock.is_current:  # drawing takes a second: check as late as possible
         return False
-    try:
+    with replaced(path) as partial:
         partial.write_bytes(picture.getbuffer())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
     return True
 
 

@@ -10,7 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,8 +262,10 @@ def replaced(path: Path, confirm: Callable[[], None] = lambda: None) -> Iterator
         yield partial
         confirm()
         os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    except BaseException:
+        with suppress(OSError):  # the first error is the cause; a part left behind harms nothing
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def check_writable(path: Path, key: str) -> None:
