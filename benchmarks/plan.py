@@ -180,7 +180,8 @@ def main() -> None:
         print(line(case, predict_case(case, base), measured), flush=True)
     assert base is not None
     print(
-        f"\nrates of the base: {base.decode_step_s:.4f} s for a decode step, {base.train_s:.3f} s and "
+        f"\nrates of the base: {base.decode_step_s:.4f} s for a decode step and "
+        f"{base.decode_sequence_s:.5f} s more for each of its sequences, {base.train_s:.3f} s and "
         f"{1e6 * base.train_token_s:.1f} s per million tokens for an update, {base.after_s:.3f} s after it, "
         f"{base.transfer_s:.3f} s until a version arrives, {base.pause_s:.4f} s of pause"
     )

@@ -27,10 +27,15 @@ DECODE_STEP_S, TRAIN_S = 0.01, 13.0
 MODES, BOUNDS = ("mask", "drop", "wait"), (0, 1, 2, 4, 8)
 
 
-def at_speeds(speeds: Sequence[float]) -> Callable[[str, int, float], SimulatedGenerator]:
+def at_speeds(speeds: Sequence[float]) -> Callable[[str, int, Callable[[int], float]], SimulatedGenerator]:
     """Return what makes the generators of a simulation, one of each speed."""
     left = iter(speeds)
-    return lambda name, num_slots, step_s: SimulatedGenerator(name, num_slots, step_s / next(left))
+
+    def at_its_speed(name: str, num_slots: int, step_s: Callable[[int], float]) -> SimulatedGenerator:
+        speed = next(left)
+        return SimulatedGenerator(name, num_slots, lambda num_running: step_s(num_running) / speed)
+
+    return at_its_speed
 
 
 def predict(on_stale: str, bound: int, speeds: Sequence[float], *, has_rule: bool = True) -> Prediction:

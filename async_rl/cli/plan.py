@@ -40,8 +40,9 @@ def plan(
         typer.Option(
             "--rate",
             metavar="NAME=VALUE",
-            help="Give a rate in place of the measured one: decode_step_s, train_s, train_token_s, after_s, "
-            "transfer_s, pause_s (seconds), version_bytes, filtered (a share). May be repeated.",
+            help="Give a rate in place of the measured one: decode_step_s, decode_sequence_s, train_s, "
+            "train_token_s, after_s, transfer_s, pause_s (seconds), version_bytes, filtered (a share). "
+            "May be repeated.",
         ),
     ] = None,
     overrides: Overrides = None,

@@ -26,6 +26,7 @@ from async_rl.queue.messages import (
     Announced,
     Announcement,
     Cancelled,
+    Decoded,
     Failure,
     Finished,
     GeneratorEvent,
@@ -366,9 +367,9 @@ class Worker:
         num_running = min(self._backend.num_running, self._backend.max_running)
         if not num_running:
             return
-        started_s = self._clock()
+        started_s, num_tokens = self._clock(), self._backend.num_tokens
         sampled = self._backend.step()
-        self._activity.add_step(self._clock() - started_s, num_running)
+        self._activity.add_step(self._clock() - started_s, num_running, self._backend.num_tokens - num_tokens)
         self._rollouts.take(sampled)
 
     def _return_graded(self) -> None:
@@ -539,12 +540,19 @@ class Activity:
         self._started_s = self._idle_since_s = clock()
         self._busy_s = self._busy_sequence_s = self._pause_s = 0.0
         self._num_activations = 0
+        self._decoded: list[Decoded] = []
         self._has_warned = False
 
-    def add_step(self, duration_s: float, num_running: int) -> None:
-        """Count a decode step of ``duration_s`` seconds with ``num_running`` sequences."""
+    def add_step(self, duration_s: float, num_running: int, num_tokens: int) -> None:
+        """Count a decode step of ``duration_s`` seconds, in which ``num_running`` sequences gained ``num_tokens``."""
         self._busy_s += duration_s
         self._busy_sequence_s += duration_s * num_running
+        index = num_running.bit_length() - 1
+        self._decoded += [Decoded()] * (index + 1 - len(self._decoded))
+        one = self._decoded[index]
+        self._decoded[index] = Decoded(
+            one.busy_s + duration_s, one.busy_sequence_s + duration_s * num_running, one.num_tokens + num_tokens
+        )
 
     def add_activation(self, pause_s: float) -> None:
         """Count an activation of new weights, and the ``pause_s`` seconds for which no decode step could run."""
@@ -589,6 +597,7 @@ class Activity:
             idle_leases_s=self._idle_s["leases"],
             num_activations=self._num_activations,
             num_tokens=backend.num_tokens,
+            decoded=tuple(self._decoded),
             counters=dict(counters),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ class Rates:
     """What the parts of a run take. Times are in seconds."""
 
     lengths: Lengths
-    decode_step_s: float  # for one token of a running sequence
+    decode_step_s: float  # the part of a decode step that does not depend on how many sequences run
+    decode_sequence_s: float = 0.0  # the part of a decode step for each running sequence
     train_s: float = 0.0  # the part of a learner's step that does not depend on its tokens
     train_token_s: float = 0.0  # to train one token of a batch with ``num_ranks`` ranks of the learner
     after_s: float = 0.0  # after a step's training: publishing, checkpoints, records
@@ -37,6 +38,10 @@ class Rates:
     version_bytes: float = 0.0  # of a version of the weights; 0 if unknown
     num_ranks: int = 1
     filtered: float = 0.0  # share of the groups that ``queue.filter_range`` filters
+
+    def decode_s(self, num_running: int) -> float:
+        """Return the time of a decode step, in which each of ``num_running`` sequences gains a token."""
+        return self.decode_step_s + self.decode_sequence_s * num_running
 
     def step_s(self, num_tokens: float, num_ranks: int) -> float:
         """Return the time in which the learner trains a batch. Only its tokens are divided over more ranks."""
@@ -125,10 +130,14 @@ def measure(run_dir: RunDir) -> Rates:
     # What happens between two decode steps lengthens each token, but is no part of the busy time.
     running = sum(1 - sum(row.get(f"idle/{cause}") or 0.0 for cause in _SHARE_CAUSES) for row in sampled)
     decoding = sum(1 - row["idle/generators"] for row in sampled)
+    token_s = sequence_s / num_sampled * max(1.0, running / decoding)
+    busy_s = sum((1 - row["idle/generators"]) * row["time/step_s"] * row["generators"] for row in sampled)
+    step_share = _step_share(warm, sequence_s / busy_s)
     groups = run_dir.read_ledger()["groups"]
     return Rates(
         lengths=_lengths(run_dir, mean("length/mean")),
-        decode_step_s=sequence_s / num_sampled * max(1.0, running / decoding),
+        decode_step_s=token_s * step_share,
+        decode_sequence_s=token_s * (1 - step_share) * busy_s / sequence_s,
         train_token_s=total("time/train_s") / max(1.0, total("tokens/trained") + total("tokens/masked")),
         after_s=max(0.0, mean("time/step_s") - mean("time/wait_s") - mean("time/train_s")),
         transfer_s=mean("time/transfer_s"),
@@ -137,6 +146,19 @@ def measure(run_dir: RunDir) -> Rates:
         num_ranks=config.learner.nproc,
         filtered=groups["filtered"] / max(1, groups["filtered"] + groups["trained"]),
     )
+
+
+def _step_share(rows: Sequence[Mapping[str, Any]], num_running: float) -> float:
+    """Return the share of a decode step of ``num_running`` sequences that does not depend on their number.
+
+    It is that of the last row which has it, because each fits all decode steps since the generators' start. 1 if none
+    has it: rows of an older version, or generators that came and went all the time.
+    """
+    for row in reversed(rows):
+        if "time/decode_step_s" in row:
+            step_s, sequence_s = row["time/decode_step_s"], row["time/decode_sequence_s"]
+            return step_s / (step_s + sequence_s * num_running)
+    return 1.0
 
 
 def _lengths(run_dir: RunDir, mean_tokens: float) -> Lengths:

@@ -1,7 +1,7 @@
 """A generator in simulated time: its slots, the samples that wait for one, and the leases behind them.
 
-It has no engine. Each running sequence gains one token in a decode step of ``decode_step_s`` seconds. Sequences begin,
-and weights change, between two decode steps. ``simulation`` tells it of leases, versions and cancellations.
+It has no engine. Each running sequence gains one token in a decode step, whose time grows with their number. Sequences
+begin, and weights change, between two decode steps. ``simulation`` tells it of leases, versions and cancellations.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from async_rl.records import Lease
@@ -32,10 +32,10 @@ class SimulatedGroup:
 
 
 class SimulatedGenerator:
-    """One generator with ``num_slots`` slots."""
+    """One generator with ``num_slots`` slots. A decode step of n sequences takes ``step_s(n)`` seconds."""
 
-    def __init__(self, name: str, num_slots: int, decode_step_s: float) -> None:
-        self.name, self._num_slots, self._decode_step_s = name, num_slots, decode_step_s
+    def __init__(self, name: str, num_slots: int, step_s: Callable[[int], float]) -> None:
+        self.name, self._num_slots, self._step_s = name, num_slots, step_s
         self.groups: dict[str, SimulatedGroup] = {}  # its leases, by id
         self.is_receiving = False  # a version of the weights is on its way
         self.is_asking = False  # it waits for the answer to a request for leases
@@ -59,7 +59,7 @@ class SimulatedGenerator:
             heapq.heappop(self._running)
         if not self._running:
             return math.inf
-        return self._at + max(0.0, self._running[0][0] - self._steps) * self._decode_step_s
+        return self._at + max(0.0, self._running[0][0] - self._steps) * self._step_s(self._num_running)
 
     def num_wanted(self, group_size: int) -> int:
         """Return how many leases to request: those that fill the free slots, and one in reserve, as the worker does."""
@@ -127,7 +127,7 @@ class SimulatedGenerator:
         passed = now - self._at
         if passed > 0 and self._num_running:
             self.busy_s += passed
-            self._steps += passed / self._decode_step_s
+            self._steps += passed / self._step_s(self._num_running)
         self._at = max(self._at, now)
 
     def _submit(self) -> None:

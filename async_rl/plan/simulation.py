@@ -104,8 +104,8 @@ class _Simulation:
         stream = PromptStream(_NUM_ROWS, seed=0, shuffle=False)
         self._state = QueueState(self._settings, [Row((), {})] * _NUM_ROWS, stream)
         names = [f"g{number}" for number in range(setting.num_generators)]
-        slots, decode_step_s = config.generator.batch_size, rates.decode_step_s
-        self._generators = {name: SimulatedGenerator(name, slots, decode_step_s) for name in names}
+        slots, decode_s = config.generator.batch_size, rates.decode_s
+        self._generators = {name: SimulatedGenerator(name, slots, decode_s) for name in names}
         self._asking: dict[int, deque[SimulatedGenerator]] = {}  # by the version with which they ask
         self._returned: dict[str, list[dict[int, int]]] = {}  # tokens by version of each rollout, by lease
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []

@@ -116,7 +116,8 @@ def _reasons(chosen: Prediction, lowest: Prediction, gain: float) -> Iterator[st
 def plan_lines(found: Sequence[Prediction], rates: Rates, source: str) -> list[str]:
     """Return the lines that ``async-rl plan`` prints."""
     head = (
-        f"Rates {source}: {rates.decode_step_s:.3g} s for a token of a running sequence; {rates.train_s:.3g} s and "
+        f"Rates {source}: {rates.decode_step_s:.3g} s for a decode step and {rates.decode_sequence_s:.3g} s more "
+        f"for each sequence in it; {rates.train_s:.3g} s and "
         f"{1e6 * rates.train_token_s:.3g} s per million tokens for a step's training, {rates.after_s:.3g} s after it; "
         f"{rates.transfer_s:.3g} s until a version arrives; answers of {rates.lengths.mean_tokens:.0f} tokens."
     )

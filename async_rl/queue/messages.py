@@ -26,6 +26,8 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 """The type of a name that the server stores. Its length is limited."""
 MAX_COUNTERS = 64
 """Maximum number of counters that a generator reports."""
+MAX_DECODED = 32
+"""Maximum number of elements of ``GeneratorStats.decoded``: enough for any number of sequences."""
 MAX_DETAIL = 2000
 """Maximum number of characters of the text with which a generator says why a lease or a rollout failed."""
 MAX_TROUBLE = 1000
@@ -110,6 +112,14 @@ class Welcome(msgspec.Struct, frozen=True):
     files: Mapping[str, bytes]
 
 
+class Decoded(msgspec.Struct, frozen=True, array_like=True):
+    """What was sampled while so many sequences ran: seconds, seconds summed over the sequences, and tokens."""
+
+    busy_s: float = 0.0
+    busy_sequence_s: float = 0.0
+    num_tokens: int = 0
+
+
 class GeneratorStats(msgspec.Struct, frozen=True):
     """A generator's totals since it started. Times are in seconds of wall-clock time.
 
@@ -127,6 +137,7 @@ class GeneratorStats(msgspec.Struct, frozen=True):
         idle_leases_s: the time in which it sampled nothing and waited for a lease.
         num_activations: the number of activated versions.
         num_tokens: the number of sampled tokens.
+        decoded: element i is what was sampled while 2^i to 2^(i + 1) - 1 sequences ran.
         counters: the counts of its rewards, by name (``Reward.counters``).
     """
 
@@ -143,7 +154,12 @@ class GeneratorStats(msgspec.Struct, frozen=True):
     idle_leases_s: float = 0.0
     num_activations: int = 0
     num_tokens: int = 0
+    decoded: Annotated[tuple[Decoded, ...], msgspec.Meta(max_length=MAX_DECODED)] = ()
     counters: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_COUNTERS)] = {}
+
+
+GENERATOR_TOTALS = tuple(name for name in GeneratorStats.__struct_fields__ if name not in ("decoded", "counters"))
+"""The fields that are numbers."""
 
 
 class LeasesGranted(msgspec.Struct, frozen=True):

@@ -241,6 +241,9 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "time/checkpoint_write_s": "Seconds from the beginning of a checkpoint until its files were written, in the "
         "row of the step in which it was committed.",
         "time/generate_s": "Busy sequence-seconds of all generators divided by the sequences that fit, per step.",
+        "time/decode_step_s": "Seconds of a decode step that don't depend on how many sequences run.",
+        "time/decode_sequence_s": "Seconds that each running sequence adds to a decode step. Both are fitted to all "
+        "decode steps since the start of the generators that are alive, by the number of sequences in them.",
         "time/grading_s": "Seconds of the step in which a generator had answers that waited for their score; mean over "
         "the generators. Other answers may have been sampled meanwhile.",
         "time/environment_s": "The same for rollouts that waited for their environments.",

@@ -44,7 +44,8 @@ MAY_BE_ABSENT = {
     # It needs a known device.
     "throughput/mfu",
     # They need two reports of the same generators; a run of three steps may be over before.
-    "time/pause_s", "time/generate_s", "idle/generators", "overlap/efficiency", "throughput/generated_tokens_per_s",
+    "time/pause_s", "time/generate_s", "time/decode_step_s", "time/decode_sequence_s",
+    "idle/generators", "overlap/efficiency", "throughput/generated_tokens_per_s",
     "time/grading_s", "time/environment_s", *(f"idle/{n}" for n in ("grading", "environment", "weights", "leases")),
     # Of an environment, of failed rows, of sets with several answers per row.
     *(f"eval/<dataset>/{name}" for name in ("score", "score_best_of_n", "turns", "failed", "best_of_n",

@@ -345,6 +345,9 @@ def test_heartbeats_carry_progress_by_lease_and_cumulative_stats():
     assert 0 < stats.busy_s <= stats.wall_s
     assert stats.busy_sequence_s == pytest.approx(stats.busy_s)
     assert stats.num_tokens >= progress[-1]["a"]
+    (alone,) = stats.decoded  # never more than one sequence
+    assert (alone.busy_s, alone.busy_sequence_s) == pytest.approx((stats.busy_s, stats.busy_sequence_s))
+    assert alone.num_tokens == stats.num_tokens
 
 
 class AwayScorer:

@@ -79,6 +79,18 @@ def test_rates_are_measured_in_the_rows_of_a_run(tmp_path):
     assert (rates.lengths.observed, rates.lengths.mean_tokens) == (((5, 15), (8, 12)), 10)
 
 
+def test_a_decode_step_is_faster_with_few_sequences_if_the_run_has_measured_that(tmp_path):
+    # 0.81 of a slot's time is busy with 60 sequence-seconds in 10 s, so 7.4 sequences run. With 0.3 s a step and 0.1 s
+    # a sequence the time of a step of 7.4 is as above.
+    run = make_run(tmp_path)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[-1] |= {"time/decode_step_s": 0.3, "time/decode_sequence_s": 0.1}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rates, running = measure(RunDir(run)), 60 / 8.1
+    assert rates.decode_s(1) / rates.decode_s(11) == pytest.approx(0.4 / 1.4)
+    assert rates.decode_step_s + rates.decode_sequence_s * running == pytest.approx(0.75 * 0.9 / 0.81)
+
+
 def test_a_config_takes_the_rates_of_its_run_and_given_ones_replace_them(tmp_path):
     make_run(tmp_path)
     config, rates, source = find_rates(tmp_path / "run.toml", ["queue.max_staleness=3"], ["decode_step_s=2"])

@@ -71,6 +71,14 @@ def test_a_transfer_and_a_pause_lengthen_an_on_policy_step():
     assert predict(0, transfer_s=2.0, pause_s=1.0).steps_per_s == pytest.approx(1 / 20)
 
 
+def test_a_decode_step_takes_longer_the_more_sequences_run():
+    # Each pair of lengths 1 and 3: with 2 s a step and 1 s a sequence, 8 sequences take 10 s for one token, then 4 of
+    # them 6 s for each of two more.
+    found = predict(0, lengths=Lengths.of_groups(((1, 3),)), decode_step_s=2.0, decode_sequence_s=1.0)
+    assert found.steps_per_s == pytest.approx(1 / (10 + 2 * 6 + 6 + 1))
+    assert found.idle_generators == pytest.approx(7 / 29)
+
+
 def test_the_pause_of_a_version_stops_running_sequences():
     # One pause of 1 s in each step of 10 s of decoding.
     assert predict(1, pause_s=1.0).steps_per_s == pytest.approx(1 / 11)

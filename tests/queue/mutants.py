@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 from async_rl.errors import WireError
 from async_rl.net.codec import encode_group
 from async_rl.net.wire import ALIGNMENT, Limits, decode, encode
-from async_rl.queue.messages import Announcement, FailedRollouts, Failure, GeneratorStats, TrainedCounts
+from async_rl.queue.messages import Announcement, Decoded, FailedRollouts, Failure, GeneratorStats, TrainedCounts
 from async_rl.queue.parity import Answer, encode_answer
 from async_rl.records import Lease, Prompt
 from tests.queue.builders import SAMPLING, group
@@ -91,7 +91,17 @@ def corpus(
     return {type_: (encode(type_, fields, num_parts=len(parts)), *parts) for type_, (fields, parts) in plain.items()}
 
 
-_STATS = GeneratorStats(8, 10.0, 5.0, 40.0, 0.5, num_activations=3, num_tokens=1000, counters={"judge_retries": 2})
+_STATS = GeneratorStats(
+    8,
+    10.0,
+    5.0,
+    40.0,
+    0.5,
+    num_activations=3,
+    num_tokens=1000,
+    decoded=(Decoded(1.0, 1.5, 9),),
+    counters={"judge_retries": 2},
+)
 _FAILURE = Failure("reward_error", "KeyError: 'x' (/r.py, line 3, in score)", "KeyError at /r.py:3")
 
 

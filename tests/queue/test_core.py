@@ -11,7 +11,7 @@ from async_rl.queue.core import generator_requests, learner_requests, persistenc
 from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
-from async_rl.queue.messages import GeneratorStats, NotReady, StepAck, TrainedCounts
+from async_rl.queue.messages import Decoded, GeneratorStats, NotReady, StepAck, TrainedCounts
 from async_rl.queue.storage.payloads import MemoryPayloads, Payload, PayloadRef
 from async_rl.records import Lease
 from tests.queue.builders import (
@@ -365,6 +365,14 @@ def test_a_lease_lives_only_while_its_progress_grows():
     assert dropped(state) == {"expired": 1}
     assert state.expire(15.9) == 0
     assert state.expire(16.0) == 1  # the same progress as at 6
+
+
+def test_what_generators_decoded_is_summed_by_the_number_of_sequences():
+    state = make_state()
+    few, many = GeneratorStats(decoded=(Decoded(1.0, 1.0, 10),)), GeneratorStats(decoded=(Decoded(2.0, 2.0, 5),) * 2)
+    generator_requests.heartbeat(state, "g0", {}, few, 1.0)
+    generator_requests.heartbeat(state, "g1", {}, many, 1.0)
+    assert state.generators.total(1.0).decoded == (Decoded(3.0, 3.0, 15), Decoded(2.0, 2.0, 5))
 
 
 def test_an_expired_prompt_comes_again_to_another_generator():

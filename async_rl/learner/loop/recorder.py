@@ -25,9 +25,10 @@ from torch.profiler import record_function
 from async_rl.config.config import Config
 from async_rl.learner.checkpoints.files import TrainerState
 from async_rl.learner.interface import UpdateStats
+from async_rl.learner.loop.decode_times import decode_times
 from async_rl.learner.loop.publishing import WeightsSender
 from async_rl.learner.loop.step_result import StepResult, cut_metrics, device_metrics, queue_metrics
-from async_rl.queue.messages import Acked, GeneratorStats, TakenGroup
+from async_rl.queue.messages import GENERATOR_TOTALS, Acked, GeneratorStats, TakenGroup
 from async_rl.run.eval_records import Decode, answer_record, write_json_lines
 from async_rl.run.progress import duration
 
@@ -273,8 +274,7 @@ class StepClock:
         if self._generators is None or now.max_running == 0 or tuple(alive_generators) != tuple(self._generators[0]):
             return {}
         before = self._generators[1]
-        numbers = [name for name in GeneratorStats.__struct_fields__ if name != "counters"]
-        shrunk = any(getattr(now, name) < getattr(before, name) for name in numbers)
+        shrunk = any(getattr(now, name) < getattr(before, name) for name in GENERATOR_TOTALS)
         if shrunk or now.max_running != before.max_running or now.wall_s <= before.wall_s:
             return {}
         # Readings come with heartbeats, which may be rarer than steps, so they give a rate and not this step's count.
@@ -286,6 +286,8 @@ class StepClock:
             return min(max((getattr(now, name) - getattr(before, name)) / (now.wall_s - before.wall_s), 0.0), 1.0)
 
         activations = now.num_activations - before.num_activations
+        # All decode steps since the start count: those of one step are too much alike to show what a sequence takes.
+        times = decode_times(now.decoded)
         return {
             "idle/generators": min(max(1.0 - (now.busy_s - before.busy_s) / (now.wall_s - before.wall_s), 0.0), 1.0),
             "throughput/generated_tokens_per_s": (now.num_tokens - before.num_tokens) / each_s,
@@ -295,4 +297,5 @@ class StepClock:
             "time/environment_s": (now.environment_s - before.environment_s) / (now.wall_s - before.wall_s) * wall,
             **{f"idle/{cause}": share(f"idle_{cause}_s") for cause in ("grading", "environment", "weights", "leases")},
             "overlap/efficiency": max(generate, learner_busy) / wall,
+            **({} if times is None else {"time/decode_step_s": times[0], "time/decode_sequence_s": times[1]}),
         }

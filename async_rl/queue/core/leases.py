@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import msgspec
 
 from async_rl.queue.core.failures import EvalKey, Failing, Outage, outage_of
 from async_rl.queue.core.pace import Paces
-from async_rl.queue.messages import DOCTOR, GeneratorStats
+from async_rl.queue.messages import DOCTOR, GENERATOR_TOTALS, Decoded, GeneratorStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.records import Lease
 
@@ -463,13 +464,14 @@ class GeneratorTable:
 
     def total(self, now: float) -> GeneratorStats:
         """Return the sum of the statistics of all generators that are alive."""
-        alive = self.alive(now)
-        numbers = [name for name in GeneratorStats.__struct_fields__ if name != "counters"]
+        alive = [entry.stats for entry in self.alive(now)]
         counters: Counter[str] = Counter()
-        for entry in alive:
-            counters.update(entry.stats.counters)
-        sums = {name: sum(getattr(e.stats, name) for e in alive) for name in numbers}
-        return GeneratorStats(**sums, counters=dict(counters))
+        for stats in alive:
+            counters.update(stats.counters)
+        by_running = itertools.zip_longest(*(stats.decoded for stats in alive), fillvalue=Decoded())
+        decoded = tuple(Decoded(*map(sum, zip(*map(msgspec.structs.astuple, parts)))) for parts in by_running)
+        sums = {name: sum(getattr(stats, name) for stats in alive) for name in GENERATOR_TOTALS}
+        return GeneratorStats(**sums, decoded=decoded, counters=dict(counters))
 
     def as_dicts(self, now: float) -> list[dict[str, Any]]:
         return [
@@ -480,7 +482,7 @@ class GeneratorTable:
                 "active": list(e.active) if e.active else None,
                 "seen_s_ago": now - e.seen_at,
                 "alive": self.is_alive(e, now),
-                "stats": msgspec.structs.asdict(e.stats),
+                "stats": msgspec.to_builtins(e.stats),
                 "refused": dict(e.refused),
                 "quarantined": e.quarantined or e.failing.line(now),
                 "trouble": e.trouble,
