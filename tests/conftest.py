@@ -1,5 +1,6 @@
 """Settings of every test, and the fixture that keeps tests of other subjects apart from the admission rule."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,10 @@ from hypothesis import settings
 
 from tests.examples import QUICK
 from tests.resumable import Passed, Piece
+
+# Tests run side by side. With a thread for each core in each of them torch's threads wait for one another, and a step
+# takes five times as long. Processes that tests start inherit this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.load_profile(QUICK)  # before any test module is read; --hypothesis-profile=full replaces it
 
