@@ -18,7 +18,7 @@ settings.load_profile(QUICK)  # before any test module is read; --hypothesis-pro
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=6, help="kills and stops at random moments, 20 a run")
+    parser.addoption("--kills", type=int, default=4, help="kills and stops at random moments, 20 a run")
     parser.addoption("--first-seed", type=int, default=0, help="seed of the first of these runs")
     parser.addoption("--mutants", type=int, default=250_000, help="mutants for each of four ports in the long tests")
     parser.addoption("--first-mutant", type=int, default=0, help="number of the first, to go on with a long test")

@@ -52,7 +52,7 @@ def test_a_lease_or_a_group_that_only_one_side_knows_is_named():
     assert settle(missed, STATUS, FINAL) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_twenty_generators_that_come_and_go_lose_no_lease(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     options = Options(tmp_path, generators=20, processes=1, seconds=4, group_s=0.5, churn=5, warm_up_leases=100)
     assert steady(options) == []

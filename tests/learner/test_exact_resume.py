@@ -26,7 +26,6 @@ FAKED = ("learner.publishing",)
 """There are no generators, so nothing is published."""
 ALL = tuple(point for point in FAULT_POINTS if point.startswith("learner.") and point not in FAKED)
 OF_RANK_1 = ("learner.forward-rank-1", "learner.backward-rank-1")
-OF_ONE = ("learner.taken", "learner.backward", "learner.acknowledged", "learner.checkpoint_writing")
 OF_STALE = ("learner.forward", "learner.acknowledged")
 OF_CRITIC = ("learner.backward", "learner.checkpoint_writing")
 CRITIC = {
@@ -63,9 +62,8 @@ def kill_at(directory: Path, point: str, world_size: int) -> None:
 @pytest.mark.parametrize(
     ("world_size", "sections", "points", "bound"),
     [
-        pytest.param(1, {}, OF_ONE, 0, marks=pytest.mark.slow, id="one rank"),
         pytest.param(2, {}, OF_TWO, 0, marks=pytest.mark.slow, id="two ranks"),
-        pytest.param(1, {}, OF_STALE, 2, marks=pytest.mark.slow, id="one rank, stale"),
+        pytest.param(1, {}, OF_STALE, 2, marks=pytest.mark.long, id="one rank, stale"),
         pytest.param(1, {}, ALL, 0, marks=pytest.mark.long, id="one rank, all"),
         pytest.param(1, CRITIC, OF_CRITIC, 2, marks=pytest.mark.slow, id="critic"),
         pytest.param(1, CRITIC, ALL, 2, marks=pytest.mark.long, id="critic, all"),

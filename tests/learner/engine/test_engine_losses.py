@@ -38,7 +38,7 @@ from tests.learner.rank_scenarios import (
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_model
 
-WORLD_SIZES = [pytest.param(size, marks=pytest.mark.slow) for size in (2, 4)]
+WORLD_SIZES = [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)]
 
 
 class OneRank:
