@@ -26,6 +26,10 @@ Name = Annotated[str, msgspec.Meta(max_length=256)]
 """The type of a name that the server stores. Its length is limited."""
 MAX_COUNTERS = 64
 """Maximum number of counters that a generator reports."""
+MAX_TOTAL = 2**53
+"""The largest total that a generator may report, and the largest sum of them."""
+Total = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOTAL)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_TOTAL)]
 MAX_DECODED = 32
 """Maximum number of elements of ``GeneratorStats.decoded``: enough for any number of sequences."""
 MAX_DETAIL = 2000
@@ -115,9 +119,9 @@ class Welcome(msgspec.Struct, frozen=True):
 class Decoded(msgspec.Struct, frozen=True, array_like=True):
     """What was sampled while so many sequences ran: seconds, seconds summed over the sequences, and tokens."""
 
-    busy_s: float = 0.0
-    busy_sequence_s: float = 0.0
-    num_tokens: int = 0
+    busy_s: Seconds = 0.0
+    busy_sequence_s: Seconds = 0.0
+    num_tokens: Total = 0
 
 
 class GeneratorStats(msgspec.Struct, frozen=True):
@@ -141,21 +145,21 @@ class GeneratorStats(msgspec.Struct, frozen=True):
         counters: the counts of its rewards, by name (``Reward.counters``).
     """
 
-    max_running: int = 0
-    wall_s: float = 0.0
-    busy_s: float = 0.0
-    busy_sequence_s: float = 0.0
-    pause_s: float = 0.0
-    grading_s: float = 0.0
-    environment_s: float = 0.0
-    idle_grading_s: float = 0.0
-    idle_environment_s: float = 0.0
-    idle_weights_s: float = 0.0
-    idle_leases_s: float = 0.0
-    num_activations: int = 0
-    num_tokens: int = 0
+    max_running: Total = 0
+    wall_s: Seconds = 0.0
+    busy_s: Seconds = 0.0
+    busy_sequence_s: Seconds = 0.0
+    pause_s: Seconds = 0.0
+    grading_s: Seconds = 0.0
+    environment_s: Seconds = 0.0
+    idle_grading_s: Seconds = 0.0
+    idle_environment_s: Seconds = 0.0
+    idle_weights_s: Seconds = 0.0
+    idle_leases_s: Seconds = 0.0
+    num_activations: Total = 0
+    num_tokens: Total = 0
     decoded: Annotated[tuple[Decoded, ...], msgspec.Meta(max_length=MAX_DECODED)] = ()
-    counters: Annotated[dict[Name, Count], msgspec.Meta(max_length=MAX_COUNTERS)] = {}
+    counters: Annotated[dict[Name, Total], msgspec.Meta(max_length=MAX_COUNTERS)] = {}
 
 
 GENERATOR_TOTALS = tuple(name for name in GeneratorStats.__struct_fields__ if name not in ("decoded", "counters"))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import msgspec
@@ -13,12 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.net.codec import encode_group
+from async_rl.errors import WireError
+from async_rl.net.codec import encode_group, read_as
 from async_rl.net.wire import decode, encode
 from async_rl.queue.core import diagnosis, generator_requests, persistence
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
+    GENERATOR_TOTALS,
+    Decoded,
     FailedRollouts,
     FailLease,
     Failure,
@@ -248,6 +252,26 @@ def test_failed_rollouts_beyond_those_of_the_group_are_not_counted():
     verdict, _ = generator_requests.receive(state, LIAR, read_summary(made), made, 0.0, failed)
     assert verdict in ("queued", "filtered")
     assert {place: found.rollouts for place, found in state.failed_places.items()} == {"a": 1}
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1, 2**54])
+def test_totals_of_a_generator_that_are_no_plausible_numbers_are_refused(value: float):
+    decoded = [{"decoded": [numbers]} for numbers in ([value, 1.0, 1], [1.0, value, 1], [1.0, 1.0, value])]
+    for fields in [*({name: value} for name in GENERATOR_TOTALS), *decoded, {"counters": {"judged": value}}]:
+        with pytest.raises(WireError):
+            read_as(fields, GeneratorStats)
+
+
+def test_the_largest_totals_of_all_generators_reach_the_learner():
+    state, most = two_generators(), 2**53
+    largest: Any = dict.fromkeys(GENERATOR_TOTALS, most)
+    stats = GeneratorStats(**largest, decoded=(Decoded(most, most, most),), counters={"judged": most})
+    invented = {"judged": most} | {f"a{number}": 1 for number in range(63)}
+    generator_requests.heartbeat(state, "g0", {}, msgspec.structs.replace(stats, counters={"judged": 1, "z": 1}), 0.0)
+    generator_requests.heartbeat(state, LIAR, {}, msgspec.structs.replace(stats, counters=invented), 0.0)
+    found = read_as(msgspec.to_builtins(state.generators.total(0.0)), GeneratorStats)
+    assert msgspec.structs.replace(found, counters={"judged": found.counters["judged"]}) == stats
+    assert len(found.counters) == 64
 
 
 def test_a_text_of_a_generator_makes_no_line_of_its_own():

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 
 from async_rl.queue.core.failures import EvalKey, Failing, Outage, outage_of
 from async_rl.queue.core.pace import Paces
-from async_rl.queue.messages import DOCTOR, GENERATOR_TOTALS, Decoded, GeneratorStats
+from async_rl.queue.messages import DOCTOR, GENERATOR_TOTALS, MAX_COUNTERS, MAX_TOTAL, Decoded, GeneratorStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.records import Lease
 
@@ -463,15 +463,22 @@ class GeneratorTable:
         return list(self._to_notify)
 
     def total(self, now: float) -> GeneratorStats:
-        """Return the sum of the statistics of all generators that are alive."""
+        """Return the sum of the statistics of all generators that are alive. None exceeds ``MAX_TOTAL``.
+
+        Of too many counters those that the most generators report are kept, because a forger could invent some.
+        """
+
+        def total(values: Iterable[float]) -> Any:
+            return min(sum(values), MAX_TOTAL)
+
         alive = [entry.stats for entry in self.alive(now)]
-        counters: Counter[str] = Counter()
-        for stats in alive:
-            counters.update(stats.counters)
+        reporters = Counter(name for stats in alive for name in stats.counters)
+        names = sorted(reporters, key=lambda name: (-reporters[name], name))[:MAX_COUNTERS]
+        counters = {name: total(stats.counters.get(name, 0) for stats in alive) for name in names}
         by_running = itertools.zip_longest(*(stats.decoded for stats in alive), fillvalue=Decoded())
-        decoded = tuple(Decoded(*map(sum, zip(*map(msgspec.structs.astuple, parts)))) for parts in by_running)
-        sums = {name: sum(getattr(stats, name) for stats in alive) for name in GENERATOR_TOTALS}
-        return GeneratorStats(**sums, decoded=decoded, counters=dict(counters))
+        decoded = tuple(Decoded(*map(total, zip(*map(msgspec.structs.astuple, parts)))) for parts in by_running)
+        sums = {name: total(getattr(stats, name) for stats in alive) for name in GENERATOR_TOTALS}
+        return GeneratorStats(**sums, decoded=decoded, counters=counters)
 
     def as_dicts(self, now: float) -> list[dict[str, Any]]:
         return [
