@@ -17,6 +17,7 @@ GENERATORS = {
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_vllm_generator_killed_in_a_transfer_keeps_neither_the_learner_nor_the_others(tmp_path: Path):
     outcome = kill_one_mid_transfer(tmp_path, GENERATORS, "second", start_s=400)
