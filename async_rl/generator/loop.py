@@ -538,15 +538,12 @@ class Activity:
         self._idle_s = {"grading": 0.0, "environment": 0.0, "weights": 0.0, "leases": 0.0}
         self._warned_of = ""
         self._started_s = self._idle_since_s = clock()
-        self._busy_s = self._busy_sequence_s = self._pause_s = 0.0
-        self._num_activations = 0
+        self._pause_s, self._num_activations = 0.0, 0
         self._decoded: list[Decoded] = []
         self._has_warned = False
 
     def add_step(self, duration_s: float, num_running: int, num_tokens: int) -> None:
         """Count a decode step of ``duration_s`` seconds, in which ``num_running`` sequences gained ``num_tokens``."""
-        self._busy_s += duration_s
-        self._busy_sequence_s += duration_s * num_running
         index = num_running.bit_length() - 1
         self._decoded += [Decoded()] * (index + 1 - len(self._decoded))
         one = self._decoded[index]
@@ -586,8 +583,8 @@ class Activity:
         return GeneratorStats(
             max_running=backend.max_running,
             wall_s=self._clock() - self._started_s,
-            busy_s=self._busy_s,
-            busy_sequence_s=self._busy_sequence_s,
+            busy_s=sum(one.busy_s for one in self._decoded),
+            busy_sequence_s=sum(one.busy_sequence_s for one in self._decoded),
             pause_s=self._pause_s,
             grading_s=self._waited_s["grading"],
             environment_s=self._waited_s["environment"],

@@ -29,7 +29,9 @@ MAX_COUNTERS = 64
 MAX_TOTAL = 2**53
 """The largest total that a generator may report, and the largest sum of them."""
 Total = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOTAL)]
+"""The type of a total that is a number of things."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_TOTAL)]
+"""The type of a total that is a time."""
 MAX_DECODED = 32
 """Maximum number of elements of ``GeneratorStats.decoded``: enough for any number of sequences."""
 MAX_DETAIL = 2000
@@ -117,7 +119,13 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class Decoded(msgspec.Struct, frozen=True, array_like=True):
-    """What was sampled while so many sequences ran: seconds, seconds summed over the sequences, and tokens."""
+    """What a generator sampled while about as many sequences ran.
+
+    Attributes:
+        busy_s: the time in which it sampled.
+        busy_sequence_s: the sum, over all sequences, of the time in which each was sampled.
+        num_tokens: the number of sampled tokens.
+    """
 
     busy_s: Seconds = 0.0
     busy_sequence_s: Seconds = 0.0

@@ -468,16 +468,16 @@ class GeneratorTable:
         Of too many counters those that the most generators report are kept, because a forger could invent some.
         """
 
-        def total(values: Iterable[float]) -> Any:
+        def bounded(values: Iterable[float]) -> Any:
             return min(sum(values), MAX_TOTAL)
 
         alive = [entry.stats for entry in self.alive(now)]
         reporters = Counter(name for stats in alive for name in stats.counters)
         names = sorted(reporters, key=lambda name: (-reporters[name], name))[:MAX_COUNTERS]
-        counters = {name: total(stats.counters.get(name, 0) for stats in alive) for name in names}
+        counters = {name: bounded(stats.counters.get(name, 0) for stats in alive) for name in names}
         by_running = itertools.zip_longest(*(stats.decoded for stats in alive), fillvalue=Decoded())
-        decoded = tuple(Decoded(*map(total, zip(*map(msgspec.structs.astuple, parts)))) for parts in by_running)
-        sums = {name: total(getattr(stats, name) for stats in alive) for name in GENERATOR_TOTALS}
+        decoded = tuple(Decoded(*map(bounded, zip(*map(msgspec.structs.astuple, parts)))) for parts in by_running)
+        sums = {name: bounded(getattr(stats, name) for stats in alive) for name in GENERATOR_TOTALS}
         return GeneratorStats(**sums, decoded=decoded, counters=counters)
 
     def as_dicts(self, now: float) -> list[dict[str, Any]]:
