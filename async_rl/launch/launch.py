@@ -328,7 +328,7 @@ def explain(outcome: Outcome, *, checkpoint: str | None = None, fresh: bool = Fa
         fresh: whether this launch had ``--fresh``, which the user must leave out to resume the run.
     """
     if outcome.exit_code == 0:
-        return [f"async-rl: {outcome.stopped_by} came after the end of the run"] if outcome.stopped_by else []
+        return [f"async-rl: {outcome.stopped_by}"] if outcome.stopped_by else []
     if outcome.exit_code > 128:
         again = "the same command, without --fresh," if fresh else "the same command"
         remedy = f"resumes from {checkpoint}" if checkpoint else "starts over, since no step is saved"

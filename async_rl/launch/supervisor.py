@@ -104,9 +104,12 @@ class Death:
 
         If Python's last error stands above them, it comes first: libraries print many lines while a process ends.
         """
-        with self.log.open("rb") as file:
-            file.seek(max(self.log_start, self.log_end - TAIL_BYTES))
-            lines = file.read(self.log_end - file.tell()).decode("utf-8", errors="replace").splitlines()
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self.log_start, self.log_end - TAIL_BYTES))
+                lines = file.read(self.log_end - file.tell()).decode("utf-8", errors="replace").splitlines()
+        except OSError as error:  # the run directory is gone: whoever died of that must still be named
+            return [f"can't be read: {error}"]
         error = _last_error(lines)
         hidden = [] if error is None or error >= len(lines) - TAIL_LINES else [lines[error], "..."]
         return hidden + lines[-TAIL_LINES:]
@@ -196,8 +199,14 @@ class _Process:
     log: Path
     log_start: int
 
+    @property
+    def log_time(self) -> float:
+        """When the process last printed something; 0 if its log is gone."""
+        return self.log.stat().st_mtime if self.log.exists() else 0.0
+
     def death(self) -> Death:
-        return Death(self.command.name, self.popen.returncode, self.log, self.log_start, self.log.stat().st_size)
+        log_end = self.log.stat().st_size if self.log.exists() else self.log_start
+        return Death(self.command.name, self.popen.returncode, self.log, self.log_start, log_end)
 
 
 @dataclass(slots=True)
@@ -304,7 +313,9 @@ class Supervisor:
                 self._view.note(f"stopping: {stop.outcome.stopped_by}")
                 # The learner has written everything, so a signal can interrupt nothing any more.
                 is_complete = self._signals and self._run_dir.is_finished
-                return Outcome(0, stop.outcome.stopped_by) if is_complete else stop.outcome
+                return _after_the_end(stop.outcome.stopped_by) if is_complete else stop.outcome
+            except OSError as error:  # a read-only, full or moved run directory
+                return self._unusable(error)
             finally:
                 self._stop_all()
                 self._parent_watch.close()
@@ -404,8 +415,10 @@ class Supervisor:
         self._pause()
         if self._lock is not None and not self._lock.is_current:
             # A queue server started now would write over the files of the other run.
-            taken = f"another process has taken over {self._run_dir.path}; to take it back, launch with --takeover"
-            raise _Stop(Outcome(1, taken))
+            path = self._run_dir.path
+            why = f"another process has taken over {path}; to take it back, launch with --takeover"
+            is_there = self._lock.path.exists()
+            raise _Stop(Outcome(1, why if is_there else f"{path} is gone; put it back, and launch again"))
         # The queue first: if its death made others die, it is the first cause.
         for unit in (self._queue, *self._services, *self._generators):
             # In this order: the file exists before the queue server tells anyone to end.
@@ -413,6 +426,10 @@ class Supervisor:
                 self._restart_later(unit)
         if self._learner.dead():
             self._restart_learner()
+        if self._learner.restart_at is not None and self._queue.done() and self._run_dir.is_finished:
+            # The run is finished and its queue has ended, so a learner that starts again has nobody to tell.
+            death = next(death for unit, death in reversed(self._deaths) if unit is self._learner)
+            raise _Stop(_after_the_end(f"{death}, which"))
         for unit in self._units():
             if unit is self._learner and self._queue_record() is None:
                 continue  # without a queue server the learner would start one that nobody here supervises
@@ -445,7 +462,7 @@ class Supervisor:
 
     def _restart_learner(self) -> None:
         # Several ranks may be dead by now: the one whose log ended first is the cause.
-        dead = sorted(self._learner.dead(), key=lambda p: (p.popen.returncode != USER_ERROR, p.log.stat().st_mtime))
+        dead = sorted(self._learner.dead(), key=lambda p: (p.popen.returncode != USER_ERROR, p.log_time))
         death = self._death(dead[0])
         self._end(self._learner.processes, grace_s=0.0)
         self._deaths.append((self._learner, death))
@@ -480,6 +497,13 @@ class Supervisor:
         open_deaths = [d for u, d in self._deaths if u is unit or not u.running() or now - u.started_at < CAUSE_S]
         deaths = (death,) if not open_deaths or open_deaths[0] is death else (death, open_deaths[0])
         return _Stop(Outcome(1, stopped_by or str(death), deaths))
+
+    def _unusable(self, error: OSError) -> Outcome:
+        """Return the outcome of a run whose directory can't be read or written any more, with the death that showed
+        it.
+        """
+        reason = f"can't use the run directory {self._run_dir.path}: {error}; put it right, and launch again"
+        return Outcome(1, reason, tuple(death for _, death in self._deaths[-1:]))
 
     def _await_others(self) -> None:
         """Wait up to ``finish_s`` seconds for the generators to end. The queue server notifies them."""
@@ -530,6 +554,11 @@ class Supervisor:
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)
+
+
+def _after_the_end(what: str) -> Outcome:
+    """Return the outcome of a finished run after which ``what`` came."""
+    return Outcome(0, f"{what} came after the end of the run")
 
 
 def describe_exit(code: int) -> str:

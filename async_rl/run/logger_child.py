@@ -32,6 +32,7 @@ from typing import IO, Any
 from async_rl.run.logger_tools import OPENERS, Logger
 
 END = ("end", None)
+STATES = ("loaded", "started", "failed", "refused")
 UNSENT = 3
 """Exit code of a process that wrote all rows to the tool's files, but could not send them all."""
 ORPHAN_LIMIT_S = 20.0

@@ -23,7 +23,7 @@ from typing import Any
 
 from async_rl.process.child import module_command, package_environment
 from async_rl.run.directory import RunDir
-from async_rl.run.logger_child import END, UNSENT
+from async_rl.run.logger_child import END, STATES, UNSENT
 from async_rl.run.logger_tools import Settings
 
 
@@ -124,6 +124,10 @@ class LoggerProcess:
                     self._note(f"{self.name} did not take a row: {answer['error']}; the run goes on, and {ONLY_FILE}")
                 self._has_refused = True
                 continue
+            if not self._unanswered:
+                self._child.kill()
+                self._note(f"{self.name}'s process answers what it was not asked, and is ended; {ONLY_FILE}")
+                return
             message = self._unanswered.popleft()
             if not answer:
                 self._miss(message)
@@ -227,7 +231,10 @@ class Child:
         self._process.wait()
 
     def answer(self, limit_s: float) -> Any:
-        """Return the process's next line; None if there is none within ``limit_s`` seconds, or it has ended."""
+        """Return the process's next answer; None if there is none within ``limit_s`` seconds, or it has ended.
+
+        A process whose tool writes other text into the pipe is ended, and the answer is ``failed``.
+        """
         deadline = time.monotonic() + limit_s
         while b"\n" not in self._received:
             remaining_s = max(0.0, deadline - time.monotonic())
@@ -239,4 +246,12 @@ class Child:
                 return None
             self._received += chunk
         line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if isinstance(answer, bool) or (isinstance(answer, dict) and answer.get("state") in STATES):
+            return answer
+        self.kill()  # which of its rows it has taken is not known any more
+        error = f"it wrote {line[:40]!r} into the pipe of its answers, and is ended"
+        return {"state": "failed", "error": error, "is_away": True}

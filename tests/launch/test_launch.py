@@ -571,6 +571,29 @@ def test_a_learner_that_dies_after_its_last_file_is_started_once_more_to_tell_th
     assert commands.learner_starts == 2
 
 
+def test_a_learner_that_dies_when_the_run_and_its_queue_have_ended_ends_the_launch_and_is_named(tmp_path: Path):
+    ends = QUEUE.replace("signal.pause()", when_it_exists("finished.json", "sys.exit(0)"))
+    fall = "import json, os\npid = json.load(open(RUN + '/queue.json'))['pid']\n" + FINISH
+    fall += "try:\n    while True: os.kill(pid, 0)\nexcept ProcessLookupError: os.kill(os.getpid(), 9)"
+    commands = FakeCommands(tmp_path / "run", queue_code=ends, learner_codes=[fall])
+    assert explain(supervise(commands)) == [
+        "async-rl: learner-0 was killed by SIGKILL, which came after the end of the run"
+    ]
+    assert commands.learner_starts == 1
+
+
+@pytest.mark.parametrize("dies", ["generator", "learner"])
+def test_a_run_directory_that_is_moved_stops_the_run_with_one_message_that_names_it(tmp_path: Path, dies: str):
+    moves = f"import os\nos.rename(RUN, {str(tmp_path / 'moved')!r})\nraise SystemExit(7)"
+    codes = {"generator": [WAIT], "learner": [WAIT]} | {dies: [moves]}
+    commands = FakeCommands(tmp_path / "run", learner_codes=codes["learner"], generator_codes=codes["generator"])
+    outcome = supervise(commands)
+    said = "\n".join(explain(outcome))
+    assert outcome.exit_code == 1
+    assert f"{dies}-0 exited with code 7" in said
+    assert "can't be read: [Errno 2] No such file or directory" in said
+
+
 def test_a_learner_that_dies_before_its_first_checkpoint_stops_the_run(tmp_path: Path):
     commands = FakeCommands(tmp_path / "run", learner_codes=["raise ValueError('nan')"], generator_codes=[WAIT])
     outcome = supervise(commands)
@@ -778,7 +801,7 @@ def test_a_signal_after_the_end_of_the_run_interrupts_nothing(tmp_path: Path, en
             os.kill(os.getpid(), signal.SIGTERM)
 
     outcome = supervise(commands, FakeView(send), Timing(poll_s=0.02, finish_s=30.0, grace_s=5.0))
-    assert outcome == Outcome(0, "SIGTERM")
+    assert outcome == Outcome(0, "SIGTERM came after the end of the run")
     assert explain(outcome, checkpoint="step-000005") == ["async-rl: SIGTERM came after the end of the run"]
 
 

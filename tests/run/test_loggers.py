@@ -20,7 +20,7 @@ import pytest
 
 from async_rl.config.loading import config_from_toml, config_to_toml, parse_config
 from async_rl.errors import ConfigError
-from async_rl.run import logger_child, logger_tools
+from async_rl.run import logger_child, logger_process, logger_tools
 from async_rl.run.logger_process import Limits, samples_message
 from async_rl.run.loggers import Loggers, check_loggers, start_loggers
 from async_rl.run.metrics import MetricsWriter
@@ -241,6 +241,28 @@ def test_a_tool_that_dies_or_stands_still_stops_nothing_and_the_steps_are_named(
     assert any(wanted in note for note in notes), notes
     assert notes[-1] == "6000 rows are missing in tensorboard (steps 1 to 6000); metrics.jsonl has all rows"
     assert not process.is_running()
+
+
+STRAY = """
+import json, sys
+for number, line in enumerate(iter(sys.stdin.readline, '["end", null]\\n')):
+    print({0: '{"state": "started", "place": "here"}', 2: %r}.get(number, "true"), flush=True)
+"""
+
+
+@pytest.mark.parametrize("stray", ["{", "[1]", '{"state": 3}', "\x00", "true\ntrue\ntrue"])
+def test_a_tool_that_writes_into_the_pipe_of_its_answers_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stray: str
+):
+    monkeypatch.setattr(logger_process, "module_command", lambda *_, **__: [sys.executable, "-c", STRAY % stray])
+    notes: list[str] = []
+    log = started(tmp_path, "tensorboard", notes)
+    process = next(one for one in psutil.Process().children() if one.cmdline()[1:2] == ["-c"])
+    for step in (1, 2, 3):
+        log.write({"step": step})
+    log.close()
+    assert not process.is_running()
+    assert "into the pipe of its answers" in notes[0] or "answers what it was not asked" in notes[0]
 
 
 def test_rows_that_the_tool_refuses_are_named(tmp_path: Path):
