@@ -15,6 +15,7 @@ The trainer and ``offline/run.py`` have a ``CheckpointWriter`` on rank 0, which 
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -42,6 +43,11 @@ from async_rl.learner.checkpoints.files import (
 )
 from async_rl.learner.interface import Engine
 from async_rl.process.fault_points import fault_point
+
+logger = logging.getLogger(__name__)
+
+_DOOMED = f"{PARTIAL}removed-"
+"""What the name of a checkpoint that is being removed begins with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +247,11 @@ def remove_leftovers(run_dir: Path) -> None:
     for path in root.iterdir() if root.is_dir() else ():
         is_beyond = STEP.fullmatch(path.name) is not None and checkpoint_step(path) > newest_step
         if path.name.startswith(PARTIAL) or is_beyond:
-            _remove(path)
+            _try_to_remove(path)
+        if is_beyond and path.exists():
+            raise RunError(
+                f"expected no checkpoint beyond the latest one, got {path}, which can't be moved aside; remove it"
+            )
 
 
 def _prune(run_dir: Path, newest_step: int, config: CheckpointConfig) -> None:
@@ -251,15 +261,26 @@ def _prune(run_dir: Path, newest_step: int, config: CheckpointConfig) -> None:
             continue
         with removing(path) as is_free:
             if is_free:
-                _remove(path)
+                _try_to_remove(path)
+    for path in (run_dir / "checkpoints").glob(f"{_DOOMED}*"):
+        _try_to_remove(path)
+
+
+def _try_to_remove(path: Path) -> None:
+    """Remove a checkpoint or a temporary file. What can't be removed now, as a file that another machine reads over
+    NFS, is named and kept; it is tried again after the next checkpoint and at the next start.
+    """
+    try:
+        _remove(path)
+    except OSError as error:
+        logger.warning("can't remove %s: %s; the run goes on, and tries again later", path, error)
 
 
 def _remove(path: Path) -> None:
     if path.is_dir():
         # Rename first: if the process dies during the removal, no incomplete checkpoint has a checkpoint's name. An
         # older learner that still writes into it finds no directory.
-        prefix = f"{PARTIAL}removed-"
-        doomed = path if path.name.startswith(prefix) else path.with_name(f"{prefix}{path.name}")
+        doomed = path if path.name.startswith(_DOOMED) else path.with_name(f"{_DOOMED}{path.name}")
         if doomed != path:
             if doomed.exists():
                 shutil.rmtree(doomed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -289,3 +290,36 @@ def test_a_start_removes_what_lies_beyond_latest(tmp_path: Path):
     (tmp_path / "checkpoints" / "latest").write_text("step-000002\n")
     remove_leftovers(tmp_path)
     assert names(tmp_path) == ["latest", "step-000001", "step-000002"]
+
+
+def test_a_checkpoint_that_can_not_be_removed_is_named_kept_and_removed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def busy(path: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    kept = ".partial-removed-step-000001"
+    write(tmp_path, 1, keep_last=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.shutil, "rmtree", busy)
+        write(tmp_path, 2, keep_last=1)
+        remove_leftovers(tmp_path)  # the next start, while it is still busy
+    assert names(tmp_path) == [kept, "latest", "step-000002"]
+    assert f"can't remove {tmp_path / 'checkpoints' / kept}: [Errno 16] Device or resource busy" in caplog.text
+    write(tmp_path, 3, keep_last=1)
+    assert names(tmp_path) == ["latest", "step-000003"]
+
+
+def test_a_checkpoint_beyond_latest_that_can_not_be_moved_aside_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    (tmp_path / "checkpoints" / "latest").write_text("step-000001\n")
+
+    def refuse(*_: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(writer.os, "rename", refuse)
+    with pytest.raises(RunError, match=r"beyond the latest one, got .*step-000002, which can't be moved aside"):
+        remove_leftovers(tmp_path)
