@@ -32,6 +32,11 @@ class RunConfig(Section):
         lt=2**31,
         description="Random seed for the order of the data, for sampling and for new adapter weights.",
     )
+    on_code_change: Literal["refuse", "accept"] = Field(
+        default="refuse",
+        description="What happens if a run is resumed and the source of your own code (rewards, environments, agents, "
+        'losses, advantages) has changed: "refuse" stops, "accept" trains on and records the change with its step.',
+    )
     stop_on_collapse: bool = Field(
         default=False,
         description="Whether the run saves a checkpoint and stops with exit code 1 when its metrics show that the "

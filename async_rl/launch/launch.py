@@ -38,7 +38,7 @@ from async_rl.net.address import check_address
 from async_rl.net.keys import CLIENT_FILE, SECRET_VARIABLE, client_keys_of
 from async_rl.output import Progress, can_redraw, in_notebook, new_console, print_json, prints_to_stderr
 from async_rl.process.child import DEVICES_ARE_DEALT, module_command, package_path
-from async_rl.process.user_code import code_changes
+from async_rl.process.user_code import changed_code, stored_digests
 from async_rl.run.curve import CurveUpdater
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import RunLock, locked_run_dir
@@ -252,7 +252,12 @@ def continuation_lines(run_dir: RunDir, config: Config, earlier: Config | None) 
         line = f"goes on from checkpoint {checkpoint}; the earlier start had made {trained} steps"
     changed = {} if earlier is None else changed_keys(earlier, config)
     lines = [f"changed since the last launch: {show_change(key, *values)}" for key, values in changed.items()]
-    return [line, *lines, *code_changes(run_dir.path, config.recorded_code_names)]
+    code = changed_code(stored_digests(run_dir.path), config.recorded_code_names)
+    lines += [
+        f"the source of {name} has changed, SHA-256 {old} -> {new}; copy it to the machines that run it"
+        for name, (old, new) in code.items()
+    ]
+    return [line, *lines]
 
 
 def _commands(config: Config, config_arguments: Sequence[str], *, run_id: str, insecure: bool) -> RunCommands:

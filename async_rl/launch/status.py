@@ -22,6 +22,7 @@ from async_rl.net.keys import ClientKeys, client_keys_of
 from async_rl.output import size_text
 from async_rl.process.child import is_alive
 from async_rl.queue.messages import DOCTOR
+from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import holder_of
 from async_rl.run.queue_files import QueueRecord, read_record
@@ -110,7 +111,8 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
         AddressError: the queue server did not answer within ``timeout_s`` seconds.
     """
     run_dir = RunDir(path)
-    mirror = {"mirror": line} if (line := mirror_line(run_dir)) else {}
+    changes = [line for change in read_changes(run_dir) for line in change.lines]
+    mirror = {"changes": changes, **({"mirror": line} if (line := mirror_line(run_dir)) else {})}
     if run_dir.is_finished and (ledger := run_dir.read_ledger()):
         known = {key: ledger.pop(key) for key in _OF_THE_RUN if key in ledger}
         return {**known, "finished": True, **mirror, "ledger": ledger}
@@ -255,6 +257,8 @@ def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "memory", f"{stored} of groups, {reserved} reserved by leases{kept_too}, limit {most}"
     for text in rest.pop("training_notes", None) or ():
         yield "note", text
+    for text in rest.pop("changes", None) or ():
+        yield "changed", text
     if stream := rest.pop("stream", None):
         again = f", {stream['requeued']} earlier ones to lease again" if stream.get("requeued") else ""
         passed = stream.get("aside", 0) + stream.get("thinned", 0)

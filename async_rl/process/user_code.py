@@ -183,7 +183,7 @@ def load_code(name: str, *, allowed: Collection[str], digest: str | None) -> Any
 def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
     """Write the SHA-256 of the source of each user code in ``names`` to ``code_digests.json`` in the run directory.
 
-    Log a warning for each source that has changed since the run's earlier start. Write no file if ``names`` is empty.
+    Write no file if ``names`` is empty.
 
     Returns:
         The file's content, which the learner sends to generators.
@@ -191,40 +191,33 @@ def write_digests(run_dir: Path, names: Collection[str]) -> bytes:
     Raises:
         ConfigError: a module or file does not exist, or a module has no Python source.
     """
-    digests = code_digests(names)
-    content = json.dumps(digests, indent=1, sort_keys=True).encode()
-    if not names:
-        return content
-    path = run_dir / DIGESTS_FILE
-    for line in code_changes(run_dir, names):
-        logger.warning("%s", line)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    content = json.dumps(code_digests(names), indent=1, sort_keys=True).encode()
+    if names:
+        path = run_dir / DIGESTS_FILE
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        partial.write_bytes(content)
+        os.replace(partial, path)
     return content
 
 
-def code_changes(run_dir: Path, names: Collection[str]) -> list[str]:
-    """Return a sentence for each user code in ``names`` whose source has changed since the run's earlier start.
+def stored_digests(run_dir: Path) -> Mapping[str, str]:
+    """Return what ``write_digests`` wrote at the run's newest start; empty if nothing, or if the file is damaged."""
+    path = run_dir / DIGESTS_FILE
+    found = _digests_of(path.read_bytes()) if path.exists() else {}
+    if found is None:
+        logger.warning("%s is damaged, so changes of code since the run's earlier start are not found", path)
+    return found or {}
+
+
+def changed_code(before: Mapping[str, str], names: Collection[str]) -> dict[str, tuple[str, str]]:
+    """Return which user code of ``names`` has another source than ``before``, by name: the first 16 digits of both
+    SHA-256.
 
     Raises:
         ConfigError: a module or file does not exist, or a module has no Python source.
     """
-    path = run_dir / DIGESTS_FILE
-    if not names or not path.exists():
-        return []
-    before = _digests_of(path.read_bytes())
-    if before is None:
-        return [
-            f"{path} is damaged, so changes of code since the run's earlier start are not found; it is written anew"
-        ]
-    now = code_digests(names)
-    return [
-        f"the source of {name} has changed since this run started, SHA-256 now {now[name][:16]}; copy the new source "
-        f"to the machines that run it"
-        for name in sorted(now.keys() & before.keys())
-        if now[name] != before[name]
-    ]
+    now = code_digests(sorted(set(names) & before.keys()))
+    return {name: (before[name][:16], now[name][:16]) for name in now if now[name] != before[name]}
 
 
 def read_digests(content: bytes | None) -> Mapping[str, str]:

@@ -1,18 +1,22 @@
-"""``config_changes.jsonl``: which config keys changed when a run was resumed or forked, and after which step.
+"""``config_changes.jsonl``: which config keys and which of the user's own code changed when a run was resumed or
+forked, and after which step.
 
-Every checkpoint has the config with which it was trained. A learner that continues from a checkpoint compares that
-config with its own, and records the keys that differ. Each line is ``{"step": 40, "changed": {"queue.max_staleness":
-[4, 16]}}``: up to step 40 the value was 4, from then on 16.
+Every checkpoint has the config with which it was trained, and the digests of the user's code. A learner that continues
+from a checkpoint compares them with its own, and records what differs. Each line is ``{"step": 40, "changed":
+{"queue.max_staleness": [4, 16]}}``: up to step 40 the value was 4, from then on 16. The key of changed code is its
+name, such as ``my_reward.py:score``, and its values are digests.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.config.loading import changed_keys, is_among
+from async_rl.config.loading import changed_keys, is_among, show_change
 from async_rl.errors import RunError
 from async_rl.run.directory import RunDir, write_atomically
 from async_rl.run.reuse import FREE
@@ -20,22 +24,30 @@ from async_rl.run.reuse import FREE
 
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
-    """The keys that changed after ``step``: ``section.key`` -> (old value, new value)."""
+    """What changed after ``step``: ``section.key`` or the name of user code -> (old value, new value)."""
 
     step: int
     changed: dict[str, tuple[Any, Any]]
 
+    @property
+    def lines(self) -> list[str]:
+        """A line of text for each change."""
+        return [f"from step {self.step + 1} on: {show_change(key, *values)}" for key, values in self.changed.items()]
 
-def record_change(run_dir: RunDir, step: int, old: Config, new: Config) -> ConfigChange:
+
+def record_change(
+    run_dir: RunDir, step: int, old: Config, new: Config, code: Mapping[str, tuple[str, str]] = MappingProxyType({})
+) -> ConfigChange:
     """Record the difference between ``old``, the config until ``step``, and ``new``. Return it, maybe with no keys.
 
-    Keys in ``FREE`` are left out. Earlier records of ``step`` and of later steps are removed, because the run has gone
-    back to ``step``.
+    ``code`` is what ``process.user_code.changed_code`` found. Keys in ``FREE`` are left out. Earlier records of
+    ``step`` and of later steps are removed, because the run has gone back to ``step``.
 
     Raises:
         RunError: the file is damaged.
     """
     found = {key: values for key, values in changed_keys(old, new).items() if not is_among(key, FREE)}
+    found |= code
     change = ConfigChange(step, found)
     before = read_changes(run_dir)
     kept = [one for one in before if one.step < step]

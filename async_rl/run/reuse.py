@@ -28,10 +28,11 @@ from typing import Any
 from async_rl.config.config import Config
 from async_rl.config.loading import changed_keys, config_to_toml, is_among, load_run_config, plain_values, show_change
 from async_rl.errors import ConfigError, RunError
+from async_rl.process.user_code import changed_code, stored_digests
 from async_rl.run.directory import RunDir, write_atomically
 
 FREE: tuple[str, ...] = (
-    "run.dir", "run.name", "run.stop_on_collapse", "data.on_change",
+    "run.dir", "run.name", "run.stop_on_collapse", "run.on_code_change", "data.on_change",
     "reward.code.endpoint", "reward.code.workers", "reward.code.allow_unsafe",
     "reward.judge.endpoint", "reward.judge.api_key_env", "reward.judge.timeout_s", "reward.judge.max_concurrent",
     "reward.judge.cache", "reward.judge.prompt_price", "reward.judge.completion_price",
@@ -90,7 +91,8 @@ def check_run_dir(config: Config, *, fresh: bool, tunable: Sequence[str] = TUNAB
 
     Raises:
         RunError: ``run.dir`` is a file, has a run that made steps with other values of other keys, or has other files
-            but no run; or ``learner.steps`` is below the steps that the run has trained.
+            but no run; or ``learner.steps`` is below the steps that the run has trained; or the source of the user's
+            own code has changed and ``run.on_code_change`` refuses that.
     """
     run_dir = RunDir(Path(config.run.dir))
     path = run_dir.path
@@ -107,6 +109,8 @@ def check_run_dir(config: Config, *, fresh: bool, tunable: Sequence[str] = TUNAB
             )
     elif not fresh and _has_trained(run_dir):
         _refuse_other_run(run_dir, config, tunable)
+        if config.run.on_code_change == "refuse" and not has_ended(run_dir, config):
+            _refuse_other_code(run_dir, config)
     return run_dir
 
 
@@ -244,4 +248,16 @@ def _refuse_other_run(run_dir: RunDir, config: Config, tunable: Sequence[str]) -
         raise RunError(
             f"learner.steps: expected at least {trained}, the steps that the run in {run_dir.path} has trained, got "
             f"{config.learner.steps}; raise it, or choose another run.dir"
+        )
+
+
+def _refuse_other_code(run_dir: RunDir, config: Config) -> None:
+    changed = changed_code(stored_digests(run_dir.path), config.recorded_code_names)
+    if changed:
+        listed = "\n".join(f"  {show_change(name, *values)}" for name, values in changed.items())
+        raise RunError(
+            f"run.dir: {run_dir.path} holds a run with other code of your own; these sources differ (SHA-256, old -> "
+            f"new):\n{listed}\nPut the old source back, or train on with the new one by --set "
+            f"run.on_code_change=accept (the step is recorded), or start over with --fresh (the old directory is moved "
+            f"aside)."
         )

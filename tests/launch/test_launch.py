@@ -1248,7 +1248,7 @@ def test_a_second_start_says_from_where_it_goes_on_and_what_code_changed(tmp_pat
     (run_dir.checkpoints / "latest").write_text("step-000005\n")
     line, change = continuation_lines(run_dir, config, None)
     assert line == "goes on from checkpoint step-000005; the earlier start had made 7 steps"
-    assert change.startswith(f"the source of {source}:score has changed since this run started")
+    assert change.startswith(f"the source of {source}:score has changed, SHA-256 ")
 
 
 def test_a_second_launch_names_each_key_that_has_changed(

@@ -16,12 +16,14 @@ from async_rl.generator.start.backends import build_backend
 from async_rl.generator.start.worker import build_environment, build_grader, generator_config
 from async_rl.launch.preflight import check_code
 from async_rl.process.user_code import (
+    changed_code,
     check_allowed,
     code_digests,
     describe_error,
     is_code_name,
     load_code,
     read_digests,
+    stored_digests,
     write_digests,
 )
 from async_rl.rewards.registry import build_reward
@@ -145,29 +147,28 @@ def test_code_that_fails_to_be_imported_is_named(source: Path):
         load_code(f"{broken}:one", allowed=(str(broken),), digest=None)
 
 
-def test_digests_are_recorded_in_the_run_and_a_change_is_told(
-    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_digests_are_recorded_in_the_run_and_tell_what_has_changed(source: Path, tmp_path: Path):
     name = f"{source}:one"
     content = write_digests(tmp_path, [name])
     assert read_digests(content) == code_digests([name])
     assert (tmp_path / "code_digests.json").read_bytes() == content
     assert write_digests(tmp_path, [name]) == content
-    assert not caplog.records
+    before = stored_digests(tmp_path)
+    assert changed_code(before, [name]) == {}
     source.write_text(SOURCE + "# changed\n")
-    write_digests(tmp_path, [name])
-    assert "has changed since this run started" in caplog.text
+    assert changed_code(before, [name]) == {name: (before[name][:16], code_digests([name])[name][:16])}
+    assert changed_code({}, [name]) == {}
 
 
 @pytest.mark.parametrize("damaged", [b"", b'{"reward": "ab', b"[1]"])
-def test_a_start_replaces_damaged_digests_in_the_run_directory_and_says_so(
+def test_damaged_digests_in_the_run_directory_are_said_and_replaced(
     damaged: bytes, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     path = tmp_path / "code_digests.json"
     path.write_bytes(damaged)
-    content = write_digests(tmp_path, [f"{source}:one"])
-    assert path.read_bytes() == content
+    assert stored_digests(tmp_path) == {}
     assert f"{path} is damaged" in caplog.text
+    assert path.read_bytes() != write_digests(tmp_path, [f"{source}:one"]) == path.read_bytes()
 
 
 @pytest.mark.parametrize("content", [b"[]", b"{", b'{"a": 1}', b"\xff"])

@@ -30,6 +30,13 @@ def test_each_change_is_recorded_once_with_its_step(tmp_path: Path):
     assert read_changes(run_dir) == [first, second]
 
 
+def test_changed_code_is_recorded_with_its_step_like_a_key(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    change = record_change(run_dir, 10, bound(4), bound(4), {"mine.py:score": ("0a1b", "2c3d")})
+    assert read_changes(run_dir) == [change]
+    assert change.lines == ["from step 11 on: mine.py:score: '0a1b' -> '2c3d'"]
+
+
 def test_a_run_that_goes_back_forgets_the_changes_after_its_checkpoint(tmp_path: Path):
     run_dir = RunDir(tmp_path)
     for step, old, new in ((10, 4, 16), (20, 16, 1), (30, 1, 2)):

@@ -10,6 +10,7 @@ import pytest
 from async_rl.config.config import Config
 from async_rl.config.loading import config_from_toml, load_config, load_run_config, parse_config
 from async_rl.errors import ConfigError, RunError
+from async_rl.process.user_code import write_digests
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import locked_run_dir
 from async_rl.run.reuse import check_place, check_run_dir, check_shared, has_ended, prepare_run_dir, shared_values
@@ -150,6 +151,26 @@ def test_another_judge_is_another_experiment(tmp_path: Path):
         check_run_dir(
             a_config(tmp_path / "run", reward={"type": "judge", "judge": {**JUDGED, "model": "other"}}), fresh=False
         )
+
+
+def test_changed_code_is_refused_by_name_unless_it_is_accepted_and_never_asks_a_finished_run(tmp_path: Path):
+    source = tmp_path / "mine.py"
+    source.write_text("def score(item): return 1.0\n")
+
+    def config(**run: str) -> Config:
+        return a_config(tmp_path / "run", reward={"type": f"{source}:score"}, run={"dir": str(tmp_path / "run"), **run})
+
+    run_dir = prepare_run_dir(config())
+    write_digests(run_dir.path, config().recorded_code_names)
+    source.write_text("def score(item): return -1.0\n")
+    check_run_dir(config(), fresh=False)  # it has made no step
+    trained(config())
+    with pytest.raises(RunError, match=rf"(?s){source}:score: '\w{{16}}' -> '\w{{16}}'.*run\.on_code_change=accept"):
+        check_run_dir(config(), fresh=False)
+    check_run_dir(config(), fresh=True)
+    check_run_dir(config(on_code_change="accept"), fresh=False)
+    run_dir.mark_finished({"step": 1})
+    check_run_dir(config(), fresh=False)
 
 
 def test_fewer_steps_than_are_trained_are_refused(tmp_path: Path):

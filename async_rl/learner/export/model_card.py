@@ -17,6 +17,7 @@ from async_rl.learner.checkpoints.files import STEP, read_extra
 from async_rl.learner.engine.lora import ADAPTER_CONFIG
 from async_rl.process.package_versions import package_versions
 from async_rl.queue.core.persistence import snapshot_ledger
+from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.step_log import Row, eval_figures, iter_metrics
 from async_rl.terminal import visible
@@ -118,6 +119,8 @@ def _course_lines(extra: Mapping[str, Any], settings: Mapping[str, Any], run: Pa
             oldest = max(oldest, row.get("staleness/max") or 0)
         if row["step"] <= step and eval_figures(row):
             evaluations.append(row)
+    changes = [change for change in read_changes(RunDir(run)) if change.step < step] if run else []
+    yield from (["Changed", _plain(line)] for change in changes for line in change.lines)
     if tokens:
         bound = settings.get("queue.max_staleness", "unknown")
         yield ["Staleness of the trained tokens", f"mean {age / tokens:.3g} versions, at most {oldest} (bound {bound})"]

@@ -20,7 +20,7 @@ import torch
 
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
-from async_rl.config.loading import config_from_toml, config_to_toml, show_change
+from async_rl.config.loading import config_from_toml, config_to_toml
 from async_rl.data.chat import load_tokenizer, model_files, model_routing, vocabulary_size
 from async_rl.errors import QueueError, StoppedError
 from async_rl.learner.checkpoints.files import TrainerState, latest_checkpoint, read_extra, run_state
@@ -48,7 +48,7 @@ from async_rl.net.keys import ServerKeys, client_keys_of
 from async_rl.output import logged
 from async_rl.process.child import reuse_freed_memory
 from async_rl.process.stop import StopRequest
-from async_rl.process.user_code import DIGESTS_FILE, write_digests
+from async_rl.process.user_code import DIGESTS_FILE, changed_code, write_digests
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.server.start import QueueRestarter, ensure_queue, finish_queue
 from async_rl.run.config_changes import record_change
@@ -336,10 +336,11 @@ def _show_steps(config: Config, run_dir: RunDir) -> Callable[[Row], None]:
 
 
 def _record_changes(run_dir: RunDir, restored: Restored, config: Config) -> None:
-    """Record and log which keys differ from the config with which the checkpoint was trained."""
-    change = record_change(run_dir, restored.state.step, restored.config, config)
-    for key, values in change.changed.items():
-        logger.info("from step %d on: %s", change.step + 1, show_change(key, *values))
+    """Record and log which keys and sources differ from those with which the checkpoint was trained."""
+    code = changed_code(restored.code_digests, config.recorded_code_names)
+    change = record_change(run_dir, restored.state.step, restored.config, config, code)
+    for line in change.lines:
+        logger.info("%s", line)
 
 
 def _take_files_over(
@@ -420,11 +421,13 @@ class Restored:
         state: the trainer's state, under a new lineage.
         snapshot: the queue's state. None if there is no checkpoint.
         config: the config with which the checkpoint was trained; the run's own config if there is no checkpoint.
+        code_digests: the digest of each user code with which it was trained, by name.
     """
 
     state: TrainerState
     snapshot: bytes | None
     config: Config
+    code_digests: Mapping[str, str] = field(default_factory=dict)
 
 
 def _restore(engine: Engine, checkpoint: Path | None, config: Config) -> Restored:
@@ -440,7 +443,7 @@ def _restore(engine: Engine, checkpoint: Path | None, config: Config) -> Restore
     if config.data.epochs != old.data.epochs:
         state.exhausted = False
     logger.info("resuming from %s: step %d, version %d", checkpoint, state.step, state.version)
-    return Restored(state, snapshot, old)
+    return Restored(state, snapshot, old, extra.get("code_digests", {}))
 
 
 def _publisher(config: Config, queue_address: str, context: LearnerContext) -> Publisher:

@@ -56,6 +56,7 @@ from async_rl.learner.losses.step_masks import judge_step
 from async_rl.learner.sequences import TrainSequence
 from async_rl.output import logged
 from async_rl.process.fault_points import fault_point
+from async_rl.process.user_code import stored_digests
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import Acked, Batch, StepAck
 from async_rl.routes import RoutingShape
@@ -447,7 +448,10 @@ class Trainer:
             snapshot = self.queue.snapshot(self.state.lineage)
         with self._clock.part("checkpoint"):
             self.state.elapsed_s = self._clock.elapsed_s
-            extra = {"trainer": self.state.to_plain(), "queue": snapshot, "config": config_to_toml(self.config)}
+            extra = {
+                "trainer": self.state.to_plain(), "queue": snapshot, "config": config_to_toml(self.config),
+                "code_digests": stored_digests(self._run_dir),
+            }  # fmt: skip
             with logged(logger, f"saving the checkpoint of step {self.state.step}"):
                 self._writer.begin(self.state.step, extra)
             self._last_checkpoint = self.state.step
