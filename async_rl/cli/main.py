@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -586,11 +586,19 @@ def _role(log_form: str = _WITH_TIME) -> Iterator[bool]:
         raise SystemExit(1) from None
 
 
+def _is_bad_path(error: Exception, arguments: Sequence[str]) -> bool:
+    """Return whether one of ``arguments`` is a path that can't exist, such as a link to itself or one below a file."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR):
+        return False
+    return any(one and str(error.filename).startswith(one) for one in arguments)
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Run the subcommand that ``arguments`` name, and exit with its exit code. This is the program's entry point.
 
-    ``arguments`` are those of the command line if None. A ``UserError`` and the lack of a temporary directory are each
-    printed as one message, with exit code 2. So is a lack of file descriptors, with exit code 1.
+    ``arguments`` are those of the command line if None. A ``UserError``, the lack of a temporary directory and a path
+    that can't exist are each printed as one message, with exit code 2. So is a lack of file descriptors, with exit code
+    1.
     """
     leave_pid_one()
     try:
@@ -607,6 +615,9 @@ def main(arguments: list[str] | None = None) -> Any:
         )
         raise SystemExit(2) from None
     except Exception as error:  # also zmq's own kind of OSError
+        if _is_bad_path(error, sys.argv[1:] if arguments is None else arguments):
+            sys.stderr.write(visible(f"async-rl: can't use this path: {error!s:.300}; correct it\n"))
+            raise SystemExit(2) from None
         if getattr(error, "errno", None) not in (errno.EMFILE, errno.ENFILE):
             raise
         sys.stderr.write(visible(f"async-rl: {out_of_descriptors(error)}\n"))

@@ -83,8 +83,16 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     overrides = list(overrides)
     for override in overrides:
         apply_override(raw, override)
+    _refuse_nul(raw)
     read_tools(raw)
     return parse_config(raw, f"{path} with its --set" if overrides else str(path))
+
+
+def _refuse_nul(raw: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a text in ``raw`` has the character NUL, which no path, name or command can have."""
+    for key, value in _flat(raw).items():
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{key}: expected text without the character NUL, got {value!r:.80}; correct it")
 
 
 def default_config(overrides: Iterable[str] = ()) -> Config:

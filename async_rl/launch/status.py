@@ -112,10 +112,11 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
     """
     run_dir = RunDir(path)
     changes = [line for change in read_changes(run_dir) for line in change.lines]
-    mirror = {"changes": changes, **({"mirror": line} if (line := mirror_line(run_dir)) else {})}
+    of_files = {"mirror": mirror_line(run_dir), "changes": changes}
+    known = {key: found for key, found in of_files.items() if found}
     if run_dir.is_finished and (ledger := run_dir.read_ledger()):
-        known = {key: ledger.pop(key) for key in _OF_THE_RUN if key in ledger}
-        return {**known, "finished": True, **mirror, "ledger": ledger}
+        of_ledger = {key: ledger.pop(key) for key in _OF_THE_RUN if key in ledger}
+        return {**of_ledger, "finished": True, **known, "ledger": ledger}
     record = read_record(path)
     if record is None:
         raise RunError(
@@ -130,7 +131,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
     if keys is None and run_dir.config.exists():
         keys = client_keys_of(load_run_config(run_dir.config).queue.keys)
     try:
-        return {**ask_status(record.address, timeout_s, keys), **mirror}
+        return {**ask_status(record.address, timeout_s, keys), **known}
     except QueueError as error:
         raise AddressError(
             f"the queue server of the run in {path}, at {record.address}, did not answer within {timeout_s:g} s: it "

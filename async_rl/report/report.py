@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def read_all(runs: Sequence[Path]) -> list[Plain]:
     Raises:
         RunError: there is no run, or one of its files is damaged.
     """
-    names = short_names([str(path.resolve()) for path in runs])
+    names = short_names([os.path.realpath(path) for path in runs])
     return [{**read_run(path), "name": name} for path, name in zip(runs, names, strict=True)]
 
 

@@ -20,6 +20,9 @@ from async_rl.report.report import read_all
 from async_rl.report.rollouts import Chunk, chunk_bytes, eval_files, index_data, read_index
 from async_rl.run.directory import RunDir
 
+_MAX_DIGITS = 10
+"""Digits of a number in an address. Python refuses to read numbers of thousands."""
+
 
 class ServedRuns:
     """The runs that are served. Threads may call every method at the same time."""
@@ -43,7 +46,7 @@ class ServedRuns:
         kind, *numbers = path.removeprefix("/data/").split("-")
         if kind == "stamp" and not numbers:
             return "text/plain", "".join(map(_stamp, self._runs)).encode()
-        places = [int(number) for number in numbers if number.isdecimal()]
+        places = [int(number) for number in numbers if number.isdecimal() and len(number) <= _MAX_DIGITS]
         if len(places) != len(numbers) or len(places) != {"index": 1, "chunk": 2}.get(kind) or places[0] >= self._count:
             raise KeyError(path)
         data, chunks = self._index(places[0], is_new=kind == "index")

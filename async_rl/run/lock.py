@@ -38,7 +38,8 @@ ENDING_S = 10.0
 """Longest wait, in seconds, for a lock whose holder has died. The holder's children keep the lock until they end, too,
 which takes a few seconds."""
 _LOOK_AGAIN_S = 0.05
-_UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
+NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""Errors of a file system that does not support locks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +214,7 @@ def _try_lock(fd: int, run_dir: RunDir) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in _UNSUPPORTED:
+        if error.errno not in NO_LOCKS:
             raise
         logger.warning(
             "%s: this file system does not support locks (%s); make sure that no other process uses this run directory",

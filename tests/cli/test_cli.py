@@ -383,6 +383,23 @@ def test_status_wants_a_run_directory_or_an_address(tmp_path: Path, capsys: pyte
     )
 
 
+@pytest.mark.parametrize("command", ["status", "report", "compare", "eval"])
+@pytest.mark.parametrize("name", ["loop", "x" * 5000, "file/inside"])
+def test_a_path_that_can_not_exist_is_one_message(
+    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").write_text("")
+    more = ["--dataset", f"rows={tmp_path / 'file'}"] if command == "eval" else []
+    assert len(refusal(capsys, command, str(tmp_path / name), *more)) < 1000
+
+
+def test_a_character_that_no_path_has_is_refused_with_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = write_config(tmp_path)
+    for key in ("data.tools", "run.dir"):
+        assert f"{key}: expected text without" in refusal(capsys, "config", str(config), "--set", f'{key}="\\u0000"')
+
+
 def test_status_of_a_run_directory_asks_the_queue_server_that_it_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -1,3 +1,4 @@
+import errno
 import os
 import random
 import shutil
@@ -383,7 +384,7 @@ def test_a_directory_has_one_owner(tmp_path: Path):
     assert child.stdout is not None
     child.stdout.readline()
     # The child goes on until its pipe is full, and waits there.
-    with pytest.raises(QueueError, match=rf"in use by process {child.pid}"):
+    with pytest.raises(ConfigError, match=rf"in use by process {child.pid}"):
         Journal(tmp_path)
     child.kill()
     child.wait()
@@ -391,13 +392,24 @@ def test_a_directory_has_one_owner(tmp_path: Path):
     Journal(tmp_path).close()
 
 
+def test_a_file_system_without_locks_is_refused_with_a_remedy_that_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def no_locks(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("async_rl.queue.storage.journal.fcntl.flock", no_locks)
+    with pytest.raises(ConfigError, match=r"No locks available; set it to a directory on a disk with file locks"):
+        Journal(tmp_path)
+
+
 def test_a_closed_journal_gives_its_directory_back_and_a_refused_one_holds_nothing(tmp_path: Path):
     with (
         closing(Journal(tmp_path, identity="run 1")),
-        pytest.raises(QueueError, match=f"in use by process {os.getpid()}"),
+        pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"),
     ):
         Journal(tmp_path, identity="run 1")
-    with pytest.raises(QueueError, match=r"expected the journal of run 'run 2', got that of run 'run 1'; .*--fresh"):
+    with pytest.raises(ConfigError, match=r"expected the journal of run 'run 2', got that of run 'run 1'; .*--fresh"):
         Journal(tmp_path, identity="run 2")
     Journal(tmp_path, identity="run 1").close()
 
@@ -405,7 +417,7 @@ def test_a_closed_journal_gives_its_directory_back_and_a_refused_one_holds_nothi
 def test_an_owner_without_an_identity_comes_before_and_after_one_that_has_it(tmp_path: Path):
     for identity in ("", "run 1", "", "run 1"):
         Journal(tmp_path, identity=identity).close()
-    with pytest.raises(QueueError, match="expected the journal of run 'run 2', got that of run 'run 1'"):
+    with pytest.raises(ConfigError, match="expected the journal of run 'run 2', got that of run 'run 1'"):
         Journal(tmp_path, identity="run 2")
 
 
@@ -483,7 +495,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path):
     with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as index:
         index.execute("CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID")
         index.execute("PRAGMA user_version = 2")
-    with pytest.raises(QueueError, match=r"expected a journal of format \d+, got format 2.*rename that directory"):
+    with pytest.raises(ConfigError, match=r"expected a journal of format \d+, got format 2.*rename that directory"):
         Journal(tmp_path)
 
 

@@ -77,7 +77,7 @@ def test_what_the_run_writes_later_is_served(port: int, run: Path):
 
 NO_PAGES = (
     "/data/chunk-0-9", "/data/index-7", "/data/index-", "/data/chunk-0", "/data/chunk-0--1", "/../run_id", "/x",
-    "/data/stamp-1",
+    "/data/stamp-1", f"/data/index-{'9' * 5000}",
 )  # fmt: skip
 
 

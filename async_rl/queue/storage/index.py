@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from async_rl.errors import DamagedJournalError, QueueError
+from async_rl.errors import ConfigError, DamagedJournalError
 from async_rl.queue.storage.payloads import Spot
 
 INDEX = "index.sqlite"
@@ -77,7 +77,7 @@ def open_index(directory: Path, identity: str) -> sqlite3.Connection:
     ``identity`` names the run of the journal.
 
     Raises:
-        QueueError: the index has another identity or format.
+        ConfigError: the index has another identity or format.
         sqlite3.Error, DamagedJournalError: the index can't be used. ``is_damage`` says whether it is damaged.
     """
     path = directory / INDEX
@@ -94,7 +94,7 @@ def open_index(directory: Path, identity: str) -> sqlite3.Connection:
         if found is None and identity:
             write_meta(index, "identity", identity)
         if found and identity and found != identity:
-            raise QueueError(
+            raise ConfigError(
                 f"{path}: expected the journal of run {identity!r}, got that of run {found!r}; {_START_OVER}"
             )
     except BaseException:
@@ -107,7 +107,7 @@ def _check(index: sqlite3.Connection, path: Path) -> None:
     """Check the structure of the database and the checksum of every record.
 
     Raises:
-        QueueError: the index has another format.
+        ConfigError: the index has another format.
         sqlite3.Error, DamagedJournalError: the index is damaged.
     """
     (structure,) = index.execute("PRAGMA quick_check(1)").fetchone()
@@ -116,7 +116,7 @@ def _check(index: sqlite3.Connection, path: Path) -> None:
     (found,) = index.execute("PRAGMA user_version").fetchone()
     is_ours = index.execute("SELECT 1 FROM meta WHERE name = 'format'").fetchone() is not None
     if found != _FORMAT and not is_ours:
-        raise QueueError(
+        raise ConfigError(
             f"{path}: expected a journal of format {_FORMAT}, got format {found}, which another version of async-rl "
             f"wrote; {_START_OVER}"
         )

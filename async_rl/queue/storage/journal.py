@@ -29,10 +29,11 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import msgspec
 
-from async_rl.errors import ConfigError, DamagedJournalError, QueueError
+from async_rl.errors import ConfigError, DamagedJournalError
 from async_rl.net.wire import pack_plain
 from async_rl.queue.storage import index as indexes
 from async_rl.queue.storage.payloads import Move, Payload, PayloadRef, Segments, Spot, disk_error
+from async_rl.run.lock import NO_LOCKS
 
 _NETWORK_FILE_SYSTEMS = frozenset({
     "afs", "beegfs", "ceph", "cifs", "coda", "fhgfs_nodev", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
@@ -135,8 +136,8 @@ class Journal:
         damage: what is damaged and was moved aside, in words; empty if nothing was.
 
     Raises:
-        ConfigError: the directory can't be created, or is on a network file system.
-        QueueError: another process uses the directory, or it has another identity or format.
+        ConfigError: the directory can't be created or locked, another process uses it, it is on a network file system,
+            or it has another identity or format.
     """
 
     def __init__(self, directory: Path, *, identity: str = "", segment_bytes: int = 64 << 20) -> None:
@@ -342,14 +343,15 @@ def _lock(directory: Path) -> int:
             os.ftruncate(file, 0)
             os.pwrite(file, str(os.getpid()).encode(), 0)
         except BlockingIOError as error:
-            raise QueueError(
-                f"the queue's journal {directory} is in use by process "
+            raise ConfigError(
+                f"queue.journal_dir: {directory} is in use by process "
                 f"{(directory / 'lock').read_text() or 'unknown'}, probably another queue server of this run; stop "
                 f"that process first"
             ) from error
         except OSError as error:
+            remedy = "on a disk with file locks" if error.errno in NO_LOCKS else "that this user may write"
             raise ConfigError(
-                f"queue.journal_dir: can't use {directory}: {error}; set it to a directory that this user may write"
+                f"queue.journal_dir: can't use {directory}: {error}; set it to a directory {remedy}"
             ) from error
         opened.pop_all()
         return file
