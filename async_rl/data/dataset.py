@@ -24,6 +24,7 @@ from typing import Any, Literal, get_args
 from async_rl.config.config import Config
 from async_rl.config.data import PromptFormat, RowField, parse_tools
 from async_rl.data.files import Source, messages_without_nulls, parse_json
+from async_rl.data.message_keys import FLAGS
 from async_rl.data.sendable import split_sendable, why_unsendable
 from async_rl.data.template_forms import joined_text
 from async_rl.data.values import kind
@@ -223,8 +224,10 @@ def parse_messages(raw: Any, where: str) -> tuple[Mapping[str, str], ...]:
 
 
 def _message(raw: Any, where: str) -> Mapping[str, str]:
-    """Return the message ``raw``. Tool calls are refused: a rollout's messages have text alone."""
-    if isinstance(raw, dict) and raw.keys() == {"role", "content"}:
+    """Return the message ``raw``, without its flags: nothing of a prompt is trained. Tool calls are refused: a
+    rollout's messages have text alone.
+    """
+    if isinstance(raw, dict) and raw.keys() - FLAGS == {"role", "content"}:
         role, content = raw["role"], joined_text(raw["content"])
         if isinstance(role, str) and role and content is not None:
             return {"role": role, "content": content}

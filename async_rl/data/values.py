@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+_TRUTHS: Mapping[str | float, bool] = {1: True, 0: False, "1": True, "0": False, "true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,21 @@ def kind(value: Any) -> str:
     if isinstance(value, int | float):
         return f"the number {str(value)[:40]}"
     return "an object" if isinstance(value, dict) else f"a value of the type {type_name(value)}"
+
+
+def truth(value: Any) -> bool | None:
+    """Return what ``value`` says: true or false, 1 or 0, or one of these as text, as CSV has it. None if it is another
+    value.
+    """
+    named = value.lower() if isinstance(value, str) else value
+    return _TRUTHS.get(named) if isinstance(named, str | int | float) else None
+
+
+def is_absent(value: Any) -> bool:
+    """Return whether a row with ``value`` in a column counts as one without the column: it is null, empty text or an
+    empty list, which CSV has as text.
+    """
+    return value in (None, "", [], "[]")
 
 
 def type_name(value: Any) -> str:

@@ -16,14 +16,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from async_rl.data.values import truth
 from async_rl.errors import DataError
 from async_rl.learner.offline.forms import Text, labelled_parts, pair_parts
 from async_rl.learner.offline.rows import RowEncoder, load_rows, train_sequence
 from async_rl.learner.sequences import TrainSequence
 
 logger = logging.getLogger(__name__)
-
-_LABELS: Mapping[str | int, bool] = {1: True, 0: False, "1": True, "0": False, "true": True, "false": False}
 
 Row = TypeVar("Row")
 
@@ -170,7 +169,7 @@ def load_labelled(source: str, key: str, encoder: RowEncoder, *, max_length: int
 
 def _label(label: Any, where: str) -> bool:
     """Return the label of a row: true or false, 1 or 0, in CSV as text."""
-    named = _LABELS.get(label.lower() if isinstance(label, str) else label) if isinstance(label, str | int) else None
+    named = truth(label)
     if named is None:
         raise DataError(f'{where}: expected true or false (or 1 or 0) as "label", got {label!r:.40}; correct the row')
     return named

@@ -29,6 +29,7 @@ from torch.nn.functional import logsigmoid
 from async_rl.config.config import Config
 from async_rl.config.offline import RmConfig
 from async_rl.data.chat import TEXT_ROLE, load_tokenizer, render_answer
+from async_rl.data.message_keys import refuse_flags
 from async_rl.data.template_forms import joined_text
 from async_rl.errors import DataError, ModelError
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
@@ -208,6 +209,7 @@ def _tokens(prompt: Text, answer: Text, where: str, tokenizer: PreTrainedTokeniz
                 f"{where}: expected chosen and rejected as text, or as lists of messages that end with an assistant's, "
                 f"got {answer!r:.80}; correct the row"
             )
+    refuse_flags(answer, where)
     for message in messages:
         check_message(message, where)
     if content is None:

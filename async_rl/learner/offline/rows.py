@@ -21,6 +21,7 @@ import xxhash
 from async_rl.config.data import parse_tools
 from async_rl.data.chat import ids_after, text_ids
 from async_rl.data.files import Source, messages_without_nulls, parse_json
+from async_rl.data.message_keys import FLAGS, is_trained, refuse_flags
 from async_rl.data.template import check_arguments
 from async_rl.data.template_forms import call_arguments, called_function, joined_text
 from async_rl.data.turn_end import TurnEnds, turn_ends
@@ -114,13 +115,15 @@ class RowEncoder:
         self._num_encoded = self._num_cut = self._num_left_out = 0
 
     def encode(self, index: int, prompt: Text, answer: Text, where: str, *, tools: Any = None) -> TrainSequence:
-        """Return the sequence of ``answer`` to ``prompt``. Its ``sequence_id`` is ``index``.
+        """Return the sequence of ``answer`` to ``prompt``, which is compared with others. Its ``sequence_id`` is
+        ``index``.
 
         Raises:
             DataError: the row at the place ``where`` is bad, no token of the answer is left, or the chat template makes
                 several sequences of the answer's turns.
             ModelError: the chat template does not read the row's ``tools``.
         """
+        refuse_flags(answer, where)
         first, *more = self.encode_turns(index, prompt, answer, where, tools=tools)
         if more:
             raise DataError(
@@ -136,7 +139,7 @@ class RowEncoder:
         ``sequence_id`` of each is ``index``.
 
         The prompt of a list of messages may be empty: the loss is then on all assistant turns of ``answer``, or with
-        ``only_last`` on the last.
+        ``only_last`` on the last, but for those that a flag leaves out.
 
         Raises:
             DataError: the row at the place ``where`` is bad, or no token of the answer is left.
@@ -153,8 +156,8 @@ class RowEncoder:
             messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
             arguments = self._arguments if tools is None else self._with_tools(tools, where)
             whole = [*prompt, *messages]
-            turns = _assistant_turns(whole, len(prompt), where)
-            found = self._splitter.split(whole, turns[-1:] if only_last else turns, where, arguments)
+            turns = _trained_turns(whole, len(prompt), where, only_last=only_last)
+            found = self._splitter.split(whole, turns, where, arguments)
         sequences = [self._sequence(index, segments) for segments in found]
         trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
         if not trained:
@@ -223,8 +226,9 @@ class RowEncoder:
         return [(begin, [False] * len(begin)), (trained, [True] * len(trained))]
 
 
-def _assistant_turns(messages: Sequence[Any], first: int, where: str) -> list[int]:
-    """Return the indices of the assistant messages from number ``first`` on.
+def _trained_turns(messages: Sequence[Any], first: int, where: str, *, only_last: bool) -> list[int]:
+    """Return the indices of the assistant messages from number ``first`` on, or with ``only_last`` of the last, that no
+    flag leaves out.
 
     Raises:
         DataError: there is none, or a message has another form.
@@ -232,12 +236,15 @@ def _assistant_turns(messages: Sequence[Any], first: int, where: str) -> list[in
     for message in messages:
         check_message(message, where)
     turns = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
-    if not turns:
+    trained = [i for i in turns[-1 if only_last else 0 :] if is_trained(messages[i], f"{where}: message {i}")]
+    if not trained:
         roles = [message["role"] for message in messages[first:]]
+        flags = ", ".join(sorted({key for i in turns for key in FLAGS & messages[i].keys()}))
         raise DataError(
-            f'{where}: expected at least one message with the role "assistant", got the roles {roles}; remove the row'
+            f'{where}: expected at least one message with the role "assistant"'
+            f"{flags and f' that is not left out by {flags}'}, got the roles {roles}; remove the row"
         )
-    return turns
+    return trained
 
 
 def check_message(message: Any, where: str) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from async_rl.data.chat import ids_after, places_after, plain_ids
+from async_rl.data.message_keys import THOUGHT_KEYS
 from async_rl.data.template import apply_template, marked_spans
 from async_rl.data.template_forms import called_function, joined_text
 from async_rl.data.turn_end import TurnEnds, mark_after
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 Segments = list[tuple[list[int], list[bool]]]
 """Pairs (token ids, whether each is trained)."""
 _THINK, _THOUGHT = "<think>", "</think>"
-_THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 _MARKS = "{% generation %}"
 _OTHER = "Bluebell"
 """An answer that begins like no opener of thinking."""
@@ -240,7 +240,7 @@ def _functions(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _words_beside_content(message: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return what the other keys of a message say, by key: the names of called tools, and thoughts."""
     found = {"tool_calls": [str(call.get("name", "")) for call in _functions(message)]}
-    thoughts = {key: message.get(key) for key in _THOUGHT_KEYS}
+    thoughts = {key: message.get(key) for key in THOUGHT_KEYS}
     return found | {key: [text] for key, text in thoughts.items() if isinstance(text, str)}
 
 
