@@ -27,6 +27,7 @@ from async_rl.data.files import Source, messages_without_nulls, parse_json
 from async_rl.data.message_keys import FLAGS
 from async_rl.data.sendable import split_sendable, why_unsendable
 from async_rl.data.template_forms import joined_text
+from async_rl.data.tool_nulls import without_table_nulls
 from async_rl.data.values import kind
 from async_rl.environments.verifiers_rows import is_of_taskset, taskset_rows
 from async_rl.errors import DataError
@@ -200,7 +201,7 @@ def _tools(raw: Any, messages: Sequence[Mapping[str, str]], where: str) -> Mappi
             f'{where}: expected no tools with data.prompt_format = "text", which uses no chat template; rename the '
             f"column"
         )
-    text = json.dumps(raw, ensure_ascii=False)
+    text = json.dumps(without_table_nulls({"tools": raw})["tools"], ensure_ascii=False)
     try:
         parse_tools(text)
     except ValueError as error:

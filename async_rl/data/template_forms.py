@@ -101,6 +101,13 @@ def call_arguments(call: Any) -> Any:
     return parsed if isinstance(parsed, dict) else found
 
 
+def with_arguments(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
+    """Return a tool call with other arguments."""
+    if isinstance(inner := call.get("function"), dict):
+        return {**call, "function": {**inner, "arguments": arguments}}
+    return {**call, "arguments": arguments}
+
+
 def _adapted(message: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
     found = dict(message)
     if isinstance(calls := found.get("tool_calls"), list):
@@ -121,10 +128,7 @@ def _adapted_call(call: Any, forms: Forms) -> Any:
     arguments = call_arguments(call)
     if not isinstance(arguments, dict):
         return call
-    given = json.dumps(arguments, ensure_ascii=False) if forms.arguments_as_text else arguments
-    if isinstance(inner := call.get("function"), dict):
-        return {**call, "function": {**inner, "arguments": given}}
-    return {**call, "arguments": given}
+    return with_arguments(call, json.dumps(arguments, ensure_ascii=False) if forms.arguments_as_text else arguments)
 
 
 def _text_of(part: Any) -> str | None:

@@ -24,6 +24,7 @@ from async_rl.data.files import Source, messages_without_nulls, parse_json
 from async_rl.data.message_keys import FLAGS, is_trained, refuse_flags
 from async_rl.data.template import check_arguments
 from async_rl.data.template_forms import call_arguments, called_function, joined_text
+from async_rl.data.tool_nulls import without_table_nulls
 from async_rl.data.turn_end import TurnEnds, turn_ends
 from async_rl.data.values import kind
 from async_rl.errors import DataError
@@ -79,7 +80,7 @@ def _read_rows(source: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
             if isinstance(text := fields.get(name), str) and (text.lstrip().startswith(begin) or _MESSAGE.match(text)):
                 value = parse_json(text.encode(errors="replace"), f"{where}: {name}", "JSON")
                 fields[name] = value if name == "tools" else messages_without_nulls(value)
-        yield where, fields
+        yield where, without_table_nulls(fields)
 
 
 class RowEncoder:
