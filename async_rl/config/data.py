@@ -146,6 +146,11 @@ class DataConfig(Section):
         description="Further variables for the model's chat template, such as enable_thinking = false. A variable that "
         "the template does not read is refused.",
     )
+    ignore: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="Columns of the data that are left out before a row is read, also by sft, rm and dpo.",
+    )
     tools: str = Field(
         default="",
         description="JSON file of tool schemas that the chat template shows to the model with every prompt. A row's "

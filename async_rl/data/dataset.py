@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 
 from async_rl.config.config import Config
 from async_rl.config.data import PromptFormat, RowField, parse_tools
+from async_rl.data.context_columns import CONTEXT, check_beside_text, split_context
 from async_rl.data.files import Source, messages_without_nulls, parse_json
 from async_rl.data.message_keys import FLAGS
 from async_rl.data.sendable import split_sendable, why_unsendable
@@ -68,6 +69,9 @@ class RowRules:
         needs_prompt: whether every row must have a prompt. With an environment a row may have none.
         columns: key -> the name of its column in the data, for keys whose column has another name.
         prompt_format: ``chat`` if ``prompt`` is a user's message of a chat, ``text`` if the model continues the text.
+        ignore: names of columns that are left out.
+        has_own_reader: whether the user's own reward or environment gets the columns ``system`` and ``history``. If
+            not, they belong to the prompt.
     """
 
     system_prompt: str = ""
@@ -75,6 +79,8 @@ class RowRules:
     needs_prompt: bool = True
     columns: Mapping[RowField, str] = field(default_factory=dict)
     prompt_format: PromptFormat = "chat"
+    ignore: Collection[str] = ()
+    has_own_reader: bool = False
 
 
 def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
@@ -87,6 +93,7 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
     """
     if not isinstance(raw, dict):
         raise DataError(f"{where}: expected a JSON object, got {kind(raw)}; write each row as an object of fields")
+    raw = {name: value for name, value in raw.items() if name not in rules.ignore}
     fields = _canonical(raw, rules.columns, where)
     _parse_json_text(fields, where, rules)
     if "test_cases" in rules.needs and "test_cases" not in fields and {"test", "entry_point"} <= fields.keys():
@@ -177,6 +184,7 @@ def _check_keys(fields: Mapping[str, Any], raw: Mapping[str, Any], where: str, r
 def _messages(fields: Mapping[str, Any], where: str, rules: RowRules) -> tuple[Mapping[str, str], ...]:
     if "messages" not in fields and "prompt" not in fields:
         return ()  # ``rules`` allow a row without a prompt
+    columns = {} if rules.has_own_reader else fields
     if "messages" not in fields:
         prompt, place = fields["prompt"], f"{where}: {_column('prompt', rules)}"
         if isinstance(prompt, list | dict):  # some datasets keep messages in a column called prompt
@@ -184,11 +192,13 @@ def _messages(fields: Mapping[str, Any], where: str, rules: RowRules) -> tuple[M
         elif not isinstance(prompt, str) or not prompt.strip():
             raise DataError(f"{place}: expected text that is not blank, or messages, got {kind(prompt)}")
         elif rules.prompt_format == "text":
+            check_beside_text(columns, CONTEXT, prompt, where)
             return ({"role": TEXT_ROLE, "content": prompt},)
         else:
             messages = ({"role": "user", "content": prompt},)
     else:
         messages = parse_messages(fields["messages"], f"{where}: {_column('messages', rules)}")
+    messages = tuple(message for part in split_context(columns, messages, where) for message in part)
     if rules.system_prompt and all(message["role"] != "system" for message in messages):
         return ({"role": "system", "content": rules.system_prompt}, *messages)
     return messages
@@ -392,6 +402,8 @@ def rules_of(config: Config) -> RowRules:
         needs_prompt=not config.environment.is_set,
         columns=config.data.columns,
         prompt_format=config.data.prompt_format,
+        ignore=config.data.ignore,
+        has_own_reader=config.environment.is_set or any(one.is_user_code for one in config.reward.types),
     )
 
 

@@ -42,7 +42,7 @@ from async_rl.run.starts import read_origin
 
 _PLACE_KEYS = (
     "run.seed", "environment", "data.train", "data.weights", "data.columns", "data.prompt_format", "data.shuffle",
-    "data.on_bad_row",
+    "data.on_bad_row", "data.ignore",
 )  # fmt: skip
 """Keys and sections on which the order of the prompts depends. If one differs, the fork begins at the first prompt."""
 _NO_LINK = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP})

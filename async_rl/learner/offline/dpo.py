@@ -86,7 +86,7 @@ class Pairs(_Preferences[Pair]):
     """``async-rl dpo`` with a loss that compares the two answers of each pair."""
 
     def load_rows(self, source: str, key: str) -> list[Pair]:
-        return load_pairs(source, key, self.encoder())
+        return load_pairs(source, key, self.encoder(), self.config.data.ignore)
 
     def step(self, engine: Engine, batch: Sequence[Pair]) -> tuple[UpdateStats, Metrics]:
         sums_P2 = torch.tensor(summed_logprobs(engine, [pair.sequences for pair in batch]), dtype=torch.float64)
@@ -136,7 +136,7 @@ class LabelledAnswers(_Preferences[LabelledAnswer]):
     """``async-rl dpo`` with ``dpo.loss = "kto"``. The mismatched answers are scored, but not trained on."""
 
     def load_rows(self, source: str, key: str) -> list[LabelledAnswer]:
-        return load_labelled(source, key, self.encoder(), max_length=self.section.max_length)
+        return load_labelled(source, key, self.encoder(), self.config.data.ignore, max_length=self.section.max_length)
 
     def figure(self, row: LabelledAnswer) -> float:
         return float(row.is_good)

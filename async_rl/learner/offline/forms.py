@@ -2,7 +2,8 @@
 
 The prompt is ``prompt``, or else ``messages``. It is text, a list of messages, or one message. Answers have these
 forms, too. Text stays text only if prompt and answers are text: beside messages, a text prompt is a user's message and
-a text answer an assistant's. An answer may repeat the messages of the prompt. Other fields are ignored.
+a text answer an assistant's. An answer may repeat the messages of the prompt. ``system`` and ``history`` come before
+the prompt, if it has messages. Other fields are free (``data.context_columns``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
+from async_rl.data.context_columns import CONTEXT, INSTRUCTION, check_beside_text, split_context, text_of
 from async_rl.data.values import kind
 from async_rl.errors import DataError
 
@@ -32,13 +34,13 @@ def supervised_parts(row: Mapping[str, Any], where: str) -> tuple[Text | None, T
     key = next((key for key in _ANSWERS if key in row), "")
     messages = _text_or_messages(row.get("messages"))
     if isinstance(messages, list) and not (key and "prompt" not in row and _role(messages[-1:]) != "assistant"):
-        return [], messages
+        return split_context(row, messages, where)
     if key:
         prompt, (answer,) = _prompt_and_answers(row, (key,), where)
         if prompt is not None:
-            return prompt, answer
+            return _in_context(row, prompt, where), answer
     if isinstance(text := row.get("text"), str):
-        return None, text
+        return _in_context(row, None, where, text), text
     raise DataError(
         f'{where}: expected "messages" as a list, "prompt" with "response" or "completion" as text or lists of '
         f'messages, or "text", got keys {sorted(row)}; correct the row'
@@ -54,7 +56,7 @@ def labelled_parts(row: Mapping[str, Any], where: str) -> tuple[Text, Text, Any]
     if "label" in row and "completion" in row:
         prompt, (answer,) = _prompt_and_answers(row, ("completion",), where)
         if prompt is not None:
-            return prompt, answer, row["label"]
+            return _in_context(row, prompt, where), answer, row["label"]
     raise DataError(
         f'{where}: expected "prompt" and "completion" as text or lists of messages, and "label" as true or false, got '
         f"keys {sorted(row)}; correct the row"
@@ -72,8 +74,22 @@ def pair_parts(row: Mapping[str, Any], where: str) -> tuple[Text | None, Text, T
     """
     prompt, (chosen, rejected) = _prompt_and_answers(row, ("chosen", "rejected"), where)
     if prompt is None and not isinstance(chosen, str) and not isinstance(rejected, str):
-        return _split(chosen, rejected, row.get("prompt"), where)
-    return prompt, chosen, rejected
+        prompt, chosen, rejected = _split(chosen, rejected, row.get("prompt"), where)
+    return _in_context(row, prompt, where, chosen), chosen, rejected
+
+
+def _in_context(row: Mapping[str, Any], prompt: Text | None, where: str, whole: Text = "") -> Any:
+    """Return ``prompt`` with the other columns of its row that the model reads. Without a prompt it reads ``whole``.
+
+    Raises:
+        DataError: text has no place for one of them, or a column has another form.
+    """
+    names, text = CONTEXT, whole if prompt is None else prompt
+    if not isinstance(text, str):
+        prompt = [message for part in split_context(row, text, where) for message in part]
+        names, text = (), "\n".join(map(text_of, prompt))
+    check_beside_text(row, (*names, *INSTRUCTION) if "prompt" in row else names, text, where)
+    return prompt
 
 
 def _prompt_and_answers(row: Mapping[str, Any], keys: Sequence[str], where: str) -> tuple[Text | None, list[Text]]:
@@ -143,10 +159,6 @@ def _role(messages: Text) -> Any:
     return first.get("role") if isinstance(first, dict) else None
 
 
-def _content(message: Any) -> Any:
-    return message.get("content") if isinstance(message, dict) else None
-
-
 def _split(chosen: Sequence[Any], rejected: Sequence[Any], prompt: Any, where: str) -> tuple[Text, Text, Text]:
     """Return the messages that both lists begin with, and what follows in each. A ``prompt`` repeats the last of
     these.
@@ -162,7 +174,7 @@ def _split(chosen: Sequence[Any], rejected: Sequence[Any], prompt: Any, where: s
             f"message on, got {len(both)} equal messages of {len(chosen)} and {len(rejected)}; correct the row, or "
             f'give these messages as "prompt"'
         )
-    if isinstance(prompt, str) and _content(both[size - 1][0]) != prompt:
+    if isinstance(prompt, str) and text_of(both[size - 1][0]) != prompt.strip():
         raise DataError(
             f'{where}: expected "prompt" to be the last message that chosen and rejected have in common, got '
             f"{prompt!r:.80}; leave the prompt out, or write it as a list of messages"

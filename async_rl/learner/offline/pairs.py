@@ -2,15 +2,15 @@
 
 A pair is ``{"prompt", "chosen", "rejected"}``, in the forms of ``forms.py``; ``messages`` may be the prompt. Without a
 prompt, ``chosen`` and ``rejected`` contain it: it is the messages, or the tokens of plain text, that both begin with. A
-labelled answer is ``{"prompt", "completion", "label"}``; its label is true if the answer is good. Other keys are
-ignored, but for ``tools``. ``rows.py`` says how they become tokens. Pairs of two equal answers teach nothing: they are
-left out, and counted.
+labelled answer is ``{"prompt", "completion", "label"}``; its label is true if the answer is good. ``tools`` are
+for the template. ``rows.py`` says how they become tokens. Pairs of two equal answers teach nothing: they are left out,
+and counted.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -56,8 +56,8 @@ class LabelledAnswer:
         return self.answer, self.mismatched
 
 
-def load_pairs(source: str, key: str, encoder: RowEncoder) -> list[Pair]:
-    """Read the pairs of the dataset ``source``, which the config key ``key`` names.
+def load_pairs(source: str, key: str, encoder: RowEncoder, ignore: Collection[str] = ()) -> list[Pair]:
+    """Read the pairs of the dataset ``source``, which the config key ``key`` names, without the columns ``ignore``.
 
     Raises:
         DataError: the dataset can't be read, or has no row or a bad row. The message names the row's place.
@@ -75,7 +75,7 @@ def load_pairs(source: str, key: str, encoder: RowEncoder) -> list[Pair]:
             return None
         return Pair(chosen, rejected)
 
-    rows = load_rows(source, key, encode)
+    rows = load_rows(source, key, encode, ignore)
     encoder.say_what_was_cut(key)
     return equal.left_over(rows)
 
@@ -140,8 +140,11 @@ def _without_loss(sequence: TrainSequence, size: int) -> TrainSequence:
     return train_sequence(sequence.sequence_id, sequence.token_ids, mask)
 
 
-def load_labelled(source: str, key: str, encoder: RowEncoder, *, max_length: int) -> list[LabelledAnswer]:
-    """Read the labelled answers of the dataset ``source``, which the config key ``key`` names.
+def load_labelled(
+    source: str, key: str, encoder: RowEncoder, ignore: Collection[str] = (), *, max_length: int
+) -> list[LabelledAnswer]:
+    """Read the labelled answers of the dataset ``source``, which the config key ``key`` names, without the columns
+    ``ignore``.
 
     The mismatched answer of each row is that of the next row, and of the last row that of the first.
 
@@ -153,7 +156,7 @@ def load_labelled(source: str, key: str, encoder: RowEncoder, *, max_length: int
         prompt, completion, label = labelled_parts(row, where)
         return encoder.encode(index, prompt, completion, where, tools=row.get("tools")), _label(label, where)
 
-    rows = load_rows(source, key, encode)
+    rows = load_rows(source, key, encode, ignore)
     if len(rows) < 2:
         raise DataError(
             f"{key}: expected at least two rows in {source}, because kto also scores answers to other prompts, got "

@@ -8,7 +8,7 @@ equation 2).
 A row of ``rm.data`` is a pair as in ``pairs.py``. The chat template renders messages, answer included, as the scorer of
 ``reward.type = "model"`` renders them; it gets no variables of ``data.chat_template_kwargs`` and no tools. Text is used
 without a template, and the end-of-sequence token follows it. An optional number ``margin`` says how much better the
-chosen answer is. Other keys are ignored. A pair with a sequence of more than ``rm.max_length`` tokens is left out,
+chosen answer is. A pair with a sequence of more than ``rm.max_length`` tokens is left out,
 because its end has the score, and so is one of two equal answers.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,7 +92,8 @@ class RewardModel(OfflineTask[Pair]):
 
     def load_rows(self, source: str, key: str) -> list[Pair]:
         tokenizer = load_tokenizer(self.config.model.path, needs_template=False)
-        return load_pairs(source, tokenizer, max_length=self.section.max_length, key=key)
+        ignore = self.config.data.ignore
+        return load_pairs(source, tokenizer, max_length=self.section.max_length, key=key, ignore=ignore)
 
     def sequences(self, row: Pair) -> Sequence[TrainSequence]:
         return [row.chosen, row.rejected]
@@ -154,8 +155,11 @@ def _margins(pairs: Sequence[Pair]) -> Tensor:
     return torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
 
 
-def load_pairs(source: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int, key: str) -> list[Pair]:
-    """Read and tokenise the pairs of the dataset ``source``. ``key`` names it in messages.
+def load_pairs(
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int, key: str, ignore: Collection[str] = ()
+) -> list[Pair]:
+    """Read and tokenise the pairs of the dataset ``source``, without the columns ``ignore``. ``key`` names it in
+    messages.
 
     Raises:
         DataError: the dataset can't be read, or has no row, a bad row, or no pair that is short enough.
@@ -176,7 +180,7 @@ def load_pairs(source: str, tokenizer: PreTrainedTokenizerBase, *, max_length: i
         chosen, rejected = (_with_end(2 * index + place, side) for place, side in enumerate(sides))
         return Pair(chosen, rejected, margin)
 
-    rows = load_rows(source, key, encode)
+    rows = load_rows(source, key, encode, ignore)
     if too_long:
         logger.warning(
             "%d of %d pairs of %s are left out, because a sequence has more than rm.max_length = %d tokens",

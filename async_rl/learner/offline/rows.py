@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ import xxhash
 
 from async_rl.config.data import parse_tools
 from async_rl.data.chat import ids_after, text_ids
+from async_rl.data.context_columns import check_columns
 from async_rl.data.files import Source, messages_without_nulls, parse_json
 from async_rl.data.message_keys import FLAGS, is_trained, refuse_flags
 from async_rl.data.template import check_arguments
@@ -44,24 +45,27 @@ _TEXTS_OR_LISTS = ("prompt", "chosen", "rejected", "completion", "response")
 _MESSAGE = re.compile(r"""\s*\{\s*"role"\s*:""")
 
 
-def load_rows(source: str, key: str, encode: Callable[[int, str, Mapping[str, Any]], Row]) -> list[Row]:
+def load_rows(
+    source: str, key: str, encode: Callable[[int, str, Mapping[str, Any]], Row], ignore: Collection[str] = ()
+) -> list[Row]:
     """Read the rows of the dataset ``source``, and encode each.
 
     Args:
         source: the dataset, as ``data.files.Source`` takes it.
         key: the config key that names it, for messages.
         encode: makes a row from its index, its place and its fields.
+        ignore: names of columns that are left out.
 
     Raises:
         DataError: the dataset can't be read, or has no row or a bad row. The message names the row's place.
     """
-    rows = [encode(index, where, fields) for index, (where, fields) in enumerate(_read_rows(source, key))]
+    rows = [encode(index, where, fields) for index, (where, fields) in enumerate(_read_rows(source, key, ignore))]
     if not rows:
         raise DataError(f"{key}: expected at least one row in {source}, got none; add rows to it")
     return rows
 
 
-def _read_rows(source: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_rows(source: str, key: str, ignore: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each row as a pair (its place, its fields). Messages and tools may be JSON text, as in CSV."""
     try:
         dataset = Source(source)
@@ -72,7 +76,8 @@ def _read_rows(source: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
             raise DataError(f"{row}; correct the row")
         if not isinstance(row, dict):
             raise DataError(f"{where}: expected a JSON object, got {kind(row)}; write the row as an object of fields")
-        fields = dict(row)
+        fields = {name: value for name, value in row.items() if name not in ignore}
+        check_columns(fields, where)
         begins = dict.fromkeys(_LISTS, "[")
         if source.lower().endswith(".csv"):  # every cell is text
             begins |= dict.fromkeys(_TEXTS_OR_LISTS, "[{")

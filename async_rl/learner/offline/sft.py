@@ -12,12 +12,13 @@
   one sequence for each assistant turn; the row stays the unit of a batch. ``tools`` are the row's tool schemas, in
   place of those of ``data.tools``.
 
-Other keys are ignored. Rows longer than ``sft.max_length`` are cut on the right.
+Flags in messages (``data.message_keys``) leave them out. ``data.context_columns`` has the columns that are read or
+refused beside these; others are ignored. Rows longer than ``sft.max_length`` are cut on the right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -73,6 +74,7 @@ class Supervised(OfflineTask[Turns]):
             arguments=arguments,
             key=key,
             only_last=self.section.turns == "last",
+            ignore=self.config.data.ignore,
             ends=turn_ends(tokenizer, model_directory(self.config.model.path), arguments),
         )
         return [tuple(row) for _, row in groupby(sequences, key=lambda sequence: sequence.sequence_id)]
@@ -101,13 +103,14 @@ def load_sft_rows(
     arguments: Mapping[str, Any] = MappingProxyType({}),
     key: str = "sft.data",
     only_last: bool = False,
+    ignore: Collection[str] = (),
     ends: TurnEnds | None = None,
 ) -> list[TrainSequence]:
     """Read and tokenise the rows of the dataset ``source``. The ``sequence_id`` of each sequence is its row's index.
 
     ``arguments`` are the variables of the chat template in addition to the messages. ``key`` names the dataset in
-    messages. ``only_last`` trains only the last assistant message. ``ends`` are the tokens that end a turn; if None,
-    those that the tokenizer knows.
+    messages. ``only_last`` trains only the last assistant message. ``ignore`` names columns that are left out. ``ends``
+    are the tokens that end a turn; if None, those that the tokenizer knows.
 
     Raises:
         DataError: the dataset can't be read, or has no row or a bad row. The message names the row's place.
@@ -121,6 +124,6 @@ def load_sft_rows(
             return [encoder.encode_whole(index, str(answer), where)]
         return encoder.encode_turns(index, prompt, answer, where, tools=row.get("tools"), only_last=only_last)
 
-    rows = load_rows(str(source), key, encode)
+    rows = load_rows(str(source), key, encode, ignore)
     encoder.say_what_was_cut(key)
     return [sequence for row in rows for sequence in row]
