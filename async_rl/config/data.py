@@ -23,7 +23,7 @@ RowField = Literal["messages", "prompt", "tools", "gt_answer", "test_cases", "fn
 _MAX_WEIGHT = 1000
 """The order in which sources take turns has one entry for each unit of all weights."""
 
-_SET_BY_US = frozenset({
+SET_BY_US = frozenset({
     "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
     "tokenizer_kwargs",
@@ -188,7 +188,7 @@ class DataConfig(Section):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _are_variables(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if reserved := sorted(value.keys() & _SET_BY_US):
+        if reserved := sorted(value.keys() & SET_BY_US):
             raise ValueError(
                 f"expected names of variables that only the chat template reads, got {', '.join(reserved)}, which "
                 f"async-rl sets itself; leave it out (data.tools sets tools)"

@@ -205,9 +205,15 @@ def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []  # pyright: ignore[reportArgumentType]
 
 
-def render_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], answer: str) -> np.ndarray:
+def render_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    answer: str,
+    arguments: Mapping[str, Any] = _NOTHING,
+) -> np.ndarray:
     """Return the token ids of a prompt with its answer, int32 [T], as a reward model reads them.
 
+    ``arguments`` are variables of the chat template in addition to the messages.
     The tokenizer's chat template renders the answer as the assistant's message, with what ends it. After a plain-text
     prompt the answer follows as text, and the end-of-sequence token, as in other trainers of reward models.
 
@@ -231,7 +237,7 @@ def render_answer(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping
         )
     whole = [*messages, {"role": "assistant", "content": answer}]
     try:
-        ids = apply_template(tokenizer, whole, {}, tokenize=True, open_turn=False)
+        ids = apply_template(tokenizer, whole, arguments, tokenize=True, open_turn=False)
     except Exception as error:  # a template raises whatever its author wrote
         raise ModelError(
             f"the reward model's chat template fails on messages of the roles {[m.get('role') for m in whole]}: "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from async_rl.data.template_forms import adapted
@@ -106,7 +107,7 @@ def check_arguments(
             f"{_keys(names)}: expected a tokenizer with a chat template, which reads it, got one without; leave the "
             f"key out, or put a chat_template.jinja next to tokenizer.json"
         )
-    read = _variables(tokenizer.get_chat_template(tools=names.get("tools")))
+    read = variables_of(tokenizer.get_chat_template(tools=names.get("tools")))
     if unread := sorted(names.keys() - read):
         known = ", ".join(sorted(read - {"messages", "add_generation_prompt"})) or "none"
         remedy = "correct or remove the key"
@@ -122,7 +123,8 @@ def _keys(names: Sequence[str] | Mapping[str, Any]) -> str:
     return ", ".join("data.tools" if name == "tools" else f"data.chat_template_kwargs.{name}" for name in names)
 
 
-def _variables(template: str) -> set[str]:
+@cache
+def variables_of(template: str) -> frozenset[str]:
     """Return the names of all variables that a chat template reads and does not set itself.
 
     Raises:
@@ -148,7 +150,7 @@ def _variables(template: str) -> set[str]:
             f"model.path: can't read the chat template: line {error.lineno}: {error.message}; correct "
             f"chat_template.jinja of the model"
         ) from None
-    return meta.find_undeclared_variables(tree) | set(_first_set_later(tree, nodes))
+    return frozenset(meta.find_undeclared_variables(tree) | set(_first_set_later(tree, nodes)))
 
 
 def _first_set_later(tree: Any, nodes: Any) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 A pair is ``{"prompt", "chosen", "rejected"}``, in the forms of ``forms.py``; ``messages`` may be the prompt. Without a
 prompt, ``chosen`` and ``rejected`` contain it: it is the messages, or the tokens of plain text, that both begin with. A
-labelled answer is ``{"prompt", "completion", "label"}``; its label is true if the answer is good. ``tools`` are
-for the template. ``rows.py`` says how they become tokens. Pairs of two equal answers teach nothing: they are left out,
-and counted.
+labelled answer is ``{"prompt", "completion", "label"}``; its label is true if the answer is good. ``tools`` and
+``chat_template_kwargs`` are for the template. ``rows.py`` says how they become tokens. Pairs of two equal answers teach
+nothing: they are left out, and counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from async_rl.data.values import truth
 from async_rl.errors import DataError
 from async_rl.learner.offline.forms import Text, labelled_parts, pair_parts
-from async_rl.learner.offline.rows import RowEncoder, load_rows, train_sequence
+from async_rl.learner.offline.rows import RowEncoder, load_rows, template_fields, train_sequence
 from async_rl.learner.sequences import TrainSequence
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def load_pairs(source: str, key: str, encoder: RowEncoder, ignore: Collection[st
             first, second = (encoder.encode_whole(index, str(answer), where) for answer in answers)
             chosen, rejected = _with_shared_prompt(first, second, where)
         else:
-            chosen, rejected = (encoder.encode(index, prompt, a, where, tools=row.get("tools")) for a in answers)
+            chosen, rejected = (encoder.encode(index, prompt, a, where, **template_fields(row)) for a in answers)
         if equal.are_equal(answers, chosen.token_ids, rejected.token_ids):
             return None
         return Pair(chosen, rejected)
@@ -154,7 +154,7 @@ def load_labelled(
 
     def encode(index: int, where: str, row: Mapping[str, Any]) -> tuple[TrainSequence, bool]:
         prompt, completion, label = labelled_parts(row, where)
-        return encoder.encode(index, prompt, completion, where, tools=row.get("tools")), _label(label, where)
+        return encoder.encode(index, prompt, completion, where, **template_fields(row)), _label(label, where)
 
     rows = load_rows(source, key, encode, ignore)
     if len(rows) < 2:

@@ -6,10 +6,10 @@ of the scores (InstructGPT, arXiv:2203.02155, equation 1), with a margin if rows
 equation 2).
 
 A row of ``rm.data`` is a pair as in ``pairs.py``. The chat template renders messages, answer included, as the scorer of
-``reward.type = "model"`` renders them; it gets no variables of ``data.chat_template_kwargs`` and no tools. Text is used
-without a template, and the end-of-sequence token follows it. An optional number ``margin`` says how much better the
-chosen answer is. A pair with a sequence of more than ``rm.max_length`` tokens is left out,
-because its end has the score, and so is one of two equal answers.
+``reward.type = "model"`` renders them: it gets no variables of ``data.chat_template_kwargs`` and no tools, but the
+variables of the row's own column ``chat_template_kwargs``. Text is used without a template, and the end-of-sequence
+token follows it. An optional number ``margin`` says how much better the chosen answer is. A pair with a sequence of
+more than ``rm.max_length`` tokens is left out, because its end has the score, and so is one of two equal answers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,16 @@ from torch.nn.functional import logsigmoid
 
 from async_rl.config.config import Config
 from async_rl.config.offline import RmConfig
-from async_rl.data.chat import TEXT_ROLE, load_tokenizer, render_answer
-from async_rl.data.message_keys import refuse_flags
-from async_rl.data.template_forms import joined_text
-from async_rl.errors import DataError, ModelError
+from async_rl.data.chat import load_tokenizer
+from async_rl.errors import DataError
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.engine.optimizer import Schedule
 from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective
 from async_rl.learner.losses.slopes import SlopeObjective, sequence_slopes
-from async_rl.learner.offline.forms import Text, pair_parts
+from async_rl.learner.offline.forms import pair_parts
 from async_rl.learner.offline.pairs import EqualAnswers
-from async_rl.learner.offline.rows import check_message, load_rows, train_sequence
+from async_rl.learner.offline.rows import RowEncoder, load_rows, train_sequence
 from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
 from async_rl.learner.offline.scores import chunks_of, numbered, summed_logprobs
 from async_rl.learner.ranks import Ranks
@@ -164,13 +162,13 @@ def load_pairs(
     Raises:
         DataError: the dataset can't be read, or has no row, a bad row, or no pair that is short enough.
     """
-
+    encoder = RowEncoder(tokenizer, {}, max_length=max_length, section="rm")
     too_long: set[int] = set()
     equal = EqualAnswers(key)
 
     def encode(index: int, where: str, row: Mapping[str, Any]) -> Pair | None:
         prompt, *answers = pair_parts(row, where)
-        sides = [_tokens(prompt or "", answer, where, tokenizer) for answer in answers]
+        sides = [encoder.scored(prompt or "", one, where, row.get("chat_template_kwargs")) for one in answers]
         margin = _margin(row.get("margin", 0.0), where)
         if any(len(side) > max_length for side in sides):
             too_long.add(index)
@@ -197,31 +195,6 @@ def _margin(value: Any, where: str) -> float:
         if math.isfinite(margin := float(0.0 if value is None else value)):
             return margin
     raise DataError(f"{where}: margin: expected a finite number, got {value!r:.80}; correct the row")
-
-
-def _tokens(prompt: Text, answer: Text, where: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return the tokens of ``prompt`` with ``answer``, int32 [T]."""
-    match prompt, answer:
-        case str(), str(content):
-            messages: list[Any] = [{"role": TEXT_ROLE, "content": prompt}]
-        case [*messages], str(content):
-            pass
-        case [*before], [*turns, {"role": "assistant", "content": (str() | [*_]) as found}]:
-            messages, content = [*before, *turns], joined_text(found)
-        case _:
-            raise DataError(
-                f"{where}: expected chosen and rejected as text, or as lists of messages that end with an assistant's, "
-                f"got {answer!r:.80}; correct the row"
-            )
-    refuse_flags(answer, where)
-    for message in messages:
-        check_message(message, where)
-    if content is None:
-        raise DataError(f"{where}: expected an answer of text, got {answer!r:.80}; correct the row")
-    try:
-        return render_answer(tokenizer, messages, content)
-    except ModelError as error:
-        raise DataError(f"{where}: {error}") from error
 
 
 def _with_end(index: int, token_ids: np.ndarray) -> TrainSequence:

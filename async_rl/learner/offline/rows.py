@@ -18,17 +18,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import xxhash
 
-from async_rl.config.data import parse_tools
-from async_rl.data.chat import ids_after, text_ids
+from async_rl.config.data import SET_BY_US, parse_tools
+from async_rl.data.chat import TEXT_ROLE, ids_after, render_answer, text_ids
 from async_rl.data.context_columns import check_columns
 from async_rl.data.files import Source, messages_without_nulls, parse_json
-from async_rl.data.message_keys import FLAGS, is_trained, refuse_flags
-from async_rl.data.template import check_arguments
+from async_rl.data.message_keys import ASSISTANT_KEYS, FLAGS, READ_KEYS, is_trained, refuse_flags
+from async_rl.data.template import apply_template, check_arguments, variables_of
 from async_rl.data.template_forms import call_arguments, called_function, joined_text
 from async_rl.data.tool_nulls import without_table_nulls
 from async_rl.data.turn_end import TurnEnds, turn_ends
-from async_rl.data.values import kind
-from async_rl.errors import DataError
+from async_rl.data.values import is_absent, kind
+from async_rl.errors import DataError, ModelError
 from async_rl.learner.offline.forms import Text
 from async_rl.learner.offline.turns import Segments, TurnSplitter
 from async_rl.learner.sequences import TrainSequence
@@ -115,12 +115,15 @@ class RowEncoder:
         check_arguments(tokenizer, arguments)
         self._tokenizer, self._arguments = tokenizer, arguments
         self._max_length, self._section = max_length, section
-        self._reads_tools = "tools" in arguments
         self._ends = ends or turn_ends(tokenizer, arguments=arguments)
         self._splitter = TurnSplitter(tokenizer, self._ends)
         self._num_encoded = self._num_cut = self._num_left_out = 0
+        self._seen_keys: set[tuple[str, str]] = set()
+        self._named: set[str] = set()
 
-    def encode(self, index: int, prompt: Text, answer: Text, where: str, *, tools: Any = None) -> TrainSequence:
+    def encode(
+        self, index: int, prompt: Text, answer: Text, where: str, *, tools: Any = None, variables: Any = None
+    ) -> TrainSequence:
         """Return the sequence of ``answer`` to ``prompt``, which is compared with others. Its ``sequence_id`` is
         ``index``.
 
@@ -130,7 +133,7 @@ class RowEncoder:
             ModelError: the chat template does not read the row's ``tools``.
         """
         refuse_flags(answer, where)
-        first, *more = self.encode_turns(index, prompt, answer, where, tools=tools)
+        first, *more = self.encode_turns(index, prompt, answer, where, tools=tools, variables=variables)
         if more:
             raise DataError(
                 f"{where}: expected an answer that is one text, got {1 + len(more)} assistant messages that the chat "
@@ -139,13 +142,22 @@ class RowEncoder:
         return first
 
     def encode_turns(
-        self, index: int, prompt: Text, answer: Text, where: str, *, tools: Any = None, only_last: bool = False
+        self,
+        index: int,
+        prompt: Text,
+        answer: Text,
+        where: str,
+        *,
+        tools: Any = None,
+        variables: Any = None,
+        only_last: bool = False,
     ) -> list[TrainSequence]:
         """Return the sequences of ``answer`` to ``prompt``: one, or one for each turn of the model (``turns.py``). The
         ``sequence_id`` of each is ``index``.
 
         The prompt of a list of messages may be empty: the loss is then on all assistant turns of ``answer``, or with
-        ``only_last`` on the last, but for those that a flag leaves out.
+        ``only_last`` on the last, but for those that a flag leaves out. ``tools`` and ``variables`` are what the row
+        has for the template: its columns ``tools`` and ``chat_template_kwargs``.
 
         Raises:
             DataError: the row at the place ``where`` is bad, or no token of the answer is left.
@@ -153,16 +165,12 @@ class RowEncoder:
         """
         if isinstance(prompt, str) and isinstance(answer, str):
             found = [self._text_segments(prompt, answer, where)]
-        elif isinstance(prompt, str):
-            raise DataError(
-                f"{where}: expected the answer as text, as the prompt is, got {kind(answer)}; write both as text, or "
-                f"both as lists of messages"
-            )
         else:
             messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-            arguments = self._arguments if tools is None else self._with_tools(tools, where)
+            arguments = self._arguments_of(tools, variables, where)
             whole = [*prompt, *messages]
             turns = _trained_turns(whole, len(prompt), where, only_last=only_last)
+            self._name_unread_keys(whole, arguments, where)
             found = self._splitter.split(whole, turns, where, arguments)
         sequences = [self._sequence(index, segments) for segments in found]
         trained = [sequence for sequence in sequences if sequence.loss_mask.any()]
@@ -197,6 +205,36 @@ class RowEncoder:
             text = text.removeprefix(begin)
         return self.encode(index, "", text.removesuffix(end), where)
 
+    def scored(self, prompt: Text, answer: Text, where: str, variables: Any = None) -> np.ndarray:
+        """Return the tokens of ``prompt`` with ``answer``, int32 [T], as a reward model reads them: rendered without
+        the variables of the config and without tools, and not cut.
+
+        Raises:
+            DataError: the row at the place ``where`` is bad.
+        """
+        match prompt, answer:
+            case str(), str(content):
+                messages: list[Any] = [{"role": TEXT_ROLE, "content": prompt}]
+            case [*messages], str(content):
+                pass
+            case [*before], [*turns, {"role": "assistant", "content": text, **more}] if joined_text(text) is not None:
+                messages, content = [*before, *turns], joined_text(text) or ""
+                self._name([key for key, value in more.items() if not is_absent(value)], f"{where}: the answer")
+            case _:
+                raise DataError(
+                    f"{where}: expected chosen and rejected as text, or as lists of messages that end with an "
+                    f"assistant's, got {answer!r:.80}; correct the row"
+                )
+        for message in messages:
+            check_message(message, where)
+        refuse_flags(answer, where)
+        arguments = self._arguments_of(None, variables, where)
+        self._name_unread_keys(messages, arguments, where)
+        try:
+            return render_answer(self._tokenizer, messages, content, arguments)
+        except ModelError as error:
+            raise DataError(f"{where}: {error}") from error
+
     def say_what_was_cut(self, key: str) -> None:
         """Log how many of the sequences so far, which are of the dataset ``key``, were longer than ``max_length``."""
         if self._num_cut:
@@ -210,15 +248,53 @@ class RowEncoder:
                 key, self._num_left_out, self._section, self._max_length,
             )  # fmt: skip
 
-    def _with_tools(self, tools: Any, where: str) -> Mapping[str, Any]:
+    def _arguments_of(self, tools: Any, variables: Any, where: str) -> Mapping[str, Any]:
+        """Return the variables of the template for a row: those of the config, and over them those of the row."""
+        own = {**self._arguments, **self._variables(variables or {}, f"{where}: chat_template_kwargs")}
+        if is_absent(tools):
+            return own
         try:
-            own = {**self._arguments, "tools": parse_tools(json.dumps(tools))}
+            own["tools"] = parse_tools(json.dumps(tools))
         except ValueError as error:
             raise DataError(f"{where}: tools: {error}, or rename the column if it has something else") from None
-        if not self._reads_tools:
-            check_arguments(self._tokenizer, own)
-            self._reads_tools = True
+        check_arguments(self._tokenizer, {"tools": own["tools"]})
         return own
+
+    def _variables(self, given: Any, where: str) -> dict[str, Any]:
+        """Return those variables of a row that the template reads. Name the others once."""
+        found = parse_json(given.encode(), where, "a JSON object") if isinstance(given, str) else given
+        if not isinstance(found, dict):
+            raise DataError(
+                f"{where}: expected an object of variables of the chat template, got {kind(given)}; correct it"
+            )
+        read = variables_of(self._tokenizer.get_chat_template() if self._tokenizer.chat_template else "") - SET_BY_US
+        found = {name: value for name, value in found.items() if value is not None}
+        self._name(found.keys() - read, where)
+        return {name: value for name, value in found.items() if name in read}
+
+    def _name_unread_keys(self, messages: Sequence[Any], arguments: Mapping[str, Any], where: str) -> None:
+        """Name once those keys of ``messages`` without which the rendered text is the same."""
+        for place, message in enumerate(messages):
+            read = ASSISTANT_KEYS if message["role"] == "assistant" else READ_KEYS
+            keys = [key for key in message.keys() - read if not is_absent(message[key])]
+            new = {(message["role"], key) for key in keys} - self._seen_keys
+            self._seen_keys |= new
+            unread = [key for _, key in new if self._is_unread(messages, place, key, arguments)]
+            self._name(unread, f"{where}: message {place}")
+
+    def _is_unread(self, messages: Sequence[Any], place: int, key: str, arguments: Mapping[str, Any]) -> bool:
+        without = {name: value for name, value in messages[place].items() if name != key}
+        both = messages, [*messages[:place], without, *messages[place + 1 :]]
+        try:
+            texts = [apply_template(self._tokenizer, one, arguments, open_turn=False) for one in both]
+        except Exception:  # a template raises whatever its author wrote: one that raises without the key reads it
+            return False
+        return texts[0] == texts[1]
+
+    def _name(self, unread: Iterable[str], where: str) -> None:
+        if names := sorted(set(unread) - self._named):
+            self._named.update(names)
+            logger.warning("%s: nothing reads %s; the same in other rows is not said", where, ", ".join(names))
 
     def _text_segments(self, prompt: str, answer: str, where: str) -> Segments:
         end = self._ends.eos
@@ -230,6 +306,11 @@ class RowEncoder:
         begin = text_ids(self._tokenizer, prompt).tolist()
         trained: list[int] = [*ids_after(self._tokenizer, prompt, answer), end]
         return [(begin, [False] * len(begin)), (trained, [True] * len(trained))]
+
+
+def template_fields(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``RowEncoder`` that a row has for the chat template."""
+    return {"tools": row.get("tools"), "variables": row.get("chat_template_kwargs")}
 
 
 def _trained_turns(messages: Sequence[Any], first: int, where: str, *, only_last: bool) -> list[int]:

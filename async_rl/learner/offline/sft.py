@@ -33,7 +33,7 @@ from async_rl.data.turn_end import TurnEnds, turn_ends
 from async_rl.learner.interface import Engine, UpdateStats
 from async_rl.learner.losses.objective import Objective, SupervisedObjective
 from async_rl.learner.offline.forms import supervised_parts
-from async_rl.learner.offline.rows import RowEncoder, load_rows
+from async_rl.learner.offline.rows import RowEncoder, load_rows, template_fields
 from async_rl.learner.offline.run import Metrics, OfflineTask, run_offline
 from async_rl.learner.offline.scores import chunks_of, numbered, summed_logprobs
 from async_rl.learner.sequences import TrainSequence
@@ -122,7 +122,7 @@ def load_sft_rows(
         prompt, answer = supervised_parts(row, where)
         if prompt is None:
             return [encoder.encode_whole(index, str(answer), where)]
-        return encoder.encode_turns(index, prompt, answer, where, tools=row.get("tools"), only_last=only_last)
+        return encoder.encode_turns(index, prompt, answer, where, **template_fields(row), only_last=only_last)
 
     rows = load_rows(str(source), key, encode, ignore)
     encoder.say_what_was_cut(key)

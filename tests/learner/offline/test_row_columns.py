@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,45 @@ def test_documents_images_and_masks_are_refused_and_other_columns_are_free(
 
 @pytest.mark.parametrize("form", [".csv", ".parquet", "_saved"])
 def test_every_form_of_a_dataset_has_these_columns(tmp_path: Path, model: Path, form: str):
-    row = {"messages": [ASK, SAY], **CONTEXT, "images": []}
+    row = {"messages": [ASK, SAY], **CONTEXT, "chat_template_kwargs": {"mood": "z"}, "images": []}
     tokenizer = load_tokenizer(model)
+    tokenizer.chat_template = "{{ mood }}" + str(tokenizer.chat_template)
     found = load_sft_rows(write_in(form, tmp_path, [row]), tokenizer, max_length=100)
-    assert spelled(tokenizer, found[0].token_ids).startswith("<|system|>be brief<|end|>\n<|user|>q")
+    assert spelled(tokenizer, found[0].token_ids).startswith("z<|system|>be brief<|end|>\n<|user|>q")
+
+
+MOOD = "{{ mood }}{{ tone }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture
+def moody(tmp_path: Path) -> Path:
+    directory = tiny_model(tmp_path / "moody")
+    tokenizer = load_tokenizer(directory)
+    tokenizer.chat_template = MOOD + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(("command", "row"), OF_MESSAGES)
+def test_a_row_s_variables_reach_the_template_over_those_of_the_config(
+    tmp_path: Path, moody: Path, command: str, row: dict[str, Any]
+):
+    given = {**row, "chat_template_kwargs": {"mood": "x", "tone": None}}
+    data = {"chat_template_kwargs": {"mood": "y", "tone": "z"}}
+    of_config = "" if command == "rm" else "z"  # as scorers render
+    assert first_text(moody, tmp_path, command, given, **data).startswith(f"x{of_config}<|user|>a<|assistant|>b")
+
+
+def test_a_variable_that_the_template_does_not_read_is_named_once(
+    tmp_path: Path, moody: Path, caplog: pytest.LogCaptureFixture
+):
+    variables: Sequence[Any] = ({"zebra": True, "mood": "x"}, {"zebra": False, "messages": 1, "python_tools": []})
+    rows = [{"messages": [ASK, SAY], "chat_template_kwargs": one} for one in variables]
+    load_sft_rows(rows_file(tmp_path, *rows), load_tokenizer(moody), max_length=50)
+    assert [record.getMessage().partition("jsonl:")[2] for record in caplog.records] == [
+        "1: chat_template_kwargs: nothing reads zebra; the same in other rows is not said",
+        "2: chat_template_kwargs: nothing reads messages, python_tools; the same in other rows is not said",
+    ]
+    row = {"messages": [ASK, SAY], "chat_template_kwargs": ["mood"]}
+    with pytest.raises(DataError, match="1: chat_template_kwargs: expected an object of variables"):
+        load_sft_rows(rows_file(tmp_path, row), load_tokenizer(moody), max_length=50)

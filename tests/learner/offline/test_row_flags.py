@@ -1,4 +1,6 @@
-"""Messages that a flag leaves out are context, on every path of sft; answers of preferences have no flags."""
+"""Messages that a flag leaves out are context, on every path of sft; answers of preferences have no flags. Keys that
+nobody reads are named once.
+"""
 
 from __future__ import annotations
 
@@ -145,3 +147,31 @@ def test_flags_are_refused_in_answers_of_preferences_and_free_in_their_prompts(
     labelled = [{"prompt": asked, "completion": [off(RIGHT, value)], "label": True}] * 2
     with pytest.raises(DataError, match="expected an answer without flags"):
         load_labelled(str(rows_file(tmp_path, *labelled)), "dpo.data", encoder, max_length=100)
+
+
+NAMES = "{{ m['name'] if m['role'] == 'user' and m['name'] }}"
+
+
+def test_a_key_that_nobody_reads_is_named_once_with_its_row(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+):
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("{{ m['content'] }}", NAMES + "{{ m['content'] }}")
+    named = [{**ASK, "name": "z", "id": "7"}, {**RIGHT, "name": "y", "seen": False, "empty": None, "weight": 1}]
+    found = load_sft_rows(rows_file(tmp_path, *[{"messages": named}] * 2), tokenizer, max_length=100)
+    assert spelled(tokenizer, found[0].token_ids).startswith("<|user|>za")
+    said = [record.getMessage().partition("rows.jsonl:")[2] for record in caplog.records]
+    assert said == [
+        "1: message 0: nothing reads id; the same in other rows is not said",
+        "1: message 1: nothing reads name, seen; the same in other rows is not said",
+    ]
+
+
+def test_the_keys_of_a_scored_answer_that_the_reward_model_does_not_see_are_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+):
+    call = {"function": {"name": "f", "arguments": {}}}
+    row = {"prompt": [ASK], "chosen": [{**RIGHT, "tool_calls": [call]}], "rejected": [{**WRONG, "tool_calls": []}]}
+    load_scored(str(rows_file(tmp_path, row)), tokenizer, max_length=100, key="rm.data")
+    assert [record.getMessage().partition(":1: ")[2] for record in caplog.records] == [
+        "the answer: nothing reads tool_calls; the same in other rows is not said"
+    ]
