@@ -449,21 +449,17 @@ _CRITIC = (
          "leave one of the two out", {"loss.advantage": "gae", "critic.freeze_steps": 5, "learner.fixed_lag": 4}),
 )  # fmt: skip
 
-_AUDITED = {"learner.audit": 0.1, "learner.audit_rewards": True}
-
 _AUDIT = (
     _row("learner.audit", lambda c: c.learner.audit > 0 and not has_model(c.generator.backend),
          "0 with generator.backend = {c.generator.backend!r}", "it does not sample from a model, so leave the key out",
          {"learner.audit": 0.1, "generator.backend": "fake"}),
-    _row("learner.audit_rewards", lambda c: c.learner.audit_rewards and not c.learner.audit,
-         "learner.audit above 0", "set it, or leave the key out", {"learner.audit_rewards": True}, got="0"),
-    _row("learner.audit_rewards", lambda c: c.learner.audit_rewards and c.environment.is_set,
-         "false with an environment", "only its generator saw what it did, so leave the key out",
-         {**_AUDITED, "environment.name": "mine.py"}),
+    _row("learner.audit_rewards", lambda c: c.learner.audit_rewards > 0 and c.environment.is_set,
+         "0 with an environment", "only its generator saw what it did, so leave the key out",
+         {"learner.audit_rewards": 0.1, "environment.name": "mine.py"}),
     _row("learner.audit_rewards",
-         lambda c: c.learner.audit_rewards and (c.reward.asks_scorer or c.reward.asks_judge),
-         "false with a reward that asks a model", "its second grade may differ, so leave the key out",
-         {**_AUDITED, **_SCORER, **_UNFILTERED, "reward.type": "model", "reward.model": "big"}),
+         lambda c: c.learner.audit_rewards > 0 and (c.reward.asks_scorer or c.reward.asks_judge),
+         "0 with a reward that asks a model", "its second grade may differ, so leave the key out",
+         {"learner.audit_rewards": 0.1, **_SCORER, **_UNFILTERED, "reward.type": "model", "reward.model": "big"}),
 )  # fmt: skip
 
 EXCLUSIONS: tuple[Contradiction, ...] = (

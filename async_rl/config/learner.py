@@ -227,10 +227,13 @@ class LearnerConfig(Section):
         "its own, to find generators that forge (docs/untrusted.md). It costs a forward pass over them, unless the "
         "loss needs it anyway.",
     )
-    audit_rewards: bool = Field(
-        default=False,
-        description="Whether the learner also grades the answers of audited groups again. Code of your own needs "
-        "generator.allow_code on the learner's machine, too.",
+    audit_rewards: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the trained groups, chosen at random, that the learner grades again in one thread, to "
+        "find generators that forge rewards (docs/untrusted.md); 0 is off. Code of your own needs generator.allow_code "
+        "on the learner's machine, too.",
     )
     generate: bool = Field(
         default=False,

@@ -129,6 +129,9 @@ def renew(raw: Mapping[str, Any]) -> None:
     log = raw.get("log")
     if isinstance(log, dict) and (mode := log.pop("wandb", "off")) != "off":
         log |= {"to": ["wandb"], "wandb_mode": mode}
+    learner = raw.get("learner")
+    if isinstance(learner, dict) and isinstance(switch := learner.get("audit_rewards"), bool):
+        learner["audit_rewards"] = learner.get("audit", 0.0) if switch else 0.0
     experimental = raw.get("experimental")
     if isinstance(experimental, dict):
         experimental.pop("sft_checkpoint_every", None)  # now sft.checkpoint_every, which no resumed run needs

@@ -201,9 +201,14 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "audit/bias": "Mean of pi/mu - 1, capped at e - 1, over the audited tokens: 0 for honest engines at any "
         "staleness.",
         "audit/difference": "Mean |log pi/mu|, at most 1, over the audited tokens, in nats.",
-        "audit/regraded": "Number of answers whose second grade arrived in the step; only with learner.audit_rewards.",
-        "audit/regraded_differently": "Number of these whose second grade is another one.",
-        "audit/quarantined": "Number of generators that audits have found since the learner started.",
+    },
+    "Audit of rewards (learner.audit_rewards)": {
+        "audit/regraded": "Number of answers whose second grade arrived in the step.",
+        "audit/refuted": "Number of these for which the learner found another grade than the claimed one, twice.",
+        "audit/unsteady": "Number of these to which the learner gave two grades.",
+        "audit/failed": "Number of answers that the learner could not grade again.",
+        "audit/left_out": "Number of groups since the start that were not graded again, because too many waited.",
+        "audit/quarantined": "Number of generators that the audit has found since the learner started.",
     },
     "Bias by groups that are lost": {
         "bias/groups": "Number of groups that ended in the last 50 steps; the other bias figures are about them.",

@@ -1,9 +1,8 @@
 """The audit of generators (``learner.audit``) as a part of the step: a share of their groups is checked.
 
 Of each audited group the learner computes the log-probabilities with its present weights, unless the loss needs these
-anyway, and compares them with the claimed ones. With ``learner.audit_rewards`` it grades the answers again, in a thread
-of its own (``regrading.py``). ``audit_statistics.py`` decides. A generator that is found is quarantined: the queue
-gives it no more leases and drops its groups, and its rollouts in the present step are masked.
+anyway, and compares them with the claimed ones. ``audit_statistics.py`` decides. A generator that is found is
+quarantined: the queue gives it no more leases and drops its groups, and its rollouts in the present step are masked.
 """
 
 from __future__ import annotations
@@ -20,40 +19,21 @@ from async_rl.learner.data.batch import PreparedBatch, leave_out
 from async_rl.learner.interface import Engine
 from async_rl.learner.loop.audit_statistics import Auditor, Finding, Observation, observe
 from async_rl.learner.loop.parts import StepPart
-from async_rl.learner.loop.regrading import Regrader
 from async_rl.learner.loop.step_result import StepResult
 from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.parity import parity_limit
-from async_rl.rewards.registry import build_reward
-from async_rl.run.eval_records import Decode
 
 logger = logging.getLogger(__name__)
-
-
-def build_audit(config: Config, state: TrainerState, engine: Engine, queue: LearnerQueue, decode: Decode) -> AuditPart:
-    """Return the audit of the run, which does nothing if ``learner.audit`` is 0. ``decode`` is as in ``Regrader``.
-
-    Raises:
-        ConfigError: the reward is the user's own code, which this machine does not allow.
-    """
-    regrader = None
-    if config.learner.audit_rewards:
-        regrader = Regrader(build_reward(config), decode, max_new_tokens=config.sampling.max_new_tokens)
-    return AuditPart(config, state, engine, queue, regrader)
 
 
 class AuditPart(StepPart):
     """Audits the groups of each step before they are trained on."""
 
-    def __init__(
-        self, config: Config, state: TrainerState, engine: Engine, queue: LearnerQueue, regrader: Regrader | None
-    ) -> None:
-        """``regrader`` grades answers again. None: rewards are believed."""
+    def __init__(self, config: Config, state: TrainerState, engine: Engine, queue: LearnerQueue) -> None:
         self._share, self._state, self._engine, self._queue = config.learner.audit, state, engine, queue
         # What the run may mix, whatever its own dtype is: an engine that rounds to bfloat16, or a quantised one.
         self._auditor = Auditor(parity_limit(config.experimental.parity_limit, ()))
-        self._regrader = regrader
         # No seed: which groups are audited must not be known in advance.
         self._random = random.SystemRandom()
         self._num_found = 0
@@ -65,12 +45,6 @@ class AuditPart(StepPart):
         audited = {number for number in range(len(prepared.groups)) if self._random.random() < self._share}
         self._row = {"audit/groups": len(audited)}
         found = self._audit_logprobs(prepared, audited)
-        if self._regrader is not None:
-            graded = self._regrader.collect()
-            self._row["audit/regraded"] = sum(one.num_rollouts for one in graded)
-            self._row["audit/regraded_differently"] = sum(one.num_different for one in graded)
-            found += self._auditor.add_graded(graded)
-            self._regrader.submit([prepared.groups[number] for number in sorted(audited)])
         for finding in found:
             self._quarantine(finding)
         self._num_found += len(found)
@@ -111,10 +85,6 @@ class AuditPart(StepPart):
         text = f"audit ({finding.test}), after {finding.num_groups} audited groups: {finding.why}"
         logger.warning("generator %s is quarantined: %s", finding.generator_id, text)
         self._queue.quarantine(self._state.lineage, finding.generator_id, text)
-
-    def close(self) -> None:
-        if self._regrader is not None:
-            self._regrader.close()
 
 
 def observe_group(

@@ -2,14 +2,13 @@
 
 For a sampled token, let delta be the learner's log-probability minus the one that its generator claims, in nats. If the
 token was sampled from the claimed distribution mu, the mean of pi/mu - 1 = exp(delta) - 1 is 0, for any policy pi of
-the learner: at any staleness, for any rounding of the learner, and for an engine with quantised weights. Four tests
+the learner: at any staleness, for any rounding of the learner, and for an engine with quantised weights. Three tests
 rest on this and on a comparison with the other generators at the same staleness:
 
 - *bias*: the mean of pi/mu - 1 is not 0: the claimed log-probabilities are shifted.
 - *size*: the mean of |delta| is above that of the others by more than the parity limit: the tokens were not sampled
   from the named version, nor from one that is as near to it as the parity check demands of an engine.
 - *outliers*: rollouts have a token to which the learner gives far less than claimed: tokens were changed.
-- *rewards*: the learner's grade of the same answer is another one.
 
 Each test is a CUSUM (Page 1954): evidence adds up from group to group, and never falls below 0. A generator is found
 when one sum reaches ``ALARM``. For outliers and rewards the sum is a log likelihood ratio. So an honest generator whose
@@ -27,7 +26,7 @@ from typing import Literal
 
 import numpy as np
 
-Test = Literal["bias", "size", "outliers", "rewards"]
+Test = Literal["bias", "size", "outliers"]
 _Kind = tuple[int, bool]
 """Staleness of tokens, and whether they follow tokens of another version. Only the same kind is compared."""
 
@@ -121,15 +120,6 @@ def observe(generator_id: str, lag: int, deltas: Sequence[np.ndarray], *, follow
 
 
 @dataclass(frozen=True, slots=True)
-class Regraded:
-    """How many of a group's rollouts the learner graded again, and how many of them it graded otherwise."""
-
-    generator_id: str
-    num_rollouts: int
-    num_different: int
-
-
-@dataclass(frozen=True, slots=True)
 class Finding:
     """A generator that is not what it claims: by which test, after how many audited groups, and why as text."""
 
@@ -150,7 +140,6 @@ class Auditor:
         self._seen: defaultdict[_Kind, dict[str, deque[Observation]]] = defaultdict(dict)
         self._tokens: defaultdict[tuple[str, _Kind], float] = defaultdict(float)
         self._squares: defaultdict[tuple[str, _Kind], float] = defaultdict(float)
-        self._graded: dict[str, deque[Regraded]] = {}
         self._sums: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._num_groups: defaultdict[str, int] = defaultdict(int)
         self._found: set[str] = set()
@@ -169,28 +158,10 @@ class Auditor:
         self._forget(found)
         return found
 
-    def add_graded(self, graded: Iterable[Regraded]) -> list[Finding]:
-        """Add groups that the learner graded again. Return the generators that are found by them."""
-        mine = [one for one in graded if one.generator_id not in self._found]
-        for one in mine:
-            self._graded.setdefault(one.generator_id, deque(maxlen=_WINDOW)).append(one)
-        found: list[Finding] = []
-        for one in mine:
-            others = {name: _rate((g.num_different, g.num_rollouts) for g in groups)
-                      for name, groups in self._graded.items() if name != one.generator_id
-                      and len(groups) >= MIN_GROUPS}  # fmt: skip
-            usual = max(0.02, 2 * _median(others.values(), 0.0))
-            evidence = log_ratio(one.num_different, one.num_rollouts, usual, max(0.15, 3 * usual))
-            rate = _rate((g.num_different, g.num_rollouts) for g in self._graded[one.generator_id])
-            why = f"the learner grades {rate:.0%} of its answers otherwise; up to {usual:.0%} is usual"
-            found += self._evidence(one.generator_id, "rewards", "rewards", evidence, why)
-        self._forget(found)
-        return found
-
     def _forget(self, found: Iterable[Finding]) -> None:
         """Compare the others no longer with the generators that are found."""
         for finding in found:
-            for groups in (*self._seen.values(), self._graded):
+            for groups in self._seen.values():
                 groups.pop(finding.generator_id, None)
 
     def _judge(self, one: Observation) -> list[Finding]:

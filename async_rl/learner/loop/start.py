@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_checkpoint
 from async_rl.learner.interface import Critic, Engine
 from async_rl.learner.loop.adaptive_bound import AdaptiveBound
-from async_rl.learner.loop.audit import build_audit
+from async_rl.learner.loop.audit import AuditPart
 from async_rl.learner.loop.critic import CriticPart
 from async_rl.learner.loop.idle_sampling import IdleSampling
 from async_rl.learner.loop.mirroring import MirrorPart
@@ -38,6 +38,7 @@ from async_rl.learner.loop.parity import ParityGate, ParityPart
 from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.publishing import FixedLagWeights, StagedWeights, WeightsSender
 from async_rl.learner.loop.received import DropBias, ReceivedAccuracy
+from async_rl.learner.loop.reward_audit import build_reward_audit
 from async_rl.learner.loop.rollout_records import RolloutRecords
 from async_rl.learner.loop.trainer import Trainer
 from async_rl.learner.mirror.process import mirrored
@@ -258,10 +259,13 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             run_dir, point, state, config, written, on_row=on_row, confirm=confirm
         )
         _record_changes(run_dir, restored, config)
-        audit = written.enter_context(closing(build_audit(config, state, engine, queue, context.decode)))
+        audits: list[StepPart] = [AuditPart(config, state, engine, queue)] if config.learner.audit else []
+        if config.learner.audit_rewards:
+            audit = build_reward_audit(config, state, queue, run_dir, context.decode)
+            audits.append(written.enter_context(closing(audit)))
         trainer = _trainer(
             config, state, engine, queue, context, run_dir, weights=_weights_sender(config, publisher),
-            audit=audit, metrics=metrics, trained=trained, summaries=summaries, confirm=confirm,
+            audits=audits, metrics=metrics, trained=trained, summaries=summaries, confirm=confirm,
         )  # fmt: skip
         trainer.run()
         # Release the other ranks now: the export of a large model may outlast their timeout.
@@ -278,7 +282,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
 
 def _trainer(
     config: Config, state: TrainerState, engine: Engine, queue: LearnerQueue, context: LearnerContext,
-    run_dir: RunDir, *, weights: WeightsSender, audit: StepPart, metrics: MetricsWriter, trained: StepLog,
+    run_dir: RunDir, *, weights: WeightsSender, audits: Sequence[StepPart], metrics: MetricsWriter, trained: StepLog,
     summaries: StepLog, confirm: Callable[[], None],
 ) -> Trainer:  # fmt: skip
     """Return the loop with its real parts, in the order in which a step calls them."""
@@ -300,7 +304,7 @@ def _trainer(
         step_log=trained,
         run_dir=run_dir.path,
         decode=context.decode,
-        parts=[audit, *parts, records],
+        parts=[*audits, *parts, records],
         probes=gate,
         stop_signal=context.stop_signal,
         vocab_size=vocabulary_size(config.model.path),

@@ -20,7 +20,7 @@ from async_rl.errors import IdInUseError, QueueError
 from async_rl.queue.core import diagnosis
 from async_rl.queue.core.admission import LearnerSide, lease_seed
 from async_rl.queue.core.failures import Attempts, Failing, add_failed, describe, one_line
-from async_rl.queue.core.groups import GroupSummary, StoredGroup, refusal_cause, why_unfit
+from async_rl.queue.core.groups import GroupSummary, StoredGroup, fits_filter, refusal_cause, why_unfit
 from async_rl.queue.core.learning_signal import flaw_of
 from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, GeneratorEntry, Owner
 from async_rl.queue.core.pace import Window
@@ -600,8 +600,8 @@ def _receive_training(
 ) -> Verdict:
     settings = state.settings
     accuracy = group.accuracy / max(1, group.num_rollouts - group.num_failed)  # failed rollouts say nothing
-    fits_filter = _fits(settings.filter_range, accuracy, group.rewards_differ)
-    flaw = flaw_of(group, settings, fits_filter=fits_filter)
+    is_kept = fits_filter(settings.filter_range, accuracy, group.rewards_differ)
+    flaw = flaw_of(group, settings, fits_filter=is_kept)
     bound_version = group.newest_version if settings.on_stale == "mask" else group.oldest_version
     if bound_version < settings.oldest_trainable(learner.version):
         state.count_outcome("received", group)
@@ -609,7 +609,7 @@ def _receive_training(
         _lose_returned(state, active, "stale", group.num_tokens)
         return "stale"
     state.generators.note_pace(active, group.num_tokens, state.now, is_returned=True)
-    if not fits_filter and settings.refill:
+    if not is_kept and settings.refill:
         state.leases.close(active.lease.lease_id, _RETURNED)
         state.revision += 1
         state.signal.observe(flaw, group, settings, learner.step)
@@ -645,15 +645,8 @@ def _receive_training(
             accuracy=group.accuracy,
             arrived_at=state.now,
             arrival_version=learner.version if announced is None else announced,
-            masked=not fits_filter,
+            masked=not is_kept,
             ref=ref,
         )
     )
     return "queued"
-
-
-def _fits(filter_range: tuple[float, float] | None, accuracy: float, rewards_differ: bool | None) -> bool:
-    """Return whether a group passes the filter: by its mean accuracy, or by differing rewards if it has none."""
-    if filter_range is None:
-        return True
-    return filter_range[0] < accuracy < filter_range[1] if rewards_differ is None else rewards_differ

@@ -392,6 +392,13 @@ def refusal_cause(unfit: str) -> str:
     return cause if cause in _CAUSES else "other"
 
 
+def fits_filter(filter_range: tuple[float, float] | None, accuracy: float, rewards_differ: bool | None) -> bool:
+    """Return whether a group passes the filter: by its mean accuracy, or by differing rewards if it has none."""
+    if filter_range is None:
+        return True
+    return filter_range[0] < accuracy < filter_range[1] if rewards_differ is None else rewards_differ
+
+
 # The groups that are stored.
 
 

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import pytest
-
-from async_rl.errors import ConfigError
 from async_rl.learner.checkpoints.files import TrainerState
 from async_rl.learner.data.batch import PreparedBatch, prepare_batch
 from async_rl.learner.interface import Engine
-from async_rl.learner.loop.audit import AuditPart, build_audit, observe_group
-from async_rl.learner.loop.regrading import Regrader
+from async_rl.learner.loop.audit import AuditPart, observe_group
 from async_rl.queue.client.clients import LearnerQueue
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Group, Prompt
-from async_rl.rewards.records import RewardInput, RewardOutput
-from async_rl.rewards.registry import RewardSum
 from tests.learner.loop.test_parity import FakeEngine, FakeQueue, make_group
 from tests.learner.tiny import tiny_config
 
 
 class Scene:
-    def __init__(self, tmp_path: Path, *, audit: float = 1.0, regrader: Regrader | None = None) -> None:
+    def __init__(self, tmp_path: Path, *, audit: float = 1.0) -> None:
         self.engine, self.queue, self.state = FakeEngine(), FakeQueue(), TrainerState(version=3)
         config = tiny_config(tmp_path, "model", learner={"audit": audit})
-        self.part = AuditPart(
-            config, self.state, cast(Engine, self.engine), cast(LearnerQueue, self.queue), regrader
-        )  # fmt: skip
+        self.part = AuditPart(config, self.state, cast(Engine, self.engine), cast(LearnerQueue, self.queue))
 
     def step(self, groups: Sequence[Group]) -> PreparedBatch:
         taken = tuple(TakenGroup(g, Prompt(g.position, 0, 0, (), {}), 0.0, 3) for g in groups)
@@ -78,45 +69,3 @@ def test_a_share_of_the_groups_is_audited(tmp_path: Path):
         scene.step([make_group("g", 3, position=position) for position in range(4)])
     # Of 200 groups 100 on average; 50 or 150 would be 7 standard deviations away.
     assert 50 < sum(len(asked) // 2 for asked in scene.engine.asked) < 150
-
-
-class GivenReward:
-    """Gives every answer what the test says, once it is allowed to."""
-
-    def __init__(self, reward: float) -> None:
-        self.reward, self.allowed, self.inputs = reward, threading.Event(), list[RewardInput]()
-
-    def __call__(self, item: RewardInput) -> RewardOutput:
-        assert self.allowed.wait(20)
-        self.inputs.append(item)
-        return RewardOutput({"given": self.reward}, self.reward)
-
-    def counters(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None: ...
-
-
-@pytest.mark.parametrize(("reward", "different"), [(0.0, 0), (1.0, 2)])
-def test_answers_are_graded_again_in_the_background_from_their_tokens(reward: float, different: int):
-    given = GivenReward(reward)
-    regrader = Regrader(
-        RewardSum(given, scale=1.0, overlong=None), lambda ids: " ".join(map(str, ids.tolist())), max_new_tokens=6
-    )
-    group = make_group("g", 3)  # two rollouts of reward 0 and accuracy 0
-    regrader.submit([TakenGroup(group, Prompt(0, 0, 0, (), {"gt_answer": "7"}), 0.0, 3)])
-    assert regrader.collect() == []
-    given.allowed.set()
-    regrader.close()
-    (found,) = regrader.collect()
-    assert (found.generator_id, found.num_rollouts, found.num_different) == ("g", 2, different)
-    first = given.inputs[0]
-    assert (first.text, first.reward_data, first.num_tokens) == ("2 3 4 5 6 7", {"gt_answer": "7"}, 6)
-
-
-def test_a_reward_that_this_machine_does_not_allow_is_refused_before_the_first_step(tmp_path: Path):
-    config = tiny_config(
-        tmp_path, "model", learner={"audit": 0.1, "audit_rewards": True}, reward={"type": "mine.py:right"}
-    )
-    with pytest.raises(ConfigError, match="allow_code"):
-        build_audit(config, TrainerState(), cast(Engine, None), cast(LearnerQueue, None), str)

@@ -12,7 +12,6 @@ from async_rl.learner.loop.audit_statistics import (
     Auditor,
     Finding,
     Observation,
-    Regraded,
     log_ratio,
     observe,
 )
@@ -116,15 +115,6 @@ def test_outliers_that_are_common_among_all_show_nothing():
     auditor = Auditor(LIMIT)
     steps = [[given(who, lag=3, outliers=1) for who in "abc"]] * 200
     assert not any(auditor.add(step) for step in steps)
-
-
-def test_grades_that_differ_are_found_and_a_rare_one_is_not():
-    # ln(0.15 / 0.02) = 2.015 for each: 12.09 after six rollouts.
-    forged, honest = Auditor(LIMIT), Auditor(LIMIT)
-    found = [one for _ in range(9) for one in forged.add_graded([Regraded("g", 1, 1)])]
-    assert [(one.generator_id, one.test) for one in found] == [("g", "rewards")]
-    assert "grades 100% of its answers otherwise" in found[0].why
-    assert not any(honest.add_graded([Regraded("g", 100, 2)]) for _ in range(1000))
 
 
 def test_a_short_answer_without_the_rare_token_is_no_bias():
