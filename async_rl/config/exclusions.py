@@ -450,9 +450,6 @@ _CRITIC = (
 )  # fmt: skip
 
 _AUDIT = (
-    _row("learner.audit", lambda c: c.learner.audit > 0 and not has_model(c.generator.backend),
-         "0 with generator.backend = {c.generator.backend!r}", "it does not sample from a model, so leave the key out",
-         {"learner.audit": 0.1, "generator.backend": "fake"}),
     _row("learner.audit_rewards", lambda c: c.learner.audit_rewards > 0 and c.environment.is_set,
          "0 with an environment", "only its generator saw what it did, so leave the key out",
          {"learner.audit_rewards": 0.1, "environment.name": "mine.py"}),

@@ -219,14 +219,6 @@ class LearnerConfig(Section):
         description="CPU threads of each rank; if unset, the cores divided by the processes of the run.",
     )
 
-    audit: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Share of the trained groups, chosen at random, whose log-probabilities the learner compares with "
-        "its own, to find generators that forge (docs/untrusted.md). It costs a forward pass over them, unless the "
-        "loss needs it anyway.",
-    )
     audit_rewards: float = Field(
         default=0.0,
         ge=0,

@@ -35,6 +35,8 @@ _ROUTER_KEYS = (
 """Names under which a user may ask for a loss of the routers or for updates of their bias, in any section."""
 _REPLACED: Mapping[str, str] = {
     "log.wandb": 'set log.to = ["wandb"] instead, with log.wandb_mode = "online" or "offline"; log.to = [] is off',
+    "learner.audit": "remove it: log-probabilities are not audited any more; learner.audit_rewards is the share of the "
+    "trained groups whose rewards are graded again",
 }
 """Key of an older version -> what replaces it."""
 TRL_NAMES: Mapping[str, str] = {
@@ -130,8 +132,10 @@ def renew(raw: Mapping[str, Any]) -> None:
     if isinstance(log, dict) and (mode := log.pop("wandb", "off")) != "off":
         log |= {"to": ["wandb"], "wandb_mode": mode}
     learner = raw.get("learner")
-    if isinstance(learner, dict) and isinstance(switch := learner.get("audit_rewards"), bool):
-        learner["audit_rewards"] = learner.get("audit", 0.0) if switch else 0.0
+    if isinstance(learner, dict):
+        share = learner.pop("audit", 0.0)
+        if isinstance(switch := learner.get("audit_rewards"), bool):
+            learner["audit_rewards"] = share if switch else 0.0
     experimental = raw.get("experimental")
     if isinstance(experimental, dict):
         experimental.pop("sft_checkpoint_every", None)  # now sft.checkpoint_every, which no resumed run needs

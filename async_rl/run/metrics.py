@@ -196,12 +196,6 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "parity/sampled_<name>": "The same figures for tokens as they were sampled, by the version that the learner "
         "still held; in nats.",
     },
-    "Audit of generators (learner.audit)": {
-        "audit/groups": "Number of the step's groups that were audited.",
-        "audit/bias": "Mean of pi/mu - 1, capped at e - 1, over the audited tokens: 0 for honest engines at any "
-        "staleness.",
-        "audit/difference": "Mean |log pi/mu|, at most 1, over the audited tokens, in nats.",
-    },
     "Audit of rewards (learner.audit_rewards)": {
         "audit/regraded": "Number of answers whose second grade arrived in the step.",
         "audit/refuted": "Number of these for which the learner found another grade than the claimed one, twice.",

@@ -39,7 +39,7 @@ FREE: tuple[str, ...] = (
     "queue.address", "queue.advertise", "queue.keys", "queue.max_bytes", "queue.lease_timeout_s", "queue.journal_dir",
     "learner.max_tokens", "learner.packing", "learner.nproc", "learner.devices", "learner.reshard",
     "learner.num_threads", "learner.compile", "learner.offload", "model.gradient_checkpointing", "parallel",
-    "learner.generate", "learner.generate_backend", "learner.generate_groups", "learner.audit",
+    "learner.generate", "learner.generate_backend", "learner.generate_groups",
     "learner.audit_rewards",
     "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",
     "generator.double_buffer", "generator.max_concurrent_groups", "generator.memory_fraction", "generator.num_threads",

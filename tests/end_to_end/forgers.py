@@ -1,4 +1,4 @@
-"""Backends that forge, as generators of an untrusted fleet may run them. Each forges one thing, in every rollout."""
+"""Backends of an untrusted fleet: one that forges, in every rollout, and an honest one in another dtype."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from async_rl.config.config import Config
@@ -34,33 +33,6 @@ class Honest(TransformersBackend):
 
     def forged(self, sample: Sampled) -> Sampled:
         return sample
-
-
-class Biased(Honest):
-    """Claims log-probabilities that are 0.01 nat too low. (Any above 0 the queue would refuse.)"""
-
-    def forged(self, sample: Sampled) -> Sampled:
-        return replace(sample, logprobs=sample.logprobs - np.float32(0.01))
-
-
-class Changed(Honest):
-    """Replaces a token of each rollout by another one, and claims what the sampled one had."""
-
-    def forged(self, sample: Sampled) -> Sampled:
-        token_ids = sample.token_ids.copy()
-        at = len(token_ids) // 2
-        token_ids[at] = 2 + (token_ids[at] + 5) % 20
-        return replace(sample, token_ids=token_ids)
-
-
-class Late(Honest):
-    """Samples with the weights of the version before the one that it names."""
-
-    _before: Mapping[str, Any] | None = None
-
-    def activate(self, version: int, weights: Mapping[str, Any]) -> float:
-        before, self._before = self._before, {name: tensor.clone() for name, tensor in weights.items()}
-        return super().activate(version, before or weights)
 
 
 class Right(Honest):

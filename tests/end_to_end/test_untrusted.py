@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.harness import check_ledger, metrics, queue_address, roles, wait_until, write_config
 from tests.end_to_end.test_roles import start_generator, start_ranks
@@ -18,36 +17,14 @@ from tests.end_to_end.tiny import tiny_config, write_tiny_task
 FORGERS = Path(__file__).with_name("forgers.py")
 
 
-def sharpen(model: Path, factor: float) -> None:
-    """Make the random model prefer some tokens, as trained models do: a changed token is then an unlikely one."""
-    path = model / "model.safetensors"
-    weights = load_file(path)
-    weights["model.norm.weight"] = weights["model.norm.weight"] * factor
-    save_file(weights, path, metadata={"format": "pt"})
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("forger", "test", "most_groups"),
-    [("Biased", "bias", 60), ("Changed", "outliers|size", 40), ("Late", "size", 100), ("Right", "rewards", 40)],
-)
-def test_a_forger_is_found_and_honest_generators_are_not(tmp_path: Path, forger: str, test: str, most_groups: int):
+def test_a_generator_that_forges_rewards_is_found_and_honest_ones_are_not(tmp_path: Path):
     task = write_tiny_task(tmp_path)
-    # Each version must differ from the one before: no policy learns whether the sum is odd, so every step has a
-    # gradient. Answers stay long.
-    rewards = tmp_path / "rewards.py"
-    rewards.write_text("def odd(item):\n    return (item.finish_reason == 'length') + sum(item.token_ids) % 2 / 2\n")
-    sharpen(tmp_path / "model", 4.0 if forger == "Late" else 8.0)
     raw = tiny_config(
         tmp_path, task,
-        learner={"steps": 80 if forger == "Late" else 40, "audit": 1.0, "audit_rewards": True},
-        sampling={"group_size": 4, "max_new_tokens": 16},
-        optimizer={"lr": 1e-3 if forger == "Late" else 1e-6},
-        reward={"soft_overlong": False, **({"type": f"{rewards}:odd"} if forger == "Late" else {})},
-        generator={"allow_code": [str(rewards)]},
+        learner={"steps": 40, "audit_rewards": 1.0},
         queue={"max_staleness": 1},
         weights={"parity": "off"},
-        experimental={"parity_limit": 0.01},
         checkpoint={"every": 0},
         eval={"every": 0},
     )  # fmt: skip
@@ -55,19 +32,17 @@ def test_a_forger_is_found_and_honest_generators_are_not(tmp_path: Path, forger:
     with roles(tmp_path / "logs") as start:
         start("queue", "queue", str(config))
         address = wait_until("the queue's address", lambda: queue_address(tmp_path / "run"))
-        allowed = f'generator.allow_code=["{FORGERS}", "{rewards}"]'
-        for name in (forger, "Bfloat16"):
+        allowed = f'generator.allow_code=["{FORGERS}"]'
+        for name in ("Right", "Bfloat16"):
             start_generator(start, name, address, f"generator.backend={FORGERS}:{name}", allowed)
-        start_generator(start, "honest", address, allowed)
+        start_generator(start, "honest", address)
         (learner,) = start_ranks(start, config, world_size=1)
         learner.succeed()
-    found = re.findall(r"generator (\S+) is quarantined: audit \((\w+)\), after (\d+) audited groups", learner.log)
-    assert [name for name, _, _ in found] == [forger]
-    assert found[0][1] in test.split("|")
-    assert int(found[0][2]) <= most_groups
+    found = re.findall(r"generator (\S+) is quarantined: audit of rewards: of \d+ answers in (\d+) groups", learner.log)
+    assert found == [("Right", "22")]
     rows = [row for row in metrics(tmp_path / "run") if "version" in row]
     assert rows[-1]["audit/quarantined"] == 1
-    assert sum(row["audit/regraded"] for row in rows) > 0
+    assert sum(row["audit/refuted"] for row in rows) >= 44
     check_ledger(tmp_path / "run")
 
 

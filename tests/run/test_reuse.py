@@ -269,6 +269,17 @@ def test_a_file_in_the_place_of_the_directory_is_refused(tmp_path: Path):
         prepare_run_dir(a_config(tmp_path / "run"))
 
 
+@pytest.mark.parametrize(("switch", "now"), [("true", 0.1), ("false", 0.0)])
+def test_a_run_of_a_version_that_audited_logprobs_is_read_without_that(tmp_path: Path, switch: str, now: float):
+    config = a_config(tmp_path / "run", learner={"audit_rewards": now})
+    run_dir = trained(config)
+    text = run_dir.config.read_text().replace(f"audit_rewards = {now}\n", f"audit = 0.1\naudit_rewards = {switch}\n")
+    run_dir.config.write_text(text)
+    assert load_run_config(run_dir.config) == config
+    with pytest.raises(ConfigError, match=r"learner\.audit: unknown key; remove it: log-probabilities are not audited"):
+        load_config(run_dir.config)  # as the config of a new run
+
+
 def test_a_directory_that_cannot_be_made_is_a_run_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="can't write"):

@@ -34,7 +34,8 @@ MASK_CAUSES = (
 
 - ``invalid``: the learner can't train on its data. The queue refuses such groups, so this is a second check.
 - ``unknown_weights``: it was sampled with weights that this run did not publish.
-- ``quarantined``: its generator's log-probabilities are far from the learner's (``loop.parity``).
+- ``quarantined``: its generator's log-probabilities are far from the learner's (``loop.parity``), or its rewards are
+  forged (``loop.reward_audit``).
 - ``failed``: its inference engine failed.
 - ``filter``: its group's accuracy is outside ``queue.filter_range``, and ``queue.refill`` is false.
 - ``truncated``: it was cut at a token limit (``records.CutLimit``), and ``loss.mask_truncated`` is set.

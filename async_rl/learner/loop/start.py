@@ -30,7 +30,6 @@ from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_checkpoint
 from async_rl.learner.interface import Critic, Engine
 from async_rl.learner.loop.adaptive_bound import AdaptiveBound
-from async_rl.learner.loop.audit import AuditPart
 from async_rl.learner.loop.critic import CriticPart
 from async_rl.learner.loop.idle_sampling import IdleSampling
 from async_rl.learner.loop.mirroring import MirrorPart
@@ -259,7 +258,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             run_dir, point, state, config, written, on_row=on_row, confirm=confirm
         )
         _record_changes(run_dir, restored, config)
-        audits: list[StepPart] = [AuditPart(config, state, engine, queue)] if config.learner.audit else []
+        audits: list[StepPart] = []
         if config.learner.audit_rewards:
             audit = build_reward_audit(config, state, queue, run_dir, context.decode)
             audits.append(written.enter_context(closing(audit)))
