@@ -327,6 +327,16 @@ _Alive = Annotated[
 ]
 
 
+_Lift = Annotated[
+    str | None,
+    typer.Option(
+        "--lift-quarantine",
+        metavar="ID",
+        help="First give leases again to this generator, which was quarantined. With keys, the learner's is needed.",
+    ),
+]
+
+
 @app.command(short_help="Show how a run is doing.")
 def status(
     run_dir: Annotated[
@@ -347,6 +357,7 @@ def status(
     ] = 5.0,
     keys: Keys = None,
     alive: _Alive = None,
+    lift: _Lift = None,
 ) -> None:
     """Show how a run is doing: generators, versions, ready groups, the ledger, and what waits for what.
 
@@ -374,10 +385,10 @@ def status(
 
     chosen = None if keys is None else ClientKeys.load(keys)
     if run_dir is not None:
-        found = status_of_run(run_dir, timeout, chosen)
+        found = status_of_run(run_dir, timeout, chosen, lift=lift)
     else:
         assert connect is not None
-        found = status_at(connect, timeout, chosen)
+        found = status_at(connect, timeout, chosen, lift=lift)
     if alive is not None:
         print_alive(found, alive)
     elif as_json:

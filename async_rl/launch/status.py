@@ -68,42 +68,55 @@ _AWAITED = {"take": "groups", "lease": "a lease", "hello": "a learner", "await_e
 """What the sender of a request waits for until the queue server replies, by the type of the request."""
 
 
-def ask_status(address: str, timeout_s: float, keys: ClientKeys | None = None) -> dict[str, Any]:
+def ask_status(
+    address: str, timeout_s: float, keys: ClientKeys | None = None, *, lift: str | None = None
+) -> dict[str, Any]:
     """Return the status of the run whose queue server is at ``address``. The request uses a new connection.
+
+    If ``lift`` names a generator, lift its quarantine before.
 
     Raises:
         QueueError: the server did not answer within ``timeout_s`` seconds.
+        RunError: the quarantine is not lifted: the generator has none, or the key is not the learner's.
     """
     from async_rl.queue.client.clients import LearnerQueue
 
     queue = LearnerQueue(address, timeout_s, keys)
     try:
+        if lift is not None:
+            lineage = queue.status()["lineage"] or ""
+            try:
+                queue.quarantine(lineage, lift, reason="")
+            except QueueError as error:
+                raise RunError(f"--lift-quarantine: {error}") from error
         return queue.status()
     finally:
         queue.close()
 
 
-def status_at(address: str, timeout_s: float, keys: ClientKeys | None) -> dict[str, Any]:
-    """Return the status of the run whose queue server is at ``address``, for ``async-rl status --connect``.
+def status_at(address: str, timeout_s: float, keys: ClientKeys | None, *, lift: str | None = None) -> dict[str, Any]:
+    """Return the status of the run whose queue server is at ``address``, for ``async-rl status --connect``. ``lift`` is
+    that of ``ask_status``.
 
     Raises:
         AddressError: no queue server answered within ``timeout_s`` seconds. The message says how to find the cause.
     """
     try:
-        return ask_status(address, timeout_s, keys)
+        return ask_status(address, timeout_s, keys, lift=lift)
     except QueueError as error:
         raise AddressError(
             f"{error}. Compare the address with queue.json in the run directory, and check that the run has not ended"
         ) from error
 
 
-def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict[str, Any]:
+def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None, *, lift: str | None = None) -> dict[str, Any]:
     """Return the status of the run in the directory ``path``.
 
     The run's queue server is asked. If the run is finished, the status is read from the run's ``ledger.json``.
 
     Args:
         keys: the keys for the request. If None, the keys in the run's config are used.
+        lift: as in ``ask_status``. A finished run has no quarantines to lift.
 
     Raises:
         RunError: ``path`` is not a run directory, the run's queue server has not started yet or has stopped with the
@@ -114,7 +127,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
     changes = [line for change in read_changes(run_dir) for line in change.lines]
     of_files = {"mirror": mirror_line(run_dir), "changes": changes}
     known = {key: found for key, found in of_files.items() if found}
-    if run_dir.is_finished and (ledger := run_dir.read_ledger()):
+    if run_dir.is_finished and lift is None and (ledger := run_dir.read_ledger()):
         of_ledger = {key: ledger.pop(key) for key in _OF_THE_RUN if key in ledger}
         return {**of_ledger, "finished": True, **known, "ledger": ledger}
     record = read_record(path)
@@ -131,7 +144,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None) -> dict
     if keys is None and run_dir.config.exists():
         keys = client_keys_of(load_run_config(run_dir.config).queue.keys)
     try:
-        return {**ask_status(record.address, timeout_s, keys), **known}
+        return {**ask_status(record.address, timeout_s, keys, lift=lift), **known}
     except QueueError as error:
         raise AddressError(
             f"the queue server of the run in {path}, at {record.address}, did not answer within {timeout_s:g} s: it "

@@ -443,7 +443,7 @@ class GetProbeAnswers(OfLearner, frozen=True):
 class Quarantine(OfLearner, frozen=True):
     """The learner requests that a generator gets no more leases, and that its groups are dropped.
 
-    ``reason`` is for people.
+    ``reason`` is for people. Empty: somebody with the learner's key requests that it gets leases again.
     """
 
     generator_id: str

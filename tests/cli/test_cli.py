@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from async_rl.config.config import Config
 from async_rl.config.loading import load_config
 from async_rl.errors import ConfigError, TrainingError
 from async_rl.launch import launch
+from async_rl.net.keys import ClientKeys, make_keys
 from async_rl.process.descriptors import few_descriptors
+from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import prepare_run_dir
 from tests.queue.builders import make_config
@@ -472,6 +475,39 @@ def test_status_says_by_its_exit_code_whether_a_process_is_alive(tmp_path: Path,
     assert "did not answer within 0.2 s" in refusal(
         capsys, "status", str(run_dir), "--alive", "queue", "--timeout", "0.2"
     )
+
+
+def test_a_quarantine_is_shown_and_lifted_by_who_has_the_learners_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    make_keys(tmp_path / "keys", ["node"])
+    learners, nodes = (str(tmp_path / "keys" / f"{name}.key") for name in ("client", "node"))
+    run_dir, keys = tmp_path / "run", ClientKeys.load(learners)
+    with (
+        closing(Servers(tmp_path)) as servers,
+        ExitStack() as clients,
+    ):
+        server = servers.start(make_config(str(run_dir), queue={"keys": str(tmp_path / "keys")}), "--run-id", "run")
+        learner = clients.enter_context(closing(LearnerQueue(server.address, 30.0, keys)))
+        generator = clients.enter_context(closing(GeneratorQueue(server.address, "g0", keys)))
+        attach(learner)
+        generator.hello(5.0, "fake", "here")
+        learner.quarantine("line-a", "g0", "audit of rewards: 8 of 8 answers")
+        status_of(run_dir, "--keys", nodes)
+        shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert "g0 quarantined: audit of rewards: 8 of 8 answers" in shown
+        assert "note generator 'g0' was quarantined after step 0, it gets no more leases: audit of rewards" in shown
+
+        def refused(generator_id: str, key: str) -> str:
+            lift = ("--keys", key, "--lift-quarantine", generator_id)
+            return refusal(capsys, "status", "--connect", server.address, *lift)
+
+        assert "--lift-quarantine: expected 'quarantine' to be sent with the learner's key" in refused("g0", nodes)
+        assert "expected the id of a quarantined generator, got 'g1'" in refused("g1", learners)
+        status_of(run_dir, "--keys", learners, "--lift-quarantine", "g0", "--json")
+        status = json.loads(capsys.readouterr().out)
+        assert [one["quarantined"] for one in status["generators"]] == [""]
+        assert status["group_notes"] == {}
 
 
 def test_without_a_temporary_directory_a_command_says_what_to_do(

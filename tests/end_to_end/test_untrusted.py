@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.run.directory import RunDir
 from tests.end_to_end.harness import check_ledger, metrics, queue_address, roles, wait_until, write_config
 from tests.end_to_end.test_roles import start_generator, start_ranks
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
@@ -43,6 +44,9 @@ def test_a_generator_that_forges_rewards_is_found_and_honest_ones_are_not(tmp_pa
     rows = [row for row in metrics(tmp_path / "run") if "version" in row]
     assert rows[-1]["audit/quarantined"] == 1
     assert sum(row["audit/refuted"] for row in rows) >= 44
+    # Launch, status and the report read it, also after the generators have left.
+    said = RunDir(tmp_path / "run").read_ledger()["group_notes"].values()
+    assert [text for text in said if text.startswith("generator 'Right' was quarantined after step ")]
     check_ledger(tmp_path / "run")
 
 

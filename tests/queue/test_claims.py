@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from async_rl.errors import QueueError
 from async_rl.net.codec import encode_group
 from async_rl.queue import messages
-from async_rl.queue.core import diagnosis, generator_requests, learner_requests
+from async_rl.queue.core import diagnosis, generator_requests, learner_requests, persistence
 from async_rl.queue.core.groups import read_summary
 from async_rl.queue.core.leases import QUARANTINE_OF
 from async_rl.queue.core.state import QueueState
@@ -225,7 +226,54 @@ def test_a_quarantine_outlives_the_server(tmp_path, monkeypatch):
     run.server._durable.revert()
     reply = run.call(b"peer", messages.LeaseRequest("g0", LINEAGE, 0, 1))
     assert reply.fields["reason"] == "this generator is quarantined: far from the learner"
+    (note,) = persistence.ledger_file(run.server._state)["group_notes"].values()
+    assert note.startswith("generator 'g0' was quarantined after step 0, it gets no more leases: far from the learner;")
     run.close()
+
+
+def test_a_quarantine_is_noted_until_it_is_lifted_also_when_its_generator_has_left():
+    state = make_state()
+    for generator in ("g0", "g1"):
+        leases(state, 1, generator=generator)
+        generator_requests.quarantine(state, generator, "far from the learner")
+    assert state.news == list(diagnosis.notes(state).values())
+    generator_requests.goodbye(state, "g0", 0.0)
+    generator_requests.lift_quarantine(state, "g1")
+    assert list(state.quarantines) == ["g0"]
+    assert state.news[-1] == "the quarantine of generator 'g1' is lifted"
+    assert len(leases(state, 1, generator="g1")) == 1
+    for generator in ("g0", "g1", "nobody"):
+        with pytest.raises(QueueError, match=f"expected the id of a quarantined generator, got '{generator}'"):
+            generator_requests.lift_quarantine(state, generator)
+
+
+def test_no_flood_of_ids_grows_the_notes():
+    state = make_state()
+    for number in range(40):
+        leases(state, 1, generator=f"g{number}")
+        generator_requests.quarantine(state, f"g{number}", "forged")
+    assert list(state.quarantines) == [f"g{number}" for number in range(24, 40)]
+
+
+def test_who_is_lifted_is_not_quarantined_again_for_its_old_groups():
+    state = make_state(max_staleness=300, num_rows=400, max_refused_share=0.01)
+    for _ in range(2):
+        assert not any(entry.quarantined for entry in state.generators.alive(0.0))
+        for lease in leases(state, 2):
+            give(state, forged("a huge reward", lease))
+        assert state.generators.seen("g0", 0.0).quarantined
+        generator_requests.lift_quarantine(state, "g0")
+
+
+def test_a_generator_that_starts_again_has_its_leases_again():
+    # With a key its id stays its own, and a killed process says no goodbye: a run of this one would stop for ever.
+    state = make_state()
+    leases(state, 1)
+    generator_requests.quarantine(state, "g0", "an older engine")
+    assert "every generator is quarantined: g0: an older engine" in diagnosis.stop_reason(state)
+    generator_requests.hello(state, "g0", "host", "fake", 1.0)
+    assert diagnosis.stop_reason(state) == ""
+    assert len(leases(state, 1)) == 1
 
 
 def test_an_answer_to_a_probe_that_the_learner_could_not_read_is_refused(tmp_path, monkeypatch):

@@ -59,6 +59,7 @@ def full_state() -> PersistedState:
         proven_code="old",
         failed_places={"r.py:3": FailedPlace("reward_error", "KeyError", 2, [1], ["test:1"])},
         signal=SignalWatch(streak, Beginning(4, 1.0, 8, streak), Counter(right=1), 1.0, 2.0, {"x": "y"}),
+        quarantines={"g0": "generator 'g0' was quarantined"},
     )  # fmt: skip
 
 

@@ -191,7 +191,13 @@ class LearnerQueue:
         return {name: decode_answer(bytes(part)) for name, part in zip(names, reply.parts, strict=True)}
 
     def quarantine(self, lineage: str, generator_id: str, reason: str) -> None:
-        """Make the queue give no more leases to this generator, and drop its groups that the learner has not taken."""
+        """Make the queue give no more leases to this generator, and drop its groups that the learner has not taken.
+
+        If ``reason`` is empty, lift its quarantine.
+
+        Raises:
+            QueueError: a quarantine that is to be lifted is not there.
+        """
         self._call(messages.Quarantine(lineage, generator_id, reason))
 
     def evaluate(self, lineage: str, dataset: str, step: int, min_version: int, exclusive: bool) -> None:

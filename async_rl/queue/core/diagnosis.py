@@ -72,7 +72,8 @@ def why_ended(state: QueueState) -> str:
 
 def notes(state: QueueState) -> dict[str, str]:
     """Return what the user should know about the run's groups, by cause. Empty if there is nothing."""
-    return {**state.signal.notes, **_too_slow_note(state), **_bytes_note(state), **_failure_notes(state)}
+    quarantines = {f"quarantine: {why}": why for why in state.quarantines.values()}
+    return {**state.signal.notes, **_too_slow_note(state), **_bytes_note(state), **_failure_notes(state), **quarantines}
 
 
 def _failure_notes(state: QueueState) -> dict[str, str]:

@@ -32,6 +32,7 @@ from async_rl.records import Lease, LeaseKind
 
 _RETURNED = "returned"
 """Status of an ended lease whose group has arrived. A second group for the lease is a duplicate."""
+_MAX_QUARANTINES = 16
 
 
 def claim(state: QueueState, generator_id: str, owner: Owner, now: float) -> None:
@@ -71,7 +72,8 @@ def _check_owner(state: QueueState, entry: GeneratorEntry, owner: Owner, remedy:
 def hello(
     state: QueueState, generator_id: str, host: str, backend: str, now: float, *, replaces: str | None = None
 ) -> None:
-    """Register a generator. If ``replaces`` names a dead generator, remove that generator and expire its leases.
+    """Register a generator that starts, which ends its quarantine. If ``replaces`` names a dead one, remove that and
+    expire its leases.
 
     Raises:
         QueueError: the generator to replace belongs to another owner, and is alive or has a key.
@@ -82,6 +84,8 @@ def hello(
         if replaced is not None:
             _check_owner(state, replaced, entry.owner, "start without --replaces")
         lose_generator(state, replaces, now)
+    if entry.quarantined:  # a new process of it: what was wrong may be mended
+        lift_quarantine(state, generator_id)
     entry.host, entry.backend = host, backend
 
 
@@ -287,6 +291,14 @@ def quarantine(state: QueueState, generator_id: str, reason: str) -> None:
     entry.quarantined = reason
     state.generators.save(entry)
     state.revision += 1
+    step = 0 if state.learner is None else state.learner.step
+    state.quarantines[generator_id] = (
+        f"generator {generator_id!r} was quarantined after step {step}, it gets no more leases: {reason}; it gets some "
+        f"again once it is started anew, or by async-rl status --lift-quarantine"
+    )
+    state.news.append(state.quarantines[generator_id])
+    for oldest in list(state.quarantines)[:-_MAX_QUARANTINES]:
+        del state.quarantines[oldest]
     state.forgive(entry.failing.charged)
     entry.failing.charged.clear()
     for active in [active for active in state.leases if active.generator_id == generator_id]:
@@ -294,6 +306,25 @@ def quarantine(state: QueueState, generator_id: str, reason: str) -> None:
     for group in [group for group in state.queued if group.generator_id == generator_id]:
         state.queued.remove(group.lease_id)
         state.drop_group(group, "queued", "refused", requeue=True, counts=False)
+
+
+def lift_quarantine(state: QueueState, generator_id: str) -> None:
+    """Give leases to a generator again. Its refused groups count anew.
+
+    Raises:
+        QueueError: it is not quarantined.
+    """
+    entry = state.generators.get(generator_id)
+    if entry is None or not entry.quarantined:
+        raise QueueError(
+            f"expected the id of a quarantined generator, got {generator_id!r}; async-rl status names them"
+        )
+    entry.quarantined = ""
+    entry.returned.clear()
+    state.generators.save(entry)
+    state.quarantines.pop(generator_id, None)
+    state.news.append(f"the quarantine of generator {generator_id!r} is lifted")
+    state.revision += 1
 
 
 def _refuse_foreign(state: QueueState, generator_id: str, lease_id: str) -> str:

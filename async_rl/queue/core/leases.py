@@ -439,7 +439,11 @@ class GeneratorTable:
             if not entry.quarantined:
                 return ""
             named.append(f"{entry.generator_id}: {entry.quarantined}")
-        return f"every generator is quarantined: {'; '.join(named)}; see the generators' logs" if named else ""
+        return (
+            f"every generator is quarantined: {'; '.join(named)}; see the generators' logs, then start them again"
+            if named
+            else ""
+        )
 
     def cancel(self, active: ActiveLease) -> None:
         """Record that the generator of this lease must stop sampling it.

@@ -40,9 +40,11 @@ _ANNOUNCED = ("lineage", "version", "digest", "channel", "ports")
 """The names of the announcement's fields that the queue's status shows."""
 KEPT_AT_RESTORE = frozenset({
     "now", "data_digest", "learner", "old_lineages", "outcomes", "received_evals", "num_damaged", "code",
+    "quarantines",
 })  # fmt: skip
 """Names of the fields that the restore of a snapshot does not replace: the clock, the digest of the rows, the learners,
-the outcomes of groups, the received evaluations, the number of damaged groups, and the digest of the user's code."""
+the outcomes of groups, the received evaluations, the number of damaged groups, the digest of the user's code, and who
+was quarantined."""
 KNOWN_AT_RESTORE = frozenset({"num_good", "num_outcomes", "proven_code", "failed_places"})
 """Names of the fields that the restore of a snapshot replaces only if nothing is known since: what has failed, and what
 was good."""

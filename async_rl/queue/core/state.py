@@ -75,6 +75,7 @@ class PersistedState:
         proven_code: the digest of the code with which the last good group was scored; None if there is none.
         failed_places: the rollouts that failed, by the place of the failure.
         signal: counts the groups that train nothing.
+        quarantines: the generators that were quarantined last, each with a sentence that says why.
     """
 
     now: float = 0.0
@@ -99,6 +100,7 @@ class PersistedState:
     proven_code: str | None = None
     failed_places: dict[str, FailedPlace] = field(default_factory=dict)
     signal: SignalWatch = field(default_factory=SignalWatch)
+    quarantines: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

@@ -119,7 +119,6 @@ class Handlers:
         self._has_heard_learner = False
         """Whether the attached learner has sent a request to this process. Until then ``welcome`` may be that of a
         learner that has ended, which the journal has kept."""
-        self._quarantined: set[str] = set()
         self._no_lease_at, self._no_lease_for = -1, set[tuple[str, int]]()
         """A revision of the state, and the pairs (lineage, version) for which no lease was left then, whoever asks."""
 
@@ -308,8 +307,10 @@ class Handlers:
 
     def _on_quarantine(self, request: messages.Quarantine, message: Message, now: float) -> Reply:
         self.state.attached(request.lineage)
-        generator_requests.quarantine(self.state, request.generator_id, request.reason)
-        self._log_quarantine(request.generator_id)
+        if request.reason:
+            generator_requests.quarantine(self.state, request.generator_id, request.reason)
+        else:
+            generator_requests.lift_quarantine(self.state, request.generator_id)
         return Reply(Ok())
 
     def _on_parity_answers(self, request: messages.GetProbeAnswers, message: Message, now: float) -> Reply:
@@ -404,18 +405,7 @@ class Handlers:
                 raise
             if reason:
                 why[lease_id] = reason
-        if why:
-            self._log_quarantine(request.generator_id)
         return Reply(messages.ReturnReply(verdicts, why))
-
-    def _log_quarantine(self, generator_id: str) -> None:
-        entry = self.state.generators.get(generator_id)
-        if entry is not None and entry.quarantined and generator_id not in self._quarantined:
-            self._quarantined.add(generator_id)
-            logger.warning(
-                "generator %r is quarantined, it gets no more leases: %s; look for the cause in its log, then start "
-                "it again", generator_id, entry.quarantined,
-            )  # fmt: skip
 
     def _receive_group(
         self, generator_id: str, lease_id: str, payload: Frame, now: float, failed: Sequence[FailedRollouts]

@@ -377,7 +377,7 @@ class QueueServer:
         is_attached = learner is not None and lineage == learner.lineage and message.type in LEARNER_REQUESTS
         if message.type == "attach" or is_attached:
             self._lifetime.note_learner(now)
-            if message.type not in _NOT_AWAITED:
+            if message.type not in (*_NOT_AWAITED, "quarantine"):  # another client may lift a quarantine
                 self._learner_peer = peer
 
     def _send(self, request: Request, reply: Reply) -> None:
