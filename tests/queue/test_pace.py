@@ -135,6 +135,21 @@ def test_the_queue_gives_a_slow_generator_evaluations_alone_and_says_why():
     assert held.lease_id in {active.lease.lease_id for active in state.leases}
 
 
+def test_progress_that_no_lease_allows_makes_nobody_else_slow():
+    # "honest" takes 20 s for a group. A lease has two answers of 8 tokens at most, and a member claims a million.
+    state = make_state(groups_per_step=4, lease_timeout_s=1000.0, generator_timeout_s=200.0)
+    for name, first, number in (("honest", 0, 8), ("member", 160, 7)):
+        for begin in range(first, first + 20 * number, 20):
+            (lease,) = leases(state, 1, generator=name, now=float(begin))
+            if name == "member":
+                claimed = {lease.lease_id: 10**6}
+                generator_requests.heartbeat(state, name, claimed, GeneratorStats(), begin + 1.0)
+            returned = group(lease, generator=name, accuracies=(1.0, 1.0), tokens=8)
+            assert put(state, returned, now=begin + 20.0) == "filtered"
+    (held,) = leases(state, 1, generator="member", now=300.0)
+    assert [lease.kind for lease in leases(state, 1, generator="honest", now=300.0)] == ["train"], held.lease_id
+
+
 def test_a_slow_generator_samples_when_no_other_is_left():
     state = state_with_a_slow_generator()
     assert leases(state, 3, generator="slow", now=100.0) == []

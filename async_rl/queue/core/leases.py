@@ -401,7 +401,9 @@ class GeneratorTable:
     def note_pace(self, active: ActiveLease, tokens: int, now: float, *, is_returned: bool) -> None:
         """Record how long a training lease took that has ended, with at least ``tokens`` sampled tokens."""
         if active.generator_id in self._entries:
-            tokens = max(tokens, active.progress)
+            # No more than the lease allows: a member's word would make the others slow by comparison.
+            most = active.lease.group_size * active.lease.sampling.max_new_tokens
+            tokens = max(tokens, min(active.progress, most))
             self.paces.ended(active.generator_id, tokens, active.issued_at, now, is_returned=is_returned)
 
     def note_failing(self, generator_id: str) -> None:
