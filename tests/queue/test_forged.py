@@ -227,6 +227,20 @@ def test_a_prompt_is_excluded_as_too_long_on_the_word_of_two_generators():
     assert (state.prompts_too_long, groups_of(state)["dropped"]["refused"]) == (1, 2)
 
 
+def test_no_claimed_progress_makes_a_sum_too_large_for_the_journal():
+    # The largest integer of a message; with the second of them the server could not write its journal any more.
+    state = make_state()
+    held = leases(state, 2)
+    claimed = {lease.lease_id: 2**64 - 1 for lease in held}
+    generator_requests.heartbeat(state, "g0", claimed, GeneratorStats(), 1.0)
+    for lease in held:
+        active = state.leases.get(lease.lease_id)
+        assert active is not None
+        state.lose_lease(active, "cancelled", counts=None)
+    assert state.outcomes.cancelled.tokens == 2 * 2 * 8  # two answers of 8 tokens in each lease
+    assert persistence.save(state)
+
+
 def test_the_prompts_of_a_generator_that_is_quarantined_for_its_groups_are_charged_nothing():
     state = two_generators(max_attempts=1)
     held = leases(state, 15, generator=LIAR)

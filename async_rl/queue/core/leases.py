@@ -80,6 +80,11 @@ class ActiveLease:
         """The oldest weights version that may sample a token of this lease."""
         return max(self.version, self.lease.min_version)
 
+    @property
+    def counted_progress(self) -> int:
+        """``progress``, but no more than the lease allows: it is the generator's word, and sums are made of it."""
+        return min(self.progress, self.lease.group_size * self.lease.sampling.max_new_tokens)
+
     def record(self) -> LeaseRecord:
         lease = self.lease
         return LeaseRecord(
@@ -401,9 +406,7 @@ class GeneratorTable:
     def note_pace(self, active: ActiveLease, tokens: int, now: float, *, is_returned: bool) -> None:
         """Record how long a training lease took that has ended, with at least ``tokens`` sampled tokens."""
         if active.generator_id in self._entries:
-            # No more than the lease allows: a member's word would make the others slow by comparison.
-            most = active.lease.group_size * active.lease.sampling.max_new_tokens
-            tokens = max(tokens, min(active.progress, most))
+            tokens = max(tokens, active.counted_progress)
             self.paces.ended(active.generator_id, tokens, active.issued_at, now, is_returned=is_returned)
 
     def note_failing(self, generator_id: str) -> None:

@@ -362,7 +362,8 @@ class QueueState(PersistedState):
             self.ledger.drop("in_flight", final, rollouts, tokens)
             if cause == "cancelled":
                 # Its answers are at least as long as in the last heartbeat. Their reward is unknown.
-                self.outcomes.add("cancelled", rollouts=rollouts, tokens=active.progress, reward=0.0, accuracy=0.0)
+                counted = active.counted_progress
+                self.outcomes.add("cancelled", rollouts=rollouts, tokens=counted, reward=0.0, accuracy=0.0)
         self.revision += 1
 
     def refuse_prompt(self, active: ActiveLease) -> None:

@@ -122,7 +122,7 @@ def test_a_cancelled_lease_counts_with_the_tokens_that_its_holder_reported():
     bias = DropBias()
     bias.step(queue_state.stats().ledger)
     late = leases(queue_state, 3)
-    generator_requests.heartbeat(queue_state, "g0", {late[2].lease_id: 24}, GeneratorStats(), 1.0)
+    generator_requests.heartbeat(queue_state, "g0", {late[2].lease_id: 16}, GeneratorStats(), 1.0)
     for lease in late[:2]:
         put(queue_state, group(lease))
     take(queue_state)
@@ -131,7 +131,7 @@ def test_a_cancelled_lease_counts_with_the_tokens_that_its_holder_reported():
         put(queue_state, group(lease, 1))
     take(queue_state)
     ack(queue_state)
-    # Trained: 8 rollouts of 3 tokens. Cancelled: 2 of at least 12. All: (24 + 24) / 10 = 4.8.
+    # Trained: 8 rollouts of 3 tokens. Cancelled: 2 of at least 8. All: (24 + 16) / 10 = 4.
     metrics = bias.step(queue_state.stats().ledger)
     assert metrics["bias/lost"] == pytest.approx(1 / 5)
-    assert metrics["bias/length"] == pytest.approx(3 / 4.8)
+    assert metrics["bias/length"] == pytest.approx(3 / 4)
