@@ -450,6 +450,9 @@ _CRITIC = (
 )  # fmt: skip
 
 _AUDIT = (
+    _row("learner.audit_rewards", lambda c: c.learner.audit_rewards > 0 and not has_model(c.generator.backend),
+         "0 with generator.backend = {c.generator.backend!r}", "its texts are not its tokens, so leave the key out",
+         {"learner.audit_rewards": 0.1, "generator.backend": "fake"}),
     _row("learner.audit_rewards", lambda c: c.learner.audit_rewards > 0 and c.environment.is_set,
          "0 with an environment", "only its generator saw what it did, so leave the key out",
          {"learner.audit_rewards": 0.1, "environment.name": "mine.py"}),
