@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -29,6 +29,12 @@ class QueueConfig(Section):
         ge=0,
         le=1024,
         description="Maximum number of versions between sampling a token and training on it; 0 is on-policy training.",
+    )
+    run_ahead: Literal["auto", "bound"] | Annotated[float, Field(ge=0, le=1024)] = Field(
+        default="bound",
+        description="How many batches may be in flight or ready while the learner trains one, within "
+        "queue.max_staleness: auto is as many as keep the learner busy, by the measured times of groups and steps, so "
+        "that data is as young as its answers allow; bound is as many as queue.max_staleness admits.",
     )
     on_stale: OnStale = Field(
         default="mask",

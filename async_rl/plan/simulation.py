@@ -114,6 +114,7 @@ class _Simulation:
         self._step = self._version = self._num_received = 0
         # Revisions of the queue at which the take and the requests for leases were tried last.
         self._published = self._tried_at = self._granted_at = -1
+        self._wakes_at = math.inf
         self._awaits_batch = True
         self._ages: Counter[int] = Counter()
 
@@ -211,7 +212,15 @@ class _Simulation:
                 self._tried_at = state.revision
                 self._take()
             elif not state.generators.to_notify():
-                return
+                break
+        deadline = state.next_deadline
+        if deadline is not None and self._now < deadline < self._wakes_at:
+            self._wakes_at = deadline
+            self._at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        self._wakes_at = math.inf
+        self._state.expire(self._now)
 
     def _grant(self) -> None:
         """Try the requests for leases. What the queue refuses one generator, it refuses all with the same version,

@@ -56,7 +56,7 @@ records, but not what it learns. (A scorer's model may move, but its digest must
 
 TUNABLE: tuple[str, ...] = (
     "learner.steps", "data.epochs", "data.eval", "data.curriculum", "eval", "generator", "reward.judge.max_attempts",
-    "queue.max_staleness", "queue.on_stale", "queue.wait_s", "queue.adaptive",
+    "queue.max_staleness", "queue.run_ahead", "queue.on_stale", "queue.wait_s", "queue.adaptive",
     "queue.max_filtered", "queue.max_attempts", "queue.max_refused_share",
     "distill.coef", "optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.warmup_steps",
     "critic.lr", "critic.schedule", "critic.min_lr_ratio", "critic.warmup_steps",

@@ -52,6 +52,7 @@ class CoreMachine(RuleBasedStateMachine):
                 max_attempts=random.choice((1, 3, 50)),
                 epochs=random.choice((None, 1, 2)),
                 num_steps=random.randint(3, 20),
+                run_ahead=random.choice(("bound", "auto", "auto", 0.0, 1.0)),
                 curriculum=random.choice(CURRICULA),
             )
         )

@@ -18,6 +18,7 @@ from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.groups import GroupSummary
 from async_rl.queue.core.persistence import decode_state
 from async_rl.queue.core.prompts import PromptStream
+from async_rl.queue.core.run_ahead import RunAheadSetting
 from async_rl.queue.core.state import PersistedState, QueueState
 from async_rl.queue.messages import Verdict
 from async_rl.queue.storage.journal import Changes, Kind, unpack
@@ -43,6 +44,7 @@ class Knobs:
     num_rows: int = 12
     epochs: int | None = None
     num_steps: int = 20
+    run_ahead: RunAheadSetting = "bound"
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
 
 
@@ -72,6 +74,7 @@ class Witness:
             max_staleness=knobs.max_staleness, adaptive=True, updates_per_batch=knobs.updates, on_stale=knobs.on_stale,
             filter_range=(0.01, 0.99) if knobs.is_filtered else None, refill=knobs.refill,
             max_bytes=int(knobs.max_groups * WORST_CASE), max_attempts=knobs.max_attempts, max_filtered=10_000,
+            run_ahead=knobs.run_ahead,
             lease_timeout_s=10.0, wait_s=7.0,
         )  # fmt: skip
         self.now = 0.0

@@ -24,6 +24,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import MAX_SESSION_CALLS
 from async_rl.config.queue import OnStale
 from async_rl.errors import ConfigError, QueueError
+from async_rl.queue.core.run_ahead import RunAheadSetting
 from async_rl.queue.messages import Announcement, StepAck
 from async_rl.records import LeaseKind, Sampling
 from async_rl.routes import RoutingShape
@@ -92,6 +93,8 @@ class QueueSettings:
     """The value of ``loss.mask_truncated``."""
     max_turn_tokens: int | None = None
     """The value of ``environment.max_turn_tokens``. None without an environment."""
+    run_ahead: RunAheadSetting = "bound"
+    """The value of ``queue.run_ahead``."""
 
     def __post_init__(self) -> None:
         if not self.sampling.keeps_all and not self.sampling.top_k and self.vocab_size is None:
@@ -163,6 +166,7 @@ class QueueSettings:
             span_bytes=_BYTES_PER_SPAN if config.makes_spans else 0,
             mask_truncated=config.loss.mask_truncated,
             max_turn_tokens=config.environment.max_turn_tokens if config.environment.is_set else None,
+            run_ahead="bound" if config.learner.fixed_lag is not None else config.queue.run_ahead,
         )
 
     @property

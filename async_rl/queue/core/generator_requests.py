@@ -472,7 +472,7 @@ def _why_too_slow(state: QueueState, learner: LearnerSide, generator_id: str) ->
     settings, paces, bound = state.settings, state.generators.paces, learner.lease_bound
     batches = max(1, (bound + 1) // settings.updates_per_batch)
     before = paces.why(generator_id)
-    window = Window(batches, settings.groups_per_step, state.learner_s, bound)
+    window = Window(batches, settings.groups_per_step, state.run_ahead.step_s, bound)
     why = paces.check(generator_id, window, state.now, lambda: state.generators.has_another(generator_id, state.now))
     if why and not before:
         state.news.append(f"generator {generator_id!r} gets no training leases, because it is {why}")
@@ -484,10 +484,14 @@ def _grant_from_stream(
 ) -> tuple[list[Lease], LeasesGranted | None]:
     settings = state.settings
     limit = learner.group_limit(state.settings, version)
+    pace = state.run_ahead.limit(state.now)
     leases: list[Lease] = []
     while len(leases) < max_leases:
         if state.outstanding >= limit:
             return leases, _full(state, learner, version, limit)
+        if state.outstanding >= pace:
+            state.run_ahead.hold(pace, state.now)
+            return leases, LeasesGranted((), f"sampling is far enough ahead: {_groups_line(state, pace)}")
         used = state.group_bytes + state.leases.reserved
         if used + settings.worst_case_bytes > settings.max_bytes:
             state.is_short_of_bytes = True
@@ -507,10 +511,9 @@ def _grant_from_stream(
 
 
 def _full(state: QueueState, learner: LearnerSide, version: int, limit: int) -> LeasesGranted:
-    groups = state.ledger.groups
     line = (
-        f"limit {limit} groups: {groups.taken} taken, {groups.in_flight} in flight, {groups.queued} queued "
-        f"(learner at version {learner.version}, generator at {version}, {learner.steps_left} steps left)"
+        f"{_groups_line(state, limit)} (learner at version {learner.version}, generator at {version}, "
+        f"{learner.steps_left} steps left)"
     )
     announced = learner.announced_version
     if (
@@ -520,6 +523,11 @@ def _full(state: QueueState, learner: LearnerSide, version: int, limit: int) -> 
     ):
         return LeasesGranted((), line, activate=announced)
     return LeasesGranted((), line)
+
+
+def _groups_line(state: QueueState, limit: float) -> str:
+    groups = state.ledger.groups
+    return f"limit {limit:g} groups: {groups.taken} taken, {groups.in_flight} in flight, {groups.queued} queued"
 
 
 def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, version: int, position: int) -> Lease:
@@ -640,7 +648,9 @@ def _receive_training(
         _lose_returned(state, active, "stale", group.num_tokens)
         return "stale"
     state.generators.note_pace(active, group.num_tokens, state.now, is_returned=True)
-    if not is_kept and settings.refill:
+    is_filtered = not is_kept and settings.refill
+    state.run_ahead.returned(state.now - active.issued_at, is_filtered=is_filtered)
+    if is_filtered:
         state.leases.close(active.lease.lease_id, _RETURNED)
         state.revision += 1
         state.signal.observe(flaw, group, settings, learner.step)

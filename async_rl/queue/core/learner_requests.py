@@ -87,6 +87,7 @@ def attach(
     before = None if found is None else found.state.learner
     state.learner = LearnerSide.continued(before, state.settings, lineage, step, num_steps, fork_version)
     state.waits_since = None
+    state.run_ahead.attach()
     state.drop_too_old(state.learner)
     state.revision += 1
 
@@ -222,7 +223,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
         if not groups:
             return _not_ready(state, learner)
         state.set_taken(groups)
-        state.taken_at = state.now
+        state.run_ahead.took(state.now)
         for group in groups:
             state.ledger.take(group.num_rollouts, group.num_tokens)
         state.waits_since = None
@@ -262,9 +263,7 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
             f"{ack.step}; {_RESTART}"
         )
     learner.check(ack, settings)
-    if state.taken_at is not None:
-        step_s, state.taken_at = state.now - state.taken_at, None
-        state.learner_s = (state.learner_s + step_s) / 2 if state.learner_s else step_s
+    state.run_ahead.trained(state.now)
     _settle(state, learner, ack.trained)
     learner.advance(ack, settings)
     state.filtered_since_step = state.filtered_right_since_step = 0

@@ -25,6 +25,7 @@ from async_rl.queue.core.learning_signal import SignalWatch
 from async_rl.queue.core.leases import ActiveLease, GeneratorEntry, GeneratorTable, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
 from async_rl.queue.core.prompts import Answer, EvalBook, EvalKey, PromptStream, Row, StreamCursor
+from async_rl.queue.core.run_ahead import RunAhead
 from async_rl.queue.messages import DropCause, Failure, QueueStats
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import MemoryPayloads, PayloadStore
@@ -116,8 +117,7 @@ class QueueState(PersistedState):
         taken: the groups that the learner has taken for its step.
         waits_since: under ``on_stale = "wait"``, the time since which a complete batch has waited for leases; None if
             no batch waits.
-        taken_at: the time at which the learner took the groups of its step; None if it is not known.
-        learner_s: about how many seconds pass from a take to the report that it was trained; 0 if it is not known.
+        run_ahead: how far sampling runs ahead of the learner.
         revision: a number that grows with every change, so that waiting requests are tried again.
         clock_ahead_s: the seconds by which the queue's clock is ahead of the caller's.
         vocab_size: limit on the token ids of returned groups. None if unknown.
@@ -140,8 +140,7 @@ class QueueState(PersistedState):
     taken: tuple[StoredGroup, ...] = ()
     taken_bytes: int = 0
     waits_since: float | None = None
-    taken_at: float | None = None
-    learner_s: float = 0.0
+    run_ahead: RunAhead = field(init=False)
     num_leases: int = 0
     revision: int = 0
     clock_ahead_s: float = 0.0
@@ -162,6 +161,7 @@ class QueueState(PersistedState):
         self.leases = LeaseTable(self.settings.lease_timeout_s, self.changes)
         self.generators = GeneratorTable(self.settings.generator_timeout_s, self.changes)
         self.evals = EvalBook(self.changes, self.payloads)
+        self.run_ahead = RunAhead(self.settings.run_ahead, self.settings.groups_per_step)
         self.snapshot_refs = SnapshotRefs(self.changes)
 
     def adopt(self, saved: PersistedState) -> None:
@@ -198,12 +198,16 @@ class QueueState(PersistedState):
         self.revision += self.generators.forget_silent(self.now)
         # The requests of generators that may try a lease now are waiting for a change.
         self.revision += self.generators.due_trials(self.now)
+        self.revision += self.run_ahead.has_grown(self.now)
         return len(expired)
 
     @property
     def next_deadline(self) -> float | None:
         """The time, on the caller's clock, at which ``expire`` must be called next; None if it need not be called."""
-        deadlines = (self.leases.next_deadline, self._wait_deadline, self.generators.next_trial)
+        deadlines = (
+            self.leases.next_deadline, self._wait_deadline, self.generators.next_trial,
+            self.run_ahead.next_change(self.now),
+        )  # fmt: skip
         return min((d - self.clock_ahead_s for d in deadlines if d is not None), default=None)
 
     @property
