@@ -152,4 +152,4 @@ def _rollouts(config: Config, stack: ExitStack) -> tuple[AgentRollouts, _FixedAn
     longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
     front = stack.enter_context(closing(Front(Path(config.model.path).name, longest, directory, arguments)))
     engine = _FixedAnswers(token_ids)
-    return AgentRollouts(engine, pool, front, _NoJudge(), render, config.environment), engine
+    return AgentRollouts(engine, pool, front, _NoJudge(), render, config.environment, train_sampling(config)), engine

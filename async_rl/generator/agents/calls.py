@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from msgspec.structs import replace
@@ -13,21 +14,24 @@ from async_rl.generator.backend import Sampled, rollout_keys
 from async_rl.records import Lease, Sampling
 
 
-def wrong_in(call: Call, sampling: Sampling, vocab_size: int | None) -> tuple[str, str, str] | None:
+def is_of(sampling: Sampling, name: str, value: float) -> bool:
+    """Return whether ``value`` is that of the setting ``name`` of ``sampling``."""
+    wanted = 0.0 if name == "top_k" and value == -1 else value  # -1 switches top-k off, too
+    return math.isclose(wanted, getattr(sampling, name), rel_tol=1e-6)
+
+
+def wrong_in(call: Call, taken: Mapping[str, Sampling], vocab_size: int | None) -> tuple[str, str, str] | None:
     """Return what is wrong with a call, as the message, code and parameter of a refusal; None if nothing is.
 
-    ``sampling`` is the run's; token ids must be below ``vocab_size``, None for no limit.
+    ``taken`` are the settings that a call may name, by the section of the config that has them. Token ids must be below
+    ``vocab_size``, None for no limit.
     """
-    run = {
-        "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": float(sampling.top_k),
-        "min_p": sampling.min_p,
-    }  # fmt: skip
     for name, value in call.settings.items():
-        wanted = 0.0 if name == "top_k" and value == -1 else value  # -1 switches top-k off, too
-        if not math.isclose(wanted, run[name], rel_tol=1e-6):
+        if not any(is_of(sampling, name, value) for sampling in taken.values()):
+            run = " or ".join(f"{section}.{name} = {getattr(one, name):g}" for section, one in taken.items())
             text = (
-                f"{name}: expected the run's sampling.{name} = {run[name]:g} or none, got {value:g}: the run can't "
-                f"train on what is sampled otherwise"
+                f"{name}: expected the run's {run} or none, got {value:g}: the run can't train on what is sampled "
+                f"otherwise; leave it out"
             )
             return text, "unsupported", name
     limit = vocab_size or 2**31

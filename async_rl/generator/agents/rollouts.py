@@ -26,7 +26,7 @@ from msgspec import to_builtins
 
 from async_rl.config.generator import MAX_SESSION_CALLS, EnvironmentConfig
 from async_rl.environments.pool import EnvironmentPool, Event
-from async_rl.generator.agents.calls import reply_to, request_of, wrong_in
+from async_rl.generator.agents.calls import is_of, reply_to, request_of, wrong_in
 from async_rl.generator.agents.front_process import Front, FrontLost
 from async_rl.generator.agents.messages import (
     Accept,
@@ -48,7 +48,7 @@ from async_rl.generator.environment_rollouts import prompt_text, start_message
 from async_rl.generator.rollouts import Graded, Grader, Played, turns_of
 from async_rl.process.fault_points import fault_point
 from async_rl.queue.messages import Failure
-from async_rl.records import FinishReason, Lease, Rollout
+from async_rl.records import FinishReason, Lease, Rollout, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class AgentRollouts:
         grader: scores the rollouts whose agents return no reward.
         render: returns the messages of a row as text.
         config: the section ``[environment]``.
+        trained: the settings of training. A call in an evaluation may name them, and is sampled with the evaluation's.
         vocab_size: token ids must be below it; None for no limit.
         judged_by: the fields that the run's reward functions need of a row.
         max_abs: a rollout with a larger reward, in absolute value, fails.
@@ -91,13 +92,14 @@ class AgentRollouts:
 
     def __init__(
         self, engine: Engine, pool: EnvironmentPool | OutsidePrograms, front: Front, grader: Grader, render: Render,
-        config: EnvironmentConfig, *, vocab_size: int | None = None, judged_by: Collection[str] = (),
+        config: EnvironmentConfig, trained: Sampling, *, vocab_size: int | None = None, judged_by: Collection[str] = (),
         max_abs: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._engine, self._pool, self._front, self._grader, self._render = engine, pool, front, grader, render
         self._config, self._vocab_size, self._max_abs, self._clock = config, vocab_size, max_abs, clock
-        self._judged_by = judged_by
+        self._judged_by, self._trained = judged_by, trained
+        self._noted: set[str] = set()
         self._sessions: dict[str, OpenSession] = {}
         self._by_key: dict[str, OpenSession] = {}
         self._by_request: dict[str, tuple[OpenSession, int]] = {}
@@ -255,12 +257,25 @@ class AgentRollouts:
             self._refuse(call, f"a session has at most {MAX_SESSION_CALLS} calls", "too_many_calls", "")
             return
         session.num_received += 1
-        if (wrong := wrong_in(call, session.lease.sampling, self._vocab_size)) is not None:
+        used, is_eval = session.lease.sampling, session.lease.kind == "eval"
+        taken = {"eval": used, "sampling": self._trained} if is_eval else {"sampling": used}
+        if (wrong := wrong_in(call, taken, self._vocab_size)) is not None:
             self._refuse(call, *wrong)
             return
+        self._note_settings(call, used)
         session.waiting.append(call)
         session.note_calls(self._clock())
         self._may_begin = True
+
+    def _note_settings(self, call: Call, used: Sampling) -> None:
+        """Log the settings of an evaluation that are used although the agent names those of training, once each."""
+        for name in call.settings.keys() - self._noted:
+            if not is_of(used, name, call.settings[name]):
+                self._noted.add(name)
+                logger.warning(
+                    "an agent names the %s of training, %g; in evaluations eval.%s = %g is used all the same",
+                    name, call.settings[name], name, getattr(used, name),
+                )  # fmt: skip
 
     def _receive_reward(self, given: Finish) -> None:
         """Take a session's reward, which counts when its agent ends without one. It may be repeated."""

@@ -53,6 +53,7 @@ from async_rl.net.keys import SECRET_VARIABLE, ClientKeys
 from async_rl.output import logged
 from async_rl.process.child import reuse_freed_memory
 from async_rl.process.user_code import DIGESTS_FILE, check_allowed_command, digest_of, read_digests
+from async_rl.queue.core.admission import train_sampling
 from async_rl.queue.messages import GeneratorStats
 from async_rl.rewards.functions import MAX_CONCURRENT_CALLS
 from async_rl.rewards.math.verifier import MAX_CALLERS
@@ -352,8 +353,8 @@ def build_environment(
             front.join(config.environment.relay, keys)
             pool = OutsidePrograms(front)
         return AgentRollouts(
-            backend, pool, front, grader, text.render, config.environment, vocab_size=size, max_abs=max_abs,
-            judged_by={name for one in config.reward.types for name in one.row_fields},
+            backend, pool, front, grader, text.render, config.environment, train_sampling(config), vocab_size=size,
+            judged_by={name for one in config.reward.types for name in one.row_fields}, max_abs=max_abs,
         )  # fmt: skip
     pool = _environment_pool(config, code_digests, stack)
     return EnvironmentRollouts(backend, pool, text, config.environment, max_abs=max_abs)

@@ -187,6 +187,33 @@ def test_a_request_may_not_contradict_the_lease(tmp_path: Path):
     assert graded.rollout is not None
 
 
+IN_EVALUATIONS = """
+async def run(task):
+    for temperature in (1.0, 0.0, 1.0, 0.5):
+        note(await ask(task, [1], temperature=temperature))
+    return 1.0
+"""
+
+
+def test_an_agent_may_name_the_temperature_of_training_in_an_evaluation_that_has_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    with world(tmp_path, IN_EVALUATIONS) as played:  # the run trains at temperature 1
+        (graded,) = played.play(kind="eval", temperature=0.0, max_new_tokens=20)
+        assert [line.partition(",")[0] for line in played.notes] == ["(200", "(200", "(200", "(400"]
+        assert "expected the run's eval.temperature = 0 or sampling.temperature = 1 or none, got 0.5" in played.notes[3]
+        assert [lease.sampling.temperature for lease, _ in played.backend.requests] == [0.0] * 3
+    assert graded.rollout is not None
+    (said,) = [record.message for record in caplog.records if "temperature" in record.message]
+    assert "the temperature of training, 1; in evaluations eval.temperature = 0 is used" in said
+
+
+def test_a_request_may_not_name_the_temperature_of_evaluations_in_training(tmp_path: Path):
+    with world(tmp_path, IN_EVALUATIONS) as played:
+        played.play(max_new_tokens=20)
+        assert [line.partition(",")[0] for line in played.notes] == ["(200", "(400", "(200", "(400"]
+
+
 def test_a_request_may_shorten_its_answer(tmp_path: Path):
     source = (
         "\nasync def run(task):\n    await ask(task, [1], max_tokens=2, stop=['x'], stop_token_ids=[9])\n    return 1\n"

@@ -78,8 +78,8 @@ class Turns(Generic[EngineT]):
     ) -> None:  # fmt: skip
         self.backend, self.front = backend, front
         self.rollouts = AgentRollouts(
-            backend, pool, front, InlineGrader(score), CharacterText().render, settings, vocab_size=vocab_size,
-            max_abs=100.0, clock=clock, judged_by=["gt_answer"],
+            backend, pool, front, InlineGrader(score), CharacterText().render, settings, make_lease().sampling,
+            vocab_size=vocab_size, max_abs=100.0, clock=clock, judged_by=["gt_answer"],
         )  # fmt: skip
         self.done: list[Graded] = []
 
