@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,10 +18,21 @@ import numpy as np
 from async_rl.generator.agents.answers import message_of, parse_answer
 from async_rl.generator.agents.conversations import ChatPrompt, Conversations, Tools
 from async_rl.generator.agents.messages import Call, Reply, Said
-from async_rl.generator.agents.requests import RefusedError, count_of, seed_of, settings_of, stop_of
+from async_rl.generator.agents.requests import (
+    OF_CHATS,
+    Note,
+    RefusedError,
+    check_fields,
+    count_of,
+    seed_of,
+    settings_of,
+    stop_of,
+    stop_token_ids_of,
+)
 
 MAX_CHOICES = 64
-_UNSUPPORTED = ("functions", "function_call", "audio", "modalities", "prediction", "web_search_options")
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_TEMPLATE_KEY = "chat_template_kwargs"
 _NO_TOKENIZER = "chats need a tokenizer with a chat template, and this generator has none; use /inference/v1/generate"
 
 
@@ -60,11 +72,20 @@ class ChatRenderer:
             return False
         return True
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, own: Mapping[str, Any] = _NOTHING) -> str:
+        """Render a conversation. ``own`` are the request's variables of the template, which replace those of the run.
+
+        Raises:
+            Exception: the template's.
+        """
         from async_rl.data.template import apply_template
 
-        names = {**self._arguments, **({"tools": list(tools)} if tools else {})}
+        names = {**self._arguments, **own, **({"tools": list(tools)} if tools else {})}
         return str(apply_template(self._tokenizer, messages, names))
+
+    def differing(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of ``arguments`` that the run does not set to the same value."""
+        return {name: value for name, value in arguments.items() if self._arguments.get(name, self) != value}
 
     def encode(self, text: str, before: str = "") -> np.ndarray:
         return self._text.encode(text, before)
@@ -94,8 +115,8 @@ def load_renderer(directory: str, arguments: Mapping[str, Any]) -> ChatRenderer:
         raise RefusedError(501, f"{_NO_TOKENIZER} ({error})", "no_chat_template") from None
 
 
-def read_chat(body: bytes) -> ChatRequest:
-    """Read the body of a request.
+def read_chat(body: bytes, note: Note) -> ChatRequest:
+    """Read the body of a request. ``note`` gets the fields that have no effect.
 
     Raises:
         RefusedError: it is malformed, or asks for what can't be had.
@@ -109,7 +130,7 @@ def read_chat(body: bytes) -> ChatRequest:
         raise RefusedError(400, "messages: expected a list of objects with a role", "invalid_request", "messages")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
         raise RefusedError(400, "tools: expected a list of objects", "invalid_request", "tools")
-    _check_supported(raw)
+    check_fields(raw, OF_CHATS, note)
     n = count_of(raw, "n") or 1
     if n > MAX_CHOICES:
         raise RefusedError(400, f"n: expected at most {MAX_CHOICES}, got {n}", "invalid_request", "n")
@@ -128,36 +149,35 @@ def _is_message(value: object) -> bool:
     return isinstance(value, dict) and isinstance(value.get("role"), str)
 
 
-def _check_supported(raw: Mapping[str, Any]) -> None:
-    for name in _UNSUPPORTED:
-        if raw.get(name) is not None:
-            raise RefusedError(400, f"{name}: can't be had here; leave it out", "unsupported", name)
-    if raw.get("top_logprobs"):
-        text = "top_logprobs: expected 0 or none: only the sampled tokens' log-probabilities are known"
-        raise RefusedError(400, text, "unsupported", "top_logprobs")
-    wanted = raw.get("response_format")
-    if wanted is not None and (not isinstance(wanted, dict) or wanted.get("type") != "text"):
-        text = 'response_format: expected {"type": "text"} or none: a forced form is another distribution'
-        raise RefusedError(400, text, "unsupported", "response_format")
-    if (choice := raw.get("tool_choice")) not in (None, "auto", "none"):
-        text = f'tool_choice: expected "auto" or "none", got {choice!r:.80}: a forced call is another distribution'
-        raise RefusedError(400, text, "unsupported", "tool_choice")
-
-
-def prompt_of(known: Conversations, wanted: ChatRequest, renderer: ChatRenderer) -> ChatPrompt:
-    """Return the request's conversation as token ids.
+def prompt_of(known: Conversations, wanted: ChatRequest, renderer: ChatRenderer, note: Note) -> ChatPrompt:
+    """Return the request's conversation as token ids. ``note`` gets the fields that have no effect on it.
 
     Raises:
-        RefusedError: the chat template can't render it.
+        RefusedError: the chat template can't render it, or would render another prompt than the run's.
     """
     if wanted.tools and not renderer.reads_tools:
         text = "tools: the model's chat template does not read them, so the model would not know them"
         raise RefusedError(400, text, "unsupported", "tools")
+    what = "messages"
     try:
-        return known.prompt(wanted.messages, wanted.tools)
+        prompt = known.prompt(wanted.messages, wanted.tools)
+        what = _TEMPLATE_KEY
+        own = renderer.differing(wanted.raw.get(what) or {})
+        is_same = not own or renderer.render(wanted.messages, wanted.tools, own) == renderer.render(
+            wanted.messages, wanted.tools
+        )
     except Exception as error:  # boundary to chat templates, which raise what they like
-        text = f"messages: the chat template can't render them: {type(error).__name__}: {error}"
-        raise RefusedError(400, text, "invalid_request", "messages") from None
+        text = f"{what}: the chat template can't render them: {type(error).__name__}: {error}"
+        raise RefusedError(400, text, "invalid_request", what) from None
+    if not is_same:
+        text = (
+            f"{what}: expected what leaves the run's prompt as it is, got {own!r:.80}: the run could not train on that "
+            f"prompt; leave it out, or set data.chat_template_kwargs in the run's config"
+        )
+        raise RefusedError(400, text, "unsupported", what)
+    if own:
+        note(what)
+    return prompt
 
 
 def chat_call(wanted: ChatRequest, prompt: ChatPrompt, number: int, key: str, choice: int) -> Call:
@@ -167,7 +187,8 @@ def chat_call(wanted: ChatRequest, prompt: ChatPrompt, number: int, key: str, ch
     said = Said(messages, None if prompt.known is None else prompt.known.call, wanted.tools is not None)
     return Call(
         number, key, prompt.token_ids.astype("<i4").tobytes(), max_tokens=wanted.max_tokens, stop=stop_of(params),
-        seed=seed_of(params) + choice, settings=settings_of(params), said=said,
+        stop_token_ids=stop_token_ids_of(params), seed=seed_of(params) + choice, settings=settings_of(params),
+        said=said,
     )  # fmt: skip
 
 

@@ -280,6 +280,7 @@ class Endpoints:
         self._calls, self._model, self._max_model_len, self._renderer = calls, model, max_model_len, renderer
         self._conversations: dict[str, Conversations] = {}
         self._pace = Pace()
+        self._noted: set[str] = set()
 
     def routes(self) -> list[Route]:
         """Return the routes, each also below ``/s/KEY``."""
@@ -305,7 +306,7 @@ class Endpoints:
     async def generate(self, request: Request) -> Response:
         """``POST /inference/v1/generate``."""
         key = _key(request)
-        wanted = read_generate(await self._body(request, key))
+        wanted = read_generate(await self._body(request, key), self._note)
         self._calls.check_key(key)  # it may have been closed while the body arrived
         with self._calls.numbered(key, 1) as (number,):
             call = msgspec.structs.replace(wanted, call=number, key=key)
@@ -318,10 +319,10 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
         key = _key(request)
-        wanted = read_chat(await self._body(request, key))
+        wanted = read_chat(await self._body(request, key), self._note)
         renderer = await asyncio.shield(self._renderer)
         known = self._conversations_of(key, renderer)
-        prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer)
+        prompt = await asyncio.to_thread(prompt_of, known, wanted, renderer, self._note)
         self._calls.check_key(key)
         with self._calls.numbered(key, wanted.n) as numbers:
             calls = [chat_call(wanted, prompt, number, key, choice) for choice, number in enumerate(numbers)]
@@ -336,6 +337,12 @@ class Endpoints:
             if wanted.stream:
                 return AnswerResponse(chat_events(answer, wanted), "text/event-stream", self._calls, numbers)
             return self._answer(answer, numbers)
+
+    def _note(self, name: str) -> None:
+        """Log a field of requests that has no effect, once."""
+        if name not in self._noted and len(self._noted) < _MAX_LOGGED:
+            self._noted.add(name)
+            logger.warning("agents' calls have the field %.80r, which has no effect here", name)
 
     async def _wait(self, key: str, num_bytes: int) -> None:
         """Wait as long as a request with a key must. Keys without an open session share one rate."""

@@ -1,26 +1,67 @@
 """What the front reads of requests, and the token endpoint's bodies.
 
-A request may shorten an answer, and may not change the distribution that it is sampled from: the run trains on it. Such
-requests are refused by the name of the field.
+A request may shorten an answer, and may change neither its prompt nor the distribution that it is sampled from: the run
+trains on it. Such requests are refused by the name of the field. ``check_fields`` knows the fields of OpenAI's chats,
+and those that vLLM, SGLang, llama.cpp and TGI add.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from async_rl.generator.agents.messages import Call, Reply
 
-NOT_OURS: Mapping[str, Any] = {
-    "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0, "ignore_eos": False,
-    "logit_bias": None, "bad_words": None, "allowed_token_ids": None, "structured_outputs": None, "n": 1,
-    "prompt_logprobs": None, "logits_processors": None, "extra_args": None,
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    # What is sampled.
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "repeat_penalty": (1,),
+    "no_repeat_ngram_size": (0,), "dry_multiplier": (0,), "typical_p": (1,), "top_a": (0,), "tfs_z": (1,),
+    "top_n_sigma": (-1, 0), "xtc_probability": (0,), "dynatemp_range": (0,), "mirostat": (0,), "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,), "do_sample": (True,), "best_of": (1,), "use_beam_search": (False,), "num_beams": (1,),
+    "length_penalty": (1,), "min_tokens": (0,), "min_new_tokens": (0,), "ignore_eos": (False,), "logit_bias": (),
+    "bad_words": (), "allowed_token_ids": (), "logits_processors": (), "custom_logit_processor": (), "extra_args": (),
+    "vllm_xargs": (), "structured_outputs": (), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "guided_grammar": (), "guided_decoding": (), "structural_tag": (), "json_schema": (), "grammar": (), "regex": (),
+    "ebnf": (), "response_format": ({"type": "text"},), "tool_choice": ("auto", "none"), "functions": (),
+    "function_call": ("auto", "none"), "prediction": (), "web_search_options": (), "audio": (),
+    "modalities": (["text"],), "thinking_token_budget": (), "thinking_budget": (), "repetition_detection": (),
+    # Where an answer ends: other names of ``max_tokens`` and ``stop``.
+    "max_new_tokens": (), "max_output_tokens": (), "n_predict": (), "stop_sequences": (), "stop_regex": (),
+    # The prompt.
+    "reasoning_effort": (), "reasoning": (), "thinking": (), "enable_thinking": (), "verbosity": ("medium",),
+    "documents": (), "chat_template": (), "system": (), "instructions": (), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "add_special_tokens": (False,), "truncate_prompt_tokens": (-1,),
+    # What the answer consists of.
+    "n": (1,), "logprobs": (0, 1), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,),
 }  # fmt: skip
-"""Settings that would change the distribution, or the shape of the answer, with the only value that is taken."""
+"""Fields that would change the prompt, what is sampled or the parts of the answer, with the values that change nothing.
+So do null and what is empty."""
+_HARMLESS = frozenset({
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "prompt_cache_options", "stream_options", "priority", "request_id", "cache_salt",
+    "guided_decoding_backend", "guided_whitespace_pattern", "truncation_side", "kv_transfer_params",
+    "ec_transfer_params", "skip_clone", "skip_reading_prefix_cache", "return_token_ids",
+})  # fmt: skip
+"""Fields that a server may leave aside without a word."""
+_OF_SAMPLING = frozenset({
+    "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed",
+})  # fmt: skip
+OF_CHATS = _OF_SAMPLING | {
+    "messages", "tools", "n", "stream", "max_completion_tokens", "logprobs", "chat_template_kwargs",
+}  # fmt: skip
+"""Fields that are read in a chat, in addition to those of ``NEUTRAL``."""
+_OF_GENERATE = frozenset({"token_ids", "sampling_params", "stream", "features"})
+_OF_PARAMS = _OF_SAMPLING | {
+    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize", "output_kind",
+    "flat_logprobs",
+}  # fmt: skip
+"""Fields of ``sampling_params`` that are read, or are about text, which the token endpoint does not return."""
+Note = Callable[[str], None]
+"""Takes the name of a field that has no effect."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 """Settings that must be the run's, if they are given."""
 
@@ -34,16 +75,12 @@ class RefusedError(Exception):
 
 
 class GenerateRequest(msgspec.Struct):
-    """The body of ``POST /inference/v1/generate``. Fields that are not listed are ignored."""
+    """What is read in the body of ``POST /inference/v1/generate``."""
 
     token_ids: list[int]
     sampling_params: dict[str, Any] = {}
     stream: bool = False
     features: Any = None
-    model: str = ""
-
-
-_requests = msgspec.json.Decoder(GenerateRequest)
 
 
 class FinishRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -68,14 +105,40 @@ def read_finish(body: bytes) -> FinishRequest:
         raise RefusedError(400, f"the request: {error}", "invalid_request") from None
 
 
-def read_generate(body: bytes) -> Call:
+def check_fields(fields: Mapping[str, Any], read: frozenset[str], note: Note) -> None:
+    """Check that nothing in a request is left aside that would change its prompt or its answer.
+
+    ``read`` are the fields whose values the caller reads. ``note`` gets those that nobody knows.
+
+    Raises:
+        RefusedError: a field has another value than a neutral one, or belongs into another place.
+    """
+    for name, got in fields.items():
+        if name in read or name in _HARMLESS or got in (None, "", [], {}):
+            continue
+        neutral = NEUTRAL.get(name)
+        if neutral is None and name not in OF_CHATS | _OF_GENERATE:
+            note(name)
+        elif got is not False if neutral is None else got not in neutral:
+            wanted = " or ".join(msgspec.json.encode(one).decode() for one in neutral or ()) or "no value here"
+            text = (
+                f"{name}: expected {wanted}, got {got!r:.80}: what is asked or sampled otherwise can't be trained on; "
+                f"leave it out"
+            )
+            raise RefusedError(400, text, "unsupported", name)
+
+
+def read_generate(body: bytes, note: Note) -> Call:
     """Read the body of ``POST /inference/v1/generate``. The call has no number and no key yet.
+
+    ``note`` gets the fields that have no effect.
 
     Raises:
         RefusedError: it is malformed, or asks for what would not be the run's distribution.
     """
     try:
-        wanted = _requests.decode(body)
+        raw = msgspec.json.decode(body, type=dict[str, Any])
+        wanted = msgspec.convert(raw, GenerateRequest)
         token_ids = array("i", wanted.token_ids)
     except msgspec.MsgspecError as error:
         raise RefusedError(400, f"the request: {error}", "invalid_request") from None
@@ -87,9 +150,11 @@ def read_generate(body: bytes) -> Call:
         name = "stream" if wanted.stream else "features"
         raise RefusedError(400, f"{name}: can't be had here; leave it out", "unsupported", name)
     params = wanted.sampling_params
+    check_fields(raw, _OF_GENERATE, note)
+    check_fields(params, _OF_PARAMS, note)
     return Call(
         0, "", token_ids.tobytes(), max_tokens=count_of(params, "max_tokens"), stop=stop_of(params),
-        stop_token_ids=_stop_token_ids(params), seed=seed_of(params), settings=settings_of(params),
+        stop_token_ids=stop_token_ids_of(params), seed=seed_of(params), settings=settings_of(params),
     )  # fmt: skip
 
 
@@ -97,12 +162,8 @@ def settings_of(params: Mapping[str, Any]) -> dict[str, float]:
     """Return the sampling settings that a request names, which the generator compares with the run's.
 
     Raises:
-        RefusedError: it names another setting that would change the distribution.
+        RefusedError: one of them is not a number.
     """
-    for name, only in NOT_OURS.items():
-        if (got := params.get(name)) is not None and got != only and got not in ([], {}):
-            text = f"{name}: expected {only!r} or none, got {got!r}: what is sampled otherwise can't be trained on"
-            raise RefusedError(400, text, "unsupported", name)
     found = {name: params[name] for name in _SAMPLING if params.get(name) is not None}
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -140,7 +201,7 @@ def stop_of(params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _stop_token_ids(params: Mapping[str, Any]) -> tuple[int, ...]:
+def stop_token_ids_of(params: Mapping[str, Any]) -> tuple[int, ...]:
     value = params.get("stop_token_ids") or []
     if not isinstance(value, list) or not all(type(one) is int and 0 <= one < 2**31 for one in value):
         raise RefusedError(400, "stop_token_ids: expected a list of token ids", "invalid_request", "stop_token_ids")

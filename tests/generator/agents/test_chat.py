@@ -13,8 +13,11 @@ import numpy as np
 import openai
 import pytest
 
+from async_rl.generator.agents.chat import ChatRenderer, prompt_of, read_chat
+from async_rl.generator.agents.conversations import Conversations
 from async_rl.generator.agents.front_process import Front
 from async_rl.generator.agents.messages import Call, Reply, Said
+from async_rl.generator.agents.requests import NEUTRAL, RefusedError
 from async_rl.generator.agents.transcript import Transcript
 from tests.data.public_templates import tokenizer_of
 from tests.generator.agents.test_conversations import ASKED, CALL, MORE, RESULT, TOOLS
@@ -200,6 +203,12 @@ def test_tools_are_left_out_if_none_may_be_called(server: Server, client: openai
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"n": 100}, "n"),
+        ({"stop_token_ids": "5"}, "stop_token_ids"),
+        ({"token_ids": [1]}, "token_ids"),
+        ({"sampling_params": {"temperature": 0}}, "sampling_params"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "a"}, {"content": "b"}]}, "messages"),
     ],
@@ -207,24 +216,75 @@ def test_tools_are_left_out_if_none_may_be_called(server: Server, client: openai
 def test_what_would_be_another_distribution_is_refused_by_name(
     server: Server, client: openai.OpenAI, more: dict[str, Any], param: str
 ):
+    messages = more.pop("messages", [ASKED])
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**{"model": "m", "messages": [ASKED], **more})
+        client.chat.completions.create(model="m", messages=messages, extra_body=more)
     assert refused.value.param == param
     assert server.calls == []
 
 
-def test_what_is_wrong_with_an_agent_s_calls_is_logged_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("name", sorted(NEUTRAL.keys() - {"n", "logprobs"}))
+def test_a_field_that_would_be_left_aside_is_refused_unless_it_changes_nothing(
+    server: Server, client: openai.OpenAI, name: str
+):
+    with pytest.raises(openai.BadRequestError) as refused:
+        asked(client, [ASKED], extra_body={name: ["another value"]})
+    assert refused.value.param == name
+    assert refused.value.body["message"].startswith(f"{name}: expected ")  # type: ignore[index]
+    assert refused.value.body["message"].endswith("leave it out")  # type: ignore[index]
+    neutral = [None, "", [], {}, *NEUTRAL[name]]
+    server.script = ["a"] * len(neutral)
+    for value in neutral:
+        asked(client, [ASKED], extra_body={name: value})
+    assert len(server.calls) == len(neutral)
+
+
+@pytest.mark.parametrize(
+    ("own", "noted"),
+    [
+        ({"enable_thinking": False}, []),  # the run's
+        ({"thinking_mode": False}, ["chat_template_kwargs"]),  # Qwen3's template reads no such variable
+        ({"enable_thinking": True}, None),
+    ],
+)
+def test_a_chat_may_name_variables_of_the_template_that_leave_the_prompt_as_it_is(
+    server: Server, own: dict[str, bool], noted: list[str] | None
+):
+    found: list[str] = []
+    renderer = ChatRenderer(server.tokenizer, {"enable_thinking": False})
+    body = json.dumps({"messages": [ASKED], "chat_template_kwargs": own}).encode()
+    wanted = read_chat(body, found.append)
+    if noted is None:
+        with pytest.raises(RefusedError, match=r"or set data\.chat_template_kwargs in the run's config"):
+            prompt_of(Conversations(renderer), wanted, renderer, found.append)
+        return
+    prompt = prompt_of(Conversations(renderer), wanted, renderer, found.append)
+    assert server.tokenizer.decode(prompt.token_ids).endswith("<think>\n\n</think>\n\n")
+    assert found == noted
+
+
+def test_a_chat_may_name_tokens_that_end_its_answer(server: Server, client: openai.OpenAI):
+    server.script = ["a"]
+    asked(client, [ASKED], extra_body={"stop_token_ids": [5, 7]})
+    assert server.calls[0].stop_token_ids == (5, 7)
+
+
+def test_what_is_wrong_or_of_no_effect_in_an_agent_s_calls_is_logged_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     front = Front("tiny", 64, tmp_path)
+    extra = {"a_typo": 3, "cache_salt": "s", "tool_choice": "required"}  # the second is harmless
     try:
         front.open(["k"])
         with openai.OpenAI(base_url=f"{front.url}/s/k/v1", api_key="any", max_retries=0) as client:
             for _ in range(2):
                 with pytest.raises(openai.BadRequestError):
-                    asked(client, [ASKED], tool_choice="required")
+                    asked(client, [ASKED], user="u", extra_body=extra)
     finally:
         front.close()
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "refused (HTTP 400): tool_choice" in line
+    first, second = capfd.readouterr().err.splitlines()
+    assert "the field 'a_typo', which has no effect here" in first
+    assert "refused (HTTP 400): tool_choice" in second
 
 
 def test_the_client_repeats_no_call_of_a_session_that_has_ended(server: Server):

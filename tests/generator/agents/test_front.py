@@ -120,8 +120,29 @@ def test_a_request_that_is_malformed_or_would_change_the_distribution_is_refused
     assert front.poll() == []
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"temperature": 0},  # it belongs into sampling_params
+        {"max_tokens": 3},
+        {"messages": [{"role": "user", "content": "a"}]},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"guided_json": {"type": "object"}},
+        {"sampling_params": {"tools": [{}]}},
+        {"sampling_params": {"logprobs": 5}},
+    ],
+)
+def test_a_field_that_would_be_left_aside_is_refused_at_the_token_endpoint(front: Front, body: dict[str, Any]):
+    status, answer, _ = Request(front.url, "/s/k/inference/v1/generate", {"token_ids": [1], **body}).answer()
+    name, *inner = body.get("sampling_params", ()) or body
+    assert (status, answer["error"]["param"], inner) == (400, name, [])
+    assert answer["error"]["message"].endswith("leave it out")
+    assert front.poll() == []
+
+
 def test_settings_that_change_nothing_are_taken(front: Front):
     same = {"presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "n": 1, "ignore_eos": False}
+    same |= {"logprobs": 1, "skip_special_tokens": False, "output_kind": 2, "guided_json": None, "stream": False}
     request = generate(front.url, [1], key="k", **same)
     call = one_call(front)
     front.reply(Refuse(call.call, 400, "no room", "context_length_exceeded", "token_ids"))
