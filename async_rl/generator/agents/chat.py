@@ -18,21 +18,9 @@ import numpy as np
 from async_rl.generator.agents.answers import message_of, parse_answer
 from async_rl.generator.agents.conversations import ChatPrompt, Conversations, Tools
 from async_rl.generator.agents.messages import Call, Reply, Said
-from async_rl.generator.agents.requests import (
-    OF_CHATS,
-    Note,
-    RefusedError,
-    check_fields,
-    count_of,
-    seed_of,
-    settings_of,
-    stop_of,
-    stop_token_ids_of,
-)
+from async_rl.generator.agents.requests import OF_CHATS, Note, RefusedError, check_fields, count_of, stop_of, wishes
 
 MAX_CHOICES = 64
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-_TEMPLATE_KEY = "chat_template_kwargs"
 _NO_TOKENIZER = "chats need a tokenizer with a chat template, and this generator has none; use /inference/v1/generate"
 
 
@@ -57,7 +45,7 @@ class ChatRenderer:
         """``arguments`` are variables of the chat template, which the request's tools are added to."""
         from async_rl.generator.environment_rollouts import TokenizerText
 
-        self._tokenizer, self._arguments = tokenizer, arguments
+        self._tokenizer, self.arguments = tokenizer, arguments
         self._text = TokenizerText(tokenizer, arguments)
 
     @cached_property
@@ -72,7 +60,9 @@ class ChatRenderer:
             return False
         return True
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools, own: Mapping[str, Any] = _NOTHING) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools, own: Mapping[str, Any] = MappingProxyType({})
+    ) -> str:
         """Render a conversation. ``own`` are the request's variables of the template, which replace those of the run.
 
         Raises:
@@ -80,12 +70,8 @@ class ChatRenderer:
         """
         from async_rl.data.template import apply_template
 
-        names = {**self._arguments, **own, **({"tools": list(tools)} if tools else {})}
+        names = {**self.arguments, **own, **({"tools": list(tools)} if tools else {})}
         return str(apply_template(self._tokenizer, messages, names))
-
-    def differing(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of ``arguments`` that the run does not set to the same value."""
-        return {name: value for name, value in arguments.items() if self._arguments.get(name, self) != value}
 
     def encode(self, text: str, before: str = "") -> np.ndarray:
         return self._text.encode(text, before)
@@ -161,35 +147,27 @@ def prompt_of(known: Conversations, wanted: ChatRequest, renderer: ChatRenderer,
     what = "messages"
     try:
         prompt = known.prompt(wanted.messages, wanted.tools)
-        what = _TEMPLATE_KEY
-        own = renderer.differing(wanted.raw.get(what) or {})
-        is_same = not own or renderer.render(wanted.messages, wanted.tools, own) == renderer.render(
-            wanted.messages, wanted.tools
-        )
+        what = "chat_template_kwargs"
+        own = wanted.raw.get(what) or {}
+        # The template may not read a variable, or have the same default.
+        is_other = own and len({renderer.render(wanted.messages, wanted.tools, one) for one in ({}, own)}) > 1
     except Exception as error:  # boundary to chat templates, which raise what they like
         text = f"{what}: the chat template can't render them: {type(error).__name__}: {error}"
         raise RefusedError(400, text, "invalid_request", what) from None
-    if not is_same:
-        text = (
-            f"{what}: expected what leaves the run's prompt as it is, got {own!r:.80}: the run could not train on that "
-            f"prompt; leave it out, or set data.chat_template_kwargs in the run's config"
-        )
+    if is_other:
+        text = f"{what}: expected what the run trains with, got {own!r:.80}; leave it out, or set data.{what}"
         raise RefusedError(400, text, "unsupported", what)
-    if own:
+    if own and {**renderer.arguments, **own} != renderer.arguments:
         note(what)
     return prompt
 
 
 def chat_call(wanted: ChatRequest, prompt: ChatPrompt, number: int, key: str, choice: int) -> Call:
     """Return the call for one choice of the answer. Each choice has a seed of its own."""
-    params = {name: value for name, value in wanted.raw.items() if name != "n"}
     messages = msgspec.json.encode(wanted.messages[prompt.num_known :])
     said = Said(messages, None if prompt.known is None else prompt.known.call, wanted.tools is not None)
-    return Call(
-        number, key, prompt.token_ids.astype("<i4").tobytes(), max_tokens=wanted.max_tokens, stop=stop_of(params),
-        stop_token_ids=stop_token_ids_of(params), seed=seed_of(params) + choice, settings=settings_of(params),
-        said=said,
-    )  # fmt: skip
+    token_ids = prompt.token_ids.astype("<i4").tobytes()
+    return Call(number, key, token_ids, max_tokens=wanted.max_tokens, said=said, **wishes(wanted.raw, choice))
 
 
 def chat_answer(

@@ -41,25 +41,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields that would change the prompt, what is sampled or the parts of the answer, with the values that change nothing.
 So do null and what is empty."""
 _HARMLESS = frozenset({
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "prompt_cache_options", "stream_options", "priority", "request_id", "cache_salt",
-    "guided_decoding_backend", "guided_whitespace_pattern", "truncation_side", "kv_transfer_params",
-    "ec_transfer_params", "skip_clone", "skip_reading_prefix_cache", "return_token_ids",
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options",
+    "prompt_cache_retention", "prompt_cache_options", "priority", "request_id", "cache_salt", "return_token_ids",
 })  # fmt: skip
 """Fields that a server may leave aside without a word."""
-_OF_SAMPLING = frozenset({
-    "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed",
-})  # fmt: skip
-OF_CHATS = _OF_SAMPLING | {
-    "messages", "tools", "n", "stream", "max_completion_tokens", "logprobs", "chat_template_kwargs",
-}  # fmt: skip
-"""Fields that are read in a chat, in addition to those of ``NEUTRAL``."""
+_OF_SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed"})
 _OF_GENERATE = frozenset({"token_ids", "sampling_params", "stream", "features"})
-_OF_PARAMS = _OF_SAMPLING | {
-    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "detokenize", "output_kind",
-    "flat_logprobs",
-}  # fmt: skip
-"""Fields of ``sampling_params`` that are read, or are about text, which the token endpoint does not return."""
+OF_CHATS = _OF_SAMPLING | {"messages", "tools", "n", "stream", "max_completion_tokens", "chat_template_kwargs"}
+"""Fields that are read in a chat, in addition to those of ``NEUTRAL``."""
 Note = Callable[[str], None]
 """Takes the name of a field that has no effect."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
@@ -121,10 +110,7 @@ def check_fields(fields: Mapping[str, Any], read: frozenset[str], note: Note) ->
             note(name)
         elif got is not False if neutral is None else got not in neutral:
             wanted = " or ".join(msgspec.json.encode(one).decode() for one in neutral or ()) or "no value here"
-            text = (
-                f"{name}: expected {wanted}, got {got!r:.80}: what is asked or sampled otherwise can't be trained on; "
-                f"leave it out"
-            )
+            text = f"{name}: expected {wanted}, got {got!r:.80}: other values can't be trained on; leave it out"
             raise RefusedError(400, text, "unsupported", name)
 
 
@@ -151,14 +137,21 @@ def read_generate(body: bytes, note: Note) -> Call:
         raise RefusedError(400, f"{name}: can't be had here; leave it out", "unsupported", name)
     params = wanted.sampling_params
     check_fields(raw, _OF_GENERATE, note)
-    check_fields(params, _OF_PARAMS, note)
-    return Call(
-        0, "", token_ids.tobytes(), max_tokens=count_of(params, "max_tokens"), stop=stop_of(params),
-        stop_token_ids=stop_token_ids_of(params), seed=seed_of(params), settings=settings_of(params),
-    )  # fmt: skip
+    check_fields(params, _OF_SAMPLING, note)
+    return Call(0, "", token_ids.tobytes(), max_tokens=count_of(params, "max_tokens"), **wishes(params))
 
 
-def settings_of(params: Mapping[str, Any]) -> dict[str, float]:
+def wishes(params: Mapping[str, Any], choice: int = 0) -> dict[str, Any]:
+    """Return fields of the call for the answer number ``choice`` to a request.
+
+    Raises:
+        RefusedError: a value is malformed.
+    """
+    ends = {"stop": stop_of(params), "stop_token_ids": _stop_token_ids(params)}
+    return {**ends, "seed": _seed_of(params) + choice, "settings": _settings_of(params)}
+
+
+def _settings_of(params: Mapping[str, Any]) -> dict[str, float]:
     """Return the sampling settings that a request names, which the generator compares with the run's.
 
     Raises:
@@ -182,7 +175,7 @@ def count_of(params: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
-def seed_of(params: Mapping[str, Any]) -> int:
+def _seed_of(params: Mapping[str, Any]) -> int:
     value = params.get("seed")
     if value is None:
         return 0
@@ -201,7 +194,7 @@ def stop_of(params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def stop_token_ids_of(params: Mapping[str, Any]) -> tuple[int, ...]:
+def _stop_token_ids(params: Mapping[str, Any]) -> tuple[int, ...]:
     value = params.get("stop_token_ids") or []
     if not isinstance(value, list) or not all(type(one) is int and 0 <= one < 2**31 for one in value):
         raise RefusedError(400, "stop_token_ids: expected a list of token ids", "invalid_request", "stop_token_ids")

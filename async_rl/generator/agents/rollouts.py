@@ -272,10 +272,7 @@ class AgentRollouts:
         for name in call.settings.keys() - self._noted:
             if not is_of(used, name, call.settings[name]):
                 self._noted.add(name)
-                logger.warning(
-                    "an agent names the %s of training, %g; in evaluations eval.%s = %g is used all the same",
-                    name, call.settings[name], name, getattr(used, name),
-                )  # fmt: skip
+                logger.warning("an agent names the %s of training; evaluations have eval.%s all the same", name, name)
 
     def _receive_reward(self, given: Finish) -> None:
         """Take a session's reward, which counts when its agent ends without one. It may be repeated."""

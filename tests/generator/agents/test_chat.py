@@ -255,7 +255,7 @@ def test_a_chat_may_name_variables_of_the_template_that_leave_the_prompt_as_it_i
     body = json.dumps({"messages": [ASKED], "chat_template_kwargs": own}).encode()
     wanted = read_chat(body, found.append)
     if noted is None:
-        with pytest.raises(RefusedError, match=r"or set data\.chat_template_kwargs in the run's config"):
+        with pytest.raises(RefusedError, match=r"leave it out, or set data\.chat_template_kwargs"):
             prompt_of(Conversations(renderer), wanted, renderer, found.append)
         return
     prompt = prompt_of(Conversations(renderer), wanted, renderer, found.append)

@@ -142,7 +142,7 @@ def test_a_field_that_would_be_left_aside_is_refused_at_the_token_endpoint(front
 
 def test_settings_that_change_nothing_are_taken(front: Front):
     same = {"presence_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "n": 1, "ignore_eos": False}
-    same |= {"logprobs": 1, "skip_special_tokens": False, "output_kind": 2, "guided_json": None, "stream": False}
+    same |= {"logprobs": 1, "skip_special_tokens": False, "guided_json": None, "stream": False}
     request = generate(front.url, [1], key="k", **same)
     call = one_call(front)
     front.reply(Refuse(call.call, 400, "no room", "context_length_exceeded", "token_ids"))
