@@ -6,7 +6,7 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.doctor.findings import Finding
-from async_rl.errors import DataError
+from async_rl.errors import DataError, ModelError
 from async_rl.learner.offline.dpo import LabelledAnswers, Pairs
 from async_rl.learner.offline.rm import RewardModel
 from async_rl.learner.offline.run import OfflineTask
@@ -27,7 +27,8 @@ def check_offline_rows(config: Config) -> list[Finding]:
         for key, source in task.sources.items():
             try:
                 rows = task.load_rows(source, key)
-            except DataError as error:
+                task.check_tokens(rows, key)
+            except (DataError, ModelError) as error:
                 found.append(Finding(key, "FAIL", str(error), fix="correct the file, or name another one"))
                 continue
             longest = task.longest(rows)

@@ -30,6 +30,7 @@ from async_rl.data.chat import (
 )
 from async_rl.data.dataset import Row, load_rows_of, load_train_rows
 from async_rl.data.turn_end import turn_ends
+from async_rl.data.vocabulary import num_beyond
 from async_rl.doctor.findings import Finding
 from async_rl.errors import DataError, ModelError, RewardError, SandboxError, UserError
 from async_rl.generator.backend import Backend, Sampled
@@ -42,8 +43,8 @@ from async_rl.launch.preflight import (
     check_code,
     check_judge,
     check_lengths,
+    check_tokenizer,
     check_train_is_set,
-    unknown_text,
 )
 from async_rl.output import size_text
 from async_rl.process.user_code import describe_error
@@ -129,9 +130,13 @@ def check_model_files(config: Config) -> list[Finding]:
 
 def _tokenizer_row(config: Config, tokenizer: Any) -> Finding:
     found = f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"
+    if number := num_beyond(tokenizer, vocabulary_size(config.model.path)):
+        found += f", {number} of them without a row in the model's embedding, so that no text may contain them"
     try:
-        problem = unknown_text(config, load_train_rows(config).rows)
-    except UserError:  # the findings about the data and the template say it
+        problem = check_tokenizer(config, load_train_rows(config).rows)
+    except ModelError as error:
+        return Finding.of_error("tokenizer", error)
+    except UserError:  # the findings about the data say it
         problem = ""
     if not problem:
         return Finding("tokenizer", "OK", found)

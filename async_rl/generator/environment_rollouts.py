@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.data.chat import ids_after, text_ids
 from async_rl.data.template import apply_template
-from async_rl.data.vocabulary import special_ids
+from async_rl.data.vocabulary import check_embedded, special_ids
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
 from async_rl.generator.open_sequence import OpenSequence
@@ -367,11 +367,18 @@ def extra_info(settings: Mapping[str, Any], lease: Lease, index: int, prompt: st
 
 
 class TokenizerText:
-    """Renders and encodes text with a Hugging Face tokenizer, as the protocol ``backend.Text`` requires."""
+    """Renders and encodes text with a Hugging Face tokenizer, as the protocol ``backend.Text`` requires.
 
-    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """``arguments`` are the variables of the chat template in addition to the messages."""
-        self._tokenizer = tokenizer
+    A text with a token that the model has no row for raises a ModelError.
+    """
+
+    def __init__(
+        self, tokenizer: Any, arguments: Mapping[str, Any] = MappingProxyType({}), num_rows: int | None = None
+    ) -> None:
+        """``arguments`` are the variables of the chat template in addition to the messages. ``num_rows`` is the number
+        of rows of the model's embedding, None if unknown.
+        """
+        self._tokenizer, self._num_rows = tokenizer, num_rows
         self._arguments = arguments
         self._special = special_ids(tokenizer)
 
@@ -379,10 +386,14 @@ class TokenizerText:
         return str(apply_template(self._tokenizer, messages, self._arguments))
 
     def encode(self, text: str, before: str = "") -> np.ndarray:
-        return np.asarray(ids_after(self._tokenizer, before, text), dtype=np.int32)
+        return self._embedded(np.asarray(ids_after(self._tokenizer, before, text), dtype=np.int32))
 
     def encode_start(self, text: str) -> np.ndarray:
-        return text_ids(self._tokenizer, text)
+        return self._embedded(text_ids(self._tokenizer, text))
+
+    def _embedded(self, ids: np.ndarray) -> np.ndarray:
+        check_embedded(ids, self._num_rows, self._tokenizer, "a state")
+        return ids
 
     def ending(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False) if token_id in self._special else ""

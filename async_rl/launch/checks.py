@@ -127,7 +127,7 @@ CHECKS: tuple[Check, ...] = (
           lambda s: check_device_memory(s.config, s.num_ranks, is_alone=s.role != "launch")),
     Check("sampling.stop_token_ids", "files", _LEARNERS, lambda s: preflight.check_stop_tokens(s.config)),
     Check("lengths", "files", _LEARNERS, lambda s: preflight.check_lengths(s.config, s.rows)),
-    Check("tokenizer", "files", ("launch",), lambda s: preflight.unknown_text(s.config, s.rows)),
+    Check("tokenizer", "files", _LEARNERS, lambda s: preflight.check_tokenizer(s.config, s.rows)),
     Check("sandbox", "machine", ("launch",), lambda s: preflight.check_code_reward(s.config)),
     Check("scorers", "machine", ("launch",), lambda s: check_scorers(s.config, insecure=s.insecure)),
     Check("environment.relay", "machine", ("launch",), lambda s: check_relay(s.config, insecure=s.insecure)),

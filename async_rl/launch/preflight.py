@@ -11,6 +11,7 @@ import shutil
 import socket
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import chain
 
 from async_rl.config.config import Config
 from async_rl.config.generator import ENGINE_KEYS, has_model, known_capabilities, missing_package, unread_keys
@@ -30,6 +31,7 @@ from async_rl.data.chat import (
     vocabulary_size,
 )
 from async_rl.data.dataset import LoadedRows, Row, load_rows_of, load_train_rows
+from async_rl.data.vocabulary import check_embedded, num_beyond
 from async_rl.errors import AddressError, ConfigError, DataError, ModelError
 from async_rl.launch.agent_trial import try_agent
 from async_rl.launch.capacity import has_gpu
@@ -48,7 +50,7 @@ from async_rl.run.reuse import check_run_dir
 from async_rl.weights.collective.libraries import COLLECTIVES
 
 NUM_TOKENIZED = 100
-"""Number of prompts in which ``unknown_text`` looks for text that the tokenizer does not know."""
+"""Number of prompts in which ``check_tokenizer`` looks for text that the tokenizer does not know."""
 
 
 def check_ranks(config: Config, num_ranks: int) -> None:
@@ -264,13 +266,24 @@ def _check_prompts(config: Config, rows: Sequence[Row]) -> None:
     )
 
 
-def unknown_text(config: Config, rows: Sequence[Row]) -> str:
-    """Return a warning if the tokenizer does not know all text of the first prompts of ``rows``; empty if it does."""
+def check_tokenizer(config: Config, rows: Sequence[Row]) -> str:
+    """Check that the model's embedding has a row for each token of the prompts of ``rows`` and of the evaluations.
+
+    Return a warning if the tokenizer does not know all text of the first prompts of ``rows``; empty if it does.
+
+    Raises:
+        ModelError: it has not.
+    """
     prompts = [row.messages for row in rows[:NUM_TOKENIZED] if row.messages]
     if not prompts or not has_model(config.generator.backend):
         return ""
-    tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
-    unknown, total = count_unknown(tokenizer, prompts, config.data.template_arguments)
+    path, arguments = config.model.path, config.data.template_arguments
+    tokenizer = load_tokenizer(path, needs_template=config.data.prompt_format == "chat")
+    if num_beyond(tokenizer, num_rows := vocabulary_size(path)):
+        held_out = [load_rows_of(config, source).rows for source in config.data.eval.values()]
+        for row in (one for one in chain(rows, *held_out) if one.messages):
+            check_embedded(render_prompt(tokenizer, row.messages, arguments), num_rows, tokenizer, "data")
+    unknown, total = count_unknown(tokenizer, prompts, arguments)
     if not unknown:
         return ""
     which = "prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from async_rl.config.scorer import ScorerConfig
-from async_rl.data.chat import context_length, load_tokenizer, render_answer
-from async_rl.data.vocabulary import vocabulary_digest
+from async_rl.data.chat import context_length, load_tokenizer, render_answer, vocabulary_size
+from async_rl.data.vocabulary import check_embedded, vocabulary_digest
 from async_rl.errors import ModelError
 from async_rl.scorer.model_files import model_digest
 from async_rl.scorer.server import Scored
@@ -48,7 +48,7 @@ class RewardModel:
     def __init__(self, directory: Path, config: ScorerConfig, *, device: torch.device, dtype: torch.dtype) -> None:
         self.digest = model_digest(directory)
         self._tokenizer = load_tokenizer(directory, needs_template=False)
-        self.vocabulary = vocabulary_digest(self._tokenizer)
+        self.vocabulary, self._num_rows = vocabulary_digest(self._tokenizer), vocabulary_size(directory)
         engine = VllmEngine if config.backend == "vllm" else TransformersEngine
         self._engine: RewardEngine = engine(directory, config, device=device, dtype=dtype)
         self._max_length = context_length(directory)
@@ -73,6 +73,7 @@ class RewardModel:
             return "expected a text, because this scorer is a reward model, got tokens; correct distill.teacher"
         try:
             tokens = render_answer(self._tokenizer, question.messages, question.text)
+            check_embedded(tokens, self._num_rows, self._tokenizer, "a prompt with its answer")
         except ModelError as error:
             return str(error)
         if self._max_length is not None and len(tokens) > self._max_length:

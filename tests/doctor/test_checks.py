@@ -29,7 +29,7 @@ from async_rl.launch.checks import Start
 from async_rl.launch.preflight import check_judge
 from async_rl.queue.server.settings import settings_of
 from async_rl.quickstart import sums
-from tests.learner.tiny import tiny_config, tiny_model
+from tests.learner.tiny import add_token, tiny_config, tiny_model
 from tests.scorer.test_reward_model import write_reward_model
 from tests.scoring.scripted import RunningScorer, ScriptedModel, free_address
 
@@ -197,6 +197,24 @@ def test_text_that_the_tokenizer_does_not_know(root: Path):
     assert "2 of 10 tokens of the first 2 prompts are unknown to the tokenizer ('?')" in row.found  # w and h
     assert row.fix.startswith("use a model whose tokenizer knows")
     assert task.check_model_files(make_config(root, "digits"))[1].state == "OK"
+
+
+def test_a_token_of_the_data_that_the_embedding_has_no_row_for(root: Path):
+    add_token(tiny_model(root / "grown"), "<new>")
+    _, row, *_ = task.check_model_files(make_config(root, "grown"))
+    assert (row.state, row.found.partition(", ")[2]) == (
+        "OK", "46 tokens, 1 of them without a row in the model's embedding, so that no text may contain them"
+    )  # fmt: skip
+    rows = [{"messages": [{"role": "user", "content": text}], "gt_answer": "3"} for text in ("1+2=", "2+<new>")]
+    (root / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for data in ({"train": str(root / "new.jsonl")}, {"eval": {"new": str(root / "new.jsonl")}}):
+        row = red(task.check_model_files(make_config(root, "grown", data=data)))
+        assert (row.check, "embedding of 45 rows has a row for, got <new> (45)" in row.found) == ("tokenizer", True)
+        assert row.fix.startswith("resize the model")
+    sft = {"data": str(root / "new.jsonl"), "out": str(root / "out")}
+    (root / "new.jsonl").write_text('{"prompt": "a", "response": "<new>"}\n')
+    row = red(check_offline_rows(make_config(root, "grown", sft=sft)))
+    assert (row.check, "embedding of 45 rows has a row for, got <new> (45)" in row.found) == ("sft.data", True)
 
 
 def test_data_that_is_missing_and_data_that_is_bad(root: Path):

@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from async_rl.config.generator import EnvironmentConfig, GeneratorConfig
 from async_rl.config.run import FakeConfig
 from async_rl.data.chat import load_tokenizer
+from async_rl.errors import ModelError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.environment_rollouts import EnvironmentRollouts, Text, TokenizerText, Trajectory
 from async_rl.generator.fake import FakeBackend, FakeText
@@ -107,6 +108,16 @@ def test_an_end_token_that_the_tokenizer_only_marks_as_special_is_in_a_conversat
     trajectory.add_answer(Sampled("lease", 0, ids[:0], ids, zeros, zeros.astype(np.int32), "stop", text))
     state = "1+1=2<stop>+1="
     assert tokenizer.decode(trajectory.add_state(state).tolist(), skip_special_tokens=False) == state
+
+
+def test_a_state_with_a_token_that_the_model_has_no_row_for_is_refused(directory: Path):
+    tokenizer: Any = load_tokenizer(directory)
+    text = TokenizerText(tokenizer, num_rows=len(tokenizer))
+    tokenizer.add_tokens(["<new>"])
+    assert len(text.encode("1+1=")) == len(text.encode_start("1+1=")) == 4
+    for encode in (text.encode, text.encode_start):
+        with pytest.raises(ModelError, match=r"a state: .* has a row for, got <new> "):
+            encode("1+<new>")
 
 
 @pytest.mark.parametrize("name", cases())

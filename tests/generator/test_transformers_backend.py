@@ -19,6 +19,7 @@ from async_rl.generator.hf.causal_model import refuse_unsupported
 from async_rl.sampling_mask import SamplingMask, contains
 from tests.generator.leases import make_lease
 from tests.generator.tiny_model import CHARACTERS, make_model, weights_of, write_model
+from tests.learner.tiny import add_token
 from tests.scorer.test_reward_model import write_reward_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -442,3 +443,12 @@ def test_nothing_is_sampled_before_weights_arrive(make_backend):
     assert backend.version == -1
     with pytest.raises(RuntimeError, match="before the first activate"):
         submit(backend, "a")
+
+
+def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_refused(tmp_path: Path):
+    write_model(tmp_path)
+    add_token(tmp_path, "<new>")
+    backend = TransformersBackend.from_files(tmp_path, GeneratorConfig())
+    with pytest.raises(ModelError, match=r"a prompt: .* embedding of 46 rows has a row for, got <new> \(46\)"):
+        backend.encode_prompt([{"role": "user", "content": "1<new>"}])
+    assert len(backend.encode_prompt([{"role": "user", "content": "1"}])) == 2

@@ -49,6 +49,15 @@ def tiny_model(directory: Path, *, tied: bool = True, seed: int = 0, **shape: An
     return directory
 
 
+def add_token(directory: Path, token: str) -> None:
+    """Add a token to the tokenizer in ``directory`` alone: the model there has no row for it."""
+    from async_rl.data.chat import load_tokenizer
+
+    tokenizer = load_tokenizer(directory)
+    tokenizer.add_tokens([token])
+    tokenizer.save_pretrained(directory)
+
+
 def tiny_config(root: Path, model: Path | str, /, **sections: Any) -> Config:
     """A config whose run directory is ``root / "run"``; ``sections`` are merged over the defaults."""
     raw: dict[str, Any] = {"run": {"dir": str(root / "run")}, "model": {"path": str(root / model)}}

@@ -23,6 +23,7 @@ from async_rl.scorer.start import check_digest, run_scorer
 from async_rl.scorer.transformers_engine import batches
 from async_rl.scoring.messages import Received, TextQuestion
 from tests.generator.tiny_model import CHARACTERS, write_tokenizer
+from tests.learner.tiny import add_token
 
 MESSAGES = [{"role": "user", "content": "1+1"}]
 
@@ -93,6 +94,13 @@ def test_a_text_beyond_the_context_is_refused_and_not_cut(tmp_path: Path):
     fits, too_long = asked(model, "a" * 29, "a" * 30)  # with three tokens of prompt, of 32
     assert isinstance(fits, tuple)
     assert "has 33 tokens, and the reward model's context only 32" in too_long
+
+
+def test_a_text_with_a_token_that_the_model_has_no_row_for_is_refused_and_others_are_scored(tmp_path: Path):
+    add_token(write_reward_model(tmp_path), "<new>")
+    refused, scored = asked(loaded(tmp_path), "1<new>", "2")
+    assert "a prompt with its answer: expected tokens that the model's embedding of 46 rows has a row for" in refused
+    assert len(scored[0]) == 1
 
 
 def test_a_classifier_of_several_labels_is_no_reward_model(tmp_path: Path):

@@ -24,6 +24,7 @@ from async_rl.config.generator import BACKENDS, GeneratorConfig
 from async_rl.config.learner import LoraConfig
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.data.turn_end import turn_ends
+from async_rl.data.vocabulary import check_embedded
 from async_rl.errors import ModelError, WeightsError
 from async_rl.generator.backend import Sampled, uniforms
 from async_rl.generator.hf.adapter_table import AdapterTable
@@ -185,7 +186,9 @@ class TransformersBackend:
         return self._version
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
-        return render_prompt(self._tokenizer, messages, self._template_arguments)
+        ids = render_prompt(self._tokenizer, messages, self._template_arguments)
+        check_embedded(ids, self._vocab_size, self._tokenizer, "a prompt")
+        return ids
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
         """Queue the lease's samples of this prompt; ``step`` starts them. See ``backend.Backend``.

@@ -338,7 +338,7 @@ def build_environment(
         text = backend.text
     else:
         tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
-        text = TokenizerText(tokenizer, config.data.template_arguments)
+        text = TokenizerText(tokenizer, config.data.template_arguments, vocabulary_size(directory))
     max_abs = config.reward.max_abs
     if config.has_agents:
         sampling, size = config.sampling, config.own_vocab_size or vocabulary_size(directory)

@@ -23,6 +23,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.data.turn_end import turn_ends
+from async_rl.data.vocabulary import check_embedded
 from async_rl.errors import EngineError, ModelError, WeightsError
 from async_rl.generator.backend import Sampled
 from async_rl.generator.hf.causal_model import WeightTable, describe_model
@@ -188,7 +189,9 @@ class VllmBackend:
         return self._version
 
     def encode_prompt(self, messages: Sequence[Mapping[str, str]]) -> np.ndarray:
-        return render_prompt(self._tokenizer, messages, self._template_arguments)
+        ids = render_prompt(self._tokenizer, messages, self._template_arguments)
+        check_embedded(ids, self._engine.vocab_size, self._tokenizer, "a prompt")
+        return ids
 
     def submit(self, lease: Lease, prompt_ids: np.ndarray) -> None:
         """Queue the lease's samples of this prompt, and start those for which slots are free. See ``backend.Backend``.

@@ -22,6 +22,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 from async_rl.config.config import Config
 from async_rl.config.learner import check_offload
 from async_rl.config.offline import OfflineConfig
+from async_rl.data.chat import load_tokenizer, vocabulary_size
+from async_rl.data.vocabulary import check_embedded
 from async_rl.errors import ConfigError, RunError, StoppedError
 from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint, read_extra
 from async_rl.learner.checkpoints.resume import find_resume_point, take_over
@@ -103,6 +105,17 @@ class OfflineTask(ABC, Generic[Row]):
     @abstractmethod
     def sequences(self, row: Row) -> Sequence[TrainSequence]:
         """Return the sequences of one row."""
+
+    def check_tokens(self, rows: Sequence[Row], key: str) -> None:
+        """Check that the model's embedding has a row for each token of ``rows``, those of the config key ``key``.
+
+        Raises:
+            ModelError: it has not.
+        """
+        path = self.config.model.path
+        tokenizer, num_rows = load_tokenizer(path, needs_template=False), vocabulary_size(path)
+        for sequence in (one for row in rows for one in self.sequences(row)):
+            check_embedded(sequence.token_ids, num_rows, tokenizer, key)
 
     def longest(self, rows: Sequence[Row]) -> int:
         """Return the number of tokens of the longest sequence of ``rows``, of which there is at least one."""
@@ -397,6 +410,7 @@ def _load_rows(task: OfflineTask[Row]) -> _Rows[Row]:
     found: dict[str, list[Row]] = {}
     for key, source in task.sources.items():
         found[key] = task.load_rows(source, key)
+        task.check_tokens(found[key], key)
         longest = task.longest(found[key])
         if longest > config.longest_sequence:
             raise ConfigError(

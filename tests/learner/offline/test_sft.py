@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -20,7 +21,7 @@ from async_rl.config.config import Config
 from async_rl.config.generator import GeneratorConfig
 from async_rl.config.loading import config_to_toml
 from async_rl.data.chat import load_tokenizer
-from async_rl.errors import ConfigError, DataError, RunError
+from async_rl.errors import ConfigError, DataError, ModelError, RunError
 from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.learner.checkpoints import writer
 from async_rl.learner.checkpoints.digests import renew_entry
@@ -32,7 +33,7 @@ from tests.end_to_end.harness import wait_until
 from tests.generator.leases import make_lease
 from tests.learner.offline.offline_run import offline_config
 from tests.learner.ranks import finish_ranks, run_ranks, start_ranks
-from tests.learner.tiny import random_sequences, tiny_config, tiny_model, trained_tokens
+from tests.learner.tiny import add_token, random_sequences, tiny_config, tiny_model, trained_tokens
 
 
 def sft_config(root: Path, **settings: Any) -> Config:
@@ -315,6 +316,25 @@ def test_a_bad_row_stops_the_command_with_file_and_line(tmp_path: Path):
         file.write('{"prompt": 3}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl:11: "):
         run_sft(config)
+
+
+@pytest.mark.parametrize("key", ["sft.data", "sft.eval.new"])
+def test_a_row_with_a_token_beyond_the_embedding_is_refused_before_the_model_is_loaded(tmp_path: Path, key: str):
+    config = sft_config(tmp_path)
+    add_token(tmp_path / "model", "<new>")
+    new = tmp_path / "new.jsonl"
+    new.write_text('{"prompt": "a", "response": "<new>"}\n')
+    changed = {"data": str(new)} if key == "sft.data" else {"eval": {"new": str(new)}}
+    (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=rf"{re.escape(key)}: .* embedding of 45 rows has a row for, got <new> \(45\)"):
+        run_sft(tiny_config(tmp_path, "model", sft=config.sft.model_dump() | changed))
+
+
+def test_a_token_beyond_the_embedding_that_no_row_has_changes_nothing(tmp_path: Path):
+    config = sft_config(tmp_path, steps=1)
+    add_token(tmp_path / "model", "<new>")
+    run_sft(config)
+    assert "<new>" in load_tokenizer(tmp_path / "out").get_vocab()
 
 
 def test_a_row_that_fits_no_micro_batch_is_refused_by_both_keys(tmp_path: Path):
