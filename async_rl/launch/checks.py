@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from async_rl.config.config import Config
 from async_rl.data.dataset import Row
+from async_rl.data.untrained_rows import untrained_end
 from async_rl.errors import UserError
 from async_rl.launch import preflight
 from async_rl.launch.capacity import check_disk_space, check_memory, memory_warning
@@ -128,6 +129,7 @@ CHECKS: tuple[Check, ...] = (
     Check("sampling.stop_token_ids", "files", _LEARNERS, lambda s: preflight.check_stop_tokens(s.config)),
     Check("lengths", "files", _LEARNERS, lambda s: preflight.check_lengths(s.config, s.rows)),
     Check("tokenizer", "files", _LEARNERS, lambda s: preflight.check_tokenizer(s.config, s.rows)),
+    Check("lora.rank", "files", _ALL, lambda s: untrained_end(s.config)),
     Check("sandbox", "machine", ("launch",), lambda s: preflight.check_code_reward(s.config)),
     Check("scorers", "machine", ("launch",), lambda s: check_scorers(s.config, insecure=s.insecure)),
     Check("environment.relay", "machine", ("launch",), lambda s: check_relay(s.config, insecure=s.insecure)),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from async_rl.cli.main import main
 from async_rl.config.config import Config
@@ -215,6 +216,16 @@ def test_a_token_of_the_data_that_the_embedding_has_no_row_for(root: Path):
     (root / "new.jsonl").write_text('{"prompt": "a", "response": "<new>"}\n')
     row = red(check_offline_rows(make_config(root, "grown", sft=sft)))
     assert (row.check, "embedding of 45 rows has a row for, got <new> (45)" in row.found) == ("sft.data", True)
+
+
+def test_an_end_token_that_lora_cant_teach(root: Path):
+    path = tiny_model(root / "untrained") / "model.safetensors"
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][0] = 0
+    save_file(weights, path, {"format": "pt"})
+    assert plain_findings("lora.rank", make_config(root, "untrained")) == []
+    (row,) = plain_findings("lora.rank", make_config(root, "untrained", lora={"rank": 2}))
+    assert (row.state, "<|end|> (0), which ends an answer, was never trained" in row.found) == ("WARN", True)
 
 
 def test_data_that_is_missing_and_data_that_is_bad(root: Path):

@@ -23,6 +23,7 @@ from async_rl.config.config import Config
 from async_rl.config.learner import check_offload
 from async_rl.config.offline import OfflineConfig
 from async_rl.data.chat import load_tokenizer, vocabulary_size
+from async_rl.data.untrained_rows import untrained_end
 from async_rl.data.vocabulary import check_embedded
 from async_rl.errors import ConfigError, RunError, StoppedError
 from async_rl.learner.checkpoints.files import checkpoint_name, latest_checkpoint, read_extra
@@ -183,6 +184,8 @@ def run_offline(task: OfflineTask[Any]) -> None:
     with logged(logger, f"loading the model {config.model.path}"):
         engine = task.build_engine(ranks, _schedule(config, section, num_steps))
     if ranks.is_leader:
+        if task.name != "rm" and (problem := untrained_end(config)):  # a reward model samples nothing
+            logger.warning("warning: %s", problem)
         exit_code = _Leader(task, engine, rows, done=done, num_steps=num_steps).run(ranks)
     else:
         with StopRequest(config.checkpoint.grace_s, on_request=ranks.pass_stop_on):

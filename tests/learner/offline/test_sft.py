@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from async_rl.cli.main import main
 from async_rl.config.config import Config
@@ -335,6 +335,20 @@ def test_a_token_beyond_the_embedding_that_no_row_has_changes_nothing(tmp_path: 
     add_token(tmp_path / "model", "<new>")
     run_sft(config)
     assert "<new>" in load_tokenizer(tmp_path / "out").get_vocab()
+
+
+def test_an_end_token_that_lora_cant_teach_is_said_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    config = sft_config(tmp_path, steps=1)
+    path = tmp_path / "model" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][0] = weights["model.embed_tokens.weight"][1]
+    save_file(weights, path, {"format": "pt"})
+    run_sft(tiny_config(tmp_path, "model", sft=config.sft.model_dump(), lora={"rank": 2}))
+    (said,) = [record.message for record in caplog.records if "never trained" in record.message]
+    assert said.startswith("warning: lora.rank: LoRA can't teach the model to stop")
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_a_row_that_fits_no_micro_batch_is_refused_by_both_keys(tmp_path: Path):
