@@ -406,7 +406,7 @@ class SamplingConfig(Section):
         default=(),
         strict=False,
         description="Ids of tokens that end a rollout, or a turn of it, in addition to the model's own end tokens. "
-        "They stay in the rollout and are trained on.",
+        "They stay in the rollout and its text, and are trained on.",
     )
     deterministic: bool = Field(
         default=False,

@@ -56,7 +56,7 @@ class Environment(Protocol):
     async def step(self, state: State, action: str, extra_info: dict[str, Any]) -> StepResult:
         """Apply the model's ``action`` to ``state`` and return the result.
 
-        ``action`` is the text that the model sampled, without special tokens.
+        ``action`` is the text that the model sampled, without special tokens that end a turn or pad.
         """
         ...
 

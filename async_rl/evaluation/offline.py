@@ -21,15 +21,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from async_rl.config.config import Config
 from async_rl.config.generator import AUTO, BACKENDS, FALLBACK
 from async_rl.config.loading import apply_override, load_config, load_run_config, parse_config, read_tools, renew
 from async_rl.config.reward import REWARD_TYPES
+from async_rl.data.answer_text import answer_decoder
 from async_rl.data.chat import load_tokenizer, model_directory, quiet_progress_bars
 from async_rl.data.dataset import load_rows_of
 from async_rl.data.template import check_arguments
+from async_rl.data.turn_end import turn_ends
 from async_rl.errors import ConfigError, DataError, ModelError
 from async_rl.evaluation.table import FIGURES_FILE, Entry, eval_table
 from async_rl.generator.backend import Backend
@@ -201,9 +201,7 @@ def _player(
     backend = stack.enter_context(closing(build_backend(config, directory, load_pretrained=True)))
     tokenizer = load_tokenizer(directory, needs_template=config.data.prompt_format == "chat")
     check_arguments(tokenizer, config.data.template_arguments)
-
-    def decode(token_ids: np.ndarray) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+    decode = answer_decoder(tokenizer, turn_ends(tokenizer, directory, config.data.template_arguments).ids)
 
     if not config.environment.is_set:
         truncates = config.data.on_long_prompt == "truncate"

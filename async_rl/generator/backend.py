@@ -48,11 +48,12 @@ class Sampled:
         logprobs: float32 [N], nats, of the distribution that was sampled: after temperature, top-k and top-p.
         versions: int32 [N], the version of the weights that sampled each token.
         finish_reason: ``stop`` (end of sequence or stop string) or ``length``.
-        text: the sampled tokens decoded, without special tokens.
+        text: the sampled tokens decoded, without special tokens that end a turn or pad (``data.answer_text``).
         sampling_mask: N sets of tokens, those that top-p and top-k kept; None unless ``lease.wants_sampling_mask``.
         routes: uint8 or uint16 [P + N - 1, layers with experts, experts for each token], the experts that computed each
             token of the prompt and of the answer, but for the last one (``async_rl.routes``); None unless
             ``lease.wants_routes``. If a token was computed again, after new weights, its first routes count.
+        prompt_opened: what the prompt's end opens for the answer, such as ``<think>`` (``answer_text.prompt_opened``).
     """
 
     lease_id: str
@@ -65,6 +66,7 @@ class Sampled:
     text: str
     sampling_mask: SamplingMask | None = None
     routes: RouteArray | None = None
+    prompt_opened: str = ""
 
 
 class Text(Protocol):

@@ -350,6 +350,7 @@ class Played:
         turn_tokens: the number of tokens of each answer, in the order of the sequences.
         transcript: the conversation of its newest answer, as in ``RewardInput``.
         session: what its agent did.
+        prompt_opened: that of the last answer, as in ``Sampled``.
     """
 
     index: int
@@ -360,6 +361,7 @@ class Played:
     turn_tokens: tuple[int, ...]
     transcript: Sequence[Mapping[str, Any]] = ()
     session: AgentSession | None = None
+    prompt_opened: str = ""
 
 
 def _sequences_of(sample: Sampled | Played) -> tuple[TokenSequence, ...]:
@@ -394,6 +396,7 @@ def graded_rollouts(
             messages=lease.prompt.messages,
             token_ids=sample.token_ids.tolist(),
             transcript=sample.transcript if isinstance(sample, Played) else (),
+            prompt_opened=sample.prompt_opened,
         )
         for sample in samples
     ]

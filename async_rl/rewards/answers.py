@@ -43,7 +43,7 @@ class AnswerReward:
     The reward part ``correct`` is ``scale`` if the answers are equal and the format is valid, else 0. Without
     ``require_format``, equal answers are enough. The part ``format`` is ``format_reward`` if the format is valid, else
     0, for right and wrong answers. It is absent if ``format_reward`` is 0. The accuracy is 1 if the answers are equal,
-    in any format.
+    in any format. The format is also valid if it is with what the prompt has opened (``RewardInput.prompt_opened``).
     """
 
     def __init__(
@@ -75,6 +75,8 @@ class AnswerReward:
                 f"with the keys {sorted(item.reward_data)}; correct the row, or name its column in [data.columns]"
             )
         answer, format_valid = self._extract(item.text)
+        if not format_valid and item.prompt_opened:
+            answer, format_valid = self._extract(item.prompt_opened + item.text)
         equal = answer is not None and self._equal(str(gold), answer)
         earns = equal and (format_valid or not self._require_format)
         parts = {"correct": self._scale if earns else 0.0}
@@ -139,14 +141,15 @@ def _has_structure(text: str) -> bool:
 class XmlFormatReward:
     """Rewards the form of a reply. The part ``xml_format`` is ``scale`` times ``xml_format_points``.
 
-    The accuracy is 1 for the complete form, else 0. The answer is not compared with the row.
+    The accuracy is 1 for the complete form, else 0. The answer is not compared with the row. What the prompt has opened
+    counts, unless the text alone earns more.
     """
 
     def __init__(self, *, scale: float) -> None:
         self._scale = scale
 
     def __call__(self, item: RewardInput) -> RewardOutput:
-        points = xml_format_points(item.text)
+        points = max(xml_format_points(item.text), xml_format_points(item.prompt_opened + item.text))
         is_whole = points >= STRUCTURE_POINTS + len(_TAGS) * TAG_POINTS - PENALTY_A_CHARACTER / 2
         return RewardOutput({"xml_format": self._scale * points}, 1.0 if is_whole else 0.0)
 

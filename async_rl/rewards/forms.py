@@ -1,9 +1,9 @@
 """The forms that a user's reward function may have, found from the names of its parameters, and their arguments.
 
 ``item``: one ``RewardInput``. ``items``: the list of a group. ``pairs`` (``completions, solutions``): DistRL-LLM's
-form. ``lists``: TRL's form, which gets ``prompts``, ``completions``, ``completion_ids`` and each column of the rows as
-a list over the group, by name. ``score``: verl's form, which gets ``data_source, solution_str, ground_truth,
-extra_info`` of one rollout, by name. docs/rewards.md describes what each returns.
+form. ``lists``: TRL's form, which gets ``prompts``, ``completions``, ``completion_ids``, ``prompt_opened`` if it names
+that, and each column of the rows as a list over the group, by name. ``score``: verl's form, which gets ``data_source,
+solution_str, ground_truth, extra_info`` of one rollout, by name. docs/rewards.md describes what each returns.
 """
 
 from __future__ import annotations
@@ -108,6 +108,8 @@ def list_arguments(
         "completions": [_completion(item) for item in items],
         "completion_ids": [list(item.token_ids) for item in items],
     }
+    if "prompt_opened" in form.named:  # TRL has no such argument, so it is no surprise in **kwargs
+        given["prompt_opened"] = [item.prompt_opened for item in items]
     data = items[0].reward_data
     keys = {key: key for key in data} | {column: key for column, key in columns.items() if key in data}
     given |= {column: [item.reward_data[key] for item in items] for column, key in keys.items() if column not in given}

@@ -17,7 +17,7 @@ class RewardInput:
     """One finished rollout, as a reward gets it.
 
     Attributes:
-        text: the text that the model sampled, without the prompt and without special tokens.
+        text: the text that the model sampled, without the prompt, and without special tokens that end a turn or pad.
         reward_data: the row's fields for the reward, such as ``gt_answer``.
         num_tokens: number of sampled tokens, the end-of-sequence token included.
         max_new_tokens: the limit on ``num_tokens`` for this rollout.
@@ -26,6 +26,8 @@ class RewardInput:
         token_ids: the sampled tokens, the end-of-sequence token included.
         transcript: of an agent's rollout, the messages of the conversation in which it got its newest answer, in
             OpenAI's form: as the agent sent them, that answer last. Empty without an agent, and if it sent token ids.
+        prompt_opened: the tags that the prompt has opened for the text, such as ``<think>\\n``: most templates of
+            reasoning models end their prompts with it. Empty if there are none.
     """
 
     text: str
@@ -36,6 +38,7 @@ class RewardInput:
     messages: Sequence[Mapping[str, str]] = ()
     token_ids: Sequence[int] = ()
     transcript: Sequence[Mapping[str, Any]] = ()
+    prompt_opened: str = ""
 
 
 @dataclass(frozen=True, slots=True)

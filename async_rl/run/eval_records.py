@@ -125,7 +125,7 @@ def _answer_figures(answered: Sequence[Sequence[Rollout]]) -> dict[str, float]:
 
 
 Decode = Callable[[np.ndarray], str]
-"""A function that converts token ids, int32 [T], to text without special tokens."""
+"""A function that converts token ids, int32 [T], to text, as ``data.answer_text.answer_decoder`` does."""
 
 
 def row_records(prompt: Prompt, group: Group, decode: Decode) -> list[dict[str, Any]]:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import BartConfig, RwkvConfig
+from tokenizers import AddedToken
+from transformers import BartConfig, PreTrainedTokenizerFast, RwkvConfig
 
 from async_rl.config.generator import GeneratorConfig
 from async_rl.errors import ModelError, WeightsError
@@ -18,7 +19,7 @@ from async_rl.generator.hf.backend import TransformersBackend
 from async_rl.generator.hf.causal_model import refuse_unsupported
 from async_rl.sampling_mask import SamplingMask, contains
 from tests.generator.leases import make_lease
-from tests.generator.tiny_model import CHARACTERS, make_model, weights_of, write_model
+from tests.generator.tiny_model import CHARACTERS, TEMPLATE, make_model, weights_of, write_model
 from tests.learner.tiny import add_token
 from tests.scorer.test_reward_model import write_reward_model
 
@@ -452,3 +453,24 @@ def test_a_prompt_with_a_token_that_the_model_has_no_row_for_is_refused(tmp_path
     with pytest.raises(ModelError, match=r"a prompt: .* embedding of 46 rows has a row for, got <new> \(46\)"):
         backend.encode_prompt([{"role": "user", "content": "1<new>"}])
     assert len(backend.encode_prompt([{"role": "user", "content": "1"}])) == 2
+
+
+def test_what_the_prompt_opens_is_reported_and_special_tags_stay_and_may_stop(tmp_path: Path):
+    write_model(tmp_path)
+    raw, tags = (tmp_path / "tokenizer.json").read_text(), {letter: f"<{letter}>" for letter in "abcdefghij"}
+    for letter, tag in tags.items():  # a random model samples many
+        raw = raw.replace(f'"{letter}":', f'"{tag}":')
+    (tmp_path / "tokenizer.json").write_text(raw)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokenizer.add_tokens([AddedToken(tag, special=True) for tag in tags.values()])
+    tokenizer.chat_template = TEMPLATE.replace("}=", "}+<a>")
+    tokenizer.save_pretrained(tmp_path)
+    backend = TransformersBackend.from_files(tmp_path, GeneratorConfig(batch_size=8))
+    backend.activate(0, weights_of(make_model(0)))
+    submit(backend, "a", group_size=40, max_new_tokens=40, temperature=2.0, stop=("<b>",))
+    finished = run_all(backend).values()
+    assert {one.prompt_opened for one in finished} == {"<a>"}
+    assert any("<c>" in one.text for one in finished)
+    stopped = [one for one in finished if "<b>" in one.text]
+    assert stopped
+    assert all(one.text.endswith("<b>") and one.finish_reason == "stop" for one in stopped)

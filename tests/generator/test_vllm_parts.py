@@ -177,7 +177,9 @@ def test_a_temperature_that_vllm_would_raise_is_refused(monkeypatch):
     fake = SimpleNamespace(SamplingParams=dict, RequestOutputKind=SimpleNamespace(DELTA=1))
     monkeypatch.setitem(sys.modules, "vllm", fake)
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", fake)
-    assert sampling_parameters(sampling(temperature=0.01), 5, listed=0, eos_ids={4, 2})["stop_token_ids"] == [2, 4]
+    found = sampling_parameters(sampling(temperature=0.01), 5, listed=0, eos_ids={4, 2})
+    assert found["stop_token_ids"] == [2, 4]
+    assert found["skip_special_tokens"] is False  # else vLLM would not find a stop string that is one
     with pytest.raises(ModelError, match=r"temperature 0\.009: vLLM can't sample at temperatures between 0 and 0\.01"):
         sampling_parameters(sampling(temperature=0.009), 5, listed=0, eos_ids={4, 2})
 

@@ -443,6 +443,7 @@ class AgentRollouts:
             played = Played(
                 session.index, tokens.last_text, sampled, reason, sequences, turns,
                 transcript=session.transcript.messages(tokens.last_call), session=session.summary(self._clock()),
+                prompt_opened=tokens.last_opened,
             )  # fmt: skip
             self._grader.submit(lease, played)
             return

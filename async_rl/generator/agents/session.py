@@ -61,6 +61,7 @@ class _Answer:
     number: int
     text: str
     finish_reason: FinishReason
+    prompt_opened: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,11 @@ class SessionTokens:
         return self._answers[-1].text if self._answers else ""
 
     @property
+    def last_opened(self) -> str:
+        """What the prompt of the newest answer has opened for it, as in ``Sampled``; empty if there is no answer."""
+        return self._answers[-1].prompt_opened if self._answers else ""
+
+    @property
     def last_finish_reason(self) -> FinishReason:
         """Why the newest answer ended; ``stop`` if there is none."""
         return self._answers[-1].finish_reason if self._answers else "stop"
@@ -192,7 +198,9 @@ class SessionTokens:
         branch.token_ids = np.concatenate([branch.token_ids, running.given, sampled.token_ids]).astype(np.int32)
         branch.ends.append(len(branch.token_ids))
         branch.held_by = None
-        self._doubtful[call] = _Answer(call, branch, len(branch.ends), sampled.text, sampled.finish_reason)
+        self._doubtful[call] = _Answer(
+            call, branch, len(branch.ends), sampled.text, sampled.finish_reason, sampled.prompt_opened
+        )
         self._answers.append(self._doubtful[call])
         self.kinds[kind] += 1
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from async_rl.config.generator import BACKENDS, GeneratorConfig
 from async_rl.config.learner import LoraConfig
+from async_rl.data.answer_text import answer_decoder, prompt_opened
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.data.turn_end import turn_ends
 from async_rl.data.vocabulary import check_embedded
@@ -97,6 +98,7 @@ class TransformersBackend:
     ) -> None:
         self._model = model
         self._tokenizer: Any = tokenizer
+        self._text_of = answer_decoder(tokenizer, eos_ids)
         self._template_arguments = template_arguments
         self._weights = WeightTable(model) if adapters is None else AdapterTable(model, adapters)
         self._device = model.device
@@ -415,7 +417,7 @@ class TransformersBackend:
         if not stop:
             return False
         window = _TOKENS_PER_CHARACTER * (max(map(len, stop)) + 1)
-        tail = self._decoded(self._running.last_tokens(row, window))
+        tail = self._text_of(self._running.last_tokens(row, window))
         return any(text in tail for text in stop)
 
     def _sampled(self, row: int, finish_reason: FinishReason) -> Sampled:
@@ -429,15 +431,13 @@ class TransformersBackend:
             logprobs=logprobs,
             versions=versions,
             finish_reason=finish_reason,
-            text=self._decoded(token_ids),
+            text=self._text_of(token_ids),
             sampling_mask=join(sequence.sampling_mask)
             if sequence.sampling_mask and sequence.lease.wants_sampling_mask
             else None,
             routes=None if sequence.routes is None else np.concatenate(sequence.routes),
+            prompt_opened=prompt_opened(sequence.prompt_ids, self._text_of),
         )
-
-    def _decoded(self, token_ids: np.ndarray) -> str:
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _leave(self, rows: Sequence[int]) -> None:
         if rows:

@@ -24,7 +24,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,7 +36,9 @@ from async_rl.config.loading import (
     parse_config,
     refuse_foreign_decisions,
 )
+from async_rl.data.answer_text import answer_decoder
 from async_rl.data.chat import has_tokenizer, load_tokenizer, vocabulary_size
+from async_rl.data.turn_end import turn_ends
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import AddressError, ConfigError, QueueError, RewardError
 from async_rl.generator.agents.front_process import Front
@@ -227,7 +229,7 @@ def _text_of_tokens(config: Config, directory: Path) -> Decode:
     """Return a function that decodes token ids with the tokenizer in ``directory``, which it loads when it is called
     first.
     """
-    lock, found = threading.Lock(), list[Any]()
+    lock, found = threading.Lock(), list[Decode]()
 
     def decode(token_ids: np.ndarray) -> str:
         if not has_model(config.generator.backend):
@@ -237,8 +239,10 @@ def _text_of_tokens(config: Config, directory: Path) -> Decode:
             )
         with lock:
             if not found:
-                found.append(load_tokenizer(directory, needs_template=False))
-            return str(found[0].decode(token_ids, skip_special_tokens=True))
+                tokenizer = load_tokenizer(directory, needs_template=False)
+                ends = turn_ends(tokenizer, directory, config.data.template_arguments)
+                found.append(answer_decoder(tokenizer, ends.ids))
+            return found[0](token_ids)
 
     return decode
 

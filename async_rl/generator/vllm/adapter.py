@@ -271,6 +271,7 @@ def sampling_parameters(sampling: Sampling, seed: int, *, listed: int, eos_ids: 
         include_stop_str_in_output=True,
         # The engine needs text only for stop strings. The answer is decoded once, from all tokens.
         detokenize=bool(sampling.stop),
+        skip_special_tokens=False,  # a stop string may be a special token, such as </answer>
         logprobs=listed,
         flat_logprobs=True,
         output_kind=RequestOutputKind.DELTA,

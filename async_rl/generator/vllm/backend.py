@@ -21,6 +21,7 @@ import numpy as np
 
 from async_rl.config.config import Config
 from async_rl.config.generator import BACKENDS
+from async_rl.data.answer_text import answer_decoder, prompt_opened
 from async_rl.data.chat import load_tokenizer, render_prompt
 from async_rl.data.turn_end import turn_ends
 from async_rl.data.vocabulary import check_embedded
@@ -112,6 +113,7 @@ class VllmBackend:
     ) -> None:
         self._engine, self._table, self._lora = engine, table, lora
         self._tokenizer: Any = tokenizer
+        self._text_of = answer_decoder(tokenizer, eos_ids)
         self._template_arguments = template_arguments
         self._eos_ids = eos_ids
         self._max_length = max_length
@@ -433,7 +435,6 @@ class VllmBackend:
                 f"{len(logprobs)} tokens; its weights are broken, so look for a non-finite loss in the "
                 f"learner's log, or lower optimizer.lr"
             )
-        text = self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return Sampled(
             lease_id=rollout.lease.lease_id,
             index=rollout.index,
@@ -442,8 +443,9 @@ class VllmBackend:
             logprobs=logprobs,
             versions=versions,
             finish_reason=finish_reason,
-            text=text,
+            text=self._text_of(token_ids),
             sampling_mask=rollout.gathered.sampling_mask(),
+            prompt_opened=prompt_opened(rollout.prompt_ids, self._text_of),
         )
 
 

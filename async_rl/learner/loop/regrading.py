@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from async_rl.data.answer_text import prompt_opened
 from async_rl.queue.core.groups import fits_filter
 from async_rl.queue.messages import TakenGroup
 from async_rl.records import Rollout, row_fields
@@ -64,8 +65,8 @@ class Regrader:
     def __init__(
         self, reward: RewardSum, decode: Decode, *, max_new_tokens: int, filter_range: tuple[float, float] | None
     ) -> None:
-        """``decode`` turns sampled tokens into the text that generators grade: without special tokens. ``filter_range``
-        is ``queue.filter_range``.
+        """``decode`` turns sampled tokens into the text that generators grade (``data.answer_text``).
+        ``filter_range`` is ``queue.filter_range``.
         """
         self._reward, self._decode, self._max_new_tokens = reward, decode, max_new_tokens
         self._filter_range = filter_range
@@ -131,6 +132,7 @@ class Regrader:
             finish_reason=rollout.finish_reason,
             messages=item.prompt.messages,
             token_ids=token_ids.tolist(),
+            prompt_opened=prompt_opened(sequence.token_ids[: int(sequence.loss_mask.argmax())], self._decode),
         )
 
 

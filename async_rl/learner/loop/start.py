@@ -21,7 +21,9 @@ import torch
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.config.loading import config_from_toml, config_to_toml
-from async_rl.data.chat import load_tokenizer, model_files, model_routing, vocabulary_size
+from async_rl.data.answer_text import answer_decoder
+from async_rl.data.chat import load_tokenizer, model_directory, model_files, model_routing, vocabulary_size
+from async_rl.data.turn_end import turn_ends
 from async_rl.errors import QueueError, StoppedError
 from async_rl.learner.checkpoints.files import TrainerState, latest_checkpoint, read_extra, run_state
 from async_rl.learner.checkpoints.fork import find_fork_point, fork_run, must_fork, notes_on_models
@@ -79,8 +81,8 @@ class LearnerContext:
     Attributes:
         is_launched: whether ``launch`` started this learner, which then starts the queue server and shows the steps.
         files: name -> content of the model's files, which the queue sends to generators.
-        decode: token ids -> text, for the logs.
-        decode_all: the same with special tokens. None: ``decode``.
+        decode: token ids -> the text that rewards read, for the logs.
+        decode_all: the same with all special tokens. None: ``decode``.
         insecure: whether to leave connections unencrypted, even off loopback.
         device: the engine's device.
         on_queue: called with the queue's address once it is known.
@@ -184,14 +186,13 @@ def _lead(
     """Run rank 0 in the run directory, which this process has locked."""
     with ranks.together("reading tokenizer and code"):
         tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
+        ends = turn_ends(tokenizer, model_directory(config.model.path), config.data.template_arguments)
         context = LearnerContext(
             files={
                 **model_files(config.model.path),
                 DIGESTS_FILE: write_digests(Path(config.run.dir), config.recorded_code_names),
             },
-            decode=lambda token_ids: str(
-                tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            ),
+            decode=answer_decoder(tokenizer, ends.ids),
             decode_all=lambda token_ids: str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)),
             insecure=insecure,
             device=ranks.device,

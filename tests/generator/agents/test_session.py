@@ -20,11 +20,11 @@ def ids(*tokens: int) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
-def sampled(*tokens: int, version: int = 1, text: str = "") -> Sampled:
+def sampled(*tokens: int, version: int = 1, text: str = "", opened: str = "") -> Sampled:
     found = ids(*tokens)
     logprobs = np.array([-token / 100 for token in tokens], np.float32)
     versions = np.full(len(tokens), version, np.int32)
-    return Sampled("request", 0, ids(1), found, logprobs, versions, "stop", text)
+    return Sampled("request", 0, ids(1), found, logprobs, versions, "stop", text, prompt_opened=opened)
 
 
 def ask(session: SessionTokens, call: int, prompt: tuple[int, ...], answer: tuple[int, ...], **more: object) -> int:
@@ -89,13 +89,14 @@ def test_a_call_goes_on_from_the_longest_sequence_that_it_repeats():
 
 def test_an_answer_that_never_arrived_leaves_the_loss():
     session = SessionTokens(WIDE)
-    ask(session, 0, (1,), (7,), text="kept")
+    ask(session, 0, (1,), (7,), text="kept", opened="<think>")
     session.deliver(0)
     ask(session, 1, (1, 7, 2), (8, 9), text="lost")
     session.lose(1)
     (sequence,) = session.sequences()
     assert sequence.token_ids.tolist() == [1, 7]
     assert (session.num_lost, session.last_text, session.num_sampled) == (1, "kept", 1)
+    assert session.last_opened == "<think>"
     ask(session, 2, (1, 7, 2), (6,))
     assert [one.token_ids.tolist() for one in session.sequences()] == [[1, 7, 2, 6]]
 
