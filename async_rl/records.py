@@ -20,7 +20,9 @@ from async_rl.errors import DataError
 from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "unjudged"]
+WITHOUT_REWARD: tuple[FinishReason, ...] = ("error", "unjudged")
+"""The finish reasons of rollouts without a reward: they failed, or the reward does not judge them."""
 CutLimit = Literal["max_new_tokens", "max_turn_tokens", "context"]
 """What cut an answer: ``sampling.max_new_tokens``, ``environment.max_turn_tokens``, or the end of the context."""
 LeaseKind = Literal["train", "eval"]
@@ -283,7 +285,7 @@ class Rollout(msgspec.Struct, frozen=True, eq=False):
         accuracy: 1.0 for a correct answer, 0.0 for a wrong answer, a number in between for a partly correct answer.
             Reward shaping does not change it. A number outside 0..1 is the unscaled reward of a reward function without
             an accuracy of its own.
-        finish_reason: why sampling ended.
+        finish_reason: why sampling ended, or why there is no reward (``WITHOUT_REWARD``).
         extracted: the final answer that was found in the text; None if the text has no final answer.
         turns: the policy's answers in their order if the run has an environment, else empty.
         spans: the parts that a reward function judged by themselves, in order. Their rewards are in ``reward_parts``,

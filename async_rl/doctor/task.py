@@ -52,6 +52,7 @@ from async_rl.queue.parity import Probe, compare, parity_limit
 from async_rl.queue.server.settings import settings_of
 from async_rl.records import TEXT_ROLE, Lease, Prompt, Sampling
 from async_rl.rewards.conformance import example_of, rollout_of
+from async_rl.rewards.records import UNJUDGED, RewardOutput
 from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights
 
 _SHOWN_CHARS = 2000
@@ -258,7 +259,10 @@ def check_reward(config: Mapping[str, Any]) -> list[Finding]:
     finally:
         reward.close()
     sandbox = [_sandbox_row(resolved)] if resolved.reward.runs_programs else []
-    return [*sandbox, *_verdict(name, graded, is_user_code=judge.is_user_code)]
+    if not (judged := [one for one in graded if one is not None]):
+        found = f"{name} judges no answer to the first {len(graded)} rows: it returned None"
+        return [*sandbox, Finding("reward", "WARN", found, fix="ignore this if it judges answers to other rows")]
+    return [*sandbox, *_verdict(name, judged, is_user_code=judge.is_user_code)]
 
 
 def _environment_rows(config: Config) -> list[Finding]:
@@ -286,24 +290,27 @@ def _sandbox_row(config: Config) -> Finding:
     return Finding("sandbox", "OK", "programs run isolated")
 
 
-def _grade(config: Config, reward: Any, row: Row) -> tuple[str | None, float, float]:
+def _grade(config: Config, reward: Any, row: Row) -> tuple[str | None, float, float] | None:
     """Grade a right and a wrong answer to one dataset row.
 
     Returns:
-        The right answer's text (None if it is unknown), its accuracy, and the accuracy of the wrong answer.
+        The right answer's text (None if it is unknown), its accuracy, and the accuracy of the wrong answer. None if the
+        reward judges neither.
 
     Raises:
         RewardError: the row can't be graded.
     """
     example = example_of(reward_type(config.reward.right_by), row.reward_data)
 
-    def accuracy_of(text: str | None) -> float:
+    def output_of(text: str | None) -> RewardOutput:
         if text is None:
-            return 0.0
-        rollout = rollout_of(text, row.reward_data, config.sampling.max_new_tokens, row.messages)
-        return float(reward(rollout).accuracy)
+            return UNJUDGED
+        return reward(rollout_of(text, row.reward_data, config.sampling.max_new_tokens, row.messages))
 
-    return example.right, accuracy_of(example.right), accuracy_of(example.wrong)
+    right, wrong = output_of(example.right), output_of(example.wrong)
+    if not (right.is_judged or wrong.is_judged):
+        return None
+    return example.right, float(right.accuracy), float(wrong.accuracy)
 
 
 def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]], *, is_user_code: bool) -> list[Finding]:

@@ -33,6 +33,7 @@ from async_rl.process.user_code import describe_error
 from async_rl.queue.messages import Failure, FailureCause
 from async_rl.records import (
     NO_VERSION,
+    WITHOUT_REWARD,
     AgentSession,
     FinishReason,
     Group,
@@ -99,7 +100,7 @@ class ActiveLease:
         """
         rollouts = tuple(self.rollouts[index] for index in range(self.lease.group_size))
         sampled = np.concatenate([s.versions[s.loss_mask] for r in rollouts for s in r.sequences])
-        accuracies = {r.accuracy for r in rollouts if r.finish_reason != "error"}
+        accuracies = {r.accuracy for r in rollouts if r.finish_reason not in WITHOUT_REWARD}
         says_little = len(accuracies) == 1 or all(r.finish_reason == "length" for r in rollouts)
         return Group(
             lease_id=self.lease.lease_id,
@@ -415,7 +416,7 @@ def _rollout(sample: Sampled | Played, output: RewardOutput, decode: Decode | No
         sequences=_sequences_of(sample),
         reward_parts=output.parts,
         accuracy=output.accuracy,
-        finish_reason=sample.finish_reason,
+        finish_reason=sample.finish_reason if output.is_judged else "unjudged",
         extracted=output.extracted,
         turns=turns_of(sample.turn_tokens, sum(output.parts.values()), output.accuracy) if is_played else (),
         spans=() if decode is None else token_spans(output.spans, sample.token_ids, decode),

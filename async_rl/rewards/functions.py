@@ -1,7 +1,7 @@
 """Wraps the user's reward function. The function may be sync or async, and may score one rollout or a group.
 
 The names of the function's parameters select its form (``forms``). For each rollout it returns a number, a pair
-(reward, accuracy) or a ``RewardOutput``; in TRL's form also None, which is no reward; in verl's form also a dict with
+(reward, accuracy) or a ``RewardOutput``; in TRL's form also None, which judges nothing; in verl's form also a dict with
 ``score`` and, if it has an accuracy of its own, ``acc``; in DistRL-LLM's form a pair ``[format, accuracy]``.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from async_rl.errors import RewardError
 from async_rl.rewards.forms import form_of, list_arguments, score_arguments
-from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.rewards.records import UNJUDGED, RewardInput, RewardOutput
 
 MAX_CONCURRENT_CALLS = 64
 """Maximum number of calls of an async function that run at the same time. A function that needs fewer calls at a time
@@ -126,9 +126,11 @@ class FunctionReward:
         if self._form.kind == "pairs" and not isinstance(_plain(value), int | float):
             value = self._format_and_accuracy(value)
         if self._form.kind == "lists" and value is None:
-            return RewardOutput({}, 0.0)
+            return UNJUDGED
         if self._form.kind == "score" and isinstance(value, Mapping):
             return self._scored(value)
+        if isinstance(value, RewardOutput) and not value.is_judged:
+            return UNJUDGED
         if isinstance(value, RewardOutput):
             numbers = {**value.parts, "accuracy": value.accuracy}
             for part, number in numbers.items():

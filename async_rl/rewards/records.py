@@ -56,6 +56,8 @@ class RewardOutput:
             end of the one before to ``end``, a number of characters of ``RewardInput.text``, in ascending order. A
             part's reward belongs to the token at its end. They are parts of the reward: their sum is the part
             ``process``, which ``parts`` must not have.
+        is_judged: whether the reward says anything of this answer. If not, the other fields do not count, and an answer
+            that no reward of the run judges gets no advantage and has no part in its group's baseline.
     """
 
     parts: dict[str, float]
@@ -63,6 +65,11 @@ class RewardOutput:
     extracted: str | None = None
     has_answer: bool | None = None
     spans: tuple[tuple[int, float], ...] = ()
+    is_judged: bool = True
+
+
+UNJUDGED = RewardOutput({}, 0.0, is_judged=False)
+"""The score of a rollout of which a reward says nothing."""
 
 
 class Reward(Protocol):

@@ -26,7 +26,15 @@ from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.judge import judge_reward
 from async_rl.rewards.math.verifier import MathVerifier
 from async_rl.rewards.model import model_reward
-from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, WaitingReward, score_group
+from async_rl.rewards.records import (
+    UNJUDGED,
+    GroupReward,
+    Reward,
+    RewardInput,
+    RewardOutput,
+    WaitingReward,
+    score_group,
+)
 
 Builder = Callable[[Config, float], Reward]
 """A function of the config and a scale. It builds a reward whose parts are multiplied by the scale."""
@@ -163,7 +171,8 @@ class RewardSum:
     Its output has the parts of ``main``, one part for each of ``extras``, and the part ``overlong``, which is the
     penalty times ``scale``. Without a penalty there is no part ``overlong``. The accuracy and the extracted answer are
     those of ``judge``, which is ``main`` if it is None, and otherwise may be one of ``extras`` or a reward that has no
-    part. Spans of ``extras`` count with their weight.
+    part. Spans of ``extras`` count with their weight. A reward that does not judge an answer has no part in its output;
+    if that is ``judge``, the accuracy is the mean of those that do. If none does, nor does the sum.
     """
 
     def __init__(
@@ -181,6 +190,7 @@ class RewardSum:
             self._rewards += (judge,)
         self._judge = next(i for i, one in enumerate(self._rewards) if judge is None or one is judge)
         self._scale, self._overlong = scale, overlong
+        self._pays = [not isinstance(one, NoReward) for one in self._rewards[: 1 + len(self._extras)]]
 
     @property
     def needs_whole_group(self) -> bool:
@@ -214,24 +224,28 @@ class RewardSum:
 
     def score_group(self, items: Sequence[RewardInput]) -> list[RewardOutput]:
         scored = [score_group(reward, items) for reward in self._rewards]
-        outputs = scored[0]
-        parts, spans = [dict(output.parts) for output in outputs], [Counter(dict(output.spans)) for output in outputs]
-        for extra, found in zip(self._extras, scored[1:], strict=False):
-            for sums, judged, output in zip(parts, spans, found, strict=True):
-                sums[extra.name] = sums.get(extra.name, 0.0) + extra.weight * sum(output.parts.values())
-                judged.update({end: extra.weight * reward for end, reward in output.spans})
-        if self._overlong is not None:
-            for item, output, sums in zip(items, outputs, parts, strict=True):
-                earned = sum(sums.values()) / self._scale
-                has_answer = output.extracted is not None if output.has_answer is None else output.has_answer
-                sums["overlong"] = self._scale * self._overlong(item, earned, has_answer)
-        verdicts = scored[self._judge]
         if self._judge:
-            _check_accuracies(verdicts)
-        return [
-            RewardOutput(sums, o.accuracy, o.extracted, spans=tuple(sorted(judged.items())))
-            for sums, judged, o in zip(parts, spans, verdicts, strict=True)
-        ]
+            _check_accuracies(scored[self._judge])
+        return [self._sum(item, outputs) for item, outputs in zip(items, zip(*scored, strict=True), strict=True)]
+
+    def _sum(self, item: RewardInput, outputs: Sequence[RewardOutput]) -> RewardOutput:
+        """Return the whole reward of one rollout from the output of each reward."""
+        paid = outputs[: 1 + len(self._extras)]
+        judged = [output for output in paid if output.is_judged]
+        if not any(output.is_judged for output, pays in zip(paid, self._pays, strict=True) if pays) and any(self._pays):
+            return UNJUDGED
+        parts, spans = dict(outputs[0].parts), Counter(dict(outputs[0].spans))
+        for extra, output in zip(self._extras, paid[1:], strict=True):
+            if output.is_judged:
+                parts[extra.name] = parts.get(extra.name, 0.0) + extra.weight * sum(output.parts.values())
+                spans.update({end: extra.weight * reward for end, reward in output.spans})
+        if self._overlong is not None:
+            first, earned = judged[0], sum(parts.values()) / self._scale
+            has_answer = first.extracted is not None if first.has_answer is None else first.has_answer
+            parts["overlong"] = self._scale * self._overlong(item, earned, has_answer)
+        verdict = outputs[self._judge]
+        accuracy = verdict.accuracy if verdict.is_judged else _mean_accuracy(judged)
+        return RewardOutput(parts, accuracy, verdict.extracted, spans=tuple(sorted(spans.items())))
 
     def counters(self) -> dict[str, int]:
         """Return the counters of all rewards. Counters of the same name are summed."""
@@ -244,6 +258,12 @@ class RewardSum:
     def close(self) -> None:
         for reward in self._rewards:
             reward.close()
+
+
+def _mean_accuracy(judged: Sequence[RewardOutput]) -> float:
+    """Return the mean accuracy of the rewards that judge an answer. One outside 0..1 stands for all: it is a reward."""
+    accuracies = [output.accuracy for output in judged]
+    return next((one for one in accuracies if not 0 <= one <= 1), sum(accuracies) / len(accuracies))
 
 
 def _check_accuracies(outputs: Sequence[RewardOutput]) -> None:

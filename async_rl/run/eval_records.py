@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from async_rl.records import NO_VERSION, Group, Prompt, Rollout
+from async_rl.records import NO_VERSION, WITHOUT_REWARD, Group, Prompt, Rollout
 from async_rl.rewards.answers import VoteKey, majority
 from async_rl.run.directory import replaced
 
@@ -112,7 +112,7 @@ def _answer_figures(answered: Sequence[Sequence[Rollout]]) -> dict[str, float]:
         "length_mean": float(np.mean([r.num_sampled for r in answers])),
         "truncated": float(np.mean([r.finish_reason == "length" for r in answers])),
     }
-    if failed := sum(r.finish_reason == "error" for r in answers):
+    if failed := sum(r.finish_reason in WITHOUT_REWARD for r in answers):
         found["failed"] = failed
     if any(r.turns for r in answers):
         found |= {

@@ -37,7 +37,8 @@ EVAL_FIGURES: dict[str, str] = {
     "turns": "Mean turns per answer; only with an environment.",
     "length_mean": "Mean tokens per answer.",
     "truncated": "Share of answers that were cut at the token limit.",
-    "failed": "Number of answers whose environment failed, counted as wrong; absent if there are none.",
+    "failed": "Number of answers that failed or that the reward does not judge, counted as wrong; absent if there are "
+    "none.",
     "rows": "Number of rows in the set.",
     "samples": "Answers per row.",
     "unanswered": "Number of rows without an answer (prompt too long, or every attempt failed), counted as wrong.",

@@ -263,3 +263,14 @@ def test_data_that_was_trained_says_so_in_short():
         "the data has ended (data.epochs); prompts: 2 trained, 1 filtered (1 with only wrong answers, 0 with only "
         "right ones)"
     )
+
+
+def test_answers_that_the_reward_does_not_judge_are_not_called_wrong():
+    state = a_state()
+    for _ in range(8):
+        (lease,) = leases(state, 1)
+        assert put(state, group(lease, accuracies=WRONG, finish_reason="unjudged")) == "filtered"
+    assert the_note(state) == (
+        "all 8 groups since the run began have only answers that the reward does not judge. The reward returned None "
+        "for each of them: let one of its functions judge these rows (reward.type, extra)."
+    )

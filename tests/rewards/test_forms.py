@@ -13,7 +13,7 @@ from async_rl.errors import ConfigError, RewardError
 from async_rl.records import TEXT_ROLE, TOOLS_ROLE
 from async_rl.rewards.conformance import Example, check_reward
 from async_rl.rewards.functions import FunctionReward
-from async_rl.rewards.records import RewardInput, RewardOutput
+from async_rl.rewards.records import UNJUDGED, RewardInput, RewardOutput
 
 CHAT = ({"role": "user", "content": "1+1"},)
 
@@ -69,7 +69,7 @@ def test_with_text_prompts_prompts_and_completions_are_texts():
 def test_no_reward_of_trl_is_no_part():
     outputs = as_reward(accuracy).score_group(group("2", "3"))
     assert [output.parts for output in outputs] == [{"accuracy": 1.0}, {"accuracy": -1.0}]
-    assert as_reward(accuracy).score_group(group("2", solution="")) == [RewardOutput({}, 0.0)]
+    assert as_reward(accuracy).score_group(group("2", solution="")) == [UNJUDGED]
 
 
 def test_a_renamed_column_goes_by_its_own_name():

@@ -20,14 +20,14 @@ from async_rl.config.loss import LossConfig
 from async_rl.learner.interface import Engine, PolicyScores
 from async_rl.learner.sequences import TrainSequence
 from async_rl.queue.messages import TakenGroup
-from async_rl.records import Group, Rollout, TeacherScores, TokenSequence, why_parts_misfit
+from async_rl.records import WITHOUT_REWARD, Group, Rollout, TeacherScores, TokenSequence, why_parts_misfit
 from async_rl.routes import RoutingShape, why_misfit
 from async_rl.sampling_mask import SamplingMask, contains, largest_id, select
 
 logger = logging.getLogger(__name__)
 
 MASK_CAUSES = (
-    "invalid", "unknown_weights", "quarantined", "failed", "filter", "truncated", "too_long", "best_k",
+    "invalid", "unknown_weights", "quarantined", "failed", "unjudged", "filter", "truncated", "too_long", "best_k",
     "policy_frozen", "stale", "skip_threshold", "loss_function", "step_skipped",
 )  # fmt: skip
 """Why a rollout, or some of its tokens, are left out of the loss. The first cause that applies counts:
@@ -36,7 +36,8 @@ MASK_CAUSES = (
 - ``unknown_weights``: it was sampled with weights that this run did not publish.
 - ``quarantined``: its generator's log-probabilities are far from the learner's (``loop.parity``), or its rewards are
   forged (``loop.reward_audit``).
-- ``failed``: its inference engine failed.
+- ``failed``: its inference engine, its environment or its reward failed.
+- ``unjudged``: the reward says nothing of it (``RewardOutput.is_judged``).
 - ``filter``: its group's accuracy is outside ``queue.filter_range``, and ``queue.refill`` is false.
 - ``truncated``: it was cut at a token limit (``records.CutLimit``), and ``loss.mask_truncated`` is set.
 - ``too_long``: one of its sequences has more than ``Config.longest_sequence`` tokens, so no micro-batch can hold it.
@@ -259,8 +260,8 @@ def _mask_cause(
 ) -> str | None:
     if not trusted:
         return "unknown_weights"
-    if rollout.finish_reason == "error":
-        return "failed"
+    if rollout.finish_reason in WITHOUT_REWARD:
+        return "failed" if rollout.finish_reason == "error" else "unjudged"
     if item.masked:
         return "filter"
     if mask_truncated and rollout.finish_reason == "length":

@@ -124,6 +124,7 @@ class Regrader:
     def _input(self, item: TakenGroup, rollout: Rollout) -> RewardInput:
         # Of all its sequences: an honest answer has one here, and whoever sends more is graded, too.
         token_ids = np.concatenate([sequence.token_ids[sequence.loss_mask] for sequence in rollout.sequences])
+        begun = rollout.sequences[0]
         return RewardInput(
             text=self._decode(token_ids),
             reward_data=row_fields(item.prompt.reward_data),
@@ -132,7 +133,7 @@ class Regrader:
             finish_reason=rollout.finish_reason,
             messages=item.prompt.messages,
             token_ids=token_ids.tolist(),
-            prompt_opened=prompt_opened(sequence.token_ids[: int(sequence.loss_mask.argmax())], self._decode),
+            prompt_opened=prompt_opened(begun.token_ids[: int(begun.loss_mask.argmax())], self._decode),
         )
 
 

@@ -42,7 +42,7 @@ _ROUNDING = 1e-9
 """Advantages below this are 0, but for rounding."""
 
 _BUG = "this is a bug in async-rl, please report it"
-_WITHOUT_REWARD = ("invalid", "unknown_weights", "quarantined", "failed", "truncated")
+_WITHOUT_REWARD = ("invalid", "unknown_weights", "quarantined", "failed", "unjudged", "truncated")
 """Rollouts masked for these causes enter no baseline: they are not samples of the policy, or their reward says nothing
 about an answer. Truncated answers often get a low reward for their length. In a baseline they would give wrong answers
 of their group positive advantages."""

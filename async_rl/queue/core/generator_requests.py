@@ -638,7 +638,7 @@ def _receive_training(
     state: QueueState, learner: LearnerSide, active: ActiveLease, group: GroupSummary, payload: Payload
 ) -> Verdict:
     settings = state.settings
-    accuracy = group.accuracy / max(1, group.num_rollouts - group.num_failed)  # failed rollouts say nothing
+    accuracy = group.accuracy / max(1, group.num_graded)  # the others say nothing
     is_kept = fits_filter(settings.filter_range, accuracy, group.rewards_differ)
     flaw = flaw_of(group, settings, fits_filter=is_kept)
     bound_version = group.newest_version if settings.on_stale == "mask" else group.oldest_version

@@ -22,7 +22,7 @@ from async_rl.net.codec import FlatGroup, decode_flat_group
 from async_rl.net.wire import DEFAULT_LIMITS, Limits
 from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import Payload, PayloadRef
-from async_rl.records import NO_VERSION, Lease, LeaseKind, why_parts_misfit
+from async_rl.records import NO_VERSION, WITHOUT_REWARD, Lease, LeaseKind, why_parts_misfit
 from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import contains, largest_id
 
@@ -49,6 +49,7 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
         accuracy: the sum of the accuracies of all rollouts.
         rewards_differ: whether the rewards of its rollouts differ. None if they have accuracies, all in 0..1.
         num_failed: the number of rollouts that failed: their finish reason is an error.
+        num_unjudged: the number of rollouts that the reward does not judge.
         unfit: the reason why no lease could accept the group; empty if there is none.
         has_sampling_mask: whether the group has the sets of tokens that top-p and top-k left.
         route_shape: the layers, the experts for each token and the bytes of an expert in the routes. None if the group
@@ -93,6 +94,12 @@ class GroupSummary(msgspec.Struct, frozen=True, gc=False):
     rewards_vary: bool = False
     cut: tuple[tuple[int, int], ...] = ()
     example: str = ""
+    num_unjudged: int = 0
+
+    @property
+    def num_graded(self) -> int:
+        """The number of rollouts that have a reward."""
+        return self.num_rollouts - self.num_failed - self.num_unjudged
 
     @property
     def every_rollout_failed(self) -> bool:
@@ -129,6 +136,7 @@ def read_summary(payload: Payload, limits: Limits = DEFAULT_LIMITS) -> GroupSumm
         accuracy=accuracy,
         rewards_differ=None if has_accuracy else rewards_vary,
         num_failed=num_failed,
+        num_unjudged=fields.finish_reason.count("unjudged"),
         unfit=unfit,
         temperature=fields.temperature,
         has_sampling_mask=group.sampling_mask is not None,
@@ -162,12 +170,12 @@ def _cut(group: FlatGroup) -> tuple[tuple[int, int], ...]:
 
 
 def _rewards_differ(group: FlatGroup) -> bool:
-    """Return whether the rewards of the group's rollouts differ. Failed rollouts do not count."""
+    """Return whether the rewards of the group's rollouts differ. Rollouts without a reward do not count."""
     fields = group.fields
     totals = {
         sum(values[index] or 0.0 for values in fields.reward_parts.values())
         for index, reason in enumerate(fields.finish_reason)
-        if reason != "error"
+        if reason not in WITHOUT_REWARD
     }
     return len(totals) > 1
 

@@ -24,9 +24,9 @@ from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.groups import GroupSummary
 from async_rl.records import CutLimit, cut_limit
 
-Flaw = Literal["wrong", "right", "equal", "cut"]
+Flaw = Literal["wrong", "right", "equal", "cut", "unjudged"]
 """Why a group trains nothing: its answers are all wrong, or all right; their rewards are equal, or only those of cut
-answers differ; or all are cut, and ``loss.mask_truncated`` leaves them out."""
+answers differ; all are cut, and ``loss.mask_truncated`` leaves them out; or the reward judges none of them."""
 
 _MIN_GROUPS = 8
 _SURE_GROUPS = 64
@@ -41,6 +41,7 @@ _WORDS = {
     "right": "only right answers",
     "equal": "answers with equal rewards",
     "cut": "only answers that were cut",
+    "unjudged": "only answers that the reward does not judge",
 }
 
 
@@ -134,7 +135,7 @@ class SignalWatch(msgspec.Struct):
             return
         beginning.num_groups += 1
         beginning.num_right += group.accuracy
-        beginning.num_answers += group.num_rollouts - group.num_failed
+        beginning.num_answers += group.num_graded
         if flaw == "wrong":
             _count(beginning.wrong, flaw, group, settings)
         is_known = beginning.num_groups >= max(2 * settings.groups_per_step, _MIN_GROUPS)
@@ -154,7 +155,7 @@ class SignalWatch(msgspec.Struct):
 
 def _count(streak: Streak, flaw: Flaw, group: GroupSummary, settings: QueueSettings) -> None:
     streak.flaws[flaw] += 1
-    streak.num_answers += group.num_rollouts - group.num_failed
+    streak.num_answers += group.num_graded
     for num_sampled, last_turn in group.cut:
         streak.cuts[_limit(num_sampled, last_turn, settings)] += 1
     streak.example = group.example or streak.example
@@ -166,7 +167,8 @@ def flaw_of(group: GroupSummary, settings: QueueSettings, *, fits_filter: bool) 
     ``fits_filter`` says whether the group is within ``queue.filter_range``. Without a filter only rewards tell, and
     with a teacher not even they.
     """
-    num_graded = max(1, group.num_rollouts - group.num_failed)
+    if not (num_graded := group.num_graded):
+        return "unjudged"
     if settings.filter_range is None:
         if settings.teacher_bytes or group.rewards_vary or 0.0 < group.accuracy < num_graded:
             return "cut" if _is_all_cut(group, settings) else None
@@ -182,7 +184,7 @@ def flaw_of(group: GroupSummary, settings: QueueSettings, *, fits_filter: bool) 
 
 
 def _is_all_cut(group: GroupSummary, settings: QueueSettings) -> bool:
-    return settings.mask_truncated and len(group.cut) == group.num_rollouts - group.num_failed
+    return settings.mask_truncated and len(group.cut) == group.num_graded
 
 
 def cause_of(streak: Streak) -> str:
@@ -239,6 +241,10 @@ def _remedy(streak: Streak) -> str:
     if cause == "cut" or count > _MOSTLY * streak.num_answers:
         other = ", or set loss.mask_truncated = false: it leaves cut answers out of the loss" if cause == "cut" else ""
         return f"{_CUT_REMEDIES[limit]}{other}"
+    if cause == "unjudged":
+        return (
+            "The reward returned None for each of them: let one of its functions judge these rows (reward.type, extra)"
+        )
     if cause == "wrong":
         return (
             "Read an answer: if it is right, the reward misreads it (reward.type); if it answers another question, the "
