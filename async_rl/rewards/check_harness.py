@@ -77,14 +77,22 @@ class _AsyncRlProgramError(Exception):
     """The program raised an exception."""
 
 
-def _async_rl_tests(setup: str, tests: str, *, keeps_asserts: bool) -> _async_rl_Any:
-    """Return the function ``check`` that the text ``tests`` defines, with the names of ``setup`` in reach."""
+def _async_rl_tests(
+    setup: str, tests: str, function: str, candidate: _async_rl_Any, *, keeps_asserts: bool
+) -> _async_rl_Any:
+    """Return the function ``check`` that the text ``tests`` defines, with the names of ``setup`` in reach.
+
+    The tests may also call ``candidate`` by the name ``function``, unless they define that themselves.
+    """
     names: dict[str, _async_rl_Any] = {"__name__": "tests"}
     exec(compile(setup, "setup", "exec", dont_inherit=True), names)
+    without_body = names.get(function)
     tree = _async_rl_ast.parse(tests)
     if not keeps_asserts:
         tree = _async_rl_ast.fix_missing_locations(_AsyncRlWithoutAsserts().visit(tree))
     exec(compile(tree, "tests", "exec", dont_inherit=True), names)
+    if names.get(function) is without_body:
+        names[function] = candidate
     return names["check"]
 
 
@@ -99,7 +107,7 @@ class _AsyncRlWithoutAsserts(_async_rl_ast.NodeTransformer):
         return _async_rl_ast.copy_location(_async_rl_ast.Try(body, [nothing], [], []), node)
 
 
-def _async_rl_calls(setup: str, tests: str) -> list[_async_rl_Any]:
+def _async_rl_calls(setup: str, tests: str, function: str) -> list[_async_rl_Any]:
     """Return the calls that the tests will probably make, as far as they do not depend on results."""
     calls: list[_async_rl_Any] = []
 
@@ -110,11 +118,11 @@ def _async_rl_calls(setup: str, tests: str) -> list[_async_rl_Any]:
 
     # Calls after an exception are asked for later, one at a time.
     with _async_rl_contextlib.suppress(Exception, _AsyncRlUnknownCall):
-        _async_rl_tests(setup, tests, keeps_asserts=False)(candidate)
+        _async_rl_tests(setup, tests, function, candidate, keeps_asserts=False)(candidate)
     return calls
 
 
-def _async_rl_check(setup: str, tests: str, known: list[_async_rl_Any]) -> list[_async_rl_Any]:
+def _async_rl_check(setup: str, tests: str, function: str, known: list[_async_rl_Any]) -> list[_async_rl_Any]:
     """Run the tests. ``known`` has pairs (call, result), in the order of the calls.
 
     Returns:
@@ -140,7 +148,7 @@ def _async_rl_check(setup: str, tests: str, known: list[_async_rl_Any]) -> list[
         return _async_rl_unpack(result[1])
 
     try:
-        check = _async_rl_tests(setup, tests, keeps_asserts=True)
+        check = _async_rl_tests(setup, tests, function, candidate, keeps_asserts=True)
     except _async_rl_builtins.BaseException as error:
         return ["broken", f"{type(error).__name__}: {error}"]
     try:

@@ -55,7 +55,7 @@ def judge_check(
     Raises:
         RewardError: the tests themselves can't be run.
     """
-    pending = _trusted(run, "_async_rl_calls", [check.setup, check.tests])
+    pending = _trusted(run, "_async_rl_calls", [check.setup, check.tests, function])
     # A program that begins with an import from __future__ can't have anything before it.
     before = "" if "from __future__" in source else f"{check.setup}\n\n"
     program = f"{before}{source}\n\n{_harness()}"
@@ -72,7 +72,7 @@ def judge_check(
             if results is None:
                 return "failed", f"expected {len(pending)} return values, got something else; {ran.stderr_tail}"
             known += [[call, result] for call, result in zip(pending, results, strict=True)]
-        verdict = _trusted(run, "_async_rl_check", [check.setup, check.tests, known])
+        verdict = _trusted(run, "_async_rl_check", [check.setup, check.tests, function, known])
         if verdict is None:
             break
         match verdict:

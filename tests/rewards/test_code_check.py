@@ -153,3 +153,30 @@ def test_a_slow_program_times_out():
 def test_malformed_rows_are_refused(cases: dict[str, Any], message: str):
     with pytest.raises(DataError, match=rf"f:1: {message}"):
         parse_row({"prompt": "q", "test_cases": cases}, "f:1", RowRules(needs=("test_cases",)))
+
+
+THIRD = """
+def check(candidate):
+    assert tuple(candidate([1, 2, 3])) == tuple(sort_third([1, 2, 3]))
+    assert candidate([5, 6, 3, 4, 8, 9, 2]) == [2, 6, 3, 4, 8, 9, 5]
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "own", "expected"),
+    [
+        ("    l = list(l)\n    l[::3] = sorted(l[::3])\n    return l\n", "", "passed"),
+        ("    return list(l)\n", "", "wrong"),
+        # A function that the tests define themselves stays theirs.
+        (
+            "    l = list(l)\n    l[::3] = sorted(l[::3])\n    return l\n",
+            "def sort_third(l):\n    return [0]\n",
+            "wrong",
+        ),
+    ],
+)
+def test_tests_may_name_the_function_beside_the_candidate(judge: LocalJudge, body: str, own: str, expected: str):
+    # HumanEval/33 does; in its prompt the function has no body.
+    prompt = 'def sort_third(l: list):\n    """Sort every third item."""\n'
+    tests = given(own + THIRD, prompt, "sort_third")
+    assert verdict(judge, f"def sort_third(l: list):\n{body}", tests) == expected
