@@ -1,17 +1,20 @@
 """Reads the raw rows of a dataset, each with its place in the file. The module ``dataset`` checks the rows afterwards.
 
 A dataset is named in one of three ways: the path of a ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file
-(any other file is read as JSONL), a directory that the package ``datasets`` reads, or ``[split@]owner/name[:config]``
-of the Hugging Face hub. Packages for formats other than JSONL, JSON and CSV are imported only when they are needed.
+(any other file is read as JSONL, and one with the ending ``.gz`` is unpacked first), a directory that the package
+``datasets`` reads, or ``[split@]owner/name[:config]`` of the Hugging Face hub. Packages for formats other than JSONL,
+JSON and CSV are imported only when they are needed.
 """
 
 from __future__ import annotations
 
 import csv
+import gzip
 import hashlib
 import io
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ _SPLIT = re.compile(r"(?P<split>[A-Za-z0-9_.\-]+(?:\[[^\]]*\])?)@(?P<place>.+)",
 _HUB_ID = re.compile(r"[A-Za-z0-9_\-][\w.\-]*/[\w.\-]+(?::[\w.\-]+)?")
 _SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 _BATCH_ROWS = 1024
+_PACKED = ".gz"
 _FIELD_LIMIT = 1 << 27
 """Maximum number of characters in one CSV cell. Python's default is too small for a row's test cases."""
 
@@ -49,7 +53,7 @@ class Source:
         self._place = name if found is None else found["place"]
         path = Path(self._place)
         self._is_dataset = path.is_dir() or (not path.exists() and _HUB_ID.fullmatch(self._place) is not None)
-        if not path.exists() and (not self._is_dataset or path.suffix in _READERS):
+        if not path.exists() and (not self._is_dataset or path.suffix in (*_READERS, _PACKED)):
             raise DataError(
                 f"no dataset at {name}; check the path, or the split before @ (`async-rl quickstart` makes the data of "
                 f"the quickstart, `python examples/gsm8k.py` that of the mathematics recipes)"
@@ -83,7 +87,10 @@ class Source:
                 f"can't read the dataset {self.name}: {error.strerror or error}; check the file and its permissions"
             ) from error
         self._hash.update(content)
-        yield from _READERS.get(Path(self._place).suffix.lower(), _jsonl)(content, self._place)
+        path = Path(self._place)
+        if path.suffix.lower() == _PACKED:
+            path, content = path.with_suffix(""), _unpacked(content, self._place)
+        yield from _READERS.get(path.suffix.lower(), _jsonl)(content, self._place)
 
     def _from_datasets(self) -> Iterator[tuple[str, Any]]:
         try:
@@ -112,6 +119,16 @@ class Source:
         for where, row in _from_batches(batches, self.name):
             self._hash.update(_packed(row))
             yield where, row
+
+
+def _unpacked(content: bytes, path: str) -> bytes:
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"{path}: expected a file packed by gzip, got other content ({error}); pack it again, or remove {_PACKED} "
+            f"from its name"
+        ) from error
 
 
 def _packed(row: Any) -> bytes:

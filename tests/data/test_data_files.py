@@ -1,6 +1,7 @@
 """The same rows out of every kind of file, and of what ``datasets`` writes and reads."""
 
 import csv
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,23 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str):
     assert [dict(row.reward_data) for row in loaded.rows] == [
         {"gt_answer": row["gt_answer"], "extra_info": row["extra_info"]} for row in ROWS
     ]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "rows.parquet"])
+def test_a_packed_file_is_read_by_the_ending_before(tmp_path: Path, name: str):
+    WRITERS[name](tmp_path / name)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+    assert load_rows(str(tmp_path / f"{name}.gz")).rows == load_rows(str(tmp_path / name)).rows
+
+
+@pytest.mark.parametrize("cut", [0, 5, -3])
+def test_a_packed_file_that_is_damaged_or_missing_is_refused_by_its_name(tmp_path: Path, cut: int):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b"{}")[cut:] if cut >= 0 else gzip.compress(b"{}")[:cut])
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz"):
+        load_rows(str(path))
+    with pytest.raises(DataError, match=r"no dataset at data/rows\.jsonl\.gz; check the path"):
+        load_rows("data/rows.jsonl.gz")
 
 
 @pytest.mark.parametrize("name", WRITERS)
