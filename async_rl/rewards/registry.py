@@ -26,15 +26,7 @@ from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.judge import judge_reward
 from async_rl.rewards.math.verifier import MathVerifier
 from async_rl.rewards.model import model_reward
-from async_rl.rewards.records import (
-    UNJUDGED,
-    GroupReward,
-    Reward,
-    RewardInput,
-    RewardOutput,
-    WaitingReward,
-    score_group,
-)
+from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, WaitingReward, score_group
 
 Builder = Callable[[Config, float], Reward]
 """A function of the config and a scale. It builds a reward whose parts are multiplied by the scale."""
@@ -232,8 +224,9 @@ class RewardSum:
         """Return the whole reward of one rollout from the output of each reward."""
         paid = outputs[: 1 + len(self._extras)]
         judged = [output for output in paid if output.is_judged]
-        if not any(output.is_judged for output, pays in zip(paid, self._pays, strict=True) if pays) and any(self._pays):
-            return UNJUDGED
+        verdicts = [output.is_judged for output, pays in zip(paid, self._pays, strict=True) if pays]
+        if verdicts and not any(verdicts):
+            return RewardOutput({}, 0.0, is_judged=False)
         parts, spans = dict(outputs[0].parts), Counter(dict(outputs[0].spans))
         for extra, output in zip(self._extras, paid[1:], strict=True):
             if output.is_judged:
