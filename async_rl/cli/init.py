@@ -428,8 +428,9 @@ def _ask(config: Path, given: Given) -> tuple[Plan, Columns]:
     reward = given.reward or _answer(asks, "--reward", _REWARD_QUESTION, read_reward, _likely_reward(columns, answer))
     if columns.has_solutions and reward in REWARD_TYPES and "gt_answer" in REWARD_TYPES[reward].row_fields:
         typer.echo(
-            f"note: the column {answer} seems to have whole solutions; the reward {reward} compares final answers, so "
-            f"extract them to a column of their own (docs/data.md), or use --reward {OWN_REWARD}",
+            f"note: the column {answer} seems to have whole solutions; the reward {reward} reads the answers of those "
+            f"that end with #### or have \\boxed (docs/data.md), and async-rl doctor shows them; else use --reward "
+            f"{OWN_REWARD}",
             err=True,
         )
     evaluation = given.evaluation

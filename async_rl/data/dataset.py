@@ -13,12 +13,10 @@ import ast
 import hashlib
 import json
 import logging
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from typing import Any, Literal, get_args
 
 from async_rl.config.config import Config
@@ -34,6 +32,7 @@ from async_rl.environments.verifiers_rows import is_of_taskset, taskset_rows
 from async_rl.errors import DataError
 from async_rl.records import DROPPED_KEY, TEXT_ROLE, TOOLS_ROLE
 from async_rl.rewards.code_tests import parse_tests
+from async_rl.rewards.gold import gold_readings, number_text
 
 _KEYS: tuple[RowField, ...] = get_args(RowField)
 _JSON_KEYS: tuple[RowField, ...] = ("messages", "tools", "test_cases", "extra_info")
@@ -49,8 +48,9 @@ class Row:
     Attributes:
         messages: the prompt. Each message has ``role`` and ``content``. Empty if an environment makes the prompt. A
             row with tools of its own has them in a first message with the role ``TOOLS_ROLE``.
-        reward_data: all other fields of the row, for the reward and the environment. ``gt_answer`` is text. What was
-            dropped is listed at ``DROPPED_KEY``, as ``records.row_fields`` reads it.
+        reward_data: all other fields of the row, for the reward and the environment. ``gt_answer`` is as its author
+            wrote it, but for numbers (``RowRules.keeps_numbers``). What was dropped is listed at ``DROPPED_KEY``, as
+            ``records.row_fields`` reads it.
         source: the name of the row's source in the table ``data.train``. Empty if there is no table.
     """
 
@@ -72,6 +72,8 @@ class RowRules:
         ignore: names of columns that are left out.
         has_own_reader: whether the user's own reward or environment gets the columns ``system`` and ``history``. If
             not, they belong to the prompt.
+        is_mathematics: whether ``gt_answer`` must be an answer that can be compared as mathematics.
+        keeps_numbers: whether a number in ``gt_answer`` stays one, for a function of the user. Else it becomes text.
     """
 
     system_prompt: str = ""
@@ -81,6 +83,8 @@ class RowRules:
     prompt_format: PromptFormat = "chat"
     ignore: Collection[str] = ()
     has_own_reader: bool = False
+    is_mathematics: bool = False
+    keeps_numbers: bool = False
 
 
 def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
@@ -104,7 +108,7 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
         messages = (_tools(fields.pop("tools"), messages, f"{where}: {_column('tools', rules)}"), *messages)
     reward_data = {key: value for key, value in fields.items() if key not in ("messages", "prompt")}
     if "gt_answer" in rules.needs or isinstance(reward_data.get("gt_answer"), str | int | float):
-        reward_data["gt_answer"] = _answer_text(reward_data["gt_answer"], f"{where}: {_column('gt_answer', rules)}")
+        reward_data["gt_answer"] = _answer(reward_data, f"{where}: {_column('gt_answer', rules)}", rules)
     if "test_cases" in rules.needs:
         reward_data |= _test_cases(reward_data, where, _column("test_cases", rules))
     return Row(messages, _sendable(messages, reward_data, where, rules))
@@ -245,16 +249,16 @@ def _message(raw: Any, where: str) -> Mapping[str, str]:
     raise DataError(f'{where}: expected {{"role": text, "content": text}}, got {str(raw)[:120]}')
 
 
-def _answer_text(answer: Any, where: str) -> str:
-    if isinstance(answer, str) and answer.strip():
-        return answer
-    if isinstance(answer, int) and not isinstance(answer, bool):
-        return str(answer)
-    if isinstance(answer, float) and math.isfinite(answer):
-        return format(Decimal(repr(answer)), "f")  # 1e-07 is no way to write an answer
-    if isinstance(answer, Decimal) and answer.is_finite():
-        return format(answer, "f")
-    raise DataError(f"{where}: expected a number, or text that is not blank, got {kind(answer)}")
+def _answer(fields: Mapping[str, Any], where: str, rules: RowRules) -> Any:
+    """Return the row's answer as rewards get it: a number as text, unless a function of the user gets it."""
+    answer = fields["gt_answer"]
+    text = number_text(answer)
+    is_needed = "gt_answer" in rules.needs
+    if not gold_readings(fields, is_mathematics=is_needed and rules.is_mathematics):
+        says_nothing = isinstance(answer, str) and answer.strip()
+        expected = "an answer that can be compared" if says_nothing else "a number, or text that is not blank"
+        raise DataError(f"{where}: expected {expected}, got {kind(answer)}")
+    return answer if text is None or (rules.keeps_numbers and not why_unsendable(answer)) else text
 
 
 def _check_form(fields: dict[str, Any]) -> dict[str, Any]:
@@ -404,6 +408,8 @@ def rules_of(config: Config) -> RowRules:
         prompt_format=config.data.prompt_format,
         ignore=config.data.ignore,
         has_own_reader=config.environment.is_set or any(one.is_user_code for one in config.reward.types),
+        is_mathematics=config.reward.compares_mathematics,
+        keeps_numbers=any(one.is_user_code for one in config.reward.types),
     )
 
 
@@ -412,7 +418,7 @@ def load_rows(source: str, *, on_bad_row: OnBadRow = "refuse", rules: RowRules |
 
     Args:
         source: a path or a hub id, in a form that the module ``files`` describes.
-        on_bad_row: ``refuse`` raises at the first row with errors. ``skip`` leaves such rows out and counts them.
+        on_bad_row: ``refuse`` raises if a row has errors. ``skip`` leaves such rows out and counts them.
         rules: the rules for rows. If None, every row must have a prompt and a ``gt_answer``.
 
     Raises:
@@ -428,10 +434,11 @@ def load_rows(source: str, *, on_bad_row: OnBadRow = "refuse", rules: RowRules |
                 raise raw
             rows.append(parse_row(raw, where, rules))
         except DataError as error:
-            if on_bad_row == "refuse":
-                raise DataError(f'{error}; correct the row, or set data.on_bad_row = "skip"') from error
             num_skipped += 1
             first_skipped = first_skipped or str(error)
+    if num_skipped and on_bad_row == "refuse":
+        count = f" ({num_skipped} of {num_skipped + len(rows)} rows have errors)" if num_skipped > 1 else ""
+        raise DataError(f'{first_skipped}; correct the row, or set data.on_bad_row = "skip"{count}')
     if not rows:
         cause = (
             f"all {num_skipped} rows have errors and were skipped; correct them. The first error: {first_skipped}"

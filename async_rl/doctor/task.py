@@ -57,6 +57,8 @@ from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights
 
 _SHOWN_CHARS = 2000
 _SAMPLE_ROWS = 3
+_SHOWN_ANSWER = 40
+_Grade = tuple[str | None, float, float, str | None]
 
 _PROMPTS = 4
 _GROUP_SIZE = 2
@@ -74,21 +76,13 @@ def check_data(config: Config) -> list[Finding]:
         try:
             loaded = load_train_rows(config) if source is None else load_rows_of(config, source)
         except DataError as error:
-            rows.append(
-                Finding(key, "FAIL", str(error), fix="correct the file, or set data.columns or data.on_bad_row")
-            )
+            fix = "correct the file, or set data.columns or data.on_bad_row"
+            rows.append(Finding(key, "FAIL", str(error), fix=fix))
             continue
         found = f"{len(loaded.rows)} rows"
         if loaded.num_skipped:
-            fix = "correct the file if these rows matter"
-            rows.append(
-                Finding(
-                    key,
-                    "WARN",
-                    f"{found}, skipped {loaded.num_skipped} bad rows, the first: {loaded.first_skipped}",
-                    fix=fix,
-                )
-            )
+            found = f"{found}, skipped {loaded.num_skipped} bad rows, the first: {loaded.first_skipped}"
+            rows.append(Finding(key, "WARN", found, fix="correct the file if these rows matter"))
         else:
             rows.append(Finding(key, "OK", found))
     return rows
@@ -290,17 +284,18 @@ def _sandbox_row(config: Config) -> Finding:
     return Finding("sandbox", "OK", "programs run isolated")
 
 
-def _grade(config: Config, reward: Any, row: Row) -> tuple[str | None, float, float] | None:
+def _grade(config: Config, reward: Any, row: Row) -> _Grade | None:
     """Grade a right and a wrong answer to one dataset row.
 
     Returns:
-        The right answer's text (None if it is unknown), its accuracy, and the accuracy of the wrong answer. None if the
-        reward judges neither.
+        The right answer's text (None if it is unknown), its accuracy, the accuracy of the wrong answer, and what the
+        reward found in the right one. None if the reward judges neither.
 
     Raises:
         RewardError: the row can't be graded.
     """
-    example = example_of(reward_type(config.reward.right_by), row.reward_data)
+    is_mathematics = config.reward.equality == "math"
+    example = example_of(reward_type(config.reward.right_by), row.reward_data, is_mathematics=is_mathematics)
 
     def output_of(text: str | None) -> RewardOutput:
         if text is None:
@@ -310,16 +305,16 @@ def _grade(config: Config, reward: Any, row: Row) -> tuple[str | None, float, fl
     right, wrong = output_of(example.right), output_of(example.wrong)
     if not (right.is_judged or wrong.is_judged):
         return None
-    return example.right, float(right.accuracy), float(wrong.accuracy)
+    return example.right, float(right.accuracy), float(wrong.accuracy), right.extracted
 
 
-def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]], *, is_user_code: bool) -> list[Finding]:
-    known = [(text, accuracy) for text, accuracy, _ in graded if text is not None]
+def _verdict(name: str, graded: Sequence[_Grade], *, is_user_code: bool) -> list[Finding]:
+    known = [(text, accuracy) for text, accuracy, *_ in graded if text is not None]
     refused = [text for text, accuracy in known if accuracy < 1]
-    accepted = [index for index, (_, _, wrong) in enumerate(graded) if wrong > 0]
+    accepted = [index for index, (_, _, wrong, _) in enumerate(graded) if wrong > 0]
     if accepted:
         found = f"{name} accepts a wrong answer on row {accepted[0]}"
-        if is_user_code and all(wrong < 1 for _, _, wrong in graded):
+        if is_user_code and all(wrong < 1 for _, _, wrong, _ in graded):
             found = f"{name} gives part of the points for a wrong answer on row {accepted[0]}"
             fix = "ignore this if it rewards something else; reward.accuracy can name what tells right from wrong"
             return [Finding("reward", "WARN", found, fix=fix)]
@@ -333,14 +328,11 @@ def _verdict(name: str, graded: Sequence[tuple[str | None, float, float]], *, is
         fix = "check gt_answer of this row, and reward.equality, because no answer could be right"
         return [Finding("reward", "FAIL", f"{name} rejects the right answer {refused[0]!r}", fix=fix)]
     if not known:
-        return [
-            Finding(
-                "reward",
-                "OK",
-                f"{name} rejects a wrong answer on each of {len(graded)} rows; no right answer is known here",
-            )
-        ]
-    return [Finding("reward", "OK", f"{name} accepts the right answer of {len(known)} rows and rejects a wrong one")]
+        found = f"{name} rejects a wrong answer on each of {len(graded)} rows; no right answer is known here"
+        return [Finding("reward", "OK", found)]
+    found = f"{name} accepts the right answer of {len(known)} rows and rejects a wrong one"
+    read = ", ".join(repr(answer[:_SHOWN_ANSWER]) for *_, answer in graded if answer is not None)
+    return [Finding("reward", "OK", f"{found}; it reads the rows' answers as {read}" if read else found)]
 
 
 def check_parity(config: Mapping[str, Any]) -> list[Finding]:

@@ -24,6 +24,7 @@ from async_rl.config.reward import REWARD_TYPES
 from async_rl.config.run import FakeConfig
 from async_rl.generator.backend import Sampled
 from async_rl.records import NO_VERSION, FinishReason, Lease, Sampling
+from async_rl.rewards.gold import gold_readings
 from async_rl.sampling_mask import SamplingMask, join, pack_ids
 
 _CHARACTERS_PER_TOKEN = 4
@@ -217,7 +218,8 @@ class FakeBackend:
         correct = np.random.default_rng([1, lease.seed, index]).random() < self._fake.accuracy
         if self._reward.runs_programs:
             return _program(lease.prompt.reward_data, correct=correct)
-        expected = str(lease.prompt.reward_data.get("gt_answer", ""))
+        golds = gold_readings(lease.prompt.reward_data, is_mathematics=self._reward.compares_mathematics)
+        expected = golds[0] if golds else ""
         # The wrong answer is a number: two numbers are compared without the symbolic verifier, which takes little time.
         answer = expected if correct else ("-1" if expected != "-1" else "-2")
         return self._reward.write_answer(answer, thoughts=f"Sample {index}")

@@ -17,6 +17,7 @@ from async_rl.config.config import Config
 from async_rl.config.reward import reward_type
 from async_rl.errors import RewardError
 from async_rl.rewards.extraction import Extraction
+from async_rl.rewards.gold import gold_readings
 from async_rl.rewards.math.equality import answers_equal, canonical_form
 from async_rl.rewards.math.verifier import MathVerifier
 from async_rl.rewards.records import RewardInput, RewardOutput
@@ -38,7 +39,7 @@ VoteKey = Callable[[str], Hashable]
 
 
 class AnswerReward:
-    """Compares the answer in the model's text with the row's ``gt_answer``.
+    """Compares the answer in the model's text with the row's ``gt_answer``, as ``gold`` reads it.
 
     The reward part ``correct`` is ``scale`` if the answers are equal and the format is valid, else 0. Without
     ``require_format``, equal answers are enough. The part ``format`` is ``format_reward`` if the format is valid, else
@@ -68,16 +69,17 @@ class AnswerReward:
         self._verifier = verifier
 
     def __call__(self, item: RewardInput) -> RewardOutput:
-        gold = item.reward_data.get("gt_answer")
-        if isinstance(gold, bool) or not isinstance(gold, str | int | float):
+        golds = gold_readings(item.reward_data, is_mathematics=self._verifier is not None)
+        if not golds:
             raise RewardError(
-                f"can't score an answer: expected text or a number as the row's gt_answer, got {gold!r:.80} in a row "
-                f"with the keys {sorted(item.reward_data)}; correct the row, or name its column in [data.columns]"
+                f"can't score an answer: expected an answer or a number as the row's gt_answer, got "
+                f"{item.reward_data.get('gt_answer')!r:.80} in a row with the keys {sorted(item.reward_data)}; correct "
+                f"the row, or name its column in [data.columns]"
             )
         answer, format_valid = self._extract(item.text)
         if not format_valid and item.prompt_opened:
             answer, format_valid = self._extract(item.prompt_opened + item.text)
-        equal = answer is not None and self._equal(str(gold), answer)
+        equal = answer is not None and any(self._equal(gold, answer) for gold in golds)
         earns = equal and (format_valid or not self._require_format)
         parts = {"correct": self._scale if earns else 0.0}
         if self._format_reward:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 from async_rl.config.reward import RewardType
 from async_rl.errors import AsyncRLError, RewardError
 from async_rl.records import row_fields
+from async_rl.rewards.gold import gold_readings
 from async_rl.rewards.records import GroupReward, Reward, RewardInput, RewardOutput, score_group
 
 T = TypeVar("T")
@@ -29,6 +31,8 @@ MAX_NEW_TOKENS = 100
 WRONG_ANSWER = "no such answer, 91827364"
 """A text that answers no row, in no particular form."""
 _WRONG_PROGRAM = f"```python\nprint({WRONG_ANSWER!r})\n```"
+_IN_DOLLARS = re.compile(r"\A\$([^$]+)\$\.?\Z")
+"""An answer that rows have in dollars, and a model in a box or a tag."""
 _NUM_TOKENS = 8
 _NUM_THREADS = 4
 
@@ -70,15 +74,17 @@ class Example:
     row_fields: Sequence[str] = ()
 
 
-def example_of(kind: RewardType, reward_data: Mapping[str, Any]) -> Example:
+def example_of(kind: RewardType, reward_data: Mapping[str, Any], *, is_mathematics: bool = True) -> Example:
     """Return the row ``reward_data`` with a right and a wrong answer, as a reward of the type ``kind`` expects them.
 
-    The right answer is None if the row has no ``gt_answer``, and for a reward that runs programs.
+    The right answer is the row's final answer, as a model would write it. It is None if the row has no ``gt_answer``,
+    and for a reward that runs programs. ``is_mathematics`` is whether ``reward.equality`` is "math".
     """
     if kind.runs_programs:
         return Example(reward_data, None, _WRONG_PROGRAM, kind.row_fields)
-    gold = reward_data.get("gt_answer")
-    right = None if gold is None else kind.write_answer(str(gold), thoughts="thoughts")
+    golds = gold_readings(reward_data, is_mathematics=is_mathematics and kind.compares_mathematics)
+    answer = _IN_DOLLARS.sub(r"\1", golds[0]) if golds and kind.compares_mathematics else next(iter(golds), None)
+    right = None if answer is None else kind.write_answer(answer, thoughts="thoughts")
     # A reward that uses no field of the row can only judge the form, so its wrong answer has the wrong form.
     wrong = kind.write_answer(WRONG_ANSWER, thoughts="thoughts") if kind.row_fields else WRONG_ANSWER
     return Example(reward_data, right, wrong, kind.row_fields)

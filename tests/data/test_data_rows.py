@@ -1,13 +1,15 @@
 """What a row may look like: prompts, code rows, rows of environments, column names."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_rl.config.config import Config
 from async_rl.config.data import RowField
-from async_rl.data.dataset import Row, RowRules, parse_row
+from async_rl.config.loading import parse_config
+from async_rl.data.dataset import Row, RowRules, load_rows, parse_row, rules_of
 from async_rl.errors import DataError
 
 CHAT = [{"role": "user", "content": "q"}]
@@ -168,3 +170,32 @@ def test_a_missing_value_inside_an_object_is_named(raw: dict[str, Any]):
         DataError, match=r'expected a row with "messages" and "reward_model\.ground_truth", got no rewa'
     ):
         parse({"prompt": "q", **raw}, columns=NESTED)
+
+
+@pytest.mark.parametrize(
+    ("reward", "gold"),
+    [({"type": "boxed"}, "5"), ({"type": "mine.py:f"}, 5), ({"type": "boxed", "extra": {"mine.py:f": 1.0}}, 5)],
+)
+def test_a_number_stays_one_for_a_function_of_the_user(reward: dict[str, Any], gold: int | str):
+    rules = rules_of(parse_config({"run": {"dir": "r"}, "model": {"path": "m"}, "reward": reward}, "test"))
+    assert parse_row({"prompt": "?", "gt_answer": 5}, "f:1", rules).reward_data == {"gt_answer": gold}
+    assert parse_row({"prompt": "?", "gt_answer": 0.5}, "f:1", rules).reward_data["gt_answer"] in (0.5, "0.5")
+    # What can't be sent as a number is text.
+    assert parse_row({"prompt": "?", "gt_answer": 2**80}, "f:1", rules).reward_data == {"gt_answer": str(2**80)}
+
+
+def test_an_answer_that_says_nothing_is_a_bad_row_where_mathematics_is_compared(tmp_path: Path):
+    golds = ["proof", "5", "#### 72", "notfound", "3,5"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "?", "gt_answer": gold}) + "\n" for gold in golds))
+    rules = RowRules(is_mathematics=True)
+    complaint = (
+        r"rows\.jsonl:1: gt_answer: expected an answer that can be compared, got the text 'proof'; correct the row, or "
+        r'set data\.on_bad_row = "skip" \(2 of 5 rows have errors\)'
+    )
+    with pytest.raises(DataError, match=complaint):
+        load_rows(str(path), rules=rules)
+    loaded = load_rows(str(path), rules=rules, on_bad_row="skip")
+    # The rows keep what their author wrote.
+    assert ([row.reward_data["gt_answer"] for row in loaded.rows], loaded.num_skipped) == (["5", "#### 72", "3,5"], 2)
+    assert len(load_rows(str(path)).rows) == 5

@@ -266,6 +266,24 @@ def test_a_reward_that_is_right(root: Path):
     assert row.state == "OK"
 
 
+def test_the_row_s_answer_is_shown_as_the_reward_reads_it(root: Path):
+    write_rows(root / "golds.jsonl", ["2 + 2 = 4\n#### 72", r"so it is $\boxed{5}$.", r"$\frac{1}{2}$"])
+    (row,) = task.check_reward(plain(make_config(root, train="golds.jsonl", reward={"type": "boxed"})))
+    assert (row.state, row.found) == (
+        "OK",
+        "boxed accepts the right answer of 3 rows and rejects a wrong one; it reads the rows' answers as '72', '5', "
+        r"'\\frac{1}{2}'",
+    )
+
+
+def test_answers_that_say_nothing_are_counted(root: Path):
+    write_rows(root / "proofs.jsonl", ["4", "proof", "5", "notfound"])
+    data = task.check_data(make_config(root, train="proofs.jsonl", reward={"type": "boxed"}))
+    assert [row.state for row in data] == ["FAIL"]
+    assert "gt_answer: expected an answer that can be compared, got the text 'proof'" in data[0].found
+    assert "(2 of 4 rows have errors)" in data[0].found
+
+
 def test_programs_that_cant_be_isolated(root: Path, monkeypatch: pytest.MonkeyPatch):
     from async_rl.errors import SandboxError
     from async_rl.rewards import registry
