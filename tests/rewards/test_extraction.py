@@ -22,10 +22,46 @@ NOTHING = Extraction(None, False)
         ("\\boxed{4\n}", "4"),
         (r"\boxed{5} and a stray }", "5"),
         (r"\fbox{3} \boxed{5}", "5"),
+        (r"\boxed {72}", "72"),
+        ("\\boxed\n{72}", "72"),
+        (r"$\boxed72$.", "72"),
+        (r"\boxed-1.5", "-1.5"),
+        (r"so \fbox{72}", "72"),
+        (r"\boxed{72} (in \boxed{})", "72"),
+        (r"\\boxed{72}", "72"),
     ],
 )
 def test_the_last_box_is_the_answer(text: str, answer: str):
     assert extract_boxed(text) == Extraction(answer, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"the values are $\boxed{3}$ and $\boxed{5}$.", "3, 5"),
+        (r"\boxed{3}, \boxed{5}, or \boxed{7}", "3, 5, 7"),
+        (r"\boxed{-2} \quad \text{and} \quad \boxed{1}", "-2, 1"),
+        (r"$x = \boxed{3}$ and $y_1=\boxed{5}$", "3, 5"),
+        (r"$(x, y) = (\boxed{3}, \boxed{5})$", "3, 5"),
+        (r"(a) \boxed{3} (b) \boxed{5}", "3, 5"),
+        ("\\boxed{3}\n\n\\boxed{5}", "3, 5"),
+        ("\\boxed{3}\n\n\\boxed{3}", "3"),
+        (r"\boxed3\boxed5", "3, 5"),
+        (r"first \boxed{1}, then $\boxed{3}$ and $\boxed{5}$", "3, 5"),
+        (r"\boxed{1} gives \boxed{2}", "2"),
+        (r"\boxed{x = \boxed{2}}", "2"),
+    ],
+)
+def test_boxes_with_only_signs_and_and_or_or_between_them_are_one_list(text: str, answer: str):
+    assert extract_boxed(text) == Extraction(answer, True)
+
+
+@pytest.mark.parametrize("command", ["phantom", "hphantom", "vphantom", "cancel", "xcancel", "sout"])
+def test_a_box_that_is_not_printed_or_struck_out_is_no_answer(command: str):
+    hidden = rf"\{command}{{so $\boxed{{\frac{{1}}{{2}}}}$}}"
+    assert extract_boxed(hidden) == NOTHING
+    assert extract_boxed(rf"\boxed{{5}} {hidden}") == Extraction("5", True)
+    assert extract_boxed(rf"\boxed{{5\{command}{{0}}}}") == Extraction(rf"5\{command}{{0}}", True)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +70,8 @@ def test_the_last_box_is_the_answer(text: str, answer: str):
         "",
         "72",
         "boxed{72}",
+        r"\boxedtext{72}",
+        r"\boxed{5} \boxed{6 and \boxed{}",
         r"\boxed 72",
         r"\boxed{}",
         r"\boxed{  }",
@@ -91,7 +129,20 @@ def test_an_inner_open_tag_belongs_to_the_answer():
     assert extract_answer_tag("<answer>a<answer>b</answer>") == Extraction("a<answer>b", False)
 
 
-@pytest.mark.parametrize("piece", ["<answer>", "</answer>", "\\boxed{", "{", "<answer></answer>"])
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "<answer>",
+        "</answer>",
+        "\\boxed{",
+        "{",
+        "<answer></answer>",
+        "\\boxed{}",
+        "\\boxed{1} ",
+        "\\phantom{",
+        "\\boxed{1}a ",
+    ],
+)
 def test_a_megabyte_of_openings_takes_linear_time(piece: str):
     text = "\\boxed{" + piece * (1_000_000 // len(piece))
     start = time.monotonic()
