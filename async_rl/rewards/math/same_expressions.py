@@ -2,8 +2,10 @@ r"""Decides whether two expressions of sympy have the same value. ``comparison``
 
 Numbers are compared exactly where sympy knows their exact value, else by 300 digits, which is a relative tolerance and
 no absolute one: ``2^{-60}`` and ``2^{-61}`` differ. Expressions with variables are the same if they have the same value
-at several points, with variables of either sign. Points at which both have no value decide nothing. Undefined functions
-(``f(x)``, a sum, a limit) count as variables, one for each function with its arguments.
+at several points, with variables of either sign. What may have several pieces (``|x-20|``) is also compared far away,
+at 0, at halves and at integers. Points at which neither has a value decide nothing, nor do those at which they differ
+and neither is real. Undefined functions (``f(x)``, a sum, a limit) count as variables, one for each function with its
+arguments.
 """
 
 from __future__ import annotations
@@ -23,9 +25,14 @@ _CONFIRMING_DIGITS = 300
 _MAX_DIGITS = 3000
 _TINY = sympy.Float(10) ** -30
 _NUM_POINTS = 6
-_LARGE_POINTS = (10**3, 10**5, 10**7, 10**10)
-_STEPS = (sympy.floor, sympy.ceiling, sympy.Mod, sympy.Min, sympy.Max)
-"""Functions that are constant over wide ranges, so that small points can't tell them apart."""
+_FAR = (30, 10**3, 10**5, 10**8)
+"""Sizes of variables far away. Those above 1,000 are left out if a variable stands in an exponent or a factorial."""
+_PIECES = (
+    sympy.floor, sympy.ceiling, sympy.Mod, sympy.Min, sympy.Max, sympy.Abs, sympy.sign, sympy.log, sympy.asin,
+    sympy.acos, sympy.atan, sympy.arg,
+)  # fmt: skip
+"""Functions that may be another expression beyond a point, so that small points can't tell what they are."""
+_ROUNDING = sympy.Rational(1, 10**20)
 _NO_VALUES = (sympy.nan, sympy.zoo)
 
 
@@ -96,10 +103,18 @@ def same_constant(one: Expression, two: Expression, tolerance: Any = None) -> bo
             is_tiny = size < _TINY and 0 in (one, two)
             return bool(is_tiny and sympy.simplify(one - two) == 0)
         # Of large numbers, the digits behind the point are compared too: e^400 is not e^400 + 1.
-        needed = min(_CONFIRMING_DIGITS + (len(str(sympy.floor(size))) if size > 1 else 0), _MAX_DIGITS)
+        needed = _CONFIRMING_DIGITS + (len(str(sympy.floor(size))) if size > 1 else 0) + _digits_below(one, two)
+        needed = min(needed, _MAX_DIGITS)
         if digits >= needed:
             return True
         digits = needed
+
+
+def _digits_below(*constants: Expression) -> int:
+    """Return how many digits behind the point the smallest term of a sum needs: 400 for ``\\sqrt{2}+10^{-400}``."""
+    terms = [term for one in constants for part in one.atoms(sympy.Add) for term in part.args]
+    sizes = [abs(1 / sympy.Integer(term.q) if term.is_Rational else term.evalf(5)) for term in terms]
+    return int(-sympy.log(min((size for size in sizes if 0 < size < 1), default=1), 10).evalf(5))
 
 
 def _terminates(number: Any) -> bool:
@@ -139,19 +154,35 @@ def value_at(expression: Expression, point: dict[Any, Any]) -> Expression | None
 
 def _same_at_points(gold: Expression, answer: Expression, symbols: list[Any]) -> bool:
     num_compared = 0
-    chosen = points(symbols)
-    if gold.has(*_STEPS) or answer.has(*_STEPS):
-        chosen += [{key: value * size for key, value in chosen[-1].items()} for size in _LARGE_POINTS]
-    for point in chosen:
+    is_real = not gold.has(sympy.I) and not answer.has(sympy.I)
+    near = [(point, None) for point in points(symbols)]
+    for point, tolerance in near + [(point, _ROUNDING) for point in _far_points(gold, answer, symbols)]:
         one, two = value_at(gold, point), value_at(answer, point)
-        if (one is None) != (two is None):
-            return False
         if one is None or two is None:
+            if tolerance is None and one is not two:
+                return False
             continue
-        if not same_constant(one, two):
+        if same_constant(one, two, tolerance):
+            num_compared += 1
+        elif not (is_real and one.is_extended_real is False and two.is_extended_real is False):
             return False
-        num_compared += 1
     return num_compared >= _NUM_POINTS // 2
+
+
+def _far_points(gold: Expression, answer: Expression, symbols: list[Any]) -> list[dict[Any, Any]]:
+    """Return large points of either sign, integers, and 0, if an expression may have pieces. Else none."""
+    powers: list[Any] = [*gold.atoms(sympy.Pow), *answer.atoms(sympy.Pow)]
+    has_roots = any(power.exp.is_Rational and not power.exp.is_Integer and power.base.free_symbols for power in powers)
+    if not (has_roots or gold.has(*_PIECES) or answer.has(*_PIECES)):
+        return []
+    grows = any(one.has(sympy.exp, sympy.factorial, sympy.binomial) for one in (gold, answer))
+    rng = random.Random(len(symbols))
+    results = [{symbol: sympy.Rational(rng.randrange(-9, 10, 2) * top, 2) for symbol in symbols} for top in (0, 1, 2)]
+    for size in _FAR[: 2 if grows or any(power.exp.free_symbols for power in powers) else None]:
+        point = {symbol: sympy.Rational(size * rng.randrange(101, 997), 101) for symbol in symbols}
+        mixed = {symbol: value * rng.choice((1, -1)) for symbol, value in point.items()}
+        results += [{key: sign * one[key] for key in one} for one in (point, mixed)[: len(symbols)] for sign in (1, -1)]
+    return results
 
 
 def constant_ratio(one: Expression, two: Expression) -> Expression | None:
