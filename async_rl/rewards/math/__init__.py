@@ -7,6 +7,6 @@ answer may hang or crash a generator. Only these processes import sympy.
 
 In a child, ``comparison`` reads both answers and compares what they say. The readers, from the lowest up: ``tokens``,
 ``bars`` (absolute values), ``position``, ``commands``, ``expressions`` (sums, products, powers), ``quantities`` and
-``units``, ``reading`` (lists, sets, relations). They return ``values``. ``comparison`` uses ``relations``,
-``same_sets`` and ``same_expressions``. docs/rewards.md lists what counts as equal.
+``units`` (with the lists of ``words.toml``), ``reading`` (lists, sets, relations). They return ``values``.
+``comparison`` uses ``relations``, ``same_sets`` and ``same_expressions``. docs/rewards.md lists what counts as equal.
 """

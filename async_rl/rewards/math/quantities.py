@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import sympy
-
 from async_rl.rewards.math.expressions import ExpressionReader
 from async_rl.rewards.math.tokens import Token, UnreadableError
-from async_rl.rewards.math.units import SHORT_UNITS, is_unit, unit_name
+from async_rl.rewards.math.units import SHORT_WORDS, unit_name
 from async_rl.rewards.math.values import (
     DEGREE,
     Expression,
@@ -29,6 +27,9 @@ _SETS_IN_WORDS = {
 }  # fmt: skip
 
 
+_IN_UNITS = {"\\cdot": "*", "\\times": "*", "\\Omega": "\u03a9", "\\mu": "\u03bc", "\\min": "min", "\\deg": "deg"}
+
+
 @dataclass(slots=True)
 class Term:
     """What is known of the sum that is being read."""
@@ -37,8 +38,10 @@ class Term:
     number: int = 0
     """How many terms were read."""
     unit: str | None = None
-    product: Expression | None = None
-    """The unit as a product of variables, if it has no upright type."""
+    lead: str = ""
+    """The unit before the number."""
+    is_upright: bool = True
+    """Whether the unit is in upright type. Otherwise it may also be a product of variables."""
 
 
 class QuantityReader(ExpressionReader):
@@ -54,20 +57,34 @@ class QuantityReader(ExpressionReader):
             return named
         dollars = self.accept("\\$")
         start, outer = self.index, self.term
-        self.term = Term(may_have_unit=True)
+        self.term = Term(may_have_unit=True, lead="dollars" if dollars is not None else "")
         value = self._sum_before_modulus(in_modulo)
         if self.term.unit is not None and self.term.number > 1:  # the words behind a sum are a product
             self.index, self.term = start, Term()
             value = self._sum_before_modulus(in_modulo)
-        unit, product = self.term.unit, self.term.product
+        unit, product = self.term.unit, None
+        if unit and not self.term.is_upright:
+            product = self._product(start, in_modulo)
         self.term = outer
         if dollars is not None:
-            if not is_constant(value) or unit is not None:
+            if not is_constant(value) or unit == "%":
                 raise UnreadableError("dollars of no number")
-            unit = "dollar"
-        if unit is not None:
-            return Quantity(value, unit, None if product is None else self.combine(_times, value, product))
+            unit = unit or "dollar"
+        if unit:
+            return Quantity(value, unit, product)
         return _degrees(value) if is_expression(value) and not is_matrix(value) else value
+
+    def _product(self, start: int, in_modulo: bool) -> Expression | None:
+        """Read a number and its unit again from ``start``, as a product of variables. None if they are none."""
+        num_after = len(self.tokens) - self.index
+        self.index, self.term = start, Term()
+        try:
+            value = self._sum_before_modulus(in_modulo)
+        except UnreadableError:
+            value = None
+        end = len(self.tokens) - num_after  # letters that were read one by one are tokens now
+        is_whole, self.index = self.index == end, end
+        return value if is_whole and is_expression(value) else None
 
     def _sum_before_modulus(self, in_modulo: bool) -> Value:
         """Read a sum. In a congruence ``\\mod`` is no operator: it ends the sum."""
@@ -126,47 +143,39 @@ class QuantityReader(ExpressionReader):
             self.take()
             self.term.unit = "%"
             return True
-        end, words, power = self._words_ahead()
-        if not words or not self._ends_after(end - self.index):
+        end, text = self._words_ahead()
+        self.term.unit = unit_name(f"{self.term.lead} {text}", is_single=bool(abs(value) <= 1)) if text else None
+        if self.term.unit is None:
             return False
-        if not is_unit(words):
-            raise UnreadableError(f"no unit: {words}")
-        runs = all(token.kind in ("run", "letter") for token in self.tokens[self.index : end])
-        self.term.unit = unit_name(words, power)
-        if runs:
-            letters = "".join(token.text for token in self.tokens[self.index : end])
-            constants = {"e": sympy.E, "i": sympy.I}
-            self.term.product = sympy.prod(constants.get(letter) or sympy.Symbol(letter) for letter in letters)
+        self.term.is_upright = any(token.kind == "text" for token in self.tokens[self.index : end])
         self.index = end
         return True
 
-    def _words_ahead(self) -> tuple[int, str, str]:
-        """Return the index after the words that follow, the words, and the power of the last. No words: empty."""
-        index, words = self.index, []
-        while index < len(self.tokens):
-            token = self.tokens[index]
-            is_word = token.kind == "text" or (
-                token.kind == "run" and (token.text in SHORT_UNITS or (len(token.text) > 2 and (token.spaced or words)))
-            )
-            if is_word:
-                words.append(token.text)
-            elif token.text == "/" and words and self.peek(index + 1 - self.index).kind in ("text", "run"):
-                words.append("/")
-            else:
-                break
-            index += 1
-        power = ""
-        if words and [token.text for token in self.tokens[index : index + 1]] == ["^"]:
-            after = [token.text for token in self.tokens[index + 1 : index + 4]]
-            if after[:1] in (["2"], ["3"]):
-                power, index = after[0], index + 2
-            elif len(after) == 3 and after[0] == "{" and after[1] in ("2", "3") and after[2] == "}":
-                power, index = after[1], index + 4
-        return index, " ".join(words), power
+    def _words_ahead(self) -> tuple[int, str]:
+        """Return the index of the end of the term and the text up to there. No text: no words follow."""
+        start, after = self.index, self.peek(1)
+        is_symbol = self.next.text in ("\\Omega", "\\min", "\\deg") or (
+            self.next.text == "\\mu" and after.kind == "text"
+        )
+        is_compound = self.next.kind == "letter" and self.next.spaced and after.text in ("/", "^", "\\Omega")
+        if not (is_symbol or is_compound or _is_word(self.next)):
+            return start, ""
+        text, depth = "", 0
+        while depth or not self._ends_after(0):
+            token = self.take()
+            depth += {"(": 1, "{": 1, ")": -1, "}": -1}.get(token.text, 0)
+            is_bare = token.kind in ("letter", "run") and not (is_compound or text.endswith(("/", "*", "(")))
+            if token.kind == "end" or (is_bare and not _is_word(token)):
+                self.index = start
+                return start, ""
+            text += " " * token.spaced + _IN_UNITS.get(token.text, token.text)
+        end, self.index = self.index, start
+        return end, text
 
 
-def _times(one: Expression, two: Expression) -> Expression:
-    return one * two
+def _is_word(token: Token) -> bool:
+    is_long = token.kind == "run" and token.spaced and len(token.text) > 2
+    return is_long or token.kind == "text" or token.text in SHORT_WORDS
 
 
 def _degrees(value: Expression) -> Value:

@@ -62,9 +62,10 @@ _TEXT_COMMANDS = frozenset({
     "\\operatorname*", "\\hbox", "\\rm",
 })  # fmt: skip
 _TOKEN = re.compile(
-    r"(?P<space>\s+|~)|(?P<command>\\(?:operatorname\*|[A-Za-z]+|[^A-Za-z]))|(?P<run>[A-Za-z]+)"
+    r"(?P<space>\s+|~)|(?P<command>\\(?:operatorname\*|[A-Za-z]+|[^A-Za-z]))"
+    r"|(?P<run>[A-Za-z]+(?![^\W\d_]))|(?P<text>[^\W\d_]+|\u00b0[CF])"
     r"|(?P<number>[0-9]+(?:\.[0-9]+)?\.?(?=\\overline|\\dot\{|\\bar)|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
-    r"|(?P<sign>\.\.\.|:=|<=|>=|!=|==|.)",
+    r"|(?P<sign>\.\.\.|:=|<=|>=|(?<![0-9)])!=|==|.)",
     re.DOTALL,
 )
 _THOUSANDS = re.compile(r"(?<![0-9.])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])")
@@ -159,7 +160,9 @@ def _named(run: str, spaced: bool) -> Token | None:
 
 def _text_token(content: str, spaced: bool) -> Token:
     spaced = spaced or content[:1].isspace()
-    words = " ".join(content.replace("~", " ").replace("\\ ", " ").split())
+    content = re.sub(r"~|\\[,;:! ]|\\q?quad(?![A-Za-z])", " ", re.sub(r"\\(?:cdot|times)(?![A-Za-z])", "*", content))
+    content = re.sub(r"\\(Omega|mu)\s*", lambda sign: "\u03a9" if sign[1] == "Omega" else "\u03bc", content)
+    words = " ".join(content.split())
     bare = words.strip(" ,")
     named = _named(bare, spaced)
     if named is not None:
@@ -169,6 +172,6 @@ def _text_token(content: str, spaced: bool) -> Token:
         return Token("letter", in_brackets[1], spaced)
     if re.fullmatch(r"[A-Za-z]", bare) and bare not in SINGLE_LETTER_UNITS:
         return Token("letter", bare, spaced)
-    if re.search(r"[0-9\\$]", words):
+    if re.search(r"[0-9\\$]", re.sub(r"\^\{?-?[1-9]\}?", "", words)):
         raise UnreadableError(f"no words: {words}")
     return Token("text", words, spaced)
