@@ -10,7 +10,7 @@ import re
 from async_rl.rewards.math.notation import closing_brace
 
 _SIZES = re.compile(r"\\(left|right|big|Big|bigg|Bigg)([lrm]?)(?![A-Za-z])\s*")
-_FRAC = re.compile(r"\\(?:[dtc]?(?P<name>frac)|[dt]?(?P<other>binom))(?![A-Za-z])\s*")
+_FRAC = re.compile(r"\\(?:(?:[dtcs]|nice)?(?P<name>frac)|[dt]?(?P<other>binom))(?![A-Za-z])\s*")
 _ROOT = re.compile(r"\\sqrt(?![A-Za-z])\s*(?P<index>\[[^\[\]{}]*\])?\s*(?=[0-9A-Za-z])")
 _SCRIPT = re.compile(r"\^\s*(?=\\(?:[dt]?frac|binom)(?![A-Za-z]))")
 _COMMAND = re.compile(r"\\[A-Za-z]+")

@@ -60,7 +60,7 @@ class CommandReader(Position):
             return self.combine(lambda one, two: function(one), inside, sympy.Integer(1))
         readers: dict[str, Callable[[], Value]] = {
             "\\frac": self._frac, "\\sqrt": self._root, "\\binom": self._binom, "\\begin": self._environment,
-            "\\boxed": self.argument, "\\mathop": self.argument,
+            "\\boxed": self.argument, "\\fbox": self.argument, "\\mathop": self.argument,
         }  # fmt: skip
         if command in readers:
             return readers[command]()

@@ -79,6 +79,7 @@ class Comparison:
 
     def same(self, gold: Value, answer: Value) -> bool:
         gold, answer = plain_relation(gold), plain_relation(answer)
+        gold, answer = _as_tuple(gold, answer), _as_tuple(answer, gold)
         if is_region(gold) != is_region(answer) or (is_region(gold) and type(gold) is not type(answer)):
             return _same_region(gold, answer)
         if isinstance(gold, Relation) or isinstance(answer, Relation):
@@ -106,7 +107,8 @@ class Comparison:
             return False
         if not is_constant(other):
             return one.product is not None and same_expression(one.product, other)
-        if same_expression(one.number, other, self._tolerance):
+        is_share = one.unit == "%" and one is answer and abs(other) < 1 and not other.is_Integer
+        if not is_share and same_expression(one.number, other, self._tolerance):
             return True
         if one.unit == "degree" and other.has(sympy.pi):
             return same_expression(one.number * sympy.pi / 180, other)
@@ -116,7 +118,7 @@ class Comparison:
         if not isinstance(gold, Ratio):
             return False
         if not isinstance(answer, Ratio):
-            if len(gold.parts) != 2 or not is_expression(answer) or gold.parts[1] == 0:
+            if len(gold.parts) != 2 or not is_expression(answer) or gold.parts[1] == 0 or _is_clock(gold):
                 return False
             return same_expression(gold.parts[0] / gold.parts[1], answer)
         if len(gold.parts) != len(answer.parts):
@@ -262,6 +264,12 @@ def same_in_any_order(gold: Sequence[Value], answer: Sequence[Value], same: Call
             return False
         left.pop(index)
     return True
+
+
+def _as_tuple(value: Value, other: Value) -> Value:
+    """Return a matrix of one row or column as a tuple, if ``other`` is one."""
+    is_vector = is_matrix(value) and 1 in value.shape and isinstance(other, Group) and other.opening == "("
+    return Group("(", ")", tuple(value)) if is_vector else value
 
 
 def _is_interval_for_list(gold: Value, answer: Relation) -> bool:

@@ -27,6 +27,7 @@ MAX_NESTING = 16
 
 _TEXT_WITH_DIGITS = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}$\\]*[0-9][^{}$\\]*)\}\.?")
 _WORDS = re.compile(r"[^\W\d_]+(?:[ '][^\W\d_]+)*")
+_OPTION = re.compile(r"\A(?:option|choice|answer):? ?\(?([A-Z])\)?\Z", re.IGNORECASE)
 _MIN_WORD_LETTERS = 4
 
 
@@ -52,7 +53,7 @@ def answers_equal(gold: str, prediction: str, *, verifier: MathVerifier, time_li
     gold_number, number = plain_number(gold), plain_number(prediction)
     if gold_number is not None and number is not None:
         return gold_number == number or is_float_of(prediction, number, gold_number)
-    gold_text, text = typeset_form(gold), typeset_form(prediction)
+    gold_text, text = typeset_form(gold), _OPTION.sub(r"\1", typeset_form(prediction))
     if gold_text == text:
         return True
     based_value, value = based_integer(gold_text), based_integer(text)
@@ -106,9 +107,9 @@ def _is_parsable(form: str) -> bool:
     """Return whether it is safe to read an answer. ``form`` is the answer in ``typeset_form``.
 
     All brackets must match and must not be nested deeper than ``MAX_NESTING``. No two numbers may be adjacent:
-    ``5 5`` is two numbers without a meaning. A subscript of one digit may (``\\log_2 3``).
+    ``5 5`` is two numbers without a meaning. A script of one digit may (``\\log_2 3``, ``\\sin^2 20``).
     """
-    if re.search(r"(?<!_)[0-9.] [0-9.]", form):
+    if re.search(r"(?<![_^])[0-9.] [0-9.]", form):
         return False
     depth = deepest = 0
     for character in re.sub(r"\\.", "", form, flags=re.DOTALL):

@@ -11,10 +11,11 @@ import re
 import sympy
 
 from async_rl.rewards.math.commands import CommandReader
-from async_rl.rewards.math.position import END, undefined
+from async_rl.rewards.math.position import END, RELATIONS, undefined
 from async_rl.rewards.math.tokens import Token, UnreadableError
 from async_rl.rewards.math.values import DEGREE, Expression, Group, Value, is_constant, is_expression, is_matrix
 
+_IN_STATEMENTS = RELATIONS | {"\\cup", "\\cap", "\\setminus", "and", "or"}
 _FUNCTION_LETTERS = frozenset("fghFGH")
 
 
@@ -192,13 +193,15 @@ class ExpressionReader(CommandReader):
             return self._letter(token, is_argument)
         if token.kind == "text":
             name = token.text if len(token.text) == 1 else "text " + token.text.casefold()
-            return sympy.Symbol(name + self.subscript())
+            return self.applied(name + self.subscript(), is_argument, is_function=False)
         if token.kind == "command":
             return self.command(token.text)
         if token.kind == "sign" and token.text in ("(", "[", "\\{", "{"):
             return self.group(token.text)
         if token.kind == "sign" and token.text in ("|(", "||("):
             inside = self.sum()
+            while (operator := self.accept("\\cup", "\\cap", "\\setminus")) is not None:  # |A\cup B|
+                inside = undefined(operator.text, inside, self.sum())
             self.expect(token.text.replace("(", ")"))
             if token.text == "||(":
                 return undefined("norm", inside)
@@ -288,6 +291,10 @@ class ExpressionReader(CommandReader):
         """Read the arguments of a function, as in ``f(x)`` and ``f^{-1}(x)``, or return the symbol ``name``."""
         if is_argument:
             return sympy.Symbol(name)
+        statement = self._statement_ahead()
+        if statement:
+            self.index += len(statement)
+            return sympy.Symbol(" ".join((name, *(token.text for token in statement))))
         if is_function:
             name += self._marks_of_function()
         if self.next.text == "(" and self.next.kind == "sign" and (is_function or self._is_list_ahead()):
@@ -303,6 +310,16 @@ class ExpressionReader(CommandReader):
                 raise UnreadableError("a function of something that is no number")
             return undefined(name, *items)
         return sympy.Symbol(name)
+
+    def _statement_ahead(self) -> list[Token]:
+        r"""Return the tokens of what stands in brackets, as in ``P(A\mid B)`` and ``P(X=2)``. Empty for expressions."""
+        depth, found = 0, []
+        for token in self.tokens[self.index :] if self.next.text in ("(", "[") else ():
+            found.append(token)
+            depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(token.text, 0)
+            if not depth:
+                return found if any(one.text in _IN_STATEMENTS for one in found) else []
+        return []
 
     def _marks_of_function(self) -> str:
         """Read ``^{-1}`` or ``^{(2)}`` before arguments: the inverse or a derivative, and no power."""

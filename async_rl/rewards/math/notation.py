@@ -9,6 +9,7 @@ never drops a letter: an upright letter becomes the plain letter, and any other 
 from __future__ import annotations
 
 import re
+import unicodedata
 
 SINGLE_LETTER_UNITS = frozenset("mgshlLNJWVAKCF")
 """Upright letters that are a unit after a number, as in ``5\\,\\mathrm{m}``. All others are variables."""
@@ -20,10 +21,10 @@ _SIGNS = {
     "\u2248": "\\approx ", "\u2261": "\\equiv ", "\u221e": "\\infty ", "\u222a": "\\cup ", "\u2229": "\\cap ",
     "\u2208": "\\in ", "\u2209": "\\notin ", "\u2205": "\\emptyset ", "\u2026": "\\ldots ", "\u22ef": "\\ldots ",
     "\u2192": "\\to ", "\u211d": "\\mathbb{R}", "\u2124": "\\mathbb{Z}", "\u2115": "\\mathbb{N}",
-    "\u211a": "\\mathbb{Q}", "\u2102": "\\mathbb{C}", "\u00bd": "\\frac{1}{2}", "\u00bc": "\\frac{1}{4}",
-    "\u00be": "\\frac{3}{4}", "\u2153": "\\frac{1}{3}", "\u2154": "\\frac{2}{3}", "\u00b0": "^\\circ ",
-    "\u2032": "'", "\u2019": "'", "\u2018": "'", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u221b": "\\sqrt[3]",
-    "\u221a": "\\sqrt",
+    "\u211a": "\\mathbb{Q}", "\u2102": "\\mathbb{C}", "\u00b0": "^\\circ ", "\u2103": "\u00b0C", "\u2109": "\u00b0F",
+    "\u2032": "'", "\u2033": "''", "\u2019": "'", "\u2018": "'", "\u00a0": " ", "\u2009": " ", "\u202f": " ",
+    "\u221b": "\\sqrt[3]", "\u221a": "\\sqrt", "\u2044": "/", "\u3001": ",", "\u3002": ".", "\uff5b": "\\{",
+    "\uff5d": "\\}",
 }  # fmt: skip
 _GREEK = {
     "\u03b1": "alpha", "\u03b2": "beta", "\u03b3": "gamma", "\u03b4": "delta", "\u03b5": "epsilon", "\u03b8": "theta",
@@ -31,6 +32,8 @@ _GREEK = {
     "\u03c4": "tau", "\u03c6": "phi", "\u03d5": "phi", "\u03c8": "psi", "\u03c9": "omega", "\u0394": "Delta",
     "\u03a9": "Omega", "\u03a3": "Sigma", "\u03a0": "Pi",
 }  # fmt: skip
+_COMPATIBLE = ("<wide>", "<narrow>", "<font>", "<fraction>", "<compat>", "03")
+"""How Unicode's data begin of signs that are written otherwise: forms of others, and of Greek letters."""
 _RAISED = str.maketrans("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b\u207f", "0123456789-n")
 _LOWERED = str.maketrans("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089", "0123456789")
 _RAISED_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b\u207f]+")
@@ -54,12 +57,23 @@ _NEGATED = re.compile(r"\\not\s*(?P<relation>=|\\in(?![A-Za-z])|\\mid(?![A-Za-z]
 _NEGATIONS = {"=": "\\ne ", "\\in": "\\notin ", "\\mid": "\\nmid ", "|": "\\nmid "}
 _MONEY = re.compile("(?P<before>[\u20ac\u00a3\u00a5]) ?(?P<number>[0-9][0-9.,]*)|(?P<after>[\u20ac\u00a3\u00a5])")
 _CURRENCIES = {"\u20ac": "\\text{ euro}", "\u00a3": "\\text{ pound sterling}", "\u00a5": "\\text{ yen}"}
+_LOOKS = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:bf|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])")
+_GIVEN = re.compile(r"(?<=\()([^()|]*)(?<![\\|])\|(?=[^()|]*\))")
+"""The only bar in a pair of brackets, as in ``P(A|B)``."""
+_COMPOSED = re.compile(r"\(\s*([A-Za-z])\s*\\circ\s*([A-Za-z])\s*\)\s*\(([^()]*)\)")
+_SLANTED = re.compile(r"(?<![\w)}\]])\^\{?([0-9]+)\}?/_\{?([0-9]+)\}?")
+_DEGREE = re.compile(r"\^?(?:\{\s*\\degree\s*\}|\\degree(?![A-Za-z])|\{\s*\\circ\s*\})")
+_TEMPERATURE = re.compile(
+    r"(?:\{\})?\^\s*\\circ(?:\s|~|\\[,;:! ])*+(?:\\(?:text|mathrm|textrm|rm)\s*\{\s*([CF])\s*\}|([CF])(?![A-Za-z]))"
+)
+_MINUTES = re.compile(r"([0-9.]+)\^\\circ\s*([0-9]+)(?:'|\^\{?\\prime\}?)(?!')(?:\s*([0-9]+)'')?")
+_CASES = re.compile(r"(?:\\left\\\{\s*)?\\begin\{(cases|aligned)\}([^&]*)\\end\{\1\}(?:\s*\\right\.)?")
 _ENDS_IN_A_COMMAND = re.compile(r"\\[A-Za-z]+$")
 
 
 def in_latex(text: str) -> str:
     """Return ``text`` with Unicode signs, Markdown, ``**`` and upright letters written as plain LaTeX."""
-    text = _without_markdown(text.strip())
+    text = _without_markdown(re.sub(r"(?<!\\)[,;]\Z", "", text.strip()))
     if not text.isascii():
         text = _from_unicode(text)
     if "**" in text:
@@ -73,7 +87,14 @@ def in_latex(text: str) -> str:
         text = _RM.sub(_letter, text)
         text = _UPRIGHT.sub(_letter, text)
         text = _BOLD_GROUP.sub("", text)
-    return text
+        text = _LOOKS.sub("", text)
+        text = _COMPOSED.sub(r"\1(\2(\3))", text)
+        text = _TEMPERATURE.sub(lambda found: f"\u00b0{found[1] or found[2]}", _DEGREE.sub(r"^\\circ ", text))
+        text = _MINUTES.sub(lambda found: f"({found[1]}+{found[2]}/60+{found[3] or 0}/3600)^\\circ ", text)
+        cases = _CASES.fullmatch(text)
+        text = text if cases is None else re.sub(r",?\s*\\\\", ",", cases[2].strip().removesuffix("\\\\"))
+    text = _SLANTED.sub(r"\\frac{\1}{\2}", text)
+    return _GIVEN.sub(r"\1\\mid ", text)
 
 
 def _without_markdown(text: str) -> str:
@@ -94,10 +115,13 @@ def _from_unicode(text: str) -> str:
 
 
 def _command_for(found: re.Match[str]) -> str:
+    """Return a sign as LaTeX. Full-width signs, signs of a font and fractions are first made of ordinary signs."""
     sign = found[0]
-    if sign in _GREEK:
-        return f"\\{_GREEK[sign]} "
-    return _SIGNS.get(sign, sign)
+    if sign not in _SIGNS and unicodedata.decomposition(sign).startswith(_COMPATIBLE):
+        sign = unicodedata.normalize("NFKC", sign)
+    if "\u2044" in sign[1:]:
+        return "\\frac{{{}}}{{{}}}".format(*sign.split("\u2044"))
+    return f"\\{_GREEK[sign]} " if sign in _GREEK else _SIGNS.get(sign, sign)
 
 
 def _letter(found: re.Match[str]) -> str:

@@ -17,8 +17,10 @@ _SCIENTIFIC = re.compile(
 )
 _SIGN = re.compile(r"(?:\\?\$)?\s*([+\-\u2212]?)\s*(?:\\?\$)?\s*")
 _BASED = re.compile(
-    r"(?P<digits>[0-9][0-9A-Za-z]*|[A-Fa-f][0-9A-Fa-f]+)_(?:\{\s*(?P<wide>[0-9]+)\s*\}|(?P<narrow>[0-9]))\.?"
+    r"(?P<open>\()?(?P<digits>[0-9][0-9A-Za-z]*|[A-Fa-f][0-9A-Fa-f]+)(?(open)\))"
+    r"_(?:\{\s*(?P<wide>[0-9]+)\s*\}|(?P<narrow>[0-9])|\{?\\text\{(?P<word>[a-z]+)\}\}?)\.?"
 )
+_BASES = ("", "", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _MIN_FLOAT_DIGITS = 12
 
 
@@ -90,7 +92,7 @@ def based_integer(text: str) -> int | None:
     found = _BASED.fullmatch(text)
     if found is None:
         return None
-    base = int(found["wide"] or found["narrow"])
+    base = int(found["wide"] or found["narrow"] or (_BASES.index(found["word"]) if found["word"] in _BASES else 0))
     if base != 16 and found["digits"].isalpha():  # AB_{12} is a name
         return None
     try:

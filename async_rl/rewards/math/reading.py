@@ -14,10 +14,13 @@ from async_rl.rewards.math.bars import with_bars
 from async_rl.rewards.math.position import RELATIONS
 from async_rl.rewards.math.quantities import QuantityReader, Term
 from async_rl.rewards.math.tokens import UnreadableError, tokens_of
+from async_rl.rewards.math.units import LEADS, changes_number
 from async_rl.rewards.math.values import (
+    DEGREE,
     Expression,
     Group,
     NamedSet,
+    Quantity,
     Ratio,
     Relation,
     SetOperation,
@@ -73,10 +76,20 @@ class AnswerReader(QuantityReader):
         Raises:
             UnreadableError: something is left.
         """
+        while self._takes_lead():
+            pass
         value = self._list()
         if self.next.kind != "end":
             raise UnreadableError(f"nothing may follow before {self.next.text!r}")
         return value
+
+    def _takes_lead(self) -> bool:
+        """Read what may stand before a whole answer and says nothing of it: ``\\approx``, ``\\text{Answer:}``."""
+        if self.next.kind == "text" and self.peek(1).kind != "end":
+            words = self.next.text.casefold().strip(" :.,").split()
+            is_name = words[:1] == ["the"] and words[-1] in ("is", "are") and not any(map(changes_number, words[:-1]))
+            return (is_name or " ".join(words) in LEADS) and bool(self.take())
+        return self.accept("\\approx", "=", "\\therefore", "\\Rightarrow", "\\implies", ":") is not None
 
     def _list(self) -> Value:
         items, word = self._items()
@@ -175,6 +188,8 @@ class AnswerReader(QuantityReader):
         if len(items) == 1:
             if closing.text != _ROUND[opening]:
                 raise UnreadableError("a single value in brackets that do not match")
+            if isinstance(items[0], Quantity) and items[0].unit == "degree":
+                return items[0].number * DEGREE
             return Group(opening, "\\}", tuple(items)) if isinstance(items[0], NamedSet) else items[0]
         if (opening, closing.text) == ("[", "]") and len(items) > 2:  # no interval: a list as in a program
             return Group("(", ")", tuple(items), word)

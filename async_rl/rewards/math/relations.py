@@ -77,8 +77,8 @@ def may_be_asked_for(side: Value) -> bool:
     (side,) = without_functions(side)
     factors: list[Any] = [factor for term in sympy.Add.make_args(side) for factor in sympy.Mul.make_args(term)]
     return all(
-        factor == -1 or factor.is_Symbol or (factor.is_Pow and factor.base.is_Symbol and factor.exp.is_Integer)
-        for factor in factors
+        one == -1 or one.is_Symbol or (one.is_Pow and one.base.is_Symbol and one.exp.is_integer is not False)
+        for one in factors
     )
 
 
@@ -98,11 +98,13 @@ def first_and_last(relation: Relation) -> Relation:
 
 
 def holds(relation: Relation) -> bool:
-    """Whether an equation of numbers alone is true. Any other relation counts as true."""
-    if set(relation.operators) != {"="} or not relation.sides or not all(is_constant(side) for side in relation.sides):
+    """Whether the numbers in a chain of equations are the same as the last, which may be rounded after a name."""
+    if set(relation.operators) != {"="} or not is_constant(relation.sides[-1]):
         return True
-    sides = relation.sides[1:] if relation.sides[0] in _NAMED_LIKE_NUMBERS else relation.sides
-    return all(same_constant(side, sides[-1]) for side in sides)
+    *sides, last = relation.sides[1:] if relation.sides[0] in _NAMED_LIKE_NUMBERS else relation.sides
+    numbers = [side for side in sides if is_constant(side)]
+    tolerance = abs(last) / 100 if len(numbers) < len(relation.sides) - 1 and not last.is_Integer else 0
+    return all(same_constant(number, last) or abs(number - last) < tolerance for number in numbers)
 
 
 def is_solution(relation: Relation) -> bool:

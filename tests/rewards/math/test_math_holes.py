@@ -218,6 +218,28 @@ x=2 \text{ or } x=3 || x\in(2,3)
 \{x\in\mathbb{Z}\mid x>2\} || (2,\infty)
 x>2 || y>2
 1<x<2 || y\in(1,2)
+5 || 5\text{ fails}
+5 || 5\text{ kilo}
+5 || 5\text{ under}
+5 || 5\text{/x}
+5 || 5 m/x
+5 || 5 cm xy
+3:30 || 0.1
+6 || x=5=6
+0.5 || 0.5\%
+5\text{ mg} || 5\text{ Mg}
+20-x || |x-20|
+100-n || \sqrt{(n-100)^2}
+x-iy || x+iy
+\lceil x\rceil || \lfloor x\rfloor+1
+\lfloor x+\frac12\rfloor || \lceil x-\frac12\rceil
+2\ln x || \ln x^2
+\sqrt{2}+10^{-400} || \sqrt{2}
+3+\sqrt{2}-10^{-400} || 3+\sqrt{2}
+\sin 20^\circ || \sin(20)
+40 || 4\phantom{0}0
+P(A) || P(A\mid B)
+P(A\mid B) || P(B\mid A)
 """
 RIGHT = r"""
 \mathrm{e}^2 || e^2
@@ -374,6 +396,40 @@ f^{''}(x) || f''(x)
 (2,3) || x\in(2,3)
 5 || 5.
 (1,2)\cup(3,4) || x\in(1,2)\cup(3,4)
+\sin 20^\circ || \sin(20^\circ)
+\sin^2 20^\circ || \sin(20^\circ)^2
+10 || 10\text{ people at the party}
+10 || \text{10 people at the party}
+18 || \$18\text{ each}
+2 || 2\text{ left over}
+5 || 5\,\Omega
+5 || 5\,k\Omega
+2.5 || 2.5\ \mathrm{kg\cdot m^2}
+5 || 5\,\mathrm{mol}^{-1}
+20 || 20^\circ\mathrm{C}
+6 || 6\text{ min}
+9.8\frac{m}{s^2} || 9.8 m/s^2
+9.8 || 9.8 m/s^2
+17 || \approx 17
+\frac{1}{3} || P(A\mid B)=\frac13
+\frac{1}{3} || P(X \ge 2) = \frac13
+\frac{1}{3} || P(A^c)=\frac13
+8 || |A\cup B|=8
+24 || 4!=24
+9 || (f\circ g)(1)=9
+2 || \text{Exactly }2
+17 || \text{The sum is }17
+3.14 || x=\frac{22}{7}=3.14
+\begin{pmatrix}1\\2\end{pmatrix} || (1,2)
+(3,4) || \begin{cases}x=3\\y=4\end{cases}
+22.5 || 22^\circ 30'
+1011_2 || (1011)_{\text{two}}
+\frac{3}{4} || \textcolor{red}{\nicefrac{3}{4}}
+|x-20| || |20-x|
+\sqrt{\frac{1}{x}} || \frac{1}{\sqrt{x}}
+3\ln x || \ln x^3
+(-1)^{n+1} || -(-1)^n
+D || \text{Option D}
 """
 
 

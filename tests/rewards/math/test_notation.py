@@ -40,13 +40,53 @@ from async_rl.rewards.math.notation import in_latex
         ("5\\text{ cm}", "5\\text{ cm}"),
         ("\\\\left( 3 \\\\right)", "\\left( 3 \\right)"),
         ("\\begin{pmatrix}a\\\\bc\\end{pmatrix}", "\\begin{pmatrix}a\\\\bc\\end{pmatrix}"),
+        # Signs as Chinese texts have them, and other forms of the same signs.
+        ("\uff081\uff0c2\uff09", "(1,2)"),
+        ("\uff3b1\u30012\uff3d", "[1,2]"),
+        ("\uff58\uff1e\uff12\u3002", "x>2."),
+        ("\uff5b1\uff0c2\uff5d", "\\{1,2\\}"),
+        ("\U0001d465+1", "x+1"),
+        ("1\u2156", "1\\frac{2}{5}"),
+        ("7\u20448", "7/8"),
+        ("20\u2103", "20\u00b0C"),
+        ("20\\,^{\\circ}\\mathrm{C}", "20\\,\u00b0C"),
+        ("20\\degree", "20^\\circ "),
+        ("22^\\circ 30'", "(22+30/60+0/3600)^\\circ "),
+        ("22^{\\circ}30'15''", "(22+30/60+15/3600)^\\circ "),
+        ("P(A|B)=1", "P(A\\mid B)=1"),
+        ("(|x|,|y|)", "(|x|,|y|)"),
+        ("(f\\circ g)(2)", "f(g(2))"),
+        ("^3/_4", "\\frac{3}{4}"),
+        ("\\textcolor{red}{5}", "{5}"),
+        ("\\begin{cases}x=3,\\\\y=4\\end{cases}", "x=3,y=4"),
+        ("5,", "5"),
+        ("5\\,", "5\\,"),
     ],
 )
 def test_other_notations_become_latex(text: str, latex: str):
     assert in_latex(text) == latex
 
 
-@pytest.mark.parametrize("sign", ["**", "__", "\\not", "\\{", "\\{x", "\\mathrm", "\\mathbb", "{\\rm", "2**", "\u20ac"])
+@pytest.mark.parametrize(
+    "sign",
+    [
+        "**",
+        "__",
+        "\\not",
+        "\\{",
+        "\\{x",
+        "\\mathrm",
+        "\\mathbb",
+        "{\\rm",
+        "2**",
+        "\u20ac",
+        "(",
+        "^",
+        "1^\\circ",
+        "\\color{",
+        "(f\\circ g)(",
+    ],
+)
 def test_the_time_for_a_long_answer_is_linear(sign: str):
     # In this process, whatever a model wrote. A cubic time would be hours.
     start = time.process_time()
