@@ -1,22 +1,23 @@
 """The pool's side of a fork server (``fork_server``): asks it for processes, without waiting for them.
 
 A fork server that is stopped or hangs delays nobody: ``pool`` goes on with the processes that exist, and replaces a
-server that is silent for ``FORK_LIMIT_S`` seconds.
+server that is silent for ``FORK_LIMIT_S`` seconds. One that answers steadily is not silent, however many requests wait.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import subprocess
 import time
 import uuid
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.environments.child import FrameError, pack
-from async_rl.environments.fork_server import MARK, READY, RECORD, REFUSED, digest_word
+from async_rl.environments.fork_server import KILLED, MARK, READY, RECORD, REFUSED, digest_word
 from async_rl.errors import ConfigError
 from async_rl.process.child import module_command, package_environment
 from async_rl.process.family import kill_marked
@@ -24,7 +25,7 @@ from async_rl.process.family import kill_marked
 START_TIMEOUT_S = 120.0
 """Time limit for importing the environment's code and for its function ``prepare``."""
 FORK_LIMIT_S = 30.0
-"""Seconds after which a fork server that owes an answer is replaced."""
+"""Seconds without any answer after which a fork server that owes one is replaced."""
 _EXIT_S = 1.0
 _CHUNK = 1 << 16
 
@@ -38,13 +39,16 @@ class KilledAtStartError(ConfigError):
 
 
 class ForkServer:
-    """One fork server. ``control`` is the socket to it, which never blocks.
+    """One fork server. ``control`` is the socket to it, which never blocks. ``clock`` returns the time in seconds.
 
     Raises:
         ConfigError: ``environment.extra`` is no JSON.
     """
 
-    def __init__(self, config: EnvironmentConfig, allowed: Collection[str], digest: str | None) -> None:
+    def __init__(
+        self, config: EnvironmentConfig, allowed: Collection[str], digest: str | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """Start the process. It imports the environment's code, and then answers."""
         try:
             settings = pack({"type": "prepare", "extra": config.settings})
@@ -63,7 +67,8 @@ class ForkServer:
         self.control.setblocking(False)
         self.is_ready = False
         self._received, self._outgoing = bytearray(), bytearray(settings)
-        self._requests: deque[float] = deque([time.monotonic()])  # when each answer that it owes was asked for
+        self._clock, self._heard_s = clock, -math.inf
+        self._requests: deque[float] = deque([clock()])  # when each answer that it owes was asked for
         self._flush()
 
     @property
@@ -72,8 +77,8 @@ class ForkServer:
 
     @property
     def silent_s(self) -> float:
-        """How many seconds the oldest answer that it owes is awaited; 0 if it owes none."""
-        return time.monotonic() - self._requests[0] if self._requests else 0.0
+        """How many seconds it has owed an answer and given none; 0 if it owes none."""
+        return self._clock() - max(self._requests[0], self._heard_s) if self._requests else 0.0
 
     def fork(self, connection: socket.socket) -> bool:
         """Ask for a process that gets ``connection``. Return False if the request can't be sent now.
@@ -90,7 +95,7 @@ class ForkServer:
             return False
         except OSError as error:
             raise ServerLostError from error
-        self._requests.append(time.monotonic())
+        self._requests.append(self._clock())
         return True
 
     def kill(self, pid: int) -> None:
@@ -102,7 +107,7 @@ class ForkServer:
         """Return the ids of the processes that were forked, in the order of the requests; 0 for one that failed.
 
         Raises:
-            ServerLostError: the server has ended, or owes an answer for too long.
+            ServerLostError: the server has ended, or was silent for too long.
             ConfigError: it can't import or prepare the environment.
         """
         self._flush()
@@ -110,6 +115,7 @@ class ForkServer:
         try:
             while chunk := self.control.recv(_CHUNK):
                 self._received += chunk
+                self._heard_s = self._clock()
             has_ended = True
         except BlockingIOError:
             pass
@@ -123,6 +129,8 @@ class ForkServer:
                     break
                 raise ConfigError(self._received[RECORD.size : RECORD.size + value].decode(errors="replace"))
             del self._received[: RECORD.size]
+            if kind == KILLED:
+                continue  # not waited for, only a sign of life
             self._requests.popleft()
             if kind == READY:
                 self.is_ready = True

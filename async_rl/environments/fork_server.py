@@ -6,7 +6,7 @@ process, a crash or an endless loop ends only that rollout.
 ``pool.py`` starts the fork server and sends it ``environment.extra``, as a message of ``child``, over a socket. The
 environment's function ``prepare``, if it has one, gets it. Then come records of 5 bytes. The record ``F`` comes with a
 descriptor and asks for a fork. The answer is the new process's id, or 0 if the fork failed. The record ``K`` kills one
-forked process and all processes that it started. When the socket closes or the pool's process dies, all processes end.
+forked process and all processes that it started; the same record is the answer. When the socket closes or the pool's process dies, all processes end.
 
 The environment variable ``MARK`` marks this process and all that it or its forked processes start, and ``CHILD_MARK``
 what one forked process starts, so that they are found in sessions of their own, too.
@@ -31,7 +31,7 @@ from async_rl.process.family import descendants_of, kill_all, kill_marked
 from async_rl.process.fault_points import fault_point
 
 RECORD = struct.Struct("<cI")
-READY, REFUSED = b"R", b"E"
+READY, REFUSED, KILLED = b"R", b"E", b"K"
 MARK, CHILD_MARK = "ASYNC_RL_ENVIRONMENTS", "ASYNC_RL_ENVIRONMENT"
 _ANY, _SHA256 = "any", "sha256:"
 _PR_SET_PDEATHSIG = 1
@@ -76,9 +76,11 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: _end(0))
     _die_with_parent(None, signal.SIGTERM)
-    control.sendall(RECORD.pack(READY, 0))
     try:
+        control.sendall(RECORD.pack(READY, 0))
         _Server(control, code).run()
+    except ConnectionError:
+        pass  # the pool has closed the socket
     except Exception:
         traceback.print_exc()
         _end(1)
@@ -133,6 +135,7 @@ class _Server:
                 self._fork(descriptors[0])
             else:
                 self._kill(pid)
+                self._control.sendall(RECORD.pack(KILLED, pid))
             self._reap()
 
     def _fork(self, descriptor: int) -> None:

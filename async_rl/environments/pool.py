@@ -106,7 +106,7 @@ class EnvironmentPool:
         self._has_agents = has_agents
         self.counts = {"started": 0, "timed_out": 0, "crashed": 0}
         self._config = config
-        self._start_server = partial(ForkServer, config, allowed, digest)
+        self._start_server = partial(ForkServer, config, allowed, digest, clock)
         self._clock = clock
         self._check_at_s = -math.inf
         self._processes: dict[str, _Process] = {}
@@ -148,6 +148,11 @@ class EnvironmentPool:
         """Return whether the rollout ``key`` waits for its process, which has a time limit, or for its fork."""
         process = self._processes.get(key)
         return process is not None and (process.deadline_s is not None or not process.pid)
+
+    def awaits_fork(self, key: str) -> bool:
+        """Return whether the process of the rollout ``key`` is not forked yet, so that its time has not begun."""
+        process = self._processes.get(key)
+        return process is not None and not process.pid
 
     def start(self, key: str, start: Mapping[str, Any]) -> None:
         """Begin the rollout ``key``. ``start`` has the fields of the message ``start``, which ``child`` lists.

@@ -280,6 +280,7 @@ class _Launcher:
         with theirs:
             self.process = _start_process(theirs.fileno(), {"packages": packages, "unsafe": not isolated})
         self._finalizer = weakref.finalize(self, _kill, self.process, self._socket)
+        self._heard_s = 0.0
         self._socket.settimeout(START_LIMIT_S)
         try:
             first = json.loads(self._socket.recv(1 << 16) or b"{}")
@@ -317,7 +318,7 @@ class _Launcher:
                 raise _LauncherLostError(f"can't reach the sandbox's launcher process: {error}") from error
             finally:
                 os.close(their_reply)
-            ended = _read_reply(reply, time.monotonic() + limits.time_s + GRACE_S)
+            ended = self._read_reply(reply, limits.time_s + GRACE_S, asked_s=time.monotonic())
             return Ran(
                 outcome="timed_out" if ended["timed_out"] else "ended",
                 exit_code=ended["exit_code"],
@@ -326,6 +327,38 @@ class _Launcher:
                 wall_s=ended["wall_s"],
                 cpu_s=ended["cpu_s"],
             )
+
+    def _read_reply(self, reply: int, limit_s: float, *, asked_s: float) -> dict[str, Any]:
+        """Read the launcher's report on a program from the pipe ``reply``, and return the values under ``ended``.
+
+        It was asked for the program at ``asked_s`` (``time.monotonic``). Others may be started first, so reports on them
+        are signs of life, too.
+
+        Raises:
+            _LauncherLostError: for ``limit_s`` seconds, it has reported on no program.
+            SandboxFailedError: the launcher could not run the program.
+        """
+        data = b""
+        poller = select.poll()
+        poller.register(reply, select.POLLIN)
+        while b"\n" not in data:
+            remaining_s = max(asked_s, self._heard_s) + limit_s - time.monotonic()
+            if remaining_s <= 0:
+                raise _LauncherLostError(
+                    f"the sandbox's launcher process did not report the result of any program for {limit_s:g} s, "
+                    f"{GRACE_S:g} s more than the program's time limit"
+                )
+            if not poller.poll(remaining_s * 1000):
+                continue
+            chunk = os.read(reply, 1 << 16)
+            if not chunk:
+                raise _LauncherLostError("the sandbox's launcher process ended while a program ran")
+            data += chunk
+        self._heard_s = time.monotonic()
+        report = json.loads(data.split(b"\n", 1)[0])
+        if "failed" in report:
+            raise SandboxFailedError(report["failed"])
+        return report["ended"]
 
     def kill(self) -> None:
         """Kill the launcher. The kernel then kills all programs."""
@@ -382,33 +415,6 @@ def _memory_file(content: bytes | None) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _read_reply(reply: int, deadline_s: float) -> dict[str, Any]:
-    """Read the launcher's report on a program from the pipe ``reply``, and return the values under ``ended``.
-
-    Raises:
-        _LauncherLostError: no complete report came before ``deadline_s`` (``time.monotonic``).
-        SandboxFailedError: the launcher could not run the program.
-    """
-    data = b""
-    poller = select.poll()
-    poller.register(reply, select.POLLIN)
-    while b"\n" not in data:
-        remaining_s = deadline_s - time.monotonic()
-        if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
-            raise _LauncherLostError(
-                f"the sandbox's launcher process did not report a program's result within {GRACE_S:g} s after the "
-                f"program's time limit"
-            )
-        chunk = os.read(reply, 1 << 16)
-        if not chunk:
-            raise _LauncherLostError("the sandbox's launcher process ended while a program ran")
-        data += chunk
-    report = json.loads(data.split(b"\n", 1)[0])
-    if "failed" in report:
-        raise SandboxFailedError(report["failed"])
-    return report["ended"]
 
 
 def _tail(fd: int) -> str:

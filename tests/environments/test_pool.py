@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.generator import EnvironmentConfig
+from async_rl.environments.fork_client import FORK_LIMIT_S
 from async_rl.environments.gem import Gem
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.errors import ConfigError
@@ -45,9 +46,9 @@ class Driver:
         self.pool = pool_of(config, clock=lambda: self._now_s)
         self.waiting: list[Event] = []
 
-    def pass_time(self) -> None:
+    def pass_time(self, seconds: float = 2 * TIMEOUT_S) -> None:
         """Let more than ``environment.timeout_s`` pass."""
-        self._now_s += 2 * TIMEOUT_S
+        self._now_s += seconds
 
     def start(self, *keys: str, **extra_info: Any) -> None:
         for index, key in enumerate(keys):
@@ -392,10 +393,7 @@ def server_of(driver: Driver) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_stopped_fork_server_blocks_no_call_and_is_replaced(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr("async_rl.environments.pool._LONG_S", 0.5)
+def test_a_stopped_fork_server_blocks_no_call_and_is_replaced(caplog: pytest.LogCaptureFixture):
     with driving() as driver:
         driver.start("a")
         driver.next("a")
@@ -407,10 +405,11 @@ def test_a_stopped_fork_server_blocks_no_call_and_is_replaced(
         assert driver.pool.poll() == []
         assert time.monotonic() - began_s < 5.0  # no call waits
         assert driver.order("a", "on")["type"] == "sample"  # the others go on
-        wait_until("a word", lambda: driver.pool.poll() or f"fork server (process {server}) has not ans" in caplog.text)
-        monkeypatch.setattr("async_rl.environments.fork_client.FORK_LIMIT_S", 0.0)
+        driver.pass_time(5.0)
+        assert driver.pool.poll() == []
+        assert f"fork server (process {server}) has not answered for 5 s" in caplog.text
+        driver.pass_time(FORK_LIMIT_S)
         driver.waiting += driver.pool.poll()
-        monkeypatch.setattr("async_rl.environments.fork_client.FORK_LIMIT_S", 30.0)
         assert "ended" in driver.next("a")["error"]  # its process ended with the server
         driver.next("b")
         assert driver.order("b", "stop")["type"] == "ended"
@@ -426,6 +425,68 @@ def test_a_fork_server_that_goes_on_serves_what_waited():
         driver.start("b")
         assert driver.pool.poll() == []
         os.kill(server, signal.SIGCONT)
+        assert driver.next("b")["type"] == "sample"
+
+
+GATED_FORK = """
+import asyncio, os
+os.register_at_fork(before=lambda: os.read(gate, 1))
+gate = os.open(os.path.join(os.path.dirname(__file__), "gate"), os.O_RDWR)
+async def reset(extra_info):
+    return "begun"
+async def step(state, action, extra_info):
+    await asyncio.sleep(3600)
+"""
+
+
+@contextlib.contextmanager
+def gated(directory: Path, **settings: Any) -> Iterator[tuple[Driver, int]]:
+    """Rollouts each of whose forks takes until a byte is written to the descriptor."""
+    os.mkfifo(directory / "gate")
+    (directory / "gated.py").write_text(GATED_FORK)
+    with driving(str(directory / "gated.py"), **settings) as driver:
+        gate = os.open(directory / "gate", os.O_RDWR)
+        yield driver, gate
+        os.close(gate)
+
+
+def test_a_fork_server_that_answers_steadily_is_alive_however_long_its_queue_is(tmp_path: Path):
+    with gated(tmp_path) as (driver, gate):
+        driver.start("a", "b", "c", "d")
+        server = driver.pool._server.pid
+        for key in ("a", "b", "c"):
+            assert driver.pool.awaits_fork(key)
+            os.write(gate, b"x")
+            assert driver.next(key)["type"] == "sample"
+            assert not driver.pool.awaits_fork(key)
+            driver.pass_time(20.0)
+            assert driver.pool.poll() == []
+        # "d" has waited for 60 s, and nothing was answered in the last 20 s.
+        assert driver.pool._server.silent_s == 20.0
+        driver.pass_time(FORK_LIMIT_S)
+        driver.waiting += driver.pool.poll()
+        assert driver.pool._server.pid != server
+        assert "ended" in driver.next("a")["error"]
+
+
+def test_a_fork_server_that_has_killed_a_process_has_given_a_sign_of_life(tmp_path: Path):
+    with gated(tmp_path) as (driver, gate):
+        driver.start("a")
+        os.write(gate, b"x")
+        assert driver.next("a")["type"] == "sample"
+        server = driver.pool._server
+        driver.say("a", "sleep")
+        driver.pass_time()
+        assert driver.next("a")["type"] == "failed"  # it is killed
+        driver.start("b")
+        driver.pass_time(20.0)
+        select.select([server.control], [], [], 30.0)
+        assert driver.pool.poll() == []
+        driver.pass_time(20.0)
+        # "b" has waited for 40 s.
+        assert driver.pool.poll() == []
+        assert (server.silent_s, driver.pool._server) == (20.0, server)
+        os.write(gate, b"x")
         assert driver.next("b")["type"] == "sample"
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
+import pytest
 import zmq
 from msgspec.structs import asdict
 
@@ -79,7 +81,9 @@ def batch() -> list[Reply]:
 
 
 @contextmanager
-def answering(script: Script) -> Iterator[tuple[str, Callable[[], int]]]:
+def answering(
+    script: Script, before_message: Callable[[], object] = lambda: None
+) -> Iterator[tuple[str, Callable[[], int]]]:
     """The address of a server that answers one take after the other, and how many came."""
     context = zmq.Context()
     router = context.socket(zmq.ROUTER)
@@ -101,6 +105,7 @@ def answering(script: Script) -> Iterator[tuple[str, Callable[[], int]]]:
             for message in (batch()[index] for index in takes[request_id]):
                 plain = {**asdict(message.record), "request_id": request_id}
                 frames = [encode("batch", plain, num_parts=len(message.parts)), *message.parts]
+                before_message()
                 router.send_multipart([peer, *map(bytes, frames)])
 
     thread = threading.Thread(target=serve)
@@ -134,3 +139,25 @@ def test_a_batch_that_begins_again_counts_from_its_first_group():
 def test_a_batch_with_a_part_lost_is_asked_for_again():
     assert positions_taken([[0, 2], [0, 1, 2]]) == ([0, 1, 2], 2)
     assert positions_taken([[1, 2], [0, 1, 2]]) == ([0, 1, 2], 2)
+
+
+def test_a_batch_that_keeps_coming_is_awaited_however_long_it_takes(monkeypatch: pytest.MonkeyPatch):
+    # Limit 60 s; 40 s pass before each of the three messages.
+    now, may_send = [0.0], threading.Semaphore(0)
+    monkeypatch.setattr("async_rl.queue.client.clients.time", SimpleNamespace(monotonic=lambda: now[0]))
+    num_sent = 0
+
+    def pass_time() -> None:
+        nonlocal num_sent
+        if sum(map(len, queue._arrived.values())) == num_sent:
+            now[0] += 40.0
+            num_sent += 1
+            may_send.release()
+
+    with (
+        answering([[0, 1, 2]], lambda: may_send.acquire(timeout=DEADLINE_S)) as (address, _),
+        closing(LearnerQueue(address, 60.0, while_waiting=pass_time)) as queue,
+    ):
+        answer = queue.take(LINEAGE, 0, 0, 0.0)
+    assert isinstance(answer, Batch)
+    assert (len(answer.groups), now[0]) == (3, 120.0)

@@ -1,6 +1,7 @@
 """What programs may do, what limits they have, and what happens when the launcher or its parent dies."""
 
 import concurrent.futures
+import contextlib
 import os
 import select
 import signal
@@ -20,7 +21,7 @@ from async_rl.errors import SandboxError, SandboxFailedError
 from async_rl.launch.preflight import check_code_reward
 from async_rl.sandbox import sandbox as sandbox_module
 from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
-from async_rl.sandbox.sandbox import Program, Ran, Sandbox
+from async_rl.sandbox.sandbox import Program, Ran, Sandbox, _LauncherLostError  # pyright: ignore[reportPrivateUsage]
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Limits(time_s=30.0, memory_bytes=1 << 30, output_bytes=1 << 20, scratch_bytes=4 << 20, max_threads=16)
@@ -208,6 +209,21 @@ def test_a_sandbox_that_fails_twice_says_so_and_judges_nothing(monkeypatch: pyte
     with pytest.raises(SandboxFailedError, match="failed twice"):
         sandbox.run(Program("import time\ntime.sleep(20)"), LIMITS)
     sandbox.close()
+
+
+@pytest.mark.parametrize("since_report_s", [0.0, 60.0])
+def test_a_launcher_that_reports_on_other_programs_is_not_given_up_on(since_report_s: float):
+    """A program whose own limit of 30 s is over, because others had to be started first."""
+    with contextlib.closing(Sandbox()) as sandbox:
+        launcher = sandbox._running()  # pyright: ignore[reportPrivateUsage]
+        launcher._heard_s = time.monotonic() - since_report_s  # pyright: ignore[reportPrivateUsage]
+        reply, theirs = os.pipe()
+        os.write(theirs, b'{"ended": {"exit_code": 0}}\n')
+        os.close(theirs)
+        is_lost = pytest.raises(_LauncherLostError, match="any program")
+        with is_lost if since_report_s else contextlib.nullcontext():
+            assert launcher._read_reply(reply, 30.0, asked_s=time.monotonic() - 40.0) == {"exit_code": 0}
+        os.close(reply)
 
 
 def test_close_ends_the_launcher_and_the_programs_that_run():

@@ -414,6 +414,9 @@ class AgentRollouts:
         """Fail a session whose agent has not called for too long, or, elsewhere, plays for too long."""
         if session.outcome is not None or session.is_offered:
             return
+        if isinstance(self._pool, EnvironmentPool) and self._pool.awaits_fork(session.rollout_key):
+            session.begin_s = session.quiet_since_s = now_s
+            return
         longest_s = self._config.session_timeout_s
         if isinstance(self._pool, OutsidePrograms) and now_s - session.begin_s > longest_s:
             error = f"the agent played for environment.session_timeout_s = {longest_s:g} s; raise the key"

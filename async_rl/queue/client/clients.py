@@ -335,7 +335,7 @@ class LearnerQueue:
                     f"{self._timeout_s + wait_s:g} s: {self._connection.why_silent}"
                 )
             if self._receive(min(left_s, _LOOK_EVERY_S)):
-                # The answer comes when the queue's disk has room again.
+                # Parts of an answer are on their way, or it comes when the queue's disk has room again.
                 deadline = time.monotonic() + self._timeout_s + wait_s
             if request_id in self._answers:
                 continue
@@ -348,8 +348,10 @@ class LearnerQueue:
         return message
 
     def _receive(self, timeout_s: float) -> bool:
-        """Keep the replies that arrive within ``timeout_s``. Return whether the queue says that its disk is full."""
-        is_full = False
+        """Keep the replies that arrive within ``timeout_s``. Return whether more follows: groups of a batch have come, or
+        the queue says that its disk is full.
+        """
+        goes_on = False
         for request, answer in self._connection.poll(timeout_s):
             if request is not None and request.request_id in self._unawaited:
                 version = self._unawaited.pop(request.request_id)
@@ -357,9 +359,10 @@ class LearnerQueue:
                 self._announced = version if self._announced is None else max(version, self._announced)
             elif request is not None:
                 self._note(request.request_id, answer)
+                goes_on |= answer.type == "batch"
             elif answer.fields.get("storage_full"):
-                is_full = True
-        return is_full
+                goes_on = True
+        return goes_on
 
     def _note(self, request_id: str, answer: Message) -> None:
         """Keep a reply until it is awaited.

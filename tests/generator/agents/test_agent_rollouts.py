@@ -145,6 +145,27 @@ def test_a_silent_agent_is_ended_and_its_key_expires(tmp_path: Path):
         assert request.answer()[:2] == (410, request.answer()[1])
 
 
+def test_the_time_of_an_agent_begins_when_its_process_is_forked(tmp_path: Path):
+    os.mkfifo(tmp_path / "gate")
+    gate = os.open(tmp_path / "gate", os.O_RDWR)
+    clock = Clock()
+    source = f"os.register_at_fork(before=lambda: os.read(gate, 1))\ngate = os.open({str(tmp_path / 'gate')!r}, os.O_RDWR)\n"
+    with world(tmp_path, f"{source}{TWO_CALLS}", clock, first_reset_timeout_s=30.0) as played:
+        played.submit()
+        played.turn()
+        for _ in range(3):
+            clock.now += 20.0
+            played.turn()
+        os.write(gate, b"x")
+        played.until(lambda: played.done)
+    os.close(gate)
+    (graded,) = played.done
+    assert graded.failure is None
+    assert graded.rollout is not None
+    assert graded.rollout.session is not None
+    assert graded.rollout.session.agent_s == 0.0
+
+
 def test_a_lease_that_is_taken_back_ends_its_sessions(tmp_path: Path):
     source = """
 async def run(task):
