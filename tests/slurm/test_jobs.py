@@ -6,6 +6,7 @@ whole runs on a real Slurm.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -127,10 +128,12 @@ def fake(directory: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
-def run_script(directory: Path, script: str, srun: str, *, state: str, arguments: tuple[str, ...] = ()) -> Any:
+def run_script(
+    directory: Path, script: str, srun: str, *, state: str, arguments: tuple[str, ...] = (), **variables: str
+) -> Any:
     """Run a script with fakes of the commands that it calls. The fake ``srun`` knows its number as ``$n``."""
     run_dir = directory / "run"
-    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     fake(
         directory,
         "scontrol",
@@ -147,7 +150,7 @@ def run_script(directory: Path, script: str, srun: str, *, state: str, arguments
     path = write_scripts(given, ["run.toml"], options).learner.with_name(script)
     environment = {
         "PATH": os.environ["PATH"], "SLURM_JOB_ID": "41", "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1",
-        "SLURMD_NODENAME": "n",
+        "SLURMD_NODENAME": "n", **variables,
     }  # fmt: skip
     if script == GENERATORS:
         (run_dir / "queue.json").write_text('{\n "address": "tcp://127.0.0.1:5"\n}\n')
@@ -155,6 +158,41 @@ def run_script(directory: Path, script: str, srun: str, *, state: str, arguments
         ["bash", str(path), *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=60,
         check=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("locked", "holder", "restarts", "code", "said"),
+    [
+        ("run-slurm/learner.lock", "40", "", 2, "job 40 has the run in {run}: cancel it, or choose another run.dir"),
+        ("run-slurm/learner.lock", "40", "1", 2, "job 40 has the run in {run}: cancel it, or choose another run.dir"),
+        ("run-slurm/learner.lock", "41", "1", 130, ""),  # what a failed node has left of this job
+        ("run/run.lock", "the launch", "", 2, "a process uses {run}: stop it, or choose another run.dir\nthe launch"),
+        ("run/run.lock", "the learner", "1", 130, ""),
+        ("other", "", "", 130, ""),
+    ],
+)
+def test_a_run_that_another_has_is_left_alone(
+    tmp_path: Path, locked: str, holder: str, restarts: str, code: int, said: str
+):
+    (tmp_path / locked).parent.mkdir(exist_ok=True)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    before = '{"address": "tcp://127.0.0.1:7"}'
+    (tmp_path / "run" / "queue.json").write_text(before)
+    real = shutil.which("flock")
+    fake(tmp_path, "flock", f'[ "$1" != --wait ] || {{ shift 2; set -- --nonblock "$@"; }}; exec {real} "$@"')
+    with (tmp_path / locked).open("w") as file:
+        file.write(f"{holder}\n")
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        done = run_script(tmp_path, LEARNER, "exit 130", state="running", SLURM_RESTART_COUNT=restarts)
+    assert (done.returncode, done.stderr.strip()) == (code, said.format(run=tmp_path / "run")), done.stdout
+    is_refused = code == 2
+    assert ((tmp_path / "run" / "queue.json").read_text() == before) == is_refused
+    assert (tmp_path / "run-slurm" / "keys").exists() is False
+    assert (tmp_path / "calls").exists() != is_refused
+    assert (tmp_path / "run-slurm" / "learner.lock").read_text().strip() == (
+        holder if is_refused and "slurm" in locked else "41"
+    )
 
 
 CHECKPOINT = 'echo "step-$n" > run/checkpoints/latest; '
