@@ -168,7 +168,7 @@ class WeightsConfig(Section):
         default=None,
         ge=1024,
         description="Maximum bytes of host memory for versions that are being sent; if unset, room for two versions "
-        "(tcp: three).",
+        "(tcp: three). With room for more, more older versions may go on being pulled by slow generators.",
     )
     parity: Literal["stop", "warn", "off"] = Field(
         default="stop",

@@ -24,8 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -35,7 +33,7 @@ from zmq.utils.monitor import parse_monitor_message
 from async_rl.errors import AddressError
 from async_rl.net.address import check_address, url_host
 from async_rl.net.keys import AllowList
-from async_rl.net.streams import UnauthenticatedPeers, descriptors_for_peers, raise_descriptor_limit
+from async_rl.net.streams import UnauthenticatedPeers, descriptors_for_peers, raise_descriptor_limit, tcp_counts
 
 FIRST_MESSAGE_S = 15.0
 """Seconds from the begin of a connection until its first message must have arrived. The clients of async-rl send a
@@ -62,10 +60,6 @@ _CLIENT_HANDSHAKE_BYTES = 4096
 KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 10, zmq.TCP_KEEPALIVE_INTVL: 5, zmq.TCP_KEEPALIVE_CNT: 4}
 """The kernel asks a peer that was silent for 10 s every 5 s, and closes its connection after 4 questions without an
 answer."""
-_TCP_INFO_BYTES = 256
-_ACKED_AND_RECEIVED = struct.Struct("=QQ")
-_ACKED_AT = 120
-"""Offset of ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in Linux's ``struct tcp_info``."""
 _CLOSE_MS = 5000
 _BIND_AGAIN_S = 0.2
 
@@ -311,12 +305,9 @@ def _peer_of(connection: socket.socket, port: int) -> Peer | None:
 
 def _sends_too_much(fd: int) -> bool:
     """Return whether the peer of descriptor ``fd`` sent more bytes than a handshake before it authenticated itself."""
-    if sys.platform != "linux":
-        return False
     try:
         with _borrowed(fd) as connection:
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            acked, received = tcp_counts(connection)
     except OSError:
         return False
-    acked, received = _ACKED_AND_RECEIVED.unpack_from(info, _ACKED_AT)
     return acked <= _SERVER_HANDSHAKE_BYTES and received > _CLIENT_HANDSHAKE_BYTES

@@ -14,6 +14,7 @@ import resource
 import select
 import socket
 import struct
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -65,6 +66,25 @@ def until(connection: socket.socket, deadline: float) -> Callable[[int], bytes]:
         return connection.recv(size)
 
     return read
+
+
+_TCP_INFO_BYTES = 256
+_ACKED_AND_RECEIVED = struct.Struct("=QQ")
+_ACKED_AT = 120
+"""Offset of ``tcpi_bytes_acked`` and ``tcpi_bytes_received`` in Linux's ``struct tcp_info``."""
+
+
+def tcp_counts(connection: socket.socket) -> tuple[int, int]:
+    """Return how many bytes the peer's system has acknowledged, and how many have come from it. 0 if this system does
+    not count them.
+
+    Raises:
+        OSError: the connection is closed.
+    """
+    if sys.platform != "linux":
+        return 0, 0
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    return _ACKED_AND_RECEIVED.unpack_from(info.ljust(_TCP_INFO_BYTES, b"\0"), _ACKED_AT)
 
 
 MAX_UNAUTHENTICATED, MAX_UNAUTHENTICATED_OF_ADDRESS = 256, 128

@@ -84,7 +84,8 @@ class Join(msgspec.Struct, frozen=True):
 class Heartbeat(msgspec.Struct, frozen=True):
     """A member tells the publisher that it is alive.
 
-    ``pulled_bytes`` are the bytes that it has received by pulls since its start. While they grow, its pull goes on.
+    ``pulled_bytes`` are the bytes that it has received by pulls since its start. The publisher itself counts those that
+    it sends.
     """
 
     pulled_bytes: int

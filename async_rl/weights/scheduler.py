@@ -15,10 +15,16 @@ or clock. A member gets the wanted version in one of two ways:
 In a run with a collective, a member pulls its first version. It also pulls a version that it was too slow for, or whose
 attempt failed. From the next version on it takes part in the collective again. In a run without a collective, members
 pull every version.
+
+A pull keeps its version as long as bytes are sent, until another member needs the room: beside the newest version, only
+``num_old`` older ones may be pulled when it is offered. Then the pulls of the others end, and their members are offered
+the newest version, too. Those that have got most bytes stay, weighted with their rate: a fast pull that began lately
+stays before one that began early and hardly moves. So no pull keeps the newest version from any other member.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -26,6 +32,10 @@ from typing import Literal
 MAX_FAILURES = 3
 PULLED_VERSIONS = 32
 """Versions that a member pulls after ``MAX_FAILURES`` broken collectives in a row."""
+SLOW_S = 5.0
+"""A member that has waited longer for a version, while newer ones came, is slow."""
+_YOUNG_S = 0.5
+"""A pull without bytes counts as fast for so long: it may be too short to be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +124,14 @@ class Member:
         digest: digest of the newest weights that it is known to hold, perhaps from an earlier learner. Empty if
             unknown.
         version: the version that it has acknowledged last. None before that.
-        offered_at: when it was first offered a version that it still needs. None if no offer is open.
+        offered_at: when it was first offered a version that it still needs, or when its pull last made progress. None
+            if no offer is open.
         pulls: whether it gets its next version by a pull.
         pull: the pull in progress. None if there is none.
-        pulled_bytes: bytes that it has pulled since its start, as of its last message.
+        pull_began: when that pull was offered.
+        pulled_bytes: bytes of it that were sent to the member.
+        lacks: the version that it was first offered by a pull since it got one, and when. None if it was not.
+        lost_bytes: bytes of its earlier pulls since then.
         num_failures: failed pulls in a row, without progress between them.
         num_broken_collectives: failed collectives in a row.
         pulls_until: the member only pulls until this many versions have been published.
@@ -137,11 +151,20 @@ class Member:
     offered_at: float | None = None
     pulls: bool = True
     pull: PullAction | None = None
+    pull_began: float = 0.0
     pulled_bytes: int = 0
+    lacks: tuple[int, float] | None = None
+    lost_bytes: int = 0
     num_failures: int = 0
     num_broken_collectives: int = 0
     pulls_until: int = 0
     last_failure: str = ""
+
+    def weight(self, now: float) -> float:
+        """Return how much its pull deserves to go on: the bytes that it has got, times their rate."""
+        if not self.pulled_bytes:
+            return math.inf if now - self.pull_began < _YOUNG_S else 0.0
+        return self.pulled_bytes**2 / max(now - self.pull_began, 1e-3)
 
 
 def _always(_: Member) -> bool:
@@ -172,6 +195,7 @@ class SyncScheduler:
         self._max_ranks = max_ranks
         self.members: dict[bytes, Member] = {}
         self.wanted: int | None = None
+        self._num_old = 1
         self._num_published = 0
         self._phase: Literal["idle", "preparing", "sending"] = "idle"
         self._last_attempt = 0
@@ -186,9 +210,12 @@ class SyncScheduler:
         self._is_sent = True
         self._drops: list[DropAction] = []
 
-    def publish(self, version: int | None) -> None:
-        """Make ``version`` the one that every member wants. None: no version can be sent at present."""
-        self.wanted = version
+    def publish(self, version: int | None, *, num_old: int = 1) -> None:
+        """Make ``version`` the one that every member wants. None: no version can be sent at present.
+
+        ``num_old`` is the number of older versions that members may go on pulling while others pull this one.
+        """
+        self.wanted, self._num_old = version, num_old
         self._num_published += version is not None
 
     def join(
@@ -237,17 +264,17 @@ class SyncScheduler:
             member.last_seen = now
         return member is not None
 
-    def mark_pulled(self, member_id: bytes, pulled_bytes: int, now: float) -> None:
-        """Record how many bytes the member has pulled since its start. Progress moves the member's deadline.
+    def mark_pulled(self, member_id: bytes, attempt: int, pulled_bytes: int, now: float) -> None:
+        """Record how many bytes of a pull were sent to its member. Progress moves the member's deadline.
 
         A slow network then delays a large version, and does not shut the member out. Other members and ``publish`` do
-        not wait for a pull; it only keeps its version in memory.
+        not wait for a pull; it only keeps its version in memory, unless others need the room.
         """
         member = self.members.get(member_id)
-        if member is None or pulled_bytes <= member.pulled_bytes:
+        if member is None or member.pull is None or member.pull.attempt != attempt:
             return
-        member.pulled_bytes = pulled_bytes
-        if member.pull is not None:
+        if pulled_bytes > member.pulled_bytes:
+            member.pulled_bytes = pulled_bytes
             member.offered_at, member.num_failures = now, 0
 
     def mark_ready(self, member_id: bytes, attempt: int) -> None:
@@ -263,7 +290,8 @@ class SyncScheduler:
         if member is None:
             return
         member.version, member.digest = version, digest
-        member.num_failures = 0
+        member.num_failures = member.lost_bytes = member.pulled_bytes = 0
+        member.lacks = None
         if member.pull is not None and member.pull.attempt == attempt:
             member.pull = None
             # It takes part in the collective from the next version on, unless a newer version came meanwhile.
@@ -272,7 +300,7 @@ class SyncScheduler:
         elif attempt == self._attempt:
             member.num_broken_collectives = 0
             self._mark_answered(member_id)
-        if member_id not in self._invited | self._unanswered:
+        if member_id not in self._invited | self._unanswered and member.pull is None:
             member.offered_at = None
 
     def mark_failed(self, member_id: bytes, attempt: int, reason: str) -> bool:
@@ -339,6 +367,11 @@ class SyncScheduler:
         """Return the members that do not hold the wanted version."""
         return [m for m in self.members.values() if self.wanted is not None and m.version != self.wanted]
 
+    def slow(self, now: float) -> list[tuple[Member, float]]:
+        """Return the members that pull more slowly than versions come, and how long they have got none, in seconds."""
+        lacking = [(m, *m.lacks) for m in self.members.values() if m.lacks is not None]
+        return [(m, now - since) for m, first, since in lacking if first != self.wanted and now - since >= SLOW_S]
+
     def awaiting_collective(self) -> list[Member]:
         """Return the members that do not hold the wanted version and will get it by a collective."""
         return [m for m in self.outdated() if not m.pulls]
@@ -366,8 +399,23 @@ class SyncScheduler:
             # A member whose attempt failed keeps the deadline of that attempt.
             member.offered_at = now if member.offered_at is None else member.offered_at
             member.pull = PullAction(self._last_attempt, self.wanted, member.member_id, self._overdue_at(member))
+            member.lost_bytes, member.pulled_bytes = member.lost_bytes + member.pulled_bytes, 0
+            member.pull_began = now
+            member.lacks = member.lacks or (self.wanted, now)
             actions.append(member.pull)
+        if actions:
+            self._move_slowest(now)
         return actions
+
+    def _move_slowest(self, now: float) -> None:
+        """End the pulls of all older versions but ``num_old``. ``advance`` then offers the newest to their members."""
+        pulls = [(m.pull.version, m) for m in self.members.values() if m.pull and m.pull.version != self.wanted]
+        kept: set[int] = set()
+        for version, member in sorted(pulls, key=lambda one: (one[1].weight(now), one[0]), reverse=True):
+            if len(kept) < self._num_old:
+                kept.add(version)
+            if version not in kept:
+                member.pull = None
 
     def _begin(self, now: float) -> list[Action]:
         invited = self._within_limit(self.awaiting_collective())

@@ -119,6 +119,13 @@ class PullSender(TransportSender, Protocol):
         """
         ...
 
+    def mark_claimed(self, member: Member, pulled_bytes: int) -> None:
+        """Record how many bytes ``member`` says that it has pulled since its start.
+
+        This counts only while it pulls from another generator: nobody else knows then.
+        """
+        ...
+
     def mark_peer_failed(self, member: Member, failure: control.PeerFailed) -> None:
         """Record that the generator from which ``member`` pulled did not send it everything."""
         ...
@@ -232,6 +239,7 @@ class PullSettings:
         is_encrypted: encrypt and authenticate the bytes. The keys travel over the control channel.
         has_deltas: send only the difference to members that hold the previous version.
         poller: the publisher's poller, with which the sender registers its sockets.
+        on_pulled: called with a member, the attempt of its pull, and the bytes of the pull that were sent so far.
         members: the members at present, by id. None: every member pulls from the learner, none from another.
     """
 
@@ -240,4 +248,5 @@ class PullSettings:
     is_encrypted: bool
     has_deltas: bool
     poller: zmq.Poller
+    on_pulled: Callable[[Member, int, int], None]
     members: Mapping[bytes, Member] | None = None

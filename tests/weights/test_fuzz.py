@@ -54,7 +54,7 @@ def stream_server(live: bytes, ended: bytes) -> Iterator[StreamServerProcess]:
             server.send(OpenSession(token, 0, [], b""))
         while not server.is_up:
             assert poller.poll(int(DEADLINE_S * 1000))
-            server.poll_delta()
+            server.receive()
         assert pulled(server.port, make_request(ended, [0, 2]).encode(), 23_000) == BUCKETS[0] + BUCKETS[2]
         server.send(EndSession(ended))
         # The server handles messages in their order: when it knows this session, it has ended the other.

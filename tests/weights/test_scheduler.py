@@ -114,16 +114,16 @@ def test_a_pull_goes_on_while_it_makes_progress():
     pull = only(scheduler.advance(0.0), PullAction)
     for now, pulled in ((5.0, 100), (16.0, 200), (27.0, 201)):
         scheduler.mark_seen(A, now)
-        scheduler.mark_pulled(A, pulled, now)
+        scheduler.mark_pulled(A, pull.attempt, pulled, now)
         assert scheduler.advance(now) == []
     # It breaks off, and is offered again at once, with the time that is left.
     scheduler.mark_failed(A, pull.attempt, "connection closed")
     again = only(scheduler.advance(30.0), PullAction)
     assert again.deadline == 39.0
-    # The same number once more is no progress, and neither is a smaller one.
-    for now, pulled in ((33.0, 201), (38.0, 7)):
+    # No bytes are no progress, and neither are those of the pull before.
+    for now, attempt, pulled in ((33.0, again.attempt, 0), (38.0, pull.attempt, 300)):
         scheduler.mark_seen(A, now)
-        scheduler.mark_pulled(A, pulled, now)
+        scheduler.mark_pulled(A, attempt, pulled, now)
         assert scheduler.advance(now) == []
     drop = only(scheduler.advance(39.0), DropAction)
     assert "weights.deadline_s" in drop.reason
@@ -200,6 +200,69 @@ def test_without_a_collective_everybody_pulls_everything_at_a_pace_of_its_own():
     scheduler.ack(A, slow.attempt, 0)
     assert pull_all(scheduler, 2.0) == [A, B]
     assert {member.version for member in scheduler.members.values()} == {2}
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "num_old", "moved"),
+    [
+        # At 10 s A has pulled version 0 for 10 s, and B version 1 for 4 s. C asks for version 2.
+        (100, 300, 1, [A]),  # 100 * 100 / 10 < 300 * 300 / 4
+        (400, 50, 1, [B]),  # 400 * 400 / 10 > 50 * 50 / 4
+        (100, 90, 1, [A]),  # 100 * 100 / 10 < 90 * 90 / 4: A has more, but it hardly moves
+        (0, 1, 1, [A]),
+        (0, 0, 1, [A]),  # the older one
+        (400, 300, 0, [A, B]),
+        (0, 0, 2, []),
+    ],
+)
+def test_pulls_make_room_for_the_newest_version(of_a: int, of_b: int, num_old: int, moved: list[bytes]):
+    scheduler = rounds_with(A, B, C, has_collective=False)
+    scheduler._silent_s = scheduler._deadline_s = 60.0
+    scheduler.publish(0)
+    pulls = {one.member_id: one for one in scheduler.advance(0.0) if isinstance(one, PullAction)}
+    for member in (B, C):
+        scheduler.ack(member, pulls[member].attempt, 0)
+    scheduler.publish(1)
+    pulls |= {one.member_id: one for one in scheduler.advance(6.0) if isinstance(one, PullAction)}
+    scheduler.ack(C, pulls[C].attempt, 1)
+    for member, pulled in ((A, of_a), (B, of_b)):
+        scheduler.mark_pulled(member, pulls[member].attempt, pulled, 9.0)
+    # Nobody has to move while nobody asks for the version.
+    scheduler.publish(2, num_old=num_old)
+    assert scheduler.advance(10.0, lambda member: member.member_id != C) == []
+    assert only(scheduler.advance(10.0), PullAction).member_id == C
+    again = scheduler.advance(10.0)
+    assert [(one.member_id, one.version) for one in again if isinstance(one, PullAction)] == [(m, 2) for m in moved]
+    assert scheduler.advance(10.0) == []
+    # Both have waited since their first offer, over all pulls. Only a newer version makes a pull slow.
+    assert [(member.member_id, seconds) for member, seconds in scheduler.slow(10.5)] == [(A, 10.5)]
+    assert [(member.member_id, seconds) for member, seconds in scheduler.slow(11.0)] == [(A, 11.0), (B, 5.0)]
+    # The version that was moved may still be completed: its bytes were on their way.
+    scheduler.ack(A, pulls[A].attempt, 0)
+    assert [member.member_id for member, _ in scheduler.slow(11.0)] == [B]
+    assert (scheduler.members[A].pull is None) == (A not in moved)
+    assert (scheduler.members[A].offered_at is None) == (A not in moved)
+
+
+def test_a_pull_that_just_began_is_not_moved_for_lack_of_bytes():
+    scheduler = rounds_with(A, B, C, has_collective=False)
+    scheduler.publish(0)
+    a, b, c = scheduler.advance(0.0)
+    assert isinstance(a, PullAction)
+    assert isinstance(b, PullAction)
+    assert isinstance(c, PullAction)
+    scheduler.mark_pulled(A, a.attempt, 1000, 1.0)
+    for one, version in ((b, 0), (c, 0)):
+        scheduler.ack(one.member_id, one.attempt, version)
+    scheduler.publish(1)
+    b, c = scheduler.advance(2.0)
+    assert isinstance(c, PullAction)
+    scheduler.ack(C, c.attempt, 1)
+    scheduler.publish(2)
+    # B began 0.1 s ago; its server has not told yet what it got.
+    assert only(scheduler.advance(2.1), PullAction).member_id == C
+    assert only(scheduler.advance(2.1), PullAction).member_id == A
+    assert scheduler.members[B].pull is b
 
 
 def test_a_pull_that_can_not_be_offered_yet_is_offered_when_it_can():
@@ -313,7 +376,7 @@ class Chaos(RuleBasedStateMachine):
         self.entered_at: dict[bytes, float] = {}
         self.invited: dict[bytes, PrepareAction | StartAction] = {}
         self.pulls: dict[bytes, PullAction] = {}
-        self.can_pull = True
+        self.can_pull, self.num_old = True, 1
 
     def act(self) -> None:
         for _ in range(20):
@@ -342,10 +405,11 @@ class Chaos(RuleBasedStateMachine):
                 return
         pytest.fail("it never comes to rest")
 
-    @rule()
-    def publish(self):
+    @rule(num_old=st.sampled_from([0, 1, 1, 2]))
+    def publish(self, num_old: int):
         self.version += 1
-        self.scheduler.publish(self.version)
+        self.num_old = num_old
+        self.scheduler.publish(self.version, num_old=num_old)
         self.act()
 
     @rule(member=st.sampled_from([A, B, C]), can_collect=st.sampled_from([True, True, False]))
@@ -381,6 +445,11 @@ class Chaos(RuleBasedStateMachine):
             self.scheduler.mark_failed(member, invitation.attempt, "x")
         self.act()
 
+    @rule(member=st.sampled_from([A, B, C]), num_bytes=st.sampled_from([0, 1, 100, 10**12]))
+    def bytes_were_sent(self, member: bytes, num_bytes: int):
+        if member in self.pulls:
+            self.scheduler.mark_pulled(member, self.pulls[member].attempt, num_bytes, self.now)
+
     @precondition(lambda self: self.started is not None)
     @rule(ok=st.booleans())
     def sent(self, ok: bool):
@@ -410,6 +479,13 @@ class Chaos(RuleBasedStateMachine):
             assert by_collective or member.pulls, "nobody is forgotten"
             if member.pulls and self.can_pull and self.started is None:
                 assert member.pull is not None or member.member_id in self.scheduler.awaited
+
+    @invariant()
+    def no_pull_keeps_the_newest_version_from_anybody(self):
+        """Whoever asks is offered it (``act``, and above), and older versions leave it the room."""
+        pulled = {m.pull.version for m in self.scheduler.members.values() if m.pull is not None}
+        if self.version in pulled:
+            assert len(pulled) <= 1 + self.num_old
 
 
 Chaos.TestCase.settings = examples(150, stateful_step_count=40)

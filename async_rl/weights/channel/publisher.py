@@ -21,13 +21,14 @@ import zmq
 from async_rl.errors import AddressError, WeightsError
 from async_rl.net.address import is_loopback, is_wildcard, refuse_open_collectives, refuse_open_stream
 from async_rl.net.keys import ServerKeys
+from async_rl.output import size_text
 from async_rl.weights import control
 from async_rl.weights.channel.transfer_manager import LastTransfer, TransferManager
 from async_rl.weights.channel.transports import PULL, collective_sender, obstacle, pull_sender
 from async_rl.weights.collective.libraries import COLLECTIVES, TransportName
 from async_rl.weights.control import MemberSocket
 from async_rl.weights.peer_messages import PeerFailed
-from async_rl.weights.scheduler import MAX_FAILURES, PULLED_VERSIONS, SyncScheduler
+from async_rl.weights.scheduler import MAX_FAILURES, PULLED_VERSIONS, Member, SyncScheduler
 from async_rl.weights.staging import StagedVersion
 from async_rl.weights.transport import (
     BroadcastSender,
@@ -48,6 +49,8 @@ _MAX_SILENT_S = 10.0
 _FRESH_S = 1.5 * control.HEARTBEAT_S
 _PING_S = 0.25
 _JOIN_THREAD_S = 5.0
+_MAX_NAMED, _MAX_ID = 4, 100
+"""Most slow members that are named, and most characters of their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class PublisherStats:
         malformed: messages of members that could not be read.
         can_collect: the collective can send a version now.
         last_drop: why the last dropped member was dropped. Empty if there was none.
+        slow: which members pull more slowly than versions come, at what rate, and what to do. Empty if none does.
     """
 
     members: int = 0
@@ -108,6 +112,7 @@ class PublisherStats:
     malformed: int = 0
     can_collect: bool = False
     last_drop: str = ""
+    slow: str = ""
 
 
 class Publisher:
@@ -185,7 +190,7 @@ class Publisher:
         has_deltas = collective is None and (not is_local if has_deltas is None else has_deltas)
         members = self._scheduler.members if has_peers and collective is None else None
         self._pull = self._pull_sender(
-            PullSettings(listen_host, ports, is_encrypted, has_deltas, self._poller, members)
+            PullSettings(listen_host, ports, is_encrypted, has_deltas, self._poller, self._handle_pulled, members)
         )
         self._senders: Sequence[TransportSender] = [self._pull] if collective is None else [collective, self._pull]
         self._manager = TransferManager(
@@ -345,7 +350,7 @@ class Publisher:
             return
         match message:
             case control.Heartbeat(pulled_bytes):
-                self._scheduler.mark_pulled(member_id, pulled_bytes, now)
+                self._pull.mark_claimed(self._scheduler.members[member_id], pulled_bytes)
                 self._send(member_id, control.Ping())
             case control.Leave():
                 self._scheduler.leave(member_id)
@@ -414,6 +419,9 @@ class Publisher:
                 self._scheduler.members[member_id].generator[1], MAX_FAILURES, reason, PULLED_VERSIONS,
             )  # fmt: skip
 
+    def _handle_pulled(self, member: Member, attempt: int, num_bytes: int) -> None:
+        self._scheduler.mark_pulled(member.member_id, attempt, num_bytes, time.monotonic())
+
     def _handle_sent(self, delivery: Delivery, elapsed_s: float, error: str, are_told: bool) -> None:
         self._transfer_s += elapsed_s
         if error:
@@ -463,6 +471,7 @@ class Publisher:
             server_starts=pull.server_starts,
             peer_faults=pull.peer_faults,
             can_collect=self._manager.can_collect,
+            slow=_slow_text(self._scheduler.slow(time.monotonic())),
             **self._counts,
         )
         if stats != self._stats:
@@ -484,6 +493,18 @@ def _reachable_host(bind_host: str, advertise_host: str | None) -> str:
             f"advertise_host, an address of this machine"
         )
     return host
+
+
+def _slow_text(members: Sequence[tuple[Member, float]]) -> str:
+    """Return for people which members got no whole version for how many seconds, and at what rate. Empty: none."""
+    texts = [
+        f"generator {m.generator[1][:_MAX_ID]} got {size_text((m.lost_bytes + m.pulled_bytes) / seconds)}/s for "
+        f"{seconds:.0f} s and no whole version"
+        for m, seconds in members[:_MAX_NAMED]
+    ]
+    texts += [f"{len(members) - _MAX_NAMED} others, too"] if len(members) > _MAX_NAMED else []
+    remedy = "check their network, or raise weights.sync_every, or weights.staging_bytes by a version for each pace"
+    return f"pulls of weights are slower than versions come: {'; '.join(texts)}; {remedy}" if texts else ""
 
 
 def _scheduler(deadline_s: float, max_ranks: int | None) -> SyncScheduler:

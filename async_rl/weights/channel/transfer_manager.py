@@ -82,7 +82,8 @@ class TransferManager:
             self._counts["superseded"] += bool(self._scheduler.outdated())
             self._newest.retire()
         self._newest = staged
-        self._scheduler.publish(staged.manifest.version)
+        # One version is pulled, and one is staged, beside the older ones.
+        self._scheduler.publish(staged.manifest.version, num_old=max(0, staged.num_buffers - 2))
         if self._collective is None:
             # In a run with a collective a pull is the exception; it needs no preparation.
             self._pull.publish(staged, has_members=bool(self._scheduler.members))

@@ -213,7 +213,16 @@ class DeltaEncoded(msgspec.Struct, frozen=True):
     elapsed_s: float
 
 
+class Delivered(msgspec.Struct, frozen=True):
+    """The server tells the learner how many bytes of each session have reached the generator, when that has changed.
+
+    ``sessions`` holds pairs of a session's token and this number.
+    """
+
+    sessions: list[tuple[bytes, int]]
+
+
 LearnerMessage = Listen | MapSlot | OpenSession | EndSession | EncodeDelta | ForgetDelta
-ServerMessage = Listening | DeltaEncoded
+ServerMessage = Listening | DeltaEncoded | Delivered
 TO_SERVER: tuple[type[LearnerMessage], ...] = (Listen, MapSlot, OpenSession, EndSession, EncodeDelta, ForgetDelta)
-TO_LEARNER: tuple[type[ServerMessage], ...] = (Listening, DeltaEncoded)
+TO_LEARNER: tuple[type[ServerMessage], ...] = (Listening, DeltaEncoded, Delivered)

@@ -89,6 +89,11 @@ class RequestServer(Generic[SessionT]):
             self._sessions[token] = session
             self._session_opened.notify_all()
 
+    def sessions(self) -> list[tuple[bytes, SessionT]]:
+        """Return the sessions that are open, with their tokens."""
+        with self._lock:
+            return list(self._sessions.items())
+
     def end_session(self, token: bytes) -> None:
         """Forget this session, and close the connections that still read from it."""
         with self._lock:

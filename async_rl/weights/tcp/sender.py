@@ -34,6 +34,7 @@ from async_rl.weights.tcp.protocol import (
     KEY_BYTES,
     TO_LEARNER,
     TOKEN_BYTES,
+    Delivered,
     DeltaEncoded,
     EncodeDelta,
     EndSession,
@@ -47,16 +48,40 @@ from async_rl.weights.transport import Delivery, PullSettings, PullStats, Send
 
 logger = logging.getLogger(__name__)
 
-MAX_PULLED_VERSIONS = 2
 
-
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Session:
-    """A pull in progress: the token of the server's session, the version, and from whom it is pulled (with peers)."""
+    """A pull in progress.
+
+    Attributes:
+        token: the token of the server's session.
+        staged: the version.
+        member: who pulls it.
+        peer_pull: from whom, with peers.
+        last_count: the newest count of its bytes, see ``count``. None: it is not known with which number that begins.
+        pulled_bytes: bytes that count as progress.
+    """
 
     token: bytes
     staged: StagedVersion
+    member: Member
     peer_pull: PeerPull | None
+    last_count: int | None
+    pulled_bytes: int = 0
+
+    @property
+    def is_from_peer(self) -> bool:
+        return self.peer_pull is not None and self.peer_pull.source is not None
+
+    def count(self, count: int) -> int:
+        """Take a new count of the bytes that were sent. Return those of the pull.
+
+        They are at most twice those of the version, whatever is asked for again, or said by a member.
+        """
+        grown = 0 if self.last_count is None else max(0, count - self.last_count)
+        self.pulled_bytes = min(self.pulled_bytes + grown, 2 * self.staged.manifest.size_bytes)
+        self.last_count = count
+        return self.pulled_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +121,7 @@ class StreamSender:
         self._server = StreamServerProcess(settings.bind_host, settings.poller, settings.ports)
         self.port = self._server.port
         self._is_encrypted = settings.is_encrypted
-        self._has_deltas = settings.has_deltas
+        self._has_deltas, self._on_pulled = settings.has_deltas, settings.on_pulled
         self._sessions: dict[int, _Session] = {}
         self._tree = None if settings.members is None else PeerTree(settings.members)
         self._members = {} if settings.members is None else settings.members
@@ -116,14 +141,19 @@ class StreamSender:
         """
         if not self._server.is_readable(ready):
             return
-        encoded = self._server.poll_delta()
+        message = self._server.receive()
         if self._server.num_starts != self.stats.server_starts:
             # Members that were pulling report a failure, and are offered another pull.
             self.stats = replace(self.stats, server_starts=self._server.num_starts)
             self._chain.clear()
             self._job = None
-        elif encoded is not None:
-            self._add_link(encoded)
+        elif isinstance(message, DeltaEncoded):
+            self._add_link(message)
+        elif isinstance(message, Delivered):
+            counts = dict(message.sessions)
+            for attempt, session in self._sessions.items():
+                if not session.is_from_peer:
+                    self._on_pulled(session.member, attempt, session.count(counts.get(session.token, 0)))
 
     def publish(self, staged: StagedVersion, *, has_members: bool) -> None:
         """Let the server compute the delta from the previous version to ``staged``, if deltas are in use."""
@@ -144,13 +174,10 @@ class StreamSender:
     def can_offer(self, staged: StagedVersion, member: Member) -> bool:
         """Return whether ``member`` can be offered the newest version ``staged`` now.
 
-        It can if the server is up, members fetch few enough versions at present, the delta that is being computed
-        would not help this member, and, with peers, somebody has a place for it.
+        It can if the server is up, the delta that is being computed would not help this member, and, with peers,
+        somebody has a place for it.
         """
         if not self._server.is_up:
-            return False
-        pulled_slots = {session.staged.slot for session in self._sessions.values()} | {staged.slot}
-        if len(pulled_slots) > min(MAX_PULLED_VERSIONS, max(1, staged.num_buffers - 1)):
             return False
         if self._job is not None:
             base = self._job.base.manifest.digest
@@ -180,9 +207,9 @@ class StreamSender:
         links = None if is_whole else self._links_from(member.digest, staged.manifest.digest)
         self._server.map_slot(staged.slot, staged.memory)
         self._server.send(OpenSession(token, staged.slot, [link.job for link in links or ()], key))
-        self._sessions[delivery.attempt] = _Session(token, staged, peer_pull)
         digest = staged.manifest.digest
         peers = [] if peer_pull is None or peer_pull.source is None else [self._offer(peer_pull, peer_pull.source)]
+        self._sessions[delivery.attempt] = _Session(token, staged, member, peer_pull, None if peers else 0)
         serve_token, serve_key = (b"", b"") if self._tree is None else self._serve_secrets(member, digest)
         pull = control.Pull(
             attempt=delivery.attempt,
@@ -205,6 +232,11 @@ class StreamSender:
         self._server.send(EndSession(session.token))
         if self._tree is not None and (pull := session.peer_pull) is not None:
             self._tree.end(pull, is_complete=pull.member.digest == pull.digest)
+
+    def mark_claimed(self, member: Member, pulled_bytes: int) -> None:
+        for attempt, session in self._sessions.items():
+            if session.member is member and session.is_from_peer:
+                self._on_pulled(member, attempt, session.count(pulled_bytes))
 
     def mark_peer_failed(self, member: Member, failure: PeerFailed) -> None:
         session = self._sessions.get(failure.attempt)
@@ -302,12 +334,11 @@ class StreamServerProcess(ServerProcess[ServerMessage]):
     def _listen(self) -> None:
         self.send(Listen(), self._listener.fileno())
 
-    def poll_delta(self) -> DeltaEncoded | None:
-        """Receive one message of the server, see ``poll``. Return it if deltas are complete, else None."""
+    def receive(self) -> ServerMessage | None:
+        """Receive one message of the server, see ``poll``, and note if it is up."""
         message = self.poll()
-        if isinstance(message, Listening):
-            self.is_up = True
-        return message if isinstance(message, DeltaEncoded) else None
+        self.is_up |= isinstance(message, Listening)
+        return message
 
     def close(self) -> None:
         super().close()

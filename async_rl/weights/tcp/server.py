@@ -18,17 +18,21 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from async_rl.net.streams import tcp_counts
 from async_rl.terminal import log_visibly
 from async_rl.weights.server_process import MapSlot, receive_message, send_message
 from async_rl.weights.tcp import protocol
 from async_rl.weights.tcp.delta import encode_delta
 from async_rl.weights.tcp.protocol import NONCE_BYTES, RECORD_BYTES, RecordCipher, Request
 from async_rl.weights.tcp.request_server import RequestServer
+
+_REPORT_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,17 +61,29 @@ class _Session:
         chain: ``chain[l][b]`` is the delta of bucket b in step l. None where the whole bucket must be requested.
         key: the key that encrypts the stream. Empty: it is not encrypted.
         connections: connections that wait for an answer of this session.
+        acked_before: bytes that had been acknowledged on each of its connections when it was first used.
+        delivered: bytes that were acknowledged since then. Those that were written if this system does not count them.
     """
 
     slot: _Slot
     chain: Sequence[Sequence[bytes | None]]
     key: bytes
     connections: set[socket.socket] = field(default_factory=set)
+    acked_before: dict[socket.socket, int] = field(default_factory=dict)
+    delivered: Counter[socket.socket] = field(default_factory=Counter)
 
     @property
     def num_items(self) -> int:
         """Number of items that one request may name."""
         return len(self.slot.sizes) * (1 + len(self.chain))
+
+    def delivered_bytes(self) -> int:
+        """Return the bytes that have reached the generator's machine."""
+        for connection, before in list(self.acked_before.items()):
+            with contextlib.suppress(OSError):  # it is closed
+                if acked := tcp_counts(connection)[0]:
+                    self.delivered[connection] = acked - before
+        return sum(list(self.delivered.values()))
 
 
 class StreamServer:
@@ -107,6 +123,7 @@ class StreamServer:
     def _listen(self, fd: int) -> None:
         listener = socket.socket(fileno=fd)
         threading.Thread(target=self._requests.accept, args=(listener,), daemon=True).start()
+        threading.Thread(target=self._report, daemon=True).start()
         self._send(protocol.Listening())
 
     def _map(self, slot: int, fd: int, sizes: Sequence[int], offsets: Sequence[int]) -> None:
@@ -134,12 +151,23 @@ class StreamServer:
         report the version at once, so that the learner ends the session and its connections are closed. This one must
         stay open.
         """
+        session.acked_before.setdefault(connection, tcp_counts(connection)[0])
         for chunk, is_last in _chunks(session, request):
             if is_last:
                 connection.sendall(chunk[:-1])
                 self._requests.finish(connection, session)
-                chunk = chunk[-1:]
-            connection.sendall(chunk)
+            connection.sendall(chunk[-1:] if is_last else chunk)
+            session.delivered[connection] += len(chunk)
+
+    def _report(self) -> None:
+        """Tell the learner again and again how far the pulls of its sessions are."""
+        last: list[tuple[bytes, int]] = []
+        while True:
+            time.sleep(_REPORT_S)
+            counts = [(token, session.delivered_bytes()) for token, session in self._requests.sessions()]
+            if counts != last:
+                self._send(protocol.Delivered(counts))
+            last = counts
 
     # Deltas: only the newest job matters.
 
