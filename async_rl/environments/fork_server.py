@@ -6,7 +6,8 @@ process, a crash or an endless loop ends only that rollout.
 ``pool.py`` starts the fork server and sends it ``environment.extra``, as a message of ``child``, over a socket. The
 environment's function ``prepare``, if it has one, gets it. Then come records of 5 bytes. The record ``F`` comes with a
 descriptor and asks for a fork. The answer is the new process's id, or 0 if the fork failed. The record ``K`` kills one
-forked process and all processes that it started; the same record is the answer. When the socket closes or the pool's process dies, all processes end.
+forked process and all processes that it started; the same record is the answer. When the socket closes or the pool's
+process dies, all processes end.
 
 The environment variable ``MARK`` marks this process and all that it or its forked processes start, and ``CHILD_MARK``
 what one forked process starts, so that they are found in sessions of their own, too.

@@ -258,6 +258,8 @@ class LiveView:
         troubles = by_trouble(generator_troubles(status.get("generators", ())))
         for generator_ids, trouble in list(troubles.items())[:_MAX_TROUBLES]:
             table.add_row("problem", f"generator {generator_ids}: {trouble}")
+        if trouble := status.get("learner_trouble"):
+            table.add_row("problem", visible(trouble))
         for note in self._hints.health.notes:
             table.add_row("problem", f"step {note.step}: {note.finding}")
         if waits := _waits_text(status.get("waits", ())):

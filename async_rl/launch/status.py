@@ -33,6 +33,7 @@ _LABELS = {
     "lineage": "lineage (learner start)",
     "version": "version of the learner",
     "learner_alive": "learner is alive",
+    "learner_trouble": "problem of the learner",
     "lease_bound": "staleness bound of new leases",
     "depth": "groups ready",
     "evaluations": "evaluations",

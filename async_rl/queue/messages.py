@@ -354,7 +354,9 @@ class OfLearner(msgspec.Struct, frozen=True):
 
 
 class Alive(OfLearner, frozen=True):
-    """The learner reports that it is alive. The server sends no reply."""
+    """The learner reports that it is alive, and what is wrong with it or its weights. The server sends no reply."""
+
+    trouble: str = ""
 
 
 class ConfirmLineage(OfLearner, frozen=True):

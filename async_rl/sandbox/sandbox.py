@@ -331,8 +331,8 @@ class _Launcher:
     def _read_reply(self, reply: int, limit_s: float, *, asked_s: float) -> dict[str, Any]:
         """Read the launcher's report on a program from the pipe ``reply``, and return the values under ``ended``.
 
-        It was asked for the program at ``asked_s`` (``time.monotonic``). Others may be started first, so reports on them
-        are signs of life, too.
+        It was asked for the program at ``asked_s`` (``time.monotonic``). Others may be started first, so reports on
+        them are signs of life, too.
 
         Raises:
             _LauncherLostError: for ``limit_s`` seconds, it has reported on no program.

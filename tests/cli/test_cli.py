@@ -904,6 +904,7 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "leases": [{}, {}],
         "malformed": 0,
         "limited": 3,
+        "learner_trouble": "pulls are slow",
         "group_notes": {"wrong": "all 8 groups have only wrong answers"},
         "ledger": {
             "groups": groups,
@@ -927,6 +928,7 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
     lines = [" ".join(line.replace("│", " ").split()) for line in console.export_text().splitlines()]
     for shown in (
         "step 3 of 8",
+        "problem of the learner pulls are slow",
         "finished no",
         "memory 0 B of groups, 1.5 KiB reserved by leases, limit 2 GiB",
         "weights version 2 from tcp://127.0.0.1:7",

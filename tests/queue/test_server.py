@@ -62,6 +62,20 @@ def return_all(queue, leases: list, version: int = 0) -> list[str]:
     return [event.verdict for event in heard if isinstance(event, Returned)]
 
 
+def test_the_status_has_what_the_learner_says_is_wrong_until_it_is_gone(servers, tmp_path, monkeypatch):
+    monkeypatch.setattr("async_rl.queue.client.clients.ALIVE_EVERY_S", 0.05)
+    server = servers.start(make_config(str(tmp_path / "run")))
+    learner, reader = servers.learner(server.address), servers.learner(server.address)
+    attach(learner)
+    for trouble in ("", "pulls are slow", ""):
+        learner.trouble = lambda trouble=trouble: trouble
+        wait_until(lambda trouble=trouble: reader.status()["learner_trouble"] == trouble, f"{trouble!r}")
+    learner.trouble = lambda: "pulls are slow"
+    wait_until(lambda: reader.status()["learner_trouble"] != "", "the problem")
+    learner.close()
+    wait_until(lambda: reader.status()["learner_trouble"] == "", "the learner's end")
+
+
 def test_a_whole_run_from_hello_to_finish(servers, tmp_path):
     config = make_config(str(tmp_path / "run"))
     server = servers.start(config)

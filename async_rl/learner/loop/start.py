@@ -242,6 +242,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
     state = restored.state
     queue = _connect_queue(config, run_dir, engine, context)
     publisher = _publisher(config, queue.address, context)
+    queue.trouble = lambda: publisher.stats().slow
     written = ExitStack()
     try:
         if context.on_queue is not None:

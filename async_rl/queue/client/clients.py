@@ -73,10 +73,13 @@ its message, so groups that finish between two polls share one."""
 
 
 class _KeepAlive:
-    """A thread with its own socket that tells the queue that the learner is alive, even while the learner trains."""
+    """A thread with its own socket that tells the queue that the learner is alive, even while the learner trains.
 
-    def __init__(self, address: str, lineage: str, keys: ClientKeys | None) -> None:
-        self._address, self._lineage, self._keys = address, lineage, keys
+    ``trouble`` returns what is wrong.
+    """
+
+    def __init__(self, address: str, lineage: str, keys: ClientKeys | None, trouble: Callable[[], str]) -> None:
+        self._address, self._lineage, self._keys, self._trouble = address, lineage, keys, trouble
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="queue-keep-alive", daemon=True)
         self._thread.start()
@@ -85,7 +88,7 @@ class _KeepAlive:
         connection = Connection(self._address, "learner-alive", self._keys)
         try:
             while not self._end.wait(ALIVE_EVERY_S):
-                connection.send_once(messages.Alive(self._lineage))
+                connection.send_once(messages.Alive(self._lineage, self._trouble()))
         finally:
             connection.close()
 
@@ -105,6 +108,9 @@ class LearnerQueue:
         check_lock: raises LineageError if another process has taken over the run directory. A ``launch`` that took it
             over has another queue server, so this one can't know of it.
 
+    Attributes:
+        trouble: returns what is wrong with the learner or its weights, for the status. Any thread may call it.
+
     Raises:
         LineageError: (all methods) a newer learner owns the queue.
         QueueError: (all methods) the server refuses the request, or does not answer in time.
@@ -121,6 +127,7 @@ class LearnerQueue:
         self._timeout_s = timeout_s
         self._connection = Connection(address, "learner", keys)
         self._keep_alive: _KeepAlive | None = None
+        self.trouble: Callable[[], str] = lambda: ""
         self._lineage: str | None = None
         self._begun_take: tuple[Take, str] | None = None
         self._answers: dict[str, Message] = {}
@@ -149,7 +156,7 @@ class LearnerQueue:
         self._lineage = lineage
         if self._keep_alive is not None:
             self._keep_alive.close()
-        self._keep_alive = _KeepAlive(self.address, lineage, self._keys)
+        self._keep_alive = _KeepAlive(self.address, lineage, self._keys, lambda: self.trouble())
         return attached.shared
 
     def confirm(self, lineage: str) -> None:
@@ -348,8 +355,8 @@ class LearnerQueue:
         return message
 
     def _receive(self, timeout_s: float) -> bool:
-        """Keep the replies that arrive within ``timeout_s``. Return whether more follows: groups of a batch have come, or
-        the queue says that its disk is full.
+        """Keep the replies that arrive within ``timeout_s``. Return whether more follows: groups of a batch have come,
+        or the queue says that its disk is full.
         """
         goes_on = False
         for request, answer in self._connection.poll(timeout_s):

@@ -115,7 +115,7 @@ class Handlers:
         self._config, self.eval_rows = config, eval_rows
         self.welcome: WelcomePack | None = None
         self.registry = GeneratorRegistry(state.changes)
-        self.learner_gone = False
+        self.learner_gone, self.learner_trouble = False, ""
         self._has_heard_learner = False
         """Whether the attached learner has sent a request to this process. Until then ``welcome`` may be that of a
         learner that has ended, which the journal has kept."""
@@ -230,7 +230,8 @@ class Handlers:
         return stated or self._config.own_vocab_size
 
     def _on_alive(self, request: messages.Alive, message: Message, now: float) -> None:
-        return None
+        if self.state.learner is not None and self.state.learner.lineage == request.lineage:
+            self.learner_trouble = request.trouble
 
     def _on_confirm(self, request: messages.ConfirmLineage, message: Message, now: float) -> Reply:
         learner_requests.confirm(self.state, request.lineage, request.announced, request.evaluations)

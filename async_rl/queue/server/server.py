@@ -394,7 +394,7 @@ class QueueServer:
         now = time.monotonic()
         is_alive = self._lifetime.is_learner_alive(self._state, now, learner_left=self._handlers.learner_gone)
         extra = {
-            "learner_alive": is_alive,
+            "learner_alive": is_alive, "learner_trouble": self._handlers.learner_trouble if is_alive else "",
             "address": self.address, "relay": self._config.environment.relay, "pid": os.getpid(),
             "waits": self._pending.waits(now),
             "storage_full": self._full_disk.status(now), **self._endpoint.counters(),

@@ -149,7 +149,9 @@ def test_the_time_of_an_agent_begins_when_its_process_is_forked(tmp_path: Path):
     os.mkfifo(tmp_path / "gate")
     gate = os.open(tmp_path / "gate", os.O_RDWR)
     clock = Clock()
-    source = f"os.register_at_fork(before=lambda: os.read(gate, 1))\ngate = os.open({str(tmp_path / 'gate')!r}, os.O_RDWR)\n"
+    source = (
+        f"os.register_at_fork(before=lambda: os.read(gate, 1))\ngate = os.open({str(tmp_path / 'gate')!r}, os.O_RDWR)\n"
+    )
     with world(tmp_path, f"{source}{TWO_CALLS}", clock, first_reset_timeout_s=30.0) as played:
         played.submit()
         played.turn()
