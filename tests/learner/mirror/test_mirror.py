@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from async_rl.cli.main import main
-from async_rl.config.config import Config
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import ConfigError, RunError, StoreError
-from async_rl.learner.checkpoints.digests import find_damage, write_manifest
+from async_rl.learner.checkpoints.digests import find_damage
 from async_rl.learner.mirror import copier as copiers
 from async_rl.learner.mirror import fetch as fetching
 from async_rl.learner.mirror.copier import Copier
@@ -27,70 +24,7 @@ from async_rl.learner.mirror.manifest import Manifest, checkpoints_in, newest_ma
 from async_rl.learner.mirror.process import is_complete, mirror_line, mirror_run
 from async_rl.learner.mirror.store import Store, scrubbed
 from async_rl.run.directory import RunDir
-
-URL = "memory://bucket/run"
-
-
-@pytest.fixture(autouse=True)
-def _empty_store(monkeypatch) -> Iterator[None]:
-    # All processes of a test are this one, and count as dead when the next begins.
-    monkeypatch.setattr(fetching, "is_alive", lambda _pid: False)
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
-    yield
-    MemoryFileSystem.store.clear()
-
-
-def ignore(_line: str) -> None: ...
-
-
-def make_run(path: Path, run_id: str = "run-a") -> RunDir:
-    run = RunDir(path)
-    path.mkdir(parents=True)
-    (path / "run_id").write_text(f"{run_id}\n")
-    run.config.write_text(f'[run]\ndir = "{path}"\n')
-    (path / "queue.keys").write_text("secret")
-    (path / "queue").mkdir()
-    (path / "queue" / "index.sqlite").write_text("journal")
-    return run
-
-
-def save(run: RunDir, step: int, content: str = "") -> None:
-    """Make ``step`` steps, each with a row, and a checkpoint of the last one."""
-    name = f"step-{step:06d}"
-    root = run.checkpoints / name
-    (root / "hf").mkdir(parents=True)
-    (root / "extra.msgpack").write_bytes(b"extra" + content.encode())
-    (root / "hf" / "config.json").write_text(f"{name}{content}")
-    write_manifest(root)
-    rows = "".join(json.dumps({"step": one}) + "\n" for one in range(1, step + 1))
-    run.trained.write_text(rows)
-    run.metrics.write_text(rows)
-    (run.checkpoints / "latest").write_text(f"{name}\n")
-
-
-def begun(run: RunDir, url: str = URL, **config: Any) -> Copier:
-    copier = Copier(run, Store(url), CheckpointConfig(**config), files_every_s=0.0)
-    copier.begin(ignore)
-    return copier
-
-
-def manifest_at(url: str = URL) -> Manifest:
-    found = newest_manifest(Store(url))
-    assert found is not None
-    return found
-
-
-def objects(url: str = URL) -> list[str]:
-    store = Store(url)
-    return [name for folder in ("manifests", "files", "checkpoints") for name in store.names(folder)]
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    """Path -> content of what a mirror should have of the run in ``root``."""
-    found = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
-    gone = {"queue.keys", "queue/index.sqlite", "mirror.json", "run.lock"}
-    return {name: path.read_bytes() for name, path in found.items() if name not in gone}
+from tests.learner.mirror.runs import URL, begun, config_of, contents, ignore, make_run, manifest_at, objects, save
 
 
 @pytest.mark.parametrize("protocol", ["memory", "file"])
@@ -347,14 +281,6 @@ def test_a_process_gives_signs_of_life_during_a_long_copy(tmp_path: Path, monkey
     assert copier.sync()
     assert manifest_at().number >= before.number + 2
     assert manifest_at().latest == "step-000004"
-
-
-def config_of(path: Path, url: str = URL, **sections: dict[str, Any]) -> Config:
-    raw: dict[str, Any] = {
-        "run": {"dir": str(path)}, "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "learner": {"steps": 4},
-        "checkpoint": {"mirror": url},
-    }  # fmt: skip
-    return Config.model_validate({**raw, **sections})
 
 
 def test_fresh_needs_an_empty_mirror_and_an_empty_one_is_no_run(tmp_path: Path):

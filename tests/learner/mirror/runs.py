@@ -1,0 +1,78 @@
+"""Run directories of a few files, and what a mirror of one has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from async_rl.config.config import Config
+from async_rl.config.loading import config_to_toml
+from async_rl.config.run import CheckpointConfig
+from async_rl.learner.checkpoints.digests import write_manifest
+from async_rl.learner.mirror.copier import Copier
+from async_rl.learner.mirror.manifest import Manifest, newest_manifest
+from async_rl.learner.mirror.store import Store
+from async_rl.run.directory import RunDir
+
+URL = "memory://bucket/run"
+
+
+def ignore(_line: str) -> None: ...
+
+
+def make_run(path: Path, run_id: str = "run-a") -> RunDir:
+    run = RunDir(path)
+    path.mkdir(parents=True)
+    (path / "run_id").write_text(f"{run_id}\n")
+    run.config.write_text(config_to_toml(config_of(path)))
+    (path / "queue.keys").write_text("secret")
+    (path / "queue").mkdir()
+    (path / "queue" / "index.sqlite").write_text("journal")
+    return run
+
+
+def save(run: RunDir, step: int, content: str = "") -> None:
+    """Make ``step`` steps, each with a row, and a checkpoint of the last one."""
+    name = f"step-{step:06d}"
+    root = run.checkpoints / name
+    (root / "hf").mkdir(parents=True)
+    (root / "extra.msgpack").write_bytes(b"extra" + content.encode())
+    (root / "hf" / "config.json").write_text(f"{name}{content}")
+    write_manifest(root)
+    rows = "".join(json.dumps({"step": one}) + "\n" for one in range(1, step + 1))
+    run.trained.write_text(rows)
+    run.metrics.write_text(rows)
+    (run.checkpoints / "latest").write_text(f"{name}\n")
+
+
+def begun(run: RunDir, url: str = URL, **config: Any) -> Copier:
+    copier = Copier(run, Store(url), CheckpointConfig(**config), files_every_s=0.0)
+    copier.begin(ignore)
+    return copier
+
+
+def manifest_at(url: str = URL) -> Manifest:
+    found = newest_manifest(Store(url))
+    assert found is not None
+    return found
+
+
+def objects(url: str = URL) -> list[str]:
+    store = Store(url)
+    return [name for folder in ("manifests", "files", "checkpoints") for name in store.names(folder)]
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Path -> content of what a mirror should have of the run in ``root``."""
+    found = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
+    gone = {"queue.keys", "queue/index.sqlite", "mirror.json", "run.lock"}
+    return {name: path.read_bytes() for name, path in found.items() if name not in gone}
+
+
+def config_of(path: Path, url: str = URL, **sections: dict[str, Any]) -> Config:
+    raw: dict[str, Any] = {
+        "run": {"dir": str(path)}, "model": {"path": "m"}, "data": {"train": "t.jsonl"}, "learner": {"steps": 4},
+        "checkpoint": {"mirror": url},
+    }  # fmt: skip
+    return Config.model_validate({**raw, **sections})
