@@ -26,6 +26,8 @@ from async_rl.learner.checkpoints.digests import MANIFEST, Entry, digest_of
 from async_rl.learner.checkpoints.files import STEP, checkpoint_step, reading
 from async_rl.learner.mirror.fetch import BEAT_S, check_mine
 from async_rl.learner.mirror.manifest import (
+    FILES,
+    FOLDERS,
     Manifest,
     Stored,
     checkpoints_in,
@@ -37,14 +39,6 @@ from async_rl.learner.mirror.store import Store
 from async_rl.process.fault_points import fault_point
 from async_rl.run.directory import RunDir
 
-FILES = (
-    "run_id", "config.toml", "metrics.jsonl", "trained.jsonl", "config_changes.jsonl", "origin.json", "ledger.json",
-    "finished.json", "notes.log", "curve.png", "report.html", "code_digests.json", "wandb_id", "logger_id",
-    "*.rolled_back-*.jsonl", "*.damaged-*.jsonl",
-)  # fmt: skip
-FOLDERS = ("rollouts", "eval", "export", "data", "scorers", "offline_eval", "nonfinite")
-"""What of a run is mirrored beside checkpoints. Not the queue's journal: a learner restores the queue from the snapshot
-in its checkpoint, and what only the journal has is sampled again. Nor logs, traces and keys."""
 FILES_EVERY_S = 300.0
 """Seconds between two copies of files without a new checkpoint."""
 _NUM_THREADS = 4
@@ -182,7 +176,8 @@ class Copier:
                 f"checkpoint.mirror: {found.writer} has taken over {self._store.url}, so this run is not mirrored any "
                 f"more; stop it, or start it again with another URL"
             )
-        manifest = replace(self._manifest, number=self._manifest.number + 1, at=time.time(), **changes)
+        number = 1 + max(self._manifest.number, 0 if found is None else found.number)
+        manifest = replace(self._manifest, number=number, at=time.time(), **changes)
         self._store.write(manifest.name, manifest.encoded)
         if self._store.read(manifest.name) != manifest.encoded:
             raise StoreError(f"checkpoint.mirror: {self._store.url}/{manifest.name}: the store returned other bytes")

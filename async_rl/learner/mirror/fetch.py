@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from async_rl.config.config import Config
+from async_rl.config.loading import load_run_config
 from async_rl.errors import RunError, StoreError
 from async_rl.learner.checkpoints.files import LATEST
 from async_rl.learner.mirror.manifest import Manifest, checkpoints_in, newest_manifest, read_status, update_status
@@ -77,6 +78,8 @@ def bring_back(config: Config, *, fresh: bool, is_fork: bool = False, show: Call
     lock = acquire(run_dir, "launch")
     try:
         return fetch(store, found, run_dir, show)
+    except OSError as error:
+        raise RunError(f"run.dir: can't write to {run_dir.path}: {error}; choose another run.dir") from error
     finally:
         lock.close()
 
@@ -124,11 +127,18 @@ def fetch(store: Store, found: Manifest, run_dir: RunDir, show: Callable[[str], 
     """Fetch a run into ``run_dir``, which has none and is locked. Return lines for the user.
 
     If this is killed, ``run_dir`` still has no run. A checkpoint that is damaged in the store is left out, and the one
-    before it taken. Raises StoreError if the store fails, or no checkpoint is whole.
+    before it taken.
+
+    Raises:
+        StoreError: the store fails, no checkpoint is whole, or the files are not those of a run.
+        ConfigError: this version can't read the run's config.
     """
     partial, latest, lines = run_dir.path / ".mirror-fetch", None, list[str]()
     shutil.rmtree(partial, ignore_errors=True)
     _get(store, found, "", partial, show)
+    if not {"config.toml", "run_id"} <= found.files.keys() or RunDir(partial).run_id != found.run_id:
+        raise StoreError(f"{store.url}/{found.name}: expected the config and the id of a run, got others or none")
+    load_run_config(RunDir(partial).config)
     for name in reversed(checkpoints_in(found.files)):
         try:
             _get(store, found, f"checkpoints/{name}/", partial, show)
@@ -156,8 +166,6 @@ def _get(store: Store, found: Manifest, folder: str, target: Path, show: Callabl
     files = {
         name: one for name, one in found.files.items() if name.startswith(folder or "checkpoints/") == bool(folder)
     }
-    if foreign := next((name for name in files if ".." in name.split("/") or name.startswith("/")), None):
-        raise StoreError(f"{store.url}/{found.name}: expected names of files of a run, got {foreign!r}")
     size = size_text(sum(one.entry[0] for one in files.values()))
     show(f"fetching {len(files)} files, {size}, from {store.url}/{folder}")
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fetch") as threads:

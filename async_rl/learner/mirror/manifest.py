@@ -13,23 +13,36 @@ from __future__ import annotations
 
 import json
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import xxhash
+from msgspec import Meta
 
 from async_rl.errors import StoreError
+from async_rl.learner.checkpoints.files import STEP, checkpoint_step
 from async_rl.learner.mirror.store import Store
 from async_rl.run.directory import write_atomically
 
-_NAME = re.compile(r"manifests/\d+-([0-9a-f]{32})\.json")
+FILES = (
+    "run_id", "config.toml", "metrics.jsonl", "trained.jsonl", "config_changes.jsonl", "origin.json", "ledger.json",
+    "finished.json", "notes.log", "curve.png", "report.html", "code_digests.json", "wandb_id", "logger_id",
+    "*.rolled_back-*.jsonl", "*.damaged-*.jsonl",
+)  # fmt: skip
+FOLDERS = ("rollouts", "eval", "export", "data", "scorers", "offline_eval", "nonfinite")
+"""What of a run is mirrored beside checkpoints. Not the queue's journal: a learner restores the queue from the snapshot
+in its checkpoint, and what only the journal has is sampled again. Nor logs, traces and keys."""
+_NAME = re.compile(r"manifests/(\d{1,18})-([0-9a-f]{32})\.json")
+_MAX_PARTS, _MAX_PART_BYTES = 64, 255
+_MAX_LOOKS = 10
 
 
 class Stored(msgspec.Struct, frozen=True):
     """A file in a mirror: its size in bytes and xxh3_128, and the name of its object."""
 
-    entry: tuple[int, str]
+    entry: tuple[Annotated[int, Meta(ge=0)], str]
     object: str
 
 
@@ -73,21 +86,59 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def newest_manifest(store: Store) -> Manifest | None:
-    """Return the newest manifest that is whole; None if there is none. Raises StoreError."""
-    for name in reversed(store.names("manifests")):
-        match, data = _NAME.fullmatch(name), store.read(name)
-        if match and data is not None and xxhash.xxh3_128_hexdigest(data) == match[1]:
-            try:
-                return msgspec.json.decode(data, type=Manifest)
-            except msgspec.MsgspecError as error:
-                raise StoreError(f"{store.url}/{name}: of another version of async-rl: {error}") from None
-    return None
+    """Return the newest manifest that is whole; None if there is none.
+
+    Raises:
+        StoreError: the store can't be reached, or the manifest is none that this version writes.
+    """
+    for _ in range(_MAX_LOOKS):
+        matches = [match for name in store.names("manifests") if (match := _NAME.fullmatch(name))]
+        for match in sorted(matches, key=lambda match: (int(match[1]), match[2]), reverse=True):
+            if (data := store.read(match[0])) is None:
+                break  # another one has replaced it since
+            if xxhash.xxh3_128_hexdigest(data) == match[2]:
+                return _decoded(data, match, store.url)
+        else:
+            return None
+    raise StoreError(
+        f"checkpoint.mirror: {store.url}/manifests: expected objects that can be read, got names without any"
+    )
+
+
+def _decoded(data: bytes, name: re.Match[str], url: str) -> Manifest:
+    try:
+        found = msgspec.json.decode(data, type=Manifest)
+        wrong = next((path for path, one in found.files.items() if not _is_of_a_run(path, one.object)), None)
+        if wrong is not None or found.number != int(name[1]):
+            raise ValueError(f"expected files of a run and number {name[1]}, got {wrong!r} and {found.number}")
+    except (ValueError, RecursionError) as error:
+        raise StoreError(
+            f"{url}/{name[0]}: of another version of async-rl, or made by hand: {str(error)[:300]}"
+        ) from None
+    return found
+
+
+def _is_of_a_run(path: str, name: str) -> bool:
+    """Return whether a mirror may have the file ``path`` of a run directory as the object ``name``."""
+    top, *rest = parts = path.split("/")
+    folder, *inner = name.split("/")
+    if len(parts) > _MAX_PARTS or not all(_is_part(part) for part in (*parts, *inner)):
+        return False
+    if top == "checkpoints":
+        is_known = len(rest) > 1 and STEP.fullmatch(rest[0])
+    else:
+        is_known = top in FOLDERS if rest else any(fnmatchcase(top, pattern) for pattern in FILES)
+    return bool(is_known) and folder in ("files", "checkpoints") and len(inner) > 1
+
+
+def _is_part(part: str) -> bool:
+    return part not in ("", ".", "..") and "\0" not in part and len(part.encode()) <= _MAX_PART_BYTES
 
 
 def checkpoints_in(files: dict[str, Stored]) -> dict[str, int]:
     """Return name -> step of the checkpoints among ``files``, oldest first."""
     names = {path.split("/")[1] for path in files if path.startswith("checkpoints/")}
-    return {name: int(name.removeprefix("step-")) for name in sorted(names)}
+    return dict(sorted(((name, checkpoint_step(Path(name))) for name in names), key=lambda item: item[1]))
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:

@@ -66,8 +66,8 @@ class Store:
 
     def get(self, name: str, path: Path, expected: Entry) -> None:
         """Copy the object ``name`` to the file ``path``. Raises StoreError, too, if it is damaged."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         with self._errors(name):
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._fs.get_file(self._at(name), str(path))
             with path.open("rb") as source:
                 if (found := _entry_of(source)) != expected:
