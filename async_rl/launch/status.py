@@ -164,7 +164,8 @@ def _has_stopped(run_dir: RunDir, record: QueueRecord) -> bool:
 def _last_state(run_dir: RunDir) -> str:
     """Return how far an unfinished run has come, from its files."""
     steps = last_step(run_dir.metrics)
-    return f"The run has made {steps} steps, and its newest checkpoint is {run_dir.latest_checkpoint or 'none'}"
+    mirror = f". The mirror {line}" if (line := mirror_line(run_dir)) else ""
+    return f"The run has made {steps} steps, and its newest checkpoint is {run_dir.latest_checkpoint or 'none'}{mirror}"
 
 
 def why_not_alive(status: Mapping[str, Any], name: str) -> str:

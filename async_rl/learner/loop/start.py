@@ -402,7 +402,7 @@ def step_parts(
     if config.queue.adaptive:
         parts.append(AdaptiveBound(config, state))
     if config.checkpoint.mirror is not None:
-        parts.append(MirrorPart(Path(config.run.dir)))
+        parts.append(MirrorPart(RunDir(Path(config.run.dir))))
     if sampling is not None:
         parts.append(IdleSampling(sampling, address=address, lineage=state.lineage))
     return parts

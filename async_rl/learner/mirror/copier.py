@@ -33,6 +33,7 @@ from async_rl.learner.mirror.manifest import (
     checkpoints_in,
     newest_manifest,
     read_status,
+    sign_of_life,
     update_status,
 )
 from async_rl.learner.mirror.store import Store
@@ -55,8 +56,11 @@ class Copier:
     ) -> None:
         self._run_dir, self._store, self._config = run_dir, store, config
         self._files_every_s, self._files_at = files_every_s, float("-inf")
-        directory = read_status(run_dir.path).get("directory") or uuid.uuid4().hex[:12]
-        update_status(run_dir.path, url=store.url, directory=directory)  # before a manifest has it
+        known = read_status(run_dir.path)
+        if known.url != store.url:  # what is known is about another store
+            update_status(run_dir.path, url=store.url, fetched="", latest=None, copied_at=None)
+        directory = known.directory or uuid.uuid4().hex[:12]
+        update_status(run_dir.path, directory=directory)  # before a manifest has it
         self._manifest = Manifest(
             run_id=run_dir.run_id, directory=directory, host=socket.gethostname(), pid=os.getpid(),
             process=uuid.uuid4().hex[:12],
@@ -167,6 +171,7 @@ class Copier:
         is_due = time.time() - self._manifest.at >= BEAT_S and not self._store.url.startswith("hf:")
         if is_due and self._manifest.files:
             self._commit()
+        sign_of_life(self._run_dir.path).touch()
 
     def _commit(self, *, after: str = "", **changes: Any) -> None:
         """Write the next manifest, the present one with ``changes``, if this process or ``after`` wrote the last."""

@@ -99,7 +99,7 @@ def check_mine(store: Store, run_dir: RunDir, show: Callable[[str], None]) -> Ma
             f"{found.run_id}, which {found.writer} wrote; name another URL"
         )
     known = read_status(run_dir.path)
-    if found.directory != known.get("directory") and found.name != known.get("fetched"):
+    if found.directory != known.directory and found.name != known.fetched:
         raise RunError(
             f"checkpoint.mirror: {found.writer} has continued the run in {store.url} from another directory, up to "
             f"{found.latest}, and {run_dir.path} has {run_dir.latest_checkpoint or 'no checkpoint'} of its own; to "

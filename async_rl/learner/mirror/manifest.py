@@ -11,7 +11,6 @@ No object is replaced by other bytes, so what the newest manifest lists stays wh
 
 from __future__ import annotations
 
-import json
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,11 +19,12 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 from msgspec import Meta
+from msgspec.structs import replace
 
 from async_rl.errors import StoreError
 from async_rl.learner.checkpoints.files import STEP, checkpoint_step
 from async_rl.learner.mirror.store import Store
-from async_rl.run.directory import write_atomically
+from async_rl.run.directory import RunDir, write_atomically
 
 FILES = (
     "run_id", "config.toml", "metrics.jsonl", "trained.jsonl", "config_changes.jsonl", "origin.json", "ledger.json",
@@ -141,22 +141,54 @@ def checkpoints_in(files: dict[str, Stored]) -> dict[str, int]:
     return dict(sorted(((name, checkpoint_step(Path(name))) for name in names), key=lambda item: item[1]))
 
 
-def read_status(run_dir: Path) -> dict[str, Any]:
-    """Return the content of ``mirror.json`` of a run directory; empty if there is none, or it is damaged.
+def step_of(name: object) -> int:
+    """Return the step of the checkpoint ``name``; -1 if it is none."""
+    match = STEP.match(str(name))
+    return -1 if match is None else int(match[1])
 
-    Keys: ``url``; ``directory``, an id of the directory; ``fetched``, the manifest from which it came; ``latest``, the
-    newest checkpoint that the mirror has; ``behind_steps``, by how many steps the run's own is newer; ``behind_since``,
-    a time in seconds since 1970; ``error``, why; ``is_complete``, whether the run has ended and the mirror has all.
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of ``mirror.json`` of a run directory.
+
+    Attributes:
+        url: the mirror's; empty if the run has none.
+        directory: an id of the directory.
+        fetched: the manifest from which the directory came.
+        latest: the newest checkpoint that the mirror has.
+        copied_at: when it got that, in seconds since 1970.
+        error: why the mirror is behind.
+        is_complete: whether the run has ended and the mirror has all.
     """
+
+    url: str = ""
+    directory: str = ""
+    fetched: str = ""
+    latest: str | None = None
+    copied_at: float | None = None
+    error: str = ""
+    is_complete: bool = False
+
+
+def sign_of_life(run_dir: Path) -> Path:
+    """Return the path of ``mirror.json``, whose time the process that copies renews as long as the store answers."""
+    return run_dir / "mirror.json"
+
+
+def read_status(run_dir: Path) -> Status:
+    """Return the content of ``mirror.json``; an empty status if there is none, or it is damaged."""
     try:
-        found = json.loads((run_dir / "mirror.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return msgspec.json.decode(sign_of_life(run_dir).read_bytes(), type=Status)
+    except (OSError, ValueError, RecursionError):
+        return Status()
 
 
 def update_status(run_dir: Path, **changes: Any) -> None:
-    """Change keys of ``mirror.json``."""
+    """Change fields of ``mirror.json``."""
     found = read_status(run_dir)
-    if found != (changed := {**found, **changes}):
-        write_atomically(run_dir / "mirror.json", json.dumps(changed, indent=1) + "\n")
+    if found != (changed := replace(found, **changes)):
+        write_atomically(sign_of_life(run_dir), msgspec.json.format(msgspec.json.encode(changed), indent=1).decode())
+
+
+def behind_steps(run_dir: RunDir, status: Status) -> int:
+    """Return by how many steps the run's newest checkpoint is newer than that of its mirror."""
+    return max(0, max(0, step_of(run_dir.latest_checkpoint)) - max(0, step_of(status.latest)))

@@ -21,9 +21,8 @@ from async_rl.config.config import Config
 from async_rl.config.loading import load_run_config
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import RunError, StoreError
-from async_rl.learner.checkpoints.files import checkpoint_step
 from async_rl.learner.mirror.copier import FILES_EVERY_S, Copier
-from async_rl.learner.mirror.manifest import read_status, update_status
+from async_rl.learner.mirror.manifest import behind_steps, read_status, sign_of_life, update_status
 from async_rl.learner.mirror.store import Store
 from async_rl.process.child import module_command, package_environment
 from async_rl.run.directory import RunDir
@@ -34,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 REFUSED = 3
 _LOOK_S, _MAX_PAUSE_S, _RESTART_S = 1.0, 60.0, 5.0
+_HANGS_S = 300.0
+"""Without a sign of life for so many seconds, the process that copies counts as hanging."""
 
 
 def mirror_run(
@@ -51,14 +52,14 @@ def mirror_run(
                 copier.begin(logger.info)
             has_begun = True
             if copier.sync(is_last=is_last) and is_last:
-                _note(run_dir, copier.latest, "")
+                _note(run_dir, copier, "")
                 update_status(run_dir.path, is_complete=True)
                 return 0
             pause_s = _LOOK_S
         except FileNotFoundError:
             pass  # a file was moved aside; the next pass sees where
         except RunError as refusal:
-            _note(run_dir, copier.latest, str(refusal))
+            _note(run_dir, copier, str(refusal))
             tell(run_dir, str(refusal))
             return REFUSED
         except (StoreError, OSError) as failure:
@@ -70,34 +71,33 @@ def mirror_run(
         if failing_since and not error:
             tell(run_dir, f"the mirror works again, after {duration(time.time() - failing_since)}")
             failing_since = 0.0
-        _note(run_dir, copier.latest, error)
+        _note(run_dir, copier, error)
         time.sleep(_LOOK_S) if is_last else finish.wait(pause_s)
 
 
-def _note(run_dir: RunDir, mirrored: str | None, error: str) -> None:
-    """Write into ``mirror.json`` how far the mirror is behind, and why."""
-    of_run, of_mirror = (
-        0 if name is None else checkpoint_step(Path(name)) for name in (run_dir.latest_checkpoint, mirrored)
-    )
-    since = read_status(run_dir.path).get("behind_since") or time.time()
-    late = {"behind_steps": max(0, of_run - of_mirror), "behind_since": since if of_run > of_mirror else None}
-    update_status(run_dir.path, latest=mirrored, error=error, **late)
+def _note(run_dir: RunDir, copier: Copier, error: str) -> None:
+    """Write into ``mirror.json`` what the mirror has, and why not all."""
+    sign_of_life(run_dir.path).touch()
+    if copier.latest not in (None, read_status(run_dir.path).latest):
+        update_status(run_dir.path, latest=copier.latest, copied_at=time.time())
+    update_status(run_dir.path, error=error)
 
 
 def mirror_line(run_dir: RunDir) -> str:
     """Return how far the mirror of a run is, in words; empty if it has none."""
     found = read_status(run_dir.path)
-    if "url" not in found:
+    if not found.url:
         return ""
-    behind, since = found.get("behind_steps"), found.get("behind_since")
-    late = f", {behind} steps behind for {duration(time.time() - since)}" if behind and since else ""
-    error = f"; {found['error']}" if found.get("error") else ""
-    return f"{found['url']} has {found.get('latest') or 'no checkpoint'}{late}{error}"
+    line = f"{found.url} has {found.latest or 'no checkpoint'}"
+    if behind := behind_steps(run_dir, found):
+        since = "" if found.copied_at is None else f", {duration(time.time() - found.copied_at)} after its last copy"
+        line += f", {behind} steps behind{since}"
+    return f"{line}; {found.error}" if found.error else line
 
 
 def is_complete(config: Config) -> bool:
     """Return whether a run that has ended has no mirror, or one with everything."""
-    return config.checkpoint.mirror is None or bool(read_status(Path(config.run.dir)).get("is_complete"))
+    return config.checkpoint.mirror is None or read_status(Path(config.run.dir)).is_complete
 
 
 @contextmanager
@@ -144,9 +144,15 @@ class _MirrorProcess:
         say(f"{lacks}{mirror_line(self._run_dir)}{remedy}")
 
     def _keep_alive(self) -> None:
+        path, seen, since, is_told = sign_of_life(self._run_dir.path), -1, 0.0, False
         while not self._ending.wait(_LOOK_S):
             if self._process.poll() not in (None, REFUSED) and not self._ending.wait(_RESTART_S):
                 self._process = self._spawn()
+            if seen != (now := path.stat().st_mtime_ns if path.exists() else 0):
+                seen, since, is_told = now, time.monotonic(), False
+            elif not is_told and self._process.poll() is None and time.monotonic() - since > _HANGS_S:
+                is_told, line = True, mirror_line(self._run_dir)
+                tell(self._run_dir, f"the mirror has not answered for {duration(_HANGS_S)}: {line}")
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         command = module_command("async_rl.learner.mirror.process", str(self._run_dir.path), flags=("-P",))

@@ -11,7 +11,8 @@ import xxhash
 
 from async_rl.errors import StoreError, UserError
 from async_rl.learner.mirror.fetch import bring_back
-from async_rl.learner.mirror.manifest import newest_manifest
+from async_rl.learner.mirror.manifest import newest_manifest, read_status
+from async_rl.learner.mirror.process import mirror_line
 from async_rl.learner.mirror.store import Store
 from async_rl.run.directory import RunDir
 from async_rl.run.reuse import check_run_dir
@@ -133,6 +134,15 @@ def test_a_manifest_that_was_half_committed_does_not_stop_the_next(tmp_path: Pat
         save(run, step)
         assert copier.sync()
         assert manifest_at().latest == f"step-{step:06d}"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b'{"url": 5}', b'{"url": "x", "latest": 5}', b'{"url": "x", "copied_at": "long ago"}']
+)
+def test_a_damaged_mirror_json_says_nothing(tmp_path: Path, content: bytes):
+    (tmp_path / "mirror.json").write_bytes(content)
+    assert read_status(tmp_path).url == ""
+    assert mirror_line(RunDir(tmp_path)) == ""
 
 
 def test_a_manifest_that_is_replaced_while_it_is_read_is_no_empty_mirror(

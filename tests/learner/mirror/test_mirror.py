@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -16,13 +18,16 @@ from async_rl.cli.main import main
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import ConfigError, RunError, StoreError
 from async_rl.learner.checkpoints.digests import find_damage
+from async_rl.learner.loop.mirroring import MirrorPart
 from async_rl.learner.mirror import copier as copiers
 from async_rl.learner.mirror import fetch as fetching
+from async_rl.learner.mirror import process as processes
 from async_rl.learner.mirror.copier import Copier
 from async_rl.learner.mirror.fetch import bring_back, check_mine, check_mirror, fetch
-from async_rl.learner.mirror.manifest import Manifest, checkpoints_in, newest_manifest, read_status, update_status
+from async_rl.learner.mirror.manifest import Manifest, checkpoints_in, newest_manifest, update_status
 from async_rl.learner.mirror.process import is_complete, mirror_line, mirror_run
 from async_rl.learner.mirror.store import Store, scrubbed
+from async_rl.run import notes
 from async_rl.run.directory import RunDir
 from tests.learner.mirror.runs import URL, begun, config_of, contents, ignore, make_run, manifest_at, objects, save
 
@@ -340,9 +345,46 @@ def test_the_process_outlives_an_outage_says_so_and_copies_all_before_it_ends(tm
     assert first.startswith("the mirror fails, and is tried again while the run goes on: checkpoint.mirror: memory")
     assert last.startswith("the mirror works again, after ")
     assert mirror_line(run) == f"{URL} has step-000002"
-    update_status(run.path, behind_steps=3, behind_since=time.time() - 61, error="it is down")
-    assert mirror_line(run) == f"{URL} has step-000002, 3 steps behind for 1m01s; it is down"
-    assert read_status(run.path)["behind_steps"] == 3
+
+
+def test_who_reads_compares_with_the_newest_checkpoint_when_the_process_that_copies_hangs(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    save(run, 2)
+    update_status(run.path, url=URL, latest="step-000002", copied_at=time.time() - 61)
+    assert mirror_line(run) == f"{URL} has step-000002"
+    save(run, 141)
+    assert mirror_line(run) == f"{URL} has step-000002, 139 steps behind, 1m01s after its last copy"
+    assert MirrorPart(run).record(None) == {"mirror/behind_steps": 139}  # pyright: ignore[reportArgumentType]
+    # Without a mirror.json that can be read it has nothing.
+    (run.path / "mirror.json").write_text("{")
+    assert MirrorPart(run).record(None) == {"mirror/behind_steps": 141}  # pyright: ignore[reportArgumentType]
+
+
+def test_a_process_that_hangs_is_told_of_once_until_it_answers_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, told = make_run(tmp_path / "run"), threading.Event()
+    save(run, 3)
+    update_status(run.path, url=URL, latest="step-000001")
+    clock = itertools.count(step=processes._HANGS_S / 2 + 1)
+
+    def stopped(_self: Any) -> subprocess.Popen[bytes]:
+        """A process that does nothing until it is told to finish."""
+        return subprocess.Popen(["head", "-n", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def tell(run_dir: RunDir, line: str) -> None:
+        notes.tell(run_dir, line)
+        told.set()
+
+    monkeypatch.setattr(processes._MirrorProcess, "_spawn", stopped)
+    monkeypatch.setattr(processes, "tell", tell)
+    monkeypatch.setattr(processes, "_LOOK_S", 0.001)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: float(next(clock)))
+    with processes.mirrored(config_of(run.path), run, ignore):
+        assert told.wait(20)
+        told.clear()
+        update_status(run.path, error="it answers, and hangs again")
+        assert told.wait(20)
+    line = f"the mirror has not answered for 5m00s: {URL} has step-000001, 2 steps behind"
+    assert run.notes.read_text().splitlines() == [line, f"{line}; it answers, and hangs again"]
 
 
 @pytest.mark.parametrize(
