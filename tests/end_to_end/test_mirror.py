@@ -102,7 +102,7 @@ def run_killed_and_resumed(directory: Path, url: str, environment: dict[str, str
 
             options = ("--set", f"run.dir={other.path}")
             again = start("again", "launch", str(config), *options, env=environment, is_program=True)
-            again.succeed()
+            again.succeed(deadline_s=480)  # it watches the mirror for three minutes before
             assert f"fetched the run from {url}: {copied}" in again.log
             back = start("back", "launch", str(config), env=environment, is_program=True)
             assert back.wait() == 2

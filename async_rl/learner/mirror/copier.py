@@ -21,7 +21,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from async_rl.config.run import CheckpointConfig
-from async_rl.errors import RunError, StoreError
+from async_rl.errors import LineageError, RunError, StoreError
 from async_rl.learner.checkpoints.digests import MANIFEST, Entry, digest_of
 from async_rl.learner.checkpoints.files import STEP, checkpoint_step, reading
 from async_rl.learner.mirror.fetch import BEAT_S, check_mine
@@ -32,6 +32,7 @@ from async_rl.learner.mirror.manifest import (
     Stored,
     checkpoints_in,
     newest_manifest,
+    place_of,
     read_status,
     sign_of_life,
     update_status,
@@ -44,8 +45,8 @@ FILES_EVERY_S = 300.0
 """Seconds between two copies of files without a new checkpoint."""
 _NUM_THREADS = 4
 
-_Job = tuple[Path, str, Entry | None]
-"""What to copy, to which object, and its size and digest if they are known."""
+_Job = tuple[Path, str, Entry | None, Stored | None]
+"""What to copy, to which object, its size and digest if they are known, and what the mirror has of it."""
 
 
 class Copier:
@@ -56,13 +57,12 @@ class Copier:
     ) -> None:
         self._run_dir, self._store, self._config = run_dir, store, config
         self._files_every_s, self._files_at = files_every_s, float("-inf")
+        self._beat_at = float("-inf")
         known = read_status(run_dir.path)
         if known.url != store.url:  # what is known is about another store
             update_status(run_dir.path, url=store.url, fetched="", latest=None, copied_at=None)
-        directory = known.directory or uuid.uuid4().hex[:12]
-        update_status(run_dir.path, directory=directory)  # before a manifest has it
         self._manifest = Manifest(
-            run_id=run_dir.run_id, directory=directory, host=socket.gethostname(), pid=os.getpid(),
+            run_id=run_dir.run_id, directory=known.directory, host=socket.gethostname(), pid=os.getpid(),
             process=uuid.uuid4().hex[:12],
         )  # fmt: skip
 
@@ -72,16 +72,20 @@ class Copier:
         return self._manifest.latest
 
     def begin(self, show: Callable[[str], None]) -> None:
-        """Become the process that writes to the mirror. Raises RunError as ``check_mine``."""
-        if (found := check_mine(self._store, self._run_dir, show)) is not None:
-            self._manifest = replace(self._manifest, number=found.number, files=found.files, latest=found.latest)
-            self._commit(after=found.process)
+        """Become the process that writes to the mirror. Raises RunError as ``check_mine``, LineageError as ``sync``."""
+        found = check_mine(self._store, self._run_dir, show)
+        known, place = read_status(self._run_dir.path), place_of(self._run_dir)
+        directory = known.directory if known.place == place else uuid.uuid4().hex[:12]
+        update_status(self._run_dir.path, directory=directory, place=place)  # before a manifest has it
+        self._manifest = replace(self._manifest, directory=directory)
+        if found is not None:
+            self._commit(after=found, files=found.files, latest=found.latest)
 
     def sync(self, *, is_last: bool = False) -> bool:
         """Make a pass. Return whether the mirror then has everything.
 
         Files alone are copied every ``files_every_s`` seconds, and at once if ``is_last``, which ends the passes.
-        Raises RunError if another process writes to the mirror now.
+        Raises LineageError if another process writes to the mirror now.
         """
         before, latest = self._manifest, self._run_dir.latest_checkpoint
         latest = latest if latest and STEP.fullmatch(latest) else None
@@ -119,7 +123,12 @@ class Copier:
             with reading(self._run_dir.checkpoints / name) as root:
                 folder, entries = digest_of(root / MANIFEST)[1][:12], json.loads((root / MANIFEST).read_bytes())
                 jobs: dict[str, _Job] = {
-                    f"{root.parent.name}/{name}/{file}": (root / file, f"checkpoints/{name}-{folder}/{file}", entry)
+                    f"{root.parent.name}/{name}/{file}": (
+                        root / file,
+                        f"checkpoints/{name}-{folder}/{file}",
+                        entry,
+                        None,
+                    )
                     for file, entry in {**entries, MANIFEST: None}.items()
                 }
                 return self._copy(jobs)
@@ -128,16 +137,10 @@ class Copier:
 
     def _copy_files(self) -> dict[str, Stored]:
         """Copy the run's files that are new or changed. Return all of them."""
-        found: dict[str, Stored] = {}
-        jobs: dict[str, _Job] = {}
-        for path in self._paths():
-            name, state = path.relative_to(self._run_dir.path).as_posix(), path.stat()
-            stored = self._manifest.files.get(name)
-            if stored and stored.entry == _entry_of(path, state.st_size, state.st_mtime_ns, state.st_ino):
-                found[name] = stored
-            else:
-                jobs[name] = path, f"files/{self._manifest.number + 1:06d}-{self._manifest.process}/{name}", None
-        return found | self._copy(jobs)
+        stored = self._manifest.files
+        folder = f"files/{self._manifest.number + 1:06d}-{self._manifest.process}"
+        names = {path.relative_to(self._run_dir.path).as_posix(): path for path in self._paths()}
+        return self._copy({name: (path, f"{folder}/{name}", None, stored.get(name)) for name, path in names.items()})
 
     def _paths(self) -> Iterator[Path]:
         root = self._run_dir.path
@@ -147,7 +150,10 @@ class Copier:
                 yield path
 
     def _copy(self, jobs: Mapping[str, _Job]) -> dict[str, Stored]:
-        def copy(path: Path, name: str, expected: Entry | None) -> Stored:
+        def copy(path: Path, name: str, expected: Entry | None, stored: Stored | None) -> Stored:
+            state = path.stat()
+            if stored and stored.entry == _entry_of(path, state.st_size, state.st_mtime_ns, state.st_ino):
+                return stored
             stored = Stored(self._store.put(path, name, expected), name)
             fault_point("mirror.copied")
             return stored
@@ -168,26 +174,35 @@ class Copier:
 
     def _beat(self) -> None:
         """Give a sign of life, if one is due and the mirror has something. At Hugging Face each would be a commit."""
-        is_due = time.time() - self._manifest.at >= BEAT_S and not self._store.url.startswith("hf:")
+        is_due = time.monotonic() - self._beat_at >= BEAT_S and not self._store.url.startswith("hf:")
         if is_due and self._manifest.files:
             self._commit()
         sign_of_life(self._run_dir.path).touch()
 
-    def _commit(self, *, after: str = "", **changes: Any) -> None:
-        """Write the next manifest, the present one with ``changes``, if this process or ``after`` wrote the last."""
+    def _commit(self, *, after: Manifest | None = None, **changes: Any) -> None:
+        """Write the next manifest, the present one with ``changes``, if the last is this process's, or ``after``.
+
+        Of two processes that do so at once, one finds the other's here, the other at its next call: in time, because
+        nothing but the last manifest is removed in between.
+        """
+        found = self._newest(after)
+        number = 1 + max(self._manifest.number, 0 if found is None else found.number)
+        manifest = replace(self._manifest, number=number, **changes)
+        self._store.write(manifest.name, manifest.encoded)
+        if self._newest(after) != manifest:
+            raise StoreError(f"checkpoint.mirror: {self._store.url}/{manifest.name}: the store returned other bytes")
+        self._manifest, self._beat_at = manifest, time.monotonic()
+        self._store.remove([] if found is None else [found.name])
+
+    def _newest(self, after: Manifest | None) -> Manifest | None:
+        """Return the newest manifest. Raises LineageError if it is neither this process's nor ``after``."""
         found = newest_manifest(self._store)
-        if found is not None and found.process not in (after, self._manifest.process):
-            raise RunError(
+        if found not in (None, after) and found.process != self._manifest.process:
+            raise LineageError(
                 f"checkpoint.mirror: {found.writer} has taken over {self._store.url}, so this run is not mirrored any "
                 f"more; stop it, or start it again with another URL"
             )
-        number = 1 + max(self._manifest.number, 0 if found is None else found.number)
-        manifest = replace(self._manifest, number=number, at=time.time(), **changes)
-        self._store.write(manifest.name, manifest.encoded)
-        if self._store.read(manifest.name) != manifest.encoded:
-            raise StoreError(f"checkpoint.mirror: {self._store.url}/{manifest.name}: the store returned other bytes")
-        self._manifest = manifest
-        self._store.remove([] if found is None else [found.name])
+        return found
 
 
 @cache

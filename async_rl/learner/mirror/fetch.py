@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
-import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,17 +19,23 @@ from async_rl.config.config import Config
 from async_rl.config.loading import load_run_config
 from async_rl.errors import RunError, StoreError
 from async_rl.learner.checkpoints.files import LATEST
-from async_rl.learner.mirror.manifest import Manifest, checkpoints_in, newest_manifest, read_status, update_status
+from async_rl.learner.mirror.manifest import (
+    Manifest,
+    checkpoints_in,
+    newest_manifest,
+    place_of,
+    read_status,
+    update_status,
+)
 from async_rl.learner.mirror.store import Store
 from async_rl.output import size_text
-from async_rl.process.child import is_alive
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import acquire
 
 BEAT_S = 60.0
 """Longest time between two manifests of a process that lives, in seconds."""
 SILENT_S = 3 * BEAT_S
-"""Without a manifest for so many seconds, the process that wrote to a mirror counts as dead."""
+"""Without another manifest for so many seconds, by the clock of who waits, the writer of a mirror counts as dead."""
 _LOOK_S = 2.0
 _NUM_THREADS = 4
 
@@ -68,13 +72,14 @@ def bring_back(config: Config, *, fresh: bool, is_fork: bool = False, show: Call
         with suppress(StoreError):  # ``check_mirror`` warns
             check_mine(store, run_dir, show)
         return []
-    if (found := _await_silence(store, show)) is None:
+    if (found := newest_manifest(store)) is None:
         return []
     if fresh or is_fork:
         raise RunError(
             f"checkpoint.mirror: expected an empty place for a new run, got {store.url}, which has a run up to "
             f"{found.latest or 'its first steps'}; name another URL, or leave out --fresh and --from"
         )
+    found = _await_silence(store, found, show)
     lock = acquire(run_dir, "launch")
     try:
         return fetch(store, found, run_dir, show)
@@ -87,11 +92,15 @@ def bring_back(config: Config, *, fresh: bool, is_fork: bool = False, show: Call
 def check_mine(store: Store, run_dir: RunDir, show: Callable[[str], None]) -> Manifest | None:
     """Return the newest manifest, which is of the run in ``run_dir``, as far as this knows it. None if there is none.
 
+    The caller has locked ``run_dir``, or does so before it writes to the mirror. So if this same directory wrote the
+    manifest, its writer is dead. Otherwise wait until that is seen.
+
     Raises:
         StoreError: the store can't be reached.
-        RunError: the mirror has another run or a continuation of this one, or another process writes to it.
+        RunError: the mirror has another run, or this one as another directory continued it; or another process writes
+            to it.
     """
-    if (found := _await_silence(store, show)) is None:
+    if (found := newest_manifest(store)) is None:
         return None
     if found.run_id != run_dir.run_id:
         raise RunError(
@@ -99,27 +108,35 @@ def check_mine(store: Store, run_dir: RunDir, show: Callable[[str], None]) -> Ma
             f"{found.run_id}, which {found.writer} wrote; name another URL"
         )
     known = read_status(run_dir.path)
-    if found.directory != known.directory and found.name != known.fetched:
+    if found.name == known.fetched:
+        return found
+    if found.directory != known.directory:
         raise RunError(
             f"checkpoint.mirror: {found.writer} has continued the run in {store.url} from another directory, up to "
-            f"{found.latest}, and {run_dir.path} has {run_dir.latest_checkpoint or 'no checkpoint'} of its own; to "
-            f"go on from the mirror, name an empty run.dir, and to go on from here, another URL"
+            f"{found.latest}, and {run_dir.path} has {run_dir.latest_checkpoint or 'no checkpoint'} of its own; to go "
+            f"on from the mirror, name an empty run.dir, and to go on from here, another URL"
         )
+    is_here = known.place == place_of(run_dir)
+    if not is_here:
+        if _await_silence(store, found, show) != found:
+            return check_mine(store, run_dir, show)
+        update_status(run_dir.path, fetched=found.name)
     return found
 
 
-def _await_silence(store: Store, show: Callable[[str], None]) -> Manifest | None:
-    """Return the newest manifest once nobody writes. A process that may have been killed is waited for."""
-    first, began = newest_manifest(store), time.time()
-    while (found := newest_manifest(store)) is not None and first is not None:
-        left = min(first.at, began) + SILENT_S - time.time()
-        is_dead = found.host == socket.gethostname() and not is_alive(found.pid)
-        if found.has_ended or is_dead or left <= 0:
-            break
-        if found.name != first.name:
-            raise RunError(f"checkpoint.mirror: {found.writer} writes to {store.url}; stop it, or name another URL")
+def _await_silence(store: Store, found: Manifest, show: Callable[[str], None]) -> Manifest:
+    """Wait until the writer of ``found``, the newest manifest, is seen to have ended, and return the newest then.
+
+    It has ended if that says so, or if no other is written while the clock here runs for ``SILENT_S``. No other clock
+    counts, no host name and no process id. Raises RunError if another is written.
+    """
+    end = time.monotonic() + SILENT_S
+    while not found.has_ended and (left := end - time.monotonic()) > 0:
         show(f"waiting up to {left:.0f} s: {found.writer}, which wrote to {store.url}, may have ended")
         time.sleep(min(_LOOK_S, left))
+        found, before = newest_manifest(store) or found, found
+        if found != before and not found.has_ended:
+            raise RunError(f"checkpoint.mirror: {found.writer} writes to {store.url}; stop it, or name another URL")
     return found
 
 
@@ -151,7 +168,7 @@ def fetch(store: Store, found: Manifest, run_dir: RunDir, show: Callable[[str], 
             break
     if latest is None and lines:
         raise StoreError(f"no checkpoint of the run in {store.url} is whole: {'; '.join(lines)}")
-    update_status(partial, url=store.url, directory=uuid.uuid4().hex[:12], fetched=found.name, latest=latest)
+    update_status(partial, url=store.url, fetched=found.name, latest=latest)
     # The config makes the directory one of a run, so it comes last.
     for path in sorted(partial.iterdir(), key=lambda path: path.name == run_dir.config.name):
         if (target := run_dir.path / path.name).is_dir():  # left by a fetch that was killed

@@ -50,11 +50,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a run that a mirror has, and who wrote it.
 
     Attributes:
-        number: counts the manifests of a mirror.
+        number: counts the manifests of a mirror. Whoever writes to it lives as long as this number grows.
         run_id: the run's.
         directory: an id of the run directory from which it was written.
-        host, pid, process: the process that wrote it; ``process`` is an id that no other process has.
-        at: when it was written, in seconds since 1970.
+        host, pid: of the process that wrote it, to be shown.
+        process: an id that no other process has.
         has_ended: that process writes no more.
         latest: the name of the newest checkpoint; None if there is none yet.
         files: path in the run directory -> the file, those of checkpoints included.
@@ -66,7 +66,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     process: str
-    at: float = 0.0
     has_ended: bool = False
     latest: str | None = None
     files: dict[str, Stored] = {}
@@ -152,8 +151,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         url: the mirror's; empty if the run has none.
-        directory: an id of the directory.
-        fetched: the manifest from which the directory came.
+        directory: an id of the directory, which a copy of it has, too.
+        place: where the directory was when it got this id (``place_of``). A copy is elsewhere.
+        fetched: the manifest from which the run goes on here, after nobody was seen to write.
         latest: the newest checkpoint that the mirror has.
         copied_at: when it got that, in seconds since 1970.
         error: why the mirror is behind.
@@ -162,6 +162,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str = ""
     directory: str = ""
+    place: str = ""
     fetched: str = ""
     latest: str | None = None
     copied_at: float | None = None
@@ -187,6 +188,14 @@ def update_status(run_dir: Path, **changes: Any) -> None:
     found = read_status(run_dir)
     if found != (changed := replace(found, **changes)):
         write_atomically(sign_of_life(run_dir), msgspec.json.format(msgspec.json.encode(changed), indent=1).decode())
+
+
+def place_of(run_dir: RunDir) -> str:
+    """Return what tells a run directory from its copies, also on another machine: where its file ``run_id`` is on the
+    disk, and since when.
+    """
+    found = (run_dir.path / "run_id").stat()
+    return f"{found.st_ino}-{found.st_ctime_ns}"
 
 
 def behind_steps(run_dir: RunDir, status: Status) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from async_rl.config.config import Config
 from async_rl.config.loading import load_run_config
 from async_rl.config.run import CheckpointConfig
-from async_rl.errors import RunError, StoreError
+from async_rl.errors import LineageError, RunError, StoreError
 from async_rl.learner.mirror.copier import FILES_EVERY_S, Copier
 from async_rl.learner.mirror.manifest import behind_steps, read_status, sign_of_life, update_status
 from async_rl.learner.mirror.store import Store
@@ -58,7 +58,7 @@ def mirror_run(
             pause_s = _LOOK_S
         except FileNotFoundError:
             pass  # a file was moved aside; the next pass sees where
-        except RunError as refusal:
+        except (RunError, LineageError) as refusal:
             _note(run_dir, copier, str(refusal))
             tell(run_dir, str(refusal))
             return REFUSED

@@ -8,13 +8,19 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from async_rl.learner.mirror import fetch as fetching
+from tests.learner.mirror.runs import Clock
 
 
 @pytest.fixture(autouse=True)
-def _empty_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # All processes of a test are this one, and count as dead when the next begins.
-    monkeypatch.setattr(fetching, "is_alive", lambda _pid: False)
+def _empty_store() -> Iterator[None]:
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     yield
     MemoryFileSystem.store.clear()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(fetching, "time", found)
+    return found

@@ -1,16 +1,19 @@
-"""Run directories of a few files, and what a mirror of one has."""
+"""Run directories of a few files, what a mirror of one has, and the clock of who waits for it."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.config.run import CheckpointConfig
-from async_rl.learner.checkpoints.digests import write_manifest
+from async_rl.learner.checkpoints.digests import find_damage, write_manifest
 from async_rl.learner.mirror.copier import Copier
+from async_rl.learner.mirror.fetch import fetch
 from async_rl.learner.mirror.manifest import Manifest, newest_manifest
 from async_rl.learner.mirror.store import Store
 from async_rl.run.directory import RunDir
@@ -76,3 +79,44 @@ def config_of(path: Path, url: str = URL, **sections: dict[str, Any]) -> Config:
         "checkpoint": {"mirror": url},
     }  # fmt: skip
     return Config.model_validate({**raw, **sections})
+
+
+def mirrored_run(path: Path, *, has_ended: bool = False, is_finished: bool = False) -> RunDir:
+    """A run whose mirror has the steps 2 and 4, of a process that is dead."""
+    run = make_run(path / "run")
+    for step in (2, 4):
+        save(run, step)
+        if step == 4 and is_finished:
+            run.mark_finished({"step": 4})
+        assert begun(run).sync(is_last=step == 4 and has_ended)
+    return run
+
+
+def copied(path: Path, run: RunDir) -> RunDir:
+    shutil.copytree(run.path, path / "copy")
+    return RunDir(path / "copy")
+
+
+def fetched_from_mirror(path: Path) -> str:
+    """The checkpoint with which somebody goes on from the mirror now. It is whole."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir()
+    fetch(Store(URL), manifest_at(), RunDir(path), ignore)
+    name = RunDir(path).latest_checkpoint
+    assert name is not None
+    assert find_damage(path / "checkpoints" / name) == ""
+    return name
+
+
+class Clock:
+    """The clock of who waits for a mirror. It goes on while somebody sleeps, and ``meanwhile`` is called then."""
+
+    def __init__(self, meanwhile: Callable[[], object] = lambda: None) -> None:
+        self.now, self.meanwhile = 0.0, meanwhile
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.meanwhile()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import subprocess
 import threading
@@ -16,16 +15,15 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from async_rl.cli.main import main
 from async_rl.config.run import CheckpointConfig
-from async_rl.errors import ConfigError, RunError, StoreError
+from async_rl.errors import ConfigError, LineageError, RunError, StoreError
 from async_rl.learner.checkpoints.digests import find_damage
 from async_rl.learner.loop.mirroring import MirrorPart
 from async_rl.learner.mirror import copier as copiers
-from async_rl.learner.mirror import fetch as fetching
 from async_rl.learner.mirror import process as processes
 from async_rl.learner.mirror.copier import Copier
 from async_rl.learner.mirror.fetch import bring_back, check_mine, check_mirror, fetch
 from async_rl.learner.mirror.manifest import Manifest, checkpoints_in, newest_manifest, update_status
-from async_rl.learner.mirror.process import is_complete, mirror_line, mirror_run
+from async_rl.learner.mirror.process import REFUSED, is_complete, mirror_line, mirror_run
 from async_rl.learner.mirror.store import Store, scrubbed
 from async_rl.run import notes
 from async_rl.run.directory import RunDir
@@ -230,36 +228,9 @@ def test_the_mirror_of_another_run_or_of_a_continuation_elsewhere_is_refused(tmp
     # It was still alive: its next copy is refused, and changes nothing.
     before = manifest_at()
     save(run, 6)
-    with pytest.raises(RunError, match="has taken over memory://bucket/run"):
+    with pytest.raises(LineageError, match="has taken over memory://bucket/run"):
         copier.sync()
     assert manifest_at() == before
-
-
-def test_a_second_machine_is_refused_while_the_first_gives_signs_of_life_and_waits_for_a_dead_one(
-    tmp_path: Path, monkeypatch
-):
-    run, second = make_run(tmp_path / "run"), RunDir(tmp_path / "second")
-    save(run, 2)
-    copier, config = begun(run), config_of(second.path)
-    assert copier.sync()
-    monkeypatch.setattr(fetching.socket, "gethostname", lambda: "another-host")
-    monkeypatch.setattr(fetching, "_LOOK_S", 0.0)
-    shown: list[str] = []
-
-    def show_and_live(line: str) -> None:
-        shown.append(line)
-        save(run, 4 + len(shown))
-        assert copier.sync()
-
-    with pytest.raises(RunError, match=rf"process {os.getpid()} on .* writes to memory://bucket/run; stop it"):
-        bring_back(config, fresh=False, show=show_and_live)
-    assert not second.config.exists()
-    assert "may have ended" in shown[-1]
-
-    now = time.time()
-    monkeypatch.setattr(fetching.time, "time", lambda: now + fetching.SILENT_S * len(shown))
-    assert bring_back(config, fresh=False, show=shown.append)[0].startswith(f"fetched the run from {URL}")
-    assert bring_back(config, fresh=False, show=shown.append) == [], "the run is there now"
 
 
 def test_a_process_gives_signs_of_life_during_a_long_copy(tmp_path: Path, monkeypatch):
@@ -385,6 +356,41 @@ def test_a_process_that_hangs_is_told_of_once_until_it_answers_again(tmp_path: P
         assert told.wait(20)
     line = f"the mirror has not answered for 5m00s: {URL} has step-000001, 2 steps behind"
     assert run.notes.read_text().splitlines() == [line, f"{line}; it answers, and hangs again"]
+
+
+def test_a_process_that_was_replaced_says_so_and_ends(tmp_path: Path):
+    run, other = make_run(tmp_path / "run"), RunDir(tmp_path / "other")
+    save(run, 2)
+    assert begun(run).sync(is_last=True)
+    bring_back(config_of(other.path), fresh=False, show=ignore)
+    assert begun(other).sync()
+    save(run, 4)
+    assert mirror_run(run, CheckpointConfig(mirror=URL), threading.Event()) == REFUSED
+    assert "has continued the run in memory://bucket/run from another directory" in mirror_line(run)
+
+
+def test_a_long_comparison_of_files_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, is_alive, real = make_run(tmp_path / "run"), threading.Event(), copiers._entry_of
+    save(run, 2)
+    assert begun(run).sync()
+    before, copier = manifest_at(), begun(run)
+    number = manifest_at().number
+
+    def entry_of(path: Path, *rest: Any) -> Any:
+        """The file is read only after the next manifest."""
+        assert is_alive.wait(20)
+        return real(path, *rest)
+
+    def write(self: Store, name: str, data: bytes) -> None:
+        self._fs.pipe_file(f"bucket/run/{name}", data)
+        is_alive.set()
+
+    monkeypatch.setattr(copiers, "_entry_of", entry_of)
+    monkeypatch.setattr(Store, "write", write)
+    monkeypatch.setattr(copiers, "BEAT_S", 0.05)
+    assert copier.sync()
+    assert manifest_at().number > number
+    assert manifest_at().files == before.files
 
 
 @pytest.mark.parametrize(
