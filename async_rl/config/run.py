@@ -77,6 +77,12 @@ class CheckpointConfig(Section):
         ge=0,
         description="Longest wait, in seconds, at the end of a run until the mirror has everything.",
     )
+    mirror_may_lose: int = Field(
+        default=0,
+        ge=0,
+        description="Last step whose checkpoint in the mirror may be removed although run.dir is older, lost it, or "
+        "went another way; 0 removes nothing of that kind. The message that names it says when to (docs/mirror.md).",
+    )
     grace_s: float = Field(
         default=25.0,
         gt=0,

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 
 from async_rl.errors import StoreError
 from async_rl.learner.checkpoints.files import STEP, checkpoint_step
+from async_rl.learner.mirror.rules import step_of
 from async_rl.learner.mirror.store import Store
 from async_rl.run.directory import RunDir, write_atomically
 
@@ -138,12 +139,6 @@ def checkpoints_in(files: dict[str, Stored]) -> dict[str, int]:
     """Return name -> step of the checkpoints among ``files``, oldest first."""
     names = {path.split("/")[1] for path in files if path.startswith("checkpoints/")}
     return dict(sorted(((name, checkpoint_step(Path(name))) for name in names), key=lambda item: item[1]))
-
-
-def step_of(name: object) -> int:
-    """Return the step of the checkpoint ``name``; -1 if it is none."""
-    match = STEP.match(str(name))
-    return -1 if match is None else int(match[1])
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
