@@ -1,7 +1,8 @@
 """Copies a run directory to its mirror, a pass at a time.
 
-A pass copies the newest checkpoint if the mirror lacks it, and the run's other files, writes a manifest of both, and
-then removes what that no longer lists. If it is killed before, the mirror has what the manifest before lists.
+A pass looks at what the mirror has, copies the newest checkpoint if that lacks it, and the run's other files, writes a
+manifest of both, and then removes what that no longer lists. If it is killed before, the mirror has what the manifest
+before lists. ``rules.py`` decides what is listed.
 """
 
 from __future__ import annotations
@@ -23,23 +24,28 @@ from msgspec.structs import replace
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import LineageError, RunError, StoreError
 from async_rl.learner.checkpoints.digests import MANIFEST, Entry, digest_of
-from async_rl.learner.checkpoints.files import STEP, checkpoint_step, reading
-from async_rl.learner.mirror.fetch import BEAT_S, check_mine
+from async_rl.learner.checkpoints.files import reading
+from async_rl.learner.mirror.fetch import BEAT_S, check_mine, remedies
 from async_rl.learner.mirror.manifest import (
     FILES,
     FOLDERS,
     Manifest,
     Stored,
+    checkpoint_in,
     checkpoints_in,
+    files_of,
+    look_for,
     newest_manifest,
     place_of,
     read_status,
     sign_of_life,
     update_status,
 )
+from async_rl.learner.mirror.rules import Local, decide, folder_of, read_local, step_of
 from async_rl.learner.mirror.store import Store
 from async_rl.process.fault_points import fault_point
 from async_rl.run.directory import RunDir
+from async_rl.run.notes import tell
 
 FILES_EVERY_S = 300.0
 """Seconds between two copies of files without a new checkpoint."""
@@ -50,14 +56,20 @@ _Job = tuple[Path, str, Entry | None, Stored | None]
 
 
 class Copier:
-    """Copies one run directory to one store, from one thread. Its methods raise StoreError if the store fails."""
+    """Copies one run directory to one store, from one thread. Its methods raise StoreError if the store fails.
+
+    Attributes:
+        lacking: why the last pass could not copy all although the store works; empty if it could.
+        num_kept: checkpoints that are in the mirror, but no part of the run any more.
+    """
 
     def __init__(
         self, run_dir: RunDir, store: Store, config: CheckpointConfig, *, files_every_s: float = FILES_EVERY_S
     ) -> None:
         self._run_dir, self._store, self._config = run_dir, store, config
-        self._files_every_s, self._files_at = files_every_s, float("-inf")
-        self._beat_at = float("-inf")
+        self._files_every_s, self._files_at, self._beat_at = files_every_s, float("-inf"), float("-inf")
+        self._passed: tuple[str | None, str | None] | None = None
+        self.lacking, self.num_kept = "", 0
         known = read_status(run_dir.path)
         if known.url != store.url:  # what is known is about another store
             update_status(run_dir.path, url=store.url, fetched="", latest=None, copied_at=None)
@@ -73,13 +85,17 @@ class Copier:
 
     def begin(self, show: Callable[[str], None]) -> None:
         """Become the process that writes to the mirror. Raises RunError as ``check_mine``, LineageError as ``sync``."""
-        found = check_mine(self._store, self._run_dir, show)
+        found = check_mine(self._store, self._run_dir, self._config, show)
         known, place = read_status(self._run_dir.path), place_of(self._run_dir)
         directory = known.directory if known.place == place else uuid.uuid4().hex[:12]
         update_status(self._run_dir.path, directory=directory, place=place)  # before a manifest has it
         self._manifest = replace(self._manifest, directory=directory)
         if found is not None:
-            self._commit(after=found, files=found.files, latest=found.latest)
+            names, newest = checkpoints_in(found.files), step_of(read_local(self._run_dir).latest)
+            # What another directory has, and is newer than here, is not whole, or the user gives it up.
+            ahead = [name for name in names if found.directory != directory and step_of(name) > newest]
+            files = {path: stored for path, stored in found.files.items() if checkpoint_in(path) not in ahead}
+            self._commit(after=found, files=files, kept=(*found.kept, *(names[name] for name in ahead)))
 
     def sync(self, *, is_last: bool = False) -> bool:
         """Make a pass. Return whether the mirror then has everything.
@@ -87,60 +103,90 @@ class Copier:
         Files alone are copied every ``files_every_s`` seconds, and at once if ``is_last``, which ends the passes.
         Raises LineageError if another process writes to the mirror now.
         """
-        before, latest = self._manifest, self._run_dir.latest_checkpoint
-        latest = latest if latest and STEP.fullmatch(latest) else None
-        if latest is None and not (self._run_dir.trained.exists() and self._run_dir.trained.stat().st_size):
+        before, local = self._manifest, read_local(self._run_dir)
+        if local.latest is None and not (self._run_dir.trained.exists() and self._run_dir.trained.stat().st_size):
             return True  # the run may still be replaced by another one (``run/reuse.py``)
-        is_due = is_last or time.monotonic() - self._files_at >= self._files_every_s
-        is_new = latest is not None and not self._has(latest)
-        if not (is_due or is_new or latest != before.latest):
+        state = local.latest, local.folders.get(local.latest or "")
+        if state == self._passed and not is_last and time.monotonic() - self._files_at < self._files_every_s:
             self._beat()
-            return True
-        files = {path: one for path, one in before.files.items() if path.startswith("checkpoints/")}
-        if latest is not None and is_new:
-            files = {path: one for path, one in files.items() if path.split("/")[1] != latest}
-            files |= self._copy_checkpoint(latest)
+            return not self.lacking
+        there, whole = look_for(before.files, self._store)
         self._files_at = time.monotonic()
-        run_files = self._copy_files()
-        has_all = self._run_dir.latest_checkpoint == latest
-        if not has_all:  # a last checkpoint may have come, which must be there before the run counts as finished
-            run_files.pop("finished.json", None)
-        files = self._without_old(files, latest) | run_files
-        if (files, latest) != (before.files, before.latest) or (is_last and has_all):
-            self._commit(files=files, latest=latest, has_ended=is_last and has_all)
+        files, kept, has_all = self._copy_all(whole, local)
+        has_ended = is_last and (has_all or bool(self.lacking))
+        if (files, kept) != (before.files, before.kept) or has_ended:
+            self._commit(files=files, kept=kept, has_ended=has_ended)
             listed = {stored.object for stored in files.values()} | {self._manifest.name}
-            there = chain.from_iterable(map(self._store.names, ("manifests", "files", "checkpoints")))
-            self._store.remove(name for name in there if name not in listed)
+            # Of what was there before this process was seen to be the one that writes.
+            folders = tuple(f"checkpoints/{folder}/" for folder in kept)
+            self._store.remove(name for name in sorted(there - listed) if not name.startswith(folders))
+            self._tell(before, whole)
+        self._passed = state
         return has_all
 
-    def _has(self, name: str) -> bool:
-        stored = self._manifest.files.get(f"checkpoints/{name}/{MANIFEST}")
-        return stored is not None and stored.entry == digest_of(self._run_dir.checkpoints / name / MANIFEST)
+    def _copy_all(self, whole: dict[str, Stored], local: Local) -> tuple[dict[str, Stored], tuple[str, ...], bool]:
+        """Copy what the mirror lacks. ``whole`` is what it has.
+
+        Returns:
+            What the next manifest has as ``files`` and as ``kept``, and whether that is everything.
+        """
+        copies, own = checkpoints_in(whole), local.folders.values()
+        lost = {name: folder for name, folder in checkpoints_in(self._manifest.files).items() if folder in own}
+        fates, limit = decide(lost | copies, local, self._config), self._config.mirror_may_lose
+        kept = {folder for folder in self._manifest.kept if step_of(folder) > limit}
+        self.num_kept, self.lacking = len(kept | fates.kept), ""
+        if fates.ahead is not None:
+            self.lacking = (
+                f"the mirror has {fates.ahead}, newer than {local.latest or 'what is'} in {self._run_dir.path}, and "
+                f"stays as it is until the run has come so far; {remedies(fates.ahead)}"
+            )
+            return self._manifest.files, tuple(sorted(kept)), False
+        checkpoints = files_of(fates.listed, whole)
+        try:
+            for name in sorted({*fates.listed, local.latest or ""} - {*checkpoints_in(checkpoints), ""}, reverse=True):
+                checkpoints |= self._copy_checkpoint(name)
+        except RunError as damage:
+            self.lacking, checkpoints = str(damage), files_of(copies, whole)
+        files = self._copy_files(whole)
+        has_all = read_local(self._run_dir).latest == local.latest and not self.lacking
+        if not has_all:  # a last checkpoint may have come, which must be there before the run counts as finished
+            files.pop("finished.json", None)
+        return checkpoints | files, tuple(sorted(kept | fates.kept)), has_all
+
+    def _tell(self, before: Manifest, whole: dict[str, Stored]) -> None:
+        """Tell the user what is gone from the mirror since the manifest ``before``, and what is kept."""
+        lines = [
+            f"{self._store.url}/checkpoints/{folder} is no part of the run any more, and is kept; --set "
+            f"checkpoint.mirror_may_lose={step_of(folder)} removes it"
+            for folder in sorted({*self._manifest.kept} - {*before.kept})
+        ]
+        if gone := sorted(before.files.keys() - whole.keys()):
+            lines.append(
+                f"{len(gone)} files of {self._store.url} were removed, such as {gone[0]}; what is here is copied"
+            )
+        for line in lines:
+            tell(self._run_dir, line)
 
     def _copy_checkpoint(self, name: str) -> dict[str, Stored]:
-        """Copy a checkpoint, which the learner does not remove meanwhile. Return its files."""
+        """Copy a checkpoint, which the learner does not remove meanwhile. Return its files. Raises RunError if it is
+        damaged.
+        """
         try:
             with reading(self._run_dir.checkpoints / name) as root:
-                folder, entries = digest_of(root / MANIFEST)[1][:12], json.loads((root / MANIFEST).read_bytes())
+                folder, entries = folder_of(root), json.loads((root / MANIFEST).read_bytes())
                 jobs: dict[str, _Job] = {
-                    f"{root.parent.name}/{name}/{file}": (
-                        root / file,
-                        f"checkpoints/{name}-{folder}/{file}",
-                        entry,
-                        None,
-                    )
+                    f"{root.parent.name}/{name}/{file}": (root / file, f"checkpoints/{folder}/{file}", entry, None)
                     for file, entry in {**entries, MANIFEST: None}.items()
                 }
                 return self._copy(jobs)
-        except (OSError, RunError, ValueError) as error:
-            raise StoreError(f"the checkpoint {name} is damaged, or was removed: {error}") from None
+        except (OSError, RunError, ValueError, TypeError, AttributeError) as error:
+            raise RunError(f"the checkpoint {name} is damaged, or was removed: {error}") from None
 
-    def _copy_files(self) -> dict[str, Stored]:
+    def _copy_files(self, whole: Mapping[str, Stored]) -> dict[str, Stored]:
         """Copy the run's files that are new or changed. Return all of them."""
-        stored = self._manifest.files
         folder = f"files/{self._manifest.number + 1:06d}-{self._manifest.process}"
         names = {path.relative_to(self._run_dir.path).as_posix(): path for path in self._paths()}
-        return self._copy({name: (path, f"{folder}/{name}", None, stored.get(name)) for name, path in names.items()})
+        return self._copy({name: (path, f"{folder}/{name}", None, whole.get(name)) for name, path in names.items()})
 
     def _paths(self) -> Iterator[Path]:
         root = self._run_dir.path
@@ -164,14 +210,6 @@ class Copier:
                 self._beat()
         return {path: future.result() for path, future in copied.items()}
 
-    def _without_old(self, files: dict[str, Stored], latest: str | None) -> dict[str, Stored]:
-        """Return the files without those of checkpoints that ``[checkpoint]`` no longer keeps, or after ``latest``."""
-        newest, every = -1 if latest is None else checkpoint_step(Path(latest)), self._config.keep_every
-        steps = checkpoints_in(files)
-        past = sorted(step for step in steps.values() if step <= newest)
-        kept = {*past[-self._config.keep_last :], *(step for step in past if every and step % every == 0)}
-        return {path: stored for path, stored in files.items() if steps[path.split("/")[1]] in kept}
-
     def _beat(self) -> None:
         """Give a sign of life, if one is due and the mirror has something. At Hugging Face each would be a commit."""
         is_due = time.monotonic() - self._beat_at >= BEAT_S and not self._store.url.startswith("hf:")
@@ -188,6 +226,7 @@ class Copier:
         found = self._newest(after)
         number = 1 + max(self._manifest.number, 0 if found is None else found.number)
         manifest = replace(self._manifest, number=number, **changes)
+        manifest = replace(manifest, latest=next(reversed(checkpoints_in(manifest.files)), None))
         self._store.write(manifest.name, manifest.encoded)
         if self._newest(after) != manifest:
             raise StoreError(f"checkpoint.mirror: {self._store.url}/{manifest.name}: the store returned other bytes")

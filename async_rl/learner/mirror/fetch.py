@@ -17,16 +17,20 @@ from pathlib import Path
 
 from async_rl.config.config import Config
 from async_rl.config.loading import load_run_config
+from async_rl.config.run import CheckpointConfig
 from async_rl.errors import RunError, StoreError
+from async_rl.learner.checkpoints.digests import digest_of
 from async_rl.learner.checkpoints.files import LATEST
 from async_rl.learner.mirror.manifest import (
     Manifest,
     checkpoints_in,
+    look_for,
     newest_manifest,
     place_of,
     read_status,
     update_status,
 )
+from async_rl.learner.mirror.rules import read_local, step_of
 from async_rl.learner.mirror.store import Store
 from async_rl.output import size_text
 from async_rl.run.directory import RunDir
@@ -70,7 +74,12 @@ def bring_back(config: Config, *, fresh: bool, is_fork: bool = False, show: Call
     show(f"looking at {store.url}")
     if run_dir.config.exists() and not fresh:
         with suppress(StoreError):  # ``check_mirror`` warns
-            check_mine(store, run_dir, show)
+            found = check_mine(store, run_dir, config.checkpoint, show)
+            files = {} if found is None else found.files
+            lost = len(files) - len(look_for(files, store)[1])
+            if read_status(run_dir.path).is_complete and (lost or not files):
+                update_status(run_dir.path, is_complete=False)
+                return [f"{store.url} lacks {lost or 'all'} files of the run, which are copied now"]
         return []
     if (found := newest_manifest(store)) is None:
         return []
@@ -89,7 +98,7 @@ def bring_back(config: Config, *, fresh: bool, is_fork: bool = False, show: Call
         lock.close()
 
 
-def check_mine(store: Store, run_dir: RunDir, show: Callable[[str], None]) -> Manifest | None:
+def check_mine(store: Store, run_dir: RunDir, config: CheckpointConfig, show: Callable[[str], None]) -> Manifest | None:
     """Return the newest manifest, which is of the run in ``run_dir``, as far as this knows it. None if there is none.
 
     The caller has locked ``run_dir``, or does so before it writes to the mirror. So if this same directory wrote the
@@ -97,8 +106,8 @@ def check_mine(store: Store, run_dir: RunDir, show: Callable[[str], None]) -> Ma
 
     Raises:
         StoreError: the store can't be reached.
-        RunError: the mirror has another run, or this one as another directory continued it; or another process writes
-            to it.
+        RunError: the mirror has another run, or this one as another directory continued it, or more of it than is here;
+            or another process writes to it.
     """
     if (found := newest_manifest(store)) is None:
         return None
@@ -107,21 +116,43 @@ def check_mine(store: Store, run_dir: RunDir, show: Callable[[str], None]) -> Ma
             f"checkpoint.mirror: expected the run {run_dir.run_id} of {run_dir.path} in {store.url}, got the run "
             f"{found.run_id}, which {found.writer} wrote; name another URL"
         )
-    known = read_status(run_dir.path)
+    known, local = read_status(run_dir.path), read_local(run_dir)
     if found.name == known.fetched:
         return found
     if found.directory != known.directory:
         raise RunError(
             f"checkpoint.mirror: {found.writer} has continued the run in {store.url} from another directory, up to "
-            f"{found.latest}, and {run_dir.path} has {run_dir.latest_checkpoint or 'no checkpoint'} of its own; to go "
-            f"on from the mirror, name an empty run.dir, and to go on from here, another URL"
+            f"{found.latest}, and {run_dir.path} has {local.latest or 'no checkpoint'} of its own; to go on from the "
+            f"mirror, name an empty run.dir, and to go on from here, another URL"
         )
     is_here = known.place == place_of(run_dir)
+    newest, folder = next(reversed(checkpoints_in(found.files).items()), ("", ""))
+    is_ahead = step_of(newest) > step_of(local.latest) and folder not in local.damaged
+    if step_of(newest) > config.mirror_may_lose and (is_ahead or not (is_here or _has_same_end(found, run_dir))):
+        raise RunError(
+            f"checkpoint.mirror: {store.url} has the {'' if is_ahead else 'finished '}run up to {newest}, and "
+            f"{run_dir.path}, which may be a copy or a backup, up to {local.latest or 'no checkpoint'}; "
+            f"{remedies(newest)}"
+        )
     if not is_here:
         if _await_silence(store, found, show) != found:
-            return check_mine(store, run_dir, show)
+            return check_mine(store, run_dir, config, show)
         update_status(run_dir.path, fetched=found.name)
     return found
+
+
+def _has_same_end(found: Manifest, run_dir: RunDir) -> bool:
+    """Return whether the run in a mirror is not finished, or that in ``run_dir`` has finished in the same way."""
+    end, own = found.files.get("finished.json"), run_dir.finished_marker
+    return end is None or (own.is_file() and digest_of(own) == end.entry)
+
+
+def remedies(newest: str) -> str:
+    """Return what the user can do if a mirror has the checkpoint ``newest`` and the run directory has not."""
+    return (
+        f"to go on from the mirror, name an empty run.dir; to go on from here, and let its checkpoints be removed, "
+        f"--set checkpoint.mirror_may_lose={step_of(newest)}"
+    )
 
 
 def _await_silence(store: Store, found: Manifest, show: Callable[[str], None]) -> Manifest:

@@ -12,6 +12,7 @@ No object is replaced by other bytes, so what the newest manifest lists stays wh
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from async_rl.errors import StoreError
-from async_rl.learner.checkpoints.files import STEP, checkpoint_step
+from async_rl.learner.checkpoints.files import STEP
 from async_rl.learner.mirror.rules import step_of
 from async_rl.learner.mirror.store import Store
 from async_rl.run.directory import RunDir, write_atomically
@@ -59,6 +60,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         has_ended: that process writes no more.
         latest: the name of the newest checkpoint; None if there is none yet.
         files: path in the run directory -> the file, those of checkpoints included.
+        kept: folders of checkpoints that are no part of the run any more (``rules.py``).
     """
 
     number: int = 0
@@ -70,6 +72,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     has_ended: bool = False
     latest: str | None = None
     files: dict[str, Stored] = {}
+    kept: tuple[str, ...] = ()
 
     @property
     def encoded(self) -> bytes:
@@ -135,10 +138,32 @@ def _is_part(part: str) -> bool:
     return part not in ("", ".", "..") and "\0" not in part and len(part.encode()) <= _MAX_PART_BYTES
 
 
-def checkpoints_in(files: dict[str, Stored]) -> dict[str, int]:
-    """Return name -> step of the checkpoints among ``files``, oldest first."""
-    names = {path.split("/")[1] for path in files if path.startswith("checkpoints/")}
-    return dict(sorted(((name, checkpoint_step(Path(name))) for name in names), key=lambda item: item[1]))
+def checkpoint_in(path: str) -> str:
+    """Return the name of the checkpoint to which the file ``path`` of a run directory belongs; empty if to none."""
+    return path.split("/")[1] if path.startswith("checkpoints/") else ""
+
+
+def checkpoints_in(files: Mapping[str, Stored]) -> dict[str, str]:
+    """Return name -> folder of the checkpoints among ``files``, oldest first."""
+    found = {name: stored.object.split("/")[1] for path, stored in files.items() if (name := checkpoint_in(path))}
+    return dict(sorted(found.items(), key=lambda item: step_of(item[0])))
+
+
+def files_of(names: Collection[str], files: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Return those of ``files`` that are of the checkpoints ``names``."""
+    return {path: stored for path, stored in files.items() if checkpoint_in(path) in names}
+
+
+def look_for(files: Mapping[str, Stored], store: Store) -> tuple[set[str], dict[str, Stored]]:
+    """Return the names of all objects of a mirror, and those of ``files`` that it has; of a checkpoint all or none.
+
+    Raises StoreError.
+    """
+    there = {name for folder in ("manifests", "files", "checkpoints") for name in store.names(folder)}
+    gone = {path for path, stored in files.items() if stored.object not in there}
+    # A file system may leave out a folder that it can't read just now.
+    lost = {checkpoint_in(path) or path for path in gone if not store.has(files[path].object)}
+    return there, {path: stored for path, stored in files.items() if (checkpoint_in(path) or path) not in lost}
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +176,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         fetched: the manifest from which the run goes on here, after nobody was seen to write.
         latest: the newest checkpoint that the mirror has.
         copied_at: when it got that, in seconds since 1970.
+        num_kept: checkpoints in the mirror that are no part of the run any more (``rules.py``).
         error: why the mirror is behind.
         is_complete: whether the run has ended and the mirror has all.
     """
@@ -161,6 +187,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     fetched: str = ""
     latest: str | None = None
     copied_at: float | None = None
+    num_kept: int = 0
     error: str = ""
     is_complete: bool = False
 

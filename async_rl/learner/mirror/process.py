@@ -42,7 +42,7 @@ def mirror_run(
 ) -> int:
     """Mirror a run until ``finish`` is set and everything is copied. Return the exit code: 0 or ``REFUSED``."""
     assert config.mirror is not None
-    store, has_begun, failing_since, pause_s = Store(config.mirror), False, 0.0, _LOOK_S
+    store, has_begun, failing_since, pause_s, told = Store(config.mirror), False, 0.0, _LOOK_S, ""
     copier = Copier(run_dir, store, config, files_every_s=files_every_s)
     update_status(run_dir.path, is_complete=False)
     while True:
@@ -51,11 +51,14 @@ def mirror_run(
             if not has_begun:
                 copier.begin(logger.info)
             has_begun = True
-            if copier.sync(is_last=is_last) and is_last:
-                _note(run_dir, copier, "")
-                update_status(run_dir.path, is_complete=True)
-                return 0
-            pause_s = _LOOK_S
+            has_all, pause_s = copier.sync(is_last=is_last), _LOOK_S
+            if copier.lacking and copier.lacking != told:
+                tell(run_dir, f"the run is not mirrored: {copier.lacking}")
+            told = copier.lacking
+            if is_last and (has_all or told):
+                _note(run_dir, copier, told)
+                update_status(run_dir.path, is_complete=has_all)
+                return 0 if has_all else REFUSED
         except FileNotFoundError:
             pass  # a file was moved aside; the next pass sees where
         except (RunError, LineageError) as refusal:
@@ -71,7 +74,7 @@ def mirror_run(
         if failing_since and not error:
             tell(run_dir, f"the mirror works again, after {duration(time.time() - failing_since)}")
             failing_since = 0.0
-        _note(run_dir, copier, error)
+        _note(run_dir, copier, error or copier.lacking)
         time.sleep(_LOOK_S) if is_last else finish.wait(pause_s)
 
 
@@ -80,7 +83,7 @@ def _note(run_dir: RunDir, copier: Copier, error: str) -> None:
     sign_of_life(run_dir.path).touch()
     if copier.latest not in (None, read_status(run_dir.path).latest):
         update_status(run_dir.path, latest=copier.latest, copied_at=time.time())
-    update_status(run_dir.path, error=error)
+    update_status(run_dir.path, num_kept=copier.num_kept, error=error)
 
 
 def mirror_line(run_dir: RunDir) -> str:
@@ -92,7 +95,14 @@ def mirror_line(run_dir: RunDir) -> str:
     if behind := behind_steps(run_dir, found):
         since = "" if found.copied_at is None else f", {duration(time.time() - found.copied_at)} after its last copy"
         line += f", {behind} steps behind{since}"
+    line += f", and keeps {found.num_kept} that are no part of the run any more" if found.num_kept else ""
     return f"{line}; {found.error}" if found.error else line
+
+
+def mirror_hint(run_dir: RunDir) -> str:
+    """Return where the mirror of a run has a checkpoint, for when the run directory has none; empty if it has none."""
+    found = read_status(run_dir.path)
+    return f"{found.url} has {found.latest}: name an empty run.dir to go on from there. " if found.latest else ""
 
 
 def is_complete(config: Config) -> bool:

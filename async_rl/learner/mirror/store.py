@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from async_rl.errors import ConfigError, StoreError
+from async_rl.errors import ConfigError, RunError, StoreError
 from async_rl.learner.checkpoints.digests import Entry
 
 _CHUNK_BYTES = 4 << 20
@@ -50,18 +50,20 @@ class Store:
         """Copy a file to the object ``name`` unless it is there, and compare. Return the file's size and digest.
 
         Of a file that grows meanwhile, the bytes that it has now are copied. ``expected`` is what the file should be.
+        Raises RunError if it is something else.
         """
-        with path.open("rb") as source, self._errors(name):
+        with path.open("rb") as source:
             entry = _entry_of(source, os.fstat(source.fileno()).st_size)
             if expected is not None and entry != tuple(expected):
-                raise StoreError(f"{path}: expected the digest {expected[1]}, got {entry[1]}; the file is damaged")
-            if not self._has(name, entry):
-                source.seek(0)
-                with self._fs.open(self._at(name), "wb") as target:
-                    for chunk in _chunks(source, entry[0]):
-                        target.write(chunk)
+                raise RunError(f"{path}: expected the digest {expected[1]}, got {entry[1]}")
+            with self._errors(name):
                 if not self._has(name, entry):
-                    raise StoreError(f"checkpoint.mirror: {self.url}/{name}: the copy differs from {path}")
+                    source.seek(0)
+                    with self._fs.open(self._at(name), "wb") as target:
+                        for chunk in _chunks(source, entry[0]):
+                            target.write(chunk)
+                    if not self._has(name, entry):
+                        raise StoreError(f"checkpoint.mirror: {self.url}/{name}: the copy differs from {path}")
         return entry
 
     def get(self, name: str, path: Path, expected: Entry) -> None:
@@ -88,6 +90,13 @@ class Store:
         """Return the names of all objects below ``folder``, in order."""
         with self._errors(folder):
             return sorted(str(path).removeprefix(f"{self._root}/") for path in self._fs.find(self._at(folder)))
+
+    def has(self, name: str) -> bool:
+        """Return whether there is an object ``name``."""
+        with self._errors(name), suppress(FileNotFoundError):
+            self._fs.info(self._at(name))
+            return True
+        return False
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects. Some may be gone already."""

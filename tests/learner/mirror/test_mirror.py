@@ -17,13 +17,14 @@ from async_rl.cli.main import main
 from async_rl.config.run import CheckpointConfig
 from async_rl.errors import ConfigError, LineageError, RunError, StoreError
 from async_rl.learner.checkpoints.digests import find_damage
+from async_rl.learner.checkpoints.resume import find_resume_point
 from async_rl.learner.loop.mirroring import MirrorPart
 from async_rl.learner.mirror import copier as copiers
 from async_rl.learner.mirror import process as processes
 from async_rl.learner.mirror.copier import Copier
 from async_rl.learner.mirror.fetch import bring_back, check_mine, check_mirror, fetch
-from async_rl.learner.mirror.manifest import Manifest, checkpoints_in, newest_manifest, update_status
-from async_rl.learner.mirror.process import REFUSED, is_complete, mirror_line, mirror_run
+from async_rl.learner.mirror.manifest import Manifest, Stored, checkpoints_in, newest_manifest, update_status
+from async_rl.learner.mirror.process import REFUSED, is_complete, mirror_hint, mirror_line, mirror_run
 from async_rl.learner.mirror.store import Store, scrubbed
 from async_rl.run import notes
 from async_rl.run.directory import RunDir
@@ -48,7 +49,7 @@ def test_a_run_comes_back_from_the_url_alone_without_journal_and_keys(tmp_path: 
     assert lines == [f"fetched the run from {url}: step-000002, which {manifest.writer} wrote"]
     assert contents(other.path) == contents(run.path)
     assert find_damage(other.checkpoints / "step-000002") == ""
-    assert check_mine(Store(url), other, ignore) == manifest, "the copy may go on with the mirror"
+    assert check_mine(Store(url), other, CheckpointConfig(), ignore) == manifest, "the copy may go on with the mirror"
 
 
 def test_a_checkpoint_counts_only_with_its_manifest_and_a_kill_leaves_the_one_before(tmp_path: Path, monkeypatch):
@@ -129,31 +130,11 @@ def test_old_checkpoints_are_pruned_after_a_newer_one_is_complete(tmp_path: Path
         copier = copier or begun(run, every=2, keep_last=2, keep_every=4)
         assert copier.sync()
     # The newest two are 6 and 8, and 4 stays for ever.
-    assert list(checkpoints_in(manifest_at().files).values()) == [4, 6, 8]
+    assert list(checkpoints_in(manifest_at().files)) == ["step-000004", "step-000006", "step-000008"]
     assert {name.split("/")[1][:11] for name in objects() if name.startswith("checkpoints/")} == {
         "step-000004", "step-000006", "step-000008",
     }  # fmt: skip
     assert len(Store(URL).names("manifests")) == 1
-
-
-def test_a_run_that_went_back_takes_its_mirror_back_and_a_step_that_is_made_again_replaces_the_old(tmp_path: Path):
-    run = make_run(tmp_path / "run")
-    copier = None
-    for step in (2, 4):
-        save(run, step)
-        copier = copier or begun(run)
-        assert copier.sync()
-    assert copier is not None
-    (run.checkpoints / "step-000004").rename(run.checkpoints / "step-000004.damaged-1")
-    (run.checkpoints / "latest").write_text("step-000002\n")
-    assert copier.sync()
-    assert (manifest_at().latest, list(checkpoints_in(manifest_at().files))) == ("step-000002", ["step-000002"])
-    save(run, 4, "other")
-    assert copier.sync()
-    other = RunDir(tmp_path / "other")
-    other.path.mkdir()
-    fetch(Store(URL), manifest_at(), other, ignore)
-    assert (other.checkpoints / "step-000004" / "hf" / "config.json").read_text() == "step-000004other"
 
 
 def test_a_checkpoint_that_the_store_lost_is_left_out_and_the_one_before_taken(tmp_path: Path):
@@ -196,11 +177,11 @@ def test_only_files_that_changed_are_copied_again_and_an_early_finished_marker_i
     # The run ends between the look at `latest` and the copy of the files.
     real = Copier._copy_files
 
-    def copy(self: Copier) -> Any:
+    def copy(self: Copier, whole: dict[str, Stored]) -> Any:
         if run.latest_checkpoint == "step-000002":
             save(run, 4)
             run.finished_marker.write_text("{}")
-        return real(self)
+        return real(self, whole)
 
     monkeypatch.setattr(Copier, "_copy_files", copy)
     assert not copier.sync()
@@ -358,6 +339,30 @@ def test_a_process_that_hangs_is_told_of_once_until_it_answers_again(tmp_path: P
     assert run.notes.read_text().splitlines() == [line, f"{line}; it answers, and hangs again"]
 
 
+@pytest.mark.parametrize("what", ["damaged", "newer"])
+def test_the_end_does_not_wait_for_what_waiting_can_not_mend(tmp_path: Path, what: str):
+    run, finish = make_run(tmp_path / "run"), threading.Event()
+    for step in (2, 4):
+        save(run, step)
+        assert begun(run).sync()
+    if what == "damaged":
+        save(run, 6)
+        (run.checkpoints / "step-000006" / "extra.msgpack").write_bytes(b"")
+        words = "the checkpoint step-000006 is damaged, or was removed: "
+    else:
+        (run.checkpoints / "step-000004").rename(run.checkpoints / "step-000004.damaged-1")
+        (run.checkpoints / "latest").write_text("step-000002")
+        words = "the mirror has step-000004, newer than step-000002 in "
+    finish.set()
+    assert mirror_run(run, CheckpointConfig(mirror=URL), finish) == REFUSED
+    assert not is_complete(config_of(run.path))
+    assert manifest_at().has_ended
+    assert run.notes.read_text().startswith(f"the run is not mirrored: {words}")
+    assert words in mirror_line(run)
+    assert (", and keeps 1 that are" in mirror_line(run)) == (what == "newer")
+    assert mirror_hint(run) == f"{URL} has step-000004: name an empty run.dir to go on from there. "
+
+
 def test_a_process_that_was_replaced_says_so_and_ends(tmp_path: Path):
     run, other = make_run(tmp_path / "run"), RunDir(tmp_path / "other")
     save(run, 2)
@@ -367,6 +372,15 @@ def test_a_process_that_was_replaced_says_so_and_ends(tmp_path: Path):
     save(run, 4)
     assert mirror_run(run, CheckpointConfig(mirror=URL), threading.Event()) == REFUSED
     assert "has continued the run in memory://bucket/run from another directory" in mirror_line(run)
+
+
+def test_a_learner_without_a_whole_checkpoint_is_told_that_the_mirror_has_one(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    save(run, 2)
+    update_status(run.path, url=URL, latest="step-000002")
+    (run.checkpoints / "step-000002" / "extra.msgpack").write_bytes(b"")
+    with pytest.raises(RunError, match=rf"{URL} has step-000002: name an empty run.dir to go on from there. Put back"):
+        find_resume_point(run.path, copy=mirror_hint(run))
 
 
 def test_a_long_comparison_of_files_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -35,8 +35,14 @@ def test_who_ends_while_another_one_waits_leaves_the_mirror_to_it(tmp_path: Path
     copy = copied(tmp_path, mirrored_run(tmp_path))
     writer = begun(RunDir(tmp_path / "run"))
     clock.meanwhile = lambda: writer.sync(is_last=True)
-    assert check_mine(Store(URL), copy, ignore) == manifest_at()
+    assert check_mine(Store(URL), copy, CheckpointConfig(), ignore) == manifest_at()
     assert clock.now == fetching._LOOK_S
+    # What it wrote in the end counts, too: it may have gone further.
+    writer = begun(copy)
+    other = copied(tmp_path / "again", copy)
+    clock.meanwhile = lambda: (save(copy, 6), writer.sync(is_last=True))
+    with pytest.raises(RunError, match="up to step-000006"):
+        check_mine(Store(URL), other, CheckpointConfig(), ignore)
 
 
 def test_a_writer_that_wakes_up_at_the_last_moment_keeps_its_mirror(
