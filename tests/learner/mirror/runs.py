@@ -1,17 +1,23 @@
-"""Run directories of a few files, what a mirror of one has, and the clock of who waits for it."""
+"""Run directories of a few files, what a mirror of one has, the clock of who waits for it, and kills."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from async_rl.config.config import Config
 from async_rl.config.loading import config_to_toml
 from async_rl.config.run import CheckpointConfig
 from async_rl.learner.checkpoints.digests import find_damage, write_manifest
+from async_rl.learner.mirror import copier as copiers
+from async_rl.learner.mirror import fetch as fetching
 from async_rl.learner.mirror.copier import Copier
 from async_rl.learner.mirror.fetch import fetch
 from async_rl.learner.mirror.manifest import Manifest, newest_manifest
@@ -19,6 +25,7 @@ from async_rl.learner.mirror.store import Store
 from async_rl.run.directory import RunDir
 
 URL = "memory://bucket/run"
+PAGE = Path(__file__).parents[3] / "docs" / "mirror.md"
 
 
 def ignore(_line: str) -> None: ...
@@ -120,3 +127,36 @@ class Clock:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
         self.meanwhile()
+
+
+def rows_of(title: str) -> list[str]:
+    """The first cells of the table below a title of the page."""
+    table = PAGE.read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")][1:]
+
+
+class Killed(BaseException):
+    """This process is killed."""
+
+
+@contextlib.contextmanager
+def kill_before(number: int) -> Iterator[list[str]]:
+    """Die before the operation ``number`` that changes the store or the run directory. Yield those that were begun."""
+    begun_operations: list[str] = []
+
+    def dying(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: MemoryFileSystem, path: str, *args: Any, **kwargs: Any) -> Any:
+            if name != "open" or args == ("wb",):
+                if len(begun_operations) == number:
+                    raise Killed
+                begun_operations.append(f"{name} {path}")
+            return real(self, path, *args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("open", "pipe_file", "get_file", "rm_file"):
+            patched.setattr(MemoryFileSystem, name, dying(name, getattr(MemoryFileSystem, name)))
+        patched.setattr(copiers, "_NUM_THREADS", 1)
+        patched.setattr(fetching, "_NUM_THREADS", 1)
+        yield begun_operations

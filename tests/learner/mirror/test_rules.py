@@ -1,0 +1,230 @@
+"""What a mirror keeps: the table of docs/mirror.md, row by row, with a kill before every change of the store."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from async_rl.learner.mirror.fetch import bring_back
+from async_rl.learner.mirror.manifest import checkpoints_in, read_status, update_status
+from async_rl.learner.mirror.process import mirror_line
+from async_rl.learner.mirror.rules import folder_of
+from async_rl.learner.mirror.store import Store
+from async_rl.run.directory import RunDir
+from tests.learner.mirror.runs import (
+    URL,
+    Killed,
+    begun,
+    config_of,
+    fetched_from_mirror,
+    ignore,
+    kill_before,
+    make_run,
+    manifest_at,
+    mirrored_run,
+    objects,
+    rows_of,
+    save,
+)
+
+
+def damage(checkpoint: Path) -> None:
+    (checkpoint / "extra.msgpack").write_bytes(b"EXTRA")
+
+
+def go_back(run: RunDir, damaged: str, latest: str) -> None:
+    """Do what a learner does with a damaged checkpoint."""
+    (run.checkpoints / damaged).rename(run.checkpoints / f"{damaged}.damaged-1")
+    (run.checkpoints / "latest").write_text(f"{latest}\n")
+
+
+def prune(run: RunDir, name: str) -> None:
+    shutil.rmtree(run.checkpoints / name)
+
+
+@dataclass
+class Row:
+    """What a run does after its mirror has the steps 2 and 4, and what must be so at any time, and in the end.
+
+    Attributes:
+        changes: each is done to the run directory, and then a pass is made.
+        config: of ``[checkpoint]``.
+        stay: objects of these checkpoints are in the store at any time.
+        newest: a fetch has one of these at any time.
+        listed, kept: names in the last manifest, and folders without their digests.
+        told: part of ``notes.log``, if there was no kill.
+        lacking: beginning of why the mirror does not have all in the end.
+    """
+
+    changes: list[Callable[[RunDir], object]]
+    stay: set[str]
+    newest: set[str]
+    listed: list[str]
+    kept: list[str] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    told: str = ""
+    lacking: str = ""
+
+
+S2, S4, S6 = "step-000002", "step-000004", "step-000006"
+
+
+def remove_objects(run: RunDir) -> None:
+    """Somebody removes an object of each checkpoint, of which the run has one."""
+    names = [name for name in objects() if name.endswith("extra.msgpack")]
+    if run.latest_checkpoint == S4 and len(names) == 2:
+        Store(URL).remove(names)
+        prune(run, S2)
+
+
+def save_once(step: int, content: str = "") -> Callable[[RunDir], None]:
+    def change(run: RunDir) -> None:
+        if not (run.checkpoints / f"step-{step:06d}").exists():
+            save(run, step, content)
+
+    return change
+
+
+def save_damaged(run: RunDir) -> None:
+    save_once(6)(run)
+    damage(run.checkpoints / S6)
+
+
+def went_back(run: RunDir) -> None:
+    if not (run.checkpoints / f"{S4}.damaged-1").exists():
+        go_back(run, S4, S2)
+
+
+def made_again(run: RunDir) -> None:
+    """The run goes back and comes as far again between two passes."""
+    if not list(run.checkpoints.glob("*.old")):
+        (run.checkpoints / S4).rename(run.checkpoints / "4.old")
+        save(run, 4, "other")
+
+
+REMOVAL = {
+    "one of the newest `checkpoint.keep_last`, or a multiple of `keep_every`": Row(
+        [save_once(6)], {S2, S4}, {S4, S6}, [S2, S4, S6], config={"every": 2, "keep_last": 2, "keep_every": 2}
+    ),
+    "older than these, once a newer one is complete": Row(
+        [save_once(6)], {S4}, {S4, S6}, [S4, S6], config={"keep_last": 2}
+    ),
+    "newer than all in `run.dir`, because the newest there was damaged": Row(
+        [went_back, save_once(6)], {S4}, {S4, S6}, [S2, S6], [S4],
+        told="is no part of the run any more, and is kept; --set checkpoint.mirror_may_lose=4 removes it",
+    ),
+    "of a step that the run has made again since": Row(
+        [made_again], {S4}, {S4}, [S2, S4], [S4], told="is no part of the run any more, and is kept"
+    ),
+    "any, while the newest in `run.dir` is damaged": Row(
+        [save_damaged], {S2, S4}, {S4}, [S2, S4], lacking="the checkpoint step-000006 is damaged, or was removed: /"
+    ),
+    "one of which somebody removed an object": Row(
+        [remove_objects], set(), {S4}, [S4], told=f"6 files of {URL} were removed, such as checkpoints/step-000002/"
+    ),
+}  # fmt: skip
+
+
+def test_the_table_has_these_rows():
+    assert rows_of("What is removed") == [*REMOVAL]
+
+
+@pytest.mark.parametrize("name", REMOVAL)
+def test_no_kill_removes_what_the_rules_keep(tmp_path: Path, name: str):
+    row = REMOVAL[name]
+    number, killed, done = -1, True, list[str]()
+    while killed:
+        MemoryFileSystem.store.clear()
+        number += 1
+        run = make_run(tmp_path / f"run-{number}")
+        for step in (2, 4):
+            save(run, step)
+            begun(run).sync()
+        whole = {key: file.getvalue() for key, file in MemoryFileSystem.store.items()}
+        folders = {one: folder_of(run.checkpoints / one) for one in row.stay}
+        kept = [f"/bucket/run/checkpoints/{folder}/" for folder in folders.values()]
+        killed = False
+        for change in row.changes:
+            change(run)
+            try:
+                with kill_before(number) as done:
+                    begun(run, **row.config).sync()
+            except Killed:
+                killed = True
+            now = {key: file.getvalue() for key, file in MemoryFileSystem.store.items()}
+            assert {key for key in whole if key.startswith(tuple(kept))} <= now.keys(), done
+            assert all(now[key] == whole[key] for key in whole.keys() & now.keys())
+            if row.stay:
+                assert fetched_from_mirror(tmp_path / "elsewhere") in row.newest, done
+        copier = begun(run, **row.config)
+        copier.sync(is_last=True)
+        assert list(checkpoints_in(manifest_at().files)) == row.listed
+        assert [folder.rpartition("-")[0] for folder in manifest_at().kept] == row.kept
+        assert copier.num_kept == len(row.kept)
+        listed = {stored.object for stored in manifest_at().files.values()}
+        of_kept = tuple(f"checkpoints/{folder}/" for folder in manifest_at().kept)
+        there = {one for one in objects() if not one.startswith(of_kept or "-")}
+        assert there == {*listed, manifest_at().name} or row.lacking
+        assert copier.lacking.startswith(row.lacking)
+        assert killed or row.told in (run.notes.read_text() if run.notes.exists() else "")
+    assert number > 5
+
+
+def test_the_user_gives_up_what_is_kept(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    for step in (2, 4):
+        save(run, step)
+        assert begun(run).sync()
+    went_back(run)
+    copier = begun(run)
+    assert not copier.sync()
+    assert (copier.num_kept, manifest_at().latest) == (1, S4)
+    # The learner makes the step again.
+    save(run, 4, "other")
+    assert copier.sync()
+    update_status(run.path, num_kept=copier.num_kept)
+    assert (
+        mirror_line(run) == f"{URL} has no checkpoint, 4 steps behind, and keeps 1 that are no part of the run any more"
+    )
+    (kept,) = manifest_at().kept
+    assert begun(run).sync()
+    assert manifest_at().kept == (kept,)
+    assert begun(run, mirror_may_lose=4).sync()
+    assert manifest_at().kept == ()
+    assert not [one for one in objects() if kept in one]
+
+
+def test_a_mirror_that_is_newer_is_left_as_it_is_to_the_end_and_says_so(tmp_path: Path):
+    run = make_run(tmp_path / "run")
+    for step in (2, 4):
+        save(run, step)
+        assert begun(run).sync()
+    before, copier = manifest_at(), begun(run)
+    went_back(run)
+    assert not copier.sync(is_last=True)
+    assert copier.lacking.endswith(
+        "to go on from the mirror, name an empty run.dir; to go on from here, and let its checkpoints be removed, "
+        "--set checkpoint.mirror_may_lose=4"
+    )
+    after = manifest_at()
+    assert (after.files, after.latest, after.has_ended) == (before.files, S4, True)
+    assert begun(run, mirror_may_lose=4).sync(is_last=True)
+    assert (manifest_at().latest, manifest_at().kept) == (S2, ())
+
+
+def test_a_fetch_leaves_out_what_is_broken_and_the_run_goes_on_with_the_mirror(tmp_path: Path):
+    mirrored_run(tmp_path, has_ended=True)
+    Store(URL).remove(name for name in objects() if "step-000004" in name and name.endswith("extra.msgpack"))
+    other = RunDir(tmp_path / "other")
+    bring_back(config_of(other.path), fresh=False, show=ignore)
+    assert other.latest_checkpoint == S2
+    copier = begun(other)
+    assert copier.sync()
+    assert (manifest_at().latest, copier.num_kept) == (S2, 1)
+    assert read_status(other.path).place
