@@ -79,9 +79,7 @@ _FILES = frozenset({
 })  # fmt: skip
 """Names of files and folders that may exist in a run directory without ``config.toml``, because the queue server may
 start before the config is written."""
-_FILE_PREFIXES = (
-    "metrics.rolled_back", "trained.rolled_back", "metrics.damaged", "trained.damaged", "queue.old-", ".",
-)  # fmt: skip
+_FILE_PREFIXES = ("metrics.rolled_back", "trained.rolled_back", "metrics.damaged", "trained.damaged", "queue.old-", ".")
 
 
 def check_run_dir(config: Config, *, fresh: bool, tunable: Sequence[str] = TUNABLE) -> RunDir:

@@ -39,10 +39,10 @@ class ResumePoint:
     damaged: tuple[Path, ...] = ()
 
 
-def find_resume_point(run_dir: Path, *, copy: str = "") -> ResumePoint:
+def find_resume_point(run_dir: Path, *, mirror: str = "") -> ResumePoint:
     """Find the newest checkpoint of a run that is not damaged. Its files are read completely.
 
-    ``copy`` is a sentence for the error, which says where else the run has one.
+    ``mirror`` says what a mirror of the run has, for the error.
 
     Raises:
         RunError: there are checkpoints, or ``latest`` says so, but all are damaged.
@@ -57,8 +57,10 @@ def find_resume_point(run_dir: Path, *, copy: str = "") -> ResumePoint:
         logger.warning("%s", cause)
     if causes and point.checkpoint is None:
         raise RunError(
-            f"no checkpoint of {run_dir} is whole: {'; '.join(causes)}. {copy}Put back an undamaged copy of these "
-            f"files, or start over with --fresh (the old directory is moved aside) or in another run.dir"
+            f"no checkpoint of {run_dir} is whole: {'; '.join(causes)}. "
+            f"{f'The mirror {mirror}; to go on from there, name an empty run.dir. ' if mirror else ''}"
+            f"Put back an undamaged copy of these files, or start over with --fresh (the old directory is moved aside) "
+            f"or in another run.dir"
         )
     if causes:
         logger.warning("going back to the checkpoint before it, %s", point.checkpoint)

@@ -33,7 +33,6 @@ from async_rl.learner.mirror.manifest import (
     Stored,
     checkpoint_in,
     checkpoints_in,
-    files_of,
     look_for,
     newest_manifest,
     place_of,
@@ -72,7 +71,7 @@ class Copier:
         self.lacking, self.num_kept = "", 0
         known = read_status(run_dir.path)
         if known.url != store.url:  # what is known is about another store
-            update_status(run_dir.path, url=store.url, fetched="", latest=None, copied_at=None)
+            update_status(run_dir.path, url=store.url, fetched="", latest=None)
         self._manifest = Manifest(
             run_id=run_dir.run_id, directory=known.directory, host=socket.gethostname(), pid=os.getpid(),
             process=uuid.uuid4().hex[:12],
@@ -91,11 +90,7 @@ class Copier:
         update_status(self._run_dir.path, directory=directory, place=place)  # before a manifest has it
         self._manifest = replace(self._manifest, directory=directory)
         if found is not None:
-            names, newest = checkpoints_in(found.files), step_of(read_local(self._run_dir).latest)
-            # What another directory has, and is newer than here, is not whole, or the user gives it up.
-            ahead = [name for name in names if found.directory != directory and step_of(name) > newest]
-            files = {path: stored for path, stored in found.files.items() if checkpoint_in(path) not in ahead}
-            self._commit(after=found, files=files, kept=(*found.kept, *(names[name] for name in ahead)))
+            self._commit(after=found, files=found.files, kept=found.kept)
 
     def sync(self, *, is_last: bool = False) -> bool:
         """Make a pass. Return whether the mirror then has everything.
@@ -120,7 +115,8 @@ class Copier:
             # Of what was there before this process was seen to be the one that writes.
             folders = tuple(f"checkpoints/{folder}/" for folder in kept)
             self._store.remove(name for name in sorted(there - listed) if not name.startswith(folders))
-            self._tell(before, whole)
+            if gone := sorted(before.files.keys() - whole.keys()):
+                tell(self._run_dir, f"the mirror lost {len(gone)} files, such as {gone[0]}; it gets what is here")
         self._passed = state
         return has_all
 
@@ -130,42 +126,31 @@ class Copier:
         Returns:
             What the next manifest has as ``files`` and as ``kept``, and whether that is everything.
         """
-        copies, own = checkpoints_in(whole), local.folders.values()
-        lost = {name: folder for name, folder in checkpoints_in(self._manifest.files).items() if folder in own}
-        fates, limit = decide(lost | copies, local, self._config), self._config.mirror_may_lose
-        kept = {folder for folder in self._manifest.kept if step_of(folder) > limit}
-        self.num_kept, self.lacking = len(kept | fates.kept), ""
-        if fates.ahead is not None:
+        names, copies = checkpoints_in(self._manifest.files), checkpoints_in(whole)
+        mirrored = {name: names[name] for name in names if name in copies or names[name] in local.folders.values()}
+        listed, lost = decide(mirrored, local, self._config)
+        known = {*self._manifest.kept, *(names[name] for name in names if name not in mirrored)}
+        kept = {folder for folder in known if step_of(folder) > self._config.mirror_may_lose}
+        newest = max(lost, key=step_of, default="")
+        self.num_kept, self.lacking = len(kept | lost), ""
+        if step_of(newest) > step_of(local.latest):
             self.lacking = (
-                f"the mirror has {fates.ahead}, newer than {local.latest or 'what is'} in {self._run_dir.path}, and "
-                f"stays as it is until the run has come so far; {remedies(fates.ahead)}"
+                f"the mirror has {newest}, newer than {local.latest or 'what is'} in {self._run_dir.path}, and stays "
+                f"as it is until the run has come so far; {remedies(newest)}"
             )
-            return self._manifest.files, tuple(sorted(kept)), False
-        checkpoints = files_of(fates.listed, whole)
+            return self._manifest.files, self._manifest.kept, False
+        checkpoints = {path: stored for path, stored in whole.items() if checkpoint_in(path) in listed}
         try:
-            for name in sorted({*fates.listed, local.latest or ""} - {*checkpoints_in(checkpoints), ""}, reverse=True):
+            for name in sorted({*listed, local.latest or ""} - {*checkpoints_in(checkpoints), ""}, reverse=True):
                 checkpoints |= self._copy_checkpoint(name)
         except RunError as damage:
-            self.lacking, checkpoints = str(damage), files_of(copies, whole)
+            self.lacking = str(damage)
+            checkpoints = {path: stored for path, stored in whole.items() if checkpoint_in(path)}
         files = self._copy_files(whole)
         has_all = read_local(self._run_dir).latest == local.latest and not self.lacking
         if not has_all:  # a last checkpoint may have come, which must be there before the run counts as finished
             files.pop("finished.json", None)
-        return checkpoints | files, tuple(sorted(kept | fates.kept)), has_all
-
-    def _tell(self, before: Manifest, whole: dict[str, Stored]) -> None:
-        """Tell the user what is gone from the mirror since the manifest ``before``, and what is kept."""
-        lines = [
-            f"{self._store.url}/checkpoints/{folder} is no part of the run any more, and is kept; --set "
-            f"checkpoint.mirror_may_lose={step_of(folder)} removes it"
-            for folder in sorted({*self._manifest.kept} - {*before.kept})
-        ]
-        if gone := sorted(before.files.keys() - whole.keys()):
-            lines.append(
-                f"{len(gone)} files of {self._store.url} were removed, such as {gone[0]}; what is here is copied"
-            )
-        for line in lines:
-            tell(self._run_dir, line)
+        return checkpoints | files, tuple(sorted(kept | lost)), has_all
 
     def _copy_checkpoint(self, name: str) -> dict[str, Stored]:
         """Copy a checkpoint, which the learner does not remove meanwhile. Return its files. Raises RunError if it is

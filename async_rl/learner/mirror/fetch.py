@@ -128,7 +128,9 @@ def check_mine(store: Store, run_dir: RunDir, config: CheckpointConfig, show: Ca
     is_here = known.place == place_of(run_dir)
     newest, folder = next(reversed(checkpoints_in(found.files).items()), ("", ""))
     is_ahead = step_of(newest) > step_of(local.latest) and folder not in local.damaged
-    if step_of(newest) > config.mirror_may_lose and (is_ahead or not (is_here or _has_same_end(found, run_dir))):
+    end, own = found.files.get("finished.json"), run_dir.finished_marker
+    has_ended = not is_here and end is not None and not (own.is_file() and digest_of(own) == end.entry)
+    if step_of(newest) > config.mirror_may_lose and (is_ahead or has_ended):
         raise RunError(
             f"checkpoint.mirror: {store.url} has the {'' if is_ahead else 'finished '}run up to {newest}, and "
             f"{run_dir.path}, which may be a copy or a backup, up to {local.latest or 'no checkpoint'}; "
@@ -139,12 +141,6 @@ def check_mine(store: Store, run_dir: RunDir, config: CheckpointConfig, show: Ca
             return check_mine(store, run_dir, config, show)
         update_status(run_dir.path, fetched=found.name)
     return found
-
-
-def _has_same_end(found: Manifest, run_dir: RunDir) -> bool:
-    """Return whether the run in a mirror is not finished, or that in ``run_dir`` has finished in the same way."""
-    end, own = found.files.get("finished.json"), run_dir.finished_marker
-    return end is None or (own.is_file() and digest_of(own) == end.entry)
 
 
 def remedies(newest: str) -> str:

@@ -12,7 +12,7 @@ No object is replaced by other bytes, so what the newest manifest lists stays wh
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,6 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from async_rl.errors import StoreError
-from async_rl.learner.checkpoints.files import STEP
 from async_rl.learner.mirror.rules import step_of
 from async_rl.learner.mirror.store import Store
 from async_rl.run.directory import RunDir, write_atomically
@@ -37,8 +36,9 @@ FOLDERS = ("rollouts", "eval", "export", "data", "scorers", "offline_eval", "non
 """What of a run is mirrored beside checkpoints. Not the queue's journal: a learner restores the queue from the snapshot
 in its checkpoint, and what only the journal has is sampled again. Nor logs, traces and keys."""
 _NAME = re.compile(r"manifests/(\d{1,18})-([0-9a-f]{32})\.json")
-_MAX_PARTS, _MAX_PART_BYTES = 64, 255
-_MAX_LOOKS = 10
+_PART = r"/(?!\.{1,2}(?:/|\Z))[^/\0]+"
+_INNER_PATH = re.compile(rf"(?:checkpoints/step-\d{{6,}}|{'|'.join(FOLDERS)})(?:{_PART}){{1,63}}")
+_OBJECT = re.compile(rf"(?:files|checkpoints)(?:{_PART}){{2,66}}")
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ def newest_manifest(store: Store) -> Manifest | None:
     Raises:
         StoreError: the store can't be reached, or the manifest is none that this version writes.
     """
-    for _ in range(_MAX_LOOKS):
+    for _ in range(10):
         matches = [match for name in store.names("manifests") if (match := _NAME.fullmatch(name))]
         for match in sorted(matches, key=lambda match: (int(match[1]), match[2]), reverse=True):
             if (data := store.read(match[0])) is None:
@@ -123,19 +123,8 @@ def _decoded(data: bytes, name: re.Match[str], url: str) -> Manifest:
 
 def _is_of_a_run(path: str, name: str) -> bool:
     """Return whether a mirror may have the file ``path`` of a run directory as the object ``name``."""
-    top, *rest = parts = path.split("/")
-    folder, *inner = name.split("/")
-    if len(parts) > _MAX_PARTS or not all(_is_part(part) for part in (*parts, *inner)):
-        return False
-    if top == "checkpoints":
-        is_known = len(rest) > 1 and STEP.fullmatch(rest[0])
-    else:
-        is_known = top in FOLDERS if rest else any(fnmatchcase(top, pattern) for pattern in FILES)
-    return bool(is_known) and folder in ("files", "checkpoints") and len(inner) > 1
-
-
-def _is_part(part: str) -> bool:
-    return part not in ("", ".", "..") and "\0" not in part and len(part.encode()) <= _MAX_PART_BYTES
+    is_known = _INNER_PATH.fullmatch(path) if "/" in path else any(fnmatchcase(path, pattern) for pattern in FILES)
+    return bool(is_known and _OBJECT.fullmatch(name))
 
 
 def checkpoint_in(path: str) -> str:
@@ -149,20 +138,13 @@ def checkpoints_in(files: Mapping[str, Stored]) -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: step_of(item[0])))
 
 
-def files_of(names: Collection[str], files: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return those of ``files`` that are of the checkpoints ``names``."""
-    return {path: stored for path, stored in files.items() if checkpoint_in(path) in names}
-
-
 def look_for(files: Mapping[str, Stored], store: Store) -> tuple[set[str], dict[str, Stored]]:
     """Return the names of all objects of a mirror, and those of ``files`` that it has; of a checkpoint all or none.
 
     Raises StoreError.
     """
     there = {name for folder in ("manifests", "files", "checkpoints") for name in store.names(folder)}
-    gone = {path for path, stored in files.items() if stored.object not in there}
-    # A file system may leave out a folder that it can't read just now.
-    lost = {checkpoint_in(path) or path for path in gone if not store.has(files[path].object)}
+    lost = {checkpoint_in(path) or path for path, stored in files.items() if stored.object not in there}
     return there, {path: stored for path, stored in files.items() if (checkpoint_in(path) or path) not in lost}
 
 
@@ -175,7 +157,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         place: where the directory was when it got this id (``place_of``). A copy is elsewhere.
         fetched: the manifest from which the run goes on here, after nobody was seen to write.
         latest: the newest checkpoint that the mirror has.
-        copied_at: when it got that, in seconds since 1970.
         num_kept: checkpoints in the mirror that are no part of the run any more (``rules.py``).
         error: why the mirror is behind.
         is_complete: whether the run has ended and the mirror has all.
@@ -186,14 +167,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     place: str = ""
     fetched: str = ""
     latest: str | None = None
-    copied_at: float | None = None
     num_kept: int = 0
     error: str = ""
     is_complete: bool = False
 
 
 def sign_of_life(run_dir: Path) -> Path:
-    """Return the path of ``mirror.json``, whose time the process that copies renews as long as the store answers."""
+    """Return the path of ``mirror.json``, whose time the process that copies renews while the store answers."""
     return run_dir / "mirror.json"
 
 

@@ -81,9 +81,8 @@ def mirror_run(
 def _note(run_dir: RunDir, copier: Copier, error: str) -> None:
     """Write into ``mirror.json`` what the mirror has, and why not all."""
     sign_of_life(run_dir.path).touch()
-    if copier.latest not in (None, read_status(run_dir.path).latest):
-        update_status(run_dir.path, latest=copier.latest, copied_at=time.time())
-    update_status(run_dir.path, num_kept=copier.num_kept, error=error)
+    latest = copier.latest or read_status(run_dir.path).latest
+    update_status(run_dir.path, latest=latest, num_kept=copier.num_kept, error=error)
 
 
 def mirror_line(run_dir: RunDir) -> str:
@@ -93,16 +92,10 @@ def mirror_line(run_dir: RunDir) -> str:
         return ""
     line = f"{found.url} has {found.latest or 'no checkpoint'}"
     if behind := behind_steps(run_dir, found):
-        since = "" if found.copied_at is None else f", {duration(time.time() - found.copied_at)} after its last copy"
-        line += f", {behind} steps behind{since}"
-    line += f", and keeps {found.num_kept} that are no part of the run any more" if found.num_kept else ""
+        silent_s = max(0.0, time.time() - sign_of_life(run_dir.path).stat().st_mtime)
+        line += f", {behind} steps behind, {duration(silent_s)} after its last sign of life"
+    line += f", and keeps {found.num_kept} that the run lost (checkpoint.mirror_may_lose)" if found.num_kept else ""
     return f"{line}; {found.error}" if found.error else line
-
-
-def mirror_hint(run_dir: RunDir) -> str:
-    """Return where the mirror of a run has a checkpoint, for when the run directory has none; empty if it has none."""
-    found = read_status(run_dir.path)
-    return f"{found.url} has {found.latest}: name an empty run.dir to go on from there. " if found.latest else ""
 
 
 def is_complete(config: Config) -> bool:
@@ -154,15 +147,15 @@ class _MirrorProcess:
         say(f"{lacks}{mirror_line(self._run_dir)}{remedy}")
 
     def _keep_alive(self) -> None:
-        path, seen, since, is_told = sign_of_life(self._run_dir.path), -1, 0.0, False
+        path, seen, since = sign_of_life(self._run_dir.path), -1, 0.0
         while not self._ending.wait(_LOOK_S):
             if self._process.poll() not in (None, REFUSED) and not self._ending.wait(_RESTART_S):
                 self._process = self._spawn()
             if seen != (now := path.stat().st_mtime_ns if path.exists() else 0):
-                seen, since, is_told = now, time.monotonic(), False
-            elif not is_told and self._process.poll() is None and time.monotonic() - since > _HANGS_S:
-                is_told, line = True, mirror_line(self._run_dir)
-                tell(self._run_dir, f"the mirror has not answered for {duration(_HANGS_S)}: {line}")
+                seen, since = now, time.monotonic()
+            elif self._process.poll() is None and time.monotonic() - since > _HANGS_S:
+                tell(self._run_dir, f"the mirror has not answered for a while: {mirror_line(self._run_dir)}")
+                since = float("inf")  # say it once
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         command = module_command("async_rl.learner.mirror.process", str(self._run_dir.path), flags=("-P",))

@@ -31,20 +31,6 @@ class Local(NamedTuple):
     damaged: frozenset[str]
 
 
-class Fates(NamedTuple):
-    """What becomes of the checkpoints of a mirror. What is in neither set is removed.
-
-    Attributes:
-        listed: names of those that the next manifest lists.
-        kept: folders of those that are not of the run's history any more, and stay until the user gives them up.
-        ahead: the newest of them if the run has not come so far. The mirror then stays as it is. None if it has.
-    """
-
-    listed: frozenset[str]
-    kept: frozenset[str]
-    ahead: str | None
-
-
 def step_of(name: object) -> int:
     """Return the step of the checkpoint ``name``, or of a folder; -1 if it is none."""
     match = STEP.match(str(name))
@@ -69,9 +55,12 @@ def read_local(run_dir: RunDir) -> Local:
     return Local(latest, there, frozenset(folders.values()) - frozenset(there.values()))
 
 
-def decide(mirrored: Mapping[str, str], local: Local, config: CheckpointConfig) -> Fates:
-    """Return what becomes of the checkpoints ``mirrored``, name -> folder, once the mirror has the newest of ``local``,
-    too.
+def decide(mirrored: Mapping[str, str], local: Local, config: CheckpointConfig) -> tuple[set[str], set[str]]:
+    """Decide what becomes of the checkpoints ``mirrored``, name -> folder, once the mirror has the newest of ``local``.
+
+    Returns:
+        The names of those that the next manifest lists, and the folders of those that are not of the run's history any
+        more, and are kept until the user gives them up. The others are removed.
     """
     newest = step_of(local.latest)
     lost = {
@@ -82,10 +71,5 @@ def decide(mirrored: Mapping[str, str], local: Local, config: CheckpointConfig) 
     steps = sorted({newest, *(step_of(name) for name in mirrored.keys() - lost.keys())})
     every = config.keep_every
     stay = {*steps[-config.keep_last :], *(step for step in steps if every and step % every == 0)}
-    kept = {name: folder for name, folder in lost.items() if step_of(name) > config.mirror_may_lose}
-    ahead = max(kept, key=step_of, default=None)
-    return Fates(
-        frozenset(name for name in mirrored.keys() - lost.keys() if step_of(name) in stay),
-        frozenset(kept.values()),
-        ahead if step_of(ahead) > newest else None,
-    )
+    listed = {name for name in mirrored.keys() - lost.keys() if step_of(name) in stay}
+    return listed, {folder for folder in lost.values() if step_of(folder) > config.mirror_may_lose}

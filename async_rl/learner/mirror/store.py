@@ -91,13 +91,6 @@ class Store:
         with self._errors(folder):
             return sorted(str(path).removeprefix(f"{self._root}/") for path in self._fs.find(self._at(folder)))
 
-    def has(self, name: str) -> bool:
-        """Return whether there is an object ``name``."""
-        with self._errors(name), suppress(FileNotFoundError):
-            self._fs.info(self._at(name))
-            return True
-        return False
-
     def remove(self, names: Iterable[str]) -> None:
         """Remove objects. Some may be gone already."""
         for name in names:

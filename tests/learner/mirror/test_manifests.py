@@ -137,7 +137,7 @@ def test_a_manifest_that_was_half_committed_does_not_stop_the_next(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{", b'{"url": 5}', b'{"url": "x", "latest": 5}', b'{"url": "x", "copied_at": "long ago"}']
+    "content", [b"", b"[]", b"{", b'{"url": 5}', b'{"url": "x", "latest": 5}', b'{"url": "x", "num_kept": "many"}']
 )
 def test_a_damaged_mirror_json_says_nothing(tmp_path: Path, content: bytes):
     (tmp_path / "mirror.json").write_bytes(content)

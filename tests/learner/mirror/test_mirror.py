@@ -6,7 +6,6 @@ import itertools
 import re
 import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from async_rl.learner.mirror import process as processes
 from async_rl.learner.mirror.copier import Copier
 from async_rl.learner.mirror.fetch import bring_back, check_mine, check_mirror, fetch
 from async_rl.learner.mirror.manifest import Manifest, Stored, checkpoints_in, newest_manifest, update_status
-from async_rl.learner.mirror.process import REFUSED, is_complete, mirror_hint, mirror_line, mirror_run
+from async_rl.learner.mirror.process import REFUSED, is_complete, mirror_line, mirror_run
 from async_rl.learner.mirror.store import Store, scrubbed
 from async_rl.run import notes
 from async_rl.run.directory import RunDir
@@ -299,13 +298,16 @@ def test_the_process_outlives_an_outage_says_so_and_copies_all_before_it_ends(tm
     assert mirror_line(run) == f"{URL} has step-000002"
 
 
-def test_who_reads_compares_with_the_newest_checkpoint_when_the_process_that_copies_hangs(tmp_path: Path):
+def test_who_reads_compares_with_the_newest_checkpoint_when_the_process_that_copies_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run = make_run(tmp_path / "run")
     save(run, 2)
-    update_status(run.path, url=URL, latest="step-000002", copied_at=time.time() - 61)
+    update_status(run.path, url=URL, latest="step-000002")
     assert mirror_line(run) == f"{URL} has step-000002"
     save(run, 141)
-    assert mirror_line(run) == f"{URL} has step-000002, 139 steps behind, 1m01s after its last copy"
+    monkeypatch.setattr(processes.time, "time", lambda: (run.path / "mirror.json").stat().st_mtime + 61)
+    assert mirror_line(run) == f"{URL} has step-000002, 139 steps behind, 1m01s after its last sign of life"
     assert MirrorPart(run).record(None) == {"mirror/behind_steps": 139}  # pyright: ignore[reportArgumentType]
     # Without a mirror.json that can be read it has nothing.
     (run.path / "mirror.json").write_text("{")
@@ -330,12 +332,14 @@ def test_a_process_that_hangs_is_told_of_once_until_it_answers_again(tmp_path: P
     monkeypatch.setattr(processes, "tell", tell)
     monkeypatch.setattr(processes, "_LOOK_S", 0.001)
     monkeypatch.setattr(processes.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(processes.time, "time", lambda: 0.0)
     with processes.mirrored(config_of(run.path), run, ignore):
         assert told.wait(20)
         told.clear()
         update_status(run.path, error="it answers, and hangs again")
         assert told.wait(20)
-    line = f"the mirror has not answered for 5m00s: {URL} has step-000001, 2 steps behind"
+    behind = "2 steps behind, 0s after its last sign of life"
+    line = f"the mirror has not answered for a while: {URL} has step-000001, {behind}"
     assert run.notes.read_text().splitlines() == [line, f"{line}; it answers, and hangs again"]
 
 
@@ -352,15 +356,14 @@ def test_the_end_does_not_wait_for_what_waiting_can_not_mend(tmp_path: Path, wha
     else:
         (run.checkpoints / "step-000004").rename(run.checkpoints / "step-000004.damaged-1")
         (run.checkpoints / "latest").write_text("step-000002")
-        words = "the mirror has step-000004, newer than step-000002 in "
+        words = "the mirror has step-000004-"
     finish.set()
     assert mirror_run(run, CheckpointConfig(mirror=URL), finish) == REFUSED
     assert not is_complete(config_of(run.path))
     assert manifest_at().has_ended
     assert run.notes.read_text().startswith(f"the run is not mirrored: {words}")
     assert words in mirror_line(run)
-    assert (", and keeps 1 that are" in mirror_line(run)) == (what == "newer")
-    assert mirror_hint(run) == f"{URL} has step-000004: name an empty run.dir to go on from there. "
+    assert (", and keeps 1 that the run lost" in mirror_line(run)) == (what == "newer")
 
 
 def test_a_process_that_was_replaced_says_so_and_ends(tmp_path: Path):
@@ -379,8 +382,9 @@ def test_a_learner_without_a_whole_checkpoint_is_told_that_the_mirror_has_one(tm
     save(run, 2)
     update_status(run.path, url=URL, latest="step-000002")
     (run.checkpoints / "step-000002" / "extra.msgpack").write_bytes(b"")
-    with pytest.raises(RunError, match=rf"{URL} has step-000002: name an empty run.dir to go on from there. Put back"):
-        find_resume_point(run.path, copy=mirror_hint(run))
+    words = f"The mirror {URL} has step-000002; to go on from there, name an empty run.dir. Put back an undamaged copy"
+    with pytest.raises(RunError, match=words):
+        find_resume_point(run.path, mirror=mirror_line(run))
 
 
 def test_a_long_comparison_of_files_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
