@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Any
 
 _WORD, _NAME, _KEY, _VALUE = "bluebell", "pick_flowers", "meadow", "buttercup"
 """Words that no template contains."""
+_IN_PLACE = ("refusal", "audio", "function_call")
+"""What a message of OpenAI's API may have in place of a content, and no template reads."""
 _AS_PYTHON = str({_KEY: _VALUE})
 _TOOLS = [
     {
@@ -39,29 +41,33 @@ class Forms:
         reads_calls: whether it renders ``tool_calls``.
         empty_content: the content of a message that has only tool calls.
         arguments_as_text: whether the arguments of a tool call must be JSON text; else they must be an object.
+        developer: the role of a developer's message: ``system`` if it renders only that one.
     """
 
     needs_parts: bool = False
     reads_calls: bool = False
     empty_content: str | None = ""
     arguments_as_text: bool = False
+    developer: str = "developer"
 
 
 @cache
 def forms_of(template: str) -> Forms:
     """Return the form in which ``template`` reads messages."""
-    needs_parts = not _has_word(template, _WORD) and _has_word(template, _as_parts(_WORD))
+    needs_parts = not _has_word(template, _WORD) and _has_word(template, text_parts(_WORD))
+    said = text_parts(_WORD) if needs_parts else _WORD
+    developer = next((role for role in ("developer", "system") if _has_word(template, said, role)), "developer")
     for as_text, empty in product((False, True), ("", None)):
-        forms = Forms(needs_parts, True, empty, as_text)
+        forms = Forms(needs_parts, True, empty, as_text, developer)
         called = {"role": "assistant", "content": None, "tool_calls": [_call({_KEY: _VALUE})]}
-        text = _rendered(template, [_asked(needs_parts), _adapted(called, forms)])
+        text = rendered(template, [{"role": "user", "content": said}, _adapted(called, forms)])
         shown = text.rpartition(_WORD)[2]
         # A quote with a backslash is JSON that was encoded twice; single quotes are Python's, where text is expected.
         if all(word in shown for word in (_NAME, _KEY, _VALUE)) and not any(
             bad in shown for bad in ('\\"', _AS_PYTHON)
         ):
             return forms
-    return Forms(needs_parts)
+    return Forms(needs_parts, developer=developer)
 
 
 def adapted(template: str, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -108,11 +114,66 @@ def with_arguments(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
     return {**call, "arguments": arguments}
 
 
+def why_lost(template: str, chat: Sequence[Mapping[str, Any]]) -> str:
+    """Return which of ``chat``, messages in the form of ``template``, leaves no trace in its text, as the end of a
+    sentence. Empty if all do, or if the template refuses the messages.
+
+    Messages are asked about with words of ours in place of the contents, so what the template does with a certain text
+    (it drops an earlier thought, strips a space) does not count. A part that is no text is left out on trial.
+    """
+    # None, of a content that is no text, counts as text here.
+    shape = tuple(
+        (one.get("role"), bool(str(joined_text(one.get("content") or "")).strip()), bool(one.get("tool_calls")))
+        for one in chat
+    )
+    lost = _lost(template, shape)
+    place = next((place for place in range(len(chat)) if place == lost or _loses_part(template, chat, place)), None)
+    if place is None:
+        return ""
+    return (
+        f"does not render {chat[place]!r:.80}, or a part of it, so it would be lost; give it a role that the template "
+        f"reads, write the call as its content or the content as text, or use a model whose template renders it"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _lost(template: str, shape: tuple[tuple[Any, bool, bool], ...]) -> int | None:
+    """Return the number of the first message without a trace in a conversation of ``shape``: for each message its role,
+    whether it has text, and whether it calls tools.
+
+    An answer of text is not asked about: a template may write earlier ones in another way.
+    """
+    chat: list[dict[str, Any]] = []
+    for place, (role, has_text, has_calls) in enumerate(shape):
+        own = {} if role in ("system", "user", "assistant") else {"name": _NAME, "tool_call_id": _call({})["id"]}
+        calls = {"tool_calls": [_call({_KEY: f"{_WORD}{place}x"})]} if has_calls else {}
+        chat.append({"role": role, "content": f"{_WORD}{place}x" if has_text else "", **own, **calls})
+    text = rendered(template, adapted(template, chat)).lower()
+    asked = [role != "assistant" if has_text else has_calls for role, has_text, has_calls in shape]
+    lost = (place for place in range(len(shape)) if asked[place] and f"{_WORD}{place}x" not in text)
+    return next(lost, None) if text else None
+
+
+def _loses_part(template: str, chat: Sequence[Mapping[str, Any]], place: int) -> bool:
+    """Return whether a part of a message that is no text leaves no trace in the template's text."""
+    message = chat[place]
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [] if content is None else [content]
+    rests = [[one for one in parts if one is not part] or "" for part in parts if joined_text([part]) is None]
+    chats = [[*chat[:place], {**message, "content": rest}, *chat[place + 1 :]] for rest in rests]
+    text = rendered(template, chat) if rests else ""
+    is_instead = not content and not message.get("tool_calls") and any(message.get(key) for key in _IN_PLACE)
+    return is_instead or (text != "" and text in [rendered(template, one) for one in chats])
+
+
 def _adapted(message: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
     found = dict(message)
+    if found.get("role") == "developer":
+        found["role"] = forms.developer
     if isinstance(calls := found.get("tool_calls"), list):
         found["tool_calls"] = [_adapted_call(call, forms) for call in calls]
-    text = joined_text(found.get("content") or "")
+    content = found.get("content")
+    text = joined_text("" if content is None else content)
     if text is None:
         return found
     if not text and found.get("tool_calls"):
@@ -120,7 +181,7 @@ def _adapted(message: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
     elif "content" in found or not found.get("tool_calls"):
         found["content"] = text
     if forms.needs_parts and isinstance(content := found.get("content"), str):
-        found["content"] = _as_parts(content)
+        found["content"] = text_parts(content)
     return found
 
 
@@ -141,7 +202,8 @@ def _text_of(part: Any) -> str | None:
             return None
 
 
-def _as_parts(text: str) -> list[dict[str, str]]:
+def text_parts(text: str) -> list[dict[str, str]]:
+    """Return ``text`` as a content of one part."""
     return [{"type": "text", "text": text}]
 
 
@@ -149,22 +211,23 @@ def _call(arguments: Any) -> dict[str, Any]:
     return {"id": "000000001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
 
 
-def _asked(as_parts: bool) -> dict[str, Any]:
-    return {"role": "user", "content": _as_parts(_WORD) if as_parts else _WORD}
+def _has_word(template: str, content: Any, role: str = "user") -> bool:
+    asked = {"role": "user", "content": _KEY if isinstance(content, str) else text_parts(_KEY)}
+    chat = [{"role": role, "content": content}, *([] if role == "user" else [asked])]
+    return _WORD in rendered(template, chat).replace(f"'{_WORD}'", "")
 
 
-def _has_word(template: str, content: Any) -> bool:
-    return _WORD in _rendered(template, [{"role": "user", "content": content}]).replace(f"'{_WORD}'", "")
+def rendered(template: str, messages: Sequence[Mapping[str, Any]], **marks: Any) -> str:
+    """Return the rendered messages. Empty if the template refuses them, by whatever its author wrote.
 
-
-def _rendered(template: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rendered messages. Empty if the template refuses them, by whatever its author wrote."""
+    ``marks`` are the template's variables in place of ours for special tokens and for tools.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     render: Any = render_jinja_template
-    marks = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    ours = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>", "tools": _TOOLS}
     try:
-        texts, _ = render([list(messages)], chat_template=template, tools=_TOOLS, **marks)
+        texts, _ = render([list(messages)], chat_template=template, **(ours | marks))
     except Exception:
         return ""
     return str(texts[0])
