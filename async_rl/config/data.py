@@ -20,13 +20,15 @@ RowField = Literal["messages", "prompt", "tools", "gt_answer", "test_cases", "fn
 """The fields of a row that async-rl reads; docs/data.md describes them. ``data.columns`` renames them."""
 
 
+CONTENT_KEY = "special_tokens_in_content"
+"""The key among a chat template's arguments that is no variable of the template: the config key of this name."""
 _MAX_WEIGHT = 1000
 """The order in which sources take turns has one entry for each unit of all weights."""
 
 SET_BY_US = frozenset({
     "conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
     "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
+    "tokenizer_kwargs", CONTENT_KEY,
 })  # fmt: skip
 """Arguments of transformers' ``apply_chat_template`` that are no variables of a template, or that async-rl sets."""
 
@@ -151,6 +153,11 @@ class DataConfig(Section):
         strict=False,
         description="Columns of the data that are left out before a row is read, also by sft, rm and dpo.",
     )
+    special_tokens_in_content: Literal["text", "token"] = Field(
+        default="text",
+        description="What a special token becomes that a message's content spells, such as <|im_end|>: text, or the "
+        "token. In an answer only those that open or end a turn are text.",
+    )
     tools: str = Field(
         default="",
         description="JSON file of tool schemas that the chat template shows to the model with every prompt. A row's "
@@ -204,8 +211,16 @@ class DataConfig(Section):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """The variables that every chat template gets in addition to the messages, tool schemas included."""
-        return self.chat_template_kwargs | ({"tools": parse_tools(self.tools)} if self.tools else {})
+        """What every chat template gets in addition to the messages, tool schemas included. ``CONTENT_KEY`` is for
+        ``apply_template``.
+        """
+        arguments = self.chat_template_kwargs | ({"tools": parse_tools(self.tools)} if self.tools else {})
+        return arguments | self.content_argument
+
+    @property
+    def content_argument(self) -> dict[str, Any]:
+        """Those of ``template_arguments`` that reward models get, too."""
+        return {CONTENT_KEY: "token"} if self.special_tokens_in_content == "token" else {}
 
     @field_validator("train", mode="before")
     @classmethod

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_rl.data.template import apply_template, check_arguments
+from async_rl.data.spellings import GUARD, encoded
+from async_rl.data.template import apply_template, check_arguments, check_rendered
 from async_rl.errors import ModelError
 from async_rl.records import TEXT_ROLE
 from async_rl.routes import RoutingShape, routing_shape
@@ -84,7 +85,7 @@ def load_tokenizer(path: str | Path, *, needs_template: bool = True) -> PreTrain
             f"with save_pretrained"
         )
     # AutoTokenizer goes by the model's type and would rebuild a generic tokenizer with that model's own splitting.
-    is_generic = _tokenizer_class(directory) in _GENERIC_CLASSES
+    is_generic = _tokenizer_config(directory).get("tokenizer_class") in _GENERIC_CLASSES
     try:
         tokenizer_class = PreTrainedTokenizerFast if is_generic else AutoTokenizer
         tokenizer = tokenizer_class.from_pretrained(directory, trust_remote_code=False)
@@ -106,16 +107,26 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _VOCABULARY_FILES)
 
 
-def _tokenizer_class(directory: Path) -> str:
-    """Return the name of the tokenizer class in ``directory / "tokenizer_config.json"``.
-
-    The name is empty if the file contains no such name or can't be read.
-    """
+def _tokenizer_config(directory: Path) -> Mapping[str, Any]:
+    """Return the content of ``directory / "tokenizer_config.json"``. Empty if it can't be read."""
     try:
         config: Any = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def stored_template(path: str | Path) -> str:
+    """Return the chat template of the model at ``path`` without loading its tokenizer. Empty if it has no single one,
+    or if there is no model: who renders a prompt says so, and a queue server needs none.
+    """
+    try:
+        directory = model_directory(path)
+    except ModelError:
         return ""
-    return str(config.get("tokenizer_class", "")) if isinstance(config, dict) else ""
+    file = directory / "chat_template.jinja"
+    found = file.read_text("utf-8") if file.is_file() else _tokenizer_config(directory).get("chat_template")
+    return found if isinstance(found, str) else ""
 
 
 def render_prompt(
@@ -132,18 +143,26 @@ def render_prompt(
     """
     if len(messages) == 1 and messages[0].get("role") == TEXT_ROLE:
         return text_ids(tokenizer, messages[0]["content"])
+    return _chat_ids(tokenizer, messages, arguments, "the tokenizer's")
+
+
+def _chat_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], arguments: Mapping[str, Any], whose: str,
+    *, open_turn: bool = True,
+) -> np.ndarray:  # fmt: skip
     try:
-        ids = apply_template(tokenizer, messages, arguments, tokenize=True)
+        check_rendered(tokenizer, messages, arguments)
+        ids = apply_template(tokenizer, messages, arguments, tokenize=True, open_turn=open_turn)
     except Exception as error:  # a template raises whatever its author wrote
         roles = [m.get("role") for m in messages]
         raise ModelError(
-            f"the tokenizer's chat template fails on a prompt whose messages have the roles {roles}: {error}; change "
-            f"the row, data.system_prompt or the template"
+            f"{whose} chat template fails on a prompt whose messages have the roles {roles}: {error}; change the row, "
+            f"data.system_prompt or the template"
         ) from error
     if not len(ids):
         raise ModelError(
-            f"expected tokens from the tokenizer's chat template for a prompt of {len(messages)} messages, got none; "
-            f"correct the chat template of the model"
+            f"expected tokens from {whose} chat template for a prompt of {len(messages)} messages, got none; correct "
+            f"the chat template of the model"
         )
     return np.asarray(ids, dtype=np.int32)
 
@@ -176,9 +195,9 @@ def places_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> 
     Only tokenizers with a ``tokenizer.json`` know it.
     """
     lead = _lead(tokenizer, before, text)
-    encoded = tokenizer(lead + text, add_special_tokens=False, return_offsets_mapping=True)
-    places = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0] - len(lead)
-    return places[len(plain_ids(tokenizer, lead)) :].tolist()
+    found: Any = tokenizer(lead + text, add_special_tokens=False, return_offsets_mapping=True)
+    places = encoded(tokenizer, lead + text)[1] if GUARD in text else [begin for begin, _ in found["offset_mapping"]]
+    return [place - len(lead) for place in places[len(plain_ids(tokenizer, lead)) :]]
 
 
 def _lead(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> str:
@@ -201,21 +220,23 @@ def _writes_space(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the token ids of ``text`` alone. Special tokens occur only where the text spells them out."""
+    """Return the token ids of ``text`` alone. Special tokens occur only where the text spells them out without a guard
+    (``spellings``).
+    """
+    if GUARD in text and tokenizer.is_fast:
+        return encoded(tokenizer, text)[0]
     return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []  # pyright: ignore[reportArgumentType]
 
 
 def render_answer(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
-    answer: str,
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], answer: str,
     arguments: Mapping[str, Any] = _NOTHING,
-) -> np.ndarray:
+) -> np.ndarray:  # fmt: skip
     """Return the token ids of a prompt with its answer, int32 [T], as a reward model reads them.
 
-    ``arguments`` are variables of the chat template in addition to the messages.
-    The tokenizer's chat template renders the answer as the assistant's message, with what ends it. After a plain-text
-    prompt the answer follows as text, and the end-of-sequence token, as in other trainers of reward models.
+    The tokenizer's chat template renders the answer as the assistant's message, with what ends it. ``arguments`` are
+    what it gets in addition to the messages. After a plain-text prompt the answer follows as text, and the
+    end-of-sequence token, as in other trainers of reward models.
 
     Raises:
         ModelError: the tokenizer has no chat template or, for text, no end-of-sequence token; the template refuses the
@@ -236,16 +257,7 @@ def render_answer(
             "chat_template.jinja next to its tokenizer.json"
         )
     whole = [*messages, {"role": "assistant", "content": answer}]
-    try:
-        ids = apply_template(tokenizer, whole, arguments, tokenize=True, open_turn=False)
-    except Exception as error:  # a template raises whatever its author wrote
-        raise ModelError(
-            f"the reward model's chat template fails on messages of the roles {[m.get('role') for m in whole]}: "
-            f"{error}; change the row, data.system_prompt or the template"
-        ) from error
-    if not len(ids):
-        raise ModelError("expected tokens of a prompt with its answer, got none; check the reward model's tokenizer")
-    return np.asarray(ids, dtype=np.int32)
+    return _chat_ids(tokenizer, whole, arguments, "the reward model's", open_turn=False)
 
 
 def count_unknown(

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from async_rl.data.template_forms import adapted
+from async_rl.config.data import CONTENT_KEY
+from async_rl.data.spellings import PRIVATE, control_of, encoded
+from async_rl.data.template_forms import adapted, why_lost
 from async_rl.errors import ModelError
 from async_rl.records import TOOLS_ROLE
 
@@ -42,17 +44,49 @@ def apply_template(
     Raises:
         Exception: whatever the template's author wrote.
     """
-    tools, chat = split_tools(messages)
-    own = {} if tools is None else {"tools": tools}
-    names = {**arguments, **own}
+    _, chat, names = _given(tokenizer, messages, arguments)
+    render: Any = partial(tokenizer.apply_chat_template, add_generation_prompt=open_turn, return_dict=False)
+    control = control_of(tokenizer)
+    plain, plain_names = control.unguarded([chat, names])
+    if (plain, plain_names) == (chat, names):
+        return render(chat, tokenize=tokenize, **names)
+    text, plain_text = render(chat, tokenize=False, **names), render(plain, tokenize=False, **plain_names)
+    if control.unguarded(text) != plain_text or not tokenizer.is_fast or max(plain_text, default="") >= PRIVATE:
+        raise ModelError(
+            f"expected a content without a control token, or a chat template that does not look for it, a tokenizer "
+            f"with a tokenizer.json and characters below U+{ord(PRIVATE):X}, so that it can be read as text, got a "
+            f'{type(tokenizer).__name__}; remove it, or set data.special_tokens_in_content = "token"'
+        )
+    return encoded(tokenizer, text)[0] if tokenize else text
+
+
+def _given(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> tuple[str, list[dict[str, Any]], dict[str, Any]]:
+    """Return the template that renders ``messages``, the messages in its form, and its variables. They are guarded
+    (``spellings``), unless contents may spell tokens.
+    """
+    chat, names, is_text = _split(messages, arguments)
     template = tokenizer.get_chat_template(tools=names.get("tools"))
-    return tokenizer.apply_chat_template(
-        adapted(template, chat),
-        tokenize=tokenize,
-        add_generation_prompt=open_turn,
-        return_dict=False,
-        **names,
-    )
+    chat = adapted(template, chat)
+    if is_text:
+        control = control_of(tokenizer)
+        chat, names = [*map(control.guarded_message, chat)], control.guarded(names)
+    return template, chat, names
+
+
+def check_rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> None:
+    """Check that the chat template renders something of each of ``messages`` (``template_forms.why_lost``).
+
+    Raises:
+        ModelError: it does not.
+        Exception: whatever the template's author wrote.
+    """
+    template, chat, _ = _given(tokenizer, messages, arguments)
+    if why := why_lost(template, chat):
+        raise ModelError(f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} {why}")
 
 
 def marked_spans(
@@ -67,25 +101,25 @@ def marked_spans(
     from transformers.utils.chat_template_utils import render_jinja_template
 
     render: Any = render_jinja_template
-    tools, chat = split_tools(messages)
-    names = {**arguments, **({} if tools is None else {"tools": tools})}
-    template = tokenizer.get_chat_template(tools=names.get("tools"))
+    template, chat, names = _given(tokenizer, messages, arguments)
     if not _MARKED.search(template):
         return None
-    _, spans = render(
-        [adapted(template, chat)],
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **names},
-    )
+    names = {**tokenizer.special_tokens_map, **names}
+    _, spans = render([chat], chat_template=template, return_assistant_tokens_mask=True, **names)
     return spans[0]
 
 
-def split_tools(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any] | None, Sequence[Mapping[str, Any]]]:
-    """Return the tool schemas that ``messages`` begin with (None if there are none), and the messages of the chat."""
+def _split(
+    messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any], bool]:
+    """Return the messages of the chat, the template's variables with the tool schemas that ``messages`` begin with,
+    and whether what contents spell is text.
+    """
+    names = dict(arguments)
+    is_text = names.pop(CONTENT_KEY, "text") == "text"
     if messages and messages[0].get("role") == TOOLS_ROLE:
-        return json.loads(messages[0]["content"]), messages[1:]
-    return None, messages
+        return messages[1:], names | {"tools": json.loads(messages[0]["content"])}, is_text
+    return messages, names, is_text
 
 
 def check_arguments(
@@ -98,8 +132,7 @@ def check_arguments(
     Raises:
         ModelError: it does not read one. The message names the config key, and lists what the template reads.
     """
-    tools, _ = split_tools(messages)
-    names = {**arguments, **({} if tools is None else {"tools": tools})}
+    _, names, _ = _split(messages, arguments)
     if not names:
         return
     if not tokenizer.chat_template:
