@@ -21,11 +21,13 @@ from typing import Any, Literal, get_args
 
 from async_rl.config.config import Config
 from async_rl.config.data import PromptFormat, RowField, parse_tools
+from async_rl.config.generator import has_model
+from async_rl.data.chat import stored_template
 from async_rl.data.context_columns import CONTEXT, check_beside_text, split_context
 from async_rl.data.files import Source, messages_without_nulls, parse_json
 from async_rl.data.message_keys import FLAGS
 from async_rl.data.sendable import split_sendable, why_unsendable
-from async_rl.data.template_forms import joined_text
+from async_rl.data.template_forms import adapted, joined_text, why_lost
 from async_rl.data.tool_nulls import without_table_nulls
 from async_rl.data.values import kind
 from async_rl.environments.verifiers_rows import is_of_taskset, taskset_rows
@@ -74,6 +76,8 @@ class RowRules:
             not, they belong to the prompt.
         is_mathematics: whether ``gt_answer`` must be an answer that can be compared as mathematics.
         keeps_numbers: whether a number in ``gt_answer`` stays one, for a function of the user. Else it becomes text.
+        model: names the model in messages.
+        template: its chat template, which must render every message of a chat. If empty, none is asked.
     """
 
     system_prompt: str = ""
@@ -85,6 +89,8 @@ class RowRules:
     has_own_reader: bool = False
     is_mathematics: bool = False
     keeps_numbers: bool = False
+    model: str = ""
+    template: str = ""
 
 
 def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
@@ -104,6 +110,9 @@ def parse_row(raw: Any, where: str, rules: RowRules) -> Row:
         fields["test_cases"] = _check_form(fields)
     _check_keys(fields, raw, where, rules)
     messages = _messages(fields, where, rules)
+    is_chat = rules.template and messages and messages[0]["role"] != TEXT_ROLE
+    if is_chat and (why := why_lost(rules.template, adapted(rules.template, messages))):
+        raise DataError(f"{where}: {_column('messages', rules)}: the chat template of {rules.model} {why}")
     if messages and "tools" in fields:
         messages = (_tools(fields.pop("tools"), messages, f"{where}: {_column('tools', rules)}"), *messages)
     reward_data = {key: value for key, value in fields.items() if key not in ("messages", "prompt")}
@@ -203,7 +212,7 @@ def _messages(fields: Mapping[str, Any], where: str, rules: RowRules) -> tuple[M
     else:
         messages = parse_messages(fields["messages"], f"{where}: {_column('messages', rules)}")
     messages = tuple(message for part in split_context(columns, messages, where) for message in part)
-    if rules.system_prompt and all(message["role"] != "system" for message in messages):
+    if rules.system_prompt and all(message["role"] not in ("system", "developer") for message in messages):
         return ({"role": "system", "content": rules.system_prompt}, *messages)
     return messages
 
@@ -410,6 +419,8 @@ def rules_of(config: Config) -> RowRules:
         has_own_reader=config.environment.is_set or any(one.is_user_code for one in config.reward.types),
         is_mathematics=config.reward.compares_mathematics,
         keeps_numbers=any(one.is_user_code for one in config.reward.types),
+        model=config.model.path,
+        template=stored_template(config.model.path) if has_model(config.generator.backend) else "",
     )
 
 

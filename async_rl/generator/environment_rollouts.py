@@ -25,7 +25,8 @@ from msgspec.structs import replace
 
 from async_rl.config.generator import EnvironmentConfig
 from async_rl.data.chat import ids_after, text_ids
-from async_rl.data.template import apply_template
+from async_rl.data.spellings import rest_after, unguarded
+from async_rl.data.template import apply_template, check_rendered
 from async_rl.data.vocabulary import check_embedded, special_ids
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.generator.backend import Backend, Sampled, Text, rollout_keys
@@ -242,9 +243,11 @@ class EnvironmentRollouts:
         """Add the state of an environment, text or messages, to the rollout's tokens. Return all of them, int32 [N]."""
         if not isinstance(state, str):
             return rollout.trajectory.add_state(self._text.render(state))
-        # Text that begins with the row's rendered messages is a chat.
-        is_chat = bool(rollout.chat) and state.startswith(rollout.chat)
-        return rollout.trajectory.add_state(state, is_text=not is_chat)
+        # Text that begins with the row's rendered messages is a chat, and what they spell stays guarded.
+        shown = unguarded(rollout.chat)
+        if shown and state.startswith(shown):
+            return rollout.trajectory.add_state(rollout.chat + state[len(shown) :])
+        return rollout.trajectory.add_state(state, is_text=True)
 
     def _request(self, rollout: _Open, sampling: Sampling) -> Lease:
         """Return one turn as a lease for one sample.
@@ -324,8 +327,12 @@ def prompt_text(
 
 
 def start_message(config: EnvironmentConfig, lease: Lease, index: int, prompt: str | None) -> dict[str, Any]:
-    """Return the message ``start`` for one rollout. ``prompt``: the prompt's messages as text; None if it has none."""
+    """Return the message ``start`` for one rollout. ``prompt``: the prompt's messages as text, which may be guarded;
+    None if it has none.
+    """
     messages = lease.prompt.messages
+    if prompt is not None and not _is_text(messages):
+        prompt = unguarded(prompt)
     return {
         "prompt": prompt,
         "state": prompt if _is_text(messages) else [dict(message) for message in messages] or None,
@@ -383,6 +390,7 @@ class TokenizerText:
         self._special = special_ids(tokenizer)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        check_rendered(self._tokenizer, messages, self._arguments)
         return str(apply_template(self._tokenizer, messages, self._arguments))
 
     def encode(self, text: str, before: str = "") -> np.ndarray:
@@ -453,13 +461,13 @@ class Trajectory:
         """
         if self._action is None:
             return None
-        known = self._state + self._action
+        known, shown = unguarded(self._state + self._action), unguarded(state)
         # The tokens that end the turn were sampled, so the sequence has them already. A rendered conversation spells
         # them out; text that an environment composes from state and action does not.
         for ending in self._endings:
-            if state.startswith(known + ending):
-                return state[len(known) + len(ending) :]
-        return state[len(known) :] if state.startswith(known) else None
+            if shown.startswith(known + ending):
+                return rest_after(state, len(known) + len(ending))
+        return rest_after(state, len(known)) if shown.startswith(known) else None
 
     def _endings_of(self, token_ids: np.ndarray) -> tuple[str, ...]:
         """Return the texts with which a rendered conversation may end an answer, the longest first: those of its last

@@ -18,13 +18,13 @@ from async_rl.config.config import Config
 from async_rl.config.generator import has_model
 from async_rl.data.chat import load_tokenizer, model_directory
 from async_rl.data.dataset import Row
-from async_rl.data.template import apply_template
 from async_rl.environments.pool import EnvironmentPool
 from async_rl.errors import ConfigError
 from async_rl.generator.agents.front_process import Front
 from async_rl.generator.agents.rollouts import AgentRollouts
 from async_rl.generator.backend import Sampled
 from async_rl.generator.rollouts import Graded, Played
+from async_rl.launch.environment_trial import renderer
 from async_rl.process.user_code import check_allowed_command
 from async_rl.queue.core.admission import train_sampling
 from async_rl.records import Lease, Prompt, Rollout
@@ -142,14 +142,10 @@ def _rollouts(config: Config, stack: ExitStack) -> tuple[AgentRollouts, _FixedAn
         end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         token_ids = [*tokenizer.encode(WRONG_ANSWER, add_special_tokens=False), *end]
 
-        def render(messages: Sequence[Any]) -> str:
-            return str(apply_template(tokenizer, messages, arguments))
-    else:
-
-        def render(messages: Sequence[Any]) -> str:
-            return "\n".join(message["content"] for message in messages)
-
     longest = config.sampling.max_prompt_tokens + config.sampling.max_new_tokens
     front = stack.enter_context(closing(Front(Path(config.model.path).name, longest, directory, arguments)))
     engine = _FixedAnswers(token_ids)
-    return AgentRollouts(engine, pool, front, _NoJudge(), render, config.environment, train_sampling(config)), engine
+    agents = AgentRollouts(
+        engine, pool, front, _NoJudge(), renderer(config), config.environment, train_sampling(config)
+    )
+    return agents, engine

@@ -18,8 +18,8 @@ from async_rl.data.chat import load_tokenizer
 from async_rl.data.dataset import Row
 from async_rl.environments.pool import EnvironmentPool, Event
 from async_rl.errors import ConfigError
-from async_rl.generator.environment_rollouts import TokenizerText, start_message
-from async_rl.records import TEXT_ROLE, Lease, Prompt, Sampling
+from async_rl.generator.environment_rollouts import TokenizerText, prompt_text, start_message
+from async_rl.records import Lease, Prompt, Sampling
 from async_rl.rewards.conformance import WRONG_ANSWER
 
 NUM_ROWS = 2
@@ -46,7 +46,7 @@ def try_environment(config: Config, rows: Sequence[Row]) -> str:
     """
     tried = rows[:NUM_ROWS]
     errors: dict[str, str] = {}
-    render = _renderer(config)
+    render = renderer(config)
     with closing(EnvironmentPool(config.environment, allowed=config.generator.allow_code, digest=None)) as pool:
         for number, row in enumerate(tried):
             pool.start(str(number), _start(config, row, number, render))
@@ -104,15 +104,10 @@ def _start(config: Config, row: Row, number: int, render: Render) -> dict[str, A
     return start_message(config.environment, lease, 0, render(row.messages) if row.messages else None)
 
 
-def _renderer(config: Config) -> Render:
+def renderer(config: Config) -> Render:
     """Return the function that renders messages as text, as generators do it."""
     if not has_model(config.generator.backend):
         return lambda messages: "\n".join(message["content"] for message in messages)
     tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
     text = TokenizerText(tokenizer, config.data.template_arguments)
-
-    def render(messages: Sequence[Mapping[str, str]]) -> str:
-        is_text = len(messages) == 1 and messages[0]["role"] == TEXT_ROLE
-        return messages[0]["content"] if is_text else text.render(messages)
-
-    return render
+    return lambda messages: prompt_text(messages, text.render) or ""

@@ -7,8 +7,9 @@ the model's context is refused, never cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,14 +39,18 @@ class RewardEngine(Protocol):
 
 
 class RewardModel:
-    """Scores answers with the model in ``directory``.
+    """Scores answers with the model in ``directory``. ``arguments`` are those of ``render_answer``.
 
     Raises:
         ModelError: the directory has no sequence-classification model with one label, or no tokenizer; or the engine
             can't run the model.
     """
 
-    def __init__(self, directory: Path, config: ScorerConfig, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, directory: Path, config: ScorerConfig, *, device: torch.device, dtype: torch.dtype,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        self._arguments = arguments
         self.digest = model_digest(directory)
         self._tokenizer = load_tokenizer(directory, needs_template=False)
         self.vocabulary, self._num_rows = vocabulary_digest(self._tokenizer), vocabulary_size(directory)
@@ -72,7 +77,7 @@ class RewardModel:
         if not isinstance(question, TextQuestion):
             return "expected a text, because this scorer is a reward model, got tokens; correct distill.teacher"
         try:
-            tokens = render_answer(self._tokenizer, question.messages, question.text)
+            tokens = render_answer(self._tokenizer, question.messages, question.text, self._arguments)
             check_embedded(tokens, self._num_rows, self._tokenizer, "a prompt with its answer")
         except ModelError as error:
             return str(error)

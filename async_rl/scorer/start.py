@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -86,8 +87,8 @@ def load_scorer(config: Config, name: str) -> ScoringModel:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         directory = model_directory(scorer.model, weights=True)
-        is_reward = name == config.reward.model
-        kind = RewardModel if is_reward else Teacher
+        rewards = partial(RewardModel, arguments=config.data.content_argument)
+        kind = rewards if name == config.reward.model else Teacher
         return kind(directory, scorer, device=device, dtype=_dtype(scorer, device))
     except ModelError as error:
         raise ModelError(f"scorer.{name}.model: {str(error).removeprefix('model.path: ')}") from error

@@ -60,6 +60,12 @@ class ChatRenderer:
             return False
         return True
 
+    def check(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> None:
+        """Check that no message is lost, as ``template.check_rendered``."""
+        from async_rl.data.template import check_rendered
+
+        check_rendered(self._tokenizer, messages, self._names(tools))
+
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools, own: Mapping[str, Any] = MappingProxyType({})
     ) -> str:
@@ -70,8 +76,10 @@ class ChatRenderer:
         """
         from async_rl.data.template import apply_template
 
-        names = {**self.arguments, **own, **({"tools": list(tools)} if tools else {})}
-        return str(apply_template(self._tokenizer, messages, names))
+        return str(apply_template(self._tokenizer, messages, self._names(tools, own)))
+
+    def _names(self, tools: Tools, own: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        return {**self.arguments, **own, **({"tools": list(tools)} if tools else {})}
 
     def encode(self, text: str, before: str = "") -> np.ndarray:
         return self._text.encode(text, before)
@@ -146,6 +154,7 @@ def prompt_of(known: Conversations, wanted: ChatRequest, renderer: ChatRenderer,
         raise RefusedError(400, text, "unsupported", "tools")
     what = "messages"
     try:
+        renderer.check(wanted.messages, wanted.tools)
         prompt = known.prompt(wanted.messages, wanted.tools)
         what = "chat_template_kwargs"
         own = wanted.raw.get(what) or {}

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from async_rl.data.spellings import unguarded
 from async_rl.data.template_forms import joined_text
 
 Message = Mapping[str, Any]
@@ -150,7 +151,7 @@ class Conversations:
             end = next((text for text in ends if text in after), None)
             # Of an answer that was cut, nothing marks the end but that nothing of it follows.
             rest = after.partition(end)[2] if end else after if stand_in is plain and not ending else ""
-            if rest and all(one.strip() in rest for one in later):
+            if rest and all(one.strip() in unguarded(rest) for one in later):
                 return rest
         return None
 

@@ -19,6 +19,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,8 +91,11 @@ class RewardModel(OfflineTask[Pair]):
 
     def load_rows(self, source: str, key: str) -> list[Pair]:
         tokenizer = load_tokenizer(self.config.model.path, needs_template=False)
-        ignore = self.config.data.ignore
-        return load_pairs(source, tokenizer, max_length=self.section.max_length, key=key, ignore=ignore)
+        data = self.config.data
+        return load_pairs(
+            source, tokenizer, max_length=self.section.max_length, key=key, ignore=data.ignore,
+            arguments=data.content_argument,
+        )  # fmt: skip
 
     def sequences(self, row: Pair) -> Sequence[TrainSequence]:
         return [row.chosen, row.rejected]
@@ -154,15 +158,16 @@ def _margins(pairs: Sequence[Pair]) -> Tensor:
 
 
 def load_pairs(
-    source: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int, key: str, ignore: Collection[str] = ()
-) -> list[Pair]:
+    source: str, tokenizer: PreTrainedTokenizerBase, *, max_length: int, key: str, ignore: Collection[str] = (),
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> list[Pair]:  # fmt: skip
     """Read and tokenise the pairs of the dataset ``source``, without the columns ``ignore``. ``key`` names it in
-    messages.
+    messages. ``arguments`` are those of ``RowEncoder``.
 
     Raises:
         DataError: the dataset can't be read, or has no row, a bad row, or no pair that is short enough.
     """
-    encoder = RowEncoder(tokenizer, {}, max_length=max_length, section="rm")
+    encoder = RowEncoder(tokenizer, arguments, max_length=max_length, section="rm")
     too_long: set[int] = set()
     equal = EqualAnswers(key)
 

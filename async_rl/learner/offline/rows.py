@@ -59,13 +59,13 @@ def load_rows(
     Raises:
         DataError: the dataset can't be read, or has no row or a bad row. The message names the row's place.
     """
-    rows = [encode(index, where, fields) for index, (where, fields) in enumerate(_read_rows(source, key, ignore))]
+    rows = [encode(index, where, fields) for index, (where, fields) in enumerate(read_rows(source, key, ignore))]
     if not rows:
         raise DataError(f"{key}: expected at least one row in {source}, got none; add rows to it")
     return rows
 
 
-def _read_rows(source: str, key: str, ignore: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(source: str, key: str, ignore: Collection[str] = ()) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each row as a pair (its place, its fields). Messages and tools may be JSON text, as in CSV."""
     try:
         dataset = Source(source)

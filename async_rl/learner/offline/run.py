@@ -465,6 +465,7 @@ def _settings(task: OfflineTask[Any]) -> dict[str, Any]:
         "run.seed": config.run.seed,
         "data.chat_template_kwargs": config.data.chat_template_kwargs,
         "data.tools": config.data.tools,
+        "data.special_tokens_in_content": config.data.special_tokens_in_content,
     }
 
 

@@ -16,9 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from async_rl.config.data import CONTENT_KEY
 from async_rl.data.chat import ids_after, places_after, plain_ids
 from async_rl.data.message_keys import THOUGHT_KEYS
-from async_rl.data.template import apply_template, marked_spans
+from async_rl.data.spellings import control_of
+from async_rl.data.template import apply_template, check_rendered, marked_spans
 from async_rl.data.template_forms import called_function, joined_text
 from async_rl.data.turn_end import TurnEnds, mark_after
 from async_rl.errors import DataError
@@ -32,6 +34,7 @@ Segments = list[tuple[list[int], list[bool]]]
 """Pairs (token ids, whether each is trained)."""
 _THINK, _THOUGHT = "<think>", "</think>"
 _MARKS = "{% generation %}"
+_BEHIND = "behind the last assistant message"
 _OTHER = "Bluebell"
 """An answer that begins like no opener of thinking."""
 
@@ -92,6 +95,11 @@ class TurnSplitter:
             raise DataError(
                 f"{where}: expected a message before the first assistant message, got none; add a user message"
             )
+        if arguments.get(CONTENT_KEY) != "token":
+            messages = [*map(control_of(self._tokenizer, self._ends.ids).guarded_message, messages)]
+        if messages[turns[-1] + 1 :] and _BEHIND not in self._said:
+            self._said.add(_BEHIND)
+            logger.warning("%s: the messages %s are left out; the same in other rows is not said", where, _BEHIND)
         found = [self._turn(messages[: turn + 1], where, arguments) for turn in turns]
         joined = self._joined(found)
         if joined is not None:
@@ -147,12 +155,6 @@ class TurnSplitter:
             raise DataError(
                 f"{where}: expected its content in the text that the chat template renders, got another text; use a "
                 f"template that renders it, or correct the message"
-            )
-        names = _words_beside_content(message)["tool_calls"]
-        if names and not content.strip() and not any(name in answer for name in names):
-            raise DataError(
-                f"{where}: expected tool calls in the text that the chat template renders, got none, so the turn would "
-                f"be empty; use a model whose chat template renders tool_calls, or write the call as its content"
             )
         for key, words in _words_beside_content(message).items():
             if key not in self._said and any(word.strip() not in answer for word in words):
@@ -224,6 +226,7 @@ class TurnSplitter:
         self, messages: Sequence[Mapping[str, Any]], where: str, arguments: Mapping[str, Any], *, open_turn: bool
     ) -> str:
         try:
+            check_rendered(self._tokenizer, messages, arguments)
             return str(apply_template(self._tokenizer, messages, arguments, open_turn=open_turn))
         except Exception as error:  # a template may raise anything; without a template transformers raises ValueError
             raise DataError(
@@ -232,14 +235,9 @@ class TurnSplitter:
             ) from error
 
 
-def _functions(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the functions that a message calls, each with its name and arguments."""
-    return [called_function(call) for call in message.get("tool_calls") or []]
-
-
 def _words_beside_content(message: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return what the other keys of a message say, by key: the names of called tools, and thoughts."""
-    found = {"tool_calls": [str(call.get("name", "")) for call in _functions(message)]}
+    found = {"tool_calls": [str(called_function(call).get("name", "")) for call in message.get("tool_calls") or []]}
     thoughts = {key: message.get(key) for key in THOUGHT_KEYS}
     return found | {key: [text] for key, text in thoughts.items() if isinstance(text, str)}
 
