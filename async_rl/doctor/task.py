@@ -7,7 +7,8 @@ them. Then both score the same token sequences. If the scores differ, the findin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from async_rl.data.chat import (
     vocabulary_size,
 )
 from async_rl.data.dataset import Row, load_rows_of, load_train_rows
+from async_rl.data.spellings import GUARD, control_of
 from async_rl.data.turn_end import turn_ends
 from async_rl.data.vocabulary import num_beyond
 from async_rl.doctor.findings import Finding
@@ -120,23 +122,44 @@ def check_model_files(config: Config) -> list[Finding]:
         fix = "put tokenizer.json, tokenizer_config.json and a chat template next to config.json"
         return [weights, Finding("tokenizer", "FAIL", str(error), fix=fix)]
     ends = _ends_row(config, directory, tokenizer)
-    return [weights, _tokenizer_row(config, tokenizer), ends, _template_row(config, tokenizer)]
+    return [weights, *_tokenizer_rows(config, tokenizer), ends, _template_row(config, tokenizer)]
 
 
-def _tokenizer_row(config: Config, tokenizer: Any) -> Finding:
+def _tokenizer_rows(config: Config, tokenizer: Any) -> list[Finding]:
     found = f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"
     if number := num_beyond(tokenizer, vocabulary_size(config.model.path)):
         found += f", {number} of them without a row in the model's embedding, so that no text may contain them"
     try:
-        problem = check_tokenizer(config, load_train_rows(config).rows)
-    except ModelError as error:
-        return Finding.of_error("tokenizer", error)
+        rows = load_train_rows(config).rows
     except UserError:  # the findings about the data say it
+        rows = ()
+    try:
+        problem = check_tokenizer(config, rows)
+    except ModelError as error:
+        return [Finding.of_error("tokenizer", error)]
+    except UserError:  # the findings about the template say it
         problem = ""
+    chats = [(f"row {number}", row.messages) for number, row in enumerate(rows) if config.data.prompt_format == "chat"]
+    spelling = spelling_rows("data.train", chats, config, tokenizer)
     if not problem:
-        return Finding("tokenizer", "OK", found)
+        return [Finding("tokenizer", "OK", found), *spelling]
     unknown, _, fix = problem.rpartition("; ")
-    return Finding("tokenizer", "WARN", f"{found}; {unknown}", fix=fix)
+    return [Finding("tokenizer", "WARN", f"{found}; {unknown}", fix=fix), *spelling]
+
+
+def spelling_rows(key: str, chats: Iterable[tuple[str, Any]], config: Config, tokenizer: Any) -> list[Finding]:
+    """Return a warning if messages of the dataset ``key`` spell control tokens.
+
+    ``chats`` are pairs of a row's place and its messages.
+    """
+    safe = control_of(tokenizer).guarded_message
+    places = [where for where, chat in chats if GUARD in json.dumps([*map(safe, chat)], ensure_ascii=False)]
+    if not places:
+        return []
+    mode = config.data.special_tokens_in_content
+    found = f"{len(places)} rows of {key} spell control tokens in a content, read as {mode} (first: {places[0]})"
+    fix = f'data.special_tokens_in_content = "{"token" if mode == "text" else "text"}" if they are meant otherwise'
+    return [Finding("special tokens", "WARN", found, fix=fix)]
 
 
 def _ends_row(config: Config, directory: Path, tokenizer: Any) -> Finding:

@@ -476,6 +476,31 @@ def test_offline_data_that_is_missing_or_too_long_is_red(root: Path):
     assert "nowhere.jsonl" in held_out.found
 
 
+def test_rows_that_spell_control_tokens_are_counted_with_the_first(root: Path):
+    chats = ["1 + 1 =", "say <|user|> 1", "<|user|>"]
+    path = root / "spelling.jsonl"
+    rows = [{"messages": [{"role": "user", "content": chat}], "gt_answer": "2"} for chat in chats]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for mode, other in (("text", "token"), ("token", "text")):
+        config = make_config(root, train="spelling.jsonl", data={"special_tokens_in_content": mode})
+        (row,) = [row for row in task.check_model_files(config) if row.check == "special tokens"]
+        assert row.state == "WARN"
+        assert row.found == f"2 rows of data.train spell control tokens in a content, read as {mode} (first: row 1)"
+        assert f'data.special_tokens_in_content = "{other}"' in row.fix
+    assert not [row for row in task.check_model_files(make_config(root)) if row.check == "special tokens"]
+    offline = [
+        {"prompt": [{"role": "user", "content": "1"}], "response": [{"role": "assistant", "content": "2"}]},
+        {"messages": [{"role": "user", "content": "a <|user|> b"}, {"role": "assistant", "content": "2"}]},
+        {"prompt": "plain <|user|>", "response": "text"},
+    ]
+    (root / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in offline))
+    config = make_config(root, sft={"data": str(root / "sft.jsonl")})
+    row, _ = check_offline_rows(config)
+    assert (
+        row.found == f"1 rows of sft.data spell control tokens in a content, read as text (first: {root}/sft.jsonl:2)"
+    )
+
+
 def test_a_loss_of_the_user_s_own(root: Path, tmp_path: Path):
     assert plain_findings("loss", make_config(root)) == []
     source = tmp_path / "own_loss_of_doctor.py"
