@@ -69,17 +69,17 @@ class AnswerReward:
         self._verifier = verifier
 
     def __call__(self, item: RewardInput) -> RewardOutput:
+        gold = item.reward_data.get("gt_answer")
         golds = gold_readings(item.reward_data, is_mathematics=self._verifier is not None)
-        if not golds:
+        if not golds and not isinstance(gold, str):  # the loader refuses text that says nothing; no answer equals it
             raise RewardError(
-                f"can't score an answer: expected an answer or a number as the row's gt_answer, got "
-                f"{item.reward_data.get('gt_answer')!r:.80} in a row with the keys {sorted(item.reward_data)}; correct "
-                f"the row, or name its column in [data.columns]"
+                f"can't score an answer: expected text or a number as the row's gt_answer, got {gold!r:.80} in a row "
+                f"with the keys {sorted(item.reward_data)}; correct the row, or name its column in [data.columns]"
             )
         answer, format_valid = self._extract(item.text)
         if not format_valid and item.prompt_opened:
             answer, format_valid = self._extract(item.prompt_opened + item.text)
-        equal = answer is not None and any(self._equal(gold, answer) for gold in golds)
+        equal = answer is not None and any(self._equal(one, answer) for one in golds)
         earns = equal and (format_valid or not self._require_format)
         parts = {"correct": self._scale if earns else 0.0}
         if self._format_reward:

@@ -114,3 +114,10 @@ def test_boxed_pays_what_is_read_and_nothing_else(gold: str, right: list[str], w
         for answer in (*right, *wrong):
             item = RewardInput(f"so \\boxed{{{answer}}}", {"gt_answer": gold}, 10, 100, "stop")
             assert reward(item).accuracy == float(answer in right), answer
+
+
+def test_no_answer_equals_a_gold_that_says_nothing():
+    raw = {"run": {"dir": "r"}, "model": {"path": "m"}, "reward": {"soft_overlong": False}}
+    with closing(build_reward(parse_config(raw, "test"))) as reward:
+        item = RewardInput(r"\boxed{proof}", {"gt_answer": "proof"}, 10, 100, "stop")
+        assert reward(item).accuracy == 0.0
