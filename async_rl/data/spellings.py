@@ -138,15 +138,11 @@ def _marks_of_turns(tokenizer: PreTrainedTokenizerBase) -> tuple[set[str], set[s
 
 def mapped(value: Any, change: Callable[[str], str]) -> Any:
     """Return JSON data with ``change`` of each text in it."""
-    match value:
-        case str():
-            return change(value)
-        case Mapping():
-            return {mapped(key, change): mapped(one, change) for key, one in value.items()}
-        case list() | tuple():
-            return [mapped(one, change) for one in value]
-        case _:
-            return value
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {mapped(key, change): mapped(one, change) for key, one in value.items()}
+    return [mapped(one, change) for one in value] if isinstance(value, list | tuple) else value
 
 
 def unguarded(text: str) -> str:
