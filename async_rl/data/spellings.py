@@ -20,7 +20,7 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from async_rl.data.template_forms import adapted, joined_text, rendered, text_parts
+from async_rl.data.template_forms import joined_text, text_around, text_parts
 from async_rl.data.vocabulary import special_ids
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ GUARD = "\U0010ffff"
 so texts don't have it."""
 PRIVATE = chr(0x100000)
 """The first of the characters, for private use, with which the other names of control tokens begin."""
-_WORDS = ("marigold", "bluebell", "buttercup", "snowdrop")
 _PROBES = (("system", "user", "assistant", "user"), ("user", "assistant", "user"), ("user", "assistant", "tool"))
 
 
@@ -84,9 +83,9 @@ def _control(tokenizer: PreTrainedTokenizerBase, template: str, ends: frozenset[
     """Find them once for each ``template`` that the tokenizer has had."""
     special, more = (set(tokenizer.convert_ids_to_tokens(sorted(ids))) for ids in (special_ids(tokenizer), ends))
     turns, last = _marks_of_turns(tokenizer)
-    added: Mapping[int, Any] = tokenizer.added_tokens_decoder
     # One that must stand alone is none where it touches a word, which no alias shows.
-    names = frozenset(special | turns) - {token.content for token in added.values() if token.single_word}
+    alone = {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.single_word}
+    names = frozenset(special | turns) - alone
     of_turns, at_end = (_shape((found | more) & names) for found in (turns, last))
     patterns = (_shape(names), of_turns, rf"(?!(?:(?:{at_end})\s*)+\Z)(?:{of_turns})")
     return Control(names, *map(re.compile, patterns))
@@ -113,19 +112,14 @@ def _marks_of_turns(tokenizer: PreTrainedTokenizerBase) -> tuple[set[str], set[s
     """
     ends = {str(token) for token in (tokenizer.eos_token, tokenizer.pad_token) if token}
     named = frozenset(ends | {str(token) for token in (tokenizer.bos_token,) if token})
-    added: Mapping[int, Any] = tokenizer.added_tokens_decoder
-    shape, turns = _shape(str(token.content) for token in added.values()), set(named)
+    shape, turns = _shape(str(token.content) for token in tokenizer.added_tokens_decoder.values()), set(named)
 
     def before_words(text: str) -> list[str]:
         return re.findall(shape, re.sub(rf"((?:\s*(?:{shape}))*).*", r"\1", text, count=1, flags=re.DOTALL))
 
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    for roles in _PROBES:
-        chat = [{"role": role, "content": word} for role, word in zip(roles, _WORDS, strict=False)]
-        text = rendered(template, adapted(template, chat), tools=None, **tokenizer.special_tokens_map)
-        parts = re.split("|".join(_WORDS), text)
-        if len(parts) != len(roles) + 1:
-            continue  # the template refuses a role, or does not write each content once
+    around = (text_around(template, roles, tokenizer.special_tokens_map) for roles in _PROBES)
+    for parts in filter(None, around):
         *starts, opener, closer = map(before_words, parts[:-1])
         shared = named | set(re.findall(shape, parts[-3])) & set(re.findall(shape, parts[-2]))
         closer = closer[next((place for place, mark in enumerate(closer) if mark in shared), 0) :]

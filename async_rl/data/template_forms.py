@@ -9,6 +9,7 @@ the form that it reads.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -16,6 +17,7 @@ from itertools import product
 from typing import Any
 
 _WORD, _NAME, _KEY, _VALUE = "bluebell", "pick_flowers", "meadow", "buttercup"
+_WORDS = ("marigold", "bluebell", "snowdrop", "buttercup")
 """Words that no template contains."""
 _IN_PLACE = ("refusal", "audio", "function_call")
 """What a message of OpenAI's API may have in place of a content, and no template reads."""
@@ -55,12 +57,12 @@ class Forms:
 def forms_of(template: str) -> Forms:
     """Return the form in which ``template`` reads messages."""
     needs_parts = not _has_word(template, _WORD) and _has_word(template, text_parts(_WORD))
-    said = text_parts(_WORD) if needs_parts else _WORD
+    said = _asked(needs_parts)["content"]
     developer = next((role for role in ("developer", "system") if _has_word(template, said, role)), "developer")
     for as_text, empty in product((False, True), ("", None)):
         forms = Forms(needs_parts, True, empty, as_text, developer)
         called = {"role": "assistant", "content": None, "tool_calls": [_call({_KEY: _VALUE})]}
-        text = rendered(template, [{"role": "user", "content": said}, _adapted(called, forms)])
+        text = _rendered(template, [_asked(needs_parts), _adapted(called, forms)])
         shown = text.rpartition(_WORD)[2]
         # A quote with a backslash is JSON that was encoded twice; single quotes are Python's, where text is expected.
         if all(word in shown for word in (_NAME, _KEY, _VALUE)) and not any(
@@ -136,6 +138,17 @@ def why_lost(template: str, chat: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
+def text_around(template: str, roles: Sequence[str], marks: Mapping[str, Any]) -> list[str]:
+    """Return the texts before, between and behind the contents of a conversation of ``roles``. Empty if the template
+    refuses it, or does not write each content once.
+
+    ``marks`` are the template's variables for special tokens.
+    """
+    chat = [{"role": role, "content": word} for role, word in zip(roles, _WORDS, strict=False)]
+    parts = re.split("|".join(_WORDS), _rendered(template, adapted(template, chat), tools=None, **marks))
+    return parts if len(parts) == len(roles) + 1 else []
+
+
 @lru_cache(maxsize=4096)
 def _lost(template: str, shape: tuple[tuple[Any, bool, bool], ...]) -> int | None:
     """Return the number of the first message without a trace in a conversation of ``shape``: for each message its role,
@@ -148,7 +161,7 @@ def _lost(template: str, shape: tuple[tuple[Any, bool, bool], ...]) -> int | Non
         own = {} if role in ("system", "user", "assistant") else {"name": _NAME, "tool_call_id": _call({})["id"]}
         calls = {"tool_calls": [_call({_KEY: f"{_WORD}{place}x"})]} if has_calls else {}
         chat.append({"role": role, "content": f"{_WORD}{place}x" if has_text else "", **own, **calls})
-    text = rendered(template, adapted(template, chat)).lower()
+    text = _rendered(template, adapted(template, chat)).lower()
     asked = [role != "assistant" if has_text else has_calls for role, has_text, has_calls in shape]
     lost = (place for place in range(len(shape)) if asked[place] and f"{_WORD}{place}x" not in text)
     return next(lost, None) if text else None
@@ -161,9 +174,9 @@ def _loses_part(template: str, chat: Sequence[Mapping[str, Any]], place: int) ->
     parts = content if isinstance(content, list) else [] if content is None else [content]
     rests = [[one for one in parts if one is not part] or "" for part in parts if joined_text([part]) is None]
     chats = [[*chat[:place], {**message, "content": rest}, *chat[place + 1 :]] for rest in rests]
-    text = rendered(template, chat) if rests else ""
+    text = _rendered(template, chat) if rests else ""
     is_instead = not content and not message.get("tool_calls") and any(message.get(key) for key in _IN_PLACE)
-    return is_instead or (text != "" and text in [rendered(template, one) for one in chats])
+    return is_instead or (text != "" and text in [_rendered(template, one) for one in chats])
 
 
 def _adapted(message: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
@@ -211,13 +224,17 @@ def _call(arguments: Any) -> dict[str, Any]:
     return {"id": "000000001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
 
 
+def _asked(as_parts: bool) -> dict[str, Any]:
+    return {"role": "user", "content": text_parts(_WORD) if as_parts else _WORD}
+
+
 def _has_word(template: str, content: Any, role: str = "user") -> bool:
     asked = {"role": "user", "content": _KEY if isinstance(content, str) else text_parts(_KEY)}
     chat = [{"role": role, "content": content}, *([] if role == "user" else [asked])]
-    return _WORD in rendered(template, chat).replace(f"'{_WORD}'", "")
+    return _WORD in _rendered(template, chat).replace(f"'{_WORD}'", "")
 
 
-def rendered(template: str, messages: Sequence[Mapping[str, Any]], **marks: Any) -> str:
+def _rendered(template: str, messages: Sequence[Mapping[str, Any]], **marks: Any) -> str:
     """Return the rendered messages. Empty if the template refuses them, by whatever its author wrote.
 
     ``marks`` are the template's variables in place of ours for special tokens and for tools.

@@ -34,7 +34,6 @@ Segments = list[tuple[list[int], list[bool]]]
 """Pairs (token ids, whether each is trained)."""
 _THINK, _THOUGHT = "<think>", "</think>"
 _MARKS = "{% generation %}"
-_BEHIND = "behind the last assistant message"
 _OTHER = "Bluebell"
 """An answer that begins like no opener of thinking."""
 
@@ -97,9 +96,9 @@ class TurnSplitter:
             )
         if arguments.get(CONTENT_KEY) != "token":
             messages = [*map(control_of(self._tokenizer, self._ends.ids).guarded_message, messages)]
-        if messages[turns[-1] + 1 :] and _BEHIND not in self._said:
-            self._said.add(_BEHIND)
-            logger.warning("%s: the messages %s are left out; the same in other rows is not said", where, _BEHIND)
+        if messages[turns[-1] + 1 :] and "behind" not in self._said:
+            self._said.add("behind")
+            logger.warning("%s: what follows the last answer is left out; the same in other rows is not said", where)
         found = [self._turn(messages[: turn + 1], where, arguments) for turn in turns]
         joined = self._joined(found)
         if joined is not None:

@@ -118,7 +118,7 @@ def test_every_word_of_a_conversation_of_sft_is_trained_or_context_or_refused(na
     # What follows the last answer is named, and what the template does not write of an answer, each once.
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len([one for one in said if "does not render its tool_calls" in one]) == (name in CALLS)
-    assert len([one for one in said if "behind the last assistant message are left out" in one]) == 1
+    assert len([one for one in said if "what follows the last answer is left out" in one]) == 1
 
 
 @pytest.mark.parametrize("step", STEPS)
