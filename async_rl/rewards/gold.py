@@ -53,7 +53,9 @@ def gold_readings(row: Mapping[str, Any], *, is_mathematics: bool) -> tuple[str,
     Returns:
         Empty if nothing can be read.
     """
-    gold, options = row.get("gt_answer"), row.get("choices", row.get("options"))
+    gold = row.get("gt_answer")
+    # To get a column that was dropped is an error.
+    options = next((row[key] for key in ("choices", "options") if key in row), None)
     if (written := number_text(gold)) is not None:
         return _of_index(gold, written, options)
     if not isinstance(gold, str) or not (text := gold.strip()):
@@ -74,7 +76,7 @@ def _of_index(gold: Any, written: str, options: Any) -> tuple[str, ...]:
 
     Return the number alone if there are no options, or if it is another option itself.
     """
-    texts = options.get("text") if isinstance(options, Mapping) else options
+    texts = options["text"] if isinstance(options, Mapping) and "text" in options else options
     if not isinstance(gold, int) or not isinstance(texts, list) or not 0 <= gold < len(texts) <= len(ascii_uppercase):
         return (written,)
     shown = [str(one).strip() for one in texts]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from async_rl.config.loading import parse_config
+from async_rl.records import DROPPED_KEY, row_fields
 from async_rl.rewards.gold import gold_readings
 from async_rl.rewards.records import RewardInput
 from async_rl.rewards.registry import build_reward
@@ -82,6 +83,11 @@ OPTIONS = ["1", "7", "9", "3"]
 )
 def test_a_number_is_an_index_only_where_the_row_has_its_options(row: dict[str, Any], answers: tuple[str, ...]):
     assert gold_readings(row, is_mathematics=True) == answers
+
+
+def test_options_that_could_not_be_sent_are_no_options():
+    row = row_fields({"gt_answer": 2, DROPPED_KEY: [[["choices"], "a value of the type date"]]})
+    assert gold_readings(row, is_mathematics=True) == ("2",)
 
 
 @pytest.mark.parametrize(
