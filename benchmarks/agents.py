@@ -155,7 +155,7 @@ def parsing_ms(body: bytes) -> float:
     took: list[float] = []
     for _ in range(20):
         started = time.perf_counter()
-        read_generate(body)
+        read_generate(body, print)
         took.append(time.perf_counter() - started)
     return 1000 * statistics.median(took)
 
@@ -174,7 +174,7 @@ def rollouts(num_sessions: int) -> Iterator[AgentRollouts]:
         backend = FakeBackend(GeneratorConfig(backend="fake"))
         grader = ThreadGrader(lambda item: RewardOutput({}, 0.0), num_threads=1)
         stack.enter_context(closing(grader))
-        found = AgentRollouts(backend, pool, front, grader, backend.text.render, config)
+        found = AgentRollouts(backend, pool, front, grader, backend.text.render, config, make_lease().sampling)
         if num_sessions:
             lease = make_lease(group_size=num_sessions)
             found.submit(lease, found.encode(lease))

@@ -126,7 +126,8 @@ def test_a_lost_generator_does_not_hold_back_the_batch_that_a_step_waits_for():
     revision = state.revision
     for quarters in (1, 2):  # 4.3 + 2 / 4 groups, then 4.3 + 2 * 2 / 4
         assert state.revision == revision
-        assert state.next_deadline == 30.0 + quarters * 9 / 4
-        state.expire(state.next_deadline)
+        deadline = 30.0 + quarters * 9 / 4
+        assert state.next_deadline == deadline
+        state.expire(deadline)
     assert state.revision > revision  # so the requests that wait are tried again
     assert len(leases(state, 20, version=3, generator="alive", now=30.0 + 9)) == 2
