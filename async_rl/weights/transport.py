@@ -122,7 +122,7 @@ class PullSender(TransportSender, Protocol):
     def mark_claimed(self, member: Member, pulled_bytes: int) -> None:
         """Record how many bytes ``member`` says that it has pulled since its start.
 
-        This counts only while it pulls from another generator: nobody else knows then.
+        This counts only if members pull from each other: nobody else knows then.
         """
         ...
 

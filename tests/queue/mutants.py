@@ -61,7 +61,7 @@ def corpus(
             },
             (b"hello", b"{}", b"no snapshot, but bytes" * 9),
         ),
-        "alive": (own, ()),
+        "alive": (own | {"trouble": "pulls are slow"}, ()),
         "confirm": ({**own, "announced": 0, "evaluations": [["test", step]]}, ()),
         "bye_learner": (own, ()),
         "announce": ({**own, **asdict(announcement)}, ()),

@@ -58,7 +58,7 @@ class _Session:
         staged: the version.
         member: who pulls it.
         peer_pull: from whom, with peers.
-        last_count: the newest count of its bytes, see ``count``. None: it is not known with which number that begins.
+        last_count: the newest count of its bytes, see ``count``. None if it is not known with which number that begins.
         pulled_bytes: bytes that count as progress.
     """
 
@@ -68,10 +68,6 @@ class _Session:
     peer_pull: PeerPull | None
     last_count: int | None
     pulled_bytes: int = 0
-
-    @property
-    def is_from_peer(self) -> bool:
-        return self.peer_pull is not None and self.peer_pull.source is not None
 
     def count(self, count: int) -> int:
         """Take a new count of the bytes that were sent. Return those of the pull.
@@ -149,11 +145,10 @@ class StreamSender:
             self._job = None
         elif isinstance(message, DeltaEncoded):
             self._add_link(message)
-        elif isinstance(message, Delivered):
+        elif isinstance(message, Delivered) and self._tree is None:
             counts = dict(message.sessions)
             for attempt, session in self._sessions.items():
-                if not session.is_from_peer:
-                    self._on_pulled(session.member, attempt, session.count(counts.get(session.token, 0)))
+                self._on_pulled(session.member, attempt, session.count(counts.get(session.token, 0)))
 
     def publish(self, staged: StagedVersion, *, has_members: bool) -> None:
         """Let the server compute the delta from the previous version to ``staged``, if deltas are in use."""
@@ -209,7 +204,7 @@ class StreamSender:
         self._server.send(OpenSession(token, staged.slot, [link.job for link in links or ()], key))
         digest = staged.manifest.digest
         peers = [] if peer_pull is None or peer_pull.source is None else [self._offer(peer_pull, peer_pull.source)]
-        self._sessions[delivery.attempt] = _Session(token, staged, member, peer_pull, None if peers else 0)
+        self._sessions[delivery.attempt] = _Session(token, staged, member, peer_pull, 0 if self._tree is None else None)
         serve_token, serve_key = (b"", b"") if self._tree is None else self._serve_secrets(member, digest)
         pull = control.Pull(
             attempt=delivery.attempt,
@@ -235,7 +230,7 @@ class StreamSender:
 
     def mark_claimed(self, member: Member, pulled_bytes: int) -> None:
         for attempt, session in self._sessions.items():
-            if session.member is member and session.is_from_peer:
+            if session.member is member and self._tree is not None:
                 self._on_pulled(member, attempt, session.count(pulled_bytes))
 
     def mark_peer_failed(self, member: Member, failure: PeerFailed) -> None:
