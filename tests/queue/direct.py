@@ -40,6 +40,8 @@ class RefusedError(Exception):
 class FakeEndpoint:
     """``sockets.Endpoint`` in memory."""
 
+    check_within_s = 1.0
+
     def __init__(self, max_bytes: int) -> None:
         self.limits = MessageLimits(max_bytes)
         self.arrived: deque[tuple[bytes, list[memoryview]]] = deque()

@@ -77,6 +77,8 @@ generators' groups to be handled. If it were shorter, each message would need it
 _MAX_DRAIN = 256
 _LOOK_AGAIN_S = 0.5
 """Seconds between two tries of a commit on a full disk."""
+_LATE_S = 2.0
+"""If a wait takes longer than it should by this many seconds, the server was suspended."""
 _OTHER_CLIENTS = 8
 """Connections of the learner, of scorers, and of people who look at the status."""
 _NOT_AWAITED = ("alive", "bye_learner")
@@ -224,7 +226,10 @@ class QueueServer:
         deadlines = [now + min(LEDGER_EVERY_S, self._endpoint.check_within_s), self._pending.due_at]
         if self._state.next_deadline is not None:
             deadlines.append(self._state.next_deadline)
-        self._poller.poll(int(max(0.0, min(deadlines) - now) * 1000) + 1)
+        wait_s = max(0.0, min(deadlines) - now)
+        self._poller.poll(int(wait_s * 1000) + 1)
+        if (late_s := time.monotonic() - now - wait_s) > _LATE_S:  # this process was suspended
+            self._excuse(late_s)
 
     def _take_turn(self) -> None:
         """Run one turn of the loop.
@@ -438,10 +443,13 @@ class QueueServer:
         if self._is_stalled:
             self._is_stalled = False
             self._full_disk.end(now)
-            # No request was served meanwhile, so this time must not count for any timeout.
-            self._state.clock_ahead_s -= now - self._stalled_at
-            self._lifetime.note_learner(now)
+            self._excuse(now - self._stalled_at)
         return True
+
+    def _excuse(self, unserved_s: float) -> None:
+        """Let the time in which no request was served count for no timeout."""
+        self._state.clock_ahead_s -= unserved_s
+        self._lifetime.note_learner(time.monotonic())
 
     def _wait_for_room(self) -> None:
         """Wait before the next try of a commit on a full disk.
