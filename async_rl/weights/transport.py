@@ -239,7 +239,7 @@ class PullSettings:
         is_encrypted: encrypt and authenticate the bytes. The keys travel over the control channel.
         has_deltas: send only the difference to members that hold the previous version.
         poller: the publisher's poller, with which the sender registers its sockets.
-        on_pulled: called with a member, the attempt of its pull, and the bytes of the pull that were sent so far.
+        on_pulled: called with a member's id, the attempt of its pull, and the bytes of the pull that were sent so far.
         members: the members at present, by id. None: every member pulls from the learner, none from another.
     """
 
@@ -248,5 +248,5 @@ class PullSettings:
     is_encrypted: bool
     has_deltas: bool
     poller: zmq.Poller
-    on_pulled: Callable[[Member, int, int], None]
+    on_pulled: Callable[[bytes, int, int], None]
     members: Mapping[bytes, Member] | None = None

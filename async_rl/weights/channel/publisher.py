@@ -419,8 +419,8 @@ class Publisher:
                 self._scheduler.members[member_id].generator[1], MAX_FAILURES, reason, PULLED_VERSIONS,
             )  # fmt: skip
 
-    def _handle_pulled(self, member: Member, attempt: int, num_bytes: int) -> None:
-        self._scheduler.mark_pulled(member.member_id, attempt, num_bytes, time.monotonic())
+    def _handle_pulled(self, member_id: bytes, attempt: int, num_bytes: int) -> None:
+        self._scheduler.mark_pulled(member_id, attempt, num_bytes, time.monotonic())
 
     def _handle_sent(self, delivery: Delivery, elapsed_s: float, error: str, are_told: bool) -> None:
         self._transfer_s += elapsed_s

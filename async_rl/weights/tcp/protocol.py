@@ -216,10 +216,10 @@ class DeltaEncoded(msgspec.Struct, frozen=True):
 class Delivered(msgspec.Struct, frozen=True):
     """The server tells the learner how many bytes of each session have reached the generator, when that has changed.
 
-    ``sessions`` holds pairs of a session's token and this number.
+    The keys are the sessions' tokens.
     """
 
-    sessions: list[tuple[bytes, int]]
+    num_bytes: dict[bytes, int]
 
 
 LearnerMessage = Listen | MapSlot | OpenSession | EndSession | EncodeDelta | ForgetDelta

@@ -58,7 +58,7 @@ class _Session:
         staged: the version.
         member: who pulls it.
         peer_pull: from whom, with peers.
-        last_count: the newest count of its bytes, see ``count``. None if it is not known with which number that begins.
+        last_count: the newest count of its bytes. None if it is not known with which number that begins.
         pulled_bytes: bytes that count as progress.
     """
 
@@ -68,16 +68,6 @@ class _Session:
     peer_pull: PeerPull | None
     last_count: int | None
     pulled_bytes: int = 0
-
-    def count(self, count: int) -> int:
-        """Take a new count of the bytes that were sent. Return those of the pull.
-
-        They are at most twice those of the version, whatever is asked for again, or said by a member.
-        """
-        grown = 0 if self.last_count is None else max(0, count - self.last_count)
-        self.pulled_bytes = min(self.pulled_bytes + grown, 2 * self.staged.manifest.size_bytes)
-        self.last_count = count
-        return self.pulled_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +136,8 @@ class StreamSender:
         elif isinstance(message, DeltaEncoded):
             self._add_link(message)
         elif isinstance(message, Delivered) and self._tree is None:
-            counts = dict(message.sessions)
             for attempt, session in self._sessions.items():
-                self._on_pulled(session.member, attempt, session.count(counts.get(session.token, 0)))
+                self._note_count(attempt, session, message.num_bytes.get(session.token, 0))
 
     def publish(self, staged: StagedVersion, *, has_members: bool) -> None:
         """Let the server compute the delta from the previous version to ``staged``, if deltas are in use."""
@@ -231,7 +220,7 @@ class StreamSender:
     def mark_claimed(self, member: Member, pulled_bytes: int) -> None:
         for attempt, session in self._sessions.items():
             if session.member is member and self._tree is not None:
-                self._on_pulled(member, attempt, session.count(pulled_bytes))
+                self._note_count(attempt, session, pulled_bytes)
 
     def mark_peer_failed(self, member: Member, failure: PeerFailed) -> None:
         session = self._sessions.get(failure.attempt)
@@ -248,6 +237,15 @@ class StreamSender:
 
     def close(self, timeout_s: float) -> None:
         self._server.close()
+
+    def _note_count(self, attempt: int, session: _Session, count: int) -> None:
+        """Record a new count of the bytes that were sent. They count as progress up to twice the size of the version,
+        whatever is asked for again, or said by a member.
+        """
+        grown = 0 if session.last_count is None else max(0, count - session.last_count)
+        session.pulled_bytes = min(session.pulled_bytes + grown, 2 * session.staged.manifest.size_bytes)
+        session.last_count = count
+        self._on_pulled(session.member.member_id, attempt, session.pulled_bytes)
 
     def _are_small(self, links: Sequence[_DeltaLink], staged: StagedVersion) -> bool:
         """Return whether the learner can send these deltas to all members in about the time in which peers spread the

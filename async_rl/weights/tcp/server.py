@@ -161,10 +161,10 @@ class StreamServer:
 
     def _report(self) -> None:
         """Tell the learner again and again how far the pulls of its sessions are."""
-        last: list[tuple[bytes, int]] = []
+        last: dict[bytes, int] = {}
         while True:
             time.sleep(_REPORT_S)
-            counts = [(token, session.delivered_bytes()) for token, session in self._requests.sessions()]
+            counts = {token: session.delivered_bytes() for token, session in self._requests.sessions()}
             if counts != last:
                 self._send(protocol.Delivered(counts))
             last = counts
