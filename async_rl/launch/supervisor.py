@@ -314,7 +314,9 @@ class Supervisor:
                 # The learner has written everything, so a signal can interrupt nothing any more.
                 is_complete = self._signals and self._run_dir.is_finished
                 return _after_the_end(stop.outcome.stopped_by) if is_complete else stop.outcome
-            except OSError as error:  # a read-only, full or moved run directory
+            except OSError as error:
+                if not str(error.filename).startswith(str(self._run_dir.path)):
+                    raise
                 return self._unusable(error)
             finally:
                 self._stop_all()
@@ -499,9 +501,7 @@ class Supervisor:
         return _Stop(Outcome(1, stopped_by or str(death), deaths))
 
     def _unusable(self, error: OSError) -> Outcome:
-        """Return the outcome of a run whose directory can't be read or written any more, with the death that showed
-        it.
-        """
+        """Return the outcome of a run whose directory is read-only, full or moved, with the death that showed it."""
         reason = f"can't use the run directory {self._run_dir.path}: {error}; put it right, and launch again"
         return Outcome(1, reason, tuple(death for _, death in self._deaths[-1:]))
 

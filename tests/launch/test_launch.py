@@ -1,5 +1,6 @@
 """Launch: the commands it makes, the processes it keeps, the children that end with it, the lines it prints."""
 
+import errno
 import io
 import json
 import math
@@ -592,6 +593,17 @@ def test_a_run_directory_that_is_moved_stops_the_run_with_one_message_that_names
     assert outcome.exit_code == 1
     assert f"{dies}-0 exited with code 7" in said
     assert "can't be read: [Errno 2] No such file or directory" in said
+
+
+def test_an_error_that_is_not_of_the_run_directory_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(*arguments: object) -> Command:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(FakeCommands, "generator", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        supervise(FakeCommands(tmp_path / "run", learner_codes=[WAIT], generator_codes=[WAIT]))
 
 
 def test_a_learner_that_dies_before_its_first_checkpoint_stops_the_run(tmp_path: Path):

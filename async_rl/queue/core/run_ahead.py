@@ -38,7 +38,7 @@ _WAIT = 0.02
 _STEPS = 5
 """S is the median of the last five steps: one with a checkpoint does not change it, and three longer ones do."""
 _BATCHES = 2.0
-"""L and f are means in which a group counts less and less, by half its weight after about as many batches."""
+"""L and f are means in which older groups count less and less: after so many batches about a third as much."""
 _PARTS = 4
 """More leases are given after each quarter of a step that the learner waits ..."""
 _LEAST_PART_S = 0.01
@@ -72,11 +72,6 @@ class RunAhead:
     def step_s(self) -> float:
         """S; 0 before the first step."""
         return median(self._steps) if self._steps else 0.0
-
-    @property
-    def waiting_since(self) -> float | None:
-        """When the learner asked for the batch that it has not got yet; None if it waits for none."""
-        return self._asked_at
 
     def attach(self) -> None:
         """Forget the learner's steps: another learner may be slower or faster, or sit on another machine."""

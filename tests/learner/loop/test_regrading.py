@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -83,9 +84,13 @@ class Given:
     def close(self) -> None: ...
 
 
+def text_of(token_ids: np.ndarray) -> str:
+    return " ".join("<think>" if token == 1 else str(token) for token in token_ids)
+
+
 def regrader_of(reward: Given | FunctionReward) -> Regrader:
     whole = RewardSum(reward, scale=1.0, overlong=None)
-    return Regrader(whole, lambda ids: " ".join(map(str, ids.tolist())), max_new_tokens=6, filter_range=None)
+    return Regrader(whole, text_of, max_new_tokens=6, filter_range=None)
 
 
 def taken(group: Group) -> TakenGroup:
@@ -112,6 +117,7 @@ def test_answers_are_graded_again_in_the_background_from_their_tokens(reward: fl
     assert len(given.inputs) == (4 if refuted else 2)  # twice where they differ
     first = given.inputs[0]
     assert (first.text, first.reward_data, first.num_tokens) == ("2 3 4 5 6 7", {"gt_answer": "7"}, 6)
+    assert first.prompt_opened == "<think>"  # the last token of the prompt
 
 
 def test_an_answer_that_is_sent_as_several_sequences_is_graded_too():
