@@ -4,9 +4,10 @@ Part a replaces both engines' compute by timed waits, as on devices of their own
 and over the same run at ``max_staleness = 0``, for 1, 4 and 16 generators. Part b is real compute on this CPU: the
 quickstart's steps/s beside a plain synchronous loop (1 and 2 threads) and beside TRL's GRPOTrainer, the same model,
 prompts, reward and samples a step. Part c has the engines of part a, but one generator that is too slow: steps/s of a
-learner that samples while it waits (``learner.generate``) over those of one that does not.
+learner that samples while it waits (``learner.generate``) over those of one that does not. Part d has them too, with
+generators that are the faster side: age and steps/s with sampling paced (``queue.run_ahead``) beside the bound alone.
 
-    python -m benchmarks.overlap [--part a|b|c] [--rounds 3] [--steps 40]
+    python -m benchmarks.overlap [--part a|b|c|d] [--rounds 3] [--steps 40]
 
 Part b needs the quickstart's warm start (``async-rl quickstart`` once) and ``pip install -e .[bench]``.
 """
@@ -69,6 +70,30 @@ def generating_table(num_steps: int) -> None:
             f"{waits.step_s / samples.step_s:8.2f}",
             flush=True,
         )
+
+
+def paced_table(num_steps: int) -> None:
+    """Part d: one line for each bound and share of the sampling's time in the training's."""
+    print("\n(d) timed engines, two generators, sampling paced beside the bound alone")
+    print("bound  gen/train  staleness  paced  late  paced  learner idle  paced  generators idle  paced  steps/s ratio")
+    for bound in (4, 16):
+        for shortage in (1.0, 0.77, 0.33):
+            run = partial(
+                measure_timed,
+                num_generators=2,
+                max_staleness=bound,
+                steps=num_steps,
+                shortage=shortage,
+                warmup_steps=WARMUP_STEPS + bound,  # until the queue is full
+            )
+            alone, paced = run(), run(run_ahead="auto")
+            print(
+                f"{bound:5d}  {alone.balance:9.2f}  {alone.staleness_mean:9.2f}  {paced.staleness_mean:5.2f}  "
+                f"{alone.dropped_share:4.1%}  {paced.dropped_share:5.1%}  {alone.learner_idle:12.1%}  "
+                f"{paced.learner_idle:5.1%}  {alone.generators_idle:15.1%}  {paced.generators_idle:5.1%}  "
+                f"{alone.step_s / paced.step_s:13.3f}",
+                flush=True,
+            )
 
 
 def quickstart_settings(num_steps: int) -> list[str]:
@@ -142,9 +167,9 @@ _THREADS = ("1 thread", "2 threads")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("a", "b", "c"), help="only this part")
+    parser.add_argument("--part", choices=("a", "b", "c", "d"), help="only this part")
     parser.add_argument("--rounds", type=int, default=3, help="of part b")
-    parser.add_argument("--steps", type=int, default=40, help="measured steps of parts a and c")
+    parser.add_argument("--steps", type=int, default=40, help="measured steps of parts a, c and d")
     parser.add_argument("--cpu-steps", type=int, default=80, help="steps of part b")
     options = parser.parse_args()
     print(
@@ -155,6 +180,8 @@ def main() -> None:
         timed_table(options.steps)
     if options.part in (None, "c"):
         generating_table(options.steps)
+    if options.part in (None, "d"):
+        paced_table(options.steps)
     if options.part in (None, "b"):
         cpu_table(options.cpu_steps, options.rounds)
 

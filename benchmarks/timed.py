@@ -58,6 +58,7 @@ class TimedResult:
     staleness_mean: float
     dropped_share: float
     learner_idle: float
+    generators_idle: float
     idle_used: float
     learner_share: float
 
@@ -129,7 +130,13 @@ class TimedEngine:
 
 
 def timed_config(
-    directory: Path, *, num_generators: int, max_staleness: int, steps: int, generates: bool = False
+    directory: Path,
+    *,
+    num_generators: int,
+    max_staleness: int,
+    steps: int,
+    generates: bool = False,
+    run_ahead: str = "bound",
 ) -> Config:
     data = directory / "train.jsonl"
     rows = ({"messages": [{"role": "user", "content": f"{i}"}], "gt_answer": str(i)} for i in range(4096))
@@ -144,7 +151,12 @@ def timed_config(
         "data": {"train": str(data), "system_prompt": ""},
         "sampling": {"group_size": GROUP_SIZE, "max_new_tokens": 1024, "max_prompt_tokens": 64},
         "reward": {"soft_overlong": False},
-        "queue": {"max_staleness": max_staleness, "filter_range": [], "lease_timeout_s": 60.0},
+        "queue": {
+            "max_staleness": max_staleness,
+            "run_ahead": run_ahead,
+            "filter_range": [],
+            "lease_timeout_s": 60.0,
+        },
         "loss": {"mask_truncated": False},
         "learner": {"steps": steps, "groups_per_step": GROUPS_PER_STEP, "generate": generates},
         "generator": {
@@ -161,7 +173,14 @@ def timed_config(
 
 
 def measure_timed(
-    *, num_generators: int, max_staleness: int, steps: int, shortage: float = 1.0, generates: bool = False
+    *,
+    num_generators: int,
+    max_staleness: int,
+    steps: int,
+    shortage: float = 1.0,
+    warmup_steps: int = WARMUP_STEPS,
+    generates: bool = False,
+    run_ahead: str = "bound",
 ) -> TimedResult:
     """One run in which the decode time of a step, spread over the generators' slots, is ``shortage`` times the time of
     its training; 1: both are balanced.
@@ -174,8 +193,9 @@ def measure_timed(
             Path(scratch),
             num_generators=num_generators,
             max_staleness=max_staleness,
-            steps=WARMUP_STEPS + steps + max_staleness + 1,
+            steps=warmup_steps + steps + max_staleness + 1,
             generates=generates,
+            run_ahead=run_ahead,
         )
         report: list[str] = []
         sampler = LearnerSampler(config, rank=0, device=torch.device("cpu"), report=report.append)
@@ -204,7 +224,7 @@ def measure_timed(
                 process.wait(30)
         ledger = json.loads((Path(config.run.dir) / "ledger.json").read_text())["groups"]
     # No lease goes past the last step, so the last ones run dry: they belong to the run's end, not to its pace.
-    window = [row for row in rows if "version" in row][WARMUP_STEPS : WARMUP_STEPS + steps]
+    window = [row for row in rows if "version" in row][warmup_steps : warmup_steps + steps]
     used = [row["idle/learner_used"] for row in window if generates]
     own = [row["learner_sampled/groups"] / GROUPS_PER_STEP for row in window if generates]
     stale = sum(ledger["dropped"].get(cause, 0) for cause in ("stale", "cancelled", "too_slow"))
@@ -217,6 +237,7 @@ def measure_timed(
         staleness_mean=mean(row["staleness/mean"] for row in window),
         dropped_share=stale / max(ledger["issued"], 1),
         learner_idle=mean(row["idle/learner"] for row in window),
+        generators_idle=mean(row["idle/generators"] for row in window),
         idle_used=mean(used) if used else 0.0,
         learner_share=mean(own) if own else 0.0,
     )
