@@ -132,6 +132,7 @@ SHARED = {
     "log.rollouts_every": 0,
     "eval.sets.final.every": 0,
     "run.stop_on_collapse": "false",
+    "experimental.max_skipped_steps": 1000,  # a run that falls apart has a row, too
     "queue.filter_range": "[]",  # a run that falls apart would sample for ever
 }
 """Settings of all runs. An arm may change them."""
