@@ -10,7 +10,15 @@ from statistics import mean, stdev
 from async_rl.run.step_log import Row
 from benchmarks.staleness_grid import Cell, Question
 
-_T = {1: (12.706, 1.376), 2: (4.303, 1.061), 3: (3.182, 0.978), 4: (2.776, 0.941), 5: (2.571, 0.920), 7: (2.365, 0.896)}
+_T = {
+    1: (12.706, 1.376),
+    2: (4.303, 1.061),
+    3: (3.182, 0.978),
+    4: (2.776, 0.941),
+    5: (2.571, 0.920),
+    6: (2.447, 0.906),
+    7: (2.365, 0.896),
+}
 """Student's t by degrees of freedom: two-sided 95 %, and one-sided 80 %."""
 _HEADS = (
     "task", "rate", "arm", "runs", "age", "late", "ESS", "KL", "accuracy", "area", "difference", "could see", "verdict",
@@ -22,9 +30,8 @@ def report(questions: Sequence[Question], rows: Mapping[Cell, Row]) -> str:
 
     *accuracy* is that of the answers at a run's end, *area* the mean accuracy under its curve, *late* the share of
     groups and tokens that were too old to train on. *difference* is the accuracy less the first arm's at the same rate
-    and seed, with the 95 % interval of Student's t over seeds. A difference that is twice as large as *could see*, the
-    smallest that four of five such comparisons would find, is there for sure; one within its interval of 0 is not told
-    apart, which does not mean that the arms are equal.
+    and seed, with the 95 % interval of Student's t over seeds. Four of five such comparisons would find a difference as
+    large as *could see*. If the interval has 0, the arms are not told apart, which does not mean that they are equal.
     """
     return "\n\n".join(text for question in questions if (text := _table(question, rows)))
 

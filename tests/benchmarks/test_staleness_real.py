@@ -25,7 +25,7 @@ def test_every_run_of_the_grid_has_a_config_that_is_accepted(question: Question)
             assert config.eval.of("final").every == 0
 
 
-def test_an_arm_of_two_names_has_the_settings_of_both_the_later_ones_first():
+def test_an_arm_of_two_names_has_the_settings_of_both_and_the_second_overrides_the_first():
     grid = Grid({"a": {"x": 1, "y": 1}, "b": {"y": 2}}, [])
     assert grid.settings("a+b") == {"x": 1, "y": 2}
 
