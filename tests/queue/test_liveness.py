@@ -1,10 +1,16 @@
 """No state in which learner and generators wait for each other; the ones that once were, or nearly so, by hand."""
 
+from collections.abc import Callable
+from random import Random
+
 import pytest
 
+from async_rl.config.queue import OnStale
 from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.leases import TROUBLE_LOG_S
+from async_rl.queue.core.run_ahead import RunAhead
 from async_rl.queue.messages import DOCTOR, GeneratorStats, NotReady
+from tests.queue.events import starve
 from tests.queue.witness import WORST_CASE, Knobs
 from tests.queue.world import World
 
@@ -207,3 +213,30 @@ def test_counters_of_rewards_are_summed_over_the_generators_that_are_alive():
     for name, counts in (("g0", {"judge_requests": 3}), ("g1", {"judge_requests": 4, "judge_failed": 1})):
         generator_requests.heartbeat(world.state, name, {}, GeneratorStats(counters=counts), world.now)
     assert world.state.stats().generators.counters == {"judge_requests": 7, "judge_failed": 1}
+
+
+def starve_five_runs(on_stale: OnStale) -> None:
+    """The event of the random histories, in runs that begin with it."""
+    for seed in range(5):
+        starve(World(Knobs(on_stale=on_stale, max_staleness=3, run_ahead="auto")), Random(seed))
+
+
+@pytest.mark.parametrize("on_stale", MODES)
+def test_groups_of_a_lost_generator_do_not_keep_a_needed_batch_from_being_sampled(on_stale):
+    starve_five_runs(on_stale)
+
+
+MUTANTS: dict[str, dict[str, Callable[..., object]]] = {
+    "the limit does not grow while a step waits": {"_num_waited": lambda *_: 0, "next_change": lambda *_: None},
+    "nobody wakes up when it has grown": {"next_change": lambda *_: None},
+    "nobody is told that it has grown": {"has_grown": lambda *_: False},
+    "a step that waits is not noticed": {"trained": lambda pace, now: pace._steps.append(now - pace._taken_at)},
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_pace_that_holds_back_a_needed_batch_is_caught(mutant, monkeypatch: pytest.MonkeyPatch):
+    for name, broken in MUTANTS[mutant].items():
+        monkeypatch.setattr(RunAhead, name, broken)
+    with pytest.raises(AssertionError, match="the step waits, and pace gives no lease"):
+        starve_five_runs("mask")

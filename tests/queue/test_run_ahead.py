@@ -9,11 +9,14 @@ from async_rl.queue.core.run_ahead import SLACK, RunAhead
 from tests.queue.builders import LINEAGE, ack, group, leases, make_state, positions, put, take
 
 
-def timed(*, group_s: float, step_s: float, filtered: float = 0.0, groups_per_step: int = 8) -> RunAhead:
-    """A pace that has seen one step of ``step_s`` seconds, and now trains a batch since 0.0."""
+def timed(
+    *, group_s: float, step_s: float, filtered: float = 0.0, groups_per_step: int = 8, num_steps: int = 1
+) -> RunAhead:
+    """A pace that has seen ``num_steps`` steps of ``step_s`` seconds, and now trains a batch since 0.0."""
     pace = RunAhead("auto", groups_per_step)
-    pace.took(-step_s)
-    pace.trained(0.0)
+    for before in reversed(range(num_steps)):
+        pace.took(-step_s * (before + 1))
+        pace.trained(-step_s * before)
     pace.took(0.0)
     pace.group_s, pace.filtered = group_s, filtered
     return pace
@@ -44,6 +47,13 @@ def test_until_a_step_and_a_group_are_timed_three_batches_are_given():
     assert pace.limit(20.0) == 21  # 8 (2 + 1.2 * 5 / 10) = 20.8
 
 
+def test_a_restarted_server_that_knows_no_group_yet_gives_more_while_a_step_waits():
+    pace = RunAhead("auto", 8)
+    pace.took(0.0)  # of groups that returned before the restart
+    pace.trained(10.0)
+    assert [pace.limit(now) for now in (10.0, 12.5, 15.0)] == [24, 26, 28]
+
+
 @pytest.mark.parametrize(("setting", "limit"), [("bound", math.inf), (0.0, 8), (1.0, 16), (2.5, 28)])
 def test_a_number_is_that_of_the_batches_beyond_the_one_that_is_trained(setting: float, limit: float):
     assert RunAhead(setting, 8).limit(0.0) == limit
@@ -70,23 +80,37 @@ def test_lengths_that_triple_are_known_within_four_batches():
     assert pace.filtered == pytest.approx(0.873, abs=0.01)
 
 
-def test_the_slack_grows_after_a_step_that_waited_while_leases_were_held_back_and_shrinks_again():
-    pace = timed(group_s=10.0, step_s=10.0)
+def test_the_slack_grows_with_a_wait_while_leases_were_held_back_and_shrinks_again():
+    pace = timed(group_s=10.0, step_s=10.0, num_steps=5)
     pace.hold(26, 5.0)
     pace.trained(10.0)
     pace.took(10.1)  # 1 % of a step is no wait
     assert pace.slack == SLACK
     pace.hold(26, 15.0)
     pace.trained(20.1)
-    pace.took(21.0)
-    assert pace.slack == pytest.approx(1.32)
-    pace.trained(31.0)
-    pace.took(131.0)  # nothing was held back of which groups could have come
-    assert pace.slack == pytest.approx(1.32 * 0.995)
-    for step in range(100):
-        pace.trained(141.0 + 10 * step)
-        pace.took(141.0 + 10 * step)
+    pace.took(22.1)
+    assert pace.slack == pytest.approx(1.2 * 1.1)  # a fifth of a step: 1 + 0.5 / 5
+    pace.hold(26, 27.1)
+    pace.trained(32.1)
+    pace.took(132.1)  # nothing was held back of which groups could have come
+    assert pace.slack == pytest.approx(1.32 * 0.998)
+    pace.hold(26, 142.0)
+    pace.trained(142.1)
+    pace.took(161.0)  # more than a step counts as one
+    assert pace.slack == pytest.approx(1.32 * 0.998 * 1.5)
+    for step in range(300):
+        pace.trained(171.0 + 10 * step)
+        pace.took(171.0 + 10 * step)
     assert pace.slack == SLACK
+
+
+def test_waits_of_the_first_five_steps_leave_the_slack_alone():
+    pace = timed(group_s=10.0, step_s=10.0, num_steps=3)
+    for now, slack in ((10.0, SLACK), (30.0, 1.5 * SLACK)):  # the first has four steps behind it, the second five
+        pace.hold(26, now)
+        pace.trained(now)
+        pace.took(now + 10.0)
+        assert pace.slack == pytest.approx(slack)
 
 
 def test_while_a_step_waits_a_quarter_of_a_batch_more_is_given_in_each_quarter_of_a_step():

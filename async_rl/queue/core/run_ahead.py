@@ -8,8 +8,9 @@ admits, and all data is nearly as old as that. So leases also wait while at leas
 training groups are taken, in flight or queued. G are the groups of a batch, L the mean seconds from a lease to its
 group's return, S the seconds of the learner's own step, f the share of groups that the filter leaves out. By Little's
 law G L / (S (1 - f)) groups are in flight where groups arrive as fast as the learner trains them; one batch is trained
-meanwhile, and one is ready. The slack q makes up for what means don't say: it grows when the learner waited for groups
-while leases were held back, and shrinks slowly while it does not.
+meanwhile, and one is ready. The slack q makes up for what means don't say: it grows with the time for which the
+learner waited for groups while leases were held back, and shrinks slowly while it does not. It does so once enough
+steps are timed: before, waits say only that they are not.
 
 Pace only delays leases. While the learner waits for a batch, more are given all the time, up to what the bound admits,
 so lost generators, failures and filtered groups never keep a batch from being sampled. What is known is not stored: a
@@ -31,12 +32,14 @@ BEFORE_KNOWN = 3
 """Batches before the first step and the first group were timed: one is trained, one is ready, one is sampled."""
 SLACK = 1.2
 """The least slack."""
-_GROWTH, _SHRINKING = 1.1, 0.995
-"""Factors of the slack after a step that waited for groups, and after any other."""
+_GROWTH, _SHRINKING = 0.5, 0.998
+"""The slack grows by this share of itself for a wait as long as a step, and after any other step it shrinks by this
+factor. So it settles where waits take 0.4 % of the time."""
 _WAIT = 0.02
 """A step waited if it took this share of the learner's own step."""
 _STEPS = 5
-"""S is the median of the last five steps: one with a checkpoint does not change it, and three longer ones do."""
+"""S is the median of the last five steps: one with a checkpoint does not change it, and three longer ones do. The slack
+stays as it is until there are five."""
 _BATCHES = 2.0
 """L and f are means in which older groups count less and less: after so many batches about a third as much."""
 _PARTS = 4
@@ -86,11 +89,12 @@ class RunAhead:
 
     def took(self, now: float) -> None:
         """Record that the learner got its batch."""
-        if self._asked_at is not None and self.step_s:
-            has_waited = now - self._asked_at > _WAIT * self.step_s
+        if self._asked_at is not None and self.step_s and len(self._steps) == _STEPS:
+            waited = (now - self._asked_at) / self.step_s
             # A lease that was held back earlier would not have returned by now.
             was_held = now - self._held_at < self.group_s + self.step_s
-            self.slack = max(SLACK, self.slack * (_GROWTH if has_waited and was_held else _SHRINKING))
+            growth = 1 + _GROWTH * min(1.0, waited)
+            self.slack = max(SLACK, self.slack * (growth if waited > _WAIT and was_held else _SHRINKING))
         self._taken_at, self._asked_at, self._held_limit = now, None, None
 
     def trained(self, now: float) -> None:
@@ -105,9 +109,9 @@ class RunAhead:
             return math.inf
         if self.setting != "auto":
             return math.ceil(self.groups_per_step * (1 + self.setting))
-        if not self.group_s or not self.step_s:
-            return BEFORE_KNOWN * self.groups_per_step
-        batches = 2 + self.slack * self.group_s / (self.step_s * max(1e-3, 1 - self.filtered))
+        batches: float = BEFORE_KNOWN
+        if self.group_s and self.step_s:
+            batches = 2 + self.slack * self.group_s / (self.step_s * max(1e-3, 1 - self.filtered))
         return math.ceil(self.groups_per_step * (batches + self._num_waited(now) / _PARTS))
 
     def hold(self, limit: float, now: float) -> None:
@@ -133,5 +137,5 @@ class RunAhead:
 
     def _num_waited(self, now: float) -> int:
         """Return the number of quarters of a step for which the learner has waited."""
-        waited_s = 0.0 if self._asked_at is None else now - self._asked_at
+        waited_s = 0.0 if self._asked_at is None or not self.step_s else now - self._asked_at
         return int(waited_s / self._part_s + 1e-9)  # not one too few at the time of a change
