@@ -74,6 +74,11 @@ class SimulatedGenerator:
         self.version, self._at = version, max(self._at, now) + pause_s
         self._submit()
 
+    def change_pace(self, step_s: Callable[[int], float], now: float) -> None:
+        """Let decode steps take ``step_s(n)`` seconds from now on."""
+        self._advance(now)
+        self._step_s = step_s
+
     def accept(self, lease: Lease, lengths: Sequence[int], now: float) -> None:
         """Add a granted lease, whose rollouts will have these lengths."""
         self._advance(now)

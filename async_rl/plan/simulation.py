@@ -77,10 +77,10 @@ def simulate(config: Config, rates: Rates, setting: Setting, *, num_steps: int |
     Raises:
         ConfigError: the config can't have this bound.
     """
-    return _Simulation(config, rates, setting, num_steps).run()
+    return Simulation(config, rates, setting, num_steps).run()
 
 
-class _Simulation:
+class Simulation:
     """One run: the events in the heap, and what each of them causes at the queue."""
 
     def __init__(self, config: Config, rates: Rates, setting: Setting, num_steps: int | None) -> None:
