@@ -248,7 +248,7 @@ class QueueStats(msgspec.Struct, frozen=True):
         prompts_too_long: the number of prompts that were excluded as too long.
         epoch: the epoch of the newest sampled prompt.
         alive_generators: the ids of the generators that are alive.
-        curriculum: metrics of ``data.curriculum``, by name. Empty without a curriculum.
+        metrics: metrics of ``data.curriculum`` and ``queue.run_ahead``, by name.
     """
 
     depth: int
@@ -260,7 +260,7 @@ class QueueStats(msgspec.Struct, frozen=True):
     prompts_too_long: int = 0
     epoch: int = 0
     alive_generators: tuple[str, ...] = ()
-    curriculum: Mapping[str, float] = {}
+    metrics: Mapping[str, float] = {}
 
 
 class Batch(msgspec.Struct, frozen=True):

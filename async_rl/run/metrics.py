@@ -217,10 +217,15 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "queue/depth": "Number of groups that are ready in the queue.",
         "queue/bytes": "Size of the ready groups and of finished evaluation groups, in bytes.",
         "queue/in_flight": "Number of groups that are being sampled.",
+        "queue/run_ahead_limit": "Most groups taken, in flight and ready together (queue.run_ahead); absent if none.",
+        "queue/run_ahead_held": "1 if this limit held a lease back while the learner trained the step, else 0.",
+        "queue/run_ahead_slack": "Slack in the limit: it grows after steps that waited for groups held back.",
     },
     "Time": {
         "time/step_s": "Seconds that the step took.",
         "time/wait_s": "Seconds in which the learner waited for groups.",
+        "time/group_s": "Mean seconds from a lease to its group, newer groups counting more (L of queue.run_ahead).",
+        "time/own_step_s": "Median of the seconds of the last five steps, without waits (S of queue.run_ahead).",
         "time/train_s": "Seconds in which the learner trained; the next seven are parts of it.",
         "time/prepare_s": "Seconds in which the learner prepared the batch: masks, advantages, and the scores that "
         "the loss needs.",
@@ -263,8 +268,9 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "the next three add up to idle/generators, but for pauses and what happens between decode steps.",
         "idle/environment": "Share in which they decoded nothing and waited for environments.",
         "idle/weights": "Share in which they decoded nothing and waited for a version of the weights.",
-        "idle/leases": "Share in which they decoded nothing and had no lease: the queue is full (the staleness bound), "
-        "or grants none.",
+        "idle/leases": "Share in which they decoded nothing and had no lease: sampling is as far ahead as "
+        "queue.run_ahead or the staleness bound lets it, or the queue grants none.",
+        "idle/spare": "Share of the generators that the others could replace with full batches, by time/decode_*.",
         "overlap/efficiency": "Busy seconds per step of the busier side (time/generate_s, or the learner's) divided "
         "by time/step_s; 1 is perfect overlap.",
         "throughput/trained_tokens_per_s": "Trained tokens per second.",

@@ -63,6 +63,9 @@ METRICS: Mapping[Role, Mapping[str, Metric]] = {
         "async_rl_learner_step_seconds": Metric("time/step_s", "", "Duration of the last step."),
         "async_rl_learner_idle_ratio": Metric("idle/learner", "", "Share of the step in which the learner waited."),
         "async_rl_learner_generators_idle_ratio": Metric("idle/generators", "", "The same of all generators."),
+        "async_rl_learner_run_ahead_limit_groups": Metric("queue/run_ahead_limit", "", "Limit of queue.run_ahead."),
+        "async_rl_learner_group_seconds": Metric("time/group_s", "", "Mean time from a lease to its group."),
+        "async_rl_learner_own_step_seconds": Metric("time/own_step_s", "", "Duration of a step without its waits."),
         "async_rl_learner_trained_tokens_per_second": Metric(
             "throughput/trained_tokens_per_s", "", "Trained tokens per second."
         ),

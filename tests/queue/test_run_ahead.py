@@ -155,3 +155,25 @@ def test_a_lost_generator_does_not_hold_back_the_batch_that_a_step_waits_for():
         state.expire(deadline)
     assert state.revision > revision  # so the requests that wait are tried again
     assert len(leases(state, 20, version=3, generator="alive", now=30.0 + 9)) == 2
+
+
+def test_the_metrics_have_the_limit_its_parts_and_whether_a_lease_was_held_back_in_the_step():
+    pace = timed(group_s=10.0, step_s=10.0)
+    known = {"time/group_s": 10.0, "time/own_step_s": 10.0, "queue/run_ahead_limit": 26, "queue/run_ahead_slack": 1.2}
+    pace.trained(10.0)
+    assert pace.metrics(10.0) == {**known, "queue/run_ahead_held": 0.0}
+    pace.took(10.0)
+    pace.hold(26, 12.0)
+    pace.trained(20.0)
+    assert pace.metrics(20.0) == {**known, "queue/run_ahead_held": 1.0}
+    pace.took(20.0)
+    pace.trained(30.0)
+    assert pace.metrics(30.0)["queue/run_ahead_held"] == 0.0
+
+
+def test_before_anything_is_known_and_without_pace_the_metrics_are_those_that_exist():
+    assert RunAhead("auto", 8).metrics(0.0) == {
+        "queue/run_ahead_limit": 24, "queue/run_ahead_held": 0.0, "queue/run_ahead_slack": 1.2
+    }  # fmt: skip
+    assert RunAhead("bound", 8).metrics(0.0) == {}
+    assert RunAhead(1.0, 8).metrics(0.0) == {"queue/run_ahead_limit": 16, "queue/run_ahead_held": 0.0}

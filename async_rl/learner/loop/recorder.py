@@ -288,8 +288,10 @@ class StepClock:
         activations = now.num_activations - before.num_activations
         # All decode steps since the start count: those of one step are too much alike to show what a sequence takes.
         times = decode_times(now.decoded)
+        slots, busy_s = now.max_running / len(alive_generators), now.busy_s - before.busy_s
+        running = (now.busy_sequence_s - before.busy_sequence_s) / max(busy_s, 1e-9)
         return {
-            "idle/generators": min(max(1.0 - (now.busy_s - before.busy_s) / (now.wall_s - before.wall_s), 0.0), 1.0),
+            "idle/generators": min(max(1.0 - busy_s / (now.wall_s - before.wall_s), 0.0), 1.0),
             "throughput/generated_tokens_per_s": (now.num_tokens - before.num_tokens) / each_s,
             "time/pause_s": (now.pause_s - before.pause_s) / activations if activations else 0.0,
             "time/generate_s": generate,
@@ -297,5 +299,15 @@ class StepClock:
             "time/environment_s": (now.environment_s - before.environment_s) / (now.wall_s - before.wall_s) * wall,
             **{f"idle/{cause}": share(f"idle_{cause}_s") for cause in ("grading", "environment", "weights", "leases")},
             "overlap/efficiency": max(generate, learner_busy) / wall,
-            **({} if times is None else {"time/decode_step_s": times[0], "time/decode_sequence_s": times[1]}),
+            **({} if times is None else _decode_metrics(times, generate / wall, running=running, slots=slots)),
         }
+
+
+def _decode_metrics(times: tuple[float, float], used: float, *, running: float, slots: float) -> dict[str, float]:
+    """Return the metrics of decode steps that take ``times``, of which ``used`` is the share of all slots in use.
+
+    Full batches would take longer for each step than those of ``running`` sequences, but have more in it.
+    """
+    step_s, sequence_s = times
+    needed = used * (step_s + sequence_s * slots) / (step_s + sequence_s * running)
+    return {"time/decode_step_s": step_s, "time/decode_sequence_s": sequence_s, "idle/spare": max(0.0, 1.0 - needed)}

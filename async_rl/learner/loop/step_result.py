@@ -252,7 +252,7 @@ def queue_metrics(queue: QueueStats) -> dict[str, float]:
         "queue/bytes": queue.bytes,
         "queue/in_flight": queue.in_flight,
         "generators": queue.num_generators,
-        **queue.curriculum,
+        **queue.metrics,
     }
 
 

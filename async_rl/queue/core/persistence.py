@@ -376,6 +376,7 @@ def status(state: QueueState, now: float) -> dict[str, Any]:
         "num_steps": state.most_steps,
         "finished": bool(learner and learner.finished),
         "announced": {name: getattr(announced, name) for name in _ANNOUNCED} if announced else None,
+        "run_ahead": state.run_ahead.metrics(state.now),
         "depth": len(state.queued),
         "bytes": state.group_bytes + state.evals.num_bytes,
         "bytes_pinned": sum(g.ref.length for g in state.snapshot_refs.groups if not state.is_live(g.lease_id)),

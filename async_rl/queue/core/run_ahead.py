@@ -76,6 +76,16 @@ class RunAhead:
         """S; 0 before the first step."""
         return median(self._steps) if self._steps else 0.0
 
+    def metrics(self, now: float) -> dict[str, float]:
+        """Return the metrics of the step that has just been trained, by name; without what is not known yet."""
+        limit = self.limit(now)
+        known = {"time/group_s": self.group_s, "time/own_step_s": self.step_s}
+        found = {name: seconds for name, seconds in known.items() if seconds}
+        if limit < math.inf:
+            is_held = bool(self._steps) and now - self._held_at <= self._steps[-1]
+            found |= {"queue/run_ahead_limit": limit, "queue/run_ahead_held": float(is_held)}
+        return found | ({"queue/run_ahead_slack": self.slack} if self.setting == "auto" else {})
+
     def attach(self) -> None:
         """Forget the learner's steps: another learner may be slower or faster, or sit on another machine."""
         self._steps.clear()

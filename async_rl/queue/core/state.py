@@ -557,7 +557,7 @@ class QueueState(PersistedState):
             ledger=self.ledger_dict(),
             prompts_too_long=self.prompts_too_long,
             epoch=self.stream.epoch,
-            curriculum=self._curriculum_metrics(),
+            metrics={**self._curriculum_metrics(), **self.run_ahead.metrics(self.now)},
             alive_generators=tuple(sorted(entry.generator_id for entry in alive)),
         )
 

@@ -12,7 +12,7 @@ import pytest
 
 from async_rl.learner.loop import recorder
 from async_rl.learner.loop.recorder import StepClock, WaitLog, log_rollouts
-from async_rl.queue.messages import GeneratorStats, TakenGroup
+from async_rl.queue.messages import Decoded, GeneratorStats, TakenGroup
 from tests.generator.leases import make_lease
 from tests.queue.builders import group, make_config
 
@@ -95,6 +95,34 @@ def test_generator_figures_are_differences_between_laps():
     assert abs(row["throughput/generated_tokens_per_s"] - 5.0) < 1e-9
     assert abs(row["time/pause_s"] - 0.1) < 1e-9
     assert row["time_s"] >= 100.0
+
+
+@pytest.mark.parametrize(
+    ("sequence_s", "spare"),
+    [
+        (0.0, 0.75),  # a step of 8 takes as long as one of 2, so a quarter of the time would do
+        (0.01, 0.625),  # 0.10 + 0.08 instead of 0.10 + 0.02 s: 0.25 * 0.18 / 0.12 = 0.375 of the time
+    ],
+)
+def test_generators_have_to_spare_what_full_batches_would_save(sequence_s: float, spare: float):
+    def decoded(running: int, num_steps: int) -> Decoded:
+        busy_s = num_steps * (0.1 + sequence_s * running)
+        return Decoded(busy_s, busy_s * running, num_steps * running)
+
+    clock = StepClock(elapsed_s=0.0)
+    first, later = decoded(4, 100), decoded(2, 100)
+    before = GeneratorStats(
+        max_running=16, wall_s=100, busy_s=first.busy_s, busy_sequence_s=first.busy_sequence_s,
+        decoded=(Decoded(), Decoded(), first),
+    )  # fmt: skip
+    wall_s = later.busy_s  # of two generators together, both busy all the time
+    after = GeneratorStats(
+        max_running=16, wall_s=100 + wall_s, busy_s=first.busy_s + later.busy_s,
+        busy_sequence_s=first.busy_sequence_s + later.busy_sequence_s, decoded=(Decoded(), later, first),
+    )  # fmt: skip
+    clock.lap(before, alive_generators=("a", "b"), trained_tokens=0)
+    row = clock.lap(after, alive_generators=("a", "b"), trained_tokens=0)
+    assert row["idle/spare"] == pytest.approx(spare)
 
 
 def test_counters_of_rewards_are_metrics():
