@@ -21,7 +21,7 @@ from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.metrics import Row
 from async_rl.run.starts import Origin, first_steps, read_origin
-from async_rl.run.step_log import eval_figures, is_metrics_row, read_rows
+from async_rl.run.step_log import eval_figures, is_metrics_row, mean_of, read_rows
 
 WARM_UP = 0.1
 """Share of a run's steps, at its beginning, that means over steps leave out. At least one step remains."""
@@ -145,19 +145,19 @@ def summarise(path: Path) -> RunSummary:
         is_finished=run_dir.is_finished,
         steps_per_s=steps_per_s,
         speed_error=None if error is None else error * steps_per_s,
-        overlap=_mean(warm, "overlap/efficiency", "time/step_s"),
-        idle_learner=_mean(warm, "idle/learner", "time/step_s"),
-        idle_generators=_mean(warm, "idle/generators", "time/step_s"),
-        idle_grading=_mean(warm, "idle/grading", "time/step_s"),
-        idle_environment=_mean(warm, "idle/environment", "time/step_s"),
-        staleness_mean=_mean(warm, "staleness/mean", "tokens/trained"),
+        overlap=mean_of(warm, "overlap/efficiency", "time/step_s"),
+        idle_learner=mean_of(warm, "idle/learner", "time/step_s"),
+        idle_generators=mean_of(warm, "idle/generators", "time/step_s"),
+        idle_grading=mean_of(warm, "idle/grading", "time/step_s"),
+        idle_environment=mean_of(warm, "idle/environment", "time/step_s"),
+        staleness_mean=mean_of(warm, "staleness/mean", "tokens/trained"),
         staleness_max=max((row["staleness/max"] for row in warm if row.get("staleness/max") is not None), default=None),
-        ess=_mean(warm, "ratio/ess", "tokens/trained"),
-        clip_fraction=_mean(warm, "ratio/clip_fraction", "tokens/trained"),
+        ess=mean_of(warm, "ratio/ess", "tokens/trained"),
+        clip_fraction=mean_of(warm, "ratio/clip_fraction", "tokens/trained"),
         mismatch_by_lag=_by_lag(warm),
         dropped=_dropped(ledger),
         masked=_masked(ledger),
-        reward=_mean(steps[-max(1, len(steps) // 10) :], "reward/mean", None),
+        reward=mean_of(steps[-max(1, len(steps) // 10) :], "reward/mean", None),
         curve=[
             (row["step"], training_s(row["time_s"], startups), row["reward/mean"])
             for row in steps
@@ -173,16 +173,9 @@ def _is_whole(row: Row) -> bool:
     return is_metrics_row(row, needed=("time_s", "time/step_s")) and (row.get("time/step_s") or 1) > 0
 
 
-def _mean(rows: Sequence[Row], key: str, weight: str | None) -> float | None:
-    """Return the mean of ``key`` over the rows that have it, weighted by the key ``weight`` if given. None if none."""
-    pairs = [(row[key], 1.0 if weight is None else row.get(weight) or 0.0) for row in rows if row.get(key) is not None]
-    total = sum(share for _, share in pairs)
-    return sum(value * share for value, share in pairs) / total if total > 0 else None
-
-
 def _by_lag(rows: Sequence[Row]) -> dict[int, float]:
     lags = sorted({int(found[1]) for row in rows for key in row if (found := _LAG.fullmatch(key))})
-    means = {lag: _mean(rows, f"mismatch_kl/lag_{lag}", f"lag_{lag}/tokens") for lag in lags}
+    means = {lag: mean_of(rows, f"mismatch_kl/lag_{lag}", f"lag_{lag}/tokens") for lag in lags}
     return {lag: mean for lag, mean in means.items() if mean is not None}
 
 

@@ -33,10 +33,11 @@ from async_rl.run.progress import (
     RunProgress,
     duration,
     eval_lines,
-    generator_waits,
+    idle_text,
     is_step_row,
     number_text,
     step_line,
+    who_waits,
 )
 from async_rl.run.step_log import Row, StepLogTail
 from async_rl.terminal import visible, visible_values
@@ -283,12 +284,9 @@ class LiveView:
         table.add_row("queue", self._queue_text(row))
         trained, generated = (row.get(f"throughput/{side}_tokens_per_s") for side in ("trained", "generated"))
         table.add_row("tokens/s", f"trained {number_text(trained)}, generated {number_text(generated)}")
-        waits = generator_waits(row)
-        table.add_row(
-            "idle",
-            f"learner {_share(row.get('idle/learner'))}, generators {_share(row.get('idle/generators'))}"
-            + (f" ({waits})" if waits else ""),
-        )
+        table.add_row("idle", idle_text(row))
+        if text := who_waits(self._progress.rows):
+            table.add_row("who waits for whom", text)
 
     def _queue_text(self, row: Row) -> str:
         status = self._poller.latest if self._poller is not None else {}
@@ -338,7 +336,3 @@ def _waits_text(waits: Sequence[Mapping[str, Any]]) -> str:
     ]
     more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
     return ", ".join(shown[:3]) + more
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"

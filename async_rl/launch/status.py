@@ -25,8 +25,9 @@ from async_rl.queue.messages import DOCTOR
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import holder_of
+from async_rl.run.progress import ETA_STEPS, who_waits
 from async_rl.run.queue_files import QueueRecord, read_record
-from async_rl.run.step_log import last_step
+from async_rl.run.step_log import last_step, newest_metrics
 from async_rl.terminal import visible, visible_values
 
 _LABELS = {
@@ -35,6 +36,7 @@ _LABELS = {
     "learner_alive": "learner is alive",
     "learner_trouble": "problem of the learner",
     "lease_bound": "staleness bound of new leases",
+    "who_waits": "who waits for whom",
     "depth": "groups ready",
     "evaluations": "evaluations",
     "prompts_too_long": "prompts too long",
@@ -126,7 +128,8 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None, *, lift
     """
     run_dir = RunDir(path)
     changes = [line for change in read_changes(run_dir) for line in change.lines]
-    of_files = {"mirror": mirror_line(run_dir), "changes": changes}
+    waits = who_waits(newest_metrics(run_dir.metrics)[-ETA_STEPS:])
+    of_files = {"mirror": mirror_line(run_dir), "changes": changes, "who_waits": waits}
     known = {key: found for key, found in of_files.items() if found}
     if run_dir.is_finished and lift is None and (ledger := run_dir.read_ledger()):
         of_ledger = {key: ledger.pop(key) for key in _OF_THE_RUN if key in ledger}
@@ -264,6 +267,8 @@ def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
         value = rest.pop(key, None)
         if value not in ("", None, []) and (value or key not in _ONLY_IF_ANY):
             yield label, _text(value)
+    if (limit := (rest.pop("run_ahead", None) or {}).get("queue/run_ahead_limit")) is not None:
+        yield "taken, in flight and ready", f"at most {limit:.0f} groups (queue.run_ahead)"
     for text in (rest.pop("group_notes", None) or {}).values():
         yield "note", text
     if "max_bytes" in rest:

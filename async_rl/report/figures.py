@@ -22,9 +22,9 @@ from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import holder_of
 from async_rl.run.metrics import METRIC_KEYS, Row
-from async_rl.run.progress import is_step_row
+from async_rl.run.progress import is_step_row, who_waits
 from async_rl.run.starts import first_steps, read_origin
-from async_rl.run.step_log import eval_figures, iter_metrics
+from async_rl.run.step_log import eval_figures, iter_metrics, mean_of
 from async_rl.run.thinning import thinned
 
 Plain = dict[str, Any]
@@ -74,6 +74,7 @@ def read_run(path: Path) -> Plain:
         "columns": _columns(run_dir),
         "evals": evals,
         "timeline": timeline(rows),
+        "who_waits": who_waits(rows),
         "lags": lags(rows),
         "ledger": {unit: ledger[unit] for unit in ("groups", "rollouts", "tokens") if unit in ledger},
         "outcomes": ledger.get("outcomes", {}),
@@ -271,11 +272,6 @@ def _headline(rows: Sequence[Row], evals: Mapping[str, Plain]) -> list[Plain]:
     seconds = sum(row.get("time/step_s") or 0.0 for row in rows) or 1e-9
     trained = sum(row["tokens/trained"] for row in rows)
 
-    def mean(key: str) -> float | None:
-        pairs = [(row[key], row.get("time/step_s") or 0.0) for row in rows if row.get(key) is not None]
-        weight = sum(w for _, w in pairs)
-        return sum(value * w for value, w in pairs) / weight if weight else None
-
     if not evals:
         count = max(1, len(rows) // 10)
         rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
@@ -300,7 +296,7 @@ def _headline(rows: Sequence[Row], evals: Mapping[str, Plain]) -> list[Plain]:
         ("idle/learner", "learner waits", "of the time"),
         ("idle/generators", "generators idle", "of the time, mean"),
     ):
-        if (value := mean(key)) is not None:
+        if (value := mean_of(rows, key, "time/step_s")) is not None:
             found.append({"label": label, "value": f"{100 * value:.0f} %", "detail": detail})
     return found
 

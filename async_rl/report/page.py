@@ -35,7 +35,7 @@ _SCRIPTS = ("base.js", "rollouts.js", "views.js")
 _LEVEL = 6
 _IN_TEMPLATE = (
     "name", "path", "state", "step", "steps", "origin", "starts", "headline", "notes", "changes", "settings",
-    "config_text",
+    "config_text", "who_waits",
 )  # fmt: skip
 _IN_SCRIPT = ("name", "bound", "starts", "columns", "evals", "timeline", "lags", "ledger")
 """What the template shows of a run, and what the page's script gets."""

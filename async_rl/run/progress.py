@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from async_rl.run.step_log import Row, eval_figures
+from async_rl.run.step_log import Row, eval_figures, mean_of
 
 ETA_STEPS = 20
 
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 _WAITS = {"grading": "for grading", "environment": "for environments", "weights": "for weights", "leases": "for leases"}
 """What generators wait for while they decode nothing, as text, by the metrics' names below ``idle/``."""
 _SHOWN_WAIT = 0.05
+MUCH_IDLE = 0.1
+"""Share of the time from which a side counts as idle."""
 _GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
 
 
@@ -40,6 +43,7 @@ class RunProgress:
     Attributes:
         num_steps: the number of steps of the whole run.
         step_row: the row of the newest step; empty before the first step.
+        rows: the rows of the last ``ETA_STEPS`` steps of this launch.
         evals: for each evaluation set, pairs (step, accuracy) in the order of the evaluations.
     """
 
@@ -47,29 +51,29 @@ class RunProgress:
         self.num_steps = num_steps
         self.step_row: Row = {}
         self.evals: dict[str, list[tuple[int, float]]] = {}
-        self._times: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS)
+        self.rows: deque[Row] = deque(maxlen=ETA_STEPS)
         for row in history:
             self.add(row)
-        self._times.clear()
+        self.rows.clear()
         for key in _GENERATOR_KEYS:  # of generators that have ended
             self.step_row.pop(key, None)
 
     @property
     def is_training(self) -> bool:
         """Whether this launch has trained a step, and has further steps to train."""
-        return bool(self._times) and self.step_row["step"] < self.num_steps
+        return bool(self.rows) and self.step_row["step"] < self.num_steps
 
     def add(self, row: Row) -> None:
         """Take the figures from ``row``, the next row of ``metrics.jsonl``."""
         for dataset, accuracy in eval_accuracies(row).items():
             self.evals.setdefault(dataset, []).append((row["step"], accuracy))
         if is_step_row(row):
-            if self._times and row["step"] <= self._times[-1][0]:
-                self._times.clear()  # rolled back: measure the pace again
+            if self.rows and row["step"] <= self.rows[-1]["step"]:
+                self.rows.clear()  # rolled back: measure the pace again
             # Generators report less often than the learner steps: show their figures until the next ones.
             kept = {key: self.step_row[key] for key in _GENERATOR_KEYS if key in self.step_row}
             self.step_row = kept | row
-            self._times.append((row["step"], row["time_s"]))
+            self.rows.append(row)
 
     @property
     def eta_s(self) -> float | None:
@@ -77,16 +81,50 @@ class RunProgress:
 
         None if this launch has seen fewer than two steps.
         """
-        if len(self._times) < 2:
+        if len(self.rows) < 2:
             return None
-        (first_step, first_s), (last_step, last_s) = self._times[0], self._times[-1]
-        return (last_s - first_s) / (last_step - first_step) * max(0, self.num_steps - last_step)
+        first, last = self.rows[0], self.rows[-1]
+        pace = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
+        return pace * max(0, self.num_steps - last["step"])
+
+
+def idle_text(row: Row) -> str:
+    """Return the idle shares of a step and what the generators waited for; empty if the row has none."""
+    shares = {who: row.get(f"idle/{who}") for who in ("learner", "generators")}
+    waits = generator_waits(row)
+    text = ", ".join(f"{who} {share:.0%}" for who, share in shares.items() if share is not None)
+    return f"{text} ({waits})" if text and waits else text
 
 
 def generator_waits(row: Row) -> str:
     """Return what the generators waited for while they were idle, as in "60% for grading, 5% for leases"."""
     shares = {words: row.get(f"idle/{cause}") or 0.0 for cause, words in _WAITS.items()}
     return ", ".join(f"{share:.0%} {words}" for words, share in shares.items() if share >= _SHOWN_WAIT)
+
+
+def who_waits(rows: Iterable[Row]) -> str:
+    """Return a sentence on which side waited for the other in the steps of ``rows``, and why; empty if none did much.
+
+    A rank of the learner that samples has no lease while it trains, which is no wait: such rows say nothing.
+    """
+    steps = [row for row in rows if is_step_row(row) and "idle/learner_used" not in row]
+    keys = ("idle/learner", "idle/spare", "queue/run_ahead_held", "idle/grading", "idle/environment")
+    means = {key: mean_of(steps, key, "time/step_s") or 0.0 for key in keys}
+    learner, spare, is_held = means["idle/learner"], means["idle/spare"], means["queue/run_ahead_held"] > 0.5
+    if max(learner, spare) <= MUCH_IDLE:
+        return ""
+    if learner <= MUCH_IDLE:
+        count = steps[-1].get("generators") or 0
+        needed = math.ceil((1 - spare) * count - 1e-9)
+        fewer = f"; {needed} of {count} generators would do" if is_held and needed < count else ""
+        return f"generators have {spare:.0%} to spare: the learner is the slower side{fewer}"
+    waits = f"the learner waits {learner:.0%} of the time for generators"
+    if causes := generator_waits(means):
+        return f"{waits}, which wait {causes}"
+    if spare > 2 * MUCH_IDLE:
+        limits = "queue.run_ahead" if is_held else "queue.max_staleness or queue.max_bytes"
+        return f"{waits}, which have {spare:.0%} to spare: {limits} holds them back"
+    return f"{waits}: more of them make the run faster"
 
 
 def is_step_row(row: Row) -> bool:
@@ -141,12 +179,7 @@ def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
         )
         if row.get(key) is not None
     ]
-    idle = [
-        f"{who} {row[f'idle/{who}']:.0%}" for who in ("learner", "generators") if row.get(f"idle/{who}") is not None
-    ]
-    if idle and (waits := generator_waits(row)):
-        idle[-1] += f" ({waits})"
-    parts += [f"idle {', '.join(idle)}"] if idle else []
+    parts += [f"idle {idle}"] if (idle := idle_text(row)) else []
     parts += [f"ETA {duration(eta_s)}"] if eta_s is not None else []
     return " | ".join(parts)
 

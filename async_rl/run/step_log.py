@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from async_rl.run.directory import appended_lines, is_figure, write_atomically
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+
+_NEWEST_BYTES = 1 << 18
+"""How much of the end of a file ``newest_metrics`` reads."""
 
 
 class StepLog:
@@ -129,7 +132,7 @@ class StepLogTail:
             self._offset = self._end()
             return []
         lines, self._offset = appended_lines(self._path, self._offset)
-        return [row for row in map(_row, lines) if row is not None and is_metrics_row(row)]
+        return _metrics_rows(lines)
 
     def _end(self) -> int:
         """Return the length of the file in bytes, without an incomplete last line."""
@@ -169,6 +172,14 @@ def iter_metrics(path: Path) -> Iterator[Row]:
     return iter_rows(path, is_whole=is_metrics_row)
 
 
+def newest_metrics(path: Path) -> list[Row]:
+    """Return the last rows of ``metrics.jsonl``, some dozens, at a cost that does not grow with the file."""
+    if not path.exists():
+        return []
+    lines, _ = appended_lines(path, max(0, path.stat().st_size - _NEWEST_BYTES))
+    return _metrics_rows(lines)
+
+
 def last_step(path: Path) -> int:
     """Return the highest step in ``metrics.jsonl``; 0 if there is none."""
     return max((row["step"] for row in iter_metrics(path)), default=0)
@@ -183,6 +194,13 @@ def is_metrics_row(row: Row, *, needed: Collection[str] = ("time_s",)) -> bool:
     """Return whether the figures of a row of ``metrics.jsonl`` can be computed with. A damaged file may have others."""
     figures = all(value is None or is_figure(value) for value in row.values())
     return figures and row["step"] >= 0 and ("version" not in row or all(is_figure(row.get(key)) for key in needed))
+
+
+def mean_of(rows: Iterable[Row], key: str, weight: str | None) -> float | None:
+    """Return the mean of ``key`` over the rows that have it, weighted by the key ``weight`` if given. None if none."""
+    pairs = [(row[key], 1.0 if weight is None else row.get(weight) or 0.0) for row in rows if row.get(key) is not None]
+    total = sum(share for _, share in pairs)
+    return sum(value * share for value, share in pairs) / total if total > 0 else None
 
 
 def eval_figures(row: Mapping[str, Any], needed: str | None = None) -> dict[str, dict[str, Any]]:
@@ -220,6 +238,10 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         for number, line in enumerate(file, start=1):
             if line.endswith("\n"):  # else a row that was never completed
                 yield number, line[:-1]
+
+
+def _metrics_rows(lines: Iterable[str]) -> list[Row]:
+    return [row for row in map(_row, lines) if row is not None and is_metrics_row(row)]
 
 
 def _row(line: str) -> Row | None:

@@ -905,6 +905,8 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "malformed": 0,
         "limited": 3,
         "learner_trouble": "pulls are slow",
+        "who_waits": "generators have 40% to spare",
+        "run_ahead": {"queue/run_ahead_limit": 26, "time/group_s": 1.5},
         "group_notes": {"wrong": "all 8 groups have only wrong answers"},
         "ledger": {
             "groups": groups,
@@ -929,6 +931,8 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
     for shown in (
         "step 3 of 8",
         "problem of the learner pulls are slow",
+        "who waits for whom generators have 40% to spare",
+        "taken, in flight and ready at most 26 groups (queue.run_ahead)",
         "finished no",
         "memory 0 B of groups, 1.5 KiB reserved by leases, limit 2 GiB",
         "weights version 2 from tcp://127.0.0.1:7",
@@ -952,7 +956,7 @@ def test_status_tables_show_what_is_not_zero_and_count_leases():
         "learner groups 0.5",
     ):
         assert shown in lines, (shown, lines)
-    unshown = ("why the run stops", "malformed", "queued", "dropped: expired", "ledger of evaluations")
+    unshown = ("why the run stops", "malformed", "queued", "dropped: expired", "ledger of evaluations", "run ahead")
     assert [line for line in lines if line.startswith(unshown)] == []
 
 

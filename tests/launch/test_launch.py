@@ -1039,6 +1039,16 @@ def test_the_live_view_keeps_what_goes_wrong_in_its_table(tmp_path: Path):
     assert (rows["ESS, KL"], rows["entropy, gradient"]) == ("0.01, 2.5", "0.125, 7.5")
 
 
+def test_the_live_view_says_who_waits_for_whom(tmp_path: Path):
+    console = Console(width=200, force_terminal=True, record=True, file=io.StringIO())
+    view = LiveView(console, tmp_path / "metrics.jsonl", 10)
+    shares = {"idle/learner": 0.0, "idle/generators": 0.45, "idle/leases": 0.4, "idle/spare": 0.6}
+    append(tmp_path / "metrics.jsonl", a_row(1, **{"time/step_s": 1.0}, **shares))
+    view.close()
+    table = " ".join(console.export_text().split())
+    assert "idle learner 0%, generators 45% (40% for leases) who waits for whom generators have 60% to spare" in table
+
+
 def test_most_answers_cut_at_the_limit_are_told_once_with_what_it_costs(tmp_path: Path):
     cut = {"length/truncated": 0.75, "reward/overlong": -0.5, "masked/truncated": 6}
     # Means over the last five steps: 0, 0.375, 0.5, 0.5625.

@@ -9,6 +9,7 @@ import pytest
 from async_rl.errors import RunError
 from async_rl.launch.summary import summary
 from async_rl.report.figures import MAX_BARS, MAX_POINTS, compact, lags, read_run, run_state, timeline
+from async_rl.report.page import render
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import acquire
 from tests.comparison.runs import step_row, write_run
@@ -38,6 +39,15 @@ def test_a_step_without_a_heartbeat_has_the_reading_of_the_next_one():
     found = timeline(rows)
     assert found["generators"]["decode"] == [0.6, 0.6, None]
     assert found["grading"] == [0.5, 0.5, 0.0]
+
+
+def test_the_page_says_who_waits_for_whom(tmp_path: Path):
+    rows = [step_row(step, idle__spare=0.4, queue__run_ahead_held=1.0, generators=5) for step in (1, 2)]
+    sentence = "generators have 40% to spare: the learner is the slower side; 3 of 5 generators would do"
+    run = read_run(write_run(tmp_path / "run", rows))
+    assert run["who_waits"] == sentence
+    assert f'<p class="lead">{sentence}.</p>' in render([run])
+    assert render([run, {**run, "name": "b", "who_waits": ""}]).count(f'<p class="lead">run: {sentence}.</p>') == 1
 
 
 def test_figures_of_a_staleness_are_means_over_its_tokens():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
-from async_rl.run.progress import StepLines
+from async_rl.run.progress import StepLines, who_waits
 
 
 def test_a_learner_logs_a_line_for_each_step_and_none_for_an_evaluation(caplog: pytest.LogCaptureFixture):
@@ -21,3 +22,36 @@ def test_a_learner_logs_a_line_for_each_step_and_none_for_an_evaluation(caplog: 
         "step 1/10 | reward 0.25 | generated 7 tok/s",
         "step 2/10 | reward 0.25 | generated 7 tok/s | ETA 16s",
     ]
+
+
+SPARE = "generators have 40% to spare: the learner is the slower side"
+WAITS = "the learner waits 30% of the time for generators"
+
+
+@pytest.mark.parametrize(
+    ("learner", "spare", "others", "sentence"),
+    [
+        (0.0, 0.4, {"queue/run_ahead_held": 1.0}, f"{SPARE}; 3 of 5 generators would do"),
+        (0.0, 0.4, {"queue/run_ahead_held": 1.0, "generators": 1}, SPARE),  # none can be left out
+        (0.0, 0.4, {}, SPARE),  # the bound decides
+        (0.3, 0.19, {}, f"{WAITS}: more of them make the run faster"),
+        (0.3, 0.4, {"idle/grading": 0.6, "idle/leases": 0.3}, f"{WAITS}, which wait 60% for grading"),
+        (0.3, 0.4, {}, f"{WAITS}, which have 40% to spare: queue.max_staleness or queue.max_bytes holds them back"),
+        (0.3, 0.4, {"queue/run_ahead_held": 1.0}, f"{WAITS}, which have 40% to spare: queue.run_ahead holds them back"),
+        (0.08, 0.09, {"queue/run_ahead_held": 1.0}, ""),
+        (0.3, 0.4, {"idle/learner_used": 0.5}, ""),  # a rank that trains has no lease
+    ],
+)
+def test_a_sentence_says_who_waits_and_why(learner: float, spare: float, others: dict[str, Any], sentence: str):
+    shared = {"version": 1, "tokens/trained": 9, "generators": 5, "time_s": 1.0, **others}
+    # A step of 1 s without waits and one of 2 s; the last has no heartbeat of a generator.
+    rows = [
+        {**shared, "step": 1, "time/step_s": 1.0, "idle/learner": 0.0, "idle/spare": 0.0},
+        {**shared, "step": 2, "time/step_s": 2.0, "idle/learner": 1.5 * learner, "idle/spare": 1.5 * spare},
+        {**shared, "step": 3, "time/step_s": 0.0, "idle/learner": 0.0},
+    ]
+    assert who_waits([*rows, {"step": 3, "eval/a/accuracy": 0.5}]) == sentence
+
+
+def test_without_steps_nobody_waits():
+    assert who_waits([]) == ""

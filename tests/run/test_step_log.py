@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.run import step_log
 from async_rl.run.directory import RunDir
 from async_rl.run.starts import first_steps
-from async_rl.run.step_log import StepLog, StepLogTail, read_rows
+from async_rl.run.step_log import StepLog, StepLogTail, newest_metrics, read_rows
 
 DAMAGED = (
     '{"step": 2, "loss": 0.5',
@@ -65,3 +66,13 @@ def test_a_start_is_found_beside_a_damaged_row(tmp_path: Path):
     rows = [{"step": 1, "lineage": "a"}, {"step": 2, "linfage": "a"}, {"step": 3, "lineage": "b"}]
     (tmp_path / "trained.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert first_steps(RunDir(tmp_path)) == [1, 3]
+
+
+def test_the_newest_rows_are_those_that_are_whole_at_the_end_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "metrics.jsonl"
+    assert newest_metrics(path) == []
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3, 4)) + '{"st')  # 12 bytes each
+    monkeypatch.setattr(step_log, "_NEWEST_BYTES", 4 + 2 * 12 + 5)
+    assert [row["step"] for row in newest_metrics(path)] == [3, 4]
