@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from async_rl.comparison.comparable import differing_keys, why_incomparable
 from async_rl.comparison.points import CLEARLY, ONE_RUN, Point, has_enough, mean_of_known, points_of
 from async_rl.comparison.summary import RunSummary
+from async_rl.run.progress import MUCH_IDLE
 
 PAYS = 1.05
 """A bound that is less than this factor faster than a lower bound does not pay."""
 _LOW_ESS = 0.9
 _LOW_OVERLAP = 0.9
-_IDLE = 0.1
 _LOST = 0.02
 
 
@@ -203,15 +203,14 @@ def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
                 f"Whether a higher bound pays: async-rl sweep CONFIG --over queue.max_staleness={_higher(bound)}.",
             ),
         )
-    if generators is not None and generators > _IDLE and staleness is not None and staleness > 0.8 * bound:
+    config = summaries[0].config
+    fills = config.queue.run_ahead == "bound" and config.learner.fixed_lag is None
+    if fills and (generators or 0.0) > MUCH_IDLE and staleness is not None and staleness > 0.8 * bound:
         return Advice(
-            f"Lower queue.max_staleness below {bound}: this costs no speed.",
-            (
-                f"Generators idle {generators:.0%} of the time, and data is {staleness:.1f} versions old on average: "
-                f"the queue is full.",
-            ),
+            'Set queue.run_ahead = "auto": younger data at the same speed.',
+            (f"Generators idle {generators:.0%} of the time, and data is {staleness:.1f} versions old: it waited.",),
         )
-    if learner is not None and learner > _IDLE:
+    if learner is not None and learner > MUCH_IDLE:
         return Advice(
             "Add generators, or raise generator.batch_size.", (f"The learner waits {learner:.0%} of the time.",)
         )
@@ -225,7 +224,7 @@ def _slow_scores(summaries: Sequence[RunSummary]) -> Advice | None:
     """Return the advice for runs whose generators wait mostly for rewards or environments; None for others."""
     grading = mean_of_known(summary.idle_grading for summary in summaries) or 0.0
     environment = mean_of_known(summary.idle_environment for summary in summaries) or 0.0
-    if max(grading, environment) <= _IDLE:
+    if max(grading, environment) <= MUCH_IDLE:
         return None
     if grading >= environment:
         return Advice(

@@ -36,6 +36,9 @@ _ROUNDING = 1e-6
 _NO_GRADIENT = 1e-9
 """Norm below which a gradient counts as zero."""
 
+_READY = 2.0
+"""About how many versions data ages in the queue if sampling is paced (``queue.run_ahead``)."""
+
 Figures = Mapping[str, float]
 """Finite figures of one step, or their medians over the beginning, by the names of the metrics."""
 
@@ -293,9 +296,13 @@ def _is_better(step: Figures, beginning: Figures) -> bool:
 def _slower(step: Figures) -> str:
     """Return how to keep the policy near its samples, and how to go back."""
     rate = f" (now {step['lr']:.3g})" if "lr" in step else ""
-    age = step.get("staleness/mean", 0.0)
+    age, queued = step.get("staleness/mean", 0.0), step.get("staleness/in_queue_mean")
+    parts = "" if queued is None else f": {age - queued:.1f} from sampling answers, {queued:.1f} from running ahead"
+    is_bound = (queued or 0.0) > _READY and "queue/run_ahead_limit" not in step
+    pace = ', set queue.run_ahead = "auto"' if is_bound else ""
     stale = (
-        f" or queue.max_staleness (the data is {age:.1f} versions old), or choose a loss.preset that corrects more"
+        f" or queue.max_staleness (the data is {age:.1f} versions old{parts}){pace}, or choose a loss.preset that "
+        f"corrects more"
         if age >= 0.5
         else " or learner.epochs_per_batch"
     )
@@ -364,5 +371,6 @@ CAUSES: tuple[_Cause, ...] = (
 KEYS = (
     "mismatch_kl/lag_0", "ratio/ess", "ratio/kl", "ratio/clip_fraction", "entropy", "grad_norm", "accuracy/mean", "lr",
     "staleness/mean", "lag_0/tokens", "tokens/trained", "distill/kl", "advantage/agreement", "accuracy/received",
+    "staleness/in_queue_mean", "queue/run_ahead_limit",
 )  # fmt: skip
 """The metrics that are read."""

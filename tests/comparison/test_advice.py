@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -176,7 +177,7 @@ def test_runs_that_differ_in_another_key_get_no_advice(tmp_path: Path):
         ({"ratio__ess": 0.5}, "Lower queue.max_staleness below 4, or lower optimizer.lr."),
         (
             {"idle__generators": 0.4, "staleness__mean": 3.9},
-            "Lower queue.max_staleness below 4: this costs no speed.",
+            'Set queue.run_ahead = "auto": younger data at the same speed.',
         ),
         ({"idle__learner": 0.5}, "Add generators, or raise generator.batch_size."),
         ({"overlap__efficiency": 0.97}, "Nothing speaks against queue.max_staleness = 4."),
@@ -184,6 +185,13 @@ def test_runs_that_differ_in_another_key_get_no_advice(tmp_path: Path):
 )
 def test_a_single_run_shows_what_to_change(tmp_path: Path, figures: dict[str, float], sentence: str):
     assert advise([summarise(write_run(tmp_path / "run", [step_row(1, **figures)]))]).sentence == sentence
+
+
+@pytest.mark.parametrize("sections", [{"queue": {"run_ahead": "auto"}}, {"learner": {"fixed_lag": 4, "nproc": 1}}])
+def test_a_full_queue_that_pace_or_a_fixed_lag_asks_for_is_no_fault(tmp_path: Path, sections: dict[str, Any]):
+    rows = [step_row(1, idle__generators=0.4, staleness__mean=3.9)]
+    advice = advise([summarise(write_run(tmp_path / "run", rows, **sections))])
+    assert advice.sentence == "Nothing speaks against queue.max_staleness = 4."
 
 
 def test_lost_data_asks_for_a_higher_bound(tmp_path: Path):

@@ -142,6 +142,28 @@ def test_a_note_has_the_course_of_each_metric_and_what_to_change():
     ]
 
 
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        (
+            {"staleness__in_queue_mean": 2.5},
+            '0.5 from sampling answers, 2.5 from running ahead), set queue.run_ahead = "auto", or choose',
+        ),
+        (  # paced already
+            {"staleness__in_queue_mean": 2.5, "queue__run_ahead_limit": 20},
+            "0.5 from sampling answers, 2.5 from running ahead), or choose",
+        ),
+        (  # no more than a paced run has
+            {"staleness__in_queue_mean": 1.5},
+            "1.5 from sampling answers, 1.5 from running ahead), or choose",
+        ),
+    ],
+)
+def test_the_note_on_old_data_says_how_much_of_the_age_is_running_ahead(figures: dict[str, Any], said: str):
+    (note,) = notes_of(good_then(20, ratio__kl=0.21, **figures))
+    assert f"queue.max_staleness (the data is 3.0 versions old: {said}" in note.remedy
+
+
 def test_what_follows_a_collapse_refers_to_its_note():
     rows = good_then(3, ratio__kl=1.0) + [a_row(step, {"entropy": 0.001}) for step in (14, 15)]
     first, second = notes_of(rows)
