@@ -34,7 +34,7 @@ SLACK = 1.2
 """The least slack."""
 _GROWTH, _SHRINKING = 0.5, 0.998
 """The slack grows by this share of itself for a wait as long as a step, and after any other step it shrinks by this
-factor. So it settles where waits take 0.4 % of the time."""
+factor. The two balance where waits take 0.4 % of the time; what goes beyond a step is not counted."""
 _WAIT = 0.02
 """A step waited if it took this share of the learner's own step."""
 _STEPS = 5
