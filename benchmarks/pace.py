@@ -14,7 +14,7 @@ above the bound alone's; 1 % is allowed there, since a lease that is given at an
 generators become the slower side for good, the bound alone still has a stock of old batches to train, and pace has not:
 the verdict says how many batches that were, and what the speed is without them.
 
-    python -m benchmarks.pace [--quick] [--only TEXT] [--seeds 3]
+    python -m benchmarks.pace [--quick] [--only TEXT] [--seeds 3] [--picture FILE]
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import product
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -246,12 +247,41 @@ def misses(bound: Outcome, paced: Outcome) -> list[str]:
     return found
 
 
+def draw(path: Path) -> None:
+    """Draw the mean age over the bound, with pace and without, one panel for each ratio."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ratios, bounds, sides = (1.0, 1.3, 3.0), (1, 2, 4, 8, 16, 32, 64), ("bound", "auto")
+    jobs = [(Cell(ratio=r, bound=b), side, 0) for r, side, b in product(ratios, sides, bounds)]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        ages = np.array([outcome.age for outcome in pool.map(run, jobs)]).reshape(len(ratios), len(sides), -1)
+    figure = Figure(figsize=(9.6, 3.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for panel, (axes, ratio) in enumerate(zip(figure.subplots(1, len(ratios), sharey=True), ratios, strict=True)):
+        axes.plot(bounds, ages[panel, 0], "o--", color="#888888", label="the bound alone")
+        axes.plot(bounds, ages[panel, 1], "s-", color="#0072b2", label='queue.run_ahead = "auto"')
+        axes.set(xscale="log", yscale="log", xticks=bounds, yticks=bounds, xlabel="queue.max_staleness")
+        axes.set(xticklabels=bounds, yticklabels=bounds, title=f"learner's step = {ratio:g} x sampling's")
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if panel == 0:
+            axes.set_ylabel("mean age, in versions")
+            axes.legend(fontsize=9, edgecolor="none")
+    figure.savefig(path, dpi=120, format="png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="every seventh cell, one seed")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cells whose name has this text")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="only draw the mean age over the bound")
     options = parser.parse_args()
+    if options.picture:
+        draw(options.picture)
+        return
     chosen = [cell for cell in cells() if options.only in cell.name][:: 7 if options.quick else 1]
     seeds = range(1 if options.quick else options.seeds)
     jobs = [(cell, run_ahead, seed) for cell in chosen for run_ahead in ("bound", "auto") for seed in seeds]

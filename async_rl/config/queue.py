@@ -31,10 +31,11 @@ class QueueConfig(Section):
         description="Maximum number of versions between sampling a token and training on it; 0 is on-policy training.",
     )
     run_ahead: Literal["auto", "bound"] | Annotated[float, Field(ge=0, le=1024)] = Field(
-        default="bound",
+        default="auto",
         description="How many batches may be in flight or ready while the learner trains one, within "
         "queue.max_staleness: auto is as many as keep the learner busy, by the measured times of groups and steps, so "
-        "that data is as young as its answers allow; bound is as many as queue.max_staleness admits.",
+        "that data is as young as its answers allow; bound is as many as queue.max_staleness admits, as is auto with "
+        "queue.on_stale = wait or learner.fixed_lag.",
     )
     on_stale: OnStale = Field(
         default="mask",

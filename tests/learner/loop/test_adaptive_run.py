@@ -29,7 +29,7 @@ class OverloadedEngine(ScriptedEngine):
 
 
 def adaptive_run(directory: Path, **sections: Any) -> Run:
-    queue = {"max_staleness": 4, "adaptive": True, **sections.pop("queue", {})}
+    queue = {"max_staleness": 4, "run_ahead": "bound", "adaptive": True, **sections.pop("queue", {})}
     run = make_run(directory, num_rows=400, queue=queue, **{"learner": {"steps": 14}, **sections})
     run.engine = OverloadedEngine()
     return run
