@@ -114,11 +114,11 @@ def train_on(world: World, random: Random) -> None:
 def starve(world: World, random: Random) -> None:
     """A step waits, after some with quick groups, while a generator that has gone silent holds all leases."""
     lost, alive = random.sample(GENERATORS, 2)
-    for _ in range(random.randint(1, 3)):
+    for _ in range(random.randint(1, 3)):  # times that binary fractions hold exactly, as all do here
         world.announce()
         world.activate(alive)
         world.ask(alive, 4)
-        world.pass_time(random.choice((0.1, 0.5)))
+        world.pass_time(random.choice((0.125, 0.5)))
         for lease_id in list(world.generators[alive].leases):
             world.give(alive, lease_id)
         world.take()

@@ -309,5 +309,6 @@ def _decode_metrics(times: tuple[float, float], used: float, *, running: float, 
     Full batches would take longer for each step than those of ``running`` sequences, but have more in it.
     """
     step_s, sequence_s = times
-    needed = used * (step_s + sequence_s * slots) / (step_s + sequence_s * running)
+    now_s = step_s + sequence_s * running  # 0 if nothing ran, where no part is shared by all steps
+    needed = used * (step_s + sequence_s * slots) / now_s if now_s else 0.0
     return {"time/decode_step_s": step_s, "time/decode_sequence_s": sequence_s, "idle/spare": max(0.0, 1.0 - needed)}

@@ -125,6 +125,19 @@ def test_generators_have_to_spare_what_full_batches_would_save(sequence_s: float
     assert row["idle/spare"] == pytest.approx(spare)
 
 
+def test_generators_that_sampled_nothing_have_all_their_time_to_spare():
+    """Where the fitted line has no part that all steps share, a decode step of no sequence takes no time."""
+    clock = StepClock(elapsed_s=0.0)
+    decoded = (Decoded(), Decoded(1.0, 2.0, 20), Decoded(9.0, 36.0, 90))  # 0.1 s for two, 0.4 s for four
+    for wall_s in (100, 110):
+        stats = GeneratorStats(
+            max_running=8, wall_s=wall_s, busy_s=10.0, busy_sequence_s=38.0, num_tokens=110, decoded=decoded
+        )
+        row = clock.lap(stats, alive_generators=ALIVE, trained_tokens=0)
+    assert row["time/decode_step_s"] == 0.0
+    assert row["idle/spare"] == 1.0
+
+
 def test_counters_of_rewards_are_metrics():
     clock = StepClock(elapsed_s=0.0)
     stats = GeneratorStats(max_running=4, wall_s=10, counters={"judge_requests": 3})
