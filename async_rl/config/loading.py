@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from async_rl.config.config import Config
 from async_rl.config.generator import GeneratorConfig
+from async_rl.config.loss import LossConfig
 from async_rl.config.loss_names import OFF_VALUES
 from async_rl.config.reward import RewardConfig
 from async_rl.config.run import ExperimentalConfig
@@ -83,11 +84,24 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     """
     raw = read_toml(Path(path))
     overrides = list(overrides)
+    if any(override.partition("=")[0].strip() == "loss.preset" for override in overrides):
+        raw |= {"loss": _beside_preset(raw.get("loss"))}
     for override in overrides:
         apply_override(raw, override)
     _refuse_nul(raw)
     read_tools(raw)
     return parse_config(raw, f"{path} with its --set" if overrides else str(path))
+
+
+def _beside_preset(loss: Any) -> Any:
+    """Return the keys of a section ``loss`` that differ from its preset's, if a run has written it, with all keys.
+
+    Else another preset would change none of them. A section that a person wrote is returned as it is.
+    """
+    if not isinstance(loss, dict) or not LossConfig.model_fields.keys() <= loss.keys():
+        return loss if loss is not None else {}
+    of_preset = _loss_data(LossConfig.model_validate({"preset": loss["preset"]}))
+    return {key: value for key, value in loss.items() if value != of_preset[key]}
 
 
 def _refuse_nul(raw: Mapping[str, Any]) -> None:
@@ -398,8 +412,12 @@ def config_data(config: Config) -> dict[str, Any]:
     data = config.model_dump(mode="json", exclude_none=True)
     if config.queue.filter_range is None:
         data["queue"]["filter_range"] = []
-    data["loss"] = {**OFF_VALUES, **data["loss"]}
+    data["loss"] = _loss_data(config.loss)
     return data
+
+
+def _loss_data(loss: LossConfig) -> dict[str, Any]:
+    return {**OFF_VALUES, **loss.model_dump(mode="json", exclude_none=True)}
 
 
 def plain_values(config: Config) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from async_rl.config.config import Config
-from async_rl.config.loading import config_to_toml, parse_config
+from async_rl.config.loading import config_to_toml, load_config, parse_config
 from async_rl.config.loss import LOSS_KEYS, LossConfig
 from async_rl.config.loss_names import (
     ADVANTAGES,
@@ -160,3 +161,12 @@ def test_every_key_of_the_loss_is_one():
 def test_an_unhashable_preset_is_refused_by_its_field():
     with pytest.raises(ValidationError, match="preset"):
         LossConfig(preset=["dapo"])  # pyright: ignore[reportArgumentType]
+
+
+def test_another_preset_over_a_config_that_a_run_wrote_keeps_only_what_differed_from_the_old_one(tmp_path: Path):
+    (tmp_path / "config.toml").write_text(config_to_toml(a_config(preset="grpo", clip_high=0.3, entropy_coef=0.1)))
+    found = load_config(tmp_path / "config.toml", ["loss.preset=gspo", "loss.kl_coef=0.5"]).loss
+    assert found == a_config(preset="gspo", clip_high=0.3, entropy_coef=0.1, kl_coef=0.5).loss
+    # A person's own section stands as it is written, also where it says what its preset says.
+    (tmp_path / "own.toml").write_text("[run]\ndir='r'\n[model]\npath='m'\n[loss]\npreset='grpo'\nclip_high=0.2\n")
+    assert load_config(tmp_path / "own.toml", ["loss.preset=dapo"]).loss == a_config(preset="dapo", clip_high=0.2).loss
