@@ -9,6 +9,7 @@ import pytest
 from async_rl.config.loading import load_config
 from benchmarks import staleness_real
 from benchmarks.staleness_grid import Cell, Grid, Question
+from benchmarks.staleness_notes import fall_of, notes_report
 from benchmarks.staleness_real import GRID, ROOT, TASKS, load, measure, settings_of
 from benchmarks.staleness_tables import area, compared, late_share, report
 
@@ -86,3 +87,29 @@ def test_a_run_is_measured_by_its_metrics_and_its_ledger(tmp_path: Path):
     assert (measured["before"], measured["accuracy"], measured["seconds"]) == (0.3, 0.8, 7.0)
     assert measured["evals"] == [[0, 0.25], [2, 0.75]]
     assert (measured["sampled"], measured["ratio/ess"]) == ([0.5, 0.5], 0.75)
+
+
+def test_a_break_begins_where_two_thirds_of_the_best_are_lost_for_good():
+    # Means of three: ..., 0.9, 0.7, 0.5, 0.3, 0.1. Two thirds of 0.9 are 0.6, a third is 0.3.
+    falling = [0.9] * 5 + [0.3, 0.3, 0.3, 0.0, 0.0]
+    assert fall_of(falling) == 7
+    assert fall_of([*falling[:7], *[0.9] * 5]) is None, "it recovers"
+    assert fall_of([0.1, 0.2, 0.3]) is None
+
+
+def test_the_notes_report_counts_breaks_named_before_and_false_notes():
+    falling = [0.9] * 5 + [0.3, 0.3, 0.3, 0.0, 0.0]
+    rows = {
+        Cell("sums", "a", 1.0, 0): row(0.9, sampled=[0.9] * 10, notes=[]),
+        Cell("sums", "b", 1.0, 0): row(0.87, sampled=[0.9] * 10, notes=[["random", 3]]),
+        Cell("sums", "c", 1.0, 0): row(0.8, sampled=[0.9] * 10, notes=[["samples", 3]]),  # neither
+        Cell("sums", "d", 1.0, 0): row(0.0, sampled=falling, notes=[["worse", 9], ["samples", 5]]),
+        Cell("sums", "e", 1.0, 0): row(0.0, sampled=falling, notes=[["worse", 9]]),
+    }
+    *table, _, named, false = notes_report(rows).splitlines()
+    assert table[2:] == [
+        "| sums/d/x1/0 | 7 | samples, 5 | 2 |",
+        "| sums/e/x1/0 | 7 | worse, 9 | -2 |",
+    ]
+    assert named == "1 of 2 breaks are named before they begin, a median of 0 steps before."
+    assert false == "1 of 2 healthy runs have a note: sums/b/x1/0."
