@@ -233,6 +233,40 @@ def learner(
         )  # fmt: skip
 
 
+@app.command(short_help="Train on the recorded rollouts of a run again.")
+def replay(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN[@STEP]", help="The run; with @STEP, go on from its checkpoint of that step.")
+    ],
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    takeover: Takeover = False,
+) -> None:
+    """Train a model once more on what RUN sampled, with another loss or learning rate: no generators, no evaluations.
+
+    RUN must have been trained with log.replayable = true. Its config is used with --set, and run.dir is RUN-replay if
+    unset. The same command resumes a replay. `async-rl eval` evaluates what it exports.
+
+    \b
+    Example:
+      async-rl replay runs/a --set loss.preset=gspo --set run.dir=runs/a-gspo
+    """
+    with _role():
+        from async_rl.config.loading import load_config
+        from async_rl.learner.loop.replay import FIXED, RecordedRun
+        from async_rl.process.child import set_torch_defaults
+
+        set_torch_defaults(is_learner=True)
+        name, _, step = run.rpartition("@")
+        path, source = (Path(name), run) if name and step.isdecimal() else (Path(run), None)
+        recorded = RecordedRun.find(path)
+        place = f"run.dir={path}-replay"
+        resolved = load_config(recorded.run_dir.config, [place, *(overrides or []), *FIXED])
+        from async_rl.learner.loop.start import run_learner
+
+        run_learner(resolved, fresh=fresh, takeover=takeover, source=source, replay=recorded)
+
+
 @app.command(short_help="Sample rollouts for a run.")
 def generator(
     connect: Connect,

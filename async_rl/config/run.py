@@ -159,6 +159,11 @@ class LogConfig(Section):
         description="Most tokens in one file of token columns beside those rollouts: version, log-probabilities, "
         "advantage and outcome of each token. Further rollouts have their text only; 0 writes no such files.",
     )
+    replayable: bool = Field(
+        default=False,
+        description="Whether all rollouts of all steps are recorded, whatever log.rollouts_* say, so that async-rl "
+        "replay can train on them again.",
+    )
     profile: str = Field(
         default="",
         description="Steps of which rank 0 of the learner writes a trace into profile/ in the run directory, such as 3 "

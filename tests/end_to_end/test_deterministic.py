@@ -205,6 +205,7 @@ def result_of(run_dir: Path) -> Trained:
         "generator",
         "trained_at",
         "masked",
+        "temperature",
         "index",
     )  # beside what the plain loop notes, too
     plain = [[{key: of[key] for key in of if key not in of_the_log} for of in step] for step in rollouts]
@@ -219,13 +220,20 @@ def assert_same_bits(got: Trained, expected: Trained) -> None:
 
 
 @pytest.mark.slow
-def test_a_launched_run_equals_the_plain_loop_bit_for_bit(tmp_path: Path, task: dict[str, str], expected: Trained):
-    raw = deterministic_config(tmp_path, task)
+def test_a_launched_run_equals_the_plain_loop_bit_for_bit_and_so_does_its_replay(
+    tmp_path: Path, task: dict[str, str], expected: Trained
+):
+    raw = deterministic_config(tmp_path, task, log={"replayable": True})
     del raw["data"]["eval"]  # to be quicker
-    config = write_config(tmp_path / "config.toml", raw)
+    config, run_dir = write_config(tmp_path / "config.toml", raw), tmp_path / "run"
     with roles(tmp_path / "logs") as start:
         start("launch", "launch", str(config)).succeed()
-    assert_same_bits(result_of(tmp_path / "run"), expected)
+        start("replay", "replay", str(run_dir)).succeed()
+        again = start("again", "launch", str(tmp_path / "run-replay" / "config.toml"), "--set", "learner.steps=9")
+        assert again.wait() != 0
+    assert "got that of a replay, which had no queue; go on with async-rl replay" in again.log
+    assert_same_bits(result_of(run_dir), expected)
+    assert_same_bits(result_of(tmp_path / "run-replay"), expected)
     assert check_ledger(tmp_path / "run")["groups"]["filtered"] > 0
 
 

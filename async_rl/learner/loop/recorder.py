@@ -147,8 +147,11 @@ def chosen_groups(num_groups: int, config: Config, step: int) -> list[int]:
     """Return the indices of the step's groups to log, in order, drawn at random from the run's seed and the step.
 
     The first groups would always be those of the oldest version. Empty if none are due:
-    they are at the first step, at every ``log.rollouts_every``-th after it, and at the last.
+    they are at the first step, at every ``log.rollouts_every``-th after it, and at the last. With ``log.replayable``
+    all are.
     """
+    if config.log.replayable:
+        return list(range(num_groups))
     every = config.log.rollouts_every
     if not every or ((step - 1) % every and step != config.learner.steps):
         return []
@@ -162,7 +165,7 @@ def _lines(item: TakenGroup, version: int, decode: Decode) -> list[dict[str, Any
     group = item.group
     shared = {
         "position": group.position, "lease_id": group.lease_id, "generator": group.generator_id, "trained_at": version,
-        "masked": item.masked,
+        "masked": item.masked, "temperature": group.temperature,
     }  # fmt: skip
     return [
         {**shared, "index": index, **answer_record(item.prompt, rollout, decode)}

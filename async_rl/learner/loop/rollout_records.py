@@ -62,7 +62,7 @@ class RolloutRecords(StepPart):
         return _with(prepared, {s.sequence_id: replace(s, is_recorded=True) for s in marked})
 
     def record(self, result: StepResult) -> Mapping[str, float]:
-        if self._config.log.rollouts_every:
+        if self._config.log.rollouts_every or self._config.log.replayable:
             self._summaries.write(summary(result, step=self._state.step))
         if self._recorded:
             has_own_loss = self._config.loss.function is not None
@@ -80,15 +80,16 @@ def _with(prepared: PreparedBatch, new: Mapping[int, Any]) -> PreparedBatch:
 
 def recorded_rollouts(groups: Sequence[TakenGroup], config: Config, *, step: int) -> frozenset[int]:
     """Return the numbers in the step of the rollouts whose tokens are recorded: those with text, up to the limit of
-    ``log.rollouts_tokens``.
+    ``log.rollouts_tokens``, and all with ``log.replayable``.
     """
+    most = math.inf if config.log.replayable else config.log.rollouts_tokens
     firsts = np.cumsum([0, *(len(item.group.rollouts) for item in groups)]).tolist()
     found: list[int] = []
     num_tokens = 0
     for group in chosen_groups(len(groups), config, step):
         for index, rollout in enumerate(groups[group].group.rollouts):
             num_tokens += sum(len(sequence.token_ids) for sequence in rollout.sequences)
-            if num_tokens > config.log.rollouts_tokens:
+            if num_tokens > most:
                 return frozenset(found)
             found.append(firsts[group] + index)
     return frozenset(found)

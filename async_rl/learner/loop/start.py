@@ -39,6 +39,7 @@ from async_rl.learner.loop.parity import ParityGate, ParityPart
 from async_rl.learner.loop.parts import StepPart
 from async_rl.learner.loop.publishing import FixedLagWeights, StagedWeights, WeightsSender
 from async_rl.learner.loop.received import DropBias, ReceivedAccuracy
+from async_rl.learner.loop.replay import RecordedRun, ReplayQueue, ReplayWeights, check_replayable
 from async_rl.learner.loop.reward_audit import build_reward_audit
 from async_rl.learner.loop.rollout_records import RolloutRecords
 from async_rl.learner.loop.trainer import Trainer
@@ -91,6 +92,7 @@ class LearnerContext:
         stop_signal: returns the signal that asks the learner to save and end, 0 if there is none.
         sampling: the engine, if its ranks sample while the learner waits.
         critic: the engine's commands to the critic. None if there is none.
+        replay: the recorded run whose groups are trained on, in the place of a queue server's. None in other runs.
     """
 
     is_launched: bool = False
@@ -105,6 +107,7 @@ class LearnerContext:
     stop_signal: Callable[[], int] = lambda: 0
     sampling: SamplingEngine | None = None
     critic: Critic | None = None
+    replay: RecordedRun | None = None
 
     def check_lock(self) -> None:
         """Raise LineageError if another process has taken over the run directory."""
@@ -115,6 +118,7 @@ class LearnerContext:
 def run_learner(
     config: Config, *, fresh: bool = False, insecure: bool = False, is_launched: bool = False,
     takeover: bool = False, source: str | None = None, make_sampler: MakeSampler | None = None,
+    replay: RecordedRun | None = None,
 ) -> None:  # fmt: skip
     """Run the command ``async-rl learner``: rank 0 trains, the other ranks follow its commands until it ends.
 
@@ -126,12 +130,15 @@ def run_learner(
         takeover: replace a process that uses the run directory.
         source: ``RUN`` or ``RUN@STEP``, the run from which to fork. None if the run is no fork.
         make_sampler: makes what samples on each rank while the learner waits. None: nothing does.
+        replay: the recorded run whose groups are trained on. None: those that generators send.
 
     Raises:
         UserError: the run directory, the model or the log settings can't be used, or another process uses the
             directory.
         TrainingError: the run can't continue.
     """
+    if replay is not None:
+        check_replayable(config)
     run_dir = check_run_dir(config, fresh=fresh)
     point = None if source is None else find_fork_point(source)
     if point is not None and not must_fork(point, config, fresh=fresh):
@@ -163,7 +170,8 @@ def run_learner(
                 held.callback(lock.close)
         try:
             with nullcontext() if is_launched else mirrored(config, run_dir, logger.info):
-                _lead(config, ranks, lock, sampler, fresh=fresh, insecure=insecure, is_launched=is_launched)
+                context = LearnerContext(insecure=insecure, is_launched=is_launched, lock=lock, replay=replay)
+                _lead(config, ranks, sampler, context, fresh=fresh)
         finally:  # at the end of the run there is a picture already, and ``launch`` draws its own
             if not is_launched and not run_dir.is_finished and (problem := draw_curve(run_dir, lock)):
                 logger.warning("%s", problem)
@@ -179,26 +187,21 @@ def _follow(config: Config, ranks: Ranks, sampler: RankSampler | None) -> None:
         raise SystemExit(exit_code)
 
 
-def _lead(
-    config: Config, ranks: Ranks, lock: RunLock, sampler: RankSampler | None, *, fresh: bool, insecure: bool,
-    is_launched: bool,
-) -> None:  # fmt: skip
+def _lead(config: Config, ranks: Ranks, sampler: RankSampler | None, context: LearnerContext, *, fresh: bool) -> None:
     """Run rank 0 in the run directory, which this process has locked."""
     with ranks.together("reading tokenizer and code"):
         tokenizer = load_tokenizer(config.model.path, needs_template=config.data.prompt_format == "chat")
         ends = turn_ends(tokenizer, model_directory(config.model.path), config.data.template_arguments)
-        context = LearnerContext(
+        context = replace(
+            context,
             files={
                 **model_files(config.model.path),
                 DIGESTS_FILE: write_digests(Path(config.run.dir), config.recorded_code_names),
             },
             decode=answer_decoder(tokenizer, ends.ids),
             decode_all=lambda token_ids: str(tokenizer.decode(token_ids, clean_up_tokenization_spaces=False)),
-            insecure=insecure,
             device=ranks.device,
             export=True,
-            is_launched=is_launched,
-            lock=lock,
         )
     with logged(logger, f"loading the model {config.model.path}"):
         engine = FsdpEngine(config, ranks, sampler=sampler)
@@ -240,11 +243,9 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
     point = find_resume_point(run_dir.path, mirror=mirror_line(run_dir))
     restored = _restore(engine, point.checkpoint, config)
     state = restored.state
-    queue = _connect_queue(config, run_dir, engine, context)
-    publisher = _publisher(config, queue.address, context)
-    queue.trouble = lambda: publisher.stats().slow
-    written = ExitStack()
+    connected, written = ExitStack(), ExitStack()
     try:
+        queue, weights = _connect(config, run_dir, engine, context, state, connected)
         if context.on_queue is not None:
             context.on_queue(queue.address)
         context.check_lock()
@@ -265,7 +266,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
             audit = build_reward_audit(config, state, queue, run_dir, context.decode)
             audits.append(written.enter_context(closing(audit)))
         trainer = _trainer(
-            config, state, engine, queue, context, run_dir, weights=_weights_sender(config, publisher),
+            config, state, engine, queue, context, run_dir, weights=weights,
             audits=audits, metrics=metrics, trained=trained, summaries=summaries, confirm=confirm,
         )  # fmt: skip
         trainer.run()
@@ -275,8 +276,7 @@ def train_with(config: Config, engine: Engine, context: LearnerContext) -> list[
         _wrap_up(run_dir, state, export=context.export, confirm=confirm)
         _finish(queue, state)
     finally:
-        publisher.close()
-        queue.close()
+        connected.close()
         written.close()
     return read_rows(run_dir.metrics)
 
@@ -311,6 +311,18 @@ def _trainer(
         vocab_size=vocabulary_size(config.model.path),
         routing=model_routing(config.model.path) if config.model.routing_replay else None,
     )
+
+
+def _connect(
+    config: Config, run_dir: RunDir, engine: Engine, context: LearnerContext, state: TrainerState, opened: ExitStack
+) -> tuple[LearnerQueue, WeightsSender]:
+    """Return the client of the run's queue and what sends weights to its generators. ``opened`` closes both."""
+    if context.replay is not None:
+        return ReplayQueue(context.replay, context.check_lock), ReplayWeights(state)
+    queue = opened.enter_context(closing(_connect_queue(config, run_dir, engine, context)))
+    publisher = opened.enter_context(closing(_publisher(config, queue.address, context)))
+    queue.trouble = lambda: publisher.stats().slow
+    return queue, _weights_sender(config, publisher)
 
 
 def _connect_queue(config: Config, run_dir: RunDir, engine: Engine, context: LearnerContext) -> LearnerQueue:

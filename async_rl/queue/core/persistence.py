@@ -246,6 +246,11 @@ def read_snapshot(state: QueueState, data: bytes, *, step: int, version: int) ->
 
 
 def _decode_snapshot(data: bytes) -> Snapshot:
+    if not data:
+        raise QueueError(
+            "expected the queue's snapshot in the checkpoint, got that of a replay, which had no queue; go on with "
+            "async-rl replay, or start a run from its export/ as model.path"
+        )
     digest, frame = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(frame) != digest:
         raise QueueError(
