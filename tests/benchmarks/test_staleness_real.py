@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from async_rl.config.loading import load_config
 from benchmarks import staleness_real
+from benchmarks.coarse_backend import rounded
 from benchmarks.staleness_grid import Cell, Grid, Question
 from benchmarks.staleness_notes import fall_of, notes_report
 from benchmarks.staleness_real import GRID, ROOT, TASKS, load, measure, settings_of
@@ -113,3 +115,12 @@ def test_the_notes_report_counts_breaks_named_before_and_false_notes():
     ]
     assert named == "1 of 2 breaks are named before they begin, a median of 0 steps before."
     assert false == "1 of 2 healthy runs have a note: sums/b/x1/0."
+
+
+def test_weights_of_few_bits_by_hand():
+    # Two bits have the values -1, 0 and 1 times the row's largest entry.
+    weights = torch.tensor([[1.0, 0.4, -0.6], [0.0, 0.0, 0.0]])
+    assert rounded(weights, 2).tolist() == [[1.0, 0.0, -1.0], [0.0, 0.0, 0.0]]
+    assert rounded(weights, 8)[0].tolist() == pytest.approx([1.0, 51 / 127, -76 / 127])
+    vector = torch.tensor([0.3])
+    assert rounded(vector, 2) is vector
