@@ -424,7 +424,7 @@ def leaving(directory: Path) -> None:
 def loading(directory: Path) -> None:
     """Build an engine, and stop before it has an optimizer. Writes by how much the anonymous memory has grown."""
     from async_rl.learner.engine import fsdp_engine, trained_model
-    from benchmarks.loading import PeakAnon
+    from tests.learner.loaded import PeakAnon
 
     config = tiny_config(directory, "model", parallel=json.loads((directory / "parallel.json").read_text()))
     ranks = init_ranks(config)

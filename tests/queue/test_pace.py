@@ -8,8 +8,8 @@ from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.pace import Paces, Window
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import GeneratorStats
-from benchmarks.slow_generator import predict
 from tests.queue.builders import LINEAGE, SAMPLING, group, leases, make_state, put, rows
+from tests.queue.slow_fleet import predict
 
 WINDOW = Window(batches=3, groups_per_step=8, learner_s=10.0, max_staleness=2)
 

@@ -10,8 +10,8 @@ import pytest
 from async_rl.output import Progress
 from async_rl.report.report import write_report
 from async_rl.report.serve import start_server
-from benchmarks.chromium import Chromium, find_chromium
 from tests.comparison.runs import step_row
+from tests.report.chromium import Chromium, find_chromium
 
 from .pages import a_rollout, a_run, an_answer, write_answers, write_rollouts, write_tokens
 from .test_page import HOSTILE

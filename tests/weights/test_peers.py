@@ -6,7 +6,7 @@ import pytest
 
 from async_rl.weights.scheduler import Member
 from async_rl.weights.tcp.peers import EXCLUDED_VERSIONS, PeerPull, PeerTree, distance
-from benchmarks.peers_model import spread
+from tests.weights.peers_model import spread
 
 
 def joined(members: dict[bytes, Member], name: str, host: str, *, port: int = 7000) -> Member:

@@ -472,7 +472,7 @@ class QueueState(PersistedState):
 
         Their prompts are requeued. Without this method such leases would keep generators busy in vain, and would count
         as groups in flight when new leases are granted. At a staleness bound of 1 that cost a tenth of the steps/s
-        (``benchmarks/on_stale.py``). If the optimizer step is skipped later, the leases were ended needlessly.
+        (docs/lab_log.md). If the optimizer step is skipped later, the leases were ended needlessly.
         """
         if self.settings.on_stale != "mask":
             for active in self.leases.training_older_than(self.settings.oldest_after_step(learner.version)):

@@ -15,8 +15,8 @@ from async_rl.config.learner import ModelConfig
 from async_rl.errors import ModelError
 from async_rl.learner.engine.loading import load_policy, open_model, read_tested
 from async_rl.learner.engine.model import load_model
-from benchmarks.loading import MB, write_model
 from tests.families.catalogue import build
+from tests.learner.loaded import MB, write_model
 from tests.learner.ranks import run_ranks
 from tests.learner.tiny import tiny_model
 

@@ -3,8 +3,6 @@
 Every machine has one full-duplex link. What a link carries at a time, its transfers share equally. A generator passes
 on units of 64 MiB that have arrived whole; the real ones are 4 MiB, so the model is a little slower. Loopback costs
 nothing.
-
-    python -m benchmarks.peers_model
 """
 
 from __future__ import annotations
@@ -79,17 +77,3 @@ def _step_bytes(
             available = arrived[pull.source.member_id] // UNIT_BYTES * UNIT_BYTES
         got[member_id] = max(0.0, min(step / share, available - arrived[member_id], size_bytes - arrived[member_id]))
     return got
-
-
-def main() -> None:
-    print("7B in bfloat16 (15 GB); 1 = one transfer over an idle link. Without peers: as many as there are generators.")
-    for machines, generators in ((1, 1), (2, 1), (16, 1), (200, 1), (25, 8), (1000, 1)):
-        result = spread(machines, generators_per_machine=generators)
-        print(
-            f"{machines * generators:5d} generators on {machines:4d} machines: {result.transfers:.2f} transfers, the "
-            f"learner sends {result.learner_versions:.2f} versions"
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Chromium without a window, driven over a pipe (the DevTools protocol): open a page, run JavaScript, take pictures.
 
-``benchmarks/report.py`` and ``tests/report`` use it. It needs no package, only the program.
+It needs no package, only the program.
 """
 
 from __future__ import annotations
