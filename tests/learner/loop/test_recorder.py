@@ -37,8 +37,9 @@ def groups_in(lines: list[dict[str, Any]]) -> list[str]:
 def test_a_line_tells_text_reward_parts_and_versions_and_whose_it_is(tmp_path: Path):
     first, second, *_ = logged(tmp_path, rollouts_groups="all")
     assert first == {
-        "position": 0, "lease_id": "0", "generator": "g0", "trained_at": 9, "masked": False, "index": 0, "row": 0,
-        "messages": [{"role": "user", "content": "1+1"}], "response": "2 3 4", "extracted": None, "expected": "2",
+        "position": 0, "lease_id": "0", "generator": "g0", "trained_at": 9, "masked": False, "temperature": 1.0,
+        "index": 0, "row": 0, "messages": [{"role": "user", "content": "1+1"}], "response": "2 3 4", "extracted": None,
+        "expected": "2",
         "accuracy": 1.0, "reward": 1.0, "reward_parts": {"correct": 1.0}, "finish_reason": "stop", "num_tokens": 3,
         "versions": [2, 2],
     }  # fmt: skip
