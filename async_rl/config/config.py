@@ -33,7 +33,7 @@ from async_rl.config.queue import QueueConfig, WeightsConfig
 from async_rl.config.reward import RewardConfig
 from async_rl.config.run import CheckpointConfig, ExperimentalConfig, LogConfig, RunConfig
 from async_rl.config.scorer import ScorerConfig
-from async_rl.config.section import Section
+from async_rl.config.section import Free, Section
 from async_rl.process.user_code import is_code_name
 
 
@@ -46,7 +46,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()
-    scorer: dict[str, ScorerConfig] = Field(default={})
+    scorer: Free[dict[str, ScorerConfig]] = Field(default={})
     distill: DistillConfig = DistillConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     queue: QueueConfig = QueueConfig()

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from async_rl.config.section import Section
+from async_rl.config.section import Recorded, Section
 
 
 class CriticConfig(Section):
@@ -51,22 +51,22 @@ class CriticConfig(Section):
         ge=0,
         description="Number of first steps in which only the critic is trained.",
     )
-    lr: float = Field(
+    lr: Recorded[float] = Field(
         default=5e-6,
         gt=0,
         description="Highest learning rate of the critic. See optimizer.lr. A head alone (critic.trunk) needs a higher "
         "one, such as 1e-4.",
     )
-    schedule: Literal["constant", "cosine", "linear"] = Field(
+    schedule: Recorded[Literal["constant", "cosine", "linear"]] = Field(
         default="constant", description="How the critic's learning rate changes from the end of the warm-up on."
     )
-    min_lr_ratio: float = Field(
+    min_lr_ratio: Recorded[float] = Field(
         default=0.1,
         ge=0,
         le=1,
         description="Learning rate at the last step with the schedules cosine and linear, as a factor of critic.lr.",
     )
-    warmup_steps: int = Field(
+    warmup_steps: Recorded[int] = Field(
         default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly to critic.lr."
     )
     max_grad_norm: float = Field(

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from async_rl.config.section import Section
+from async_rl.config.section import Free, OnResume, Recorded, Section
 
 PromptFormat = Literal["chat", "text"]
 
@@ -131,7 +131,7 @@ class DataConfig(Section):
         description="Shares of the sources of data.train: a table of NAME = NUMBER with whole numbers from 1 to "
         f"{_MAX_WEIGHT}. If unset, the rows of all sources are shuffled together.",
     )
-    eval: dict[str, str] = Field(
+    eval: Recorded[dict[str, str]] = Field(
         default={}, description="Evaluation sets: a table of NAME = SOURCE. A source has the same form as data.train."
     )
     columns: dict[RowField, Annotated[str, Field(min_length=1)]] = Field(
@@ -168,7 +168,7 @@ class DataConfig(Section):
         description="What happens to prompts of more than sampling.max_prompt_tokens tokens: drop skips and counts "
         "them, truncate cuts the end of the last user message.",
     )
-    epochs: int | None = Field(
+    epochs: Recorded[int | None] = Field(
         default=None,
         ge=1,
         description="Passes over the training rows after which the run ends; if unset, learner.steps alone decides. "
@@ -183,14 +183,14 @@ class DataConfig(Section):
         description="What happens at a malformed row: refuse stops the run before it starts, skip leaves the row out "
         "with a warning.",
     )
-    on_change: Literal["refuse", "accept"] = Field(
+    on_change: Free[Literal["refuse", "accept"]] = Field(
         default="refuse",
         description="Whether a resumed run refuses or accepts training rows that have changed since its checkpoint.",
     )
     shuffle: bool = Field(
         default=True, description="Whether every epoch has a new random order, which run.seed determines."
     )
-    curriculum: CurriculumConfig = CurriculumConfig()
+    curriculum: Recorded[CurriculumConfig] = CurriculumConfig()
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -320,6 +320,8 @@ class EvalSetConfig(Section):
 
 class EvalConfig(EvalSetConfig):
     """When and how the model is evaluated on the sets of ``data.eval``."""
+
+    on_resume: ClassVar[OnResume] = OnResume.RECORDED
 
     sets: dict[str, EvalSetConfig] = Field(
         default={},

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from async_rl.config.section import Section
+from async_rl.config.section import Recorded, Section
 
 
 class DistillConfig(Section):
@@ -34,7 +34,9 @@ class DistillConfig(Section):
         description="With the form loss, number of the teacher's likeliest tokens over which the KL is computed, the "
         "rest as one; 0 takes the sampled token alone.",
     )
-    coef: float = Field(default=1.0, gt=0, description="Factor of the teacher's term in the advantage or the loss.")
+    coef: Recorded[float] = Field(
+        default=1.0, gt=0, description="Factor of the teacher's term in the advantage or the loss."
+    )
     rewards: bool = Field(
         default=True,
         description="Whether the policy also learns from rewards. If false, the teacher alone counts, and rewards are "

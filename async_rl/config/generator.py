@@ -15,11 +15,11 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from async_rl.config.section import Section, check_served_address
+from async_rl.config.section import Free, OnResume, Section, check_served_address
 from async_rl.process.user_code import is_code_name
 
 if TYPE_CHECKING:
@@ -270,25 +270,27 @@ def unread_keys(config: Config, name: str) -> list[str]:
 class GeneratorConfig(Section):
     """The inference engine of a generator. ``async-rl generator --set`` takes these keys, for one machine alone."""
 
+    on_resume: ClassVar[OnResume] = OnResume.RECORDED
+
     backend: str = Field(
         default=AUTO,
         description=f"Inference engine: {', '.join(BACKENDS)}, or your own as module:Class or file.py:Class; auto is "
         "vllm on CUDA if vLLM is installed, else transformers.",
     )
-    count: int = Field(default=1, ge=0, description="Number of generators that launch starts.")
-    devices: tuple[int, ...] | None = Field(
+    count: Free[int] = Field(default=1, ge=0, description="Number of generators that launch starts.")
+    devices: Free[tuple[int, ...] | None] = Field(
         default=None,
         strict=False,
         description="CUDA devices, assigned in order to the generators that launch starts; if unset, the first ones "
         "that the learner leaves free.",
     )
-    tensor_parallel_size: int = Field(
+    tensor_parallel_size: Free[int] = Field(
         default=1, ge=1, description="Number of devices over which vLLM splits the model of one generator."
     )
-    batch_size: int = Field(
+    batch_size: Free[int] = Field(
         default=64, ge=1, description="Maximum number of sequences that one generator samples at the same time."
     )
-    max_concurrent_groups: int | None = Field(
+    max_concurrent_groups: Free[int | None] = Field(
         default=None,
         ge=1,
         description="Maximum number of groups that one generator samples at the same time; if unset, as many as fill "
@@ -313,14 +315,14 @@ class GeneratorConfig(Section):
         description="Whether environment.name is an agent: a function that asks an HTTP endpoint of the generator for "
         "the model's answers. Each rollout is a session of its own there.",
     )
-    memory_fraction: float = Field(
+    memory_fraction: Free[float] = Field(
         default=0.8,
         gt=0,
         le=1,
         description="Share of the device's memory that vLLM may use; the rest is for whatever else runs there, the "
         "generator's own process included (about 0.5 GB).",
     )
-    double_buffer: bool = Field(
+    double_buffer: Free[bool] = Field(
         default=True,
         description="Whether vLLM on one GPU receives broadcasts in the GPU's memory while it decodes, which takes the "
         "memory of one more version from its cache. If false, or with tensor_parallel_size above 1, it copies versions "
@@ -331,7 +333,7 @@ class GeneratorConfig(Section):
         description="What happens to the cached keys and values of running sequences after a weight update: keep goes "
         "on using them, recompute computes them with the new weights.",
     )
-    num_threads: int | None = Field(
+    num_threads: Free[int | None] = Field(
         default=None,
         ge=1,
         description="CPU threads of each generator; if unset, the cores divided by the processes of the run.",
@@ -464,7 +466,7 @@ class EnvironmentConfig(Section):
         '"verifiers:TASKSET". Every generator must list both in generator.allow_code, as one text: PYTHON '
         "verifiers:TASKSET.",
     )
-    relay: str | None = Field(
+    relay: Free[str | None] = Field(
         default=None,
         description="Address of a relay, as in tcp://10.0.0.1:5560, instead of environment.name: agents are programs "
         "that take sessions by `async-rl agent`, on any machine (generator.serve). launch starts the relay there; "

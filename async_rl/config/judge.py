@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from async_rl.config.section import Section
+from async_rl.config.section import Free, Recorded, Section
 
 PLACEHOLDER = re.compile(r"\{(prompt|answer|transcript|gt_answer|extra_info(?:\.\w+)*)\}")
 """What is replaced in a rubric."""
@@ -37,12 +37,12 @@ def _is_address(text: str) -> bool:
 class JudgeConfig(Section):
     """A language model that judges answers, behind OpenAI's chat completions, for `reward.type = "judge"`."""
 
-    endpoint: str | None = Field(
+    endpoint: Free[str | None] = Field(
         default=None,
         description="Base address of the service, as in https://host/v1; requests go to /chat/completions below it.",
     )
     model: str = Field(default="", description="Name of the model, as the service knows it.")
-    api_key_env: str | None = Field(
+    api_key_env: Free[str | None] = Field(
         default=None,
         description="Name of the environment variable that has the service's key on every machine with a generator; "
         "if unset, none is sent.",
@@ -59,22 +59,24 @@ class JudgeConfig(Section):
     max_score: float = Field(default=10.0, description="Best score of a verdict, which earns reward.scale points.")
     temperature: float = Field(default=0.0, ge=0, description="Sampling temperature of the judge.")
     max_tokens: int = Field(default=1024, ge=1, description="Maximum number of tokens of a verdict.")
-    max_attempts: int = Field(
+    max_attempts: Recorded[int] = Field(
         default=3,
         ge=1,
         description="How often the judge is asked for a verdict that can be read, until the group fails.",
     )
-    timeout_s: float = Field(
+    timeout_s: Free[float] = Field(
         default=60.0, gt=0, description="Maximum wall-clock seconds of one request; then it is sent again."
     )
-    prompt_price: float = Field(
+    prompt_price: Free[float] = Field(
         default=0.0, ge=0, description="Price of a million tokens of requests, for the metric of the cost."
     )
-    completion_price: float = Field(
+    completion_price: Free[float] = Field(
         default=0.0, ge=0, description="Price of a million tokens of verdicts, for the metric of the cost."
     )
-    max_concurrent: int = Field(default=16, ge=1, description="Maximum number of requests of a generator at a time.")
-    cache: str | None = Field(
+    max_concurrent: Free[int] = Field(
+        default=16, ge=1, description="Maximum number of requests of a generator at a time."
+    )
+    cache: Free[str | None] = Field(
         default=None,
         description="SQLite file that keeps verdicts, so that the same answer is judged once; if unset, each "
         "generator keeps them in memory.",

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from async_rl.config.section import Section
+from async_rl.config.section import Free, Recorded, Section
 from async_rl.errors import ConfigError
 
 Reshard = Literal["full", "after_backward", "none"]
@@ -45,7 +45,7 @@ class ModelConfig(Section):
         description="Whether the learner may execute Python code that comes with the model. Code of its tokenizer, and "
         "any in generators and scorers, is never executed.",
     )
-    gradient_checkpointing: Recomputation = Field(
+    gradient_checkpointing: Free[Recomputation] = Field(
         default="none",
         description="Which activations the learner computes again in the backward pass, which saves memory and costs "
         "time: those of whole layers (full), those that are neither matrix products nor attention (selective, about "
@@ -147,7 +147,7 @@ class LoraConfig(Section):
 class LearnerConfig(Section):
     """The learner: how much it trains, and on which processes and devices."""
 
-    steps: int = Field(
+    steps: Recorded[int] = Field(
         default=1000,
         ge=1,
         description="Number of steps, each of which trains on one batch; the run ends after the last one.",
@@ -176,50 +176,50 @@ class LearnerConfig(Section):
         description="Train on rollouts that are exactly this many versions old, for measurements; if unset, on "
         "rollouts that are as fresh as possible.",
     )
-    max_tokens: int = Field(
+    max_tokens: Free[int] = Field(
         default=16384,
         ge=1,
         description="Maximum number of tokens in one micro-batch of one rank, with the padding of padded rows; it "
         "determines the memory that training uses. Ranks that share a micro-batch (parallel.sequence) have as many "
         "times more. Answers with a sequence that is longer than a micro-batch are left out of the loss.",
     )
-    packing: Literal["auto", "packed", "padded"] = Field(
+    packing: Free[Literal["auto", "packed", "padded"]] = Field(
         default="auto",
         description="How the model computes a micro-batch: its sequences end to end in one row (packed), or as rows of "
         "one batch padded to the longest (padded), which more models can compute but costs more; auto is padded "
         "only for models that compute other values when packed.",
     )
-    nproc: int = Field(default=1, ge=1, description="Number of learner processes (ranks) that launch starts.")
-    devices: tuple[int, ...] | None = Field(
+    nproc: Free[int] = Field(default=1, ge=1, description="Number of learner processes (ranks) that launch starts.")
+    devices: Free[tuple[int, ...] | None] = Field(
         default=None,
         strict=False,
         description="CUDA devices of the ranks, one for each; if unset, the first devices of the machine.",
     )
-    reshard: Reshard = Field(
+    reshard: Free[Reshard] = Field(
         default="full",
         description="When ranks free gathered parameters: after each use (full, as in ZeRO-3), after the backward pass "
         "of each micro-batch (after_backward), or after the last one of the step (none). Later is faster and takes "
         "memory: with after_backward and none, each rank holds the whole model's parameters and gradients.",
     )
-    compile: bool = Field(
+    compile: Free[bool] = Field(
         default=False,
         description="Whether torch.compile compiles the decoder layers. The first steps take up to minutes longer, and "
         "a machine with a C++ compiler and Python's headers is needed. The compiler chooses what the backward pass "
         "computes again, so model.gradient_checkpointing must be none or full.",
     )
-    offload: Offload = Field(
+    offload: Free[Offload] = Field(
         default="none",
         description="What ranks keep in the host's memory and move to the device layer by layer: the reference model "
         "of the KL (reference), or also the policy's parameters, gradients and optimizer, whose step then runs on the "
         "CPU (all). It saves memory of the device and costs time.",
     )
-    num_threads: int | None = Field(
+    num_threads: Free[int | None] = Field(
         default=None,
         ge=1,
         description="CPU threads of each rank; if unset, the cores divided by the processes of the run.",
     )
 
-    audit_rewards: float = Field(
+    audit_rewards: Free[float] = Field(
         default=0.0,
         ge=0,
         le=1,
@@ -227,18 +227,18 @@ class LearnerConfig(Section):
         "find generators that forge rewards (docs/untrusted.md); 0 is off. Code of your own needs generator.allow_code "
         "on the learner's machine, too.",
     )
-    generate: bool = Field(
+    generate: Free[bool] = Field(
         default=False,
         description="Whether the learner samples, too: while a rank waits for groups, its device samples as another "
         "generator, with the policy's own weights. With generator.count = 0 it is the only one that launch starts.",
     )
-    generate_backend: Literal["transformers", "vllm"] = Field(
+    generate_backend: Free[Literal["transformers", "vllm"]] = Field(
         default="transformers",
         description="Engine with which the learner samples: transformers, the built-in one, in the rank's own process; "
         "or vllm, beside each rank, which gives its GPU memory up while the rank computes (generator.memory_fraction, "
         "docs/generating_learner.md).",
     )
-    generate_groups: int | None = Field(
+    generate_groups: Free[int | None] = Field(
         default=None,
         ge=0,
         description="Maximum number of groups that each rank begins to sample in one step; if unset, as many as fit "
@@ -268,7 +268,7 @@ class OptimizerConfig(Section):
         "with 4, in bfloat16, rounded at random (adamw_bf16), or with 2, in codes of 8 bits (adamw_8bit, which needs "
         "bitsandbytes); or by Muon with 4 for the matrices of the layers, and AdamW for the rest (muon).",
     )
-    lr: float = Field(
+    lr: Recorded[float] = Field(
         default=1e-6,
         gt=0,
         description="Highest learning rate, reached at the end of the warm-up. 1e-6 suits models of 0.5 "
@@ -297,16 +297,16 @@ class OptimizerConfig(Section):
         description="Above 0, the learning rate of a step is multiplied by sqrt(ratio/sequence_ess / this), at most 1: "
         "steps on stale samples are smaller (VCPO). 0 scales nothing.",
     )
-    schedule: Literal["constant", "cosine", "linear"] = Field(
+    schedule: Recorded[Literal["constant", "cosine", "linear"]] = Field(
         default="constant", description="How the learning rate changes from the end of the warm-up to the last step."
     )
-    min_lr_ratio: float = Field(
+    min_lr_ratio: Recorded[float] = Field(
         default=0.1,
         ge=0,
         le=1,
         description="Learning rate at the last step with the schedules cosine and linear, as a factor of optimizer.lr.",
     )
-    warmup_steps: int = Field(
+    warmup_steps: Recorded[int] = Field(
         default=0,
         ge=0,
         description="Optimizer steps over which the learning rate rises linearly to optimizer.lr.",

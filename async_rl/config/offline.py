@@ -4,11 +4,11 @@ same.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from async_rl.config.section import Section
+from async_rl.config.section import OnResume, Section
 
 STEPS = 1000
 """The number of optimizer steps if neither ``steps`` nor ``epochs`` is set."""
@@ -72,6 +72,8 @@ class OfflineConfig(Section):
 class SftConfig(OfflineConfig):
     """Supervised fine-tuning with `async-rl sft`, to prepare a model before reinforcement learning."""
 
+    on_resume: ClassVar[OnResume] = OnResume.FREE
+
     turns: Literal["all", "last"] = Field(
         default="all", description="Which assistant messages of a row are trained: all of them, or only the last."
     )
@@ -89,6 +91,8 @@ _ONLY_OF: dict[str, PreferenceLoss] = {
 
 class DpoConfig(OfflineConfig):
     """Training on preferences with `async-rl dpo`."""
+
+    on_resume: ClassVar[OnResume] = OnResume.FREE
 
     lr: float = Field(default=1e-6, gt=0, description="Learning rate after the warm-up.")
     loss: PreferenceLoss = Field(
@@ -135,6 +139,8 @@ class DpoConfig(OfflineConfig):
 
 class RmConfig(OfflineConfig):
     """Training of a reward model on pairs of answers with `async-rl rm`."""
+
+    on_resume: ClassVar[OnResume] = OnResume.FREE
 
     max_length: int = Field(
         default=2048, ge=2, description="Maximum number of tokens of a sequence; a pair with a longer one is left out."

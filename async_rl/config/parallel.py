@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
-from async_rl.config.section import Section
+from async_rl.config.section import OnResume, Section
 from async_rl.errors import ConfigError, ModelError
 
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -23,6 +23,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 class ParallelConfig(Section):
     """How the learner's ranks divide the work. Weights are sharded over all ranks that no key here takes (FSDP)."""
+
+    on_resume: ClassVar[OnResume] = OnResume.FREE
 
     replicas: int = Field(
         default=1,

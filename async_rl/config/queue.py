@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from async_rl.config.section import Section
+from async_rl.config.section import Free, Recorded, Section
 from async_rl.errors import AddressError
 from async_rl.net.address import check_address
 
@@ -17,39 +17,39 @@ OnStale = Literal["drop", "wait", "mask"]
 class QueueConfig(Section):
     """The queue server, and which groups it hands to the learner."""
 
-    address: str | None = Field(
+    address: Free[str | None] = Field(
         default=None,
         description="Address that the queue server binds, as in tcp://0.0.0.0:5555; if unset, a free port on loopback.",
     )
-    advertise: str | None = Field(
+    advertise: Free[str | None] = Field(
         default=None, description="Address that other machines connect to; if unset, the address that the server binds."
     )
-    max_staleness: int = Field(
+    max_staleness: Recorded[int] = Field(
         default=4,
         ge=0,
         le=1024,
         description="Maximum number of versions between sampling a token and training on it; 0 is on-policy training.",
     )
-    run_ahead: Literal["auto", "bound"] | Annotated[float, Field(ge=0, le=1024)] = Field(
+    run_ahead: Recorded[Literal["auto", "bound"] | Annotated[float, Field(ge=0, le=1024)]] = Field(
         default="auto",
         description="How many batches may be in flight or ready while the learner trains one, within "
         "queue.max_staleness: auto is as many as keep the learner busy, by the measured times of groups and steps, so "
         "that data is as young as its answers allow; bound is as many as queue.max_staleness admits, as is auto with "
         "queue.on_stale = wait or learner.fixed_lag.",
     )
-    on_stale: OnStale = Field(
+    on_stale: Recorded[OnStale] = Field(
         default="mask",
         description="What happens to tokens that are older than queue.max_staleness. mask: they are kept out of the "
         "loss; drop: their group is discarded; wait: as drop, but a step that would make groups too old while they are "
         "still being sampled first waits for them, for at most queue.wait_s.",
     )
-    wait_s: float = Field(
+    wait_s: Recorded[float] = Field(
         default=60.0,
         gt=0,
         description="Maximum seconds that a step waits for unfinished groups which would be too old to train on after "
         'it. Groups that are still unfinished then are cancelled. Only used with queue.on_stale = "wait".',
     )
-    adaptive: bool = Field(
+    adaptive: Recorded[bool] = Field(
         default=False,
         description="Whether the learner lowers the staleness bound of new leases while the data is too stale, and "
         "raises it again up to queue.max_staleness.",
@@ -64,26 +64,26 @@ class QueueConfig(Section):
         default=True,
         description="Whether another prompt replaces a filtered group; if false, the group is kept and masked.",
     )
-    max_filtered: int | None = Field(
+    max_filtered: Recorded[int | None] = Field(
         default=None,
         ge=1,
         description="The run stops with a diagnosis when this many groups were filtered (queue.filter_range) since the "
         "learner's last step, because the data is then too easy or too hard; if unset, 100 times "
         "learner.groups_per_step.",
     )
-    max_bytes: int = Field(
+    max_bytes: Free[int] = Field(
         default=2 << 30,
         ge=1 << 20,
         description="Maximum bytes of the groups in the queue. A group that a generator is still sampling counts with "
         "the largest size that it can reach.",
     )
-    lease_timeout_s: float = Field(
+    lease_timeout_s: Free[float] = Field(
         default=120.0,
         gt=0,
         description="Seconds without progress after which a generator's lease expires and its prompt is given out "
         "again.",
     )
-    max_attempts: int = Field(
+    max_attempts: Recorded[int] = Field(
         default=3,
         ge=1,
         description="Number of attempts to sample a prompt that may fail, while other prompts succeed, before the "
@@ -96,18 +96,18 @@ class QueueConfig(Section):
         description="Seconds for which the run waits while every lease fails, because a tool, a judge or a reward is "
         "away. The generators try again all the time. After it the run stops with the last error.",
     )
-    max_refused_share: float = Field(
+    max_refused_share: Recorded[float] = Field(
         default=0.1,
         ge=0,
         le=1,
         description="Share of a generator's last 100 groups that the queue may refuse as invalid. Above it, the "
         "generator gets no more leases; if no other generator is alive, the run stops.",
     )
-    journal_dir: str | None = Field(
+    journal_dir: Free[str | None] = Field(
         default=None,
         description="Directory on a local disk for the groups that the queue holds; if unset, run.dir/queue.",
     )
-    keys: str | None = Field(
+    keys: Free[str | None] = Field(
         default=None,
         description="Directory made by `async-rl keys new`, for encrypted and authenticated connections. A relative "
         "path starts at the working directory, not at the config's directory. If unset, only loopback is allowed.",
@@ -132,24 +132,24 @@ class QueueConfig(Section):
 class WeightsConfig(Section):
     """How a new version of the weights reaches the generators."""
 
-    transport: Literal["auto", "tcp", "gloo", "nccl"] = Field(
+    transport: Free[Literal["auto", "tcp", "gloo", "nccl"]] = Field(
         default="auto",
         description="How weights reach the generators. If the whole run is on one host or on a trusted network, auto "
         "is nccl if the learner has CUDA, else gloo. Otherwise, or with weights.port, auto is tcp. One gloo broadcast "
         "has at most 32 ranks of generators; generators that join later fetch by tcp.",
     )
-    port: int | str | None = Field(
+    port: Free[int | str | None] = Field(
         default=None,
         description="Ports at which the learner listens for the generators that fetch weights. A number N stands for N "
         'and N + 1; of a range such as "5556-5575" the learner takes the first two that are free. If unset, any free '
         "ports. If set, transport auto is tcp, because gloo and nccl choose their own ports.",
     )
-    deltas: Literal["auto", "on", "off"] = Field(
+    deltas: Free[Literal["auto", "on", "off"]] = Field(
         default="auto",
         description="Whether tcp sends only the weights that changed since the last version; auto does so only to "
         "other machines.",
     )
-    peers: bool = Field(
+    peers: Free[bool] = Field(
         default=False,
         description="Whether generators fetch versions from each other, so that the learner sends each about once. "
         "They must be able to connect to each other (generator.peer_port). Only with transport tcp.",
@@ -159,25 +159,25 @@ class WeightsConfig(Section):
         ge=1,
         description="Number of versions from one publication of the weights to the next; 1 publishes every version.",
     )
-    deadline_s: float = Field(
+    deadline_s: Free[float] = Field(
         default=60.0,
         gt=0,
         description="Seconds in which a generator must receive an offered version of the weights; with tcp, in which "
         "it must receive more of it. After that, the learner sends it no more weights until it joins again.",
     )
-    staging_bytes: int | None = Field(
+    staging_bytes: Free[int | None] = Field(
         default=None,
         ge=1024,
         description="Maximum bytes of host memory for versions that are being sent; if unset, room for two versions "
         "(tcp: three). With room for more, more older versions may go on being pulled by slow generators.",
     )
-    parity: Literal["stop", "warn", "off"] = Field(
+    parity: Free[Literal["stop", "warn", "off"]] = Field(
         default="stop",
         description="What happens if generator and learner compute different log-probabilities with the same weights: "
         "stop ends the run, warn logs it, off does not compare them. With stop and warn, a generator gets no more "
         "leases if its mean difference is above 1 nat; if experimental.parity_limit is set, above 20 times that limit.",
     )
-    trusted_network: bool = Field(
+    trusted_network: Free[bool] = Field(
         default=False,
         description="Whether all machines on the network are trusted, so that weights may travel unencrypted.",
     )

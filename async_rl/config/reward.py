@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 
 from async_rl.config.data import RowField
 from async_rl.config.judge import JudgeConfig
-from async_rl.config.section import Section
+from async_rl.config.section import Free, Section
 from async_rl.process.user_code import is_code_name
 
 
@@ -149,17 +149,17 @@ class CodeRewardConfig(Section):
         default=False,
         description="Whether reward and accuracy of a program are the share of tests passed instead of all or nothing.",
     )
-    workers: int | None = Field(
+    workers: Free[int | None] = Field(
         default=None,
         ge=1,
         description="Number of programs that run at the same time; if unset, the number of CPU cores.",
     )
-    endpoint: str | None = Field(
+    endpoint: Free[str | None] = Field(
         default=None,
         description="Address of an `async-rl verifier`, as in http://10.0.0.1:8000, that runs the programs; if "
         "unset, every generator's machine does.",
     )
-    allow_unsafe: bool = Field(
+    allow_unsafe: Free[bool] = Field(
         default=False, description="Whether programs may run without a sandbox on a machine that can't provide one."
     )
 

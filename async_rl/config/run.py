@@ -6,11 +6,11 @@ They say where a run is stored, when it is saved, what it logs, and which settin
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from async_rl.config.section import Section
+from async_rl.config.section import Free, OnResume, Recorded, Section
 
 LoggerName = Literal["wandb", "tensorboard", "trackio", "mlflow"]
 
@@ -18,11 +18,11 @@ LoggerName = Literal["wandb", "tensorboard", "trackio", "mlflow"]
 class RunConfig(Section):
     """Where the files of a run are, what the run is called, and its random seed."""
 
-    dir: str = Field(
+    dir: Free[str] = Field(
         min_length=1,
         description="Directory for everything that the run writes; starting again with the same directory resumes it.",
     )
-    name: str = Field(
+    name: Free[str] = Field(
         default="",
         description="Name of the run on the screen and in the tools of log.to; if empty, the last part of run.dir.",
     )
@@ -32,12 +32,12 @@ class RunConfig(Section):
         lt=2**31,
         description="Random seed for the order of the data, for sampling and for new adapter weights.",
     )
-    on_code_change: Literal["refuse", "accept"] = Field(
+    on_code_change: Free[Literal["refuse", "accept"]] = Field(
         default="refuse",
         description="What happens if a run is resumed and the source of your own code (rewards, environments, agents, "
         'losses, advantages) has changed: "refuse" stops, "accept" trains on and records the change with its step.',
     )
-    stop_on_collapse: bool = Field(
+    stop_on_collapse: Free[bool] = Field(
         default=False,
         description="Whether the run saves a checkpoint and stops with exit code 1 when its metrics show that the "
         "policy collapses (docs/troubleshooting.md). If false, it only says so.",
@@ -46,6 +46,8 @@ class RunConfig(Section):
 
 class CheckpointConfig(Section):
     """When the learner saves model, optimizer and queue, so that the run can resume."""
+
+    on_resume: ClassVar[OnResume] = OnResume.FREE
 
     every: int = Field(default=50, ge=0, description="Steps between two checkpoints; 0 writes one only at the end.")
     keep_last: int = Field(
@@ -113,6 +115,8 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     """What is logged in addition to ``metrics.jsonl``."""
+
+    on_resume: ClassVar[OnResume] = OnResume.FREE
 
     to: tuple[LoggerName, ...] = Field(
         strict=False,
@@ -237,14 +241,14 @@ class VllmConfig(Section):
 class ExperimentalConfig(Section):
     """Keys for tests and measurements. They may change without notice."""
 
-    adaptive_min_ess: float = Field(
+    adaptive_min_ess: Recorded[float] = Field(
         default=0.95,
         gt=0,
         lt=1,
         description="Effective sample size of a step, as a share of its tokens, below which queue.adaptive treats "
         "the data as too stale.",
     )
-    adaptive_max_kl: float = Field(
+    adaptive_max_kl: Recorded[float] = Field(
         default=0.02,
         gt=0,
         description="KL(behavior policy || policy) of a step, in nats, above which queue.adaptive treats the data "
@@ -254,45 +258,45 @@ class ExperimentalConfig(Section):
         default=True,
         description="Whether the queue keeps groups and leases on disk, so that they survive its process.",
     )
-    max_messages_per_s: float = Field(
+    max_messages_per_s: Free[float] = Field(
         default=5000.0,
         gt=0,
         description="Messages per second that the queue server accepts from one client; the rest are dropped.",
     )
-    max_malformed_per_minute: int = Field(
+    max_malformed_per_minute: Free[int] = Field(
         default=64,
         ge=1,
         description="Malformed messages per minute from one client after which the queue server ignores it for a "
         "minute.",
     )
-    distributed_timeout_s: float = Field(
+    distributed_timeout_s: Free[float] = Field(
         default=600.0, gt=0, description="Seconds that a rank of the learner waits for the others before it gives up."
     )
-    bucket_bytes: int = Field(
+    bucket_bytes: Free[int] = Field(
         default=64 << 20,
         ge=1024,
         description="Bytes of one bucket. A version of the weights is divided into buckets, each with its own digest.",
     )
-    parity_every: int = Field(
+    parity_every: Free[int] = Field(
         default=50,
         ge=0,
         description="Versions between two comparisons of a generator's log-probabilities with the learner's; 0 "
         "compares only at the start.",
     )
-    parity_limit: float | None = Field(
+    parity_limit: Free[float | None] = Field(
         default=None,
         gt=0,
         description="Mean difference, in nats, between the log-probabilities of a generator and of the learner above "
         "which weights.parity acts; if unset, 0.001 where both compute in float32, else 0.05.",
     )
-    linger_s: float = Field(
+    linger_s: Free[float] = Field(
         default=60.0, ge=0, description="Seconds that the queue server keeps running after its learner has ended."
     )
-    max_skipped_steps: int = Field(
+    max_skipped_steps: Recorded[int] = Field(
         default=10,
         ge=1,
         description="Number of optimizer steps of one model, the policy or the critic, that may be skipped in a row; "
         "one more stops the run.",
     )
-    vllm: VllmConfig = Field(default=VllmConfig(), description="The vLLM backend.")
+    vllm: Free[VllmConfig] = Field(default=VllmConfig(), description="The vLLM backend.")
     fake: FakeConfig = Field(default=FakeConfig(), description="The fake backend.")

@@ -1,9 +1,10 @@
-"""The base class of all config sections, and the lookup of names that a config key may take."""
+"""The base class of all config sections, what may change when a run resumes, and the lookup of names of a key."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
+from enum import Enum
+from typing import Annotated, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,13 +14,47 @@ from async_rl.net.address import check_address, is_wildcard
 T = TypeVar("T")
 
 
+class OnResume(Enum):
+    """Whether a key may have another value when a run is resumed.
+
+    ``FREE``: it changes where and how fast the run computes and what it records, but not what it learns.
+    ``RECORDED``: it changes what the run learns from the next step on, not what it has learned, so the learner records
+    the change with its step (``run.config_changes``). ``NEVER``: another value makes another run.
+    """
+
+    NEVER = "never"
+    RECORDED = "recorded"
+    FREE = "free"
+
+
+Free = Annotated[T, OnResume.FREE]
+Recorded = Annotated[T, OnResume.RECORDED]
+
+
 class Section(BaseModel):
     """The base class of a section, which is one table of the TOML file.
 
-    Its values are frozen. A value of another type, an unknown key, an infinite number or NaN is refused.
+    Its values are frozen. A value of another type, an unknown key, an infinite number or NaN is refused. ``on_resume``
+    is that of all its keys that are not ``Free`` or ``Recorded`` themselves.
     """
 
+    on_resume: ClassVar[OnResume] = OnResume.NEVER
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def on_resume(section: type[BaseModel], key: str) -> OnResume:
+    """Return whether ``key``, a dotted name in ``section``, may change. The innermost field that says so decides."""
+    found = OnResume.NEVER
+    model: type[BaseModel] | None = section
+    for name in key.split("."):
+        if model is None or (field := model.model_fields.get(name)) is None:
+            break
+        inner = field.annotation
+        model = inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+        of_section = getattr(model, "on_resume", OnResume.NEVER)
+        marks = (mark for mark in (*field.metadata, of_section) if isinstance(mark, OnResume))
+        found = next((mark for mark in marks if mark is not OnResume.NEVER), found)
+    return found
 
 
 def look_up(table: Mapping[str, T], name: str, key: str) -> T:

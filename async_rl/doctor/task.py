@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from async_rl.config.config import Config
 from async_rl.config.generator import has_model
@@ -50,9 +51,10 @@ from async_rl.launch.preflight import (
 )
 from async_rl.output import size_text
 from async_rl.process.user_code import describe_error
+from async_rl.queue.core.admission import train_sampling
 from async_rl.queue.parity import Probe, compare, parity_limit
 from async_rl.queue.server.settings import settings_of
-from async_rl.records import TEXT_ROLE, Lease, Prompt, Sampling
+from async_rl.records import TEXT_ROLE, Lease, Prompt
 from async_rl.rewards.conformance import example_of, rollout_of
 from async_rl.rewards.records import UNJUDGED, RewardOutput
 from async_rl.weights.adapters import ADAPTER_BASE, BaseWeights
@@ -442,20 +444,11 @@ def _given_row(backend: Backend, probe: Probe, weights: Mapping[str, Any], sides
 
 def _sample(config: Config, backend: Backend) -> list[Sampled]:
     """Let ``backend`` sample short answers to the first prompts, with the run's sampling settings. Return them."""
-    settings = config.sampling
-    sampling = Sampling(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        top_k=settings.top_k,
-        max_new_tokens=min(_NEW_TOKENS, settings.max_new_tokens),
-        max_prompt_tokens=settings.max_prompt_tokens,
-        stop=settings.stop,
-        min_p=settings.min_p,
-        stop_token_ids=settings.stop_token_ids,
-    )
+    own = train_sampling(config)
+    sampling = structs.replace(own, max_new_tokens=min(_NEW_TOKENS, own.max_new_tokens))
     for index, messages in enumerate(_prompts(config)):
         prompt = Prompt(index, index, 0, messages, {})
-        ids = backend.encode_prompt(messages)[-settings.max_prompt_tokens :]
+        ids = backend.encode_prompt(messages)[-own.max_prompt_tokens :]
         backend.submit(Lease(f"{index}", "train", prompt, _GROUP_SIZE, sampling, "doctor", 0, 0, 0, index), ids)
     finished: list[Sampled] = []
     while backend.num_running:

@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 from async_rl.config.config import Config
-from async_rl.config.loading import changed_keys, is_among, show_change
+from async_rl.config.loading import changed_keys, show_change
+from async_rl.config.section import OnResume, on_resume
 from async_rl.errors import RunError
 from async_rl.run.directory import RunDir, write_atomically
-from async_rl.run.reuse import FREE
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,14 @@ def record_change(
 ) -> ConfigChange:
     """Record the difference between ``old``, the config until ``step``, and ``new``. Return it, maybe with no keys.
 
-    ``code`` is what ``process.user_code.changed_code`` found. Keys in ``FREE`` are left out. Earlier records of
+    ``code`` is what ``process.user_code.changed_code`` found. Keys that are ``Free`` are left out. Earlier records of
     ``step`` and of later steps are removed, because the run has gone back to ``step``.
 
     Raises:
         RunError: the file is damaged.
     """
-    found = {key: values for key, values in changed_keys(old, new).items() if not is_among(key, FREE)}
+    changed = changed_keys(old, new).items()
+    found = {key: values for key, values in changed if on_resume(Config, key) is not OnResume.FREE}
     found |= code
     change = ConfigChange(step, found)
     before = read_changes(run_dir)

@@ -5,7 +5,7 @@ the directory has                                      what ``launch`` and ``lea
 =====================================================  ============================================================
 no run                                                 starts one
 a run with the same config                             resumes it
-a run whose config differs in ``FREE`` or ``TUNABLE``  resumes it with the new values, from its next step on
+a run whose config differs in keys that may change     resumes it with the new values, from its next step on
 a run to which no learner ever attached                replaces its config
 a run that made no step                                moves it aside (``NAME.old-N``) and starts a new one
 a run that made steps with other values of other keys  refuses, and lists these keys
@@ -27,49 +27,16 @@ from typing import Any
 
 from async_rl.config.config import Config
 from async_rl.config.loading import changed_keys, config_to_toml, is_among, load_run_config, plain_values, show_change
+from async_rl.config.section import OnResume, on_resume
 from async_rl.errors import ConfigError, RunError
 from async_rl.process.user_code import changed_code, stored_digests
 from async_rl.run.directory import RunDir, write_atomically
-
-FREE: tuple[str, ...] = (
-    "run.dir", "run.name", "run.stop_on_collapse", "run.on_code_change", "data.on_change",
-    "reward.code.endpoint", "reward.code.workers", "reward.code.allow_unsafe",
-    "reward.judge.endpoint", "reward.judge.api_key_env", "reward.judge.timeout_s", "reward.judge.max_concurrent",
-    "reward.judge.cache", "reward.judge.prompt_price", "reward.judge.completion_price",
-    "queue.address", "queue.advertise", "queue.keys", "queue.max_bytes", "queue.lease_timeout_s", "queue.journal_dir",
-    "learner.max_tokens", "learner.packing", "learner.nproc", "learner.devices", "learner.reshard",
-    "learner.num_threads", "learner.compile", "learner.offload", "model.gradient_checkpointing", "parallel",
-    "learner.generate", "learner.generate_backend", "learner.generate_groups",
-    "learner.audit_rewards",
-    "generator.count", "generator.devices", "generator.tensor_parallel_size", "generator.batch_size",
-    "generator.double_buffer", "generator.max_concurrent_groups", "generator.memory_fraction", "generator.num_threads",
-    "weights.transport", "weights.port", "weights.deadline_s", "weights.staging_bytes",
-    "weights.trusted_network", "weights.deltas", "weights.peers", "weights.parity",
-    "checkpoint", "log",
-    "experimental.max_messages_per_s", "experimental.max_malformed_per_minute", "experimental.distributed_timeout_s",
-    "experimental.bucket_bytes", "experimental.parity_every", "experimental.parity_limit", "experimental.linger_s",
-    "experimental.vllm", "sft", "rm", "dpo", "scorer",
-    "environment.relay",
-)  # fmt: skip
-"""Keys and sections that may change when a run is resumed. They change where and how fast the run computes and what it
-records, but not what it learns. (A scorer's model may move, but its digest must stay: ``scorer.start``.)"""
-
-TUNABLE: tuple[str, ...] = (
-    "learner.steps", "data.epochs", "data.eval", "data.curriculum", "eval", "generator", "reward.judge.max_attempts",
-    "queue.max_staleness", "queue.run_ahead", "queue.on_stale", "queue.wait_s", "queue.adaptive",
-    "queue.max_filtered", "queue.max_attempts", "queue.max_refused_share",
-    "distill.coef", "optimizer.lr", "optimizer.schedule", "optimizer.min_lr_ratio", "optimizer.warmup_steps",
-    "critic.lr", "critic.schedule", "critic.min_lr_ratio", "critic.warmup_steps",
-    "experimental.adaptive_min_ess", "experimental.adaptive_max_kl", "experimental.max_skipped_steps",
-)  # fmt: skip
-"""Keys and sections that may change, too. They affect what the run learns from the next step on, and not what it has
-learned, so the learner records each change with its step (``config_changes.py``)."""
 
 SHARED: tuple[str, ...] = (
     "queue", "data", "sampling", "eval", "environment", "reward.max_abs", "run.seed", "learner.groups_per_step",
     "learner.updates_per_batch", "learner.epochs_per_batch", "weights.sync_every", "model.routing_replay",
 )  # fmt: skip
-"""Keys and sections that the queue server and its learner must have in common, except those in ``FREE``."""
+"""Keys and sections that the queue server and its learner must have in common, except those that are ``Free``."""
 
 _FILES = frozenset({
     "config.toml", "queue.json", "queue", "metrics.jsonl", "trained.jsonl", "ledger.json", "rollouts", "eval",
@@ -82,12 +49,13 @@ start before the config is written."""
 _FILE_PREFIXES = ("metrics.rolled_back", "trained.rolled_back", "metrics.damaged", "trained.damaged", "queue.old-", ".")
 
 
-def check_run_dir(config: Config, *, fresh: bool, tunable: Sequence[str] = TUNABLE) -> RunDir:
+def check_run_dir(config: Config, *, fresh: bool, tunable: Sequence[str] | None = None) -> RunDir:
     """Check that ``config`` may use its ``run.dir``, and return the run directory. Write nothing.
 
     Args:
         fresh: the directory may have a run with any config, because it will be moved aside.
-        tunable: the keys and sections that may differ from the run's, in addition to ``FREE``.
+        tunable: the keys that may differ from the run's, in addition to those that are ``Free``. None: those that are
+            ``Recorded`` (``config.section.OnResume``).
 
     Raises:
         RunError: ``run.dir`` is a file, has a run that made steps with other values of other keys, or has other files
@@ -151,7 +119,7 @@ def starts_over(run_dir: RunDir, config: Config) -> bool:
         run_dir.config.exists()
         and run_dir.metrics.exists()
         and not _has_trained(run_dir)
-        and bool(_misfits(run_dir, config, TUNABLE))
+        and bool(_misfits(run_dir, config, None))
     )
 
 
@@ -181,9 +149,11 @@ def prepare_run_dir(config: Config) -> RunDir:
 
 
 def shared_values(config: Config) -> dict[str, Any]:
-    """Return the values of the keys in ``SHARED``, except those in ``FREE``, as plain data."""
+    """Return the values of the keys in ``SHARED``, except those that are ``Free``, as plain data."""
     return {
-        key: value for key, value in plain_values(config).items() if is_among(key, SHARED) and not is_among(key, FREE)
+        key: value
+        for key, value in plain_values(config).items()
+        if is_among(key, SHARED) and on_resume(Config, key) is not OnResume.FREE
     }
 
 
@@ -215,7 +185,7 @@ def _has_trained(run_dir: RunDir) -> bool:
     return run_dir.latest_checkpoint is not None and not run_dir.origin.exists()
 
 
-def _misfits(run_dir: RunDir, config: Config, tunable: Sequence[str]) -> list[str]:
+def _misfits(run_dir: RunDir, config: Config, tunable: Sequence[str] | None) -> list[str]:
     """Return a line ``section.key: old -> new`` for each changed key that the run can't take. Of a config that can't be
     read, return the cause.
     """
@@ -223,11 +193,15 @@ def _misfits(run_dir: RunDir, config: Config, tunable: Sequence[str]) -> list[st
         old = load_run_config(run_dir.config)
     except ConfigError as error:
         return [str(error)]
-    found = changed_keys(old, config)
-    return [show_change(key, *values) for key, values in found.items() if not is_among(key, (*FREE, *tunable))]
+
+    def may_change(key: str) -> bool:
+        mark = on_resume(Config, key)
+        return mark is OnResume.FREE or (mark is OnResume.RECORDED if tunable is None else is_among(key, tunable))
+
+    return [show_change(key, *values) for key, values in changed_keys(old, config).items() if not may_change(key)]
 
 
-def _refuse_other_run(run_dir: RunDir, config: Config, tunable: Sequence[str]) -> None:
+def _refuse_other_run(run_dir: RunDir, config: Config, tunable: Sequence[str] | None) -> None:
     try:
         load_run_config(run_dir.config)
     except ConfigError as error:

@@ -14,6 +14,7 @@ from async_rl.config.data import EvalSetConfig
 from async_rl.config.generator import BACKENDS
 from async_rl.config.loading import apply_override, changed_keys, config_to_toml, load_config, parse_config
 from async_rl.config.queue import WeightsConfig
+from async_rl.config.section import OnResume, on_resume
 from async_rl.errors import AddressError, ConfigError
 from async_rl.net.address import check_address, is_loopback, local_host_towards, refuse_open_bind
 
@@ -457,3 +458,22 @@ def test_min_p_and_stop_tokens_need_a_backend_that_obeys_them():
     assert "sampling.stop_token_ids: expected token ids of at least 0, got [-1]" in refusal(
         sampling={"stop_token_ids": [-1]}
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("queue.max_bytes", OnResume.FREE),
+        ("queue.max_staleness", OnResume.RECORDED),
+        ("queue.filter_range", OnResume.NEVER),
+        ("checkpoint.every", OnResume.FREE),  # as its section
+        ("generator.backend", OnResume.RECORDED),  # as its section
+        ("generator.count", OnResume.FREE),  # other than its section
+        ("data.eval.held_out", OnResume.RECORDED),  # as the table that it is in
+        ("scorer.big.model", OnResume.FREE),
+        ("experimental.vllm.runner", OnResume.FREE),
+        ("loss.preset", OnResume.NEVER),
+    ],
+)
+def test_the_innermost_field_says_whether_a_resumed_run_may_change_a_key(key: str, expected: OnResume):
+    assert on_resume(Config, key) is expected

@@ -362,9 +362,8 @@ def train_sampling(config: Config) -> Sampling:
 
 def eval_sampling(config: Config, name: str) -> Sampling:
     """Return the sampling settings of the evaluation set ``name`` of ``data.eval``."""
-    s, chosen = config.sampling, config.eval.of(name)
-    longest = chosen.max_new_tokens or s.max_new_tokens
-    return Sampling(
-        chosen.temperature, chosen.top_p, chosen.top_k, longest, s.max_prompt_tokens, s.stop, chosen.min_p,
-        s.stop_token_ids,
+    own, chosen = train_sampling(config), config.eval.of(name)
+    return replace(
+        own, temperature=chosen.temperature, top_p=chosen.top_p, top_k=chosen.top_k, min_p=chosen.min_p,
+        max_new_tokens=chosen.max_new_tokens or own.max_new_tokens,
     )  # fmt: skip
