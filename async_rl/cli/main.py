@@ -253,17 +253,18 @@ def replay(
     """
     with _role():
         from async_rl.config.loading import load_config
+        from async_rl.learner.checkpoints.fork import named_run
         from async_rl.learner.loop.replay import FIXED, RecordedRun
         from async_rl.process.child import set_torch_defaults
 
         set_torch_defaults(is_learner=True)
-        name, _, step = run.rpartition("@")
-        path, source = (Path(name), run) if name and step.isdecimal() else (Path(run), None)
+        path, step = named_run(run)
         recorded = RecordedRun.find(path)
         place = f"run.dir={path}-replay"
         resolved = load_config(recorded.run_dir.config, [place, *(overrides or []), *FIXED])
         from async_rl.learner.loop.start import run_learner
 
+        source = None if step is None else run
         run_learner(resolved, fresh=fresh, takeover=takeover, source=source, replay=recorded)
 
 

@@ -70,16 +70,21 @@ class ForkPoint:
         return self.checkpoint.parent.parent
 
 
+def named_run(source: str) -> tuple[Path, int | None]:
+    """Return the run directory and the step that ``source`` names: ``RUN``, whose step is None, or ``RUN@STEP``."""
+    name, separator, number = source.rpartition("@")
+    if separator and number.isdecimal() and not Path(source).exists():
+        return Path(name), int(number)
+    return Path(source), None
+
+
 def find_fork_point(source: str) -> ForkPoint:
     """Return the checkpoint that ``source`` names: ``RUN`` (its latest one) or ``RUN@STEP``.
 
     Raises:
         RunError: there is no such checkpoint. The message lists those that exist.
     """
-    path, step = Path(source), None
-    name, separator, number = source.rpartition("@")
-    if separator and number.isdecimal() and not path.exists():
-        path, step = Path(name), int(number)
+    path, step = named_run(source)
     if not (path / "run_id").is_file():
         raise RunError(f"--from: expected a run directory, or RUN@STEP, got {source!r}; correct the path")
     if step is None:
