@@ -208,7 +208,10 @@ def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
     if fills and (generators or 0.0) > MUCH_IDLE and staleness is not None and staleness > 0.8 * bound:
         return Advice(
             'Set queue.run_ahead = "auto": younger data at the same speed.',
-            (f"Generators idle {generators:.0%} of the time, and data is {staleness:.1f} versions old: it waited.",),
+            (
+                f"Generators idle {generators:.0%} of the time, and data is {staleness:.1f} versions old, because it "
+                f"waits in the queue.",
+            ),
         )
     if learner is not None and learner > MUCH_IDLE:
         return Advice(
