@@ -46,6 +46,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()
+    # A scorer's model may move, but its digest must stay (``scorer.start``).
     scorer: Free[dict[str, ScorerConfig]] = Field(default={})
     distill: DistillConfig = DistillConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
