@@ -39,12 +39,12 @@ _FIRST_SPARE_FD = 256
 
 PRELOADED = (
     "async_rl.cli.main",
-    "async_rl.doctor.task",
+    "async_rl.checks.parity",
+    "async_rl.checks.table",
     "async_rl.evaluation.offline",
     "async_rl.generator.hf.backend",
     "async_rl.generator.start.worker",
     "async_rl.launch.launch",
-    "async_rl.launch.preflight",
     "async_rl.learner.engine.fsdp_engine",
     "async_rl.learner.export.model",
     "async_rl.learner.offline.dpo",

@@ -210,7 +210,7 @@ def learner(
         resolved = load_config(config, with_profile(overrides, profile))
         check_place(resolved, config, overrides or [])
         if not is_launched and _is_first_rank():
-            from async_rl.launch.checks import check_learner
+            from async_rl.checks.table import check_learner
             from async_rl.learner.mirror.fetch import bring_back
 
             log = logging.getLogger(__name__)
@@ -340,7 +340,7 @@ def queue(
         from async_rl.config.loading import load_config
 
         resolved = load_config(config, overrides or [])
-        from async_rl.launch.preflight import check_queue
+        from async_rl.checks.table import check_queue
         from async_rl.run.reuse import check_place
 
         check_place(resolved, config, overrides or [])

@@ -20,16 +20,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from async_rl.checks.capacity import has_gpu
+from async_rl.checks.placement import VISIBLE, place, visible_devices
+from async_rl.checks.settings import begins_too_few
+from async_rl.checks.table import check_launch, launch_problems
 from async_rl.config.config import Config
 from async_rl.config.loading import changed_keys, load_run_config, machine_overrides, show_change
 from async_rl.errors import ConfigError, UserError
-from async_rl.launch.capacity import has_gpu
-from async_rl.launch.checks import check_launch
 from async_rl.launch.live_view import LiveView, PlainView
 from async_rl.launch.memory_deaths import MemoryDeaths
-from async_rl.launch.placement import VISIBLE, place, visible_devices
 from async_rl.launch.planned_steps import planned_steps, schedule_note
-from async_rl.launch.preflight import begins_too_few
 from async_rl.launch.summary import next_lines, summary
 from async_rl.launch.supervisor import Command, Outcome, Supervisor, Timing
 from async_rl.learner.mirror.fetch import bring_back
@@ -131,7 +131,8 @@ def dry_run(
         overrides: the ``--set`` options with which ``config`` was read.
         fresh: as if the directory of an earlier run were renamed.
         insecure: allow network addresses without keys.
-        as_json: print one JSON object, after the checks. Its ``problem`` is why launch would refuse, or null.
+        as_json: print one JSON object, after the checks. ``problems`` say why launch would refuse, and ``problem`` is
+            the first of them, or null.
         quiet: show no progress of the checks.
         source: ``RUN`` or ``RUN@STEP``, the run from which launch would fork. None if the run is no fork.
 
@@ -148,20 +149,20 @@ def dry_run(
     if not as_json:
         for line in [_has_ended_line(run_dir)] if is_finished else describe_commands(config, commands):
             _print_line(console, line)
-    problem: UserError | None = None
+    problems: list[str] = []
     if not is_finished:
-        try:
-            with Progress(quiet=quiet) as progress:
-                progress.show(_CHECKING)
-                preflight(config, insecure=insecure)
-        except UserError as error:
-            problem = error
+        with Progress(quiet=quiet) as progress, prints_to_stderr():  # own code is tried
+            progress.show(_CHECKING)
+            problems = launch_problems(config, insecure=insecure)
     if as_json:
         planned = [] if is_finished else [asdict(command) for command in _all_commands(config, commands)]
-        refusal = None if problem is None else str(problem)
-        print_json({"run_dir": config.run.dir, "finished": is_finished, "problem": refusal, "processes": planned})
-    if problem is not None:
-        raise problem
+        first = problems[0] if problems else None
+        shown = {"run_dir": config.run.dir, "finished": is_finished, "problem": first, "problems": problems}
+        print_json({**shown, "processes": planned})
+    if problems:
+        raise UserError(
+            "\n".join(problems) if len(problems) == 1 else "\n  ".join(["launch would refuse this:", *problems])
+        )
     if not as_json and not is_finished:
         _print_line(console, "# launch would start here: data, model and address passed the checks")
 

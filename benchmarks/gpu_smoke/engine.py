@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from async_rl.checks.machine import check_compiler
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.config.parallel import Layout
 from async_rl.errors import ConfigError
-from async_rl.launch.preflight import check_compiler
 from async_rl.learner.checkpoints.stored_tensors import OPTIMIZER, load_tensors
 from async_rl.learner.engine.flops import device_peak
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
@@ -182,7 +182,7 @@ def check_option(name: str, machine: Machine) -> str:
     """
     sections = OPTIONS[name]
     try:
-        check_compiler(config_of(machine, machine.directory, machine.dtype, sections))
+        list(check_compiler(config_of(machine, machine.directory, machine.dtype, sections)))
     except ConfigError as reason:
         raise NotRunError(str(reason)) from reason
     model = write_model(machine.directory / "model", SMALL, VOCAB, has_experts=name == "experts")

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from async_rl.checks import capacity
+from async_rl.checks.user_code_trial import _error_of_loss, _score_rows
 from async_rl.cli import main as cli
 from async_rl.config.loading import parse_config
-from async_rl.launch import capacity
-from async_rl.launch.user_code_trial import _error_of_loss, _score_rows
 from tests.end_to_end.harness import write_config
 from tests.end_to_end.tiny import tiny_config, write_tiny_task
 from tests.refusal import refusal
@@ -182,7 +182,7 @@ def test_launch_names_text_that_the_tokenizer_does_not_know(config: Path, caplog
     rows.write_text(json.dumps({**GOOD, "messages": [{"role": "user", "content": "why"}]}) + "\n")
     with pytest.raises(SystemExit):
         cli.main(["launch", str(config), "--dry-run", "--set", f"data.train={rows}"])
-    assert "3 of 3 tokens of the first prompt are unknown to the tokenizer ('?')" in caplog.text
+    assert "3 of 3 tokens of the first prompt are unknown to it ('?')" in caplog.text
 
 
 REWARDS = {
@@ -281,7 +281,22 @@ def test_a_disk_without_room_for_a_checkpoint_is_refused(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(capacity, "free_bytes", lambda path: 1000)
-    check_refused(capsys, config, "run.dir: expected room for a checkpoint of")
+    check_refused(capsys, config, ": no room for one checkpoint; free disk space, choose another run.dir")
+
+
+def test_a_dry_run_names_all_that_fails_and_a_launch_the_first(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(capacity, "has_gpu", lambda: False)
+    monkeypatch.setattr(capacity, "available_memory", lambda with_swap: 0)
+    monkeypatch.setattr(capacity, "free_bytes", lambda path: 1000)
+    both = ("run.dir", "memory")
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(["launch", str(config), "--dry-run"])
+    said = capsys.readouterr().err
+    assert (leaving.value.code, [f"  {name}: " in said for name in both]) == (2, [True, True])
+    said = refusal(capsys, "launch", str(config))
+    assert [f"{name}: " in said for name in both] == [True, False]
 
 
 def test_a_machine_without_memory_for_learner_and_generators_is_refused(
@@ -289,7 +304,7 @@ def test_a_machine_without_memory_for_learner_and_generators_is_refused(
 ):
     monkeypatch.setattr(capacity, "has_gpu", lambda: False)
     monkeypatch.setattr(capacity, "available_memory", lambda with_swap: 0)
-    check_refused(capsys, config, "model.path: expected memory for at least")
+    check_refused(capsys, config, "memory: expected memory for at least")
 
 
 ENVIRONMENTS = {

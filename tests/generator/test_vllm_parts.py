@@ -17,6 +17,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rl.checks import machine
+from async_rl.checks.start import Start
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import EngineError, ModelError, WeightsError
@@ -35,7 +37,6 @@ from async_rl.generator.vllm.adapter import (
 )
 from async_rl.generator.vllm.engine import KvCacheCapacity, Load, VllmEngine
 from async_rl.generator.vllm.shared_staging import SharedStaging, map_memory
-from async_rl.launch import preflight
 from async_rl.records import Sampling
 from async_rl.sampling_mask import contains
 from tests.generator.leases import make_lease
@@ -91,24 +92,29 @@ def config(**generator: Any) -> Config:
 
 
 def test_launch_refuses_generators_on_vllm_where_there_is_none_before_it_starts_anything(monkeypatch):
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r'generator\.backend = "vllm" needs vllm 0\.32'):
-        preflight.check_engines(config(backend="vllm"), "learner", "generator")
+    monkeypatch.setattr(machine, "package_versions", dict)
+    assert 'vllm: not installed, but generator.backend = "vllm" needs 0.32' in refusal(config(backend="vllm"), "launch")
+    assert refusal(config(backend="vllm"), "generator")
     # Generators of other machines have engines of their own.
-    preflight.check_engines(config(backend="vllm", count=0), "learner", "generator")
-    preflight.check_engines(config(backend="vllm"), "learner")
-    preflight.check_engines(config(backend="auto"), "generator")
+    assert not refusal(config(backend="vllm", count=0), "launch")
+    assert not refusal(config(backend="vllm"), "learner")
+    assert not refusal(config(backend="auto"), "generator")
+
+
+def refusal(config: Config, role: Any) -> str:
+    """Why the check of engines refuses a start; empty if it does not."""
+    found = machine.check_engines(Start(config, role))
+    return "".join(finding.message for finding in found if finding.state == "FAIL")
 
 
 def test_a_learner_that_samples_with_vllm_is_refused_where_there_is_none_before_it_loads_a_model(monkeypatch):
-    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    monkeypatch.setattr(machine, "package_versions", dict)
     learner = {"generate": True, "generate_backend": "vllm"}
     samples = parse_config({"run": {"dir": "run"}, "model": {"path": "model"}, "learner": learner}, "test")
-    with pytest.raises(
-        ModelError, match=r'learner\.generate_backend = "vllm" needs vllm 0\.32.*set learner\.generate_b'
-    ):
-        preflight.check_engines(samples, "learner")
-    preflight.check_engines(samples, "generator")
+    found = refusal(samples, "learner")
+    assert 'learner.generate_backend = "vllm" needs 0.32' in found
+    assert found.endswith('or set learner.generate_backend = "transformers"')
+    assert not refusal(samples, "generator")
 
 
 @pytest.mark.parametrize(

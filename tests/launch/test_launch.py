@@ -21,6 +21,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from async_rl.checks.addresses import check_bindable, check_weights_ports
+from async_rl.checks.models import check_critic
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.config.queue import QueueConfig
@@ -40,7 +42,6 @@ from async_rl.launch.live_view import (
     newest_message,
 )
 from async_rl.launch.memory_deaths import MemoryDeaths
-from async_rl.launch.preflight import check_bindable, check_critic, check_weights_ports
 from async_rl.launch.summary import summary
 from async_rl.launch.supervisor import Command, Death, Outcome, ProcessStatus, Supervisor, Timing
 from async_rl.process.child import DEVICES_ARE_DEALT, PACKAGE_ROOT, ParentWatch
@@ -206,20 +207,21 @@ def test_ports_for_weights_that_are_in_use_are_found_before_the_start():
         port = busy.getsockname()[1]
         ports = f"{port}-{port + 1}" if port < 65535 else f"{port - 1}-{port}"
         with pytest.raises(AddressError, match=r"weights\.port: expected two free ports.*are in use"):
-            check_weights_ports(a_config(weights={"port": ports}))
+            list(check_weights_ports(a_config(weights={"port": ports})))
 
 
 @pytest.mark.parametrize("critic", [{}, {"trunk": "policy"}, {"path": "{model}"}])
 def test_a_critic_that_can_be_read_is_fit(tmp_path: Path, critic: dict[str, str]):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     table: dict[str, object] = {key: value.replace("{model}", str(tmp_path)) for key, value in critic.items()}
-    check_critic(a_config(loss={"advantage": "gae"}, critic=table))
+    states = [found.state for found in check_critic(a_config(loss={"advantage": "gae"}, critic=table))]
+    assert states == (["OK"] if "path" in critic else [])
 
 
 def test_a_missing_model_of_the_critic_is_found_before_the_start(tmp_path: Path):
     nowhere = str(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"^critic\.path: .* no directory .*nowhere"):
-        check_critic(a_config(loss={"advantage": "gae"}, critic={"path": nowhere}))
+        list(check_critic(a_config(loss={"advantage": "gae"}, critic={"path": nowhere})))
 
 
 @pytest.mark.parametrize(

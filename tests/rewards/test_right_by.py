@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from async_rl.checks.user_code_trial import _score_rows, try_reward
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.data.dataset import load_train_rows
-from async_rl.doctor.task import check_reward
 from async_rl.errors import ConfigError, RewardError
-from async_rl.launch.user_code_trial import _score_rows, try_reward
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.rewards.registry import build_reward
+from tests.checks.made import made
 
 POINTS = "def points(item):\n    return float(len(item.text))\n\n\ndef grade(item):\n    return 2.0\n"
 
@@ -93,8 +94,9 @@ def test_a_reward_model_may_be_trained_on_while_answers_are_filtered_by_what_is_
 
 def test_a_failing_function_is_named_before_the_run(code: str, tmp_path: Path):
     (tmp_path / "mine.py").write_text("def grade(item):\n    raise ValueError('no grade')\n")
-    with pytest.raises(ConfigError, match=r"^reward\.accuracy: .*grade can't score an answer to training row 0"):
-        try_reward(config_of(code, type="exact", accuracy=f"{code}:grade"), [((), {"gt_answer": "2"})])
+    (found,) = try_reward(config_of(code, type="exact", accuracy=f"{code}:grade"), [((), {"gt_answer": "2"})])
+    assert found.state == "FAIL"
+    assert re.match(r"reward\.accuracy: .*grade can't score an answer to training row 0", found.message)
 
 
 @pytest.mark.parametrize("prompt_format", ["chat", "text"])
@@ -109,11 +111,10 @@ def test_a_reward_is_tried_with_prompts_and_completions_in_the_form_of_the_run(p
     code = f"{tmp_path}/mine.py"
     data = {"train": str(tmp_path / "rows.jsonl"), "prompt_format": prompt_format}
     config = a_config(reward={"type": f"{code}:mine"}, generator={"allow_code": [code]}, data=data)
-    raw = config.model_dump(mode="json", exclude_unset=True)
     rows = [(row.messages, row.reward_data) for row in load_train_rows(config).rows]
     assert len(rows) == 1
     assert _score_rows(config, rows) == ("", "")
-    assert [finding.state for finding in check_reward(raw)] == ["WARN"]  # only for rewarding something else
+    assert [finding.state for finding in made(config, "reward")] == ["WARN"]  # only for rewarding something else
 
 
 def test_a_reward_that_depends_on_chance_is_named_before_the_run(code: str, tmp_path: Path):
@@ -134,9 +135,13 @@ def test_the_doctor_grades_by_it_and_only_warns_of_a_function_that_rewards_somet
     (tmp_path / "mine.py").write_text("def brief(item):\n    return 1 / (1 + len(item.text))\n")
 
     def found(**reward: Any) -> list[tuple[str, str]]:
-        config = config_of(code, type=f"{code}:brief", **reward).model_dump(mode="json", exclude_unset=True)
-        config["data"] = {"train": str(tmp_path / "rows.jsonl")}
-        return [(finding.state, finding.fix) for finding in check_reward(config)]
+        data = {"train": str(tmp_path / "rows.jsonl")}
+        config = a_config(
+            reward={"soft_overlong": False, "type": f"{code}:brief", **reward},
+            generator={"allow_code": [code]},
+            data=data,
+        )
+        return [(finding.state, finding.fix) for finding in made(config, "reward")]
 
     assert found(accuracy="boxed") == [("OK", "")]
     [(state, fix)] = found()

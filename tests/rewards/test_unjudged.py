@@ -12,7 +12,6 @@ import pytest
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.config.loss import LossConfig
-from async_rl.doctor.task import check_reward
 from async_rl.learner.data.batch import prepare_batch
 from async_rl.learner.losses.advantages import with_advantages
 from async_rl.net.codec import encode_group
@@ -22,6 +21,7 @@ from async_rl.records import Prompt
 from async_rl.rewards.functions import FunctionReward
 from async_rl.rewards.records import UNJUDGED, RewardInput, RewardOutput
 from async_rl.rewards.registry import NoReward, RewardSum, build_reward
+from tests.checks.made import made
 from tests.rewards.scripted import sampled_group
 
 TASKS = """
@@ -135,9 +135,9 @@ def test_an_answer_without_a_verdict_gets_no_advantage_and_counts_in_no_baseline
 
 def test_the_doctor_says_that_no_answer_to_the_first_rows_is_judged(code: str, tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "gt_answer": "4", "task": "coding"}\n')
-    config = config_of(code, "maths", {}).model_dump(mode="json", exclude_unset=True)
-    config["data"] = {"train": str(tmp_path / "rows.jsonl")}
-    (found,) = check_reward(config)
+    plain = config_of(code, "maths", {}).model_dump(mode="json", exclude_unset=True)
+    data = {"train": str(tmp_path / "rows.jsonl")}
+    (found,) = made(parse_config({**plain, "data": data}, "test"), "reward")
     assert (found.state, found.found) == (
         "WARN", f"{code}:maths judges no answer to the first 1 rows: it returned None",
     )  # fmt: skip

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from async_rl.checks.machine import check_sandbox
 from async_rl.config.loading import parse_config
 from async_rl.errors import SandboxError, SandboxFailedError
-from async_rl.launch.preflight import check_code_reward
 from async_rl.sandbox import sandbox as sandbox_module
 from async_rl.sandbox.child import UNUSABLE_EXIT, Limits
 from async_rl.sandbox.sandbox import Program, Ran, Sandbox, _LauncherLostError  # pyright: ignore[reportPrivateUsage]
@@ -297,8 +297,8 @@ def test_launch_refuses_code_rows_where_programs_can_not_be_isolated(monkeypatch
     monkeypatch.setattr(sandbox_module, "kernel_release", lambda: (5, 10))
     raw = {"run": {"dir": "run"}, "model": {"path": "m"}, "reward": {"type": "code"}}
     with pytest.raises(SandboxError, match=r"needs Linux 5\.14"):
-        check_code_reward(parse_config(raw, "the test"))
-    check_code_reward(parse_config({**raw, "reward": {"type": "boxed"}}, "the test"))
+        list(check_sandbox(parse_config(raw, "the test")))
+    assert not list(check_sandbox(parse_config({**raw, "reward": {"type": "boxed"}}, "the test")))
 
 
 def test_who_insists_gets_limits_without_isolation_and_a_warning(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from async_rl.checks.models import check_teacher
 from async_rl.config.scorer import ScorerConfig
 from async_rl.errors import ModelError
-from async_rl.launch.scorer_checks import check_teacher
 from async_rl.scorer.teacher import Teacher
 from async_rl.scoring.messages import Received, TextQuestion, TokensQuestion
 from tests.generator.tiny_model import CHARACTERS, write_model, write_tokenizer

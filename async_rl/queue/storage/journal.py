@@ -358,19 +358,21 @@ def _lock(directory: Path) -> int:
 
 
 def refuse_network_file_system(directory: Path) -> None:
-    """Raise ConfigError if ``directory``, which need not exist, is on a network file system.
-
-    Without /proc/self/mountinfo (not on Linux) do nothing.
-    """
-    mountinfo = Path("/proc/self/mountinfo")
-    if not mountinfo.exists():
-        return
-    found = file_system_of(directory.resolve(), mountinfo.read_text(encoding="utf-8", errors="surrogateescape"))
+    """Raise ConfigError if ``directory``, which need not exist, is on a network file system."""
+    found = file_system_at(directory)
     if is_network_file_system(found):
         raise ConfigError(
             f"queue.journal_dir: expected a directory on this machine's own disk, got {directory} on a file system of "
             f"type {found}, where locks and the order of writes can't be relied on; set it to a local directory"
         )
+
+
+def file_system_at(directory: Path) -> str:
+    """Return the type of the file system of ``directory``, which need not exist; empty where it is unknown."""
+    mountinfo = Path("/proc/self/mountinfo")
+    if not mountinfo.exists():
+        return ""
+    return file_system_of(directory.resolve(), mountinfo.read_text(encoding="utf-8", errors="surrogateescape"))
 
 
 def is_network_file_system(kind: str) -> bool:

@@ -12,8 +12,8 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from async_rl.checks.machine import check_compiler
 from async_rl.errors import ConfigError, ModelError
-from async_rl.launch.preflight import check_compiler
 from async_rl.learner.engine import compilation
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.ranks import init_ranks
@@ -141,6 +141,6 @@ def test_stages_of_a_pipeline_are_not_compiled(tmp_path: Path):
 
 def test_a_machine_without_a_compiler_is_refused_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    check_compiler(tiny_config(tmp_path, "model"))
+    list(check_compiler(tiny_config(tmp_path, "model")))
     with pytest.raises(ConfigError, match=r"learner\.compile: expected a C\+\+ compiler"):
-        check_compiler(tiny_config(tmp_path, "model", learner={"compile": True}))
+        list(check_compiler(tiny_config(tmp_path, "model", learner={"compile": True})))
