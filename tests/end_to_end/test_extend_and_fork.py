@@ -88,8 +88,9 @@ def test_a_bomb_in_a_foreign_checkpoint_does_not_go_off_in_a_fork_or_a_resume(tm
     with roles(tmp_path / "logs") as start:
         start("first", "launch", str(config)).succeed()
         checkpoint = run.checkpoints / "step-000002"
-        (checkpoint / ".metadata").write_bytes(pickle.dumps(Bomb(marker)))
-        renew_entry(checkpoint, ".metadata")
+        (tensors,) = checkpoint.glob("*.safetensors")
+        tensors.write_bytes(pickle.dumps(Bomb(marker)))
+        renew_entry(checkpoint, tensors.name)
         more = ("--set", "learner.steps=4")
         forked = start("forked", "launch", str(config), "--from", str(run.path), "--set", f"run.dir={fork.path}", *more)
         assert forked.wait() != 0
@@ -98,5 +99,5 @@ def test_a_bomb_in_a_foreign_checkpoint_does_not_go_off_in_a_fork_or_a_resume(tm
     assert not marker.exists()
     for directory, log in ((fork.path, forked.log), (run.path, resumed.log)):
         said = "".join((directory / "logs" / "learner-0.log").read_text().split()) + "".join(log.split())
-        assert "step-000002/.metadata:expectedwhattorchwrites" in said
+        assert "step-000002/*.safetensors:expectedwhattorchwrites" in said
         assert "Traceback" not in said

@@ -84,8 +84,8 @@ def test_a_run_over_two_nodes_finishes(run: Run):
     run.check_finished(learner, generators, 6)
     keys = run.directory / "run-slurm" / "keys"
     assert keys.stat().st_mode & 0o777 == 0o700
-    parts = sorted(path.name for path in (run.run_dir / "checkpoints" / "step-000006").rglob("*.distcp"))
-    assert parts == ["__0_0.distcp", "__1_0.distcp"]  # one of each rank
+    parts = sorted(path.name for path in (run.run_dir / "checkpoints" / "step-000006").rglob("*.safetensors"))
+    assert parts == [f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)]  # one of each rank
 
 
 def test_a_rank_and_a_generator_that_are_killed_go_on(run: Run):

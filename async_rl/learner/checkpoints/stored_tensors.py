@@ -1,8 +1,7 @@
 """The engine's files of a checkpoint: model, optimizer and random state.
 
-torch.distributed.checkpoint writes them, one shard per rank, and can read them on any number of ranks. It plans who
-reads what; the files themselves, which may come from anybody, are read by ``stored_metadata.py`` and
-``stored_items.py``, so that no checkpoint can run code, read other files or take more memory than its size.
+torch.distributed.checkpoint writes each rank's shards as safetensors files, and reads them on any number of ranks. The
+files may come from anybody: no checkpoint can run code, read other files or take more memory than its size.
 
 ``FsdpEngine`` calls ``write_training_state``, in a thread or not, and ``load_training_state``, on all ranks.
 ``export/`` calls ``load_tensors`` in one process.
@@ -10,7 +9,6 @@ reads what; the files themselves, which may come from anybody, are read by ``sto
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import warnings
@@ -23,18 +21,17 @@ from typing import Any, Self, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from async_rl.errors import RunError, TrainingError, WeightsError
-from async_rl.learner.checkpoints.digests import write_part
+from async_rl.learner.checkpoints.digests import is_inside, write_part
 from async_rl.learner.checkpoints.files import CHECK_DISK, USE_ANOTHER
-from async_rl.learner.checkpoints.stored_items import read_item
-from async_rl.learner.checkpoints.stored_metadata import Place, read_metadata
 from async_rl.learner.ranks import Ranks
 from async_rl.weights.manifest import ALIGNMENT
 from async_rl.weights.memory import own_memory
@@ -43,6 +40,9 @@ MODEL = "model."
 OPTIMIZER = "optimizer."
 """Prefixes of the names of stored tensors. In optimizer names, the kind of state follows, such as ``exp_avg.``."""
 _STATE = "engine.json"
+_FILE_BYTES = 128 << 20
+"""Most bytes of tensors in a file, if it has more than one. While a file is written, the host's memory has it twice
+more, and Python waits for a tenth of a second."""
 
 
 @contextmanager
@@ -53,16 +53,11 @@ def _storage_errors(action: str, directory: Path, remedy: str) -> Iterator[None]
     """
     try:
         yield
-    except (OSError, ValueError, CheckpointException) as error:
+    except (OSError, ValueError, SafetensorError, CheckpointException) as error:
         found = error if not isinstance(error, CheckpointException) else next(iter(error.failures.values()))[0]
         if isinstance(found, RunError):
             raise found from error
-        # torch reports a file that is too short, after the file system's own error.
-        chain = [found]
-        while (before := chain[-1].__cause__ or chain[-1].__context__) is not None:
-            chain.append(before)
-        cause = next((e for e in chain if isinstance(e, OSError)), found)
-        text = f"can't {action} the checkpoint {directory}: {type(cause).__name__}: {cause}; {remedy}"
+        text = f"can't {action} the checkpoint {directory}: {type(found).__name__}: {found}; {remedy}"
         raise RunError(text) from error
 
 
@@ -143,16 +138,12 @@ def write_training_state(directory: Path, state: TrainingState, ranks: Ranks) ->
     Raises:
         RunError: a rank can't write its files.
     """
-    # The files of this rank are __RANK_N.distcp.
     _silence_torch()
+    tensors = {name: tensor.contiguous() for name, tensor in state.tensors.items()}
     with _storage_errors("write", directory, CHECK_DISK):
         directory.mkdir(exist_ok=True)
-        dcp.save(
-            state.tensors,
-            storage_writer=dcp.FileSystemWriter(directory),
-            process_group=ranks.save_group,
-            no_dist=not ranks.has_group,
-        )
+        writer = _Writer(str(directory), save_distributed=True)
+        dcp.save(tensors, storage_writer=writer, process_group=ranks.save_group, no_dist=not ranks.has_group)
     error = ""
     try:
         for device_type, random in state.random.items():
@@ -160,7 +151,7 @@ def write_training_state(directory: Path, state: TrainingState, ranks: Ranks) ->
         if ranks.is_leader:
             written = {"num_updates": state.num_updates, "world_size": ranks.world_size}
             (directory / _STATE).write_text(json.dumps(written))
-        write_part(directory, ranks.rank, directory.glob(f"__{ranks.rank}_*"))
+        write_part(directory, ranks.rank, directory.glob(f"shard-{ranks.rank + 1:05d}-*"))
     except OSError as found:
         error = f"can't write the checkpoint {directory}: {type(found).__name__}: {found}; {CHECK_DISK}"
     if error := next(filter(None, ranks.exchange_saved(error)), ""):
@@ -235,70 +226,77 @@ def stored_names(directory: Path, prefix: str = MODEL) -> list[str]:
     return [name.removeprefix(prefix) for name in _Reader(directory).tensors if name.startswith(prefix)]
 
 
-class _Reader(dcp.FileSystemReader):
-    """Reads the files of one checkpoint for torch.distributed.checkpoint, which would run what pickles in them say."""
+class _Writer(dcp.HuggingFaceStorageWriter):
+    """Writes each rank's shards as ``shard-RANK-model-FILE-of-FILES.safetensors``, RANK from 1 on."""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Say which rank writes which tensors into which of its files."""
+        return [replace(p, storage_data=_files_of(p) | {"shard_index": i}) for i, p in enumerate(plans, start=1)]
+
+
+def _files_of(plan: SavePlan) -> dict[str, Any]:
+    """Return the number of the file of each tensor of a rank, from 1 on."""
+    number, filled, files = 1, 0, dict[str, int]()
+    for item in plan.items:
+        stored = cast(Any, item.tensor_data)
+        size = stored.chunk.sizes.numel() * stored.properties.dtype.itemsize
+        if filled and filled + size > _FILE_BYTES:
+            number, filled = number + 1, 0
+        files[item.index.fqn] = number
+        filled += size
+    return {"fqn_to_index_mapping": files}
+
+
+class _Reader(dcp.HuggingFaceStorageReader):
+    """Reads the files of one checkpoint, once their headers have been checked."""
 
     def __init__(self, directory: Path) -> None:
-        """Read the metadata.
+        """Read the headers. Those of a damaged file may say anything: the parts of a tensor must cover it exactly once,
+        so that reading takes no more memory than the files have bytes.
 
         Raises:
-            RunError: the metadata is missing, is damaged, or does not agree with the files.
+            RunError: there are no files, they lead elsewhere, are damaged or don't agree with each other.
         """
-        super().__init__(directory)
-        self._directory, self._metadata = directory, read_metadata(directory)
+        super().__init__(str(directory))
+        paths = sorted(directory.glob("*.safetensors"))
+        if not paths:
+            older = ", which commit 17481b9b of async-rl can read" if (directory / ".metadata").exists() else ""
+            raise RunError(f"expected a checkpoint with *.safetensors in {directory}, got none{older}; {USE_ANOTHER}")
+        for path in paths:
+            if not path.is_file() or not is_inside(directory, path):
+                raise RunError(f"{path}: expected a file of the checkpoint, got {path.resolve()}; {USE_ANOTHER}")
+        try:
+            self._metadata = super().read_metadata()
+            problem = _why_not_covered(self.tensors)
+        except Exception as error:  # a foreign header makes torch's reader fail in any way
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise RunError(f"{directory}/*.safetensors: expected what torch writes, got: {problem}; {USE_ANOTHER}")
 
     @property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """The stored tensors by name."""
-        return cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata)
+        """The stored tensors by name, in order."""
+        return dict(sorted(cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata).items()))
+
+    def read_metadata(self) -> Metadata:
+        return self._metadata
 
     def load(self, state: dict[str, Any], *, process_group: Any = None, no_dist: bool) -> None:
         """Fill the tensors of ``state`` in place. The ranks of ``process_group`` call it together."""
         _silence_torch()
-        dcp.load(
-            state, storage_reader=self, planner=_OnlyTensors(), process_group=process_group, no_dist=no_dist
-        )  # fmt: skip
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        del args, kwargs  # of ranks that store metadata of their own
-        return self._metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        per_file: dict[str, list[tuple[ReadItem, Place]]] = {}
-        for item in plan.items:
-            place: Place = self.storage_data[item.storage_index]
-            per_file.setdefault(place.file, []).append((item, place))
-        for name, items in per_file.items():
-            path = self._directory / name
-            with path.open("rb") as file:
-                for item, place in items:
-                    self._read(path, file, item, place, planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _read(self, path: Path, file: io.BufferedReader, item: ReadItem, place: Place, planner: LoadPlanner) -> None:
-        index = item.storage_index
-        entry = self.tensors[index.fqn]
-        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
-        try:
-            stored = read_item(file, place, sizes=sizes, dtype=entry.properties.dtype)
-        except ValueError as error:
-            raise RunError(f"{path}: {index.fqn}: {error}; {USE_ANOTHER}") from error
-        for dimension, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            stored = stored.narrow(dimension, first, length)
-        target = planner.resolve_tensor(item).detach()
-        target.copy_(stored)
-        planner.commit_tensor(item, target)
+        dcp.load(state, storage_reader=self, process_group=process_group, no_dist=no_dist)
 
 
-class _OnlyTensors(dcp.DefaultLoadPlanner):
-    """Plans the reading of tensors. Other objects, which torch would unpickle, are not in our checkpoints."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise RunError(
-            f"expected only tensors in a checkpoint, got bytes for {read_item.dest_index.fqn}; {USE_ANOTHER}"
-        )
+def _why_not_covered(tensors: Mapping[str, TensorStorageMetadata]) -> str:
+    """Return what is wrong with parts of tensors that don't cover them exactly once; empty if nothing is."""
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            if len(chunk.offsets) != len(tensor.size) or any(offset < 0 for offset in chunk.offsets):
+                return f"a part of {name}, of shape {list(tensor.size)}, at {list(chunk.offsets)}"
+        if not tensor.size and len(tensor.chunks) > 1:
+            return f"{name}, a number, {len(tensor.chunks)} times"
+    plans = [SavePlan([]), SavePlan([])]  # torch compares the volumes only for several ranks
+    return next(iter(_validate_global_plan(plans, Metadata(dict(tensors)))), "")
 
 
 def _tensors(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import io
+import json
 import os
 import pickle
 import shutil
 import tracemalloc
-import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
 from async_rl.cli.main import main
 from async_rl.errors import RunError
 from async_rl.learner.checkpoints.digests import find_damage, write_manifest
 from async_rl.learner.checkpoints.files import TrainerState, run_state
-from async_rl.learner.checkpoints.stored_tensors import _OnlyTensors, load_tensors, stored_names
+from async_rl.learner.checkpoints.stored_tensors import _Writer, load_tensors, stored_names
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_checkpoint
 from tests.learner.export.test_export import trained_checkpoint
 
 STEP = "step-000001"
 NAME = "model.model.norm.weight"
-FIRST = MetadataIndex(NAME, torch.Size([0]))
+FILE = "shard-00001-model-00001-of-00001.safetensors"
+INFO = "DCP_SHARDING_INFO"
+"""The entry of a file's own metadata in which torch keeps where in its tensor each part lies."""
 
 
 class Bomb:
@@ -71,40 +70,28 @@ def forge(run: Path, name: str, content: bytes) -> None:
     assert find_damage(checkpoint) == ""
 
 
-def metadata_of(run: Path) -> Metadata:
-    return pickle.loads((run / "checkpoints" / STEP / ".metadata").read_bytes())
+Header = dict[str, Any]
 
 
-def forge_metadata(run: Path, change: Callable[[Metadata], None]) -> None:
-    metadata = metadata_of(run)
-    change(metadata)
-    forge(run, ".metadata", pickle.dumps(metadata))
+def forged(run: Path, change: Callable[[Header], None]) -> bytes:
+    """The checkpoint's file of tensors, with its header changed."""
+    content = (run / "checkpoints" / STEP / FILE).read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    change(header)
+    plain = json.dumps(header).encode()
+    return len(plain).to_bytes(8, "little") + plain + content[end:]
 
 
-def forge_item(run: Path, content: bytes) -> None:
-    """Replace what is stored of ``NAME`` by ``content``, at the end of its file."""
-    path = run / "checkpoints" / STEP / "__0_0.distcp"
-    place = _StorageInfo(path.name, path.stat().st_size, len(content))
-    forge_metadata(run, lambda metadata: metadata.storage_data.update({FIRST: place}))
-    forge(run, path.name, path.read_bytes() + content)
+def offsets(name: str, value: Any) -> Callable[[Header], None]:
+    """A change of the place of a tensor's part."""
 
+    def change(header: Header) -> None:
+        info = json.loads(header["__metadata__"][INFO])
+        info[name] = {"saved_offsets": value}
+        header["__metadata__"][INFO] = json.dumps(info)
 
-def saved(value: Any, **settings: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer, **settings)
-    return buffer.getvalue()
-
-
-def zipped(change: Callable[[str, bytes], bytes], *, method: int = zipfile.ZIP_STORED) -> bytes:
-    """What torch saves of ``NAME``, with changed entries."""
-    buffer = io.BytesIO()
-    with (
-        zipfile.ZipFile(io.BytesIO(saved(torch.ones(16)))) as source,
-        zipfile.ZipFile(buffer, "w", method) as target,
-    ):
-        for entry in source.infolist():
-            target.writestr(entry.filename, change(entry.filename.rpartition("/")[2], source.read(entry)))
-    return buffer.getvalue()
+    return change
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -123,38 +110,9 @@ def resume_error(whole: Whole, run: Path) -> str:
     return str(refused.value)
 
 
-def as_bytes(metadata: Metadata) -> None:
-    """Let the metadata say that the bytes of ``NAME`` are a pickle, as it does for what is no tensor."""
-    metadata.state_dict_metadata[NAME] = BytesStorageMetadata()
-    metadata.storage_data[MetadataIndex(NAME)] = metadata.storage_data.pop(FIRST)
-
-
-BOMBS: dict[str, Callable[[Path], None]] = {
-    "metadata": lambda run: forge(run, ".metadata", pickle.dumps(Bomb())),
-    "a tensor of the metadata": lambda run: forge_metadata(
-        run, lambda metadata: metadata.state_dict_metadata.update({NAME: Bomb()})  # pyright: ignore
-    ),
-    "a key of the metadata": lambda run: forge_metadata(
-        run, lambda metadata: metadata.storage_data.update({Bomb(): None})
-    ),
-    "an old protocol": lambda run: forge(run, ".metadata", pickle.dumps(Bomb(), protocol=0)),
-    "a tensor's bytes": lambda run: forge_item(run, saved(Bomb())),
-    "a tensor's bytes, in the old form": lambda run: forge_item(
-        run, saved(Bomb(), _use_new_zipfile_serialization=False)
-    ),
-}  # fmt: skip
-
-
-def byte_item(run: Path) -> None:
-    forge_item(run, saved(Bomb()))
-    forge_metadata(run, as_bytes)
-
-
-@pytest.mark.parametrize("bomb", [*BOMBS.values(), byte_item], ids=[*BOMBS, "bytes that are no tensor"])
-def test_a_bomb_does_not_go_off_in_export_eval_or_resume(
-    whole: Whole, run: Path, capsys: pytest.CaptureFixture[str], bomb: Callable[[Path], None]
-):
-    bomb(run)
+def test_a_bomb_does_not_go_off_in_export_eval_or_resume(whole: Whole, run: Path, capsys: pytest.CaptureFixture[str]):
+    bomb = pickle.dumps(Bomb())
+    forge(run, FILE, len(bomb).to_bytes(8, "little") + bomb)
     (run.parent / "test.jsonl").write_text('{"messages": [{"role": "user", "content": "1+1="}], "gt_answer": "2"}\n')
     texts = [
         refusal(capsys, "export", str(run), "out"),
@@ -168,141 +126,88 @@ def test_a_bomb_does_not_go_off_in_export_eval_or_resume(
         assert "use another checkpoint" in text
 
 
-def test_what_nobody_reads_of_the_metadata_may_be_anything_and_still_does_not_run(whole: Whole, run: Path):
-    forge_metadata(run, lambda metadata: setattr(metadata, "planner_data", Bomb()))
+def test_a_pickle_beside_the_tensors_is_not_read(whole: Whole, run: Path):
+    forge(run, ".metadata", pickle.dumps(Bomb()))
     export_checkpoint(run, Path("out"))
     expected, found = (load_tensors(path / "checkpoints" / STEP) for path in (whole.run, run))
     assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
     assert not Path("MARKER").exists()
 
 
-def test_a_byte_item_that_torch_would_unpickle_is_refused_by_the_planner_too():
-    class Item:
-        dest_index = FIRST
-
-    with pytest.raises(RunError, match=f"got bytes for {NAME}"):
-        _OnlyTensors().load_bytes(Item(), io.BytesIO())  # pyright: ignore[reportArgumentType]
-
-
-def place(**changes: Any) -> Callable[[Metadata], None]:
-    def change(metadata: Metadata) -> None:
-        metadata.storage_data[FIRST] = replace(metadata.storage_data[FIRST], **changes)
-
-    return change
+def test_a_checkpoint_of_the_format_before_is_refused_with_the_commit_that_reads_it(run: Path):
+    directory = run / "checkpoints" / STEP
+    (directory / FILE).rename(directory / ".metadata")
+    with pytest.raises(RunError, match=r"expected a checkpoint with \*\.safetensors in .*, which commit \w{8} of"):
+        load_tensors(directory)
 
 
-def tensor(**changes: Any) -> Callable[[Metadata], None]:
-    def change(metadata: Metadata) -> None:
-        entry: Any = metadata.state_dict_metadata[NAME]
-        metadata.state_dict_metadata[NAME] = replace(entry, **changes)
-
-    return change
+def without_info(header: Header) -> None:
+    del header["__metadata__"][INFO]
 
 
-def chunk(offset: int, size: int) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size([offset]), torch.Size([size]))
+def shape(*sizes: int) -> Callable[[Header], None]:
+    return lambda header: header[NAME].update(shape=list(sizes))
 
 
-FORGED: dict[str, tuple[Callable[[Metadata], None], str]] = {
-    "a file of the directory above": (place(relative_path="../secret"), r"the file '\.\./secret'"),
-    "an absolute path": (place(relative_path="/etc/passwd"), "the file '/etc/passwd'"),
-    "a file that is not there": (place(relative_path="__7_0.distcp"), r"__7_0\.distcp, which can't be read"),
-    "a negative offset": (place(offset=-1), "a place that is no file, offset and length"),
-    "an offset beyond the end": (place(offset=1 << 40), "bytes in __0_0.distcp, which has"),
-    "an absurd length": (place(length=1 << 61), "bytes in __0_0.distcp, which has"),
-    "an absurd number": (place(length=1 << 200), "a place that is no file, offset and length"),
-    "a transformation": (place(transform_descriptors=["zstd"]), "a transformation of"),
-    "another shape": (tensor(size=torch.Size([1 << 40])), "chunks that don't cover"),
-    "a tensor of a terabyte": (
-        tensor(size=torch.Size([1 << 38]), chunks=[chunk(0, 1 << 38)]), r"bytes for a part of .* 1099511627776 bytes"
-    ),
-    "a part twice": (tensor(chunks=[chunk(0, 8), chunk(0, 8)]), "chunks that don't cover"),
-    "parts with a gap": (tensor(chunks=[chunk(0, 8), chunk(9, 7)]), "chunks that don't cover"),
-    "a part beyond the end": (tensor(chunks=[chunk(0, 8), chunk(9, 8)]), "chunks that don't cover"),
-    "parts of another number of dimensions": (
-        tensor(chunks=[ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([16, 1]))]), "chunks that don't cover"
-    ),
-    "a list of itself": (tensor(chunks=[chunk(0, 0)] * 100_000), "or too many"),
-    "no dtype": (tensor(properties=None), "a tensor without a dtype"),
+FORGED: dict[str, tuple[Callable[[Header], None], str]] = {
+    "a part at a negative place": (offsets(NAME, [-1]), r"a part of .*, at \[-1\]"),
+    "a part of a tensor of a terabyte": (offsets(NAME, [1 << 38]), "invalid fill tensor-volume"),
+    "an absurd number": (offsets(NAME, [1 << 200]), "invalid fill tensor-volume"),
+    "a place of another number of dimensions": (offsets(NAME, [0, 0]), "a part of"),
+    "a place that is a text": (offsets(NAME, ["0"]), "TypeError"),
+    "no places": (lambda header: header["__metadata__"].update({INFO: "{}"}), "KeyError"),
+    "places that are no JSON": (lambda header: header["__metadata__"].update({INFO: "{"}), "JSONDecodeError"),
+    "another shape": (shape(1 << 40), "SafetensorError"),
+    "bytes beyond the end": (lambda header: header[NAME].update(data_offsets=[0, 1 << 40]), "SafetensorError"),
+    "a negative place in the file": (lambda header: header[NAME].update(data_offsets=[-4, 60]), "SafetensorError"),
+    "an unknown dtype": (lambda header: header[NAME].update(dtype="F7"), "SafetensorError"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "expected"), FORGED.values(), ids=FORGED)
-def test_metadata_that_does_not_agree_with_the_files_is_refused(
-    run: Path, change: Callable[[Metadata], None], expected: str
-):
-    (run / "checkpoints" / "secret").write_bytes(b"secret" * 1000)
-    forge_metadata(run, change)
+def test_headers_that_can_not_be_true_are_refused(run: Path, change: Callable[[Header], None], expected: str):
+    forge(run, FILE, forged(run, change))
     tracemalloc.start()
     with pytest.raises(RunError, match=expected) as refused:
         export_checkpoint(run, Path("out"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert f"{STEP}/.metadata: expected what torch writes" in str(refused.value)
+    assert f"{STEP}/*.safetensors: expected what torch writes, got: " in str(refused.value)
     assert "use another checkpoint" in str(refused.value)
-    assert "secretsecret" not in str(refused.value)
     assert peak < 50e6
 
 
+def test_a_part_that_is_there_twice_is_refused(run: Path):
+    forge(run, FILE.replace("shard-00001", "shard-00002"), forged(run, lambda header: None))
+    with pytest.raises(RunError, match="has overlapping chunks"):
+        export_checkpoint(run, Path("out"))
+
+
+def test_plain_safetensors_are_whole_tensors(whole: Whole, run: Path):
+    forge(run, FILE, forged(run, without_info))
+    expected, found = (load_tensors(path / "checkpoints" / STEP) for path in (whole.run, run))
+    assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
+
+
 def test_a_data_file_that_leads_elsewhere_is_refused(run: Path):
-    path = run / "checkpoints" / STEP / "__0_0.distcp"
+    path = run / "checkpoints" / STEP / FILE
     path.rename(run.parent / "elsewhere")
     path.symlink_to(run.parent / "elsewhere")
-    with pytest.raises(RunError, match=r"__0_0\.distcp.*leads to .*elsewhere"):
+    with pytest.raises(RunError, match=rf"{FILE}: expected a file of the checkpoint, got .*elsewhere"):
         stored_names(path.parent)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(RunError, match=r"__0_0\.distcp"):
+    with pytest.raises(RunError, match=FILE):
         stored_names(path.parent)
     with pytest.raises(RunError, match="expected a regular file"):
         export_checkpoint(run, Path("out"))
 
 
-HUGE = b"\x80\x04\x96" + (1 << 40).to_bytes(8, "little") + b"."  # a bytearray of a terabyte
-MEMO = b"\x80\x04Nr\xff\xff\xff\x3f."  # place 2**30 of the memo
-DEEP = b"\x80\x04}(" + b")" + b"\x85" * 200_000 + b"Nu."  # a tuple of many levels as the key of a dict
-
-
-@pytest.mark.parametrize("content", [HUGE, MEMO, DEEP, b"", b"\x80", os.urandom(1000)])
-def test_metadata_that_is_no_metadata_is_refused(run: Path, content: bytes):
-    forge(run, ".metadata", content)
-    with pytest.raises(RunError, match=r"\.metadata: expected what torch writes for a checkpoint's tensors, got: "):
+@pytest.mark.parametrize("content", [b"", b"\x80", os.urandom(1000), (1 << 60).to_bytes(8, "little")])
+def test_a_file_that_is_no_safetensors_is_refused(run: Path, content: bytes):
+    forge(run, FILE, content)
+    with pytest.raises(RunError, match=STEP):
         export_checkpoint(run, Path("out"))
-
-
-def long_pickle(name: str, data: bytes) -> bytes:
-    return data + b"x" * 100_000 if name == "data.pkl" else data
-
-
-ITEMS: dict[str, tuple[bytes, str]] = {
-    "another shape": (saved(torch.ones(17)), "one of another shape"),
-    "another dtype": (saved(torch.ones(16, dtype=torch.float16)), "one of another shape, or of torch.float16"),
-    "fewer bytes than its shape": (zipped(lambda name, data: data[:32] if name == "0" else data), "32 bytes"),
-    "compressed bytes": (zipped(lambda _, data: data, method=zipfile.ZIP_DEFLATED), "or a compressed one"),
-    "another byte order": (zipped(lambda name, data: b"big" if name == "byteorder" else data), "the byte order b'big'"),
-    "a pickle of a megabyte": (zipped(long_pickle), "data.pkl of"),
-    "a list": (saved([1, 2]), "list, which is no plain tensor"),
-    "no archive": (b"x" * 2000, "BadZipFile"),
-}
-
-
-@pytest.mark.parametrize(("content", "expected"), ITEMS.values(), ids=ITEMS)
-def test_a_stored_tensor_that_is_another_one_is_refused(run: Path, content: bytes, expected: str):
-    forge_item(run, content)
-    with pytest.raises(RunError, match=expected) as refused:
-        export_checkpoint(run, Path("out"))
-    assert f"__0_0.distcp: {NAME}: expected a tensor of shape [16] and torch.float32" in str(refused.value)
-
-
-def test_strides_are_kept_and_may_not_lead_beyond_the_bytes(run: Path):
-    def wide(name: str, data: bytes) -> bytes:
-        return data.replace(b"K\x01\x85", b"K\x02\x85") if name == "data.pkl" else data  # stride 1 -> 2
-
-    forge_item(run, zipped(wide))
-    with pytest.raises(RunError, match="64 bytes"):
-        load_tensors(run / "checkpoints" / STEP)
-    forge_item(run, saved(torch.arange(32.0)[::2]))
-    assert torch.equal(load_tensors(run / "checkpoints" / STEP)["model.norm.weight"], torch.arange(0.0, 32.0, 2))
 
 
 @pytest.mark.parametrize(
@@ -315,7 +220,8 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch.dtype):
 
     wide = torch.arange(24).reshape(4, 6).to(dtype)
     tensors = {"model.a": wide, "model.b": wide.t(), "model.none": wide[:0], "model.one": wide[1, 2]}
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    dcp.save(tensors, storage_writer=_Writer(str(tmp_path), save_distributed=True), no_dist=True)
     found = load_tensors(tmp_path)
     assert found.keys() == {"a", "b", "none", "one"}
     for name, expected in tensors.items():

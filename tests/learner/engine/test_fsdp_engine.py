@@ -160,13 +160,13 @@ def test_every_rank_digests_its_own_shards(two_ranks: Path, tmp_path: Path):
     shutil.copytree(two_ranks / next(iter(VARIANTS)) / "first", checkpoint)
     for rank in (0, 1):
         part = json.loads((checkpoint / f"digests-part-{rank:05d}.json").read_text())
-        assert set(part) == {path.name for path in checkpoint.glob(f"__{rank}_*")}
+        assert set(part) == {path.name for path in checkpoint.glob(f"shard-{rank + 1:05d}-*")}
         assert part
     write_manifest(checkpoint)
     assert find_damage(checkpoint) == ""
-    path = checkpoint / "__1_0.distcp"
+    path = checkpoint / "shard-00002-model-00001-of-00001.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    assert "__1_0.distcp: expected" in find_damage(checkpoint)
+    assert f"{path.name}: expected" in find_damage(checkpoint)
 
 
 def test_an_error_of_another_rank_in_the_background_reaches_rank_0(two_ranks: Path):
