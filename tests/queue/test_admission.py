@@ -171,31 +171,31 @@ def test_a_run_that_resumes_with_another_bound_leases_by_the_new_one(changes: di
 
 
 def test_a_lease_is_not_given_when_its_worst_case_does_not_fit():
-    # worst case of a group: 2 * ((8 + 8) * 13 + 1024) + 4096 = 6560 bytes.
-    assert settings().worst_case_bytes == 6560
-    state = make_state(max_staleness=9, max_bytes=3 * 6560)
+    # worst case of a group: 2 * ((8 + 8) * 13 + 1024) + 4096 = 6560 bytes, two blocks of a disk.
+    assert (settings().worst_case_bytes, settings().reserved_bytes) == (6560, 8192)
+    state = make_state(max_staleness=9, max_bytes=3 * 8192)
     assert len(leases(state, 9)) == 3
     assert "queue.max_bytes" in generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0).reason
 
 
 def test_a_generator_that_waits_for_room_is_a_note_of_the_run():
-    state = make_state(max_staleness=9, max_bytes=3 * 6560)
+    state = make_state(max_staleness=9, max_bytes=3 * 8192)
     assert len(leases(state, 3)) == 3
     assert notes(state) == {}  # nobody has waited yet
     generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0)
-    # The bound allows (9 + 1) steps of 2 groups: 20 * 6560 bytes.
-    assert "queue.max_bytes = 19680, and each group in flight reserves its largest size, 6560" in notes(state)["bytes"]
-    assert "raise queue.max_bytes to 131200" in notes(state)["bytes"]
-    enough = make_state(max_staleness=9, max_bytes=20 * 6560)
+    # The bound allows (9 + 1) steps of 2 groups: 20 * 8192 bytes.
+    assert "queue.max_bytes = 24576, and each group in flight reserves its largest size, 8192" in notes(state)["bytes"]
+    assert "raise queue.max_bytes to 163840" in notes(state)["bytes"]
+    enough = make_state(max_staleness=9, max_bytes=20 * 8192)
     assert len(leases(enough, 20)) == 20
     assert "limit 20 groups" in generator_requests.lease(enough, "g0", (LINEAGE, 0), 1, 0.0).reason
     assert notes(enough) == {}
 
 
 def test_a_queue_that_cannot_hold_one_step_is_refused():
-    settings(max_bytes=2 * 6560)
+    settings(max_bytes=2 * 8192)
     with pytest.raises(ConfigError, match=r"queue\.max_bytes"):
-        settings(max_bytes=2 * 6560 - 1)
+        settings(max_bytes=2 * 8192 - 1)
 
 
 def test_versions_too_rare_for_the_bound_are_refused():

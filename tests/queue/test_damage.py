@@ -21,9 +21,9 @@ from async_rl.queue.messages import LeasesGranted
 from tests.damage import damage
 from tests.queue.direct import LINEAGE, RefusedError, Run
 
-Kind = Literal["segment", "index", "wal", "files"]
-"""``files``: whole segments are swapped, repeated or missing, or the index is an older one."""
-KINDS: tuple[Kind, ...] = ("segment", "index", "wal", "files")
+Kind = Literal["group", "index", "wal", "files"]
+"""``files``: whole files of groups are swapped, repeated or missing, or the index is an older one."""
+KINDS: tuple[Kind, ...] = ("group", "index", "wal", "files")
 NUM_STEPS = 8
 CHECKPOINT = 3
 """The step of the learner's last checkpoint."""
@@ -63,7 +63,7 @@ class Killed:
         shutil.copytree(self.directory / "left", directory / "journal")
         if kind == "files":
             return directory, _scramble(directory / "journal", self.directory / "older", random)
-        pattern = {"segment": "segment-*", "index": "index.sqlite", "wal": "index.sqlite-wal"}[kind]
+        pattern = {"group": "group-*", "index": "index.sqlite", "wal": "index.sqlite-wal"}[kind]
         path = random.choice(sorted((directory / "journal").glob(pattern)))
         return directory, damage(path, random)
 
@@ -126,8 +126,8 @@ def _quarantined(run: Run) -> bool:
 
 def _scramble(journal: Path, older: Path, random: Random) -> str:
     """Swap, copy or delete whole files of a journal; what was done."""
-    segments = sorted(journal.glob("segment-*"))
-    first, second = random.sample(segments, 2)
+    paths = sorted(journal.glob("group-*"))
+    first, second = random.sample(paths, 2)
     what = random.choice(("swap", "copy", "repeat", "delete", "older"))
     if what == "swap":
         data = first.read_bytes()
@@ -136,8 +136,7 @@ def _scramble(journal: Path, older: Path, random: Random) -> str:
     elif what == "copy":
         shutil.copy(first, second)
     elif what == "repeat":
-        number = int(segments[-1].name.removeprefix("segment-"))
-        shutil.copy(first, journal / f"segment-{number + 1:0{len(first.name) - len('segment-')}}")
+        shutil.copy(first, journal / f"group-{int(paths[-1].name.removeprefix('group-')) + 1:010d}")
     elif what == "delete":
         first.unlink()
         second.unlink()
@@ -146,7 +145,7 @@ def _scramble(journal: Path, older: Path, random: Random) -> str:
             path.unlink()
         for path in older.glob("index*"):
             shutil.copy(path, journal / path.name)
-    return f"{what} {first.name} {second.name} of {len(segments)}"
+    return f"{what} {first.name} {second.name} of {len(paths)}"
 
 
 def survive(killed: Killed, kind: Kind, number: int, *, restarts_learner: bool) -> str:
@@ -182,13 +181,13 @@ def test_damaged_groups_count_as_rolled_back_and_are_named_by_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     killed = Killed(tmp_path, monkeypatch)
-    for path in (tmp_path / "left").glob("segment-*"):
+    for path in (tmp_path / "left").glob("group-*"):
         path.write_bytes(bytes(path.stat().st_size))
     directory = tmp_path / "hurt"
     shutil.copytree(tmp_path / "left", directory / "journal")
     run = Run(directory, monkeypatch, num_steps=NUM_STEPS)
     # The learner may have received this batch before, so it can't be replaced by another.
-    with pytest.raises(RefusedError, match=r"can't be read again: .*segment-0000.*; start the run again"):
+    with pytest.raises(RefusedError, match=r"can't be read again: .*group-000000.*; start the run again"):
         run.take(CHECKPOINT)
     run.close()
     run, trained = killed.finish(directory, restarts_learner=True)
@@ -200,7 +199,7 @@ def test_damaged_groups_count_as_rolled_back_and_are_named_by_file(
     assert len(trained) == len(set(trained)) == 2 * NUM_STEPS
     lines = [line for line in caplog.messages if "count as rolled_back" in line]
     assert sum(int(line.split(": ")[1].split()[0]) for line in lines) == num_damaged
-    assert all("journal/segment-0000" in line for line in lines)
+    assert all("journal/group-000000" in line for line in lines)
     assert run.learner(messages.GetStatus()).fields["status"]["damaged_groups"] == num_damaged
     run.close()
 
@@ -214,7 +213,7 @@ def test_a_damaged_answer_of_an_evaluation_is_sampled_again(tmp_path: Path, monk
         run.sample(0)
     state = run.server._state
     run.close()
-    for path in (tmp_path / "journal").glob("segment-*"):
+    for path in (tmp_path / "journal").glob("group-*"):
         path.unlink()
     run = Run(tmp_path, monkeypatch)
     reply = run.learner(messages.GetEvalResults(LINEAGE, ()))

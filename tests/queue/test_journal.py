@@ -23,7 +23,6 @@ from async_rl.queue.storage.journal import Change, Journal, Saved, file_system_o
 from async_rl.queue.storage.payloads import PayloadRef
 from tests.examples import examples
 from tests.full_disk import file_size_limit
-from tests.queue.test_segments import HEADER
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -36,9 +35,9 @@ def delete(key: str) -> Change:
     return Change("group", key, None)
 
 
-def reopened(directory: Path, segment_bytes: int = 1 << 20) -> tuple[Journal, Saved, dict[str, PayloadRef]]:
+def reopened(directory: Path) -> tuple[Journal, Saved, dict[str, PayloadRef]]:
     """A journal that went on where the last one stopped, and the refs of its groups."""
-    journal = Journal(directory, segment_bytes=segment_bytes)
+    journal = Journal(directory)
     saved = journal.load()
     assert saved is not None
     refs = {key: PayloadRef(**fields["ref"]) for key, fields in saved.entries["group"].items()}
@@ -46,8 +45,8 @@ def reopened(directory: Path, segment_bytes: int = 1 << 20) -> tuple[Journal, Sa
     return journal, saved, refs
 
 
-def segment_names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.glob("segment-*"))
+def group_names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("group-*"))
 
 
 # Records.
@@ -111,113 +110,49 @@ def test_the_log_stays_bounded(tmp_path: Path):
 
 
 def test_files_go_with_the_commit_not_with_the_release(tmp_path: Path):
-    with closing(Journal(tmp_path, segment_bytes=1)) as journal:
+    with closing(Journal(tmp_path)) as journal:
         ref = journal.keep(b"body")
         journal.commit([put("a", ref)], {})
         journal.release(ref)
-        assert segment_names(tmp_path) == ["segment-00000001"]
+        assert group_names(tmp_path) == ["group-0000000001"]
         journal.commit([delete("a")], {})
-        assert segment_names(tmp_path) == []
-        assert journal.num_bytes == journal.live_bytes == 0
+        assert group_names(tmp_path) == []
 
 
 def test_bodies_that_no_committed_record_names_are_gone_after_a_restart(tmp_path: Path):
-    with closing(Journal(tmp_path, segment_bytes=1)) as journal:
+    with closing(Journal(tmp_path)) as journal:
         ref = journal.keep(b"named")
         journal.commit([put("a", ref)], {})
         journal.keep(b"not named")
-    journal, _, refs = reopened(tmp_path, segment_bytes=1)
+    journal, _, refs = reopened(tmp_path)
     with closing(journal):
         journal.commit([], {})
-        assert segment_names(tmp_path) == ["segment-00000001"]
+        assert group_names(tmp_path) == ["group-0000000001"]
         assert journal.read(refs["a"]) == b"named"
 
 
-def test_a_long_lived_body_among_thousands_of_short_ones_pins_little(tmp_path: Path):
-    # Each round keeps 50 payloads of 24 + 100 bytes, releases the last round's, and adds a payload that stays: of
-    # 3000 short ones 50 are live in the end, and 61 that stay.
-    segment_bytes = 4096
-    with closing(Journal(tmp_path, segment_bytes=segment_bytes)) as journal:
-        long_lived = {"first": journal.keep(b"first" * 20)}
-        journal.commit([put("first", long_lived["first"])], {})
-        short: list[PayloadRef] = []
-        for number in range(60):
-            for ref in short:
-                journal.release(ref)
-            short = [journal.keep(bytes(100)) for _ in range(50)]
-            name = f"stays {number}"
-            long_lived[name] = journal.keep(name.encode())
-            journal.commit([put(name, long_lived[name])], {})
-            assert journal.num_bytes <= journal.live_bytes + max(2 * segment_bytes, journal.live_bytes)
-            # Beside what counts there are the spare file, and what the open one held before it is written over.
-            on_disk = sum(path.stat().st_size for path in tmp_path.iterdir() if path.name.startswith("s"))
-            assert journal.num_bytes <= on_disk <= journal.num_bytes + 2 * (segment_bytes + 124)
-        assert "segment-00000001" not in segment_names(tmp_path)
-        assert journal.read(long_lived["first"]) == b"first" * 20
-    journal, _, refs = reopened(tmp_path, segment_bytes=segment_bytes)
-    with closing(journal):
-        assert refs == long_lived
-        assert journal.read(refs["first"]) == b"first" * 20
-        assert journal.read(refs["stays 3"]) == b"stays 3"
-
-
-def moved_rows(directory: Path) -> int:
-    with closing(sqlite3.connect(directory / "index.sqlite")) as index:
-        return index.execute("SELECT count(*) FROM moved").fetchone()[0]
-
-
-def moved_payload(directory: Path) -> PayloadRef:
-    """Commit a payload that was copied forward, and nothing else."""
-    # It shares a full file with more dead bytes than two files may have.
-    with closing(Journal(directory, segment_bytes=1000)) as journal:
-        ref = journal.keep(b"body")
-        journal.release(journal.keep(bytes(2000)))
-        journal.commit([put("a", ref)], {})
-    assert moved_rows(directory) == 1
-    return ref
-
-
-def test_where_a_body_was_moved_is_forgotten_with_it(tmp_path: Path):
-    ref = moved_payload(tmp_path)
-    journal, _, _ = reopened(tmp_path)
-    with closing(journal):
-        journal.release(ref)
-        journal.commit([delete("a")], {})
-    assert moved_rows(tmp_path) == 0
-
-
-def test_where_a_body_was_moved_is_forgotten_if_nobody_adopts_it(tmp_path: Path):
-    moved_payload(tmp_path)
-    with closing(Journal(tmp_path)) as journal:
-        journal.adopt([])
-        journal.commit([delete("a")], {})
-    assert moved_rows(tmp_path) == 0
-    assert segment_names(tmp_path) == []
-
-
 def test_a_restart_never_uses_the_number_of_a_file_again(tmp_path: Path):
-    with closing(Journal(tmp_path, segment_bytes=1)) as journal:
+    with closing(Journal(tmp_path)) as journal:
         ref = journal.keep(b"body")
         journal.release(ref)
         journal.commit([], {})
-    assert segment_names(tmp_path) == []
+    assert group_names(tmp_path) == []
     journal, _, _ = reopened(tmp_path)
     with closing(journal):
-        assert journal.keep(b"body").segment == ref.segment + 1
+        assert journal.keep(b"body").number == ref.number + 1
 
 
 def test_a_damaged_byte_is_an_error_that_names_the_file(tmp_path: Path):
     with closing(Journal(tmp_path)) as journal:
         ref = journal.keep(b"body")
-        with (tmp_path / "segment-00000001").open("r+b") as file:
-            file.seek(HEADER)
+        with (tmp_path / "group-0000000001").open("r+b") as file:
             file.write(b"B")
-        with pytest.raises(QueueError, match="segment-00000001, offset 0"):
+        with pytest.raises(QueueError, match=r"group-0000000001: .* damaged"):
             journal.read(ref)
 
 
 def test_a_commit_that_the_disk_refuses_leaves_the_last_one(tmp_path: Path):
-    with closing(Journal(tmp_path, segment_bytes=1)) as journal:
+    with closing(Journal(tmp_path)) as journal:
         ref = journal.keep(b"body")
         journal.commit([put("a", ref)], {"queue": b"old"})
         journal.release(ref)
@@ -227,12 +162,12 @@ def test_a_commit_that_the_disk_refuses_leaves_the_last_one(tmp_path: Path):
         saved = journal.load()
         assert saved is not None
         assert (saved.state, set(saved.entries["group"]), saved.entries["lease"]) == ({"queue": b"old"}, {"a"}, {})
-        assert segment_names(tmp_path) == ["segment-00000001"]
+        assert group_names(tmp_path) == ["group-0000000001"]
         journal.commit(changes, state)
         saved = journal.load()
         assert saved is not None
         assert (len(saved.state["queue"]), saved.entries["lease"]) == (1 << 20, {"l": {}})
-        assert segment_names(tmp_path) == []
+        assert group_names(tmp_path) == []
 
 
 def test_a_record_that_cannot_be_written_down_fails_its_commit_whole(tmp_path: Path):
@@ -252,8 +187,6 @@ class JournalMachine(RuleBasedStateMachine):
     """Payloads are kept, released and committed; processes end in good order, or by a crash: then all they leave is
     their files."""
 
-    SEGMENT_BYTES = 300
-
     @initialize()
     def start(self) -> None:
         self.home = Path(tempfile.mkdtemp())
@@ -262,7 +195,7 @@ class JournalMachine(RuleBasedStateMachine):
         self.refs: dict[str, PayloadRef] = {}
         self.changes: list[Change] = []
         self.committed: dict[str, bytes] | None = None
-        self.journal = Journal(self.home / "0", segment_bytes=self.SEGMENT_BYTES)
+        self.journal = Journal(self.home / "0")
 
     @rule(sizes=st.lists(st.integers(0, 700), min_size=1, max_size=12))
     def keep(self, sizes: list[int]) -> None:
@@ -284,9 +217,9 @@ class JournalMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         self.journal.commit(self.changes, {"count": str(len(self.payloads)).encode()})
         self.changes, self.committed = [], dict(self.payloads)
-        dead = self.journal.num_bytes - self.journal.live_bytes
-        assert self.journal.live_bytes == sum(HEADER + len(payload) for payload in self.payloads.values())
-        assert dead <= max(2 * self.SEGMENT_BYTES, self.journal.live_bytes)
+        directory = self.home / str(self.num_directories)
+        on_disk = {path.name: path.stat().st_size for path in directory.glob("group-*")}
+        assert on_disk == {f"group-{ref.number:010d}": len(self.payloads[key]) for key, ref in self.refs.items()}
         self.check()
 
     @rule(crash=st.booleans())
@@ -300,10 +233,10 @@ class JournalMachine(RuleBasedStateMachine):
         self.changes = []
         if self.committed is None:
             self.payloads, self.refs = {}, {}
-            self.journal = Journal(directory, segment_bytes=self.SEGMENT_BYTES)
+            self.journal = Journal(directory)
             assert self.journal.load() is None
             return
-        self.journal, saved, self.refs = reopened(directory, segment_bytes=self.SEGMENT_BYTES)
+        self.journal, saved, self.refs = reopened(directory)
         self.payloads = dict(self.committed)
         assert saved.state == {"count": str(len(self.payloads)).encode()}
         self.check()
@@ -331,7 +264,7 @@ from async_rl.queue.storage.payloads import PayloadRef
 from async_rl.queue.storage.journal import Change
 from async_rl.queue.storage.journal import Journal
 
-journal = Journal(Path(sys.argv[1]), segment_bytes=4096)
+journal = Journal(Path(sys.argv[1]))
 saved = journal.load()
 number, refs = 0, {}
 if saved is not None:
@@ -367,7 +300,7 @@ def test_every_reported_commit_outlives_sigkill(tmp_path: Path):
         child.kill()
         reported = [int(line) for line in child.stdout.read().splitlines(keepends=True) if line.endswith(b"\n")]
         assert child.wait() == -signal.SIGKILL
-        journal, saved, refs = reopened(tmp_path, segment_bytes=4096)
+        journal, saved, refs = reopened(tmp_path)
         with closing(journal):
             before, number = number, int(saved.state["number"])
             assert number > before
@@ -445,26 +378,26 @@ def test_a_file_that_is_no_index_is_moved_aside(tmp_path: Path):
         assert (tmp_path / f"index.sqlite.damaged-{number}").read_bytes() == content
 
 
-def test_segment_files_without_an_index_are_named(tmp_path: Path):
+def test_files_of_groups_without_an_index_are_named(tmp_path: Path):
     with closing(Journal(tmp_path)) as journal:
         ref = journal.keep(b"body")
         journal.commit([put("a", ref)], {"queue": b"q"})
     (tmp_path / "index.sqlite").unlink()
     with closing(Journal(tmp_path)) as journal:
-        assert "index.sqlite has no records, although there are segment files" in journal.damage
+        assert "index.sqlite has no records, although there are files of groups" in journal.damage
         assert journal.load() is None
         # File numbers go on, and the old file goes with the first commit.
-        assert journal.keep(b"next").segment == 2
+        assert journal.keep(b"next").number == 2
         journal.commit([], {})
-    assert segment_names(tmp_path) == ["segment-00000002"]
+    assert group_names(tmp_path) == ["group-0000000002"]
 
 
 def test_a_record_that_another_program_changed_is_damage(tmp_path: Path):
     statements = (
         "UPDATE entries SET key = 'b'", "UPDATE entries SET kind = 'lease'", "UPDATE state SET value = X'00'",
         "UPDATE state SET name = 'other'", "UPDATE meta SET value = 3 WHERE name = 'format'",
-        "UPDATE meta SET value = X'01' WHERE name = 'last_segment'", "PRAGMA user_version = 7",
-        "INSERT INTO moved VALUES (1, 0, -1, 'x')", "DROP TABLE moved",
+        "UPDATE meta SET value = X'01' WHERE name = 'last_file'", "PRAGMA user_version = 8",
+        "DROP TABLE state",
     )  # fmt: skip
     for number, statement in enumerate(statements):
         directory = tmp_path / str(number)

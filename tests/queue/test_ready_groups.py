@@ -5,7 +5,7 @@ from async_rl.queue.storage.payloads import PayloadRef
 
 
 def held(lease_id: str, position: int, *, named: int = 0, bound: int = 0, length: int = 10) -> StoredGroup:
-    place = PayloadRef(0, position, length, 0)
+    place = PayloadRef(position, length, 0)
     return StoredGroup(lease_id, "g0", position, named, bound, bound, bound, 2, 6, 1.0, 1.0, 0.0, 0, False, place)
 
 
@@ -43,10 +43,10 @@ def test_a_group_that_comes_back_leaves_once():
 
 
 def test_bytes_and_tokens_are_those_of_what_is_there():
-    ready = ReadyGroups([held("a", 0, length=10), held("b", 1, length=7)])
-    assert (ready.num_bytes, ready.num_tokens) == (17, 12)
+    ready = ReadyGroups([held("a", 0, length=10), held("b", 1, length=4097)])
+    assert (ready.num_bytes, ready.num_tokens) == (3 * 4096, 12)
     ready.remove("a")
-    assert (ready.num_bytes, ready.num_tokens) == (7, 6)
+    assert (ready.num_bytes, ready.num_tokens) == (2 * 4096, 6)
     assert "a" not in ready
     ready.pop_older_than(1)
     assert (ready.num_bytes, ready.num_tokens) == (0, 0)

@@ -27,7 +27,7 @@ from tests.queue import builders
 from tests.queue.builders import SAMPLING, rows
 
 EVAL_ROWS = rows(2)
-WORST_CASE = builders.settings().worst_case_bytes
+WORST_CASE = builders.settings().reserved_bytes
 
 
 @dataclass(frozen=True, slots=True)

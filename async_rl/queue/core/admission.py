@@ -26,6 +26,7 @@ from async_rl.config.queue import OnStale
 from async_rl.errors import ConfigError, QueueError
 from async_rl.queue.core.run_ahead import RunAheadSetting
 from async_rl.queue.messages import Announcement, StepAck
+from async_rl.queue.storage.payloads import in_blocks
 from async_rl.records import LeaseKind, Sampling
 from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import words_at_most
@@ -104,7 +105,7 @@ class QueueSettings:
                 f"unknown, because the config.json of model.path has no vocab_size; set sampling.top_k, which limits "
                 f"the number of tokens"
             )
-        needed = self.groups_per_step * self.worst_case_bytes
+        needed = self.groups_per_step * self.reserved_bytes
         if needed > self.max_bytes:
             remedies = ["raise it", "lower learner.groups_per_step, sampling.group_size or sampling.max_new_tokens"]
             if not self.sampling.keeps_all:
@@ -178,7 +179,7 @@ class QueueSettings:
     def worst_case_bytes(self) -> int:
         """The size in bytes of the largest group that a generator may return for a training lease.
 
-        The queue reserves this much for each group in flight. The longest prompt and answer count once for every turn,
+        The longest prompt and answer count once for every turn,
         because each turn may start a new token sequence that repeats the whole text so far. Agents have a limit for all
         their sequences together.
         """
@@ -194,10 +195,15 @@ class QueueSettings:
         return self.group_size * (tokens * token_bytes + kept + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
 
     @property
+    def reserved_bytes(self) -> int:
+        """What the queue reserves for each group in flight: what the largest takes on disk, in bytes."""
+        return in_blocks(self.worst_case_bytes)
+
+    @property
     def bytes_for_bound(self) -> int:
         """What ``queue.max_bytes`` must be so that only the staleness bound limits the groups in flight."""
         most = (self.max_staleness + 1) // self.updates_per_batch * self.groups_per_step
-        return most * self.worst_case_bytes
+        return most * self.reserved_bytes
 
     @property
     def _most_mask_words(self) -> int:

@@ -106,7 +106,7 @@ def _bytes_note(state: QueueState) -> dict[str, str]:
     settings = state.settings
     text = (
         f"generators wait for room in the queue: queue.max_bytes = {settings.max_bytes}, and each group in flight "
-        f"reserves its largest size, {settings.worst_case_bytes} bytes. For the full effect of queue.max_staleness = "
+        f"reserves its largest size, {settings.reserved_bytes} bytes. For the full effect of queue.max_staleness = "
         f"{settings.max_staleness} raise queue.max_bytes to {settings.bytes_for_bound}, or lower "
         f"sampling.max_new_tokens"
     )

@@ -27,7 +27,7 @@ from async_rl.queue.core.pace import Window
 from async_rl.queue.core.prompts import Answer, Evaluation
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import DropCause, FailedRollouts, Failure, GeneratorStats, LeasesGranted, Verdict
-from async_rl.queue.storage.payloads import Payload
+from async_rl.queue.storage.payloads import Payload, in_blocks
 from async_rl.records import Lease, LeaseKind
 
 _RETURNED = "returned"
@@ -205,7 +205,7 @@ def receive(
     free = state.settings.max_bytes - state.group_bytes - state.leases.reserved + active.reserved
     # A larger group could forever leave too little room for the rest of its step.
     room = min(free, state.settings.max_bytes // state.settings.groups_per_step)
-    if not unfit and active.evaluation is None and len(payload) > max(active.reserved, room):
+    if not unfit and active.evaluation is None and in_blocks(len(payload)) > max(active.reserved, room):
         unfit = f"expected at most {max(active.reserved, room)} bytes (queue.max_bytes), got {len(payload)}"
     if unfit:
         if group.every_rollout_failed:
@@ -493,7 +493,7 @@ def _grant_from_stream(
             state.run_ahead.hold(pace, state.now)
             return leases, LeasesGranted((), f"sampling is far enough ahead: {_groups_line(state, pace)}")
         used = state.group_bytes + state.leases.reserved
-        if used + settings.worst_case_bytes > settings.max_bytes:
+        if used + settings.reserved_bytes > settings.max_bytes:
             state.is_short_of_bytes = True
             return leases, LeasesGranted(
                 (), f"queue.max_bytes = {settings.max_bytes}: {used} bytes are in use or reserved"
@@ -538,7 +538,7 @@ def _issue_training(state: QueueState, learner: LearnerSide, generator_id: str, 
         min_version=learner.oldest_for_lease(settings, state.outstanding),
         attempt=attempts.failed + attempts.stale + 1, version=version,
     )  # fmt: skip
-    reserved, now = settings.worst_case_bytes, state.now
+    reserved, now = settings.reserved_bytes, state.now
     state.leases.add(ActiveLease(lease, generator_id, version, reserved, now, now, since=state.num_outcomes))
     state.ledger.issue(settings.group_size)
     return lease

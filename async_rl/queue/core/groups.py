@@ -494,12 +494,12 @@ class ReadyGroups:
         self._groups[group.lease_id] = group
         heapq.heappush(self._by_order, (*group.order, group.lease_id))
         heapq.heappush(self._by_bound, (group.bound_version, group.lease_id))
-        self.num_bytes += group.ref.length
+        self.num_bytes += group.ref.disk_bytes
         self.num_tokens += group.num_tokens
 
     def remove(self, lease_id: str) -> StoredGroup:
         group = self._groups.pop(lease_id)
-        self.num_bytes -= group.ref.length
+        self.num_bytes -= group.ref.disk_bytes
         self.num_tokens -= group.num_tokens
         return group
 

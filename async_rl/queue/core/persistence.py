@@ -199,7 +199,7 @@ def build_active_lease(state: QueueState, lease_id: str, record: LeaseRecord) ->
         state, evaluation, record.position, lease_id=lease_id, lineage=record.lineage,
         min_version=record.min_version, attempt=record.attempt, version=record.version,
     )  # fmt: skip
-    reserved = 0 if evaluation is not None else state.settings.worst_case_bytes
+    reserved = 0 if evaluation is not None else state.settings.reserved_bytes
     return ActiveLease(
         lease, record.generator_id, record.version, reserved, record.issued_at, state.now,
         evaluation=record.evaluation,
@@ -384,7 +384,7 @@ def status(state: QueueState, now: float) -> dict[str, Any]:
         "run_ahead": state.run_ahead.metrics(state.now),
         "depth": len(state.queued),
         "bytes": state.group_bytes + state.evals.num_bytes,
-        "bytes_pinned": sum(g.ref.length for g in state.snapshot_refs.groups if not state.is_live(g.lease_id)),
+        "bytes_pinned": sum(g.ref.disk_bytes for g in state.snapshot_refs.groups if not state.is_live(g.lease_id)),
         "bytes_reserved": state.leases.reserved,
         "max_bytes": state.settings.max_bytes,
         "stream": {

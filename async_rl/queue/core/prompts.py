@@ -387,7 +387,7 @@ class EvalBook:
     def answer(self, evaluation: Evaluation, row: int, answer: Answer) -> None:
         """Store the answer to a row. An answer without a group says that the row was given up."""
         evaluation.answers[row] = answer
-        self.num_bytes += answer.ref.length if answer.ref is not None else 0
+        self.num_bytes += answer.ref.disk_bytes if answer.ref is not None else 0
         self._changes.put("answer", entry_key(evaluation.key, row), answer)
 
     def lose_answer(self, evaluation: Evaluation, row: int) -> Answer:
@@ -396,7 +396,7 @@ class EvalBook:
         evaluation.give_back(row)
         self._changes.delete("answer", entry_key(evaluation.key, row))
         if answer.ref is not None:
-            self.num_bytes -= answer.ref.length
+            self.num_bytes -= answer.ref.disk_bytes
             self._payloads.release(answer.ref)
         return answer
 
@@ -436,5 +436,5 @@ class EvalBook:
         for row, answer in evaluation.answers.items():
             self._changes.delete("answer", entry_key(evaluation.key, row))
             if answer.ref is not None:
-                self.num_bytes -= answer.ref.length
+                self.num_bytes -= answer.ref.disk_bytes
                 self._payloads.release(answer.ref)

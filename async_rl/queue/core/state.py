@@ -173,7 +173,7 @@ class QueueState(PersistedState):
     def set_taken(self, groups: tuple[StoredGroup, ...]) -> tuple[StoredGroup, ...]:
         """Replace the groups that the learner has taken by ``groups``. Return the previous groups."""
         before, self.taken = self.taken, groups
-        self.taken_bytes = sum(group.ref.length for group in groups)
+        self.taken_bytes = sum(group.ref.disk_bytes for group in groups)
         if self.learner is not None:
             self.learner.taken_ids = tuple(group.lease_id for group in groups)
         return before
@@ -614,8 +614,8 @@ class QueueState(PersistedState):
         queued, leases = list(self.queued), list(self.leases)
         _compare(
             {
-                "queued bytes": (self.queued.num_bytes, sum(g.ref.length for g in queued)),
-                "bytes": (self.group_bytes, sum(g.ref.length for g in (*queued, *self.taken))),
+                "queued bytes": (self.queued.num_bytes, sum(g.ref.disk_bytes for g in queued)),
+                "bytes": (self.group_bytes, sum(g.ref.disk_bytes for g in (*queued, *self.taken))),
                 "queued tokens": (self.queued.num_tokens, sum(g.num_tokens for g in queued)),
                 "reserved": (self.leases.reserved, sum(lease.reserved for lease in leases)),
                 "training leases": (self.leases.num_training, sum(lease.evaluation is None for lease in leases)),

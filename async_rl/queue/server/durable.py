@@ -164,8 +164,8 @@ class DurableState:
             self.state.check()
         except AssertionError as error:
             raise DamagedJournalError(f"its records are of different commits: {error}") from error
-        for file, count in journal.adopt(refs).items():
-            logger.warning("%s is missing or too short: %d payloads are lost", file, count)
+        if lost := journal.adopt(refs):
+            logger.warning("%d payloads are lost: their files are missing or too short, first %s", len(lost), lost[0])
         self.handlers.load(unpack(found.state["handlers"]), found.entries["granted"], welcome, now)
         self._saved_welcome = self.handlers.welcome
         # Loading must not count as a change.

@@ -4,8 +4,7 @@ Every value begins with a checksum of its key and its content, because SQLite on
 If the index is damaged, ``Journal`` calls ``move_aside`` and begins an empty index. SQLite ignores damage at the end of
 its own log. The index then has the content of an earlier commit, which can't be noticed here.
 
-Tables: ``meta`` (text), ``state`` (byte strings by name), ``entries`` (records by kind and key), ``moved`` (the new
-places of payloads that were copied to another file).
+Tables: ``meta`` (text), ``state`` (byte strings by name), ``entries`` (records by kind and key).
 """
 
 from __future__ import annotations
@@ -19,15 +18,12 @@ from typing import Any
 import xxhash
 
 from async_rl.errors import ConfigError, DamagedJournalError
-from async_rl.queue.storage.payloads import Spot
 
 INDEX = "index.sqlite"
 _START_OVER = "rename that directory, or start the queue with --fresh, which renames it and begins with an empty queue"
-_FORMAT = 6
+_FORMAT = 7
 """Format number of the index. Increase it with every change of the tables, or of the kinds and fields of records."""
 _DIGEST_BYTES = 8
-_MAX_PLACE = 1 << 48
-"""Numbers of segment files and offsets in them must be smaller."""
 _WRITE_VERSION_AT = 18
 _NO_DAMAGE = frozenset({
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN,
@@ -62,9 +58,6 @@ _SCHEMA = f"""
     CREATE TABLE meta (name TEXT PRIMARY KEY, value BLOB) WITHOUT ROWID;
     CREATE TABLE state (name TEXT PRIMARY KEY, value BLOB);
     CREATE TABLE entries (kind TEXT, key TEXT, fields BLOB, PRIMARY KEY (kind, key)) WITHOUT ROWID;
-    CREATE TABLE moved (
-        segment INTEGER, offset INTEGER, to_segment INTEGER, to_offset INTEGER, PRIMARY KEY (segment, offset)
-    ) WITHOUT ROWID;
     INSERT INTO meta VALUES ('format', X'{seal(str(_FORMAT).encode(), "format").hex()}');
     PRAGMA user_version = {_FORMAT};
     COMMIT;
@@ -122,12 +115,11 @@ def _check(index: sqlite3.Connection, path: Path) -> None:
         )
     if found != _FORMAT or read_meta(index, "format") != str(_FORMAT):
         raise DamagedJournalError(f"expected format {_FORMAT}, got {found}")
-    for name in ("identity", "last_segment"):
+    for name in ("identity", "last_file"):
         read_meta(index, name)
     for _ in read_entries(index):
         pass
     read_state(index)
-    read_moved(index)
     write_meta(index, "format", str(_FORMAT))  # fails if the file's header allows no writes
 
 
@@ -202,20 +194,6 @@ def read_state(index: sqlite3.Connection) -> dict[str, bytes]:
         DamagedJournalError: a checksum does not match.
     """
     return {name: _unseal(value, name) for name, value in index.execute("SELECT name, value FROM state")}
-
-
-def read_moved(index: sqlite3.Connection) -> dict[tuple[int, int], Spot]:
-    """Return the new place of each payload that was copied to another file, by its first place (segment, offset).
-
-    Places have no checksum. A wrong place is noticed when a payload is read, because the payload has a digest.
-
-    Raises:
-        DamagedJournalError: a place can't be in any file.
-    """
-    rows = index.execute("SELECT segment, offset, to_segment, to_offset FROM moved").fetchall()
-    if not all(isinstance(number, int) and 0 <= number < _MAX_PLACE for row in rows for number in row):
-        raise DamagedJournalError("the record of a moved payload names an impossible place")
-    return {(row[0], row[1]): Spot(row[2], row[3]) for row in rows}
 
 
 def read_meta(index: sqlite3.Connection, name: str) -> str | None:

@@ -1,6 +1,6 @@
-"""The queue's state on disk: the bytes of groups (payloads) in segment files, and small records in an SQLite index.
+"""The queue's state on disk: the bytes of each group (payload) in a file, and small records in an SQLite index.
 
-The server appends payloads as they arrive. Once in each turn of its loop it commits all changes, before it sends the
+The server writes payloads as they arrive. Once in each turn of its loop it commits all changes, before it sends the
 replies of that turn. Committed data survives the death of any process. The operating system writes it to the disk
 later, because the journal does not wait for that (no fsync). So a power cut may lose or damage data. Damaged bytes are
 never returned, because payloads and records have checksums.
@@ -20,7 +20,6 @@ import fcntl
 import os
 import re
 import sqlite3
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ import msgspec
 from async_rl.errors import ConfigError, DamagedJournalError
 from async_rl.net.wire import pack_plain
 from async_rl.queue.storage import index as indexes
-from async_rl.queue.storage.payloads import Move, Payload, PayloadRef, Segments, Spot, disk_error
+from async_rl.queue.storage.payloads import Files, Payload, PayloadRef, disk_error
 from async_rl.run.lock import NO_LOCKS
 
 _NETWORK_FILE_SYSTEMS = frozenset({
@@ -130,7 +129,6 @@ class Journal:
     Args:
         identity: the run of the records. The directory keeps the first identity that it gets. It may be empty, because
             a server started by hand gets its run id from the learner only later.
-        segment_bytes: the size from which a segment file is full.
 
     Attributes:
         damage: what is damaged and was moved aside, in words; empty if nothing was.
@@ -140,7 +138,7 @@ class Journal:
             or it has another identity or format.
     """
 
-    def __init__(self, directory: Path, *, identity: str = "", segment_bytes: int = 64 << 20) -> None:
+    def __init__(self, directory: Path, *, identity: str = "") -> None:
         self._directory, self._identity = directory, identity
         self.damage = ""
         refuse_network_file_system(directory)
@@ -155,35 +153,18 @@ class Journal:
                     self.damage = f"{indexes.move_aside(directory, str(error))}; {LOST}"
                     self._index = indexes.open_index(directory, identity)
                 opened.callback(lambda: self._index.close())
-                last = indexes.read_meta(self._index, "last_segment")
-            self._last_segment: int | None = None if last is None else int(last)
-            self._segments = Segments(directory, segment_bytes, after=self._last_segment or 0)
-            if self._last_segment is None and self._segments.last and not self.damage:
-                self.damage = f"{directory / indexes.INDEX} has no records, although there are segment files; {LOST}"
-            opened.callback(lambda: self._segments.close())
+                last = indexes.read_meta(self._index, "last_file")
+                self._files = Files(directory, after=int(last or 0))
+            self._last_file: int | None = None if last is None else int(last)
+            if self._last_file is None and self._files.last and not self.damage:
+                self.damage = f"{directory / indexes.INDEX} has no records, although there are files of groups; {LOST}"
             self._opened = opened.pop_all()
-        self._segment_bytes = segment_bytes
-        self._is_adopted = self._last_segment is None
-        self._obsolete: list[tuple[int, int]] = []
-        self._moves: list[Move] = []
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all segment files in bytes, without the files (at most two) that will be overwritten next."""
-        return self._segments.num_bytes
-
-    @property
-    def live_bytes(self) -> int:
-        """The size in bytes of all payloads that were not released, with their headers.
-
-        It is a part of ``num_bytes``.
-        """
-        return self._segments.live_bytes
+        self._is_adopted = self._last_file is None
 
     # Payloads.
 
     def keep(self, payload: Payload) -> PayloadRef:
-        """Write a payload to a segment file.
+        """Write a payload to a file.
 
         After a restart the payload is still there if a committed record has its ref.
 
@@ -191,7 +172,7 @@ class Journal:
             StorageFullError: there is no room now.
             QueueError: the disk fails.
         """
-        return self._segments.keep(payload)
+        return self._files.keep(payload)
 
     def read(self, ref: PayloadRef) -> bytes:
         """Return the payload with this ref.
@@ -200,25 +181,22 @@ class Journal:
             DamagedPayloadError: the payload is damaged or missing.
             QueueError: the payload was released.
         """
-        return self._segments.read(ref)
+        return self._files.read(ref)
 
     def release(self, ref: PayloadRef) -> None:
         """Give up a payload, which is never read again.
 
-        Its bytes stay on disk until a commit, because a committed record may still have its ref.
+        Its file stays until a commit, because a committed record may still have its ref.
         """
-        if ref in self._segments.moved:
-            self._obsolete.append((ref.segment, ref.offset))
-        self._segments.release(ref)
+        self._files.release(ref)
 
     # Records.
 
     def commit(self, changes: Iterable[Change], state: Mapping[str, bytes]) -> None:
         """Write all changes, or none, together with the payloads whose refs they have.
 
-        ``state`` has byte strings by name, which replace those of the same names. The method also frees disk space: it
-        deletes files in which all payloads were released, and copies payloads so that released bytes are at most as
-        many as live bytes, or as two segments if that is more.
+        ``state`` has byte strings by name, which replace those of the same names. Then the files of payloads that were
+        released are removed.
 
         Raises:
             StorageFullError: there is no room now.
@@ -226,17 +204,14 @@ class Journal:
                 or call ``revert``.
         """
         assert self._is_adopted, "commit before adopt would free the payloads of an earlier process"
-        # A commit that is tried again must not copy again: that would fill the disk.
-        self._moves = self._moves or self._segments.copy_forward()
         with _database_errors(self._directory), indexes.transaction(self._index):
             self._write_entries(changes)
             if state:
                 self._index.executemany(_PUT_STATE, [(name, indexes.seal(data, name)) for name, data in state.items()])
-            self._write_refs(self._moves)
-        self._obsolete.clear()
-        self._last_segment = self._segments.last
-        moves, self._moves = self._moves, []
-        self._segments.settle(moves)
+            if self._last_file != self._files.last:
+                indexes.write_meta(self._index, "last_file", str(self._files.last))
+        self._last_file = self._files.last
+        self._files.settle()
 
     def revert(self) -> None:
         """Go back to the last commit: forget the payloads that were kept or released since. Then ``load`` again.
@@ -244,15 +219,13 @@ class Journal:
         Raises:
             QueueError: the disk fails.
         """
-        self._segments.close()
-        self._segments = Segments(self._directory, self._segment_bytes, after=self._last_segment or 0)
-        self._obsolete.clear()
-        self._moves.clear()
-        self._is_adopted = self._last_segment is None
+        with _database_errors(self._directory):
+            self._files = Files(self._directory, after=self._files.last)
+        self._is_adopted = self._last_file is None
 
     def load(self) -> Saved | None:
         """Return the content of the last commit; None if nothing was ever committed."""
-        if self._last_segment is None:
+        if self._last_file is None:
             return None
         with _database_errors(self._directory):
             entries: dict[Kind, dict[str, Mapping[str, Any]]] = {kind: {} for kind in get_args(Kind)}
@@ -260,23 +233,14 @@ class Journal:
                 entries[cast(Kind, kind)][key] = unpack(data)
             return Saved(entries, indexes.read_state(self._index))
 
-    def adopt(self, refs: Iterable[PayloadRef]) -> Counter[str]:
+    def adopt(self, refs: Iterable[PayloadRef]) -> list[Path]:
         """Keep only the payloads ``refs`` of earlier processes. The next commit deletes all others.
 
-        Call it after ``load``. Return the files that are missing or too short, each with the number of payloads that
-        are lost. Reading a lost payload raises DamagedPayloadError.
+        Call it after ``load``. Return the files that are missing or too short. Their payloads are lost: to read one
+        raises DamagedPayloadError.
         """
-        with _database_errors(self._directory):
-            moved = indexes.read_moved(self._index)
-        lost: Counter[str] = Counter()
-        for ref in set(refs):
-            home = Spot(ref.segment, ref.offset)
-            spot = moved.pop(home, home)
-            if not self._segments.adopt(ref, spot):
-                lost[str(self._segments.path_of(spot.segment))] += 1
-        self._obsolete += moved
         self._is_adopted = True
-        return lost
+        return self._files.adopt(refs)
 
     def move_aside(self, reason: str) -> None:
         """Rename the index because its records don't fit together (``reason``), and go on with an empty journal.
@@ -288,7 +252,7 @@ class Journal:
             self._index.close()
             self.damage = f"{indexes.move_aside(self._directory, reason)}; {LOST}"
             self._index = indexes.open_index(self._directory, self._identity)
-        self._last_segment = None
+        self._last_file = None
         self.revert()
 
     def close(self) -> None:
@@ -304,16 +268,6 @@ class Journal:
             self._index.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", puts)
         if gone:
             self._index.executemany("DELETE FROM entries WHERE kind = ? AND key = ?", gone)
-
-    def _write_refs(self, moves: Iterable[Move]) -> None:
-        """Write the new places of copied payloads, and the highest number of a segment file so far."""
-        if self._obsolete:
-            self._index.executemany("DELETE FROM moved WHERE segment = ? AND offset = ?", self._obsolete)
-        rows = [(ref.segment, ref.offset, *spot) for ref, spot in moves]
-        if rows:
-            self._index.executemany("INSERT OR REPLACE INTO moved VALUES (?, ?, ?, ?)", rows)
-        if self._last_segment != self._segments.last:
-            indexes.write_meta(self._index, "last_segment", str(self._segments.last))
 
 
 def unpack(data: bytes) -> dict[str, Any]:
