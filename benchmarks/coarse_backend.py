@@ -27,6 +27,18 @@ class Int8Backend(TransformersBackend):
 
     bits: ClassVar[int] = 8
 
+    @classmethod
+    def from_files(
+        cls, directory: Any, config: Any, *, device: Any = None, load_pretrained: bool = False, **_: Any
+    ) -> Any:
+        """Build it as a backend of the user's own, which gets the whole config."""
+        data = config.data
+        return super().from_files(
+            directory, config.generator, device=device or "cpu", dtype=config.model.dtype,
+            load_pretrained=load_pretrained, needs_template=data.prompt_format == "chat",
+            template_arguments=data.template_arguments,
+        )  # fmt: skip
+
     def activate(self, version: int, weights: Mapping[str, Any]) -> float:
         return super().activate(version, {name: rounded(tensor, self.bits) for name, tensor in weights.items()})
 
