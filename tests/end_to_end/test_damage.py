@@ -22,13 +22,13 @@ SEED = 15
 WAIT_S = 240.0
 
 
-def damage_one(run_dir: Path, target: str, random: Random) -> str:
-    """Damage one file; of checkpoints, one of the newest."""
+def files_of(run_dir: Path, target: str) -> list[Path]:
+    """The files that may be damaged; of checkpoints, those of the newest."""
     paths = sorted(p for p in run_dir.glob(TARGETS[target]) if p.is_file() and p.stat().st_size)
     if target == "checkpoint":
         newest = (run_dir / "checkpoints" / "latest").read_text().strip()
         paths = [p for p in paths if newest in p.parts]
-    return damage(random.choice(paths), random)
+    return paths
 
 
 def new_checkpoints(run: FaultRun, count: int) -> None:
@@ -50,8 +50,11 @@ def live(directory: Path, rounds: list[tuple[str, ...]], *, seed: int, num_rows:
             # Two whole checkpoints, so that there is one to go back to.
             new_checkpoints(run, 2)
             kill_all(run.marker)
+            while not all(files_of(run.run_dir, target) for target in targets):  # no group was queued just then
+                new_checkpoints(run, 1)
+                kill_all(run.marker)
             assert not run.is_finished, "the run ended before all damage was done: it needs more rows"
-            done += [damage_one(run.run_dir, target, random) for target in targets]
+            done += [damage(random.choice(files_of(run.run_dir, target)), random) for target in targets]
         run.finish(WAIT_S)
         line = judge(run.run_dir, num_rows=num_rows)
     return "\n".join([*done, line])
