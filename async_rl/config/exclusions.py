@@ -53,26 +53,6 @@ _STALENESS = (
            "1 with learner.fixed_lag = {c.learner.fixed_lag}", f"set {key} = 1, or leave learner.fixed_lag out",
            {"learner.fixed_lag": 4, key: 2})
       for key in ("weights.sync_every", "learner.updates_per_batch", "learner.epochs_per_batch")),
-    _row("queue.adaptive", lambda c: c.queue.adaptive and c.learner.fixed_lag is not None,
-         "false with learner.fixed_lag, which keeps the lag constant", "set only one of the two",
-         {"queue.adaptive": True, "learner.fixed_lag": 4}),
-    _row("queue.adaptive", lambda c: c.queue.adaptive and c.queue.max_staleness <= c.lowest_bound,
-         "queue.max_staleness above weights.sync_every + learner.updates_per_batch (times learner.epochs_per_batch) - "
-         "2 = {c.lowest_bound}",
-         "the staleness bound could not be lowered, so raise queue.max_staleness or set queue.adaptive = false",
-         {"queue.adaptive": True, "queue.max_staleness": 3, "weights.sync_every": 3, "learner.updates_per_batch": 2},
-         got="{c.queue.max_staleness}"),
-    *(_row("queue.adaptive", holds, f"experimental.adaptive_{expected}",
-           "correct the wrong one, because steps would be skipped before the staleness bound is lowered",
-           {"queue.adaptive": True, **example}, got)
-      for holds, expected, got, example in (
-          (lambda c: c.queue.adaptive and c.experimental.adaptive_min_ess <= c.loss.min_step_ess,
-           "min_ess above loss.min_ess or the limit of another rule that skips steps, here {c.loss.min_step_ess}",
-           "{c.experimental.adaptive_min_ess}", {"loss.min_ess": 0.95}),
-          (lambda c: c.queue.adaptive and c.experimental.adaptive_max_kl >= c.loss.max_step_kl,
-           "max_kl below loss.max_kl or the limit of another rule that skips steps, here {c.loss.max_step_kl}",
-           "{c.experimental.adaptive_max_kl}",
-           {"loss.rules": [{"level": "step", "statistic": "k3", "above": 0.02, "action": "skip"}]}))),
     _row("queue.filter_range",
          lambda c: c.queue.filter_range is not None and c.queue.filter_range[0] >= c.queue.filter_range[1],
          "[low, high] with low < high", "correct it, or set [] to filter no group", {"queue.filter_range": [0.9, 0.1]}),

@@ -38,6 +38,10 @@ _REPLACED: Mapping[str, str] = {
     "log.wandb": 'set log.to = ["wandb"] instead, with log.wandb_mode = "online" or "offline"; log.to = [] is off',
     "learner.audit": "remove it: log-probabilities are not audited any more; learner.audit_rewards is the share of the "
     "trained groups whose rewards are graded again",
+    **dict.fromkeys(
+        ("queue.adaptive", "experimental.adaptive_min_ess", "experimental.adaptive_max_kl"),
+        'remove it: queue.run_ahead = "auto" keeps data younger than a bound that lowers itself did',
+    ),
 }
 """Key of an older version -> what replaces it."""
 TRL_NAMES: Mapping[str, str] = {
@@ -153,6 +157,11 @@ def renew(raw: Mapping[str, Any]) -> None:
     experimental = raw.get("experimental")
     if isinstance(experimental, dict):
         experimental.pop("sft_checkpoint_every", None)  # now sft.checkpoint_every, which no resumed run needs
+        for key in ("adaptive_min_ess", "adaptive_max_kl"):
+            experimental.pop(key, None)
+    queue = raw.get("queue")
+    if isinstance(queue, dict):
+        queue.pop("adaptive", None)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -49,11 +49,6 @@ class QueueConfig(Section):
         description="Maximum seconds that a step waits for unfinished groups which would be too old to train on after "
         'it. Groups that are still unfinished then are cancelled. Only used with queue.on_stale = "wait".',
     )
-    adaptive: Recorded[bool] = Field(
-        default=False,
-        description="Whether the learner lowers the staleness bound of new leases while the data is too stale, and "
-        "raises it again up to queue.max_staleness.",
-    )
     filter_range: tuple[float, float] | None = Field(
         default=(0.01, 0.99),
         strict=False,

@@ -241,19 +241,6 @@ class VllmConfig(Section):
 class ExperimentalConfig(Section):
     """Keys for tests and measurements. They may change without notice."""
 
-    adaptive_min_ess: Recorded[float] = Field(
-        default=0.95,
-        gt=0,
-        lt=1,
-        description="Effective sample size of a step, as a share of its tokens, below which queue.adaptive treats "
-        "the data as too stale.",
-    )
-    adaptive_max_kl: Recorded[float] = Field(
-        default=0.02,
-        gt=0,
-        description="KL(behavior policy || policy) of a step, in nats, above which queue.adaptive treats the data "
-        "as too stale.",
-    )
     journal: bool = Field(
         default=True,
         description="Whether the queue keeps groups and leases on disk, so that they survive its process.",

@@ -35,7 +35,6 @@ _LABELS = {
     "version": "version of the learner",
     "learner_alive": "learner is alive",
     "learner_trouble": "problem of the learner",
-    "lease_bound": "staleness bound of new leases",
     "who_waits": "who waits for whom",
     "depth": "groups ready",
     "evaluations": "evaluations",

@@ -409,9 +409,8 @@ class Take(OfLearner, frozen=True):
 class StepAck(msgspec.Struct, frozen=True):
     """The learner reports that it has done the step for which it took groups as ``step``. It is now at ``version``.
 
-    ``lease_bound`` is its staleness bound for new leases. None stands for ``queue.max_staleness``. If ``snapshot`` is
-    true, the reply has the queue's snapshot for a checkpoint. ``training_notes`` are all that the learner has noted
-    so far about how the training goes wrong.
+    If ``snapshot`` is true, the reply has the queue's snapshot for a checkpoint. ``training_notes`` are all that the
+    learner has noted so far about how the training goes wrong.
     """
 
     lineage: str
@@ -419,7 +418,6 @@ class StepAck(msgspec.Struct, frozen=True):
     version: int
     trained: TrainedCounts
     snapshot: bool = False
-    lease_bound: int | None = None
     training_notes: tuple[str, ...] = ()
 
 

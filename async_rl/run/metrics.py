@@ -145,8 +145,6 @@ METRIC_SECTIONS: dict[str, dict[str, str]] = {
         "staleness/max": "Staleness of the oldest trained token, in versions.",
         "staleness/in_flight_mean": "Part of staleness/mean from before the group arrived at the queue, in versions.",
         "staleness/in_queue_mean": "Part of staleness/mean from the time in the queue, in versions.",
-        "staleness/bound": "Staleness bound of new leases after the step, in versions; only with queue.adaptive.",
-        "staleness/decision": "Change of staleness/bound after the step, in versions; only with queue.adaptive.",
     },
     "Ratio of the learner's policy pi to the sampling policy mu": {
         "ratio/mean": "Mean of pi/mu over trained tokens.",

@@ -12,7 +12,14 @@ from pydantic import ValidationError
 from async_rl.config.config import Config
 from async_rl.config.data import EvalSetConfig
 from async_rl.config.generator import BACKENDS
-from async_rl.config.loading import apply_override, changed_keys, config_to_toml, load_config, parse_config
+from async_rl.config.loading import (
+    apply_override,
+    changed_keys,
+    config_to_toml,
+    load_config,
+    load_run_config,
+    parse_config,
+)
 from async_rl.config.queue import WeightsConfig
 from async_rl.config.section import OnResume, on_resume
 from async_rl.errors import AddressError, ConfigError
@@ -375,15 +382,10 @@ def test_a_lag_that_is_held_needs_a_bound_that_is_equal():
     assert a_config(learner={"fixed_lag": 0}, queue={"max_staleness": 0}).learner.fixed_lag == 0
 
 
-def test_an_adaptive_bound_needs_room_and_limits_that_speak_before_a_step_is_skipped():
-    adaptive = {"adaptive": True}
-    assert a_config(queue=adaptive).queue.adaptive
+def test_the_lowest_bound_is_the_age_that_some_batches_have():
     # Published every third version and trained on twice: 2 + 1 = 3 versions old at times.
     assert a_config(weights={"sync_every": 3}, learner={"updates_per_batch": 2}).lowest_bound == 3
     assert a_config(learner={"updates_per_batch": 2, "epochs_per_batch": 2}).lowest_bound == 3
-    assert a_config(
-        queue=adaptive, experimental={"adaptive_max_kl": 0.01}, loss={"max_kl": 0.02, "min_ess": 0.5}
-    ).queue.adaptive
 
 
 @pytest.mark.parametrize(
@@ -477,3 +479,12 @@ def test_min_p_and_stop_tokens_need_a_backend_that_obeys_them():
 )
 def test_the_innermost_field_says_whether_a_resumed_run_may_change_a_key(key: str, expected: OnResume):
     assert on_resume(Config, key) is expected
+
+
+def test_the_bound_that_lowered_itself_is_refused_in_a_new_config_and_dropped_from_that_of_a_run(tmp_path: Path):
+    keys = {"queue": {"adaptive": True}, "experimental": {"adaptive_max_kl": 0.1}}
+    with pytest.raises(ConfigError, match=r'queue\.adaptive: unknown key; remove it: queue\.run_ahead = "auto" keeps'):
+        a_config(**keys)
+    written = 'run.dir = "r"\nmodel.path = "m"\n[queue]\nadaptive = true\nmax_staleness = 7\n[experimental]\n'
+    (tmp_path / "config.toml").write_text(f"{written}adaptive_min_ess = 0.9\nadaptive_max_kl = 0.1\n")
+    assert load_run_config(tmp_path / "config.toml").queue.max_staleness == 7

@@ -70,7 +70,6 @@ def settings(**changes: Any) -> QueueSettings:
         "max_turns": 1,
         "max_abs_reward": 1e6,
         "max_refused_share": 0.1,
-        "adaptive": False,
     }
     return QueueSettings(**(plain | changes))
 
@@ -185,7 +184,7 @@ SKIPPED = TrainedCounts(False, 0)
 
 def ack(
     state: QueueState, facts: TrainedCounts | None = None, *, snapshot: bool = False, now: float = 0.0,
-    lease_bound: int | None = None, announced: bool = True,
+    announced: bool = True,
 ) -> bytes | None:  # fmt: skip
     """Ack the taken step, one version on if it was stepped, and announce it."""
     learner = state.learner
@@ -193,7 +192,7 @@ def ack(
     facts = facts or all_trained(state.settings.groups_per_step)
     version = learner.version + facts.stepped
     payload = learner_requests.ack(
-        state, StepAck(learner.lineage, learner.step, version, facts, snapshot=snapshot, lease_bound=lease_bound), now
+        state, StepAck(learner.lineage, learner.step, version, facts, snapshot=snapshot), now
     ).snapshot
     if announced:
         announce(state, version, learner.lineage)

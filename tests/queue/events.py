@@ -85,14 +85,12 @@ def take(world: World, random: Random) -> None:
 
 
 def ack(world: World, random: Random) -> None:
-    """Every fourth step is skipped, every other has a checkpoint; some change the bound, some are not published."""
+    """Every fourth step is skipped, every other has a checkpoint; some are not published."""
     if world.taken is None:
         world.take()
     if world.taken is not None:
         updates = random.choice((0, 1, world.knobs.updates, world.knobs.updates))
-        settings = world.settings
-        bound = random.randint(settings.lowest_bound, settings.max_staleness) if random.random() < 0.4 else None
-        world.ack(updates, snapshot=random.random() < 0.5, lease_bound=bound)
+        world.ack(updates, snapshot=random.random() < 0.5)
         if random.random() < 0.7:
             world.announce()
 

@@ -69,7 +69,7 @@ def corpus(
         "eval_results": ({**own, "received": [["test", 0], ["test", 5]]}, ()),
         "await_eval": (own, ()),
         "take": (at, ()),
-        "ack": ({**at, "snapshot": False, "lease_bound": 1, "trained": facts, "training_notes": ["ESS is low"]}, ()),
+        "ack": ({**at, "snapshot": False, "trained": facts, "training_notes": ["ESS is low"]}, ()),
         "snapshot": (own, ()),
         "checkpoint_committed": ({**own, "step": step}, ()),
         "parity_answers": ({**own, "since": 0}, ()),

@@ -7,26 +7,22 @@ depends on time: generators act whenever the learner has acted, and stop when th
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 import pytest
 
-from async_rl.errors import ConfigError, QueueError
+from async_rl.errors import ConfigError
 from async_rl.net.codec import decode_group
-from async_rl.queue.core import generator_requests, learner_requests, persistence
+from async_rl.queue.core import generator_requests
 from async_rl.queue.core.diagnosis import notes
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady
 from tests.queue.builders import (
     LINEAGE,
     ack,
-    dropped,
     fill_and_take,
     group,
-    groups_of,
     leases,
     make_state,
-    positions,
     put,
     settings,
     take,
@@ -59,7 +55,7 @@ def test_leases_stop_at_the_limit_of_steps_within_the_bound():
 )
 def test_the_limit_counts_whole_batches_of_updates(updates, staleness, behind, limit):
     s = settings(updates_per_batch=updates, max_staleness=staleness)
-    assert s.group_limit(version=10, active_version=10 - behind, steps_left=99, bound=staleness) == limit
+    assert s.group_limit(version=10, active_version=10 - behind, steps_left=99) == limit
 
 
 def test_no_more_groups_are_leased_than_the_steps_left_need():
@@ -89,85 +85,8 @@ def test_a_generator_of_another_lineage_activates_first():
 def test_each_lease_names_the_oldest_version_that_its_batch_can_still_train():
     # v = 3, eta = 1: the first batch trains at 3 (oldest 2), the second at 4 (oldest 3).
     s = settings()
-    oldest = [s.oldest_for_lease(version=3, outstanding=n, bound=1) for n in range(4)]
+    oldest = [s.oldest_for_lease(version=3, outstanding=n) for n in range(4)]
     assert oldest == [2, 2, 3, 3]
-
-
-def test_a_lower_bound_gives_no_lease_until_what_is_there_is_within_it_and_all_of_it_is_trained():
-    # Bound 4: (4 + 1) * 2 = 10 groups, all returned. At bound 1 there is room for (1 + 1) * 2 = 4.
-    state = make_state(max_staleness=4)
-    for lease in leases(state, 99):
-        put(state, group(lease))
-    for version, queued, given in ((1, 8, 0), (2, 6, 0), (3, 4, 0), (4, 2, 2)):
-        take(state)
-        ack(state, lease_bound=1)
-        assert groups_of(state)["queued"] == queued
-        new = leases(state, 99, version)
-        assert len(new) == given
-    # Before them comes one batch, trained at 4: theirs is trained at 5, and they may be 1 version old.
-    assert {lease.min_version for lease in new} == {4}
-    assert positions(take(state)) == [8, 9]
-    assert dropped(state) == {}
-
-
-@pytest.mark.parametrize(("bound", "limit"), [(0, 2), (3, 8), (4, 10), (None, 10)])
-def test_an_ack_sets_the_bound_for_the_leases_after_it(bound: int | None, limit: int):
-    # (bound + 1) * 2 groups; none is max_staleness.
-    state = make_state(max_staleness=4)
-    fill_and_take(state)
-    ack(state, lease_bound=1)
-    fill_and_take(state, 1)
-    ack(state, lease_bound=bound)
-    assert len(leases(state, 99, 2)) == limit
-
-
-def test_an_old_generator_is_told_the_version_that_a_lower_bound_asks_for():
-    state = make_state(max_staleness=4)
-    fill_and_take(state)
-    ack(state, lease_bound=0)
-    granted = generator_requests.lease(state, "g0", (LINEAGE, 0), 9, 0.0)
-    assert (granted.leases, granted.activate) == ((), 1)
-
-
-@pytest.mark.parametrize("bound", [-1, 0, 5])
-def test_a_bound_out_of_its_limits_is_refused_and_changes_nothing(bound: int):
-    # Published every second version: samples are 1 version old at times, and a bound of 0 would wait for ever.
-    state = make_state(max_staleness=4, sync_every=2)
-    fill_and_take(state)
-    with pytest.raises(QueueError, match=rf"expected a staleness bound of 1\.\.4 for new leases, got {bound}"):
-        ack(state, lease_bound=bound)
-    assert groups_of(state)["taken"] == 2
-    ack(state, lease_bound=1)
-    assert persistence.status(state, 0.0)["lease_bound"] == 1
-
-
-def test_a_bound_comes_back_with_its_snapshot_and_goes_without_one():
-    state = make_state(max_staleness=4, adaptive=True)
-    fill_and_take(state)
-    snapshot = ack(state, snapshot=True, lease_bound=2)
-    fill_and_take(state, 1)
-    ack(state, lease_bound=3)
-    learner_requests.attach(state, "line-b", LINEAGE, 1, 1, 100, snapshot, 1.0)
-    assert persistence.status(state, 1.0)["lease_bound"] == 2
-    learner_requests.attach(state, "line-c", "line-b", 0, 0, 100, None, 1.0)
-    assert persistence.status(state, 1.0)["lease_bound"] == 4
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"max_staleness": 1, "adaptive": True}, 1),
-        ({"max_staleness": 16, "adaptive": True}, 2),
-        ({"max_staleness": 16, "adaptive": False}, 16),
-    ],
-)
-def test_a_run_that_resumes_with_another_bound_leases_by_the_new_one(changes: dict[str, Any], expected: int):
-    state = make_state(max_staleness=4, adaptive=True)
-    fill_and_take(state)
-    snapshot = ack(state, snapshot=True, lease_bound=2)
-    state.settings = settings(**changes)
-    learner_requests.attach(state, "line-b", LINEAGE, 1, 1, 100, snapshot, 1.0)
-    assert persistence.status(state, 1.0)["lease_bound"] == expected
 
 
 def test_a_lease_is_not_given_when_its_worst_case_does_not_fit():

@@ -36,7 +36,7 @@ def full_state() -> PersistedState:
         now=12.5,
         data_digest=DATA_DIGEST,
         learner=LearnerSide(
-            "line-b", 3, 9, 4, 2, 1, announcement=Announcement("line-b", 4, "digest", "tcp://a:1", b"probe", (1, 2)),
+            "line-b", 3, 9, 4, 2, announcement=Announcement("line-b", 4, "digest", "tcp://a:1", b"probe", (1, 2)),
             taken_ids=(), acked=(2, b"snapshot"), finished=True, digests={4: "digest"},
             training_notes=("step 3: the gradient explodes",),
         ),

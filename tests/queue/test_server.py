@@ -169,22 +169,6 @@ def test_waiting_requests_are_answered_by_the_event_they_wait_for(servers, tmp_p
     assert len(get_leases(generator, version=1)) == 2
 
 
-def test_a_bound_for_new_leases_comes_with_the_ack_and_outlives_the_server(servers, tmp_path):
-    config = make_config(str(tmp_path / "run"))
-    first = servers.start(config)
-    learner, generator = servers.learner(first.address), servers.generator(first.address)
-    attach(learner)
-    generator.hello(10.0, "fake")
-    assert return_all(generator, get_leases(generator)) == ["queued", "queued"]
-    assert isinstance(learner.take("line-a", 0, 0, 5.0), Batch)
-    with pytest.raises(QueueError, match=r"of 0\.\.1 for new leases, got 2"):
-        learner.ack(StepAck("line-a", 0, 1, all_trained(), lease_bound=2))
-    learner.ack(StepAck("line-a", 0, 1, all_trained(), lease_bound=0))
-    kill(first)
-    second = servers.start(config, "--run-id", "run")
-    assert servers.learner(second.address).status()["lease_bound"] == 0
-
-
 def test_a_begun_take_is_answered_while_other_requests_are_made(servers, tmp_path):
     server = servers.start(make_config(str(tmp_path / "run")))
     learner, generator = servers.learner(server.address), servers.generator(server.address)

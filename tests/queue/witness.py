@@ -71,7 +71,7 @@ class Witness:
     def __init__(self, knobs: Knobs) -> None:
         self.knobs = knobs
         self.settings = builders.settings(
-            max_staleness=knobs.max_staleness, adaptive=True, updates_per_batch=knobs.updates, on_stale=knobs.on_stale,
+            max_staleness=knobs.max_staleness, updates_per_batch=knobs.updates, on_stale=knobs.on_stale,
             filter_range=(0.01, 0.99) if knobs.is_filtered else None, refill=knobs.refill,
             max_bytes=int(knobs.max_groups * WORST_CASE), max_attempts=knobs.max_attempts, max_filtered=10_000,
             run_ahead=knobs.run_ahead,

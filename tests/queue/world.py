@@ -40,7 +40,6 @@ class Checkpoint:
     lineage: str
     step: int
     version: int
-    lease_bound: int
     snapshot: bytes
     books: Books
     held: frozenset[str]
@@ -93,7 +92,6 @@ class World(Witness):
         if any(lease.kind == "train" for lease in granted.leases):
             limit = self.settings.group_limit(
                 version=self.learner.version, active_version=generator.active[1], steps_left=self.learner.steps_left,
-                bound=self.learner.lease_bound,
             )  # fmt: skip
             assert self.ledger["taken"] + self.ledger["in_flight"] + self.ledger["queued"] <= limit
         self.settle()
@@ -243,8 +241,8 @@ class World(Witness):
         assert isinstance(answer, NotReady)
         return answer.reason
 
-    def ack(self, updates: int, *, snapshot: bool = False, lease_bound: int | None = None) -> None:
-        """Train on what was taken: so many optimizer steps, 0 if they were skipped. None: the bound stays."""
+    def ack(self, updates: int, *, snapshot: bool = False) -> None:
+        """Train on what was taken: so many optimizer steps, 0 if they were skipped."""
         learner, taken = self.learner, self.taken
         assert taken is not None
         facts = [self.sent[lease_id][0] for lease_id in taken]
@@ -255,11 +253,9 @@ class World(Witness):
         else:
             done = TrainedCounts(False, 0)
         step, version = learner.step, learner.version + updates
-        bound = learner.lease_bound if lease_bound is None else lease_bound
         payload = learner_requests.ack(
-            self.state, StepAck(self.lineage, step, version, done, snapshot=snapshot, lease_bound=bound), self.now
+            self.state, StepAck(self.lineage, step, version, done, snapshot=snapshot), self.now
         ).snapshot
-        assert self.learner.lease_bound == bound
         self.acked, self.taken = (step, version, done, payload), None
         ended = self.books.trained if updates else self.books.skipped
         ended.update(f.position for f in facts)
@@ -329,8 +325,6 @@ class World(Witness):
         learner_requests.attach(self.state, self.lineage, old, version, step, self.knobs.num_steps, snapshot, self.now)
         self.settle()
         assert self.held_ids == (frozenset() if checkpoint is None else checkpoint.held)
-        highest = self.settings.max_staleness
-        assert self.learner.lease_bound == (highest if checkpoint is None else checkpoint.lease_bound)
         self.announce()
 
     def wake_old_learner(self) -> None:
@@ -436,7 +430,5 @@ class World(Witness):
     def _note_checkpoint(self, payload: bytes | None) -> None:
         assert payload is not None
         learner = self.learner
-        made = Checkpoint(
-            self.lineage, learner.step, learner.version, learner.lease_bound, payload, self.books.copy(), self.held_ids
-        )
+        made = Checkpoint(self.lineage, learner.step, learner.version, payload, self.books.copy(), self.held_ids)
         self.written = [c for c in self.written if c.step != made.step] + [made]

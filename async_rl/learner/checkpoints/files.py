@@ -46,21 +46,6 @@ CHECK_DISK = "check the disk and its free space; the same command resumes from t
 STEP = re.compile(r"step-(\d{6,})")
 
 
-@dataclass(frozen=True, slots=True)
-class BoundState:
-    """The adaptive staleness bound between two steps. It is part of the checkpoint.
-
-    Attributes:
-        bound: the staleness bound for new leases, in versions.
-        streak: number of healthy steps in a row, or minus the number of overloaded steps in a row.
-        settling: number of coming steps to ignore, because their batches were leased before the bound last changed.
-    """
-
-    bound: int
-    streak: int = 0
-    settling: int = 0
-
-
 @dataclass(slots=True)
 class TrainerState:
     """The trainer's state that survives a restart. The next step begins with the weights of ``version``.
@@ -74,7 +59,6 @@ class TrainerState:
         pending_evals: (dataset, step) of evaluations that are requested but not yet written.
         skipped_in_a_row: number of optimizer steps skipped since the last step that was not skipped.
         critic_skipped_in_a_row: the same number of the critic's optimizer steps.
-        bound_state: the state of an adaptive staleness bound (``loop/adaptive_bound.py``).
         exhausted: the data has ended.
         first_version: the version at which the run began: 0, or that of the checkpoint from which it was forked.
     """
@@ -89,7 +73,6 @@ class TrainerState:
     pending_evals: list[tuple[str, int]] = field(default_factory=list)
     skipped_in_a_row: int = 0
     critic_skipped_in_a_row: int = 0
-    bound_state: BoundState | None = None
     exhausted: bool = False
     first_version: int = 0
 
@@ -103,10 +86,7 @@ class TrainerState:
         than the checkpoint's.
         """
         pending = [(name, step) for name, step in self.pending_evals if name in config.data.eval]
-        bound = self.bound_state if config.queue.adaptive else None
-        if bound is not None and bound.bound > config.queue.max_staleness:
-            bound = BoundState(config.queue.max_staleness)
-        return replace(self, pending_evals=pending, bound_state=bound)
+        return replace(self, pending_evals=pending)
 
     def add_digest(self, version: int, digest: str) -> None:
         """Record that this run published ``version`` with this digest of its weights."""
@@ -132,8 +112,6 @@ class TrainerState:
         values = {key: value for key, value in plain.items() if key in known}
         values["digests"] = {int(version): tuple(digests) for version, digests in plain["digests"].items()}
         values["pending_evals"] = [(str(name), int(step)) for name, step in plain["pending_evals"]]
-        if values.get("bound_state") is not None:
-            values["bound_state"] = BoundState(**values["bound_state"])
         return cls(**values)
 
 

@@ -232,7 +232,7 @@ def _forked_extra(state: TrainerState, snapshot: bytes, config: Config, changed:
     keeps_place = not any(is_among(key, _PLACE_KEYS) for key in changed)
     state = replace(
         state, digests={}, pending_evals=[(name, state.step) for name in config.data.eval], skipped_in_a_row=0,
-        critic_skipped_in_a_row=0, bound_state=None, exhausted=False,
+        critic_skipped_in_a_row=0, exhausted=False,
         first_version=state.version,
     )  # fmt: skip
     try:

@@ -31,7 +31,6 @@ from async_rl.learner.checkpoints.resume import ResumePoint, find_resume_point, 
 from async_rl.learner.engine.fsdp_engine import FsdpEngine
 from async_rl.learner.export.model import export_checkpoint
 from async_rl.learner.interface import Critic, Engine
-from async_rl.learner.loop.adaptive_bound import AdaptiveBound
 from async_rl.learner.loop.critic import CriticPart
 from async_rl.learner.loop.idle_sampling import IdleSampling
 from async_rl.learner.loop.mirroring import MirrorPart
@@ -411,8 +410,6 @@ def step_parts(
         parts.append(ParityPart(gate, state))
     if critic is not None:
         parts.append(CriticPart(critic, config, state))
-    if config.queue.adaptive:
-        parts.append(AdaptiveBound(config, state))
     if config.checkpoint.mirror is not None:
         parts.append(MirrorPart(RunDir(Path(config.run.dir))))
     if sampling is not None:

@@ -1,8 +1,8 @@
 """The result of one step: the tokens that it trained on, the tokens that it left out and why, and its metrics.
 
-The trainer makes a ``StepResult`` after the updates of a batch. The acknowledgement to the queue, the adaptive
-staleness bound and the metrics are computed from it. ``step_metrics`` gives the step's row of ``metrics.jsonl``. With
-several updates per step, means are weighted by tokens. With several epochs per batch
+The trainer makes a ``StepResult`` after the updates of a batch. The acknowledgement to the queue and the metrics
+are computed from it. ``step_metrics`` gives the step's row of ``metrics.jsonl``. With several updates per step, means
+are weighted by tokens. With several epochs per batch
 (``learner.epochs_per_batch``), metrics are over the optimizer steps of all epochs, but the ledger counts each rollout
 and token once.
 

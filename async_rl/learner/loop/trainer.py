@@ -11,7 +11,7 @@
     checkpoint           _checkpoint copies the state, which is then written in the background; _commit, at the end of a
                          later step or while the learner waits
 
-What a run may have beside this (a critic, parity checks, an adaptive bound, sampling while the learner waits) is a
+What a run may have beside this (a critic, parity checks, sampling while the learner waits) is a
 list of parts, which are called at the same places of every step (``parts.py``).
 
 At most one checkpoint is being written. The next one waits for it before its step is acknowledged, because the queue
@@ -411,14 +411,12 @@ class Trainer:
         needs_snapshot = done == steps or bool(every and done % every == 0)
         if needs_snapshot:
             self._commit(wait=True)
-        bound_state = self.state.bound_state
         ack = StepAck(
             lineage=self.state.lineage,
             step=self.state.step,
             version=self.state.version,
             trained=result.facts,
             snapshot=needs_snapshot,
-            lease_bound=None if bound_state is None else bound_state.bound,
             training_notes=tuple(note.text for note in self._health.notes),
         )
         # The queue prepares the next batch while this step is published and recorded.

@@ -1,15 +1,12 @@
 """The rule that limits leases: how many groups may wait for training, and how old their tokens may be.
 
-``QueueSettings`` has the config values that the rule needs. ``LearnerSide`` has the learner's step, version and bound.
+``QueueSettings`` has the config values that the rule needs. ``LearnerSide`` has the learner's step and version.
 The functions that grant leases, receive groups and deliver batches use both.
 
 With ``k`` optimizer steps per batch, the last step on a batch taken at version ``v`` is done at version ``v + k - 1``,
 the last step on the next batch at ``v + 2k - 1``, and so on. A group sampled at version ``m`` may be trained if that
 last version is at most ``m + eta``, with ``eta = queue.max_staleness``.
 
-New leases follow the learner's own staleness bound, which is at most ``eta``. Groups that exist are trained as long as
-``eta`` allows. So a lower bound (``queue.adaptive``) loses no group: it only delays new leases until few enough groups
-wait.
 """
 
 from __future__ import annotations
@@ -81,7 +78,6 @@ class QueueSettings:
     max_turns: int
     max_abs_reward: float
     max_refused_share: float
-    adaptive: bool
     routing: RoutingShape | None = None
     """The shape of the routes that training leases want. None: they want none."""
     teacher_bytes: int = 0
@@ -166,7 +162,6 @@ class QueueSettings:
             rollout_tokens=config.max_rollout_tokens,
             max_abs_reward=config.reward.max_abs,
             max_refused_share=config.queue.max_refused_share,
-            adaptive=config.queue.adaptive,
             routing=routing,
             teacher_bytes=_BYTES_PER_WORD * (1 + 2 * config.distill.top_k) if config.distill.is_set else 0,
             span_bytes=_BYTES_PER_SPAN if config.makes_spans else 0,
@@ -226,19 +221,18 @@ class QueueSettings:
 
     @property
     def lowest_bound(self) -> int:
-        """The lowest staleness bound that the learner may set, as ``Config.lowest_bound``."""
+        """The lowest staleness bound that may be set, as ``Config.lowest_bound``."""
         return self.sync_every + self.updates_per_batch - 2
 
-    def group_limit(self, *, version: int, active_version: int, steps_left: int, bound: int) -> int:
+    def group_limit(self, *, version: int, active_version: int, steps_left: int) -> int:
         """Return how many groups may be in flight, queued and taken together when a generator requests leases.
 
         Args:
             version: the learner's version.
             active_version: the generator's version.
             steps_left: the number of steps that the learner has still to train.
-            bound: the learner's staleness bound for new leases.
         """
-        batches = (bound + 1 - (version - active_version)) // self.updates_per_batch
+        batches = (self.max_staleness + 1 - (version - active_version)) // self.updates_per_batch
         return max(0, min(batches, steps_left)) * self.groups_per_step
 
     def oldest_trainable(self, version: int) -> int:
@@ -249,16 +243,16 @@ class QueueSettings:
         """Return the oldest version that may be in the batch after the one that the learner takes at ``version``."""
         return self.oldest_trainable(version + self.updates_per_batch)
 
-    def oldest_for_lease(self, *, version: int, outstanding: int, bound: int) -> int:
+    def oldest_for_lease(self, *, version: int, outstanding: int) -> int:
         """Return the oldest version that may sample the next lease if ``outstanding`` groups are trained before.
 
-        ``version`` is the learner's version, ``bound`` its staleness bound for new leases.
+        ``version`` is the learner's version.
         """
         batches_before = outstanding // self.groups_per_step
-        return max(0, version + (batches_before + 1) * self.updates_per_batch - 1 - bound)
+        return max(0, version + (batches_before + 1) * self.updates_per_batch - 1 - self.max_staleness)
 
 
-LEARNER_STATUS = ("lineage", "step", "num_steps", "version", "lease_bound", "training_notes")
+LEARNER_STATUS = ("lineage", "step", "num_steps", "version", "training_notes")
 """The names of the learner's fields that the queue's status shows."""
 
 
@@ -271,7 +265,6 @@ class LearnerSide(msgspec.Struct):
         num_steps: the number of steps of the run.
         version: its weights version.
         fork_version: its version when it attached.
-        lease_bound: its staleness bound for new leases.
         announcement: the newest version that it published; None before the first.
         taken_ids: the lease ids of the groups that it took for ``step``.
         acked: the last step that it reported, with the queue's snapshot if it asked for one. None before the first.
@@ -285,7 +278,6 @@ class LearnerSide(msgspec.Struct):
     num_steps: int
     version: int
     fork_version: int
-    lease_bound: int
     announcement: Announcement | None = None
     taken_ids: tuple[str, ...] = ()
     acked: tuple[int, bytes | None] | None = None
@@ -295,34 +287,28 @@ class LearnerSide(msgspec.Struct):
 
     @classmethod
     def continued(
-        cls, before: LearnerSide | None, settings: QueueSettings, lineage: str, step: int, num_steps: int, version: int
+        cls, before: LearnerSide | None, lineage: str, step: int, num_steps: int, version: int
     ) -> LearnerSide:
         """Return a learner that attaches at ``version``.
 
-        Its staleness bound is ``queue.max_staleness``. With ``queue.adaptive`` it is at most that of ``before``, the
-        learner in the restored snapshot. The notes of ``before`` stay.
+        The notes of ``before``, the learner in the restored snapshot, stay.
         """
-        bound = settings.max_staleness
-        if settings.adaptive and before is not None:
-            bound = min(bound, before.lease_bound)
         notes = () if before is None else before.training_notes
-        return cls(lineage, step, num_steps, version, version, bound, training_notes=notes)
+        return cls(lineage, step, num_steps, version, version, training_notes=notes)
 
     def group_limit(self, settings: QueueSettings, active_version: int) -> int:
         """Return how many groups may be in flight, queued and taken together. See ``QueueSettings.group_limit``."""
-        return settings.group_limit(
-            version=self.version, active_version=active_version, steps_left=self.steps_left, bound=self.lease_bound
-        )
+        return settings.group_limit(version=self.version, active_version=active_version, steps_left=self.steps_left)
 
     def oldest_for_lease(self, settings: QueueSettings, outstanding: int) -> int:
         """Return the oldest version that may sample the next lease if ``outstanding`` groups are trained before."""
-        return settings.oldest_for_lease(version=self.version, outstanding=outstanding, bound=self.lease_bound)
+        return settings.oldest_for_lease(version=self.version, outstanding=outstanding)
 
     def check(self, ack: StepAck, settings: QueueSettings) -> None:
         """Check the learner's report of a step.
 
         Raises:
-            QueueError: the report is about another step than the taken one, or its version or bound is out of range.
+            QueueError: the report is about another step than the taken one, or its version is out of range.
         """
         if ack.step != self.step:
             raise QueueError(
@@ -334,16 +320,10 @@ class LearnerSide(msgspec.Struct):
             raise QueueError(
                 f"expected version {oldest}..{newest} after step {ack.step}, got version {ack.version}; {_BUG}"
             )
-        lowest, highest = settings.lowest_bound, settings.max_staleness
-        if ack.lease_bound is not None and not lowest <= ack.lease_bound <= highest:
-            raise QueueError(
-                f"expected a staleness bound of {lowest}..{highest} for new leases, got {ack.lease_bound}; {_BUG}"
-            )
 
-    def advance(self, ack: StepAck, settings: QueueSettings) -> None:
-        """Set step, version, staleness bound and notes from a report that ``check`` accepted."""
+    def advance(self, ack: StepAck) -> None:
+        """Set step, version and notes from a report that ``check`` accepted."""
         self.step, self.version, self.training_notes = ack.step + 1, ack.version, ack.training_notes
-        self.lease_bound = settings.max_staleness if ack.lease_bound is None else ack.lease_bound
 
     @property
     def steps_left(self) -> int:

@@ -469,7 +469,8 @@ def _grant_training(
 
 def _why_too_slow(state: QueueState, learner: LearnerSide, generator_id: str) -> str:
     """Return why the generator is too slow for the learner's staleness bound (``pace``); empty if it is not."""
-    settings, paces, bound = state.settings, state.generators.paces, learner.lease_bound
+    settings, paces = state.settings, state.generators.paces
+    bound = settings.max_staleness
     batches = max(1, (bound + 1) // settings.updates_per_batch)
     before = paces.why(generator_id)
     window = Window(batches, settings.groups_per_step, state.run_ahead.step_s, bound)

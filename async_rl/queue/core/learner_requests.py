@@ -85,7 +85,7 @@ def attach(
         state.leases.close(active.lease.lease_id, "rolled_back")
     persistence.restore(state, found)
     before = None if found is None else found.state.learner
-    state.learner = LearnerSide.continued(before, state.settings, lineage, step, num_steps, fork_version)
+    state.learner = LearnerSide.continued(before, lineage, step, num_steps, fork_version)
     state.waits_since = None
     state.run_ahead.attach()
     state.drop_too_old(state.learner)
@@ -265,7 +265,7 @@ def ack(state: QueueState, ack: StepAck, now: float) -> Acked:
     learner.check(ack, settings)
     state.run_ahead.trained(state.now)
     _settle(state, learner, ack.trained)
-    learner.advance(ack, settings)
+    learner.advance(ack)
     state.filtered_since_step = state.filtered_right_since_step = 0
     state.drop_too_old(learner)
     if not learner.steps_left:

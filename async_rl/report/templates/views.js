@@ -21,8 +21,7 @@ const PANELS = {
     { title: "Groups in the queue", keys: { "queue/depth": "ready", "queue/in_flight": "being sampled" }, from: 0 },
   ],
   staleness: [
-    { title: "Staleness", keys: { "staleness/mean": "mean", "staleness/max": "oldest token",
-      "staleness/bound": "bound" },
+    { title: "Staleness", keys: { "staleness/mean": "mean", "staleness/max": "oldest token" },
       unit: "versions", from: 0 },
     { title: "Effective sample size", keys: { "ratio/ess": "tokens" }, unit: "share", to: 1 },
     { title: "KL to the sampling policy", keys: { "ratio/kl": "trained tokens" }, unit: "nats", log: true },

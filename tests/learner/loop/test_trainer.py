@@ -355,14 +355,6 @@ def test_a_learner_killed_around_a_smaller_last_step_trains_every_row_once(
     assert set(run.dropped) <= {"rolled_back"}
 
 
-def test_the_rest_of_the_data_is_trained_under_an_adaptive_bound(tmp_path: Path):
-    run = make_run(
-        tmp_path, num_rows=7, data={"epochs": 1}, learner={"steps": 99}, queue={"max_staleness": 3, "adaptive": True}
-    )
-    assert run.start().step == 4
-    assert (run.queue_state.stats().ledger["groups"]["trained"], run.dropped) == (7, {})
-
-
 def test_the_rest_of_the_data_is_judged_by_best_k(tmp_path: Path):
     run = make_run(
         tmp_path, num_rows=3, data={"epochs": 1}, learner={"steps": 99}, loss={"best_k": 1, "mask_truncated": False}
