@@ -28,8 +28,8 @@ from async_rl.queue.server.start import journal_directory
 from async_rl.queue.storage.journal import file_system_at, refuse_network_file_system
 from async_rl.run.directory import check_writable
 
-_JOURNAL_BYTES = 1 << 30
-
+_LITTLE_BYTES = 1 << 30
+"""Less free space than this is little."""
 _PROCESS_BYTES = {"queue": 60 << 20, "learner": 300 << 20, "generator": 220 << 20}
 """Memory that a process takes without a model and without groups, most of it Python's and torch's modules."""
 
@@ -49,13 +49,14 @@ def check_disk(config: Config) -> Iterator[Finding]:
     journal = journal_directory(config).absolute()
     check_writable(journal, "queue.journal_dir")
     refuse_network_file_system(journal)
-    free = free_bytes(journal)
-    found = f"{journal} on {file_system_at(journal) or 'a disk'}, {size_text(free)} free"
-    if free < _JOURNAL_BYTES:
-        fix = "free disk space, or set queue.journal_dir to another disk"
-        yield Finding("journal", "WARN", found, fix=fix)
-    else:
-        yield Finding("journal", "OK", found)
+    yield room_on_disk("journal", journal, fix="free disk space, or set queue.journal_dir to another disk")
+
+
+def room_on_disk(check: str, directory: Path, *, fix: str) -> Finding:
+    """Return how much is free on the disk of ``directory``; a warning with ``fix`` if that is little."""
+    free = free_bytes(directory)
+    found = f"{directory} on {file_system_at(directory) or 'a disk'}, {size_text(free)} free"
+    return Finding(check, "WARN", found, fix) if free < _LITTLE_BYTES else Finding(check, "OK", found)
 
 
 def _checkpoints_room(config: Config, run_dir: Path) -> Finding:

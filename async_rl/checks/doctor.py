@@ -21,6 +21,8 @@ from async_rl.output import Report, ignore
 
 _DEADLINE_S = 60.0
 """Time limit of checks that load neither data nor a model, nor run the user's code."""
+_TRIAL_S = 180.0
+"""Time limit of trials of the user's code, which have shorter ones of their own and then end their processes."""
 
 
 def run_in_thread(name: str, check: Callable[[], Iterable[Finding]], deadline_s: float = _DEADLINE_S) -> list[Finding]:
@@ -54,7 +56,7 @@ def run_checks(
 
     Args:
         insecure: accept addresses that other machines can reach without keys.
-        deadline_s: time limit in seconds of each check that loads data or a model, or runs the user's code.
+        deadline_s: time limit in seconds of each check that loads data or a model.
         with_parity: compare the log-probabilities of generator and learner, too.
         report: gets what is checked, before the doctor waits for that check.
     """
@@ -81,7 +83,7 @@ def run_table(start: Start, checks: Sequence[Check], *, deadline_s: float, repor
             report(f"checking {check.name}")
             if check.moment == "process":
                 return processes[check.name].findings()
-            limit_s = deadline_s if check.moment in ("files", "trial") else _DEADLINE_S
-            return run_in_thread(check.name, partial(caught, check, start), limit_s)
+            limits = {"config": _DEADLINE_S, "machine": _DEADLINE_S, "trial": _TRIAL_S}
+            return run_in_thread(check.name, partial(caught, check, start), limits.get(check.moment, deadline_s))
 
-        return list(findings_of(start, checks, make))
+        return list(findings_of(checks, make))

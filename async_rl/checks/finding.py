@@ -51,9 +51,12 @@ class Finding:
 
     @property
     def message(self) -> str:
-        """What was found and what to do, in one line that begins with a key or the check's name."""
+        """What was found and what to do, in one line that begins with a key or the check's name; below it the details
+        of a failure.
+        """
         text = self.found if _BEGINS_WITH_KEY.match(self.found) else f"{self.check}: {self.found}"
-        return f"{text}; {self.fix}" if self.fix else text
+        text = f"{text}; {self.fix}" if self.fix else text
+        return f"{text}\n{self.details}" if self.details and self.state == "FAIL" else text
 
 
 def warnings(check: str, message: str) -> list[Finding]:

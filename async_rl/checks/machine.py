@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from async_rl.checks.addresses import weights_host
-from async_rl.checks.capacity import free_bytes, has_gpu
+from async_rl.checks.capacity import has_gpu, room_on_disk
 from async_rl.checks.finding import Finding
 from async_rl.checks.placement import VISIBLE, place, visible_devices
 from async_rl.checks.start import Start
@@ -30,7 +30,6 @@ from async_rl.weights.collective.libraries import COLLECTIVES, collectives
 
 _SHARED_BYTES = 1 << 30
 """Docker gives a container 64 MiB; NCCL and vLLM take tens to hundreds for each process."""
-_SCRATCH_BYTES = 1 << 30
 _MEET_S = 10.0
 
 
@@ -114,9 +113,7 @@ def check_devices(config: Config, *roles: str) -> None:
     needs_cuda = collective is not None and collective.needs_cuda
     if not named and not needs_cuda:
         return
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = num_cuda_devices()
     if needs_cuda and not count:
         raise ConfigError(
             f'weights.transport: "{config.weights.transport}" needs CUDA devices, but torch finds none; set it to '
@@ -197,9 +194,7 @@ def check_compiler(config: Config) -> Iterator[Finding]:
             f"learner.compile: expected a {language} compiler ({' or '.join(wanted)}), found none; install one, name "
             f"it in the environment variable {variable}, or leave the key out"
         )
-    found = (
-        f"{names[0]} can compile for learner.compile; whether it can use Python's headers shows when the learner starts"
-    )
+    found = f"there is {' or '.join(wanted)} for learner.compile; only a start shows whether it finds Python's headers"
     yield Finding("compiler", "OK", found)
 
 
@@ -230,13 +225,7 @@ def check_scratch() -> Iterator[Finding]:
     directory = Path(tempfile.gettempdir())
     with scratch_directory() as scratch:
         (scratch / "file").write_bytes(bytes(1 << 16))
-    free = free_bytes(directory)
-    found = f"{directory}, {size_text(free)} free"
-    if free < _SCRATCH_BYTES:
-        fix = "free disk space, or set TMPDIR to a directory on another disk"
-        yield Finding("disk", "WARN", found, fix=fix)
-    else:
-        yield Finding("disk", "OK", found)
+    yield room_on_disk("disk", directory, fix="free disk space, or set TMPDIR to a directory on another disk")
 
 
 def check_two_ranks(start: Start) -> Iterator[Finding]:
@@ -262,9 +251,8 @@ def check_collective(host: str, backend: str) -> Finding:
     from async_rl.weights.collective.library import Communicator, Endpoint
 
     name = f"{backend}, two ranks"
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needs_cuda = COLLECTIVES[backend].needs_cuda
-    size = 1 if needs_cuda and devices < 2 else 2
+    size = 1 if needs_cuda and num_cuda_devices() < 2 else 2
     buckets = [torch.full((1 << 20,), rank, dtype=torch.uint8) for rank in range(size)]
     failures: list[Exception] = []
     endpoints = [Endpoint(host, host, host, f"cuda:{rank}" if needs_cuda else None) for rank in range(size)]

@@ -25,10 +25,10 @@ from async_rl.errors import ModelError
 
 
 def check_policy(config: Config) -> Iterator[Finding]:
-    """Check that there is a model that can be trained at ``model.path``, with a tokenizer.
+    """Check that there is a causal language model that can be trained at ``model.path``.
 
     Raises:
-        ModelError: as ``data.chat.check_model``; or there are no weights in the safetensors format.
+        ModelError: there is none, it can't be trained at this precision, or its weights are in no safetensors files.
     """
     directory = model_directory(config.model.path)
     check_precision(directory, config.model.dtype)

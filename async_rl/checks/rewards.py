@@ -79,12 +79,15 @@ def try_own_environment(config: Config, rows: Sequence[Row]) -> Iterator[Finding
 
 
 def grade_first_rows(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
-    """Check the reward: it must accept a right answer and reject a wrong one to each of the first training rows."""
+    """Check the reward, unless an environment gives it: it must accept a right answer and reject a wrong one to each of
+    the first training rows.
+    """
+    if config.environment.is_set:
+        return
     name = config.reward.right_by
     judge = reward_type(name)
-    if config.environment.is_set or judge.asks_scorer or judge.asks_judge or name == "none":
-        if not config.environment.is_set:
-            yield Finding("reward", "skip", f"{name} calls no answer right or wrong")
+    if judge.asks_scorer or judge.asks_judge or name == "none":
+        yield Finding("reward", "skip", f"{name} calls no answer right or wrong")
         return
     reward = build_reward(config, has_scorers=False)
     sample = rows[:_SAMPLE_ROWS]

@@ -87,9 +87,9 @@ class Check(NamedTuple):
     needs: tuple[str, ...] = ()
 
     def findings(self, start: Start) -> Iterable[Finding]:
-        """Make the check.
+        """Make the check, and return what it finds.
 
         Raises:
-            UserError: it failed, or is a FAIL of the findings.
+            UserError: it failed.
         """
         return self.run(start) or ()

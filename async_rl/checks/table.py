@@ -126,14 +126,14 @@ def checks_of(start: Start, *, with_doctors: bool) -> list[Check]:
     return [c for c in CHECKS if start.role in c.roles and (with_doctors or c.moment not in ("doctor", "process"))]
 
 
-def findings_of(start: Start, checks: Iterable[Check], make: Callable[[Check], Iterable[Finding]]) -> Iterator[Finding]:
+def findings_of(checks: Iterable[Check], make: Callable[[Check], Iterable[Finding]]) -> Iterator[Finding]:
     """Make ``checks`` by ``make``, and yield what they find; at last the checks that were not made, because what they
     need failed.
     """
     failed: set[str] = set()
     skipped: list[str] = []
     for check in checks:
-        if failed.intersection(check.needs) or set(skipped).intersection(check.needs):
+        if not failed.union(skipped).isdisjoint(check.needs):
             skipped.append(check.name)
             continue
         for finding in make(check):
@@ -199,23 +199,24 @@ def check_queue(config: Config) -> None:
 
 def _make(start: Start) -> None:
     for check in checks_of(start, with_doctors=False):
-        for finding in check.findings(start):
-            if finding.state == "FAIL":
-                raise RunError(finding.message)
-            if finding.state == "WARN":
-                logger.warning("warning: %s", finding.message)
+        for problem in _failures(check.findings(start)):
+            raise RunError(problem)
+
+
+def _failures(findings: Iterable[Finding]) -> Iterator[str]:
+    """Log the warnings among ``findings``, and yield the messages of the failures."""
+    for finding in findings:
+        if finding.state == "FAIL":
+            yield finding.message
+        elif finding.state == "WARN":
+            logger.warning("warning: %s", finding.message)
 
 
 def launch_problems(config: Config, *, insecure: bool) -> list[str]:
     """Make all checks of ``launch``, log the warnings, and return why it would refuse ``config``."""
     start = Start(config, insecure=insecure)
-    problems: list[str] = []
-    for finding in findings_of(start, checks_of(start, with_doctors=False), lambda check: caught(check, start)):
-        if finding.state == "FAIL":
-            problems.append(finding.message)
-        elif finding.state == "WARN":
-            logger.warning("warning: %s", finding.message)
-    return problems
+    checks = checks_of(start, with_doctors=False)
+    return list(_failures(findings_of(checks, lambda check: caught(check, start))))
 
 
 def problems_of_config(config: Config) -> list[str]:

@@ -57,10 +57,11 @@ def try_loss(config: Config) -> list[Finding]:
 
 def _try(function: str, config: Config, key: str, names: str, what_is_late: str, **given: Any) -> list[Finding]:
     """Run a function of this module on ``config`` and what is ``given``, in a separate process."""
-    overdue = Finding(key, "WARN", f"{what_is_late} within {LIMIT_S:g} s", fix="starting without this check")
+    overdue = Finding(key, "WARN", f"{what_is_late} within {LIMIT_S:g} s; a run starts without this check")
     return CheckProcess(
         key, f"{__name__}:{function}", {"config": config_data(config), **given}, LIMIT_S, overdue=overdue,
-        what=f"the process that tried {names}", fix="let the function return its result or raise an exception",
+        what=f"the process that tried {names}",
+        fix="let the function return its result or raise an exception; its last output is below",
     ).findings()  # fmt: skip
 
 

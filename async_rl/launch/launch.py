@@ -160,9 +160,7 @@ def dry_run(
         shown = {"run_dir": config.run.dir, "finished": is_finished, "problem": first, "problems": problems}
         print_json({**shown, "processes": planned})
     if problems:
-        raise UserError(
-            "\n".join(problems) if len(problems) == 1 else "\n  ".join(["launch would refuse this:", *problems])
-        )
+        raise UserError(problems[0] if len(problems) == 1 else "\n  ".join(["launch would refuse this:", *problems]))
     if not as_json and not is_finished:
         _print_line(console, "# launch would start here: data, model and address passed the checks")
 

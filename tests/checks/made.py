@@ -16,5 +16,5 @@ def made(config: Config, *names: str, **start: Any) -> list[Finding]:
     this = Start(config, **start)
     checks = [check for check in CHECKS if check.name in names and this.role in check.roles]
     assert {check.name for check in checks} == set(names)
-    found = findings_of(this, checks, lambda check: caught(check, this))
+    found = findings_of(checks, lambda check: caught(check, this))
     return [finding for finding in found if finding.check != NOT_MADE]

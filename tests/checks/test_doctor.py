@@ -34,6 +34,13 @@ def test_the_remedy_in_an_error_is_the_fix_of_its_row():
     assert Finding.of_message("config", many) == Finding("config", "FAIL", str(many))
 
 
+def test_the_message_of_a_finding_names_its_check_and_that_of_a_failure_has_its_details():
+    assert Finding("disk", "WARN", "full", fix="free some", details="d").message == "disk: full; free some"
+    assert Finding("reward.type", "FAIL", "reward.type: died", details="its last words").message == (
+        "reward.type: died\nits last words"
+    )
+
+
 def test_rows_come_back_from_a_process_whatever_it_prints():
     assert CheckProcess("fine", "tests.checks.children:fine", {"number": 3}, 60.0).findings() == [
         Finding("fine", "OK", "3")

@@ -210,7 +210,10 @@ def test_a_reward_that_can_not_score_a_row_is_quoted_with_its_line(mistake: str,
     ("source", "message"),
     [
         ("def score(item):\n    return item.answer\n", "can't score an answer to training row 0: AttributeError"),
-        ("import os\ndef score(item):\n    os._exit(3)\n", "my_reward.py:score ended with exit code 3"),
+        (
+            "import os\ndef score(item):\n    os.write(2, b'last words')\n    os._exit(3)\n",
+            "its last output is below\nlast words",
+        ),
     ],
 )
 def test_launch_tries_the_reward_in_a_process_of_its_own(

@@ -248,7 +248,11 @@ def _files_of(plan: SavePlan) -> dict[str, Any]:
 
 
 class _Reader(dcp.HuggingFaceStorageReader):
-    """Reads the files of one checkpoint, once their headers have been checked."""
+    """Reads the files of one checkpoint, once their headers have been checked.
+
+    Attributes:
+        tensors: the stored tensors by name, in order.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Read the headers. Those of a damaged file may say anything: the parts of a tensor must cover it exactly once,
@@ -265,18 +269,16 @@ class _Reader(dcp.HuggingFaceStorageReader):
         for path in paths:
             if not path.is_file() or not is_inside(directory, path):
                 raise RunError(f"{path}: expected a file of the checkpoint, got {path.resolve()}; {USE_ANOTHER}")
+        self.tensors: dict[str, TensorStorageMetadata] = {}
         try:
             self._metadata = super().read_metadata()
+            found = cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata)
+            self.tensors = dict(sorted(found.items()))
             problem = _why_not_covered(self.tensors)
         except Exception as error:  # a foreign header makes torch's reader fail in any way
             problem = f"{type(error).__name__}: {error}"
         if problem:
             raise RunError(f"{directory}/*.safetensors: expected what torch writes, got: {problem}; {USE_ANOTHER}")
-
-    @property
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """The stored tensors by name, in order."""
-        return dict(sorted(cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata).items()))
 
     def read_metadata(self) -> Metadata:
         return self._metadata
