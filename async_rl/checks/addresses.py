@@ -173,13 +173,13 @@ def check_keys(config: Config, *, is_server: bool) -> Iterator[Finding]:
     """
     client_keys_of(config.queue.keys)
     if config.queue.keys is None:
-        found = "queue.keys is unset: nothing is encrypted, so use loopback or a trusted network only"
+        text = "queue.keys is unset: nothing is encrypted, so use loopback or a trusted network only"
     else:
         if is_server:
             ServerKeys.load(config.queue.keys)
         names = "the server's and the learner's key" if is_server else "the learner's key"
-        found = f"{config.queue.keys}: {names} can be read, by you alone"
-    yield Finding("keys", "OK", found)
+        text = f"{config.queue.keys}: {names} can be read, by you alone"
+    yield Finding("keys", "OK", text)
 
 
 def check_interfaces(config: Config, connect: str | None = None) -> Iterator[Finding]:
@@ -193,9 +193,9 @@ def check_interfaces(config: Config, connect: str | None = None) -> Iterator[Fin
         chosen = os.environ.get(variable, "").lstrip("=^")
         unknown = [name for name in chosen.split(",") if name and not any(n.startswith(name) for n in names)]
         if unknown:
-            found = f"{variable}: expected an interface of this machine, got {', '.join(unknown)}"
+            text = f"{variable}: expected an interface of this machine, got {', '.join(unknown)}"
             fix = f"unset {variable}, or set it to one of {', '.join(sorted(names))}"
-            yield Finding("interface", "FAIL", found, fix=fix)
+            yield Finding("interface", "FAIL", text, fix=fix)
     host = weights_host(config, connect)
     where = f"weights are sent over this address (interfaces: {', '.join(sorted(names))})"
     yield Finding("interface", "OK", f"{host}: {'weights stay on this machine' if is_loopback(host) else where}")

@@ -64,10 +64,10 @@ def try_agent(config: Config, rows: Sequence[Row]) -> str:
                 )
             time.sleep(_POLL_S)
     failed = [
-        f"{config.environment.key}: {config.environment.shown} can't play training row {one.lease.prompt.row}: "
-        f"{one.failure.detail}; correct the agent or the row"
-        for one in sorted(ended, key=lambda graded: graded.lease.prompt.row)
-        if one.failure is not None
+        f"{config.environment.key}: {config.environment.shown} can't play training row {rollout.lease.prompt.row}: "
+        f"{rollout.failure.detail}; correct the agent or the row"
+        for rollout in sorted(ended, key=lambda graded: graded.lease.prompt.row)
+        if rollout.failure is not None
     ]
     if failed and len(failed) == len(tried):
         raise ConfigError(failed[0])

@@ -55,25 +55,25 @@ def check_disk(config: Config) -> Iterator[Finding]:
 def room_on_disk(check: str, directory: Path, *, fix: str) -> Finding:
     """Return how much is free on the disk of ``directory``; a warning with ``fix`` if that is little."""
     free = free_bytes(directory)
-    found = f"{directory} on {file_system_at(directory) or 'a disk'}, {size_text(free)} free"
-    return Finding(check, "WARN", found, fix) if free < _LITTLE_BYTES else Finding(check, "OK", found)
+    text = f"{directory} on {file_system_at(directory) or 'a disk'}, {size_text(free)} free"
+    return Finding(check, "WARN", text, fix) if free < _LITTLE_BYTES else Finding(check, "OK", text)
 
 
 def _checkpoints_room(config: Config, run_dir: Path) -> Finding:
     free, checkpoint, every = free_bytes(run_dir), checkpoint_bytes(config), config.checkpoint.keep_every
     num_kept = config.checkpoint.keep_last + (config.learner.steps // every if every else 0)
-    found = f"{run_dir} on {file_system_at(run_dir) or 'a disk'}, {size_text(free)} free"
+    text = f"{run_dir} on {file_system_at(run_dir) or 'a disk'}, {size_text(free)} free"
     if checkpoint:
-        found += f", checkpoints of {size_text(checkpoint)}"
+        text += f", checkpoints of {size_text(checkpoint)}"
     fix = "free disk space, choose another run.dir, or keep fewer checkpoints (checkpoint.keep_last, keep_every)"
     if free < checkpoint:
-        return Finding("run.dir", "FAIL", f"{found}: no room for one checkpoint", fix=fix)
+        return Finding("run.dir", "FAIL", f"{text}: no room for one checkpoint", fix=fix)
     if free < (num_kept + 1) * checkpoint:
         kept = f"checkpoint.keep_last = {config.checkpoint.keep_last}"
         if every:
             kept += f" and keep_every = {every}, {num_kept} checkpoints"
-        return Finding("run.dir", "WARN", f"{found}: no room for {kept}", fix=fix)
-    return Finding("run.dir", "OK", found)
+        return Finding("run.dir", "WARN", f"{text}: no room for {kept}", fix=fix)
+    return Finding("run.dir", "OK", text)
 
 
 def _existing(path: Path) -> Path:
@@ -199,14 +199,14 @@ def check_memory(config: Config) -> Iterator[Finding]:
             f"false, or take a smaller model or a machine with more memory",
         )  # fmt: skip
     elif available < needed.models + needed.processes:
-        found = f"expected {size_text(needed.models + needed.processes)} for the processes that launch starts (about "
-        found += f"{size_text(needed.processes)} without their models), got {where}"
+        text = f"expected {size_text(needed.models + needed.processes)} for the processes that launch starts (about "
+        text += f"{size_text(needed.processes)} without their models), got {where}"
         fix = "the kernel may kill some: raise the limit, end other processes, or lower generator.count"
-        yield Finding("memory", "WARN", found, fix=fix)
+        yield Finding("memory", "WARN", text, fix=fix)
     else:
         models = f"learner and generators take at least {size_text(needed.models)}"
-        found = f"{where}; {models if needed.models else 'the model is small or its size is unknown'}, and all "
-        yield Finding("memory", "OK", f"{found}processes about {size_text(needed.processes)} without their models")
+        text = f"{where}; {models if needed.models else 'the model is small or its size is unknown'}, and all "
+        yield Finding("memory", "OK", f"{text}processes about {size_text(needed.processes)} without their models")
 
 
 def _available() -> int:

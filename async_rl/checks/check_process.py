@@ -69,8 +69,8 @@ class CheckProcess:
         try:
             return [Finding.from_plain(plain) for plain in json.loads(output)]
         except ValueError:
-            found = f"{self._what} ended with exit code {self._process.returncode}"
-            return [Finding(self._name, "FAIL", found, self._fix, self._last_lines())]
+            text = f"{self._what} ended with exit code {self._process.returncode}"
+            return [Finding(self._name, "FAIL", text, self._fix, self._last_lines())]
 
     def close(self) -> None:
         """Kill the process of the check and all processes that it has started."""
@@ -105,13 +105,13 @@ def _child(function: str) -> None:
     os.dup2(2, 1)
     module, _, name = function.partition(":")
     arguments = json.load(sys.stdin)
-    found: list[Finding] = []
+    findings: list[Finding] = []
     check = getattr(importlib.import_module(module), name)
     try:
-        found.extend(check(**arguments))
+        findings.extend(check(**arguments))
     except AsyncRLError as error:
-        found.append(Finding.of_message(arguments.get("check", name), error))
-    json.dump([asdict(finding) for finding in found], answer)
+        findings.append(Finding.of_message(arguments.get("check", name), error))
+    json.dump([asdict(finding) for finding in findings], answer)
     answer.flush()
     # Do not wait for what the check left running, such as an engine's threads.
     os._exit(0)

@@ -57,12 +57,12 @@ def load_all_rows(config: Config) -> dict[str, LoadedRows]:
 def describe_rows(loaded: Mapping[str, LoadedRows]) -> Iterator[Finding]:
     """Yield a finding for each of the sets, by their keys."""
     for key, rows in loaded.items():
-        found = f"{len(rows.rows)} rows"
+        text = f"{len(rows.rows)} rows"
         if rows.num_skipped:
-            found = f"{found}, skipped {rows.num_skipped} bad rows, the first: {rows.first_skipped}"
-            yield Finding(key, "WARN", found, fix="correct the file if these rows matter")
+            text = f"{text}, skipped {rows.num_skipped} bad rows, the first: {rows.first_skipped}"
+            yield Finding(key, "WARN", text, fix="correct the file if these rows matter")
         else:
-            yield Finding(key, "OK", found)
+            yield Finding(key, "OK", text)
 
 
 def check_lengths(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
@@ -115,13 +115,13 @@ def check_queue_bytes(config: Config) -> Iterator[Finding]:
     settings = settings_of(config)
     if settings.bytes_for_bound <= settings.max_bytes:
         return
-    found = (
+    text = (
         f"{size_text(settings.max_bytes)} hold {settings.max_bytes // settings.reserved_bytes} groups in flight, "
         f"each of up to {size_text(settings.reserved_bytes)}; queue.max_staleness = {settings.max_staleness} allows "
         f"{settings.bytes_for_bound // settings.reserved_bytes}, so generators may wait for room"
     )
     fix = f"queue.max_bytes = {settings.bytes_for_bound}, or a lower sampling.max_new_tokens"
-    yield Finding("queue.max_bytes", "WARN", found, fix=fix)
+    yield Finding("queue.max_bytes", "WARN", text, fix=fix)
 
 
 def check_tokenizer(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
@@ -134,12 +134,12 @@ def check_tokenizer(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
     """
     path, arguments = config.model.path, config.data.template_arguments
     tokenizer, num_rows = _tokenizer(config), vocabulary_size(path)
-    found = f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"
+    text = f"{type(tokenizer).__name__}, {len(tokenizer)} tokens"
     if number := num_beyond(tokenizer, num_rows):
-        found += f", {number} of them without a row in the model's embedding, so that no text may contain them"
+        text += f", {number} of them without a row in the model's embedding, so that no text may contain them"
     prompts = [row.messages for row in rows[:NUM_TOKENIZED] if row.messages]
     if not prompts or not has_model(config.generator.backend):
-        yield Finding("tokenizer", "OK", found)
+        yield Finding("tokenizer", "OK", text)
         return
     if number:
         held_out = [load_rows_of(config, source).rows for source in config.data.eval.values()]
@@ -147,12 +147,12 @@ def check_tokenizer(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
             check_embedded(render_prompt(tokenizer, row.messages, arguments), num_rows, tokenizer, "data")
     unknown, total = count_unknown(tokenizer, prompts, arguments)
     if not unknown:
-        yield Finding("tokenizer", "OK", found)
+        yield Finding("tokenizer", "OK", text)
         return
     which = "prompt" if len(prompts) == 1 else f"{len(prompts)} prompts"
-    found += f"; {unknown:,} of {total:,} tokens of the first {which} are unknown to it ({tokenizer.unk_token!r}), so "
+    text += f"; {unknown:,} of {total:,} tokens of the first {which} are unknown to it ({tokenizer.unk_token!r}), so "
     fix = "use a model whose tokenizer knows the characters of your data, or change the data"
-    yield Finding("tokenizer", "WARN", f"{found}the model can't read that text", fix=fix)
+    yield Finding("tokenizer", "WARN", f"{text}the model can't read that text", fix=fix)
 
 
 def _tokenizer(config: Config) -> Any:
@@ -167,12 +167,12 @@ def show_first_prompt(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
     tokenizer, messages = _tokenizer(config), rows[0].messages
     ids = render_prompt(tokenizer, messages, config.data.template_arguments)
     limit, text = config.sampling.max_prompt_tokens, str(tokenizer.decode(ids))
-    found = f"first prompt: {len(ids)} tokens (limit {limit}), shown below"
+    description = f"first prompt: {len(ids)} tokens (limit {limit}), shown below"
     if messages[0].get("role") == TEXT_ROLE:
-        found = f"plain text, {found}"
+        description = f"plain text, {description}"
     is_long = len(ids) > limit
     fix = 'raise sampling.max_prompt_tokens, or set data.on_long_prompt = "truncate"' if is_long else ""
-    yield Finding("template", "WARN" if is_long else "OK", found, fix, details=text[:_SHOWN_CHARS])
+    yield Finding("template", "WARN" if is_long else "OK", description, fix, details=text[:_SHOWN_CHARS])
 
 
 def find_spellings(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
@@ -192,6 +192,6 @@ def spelling_rows(key: str, chats: Iterable[tuple[str, Any]], config: Config, to
     if not places:
         return []
     mode = config.data.special_tokens_in_content
-    found = f"{len(places)} rows of {key} spell control tokens in a content, read as {mode} (first: {places[0]})"
+    text = f"{len(places)} rows of {key} spell control tokens in a content, read as {mode} (first: {places[0]})"
     fix = f'data.special_tokens_in_content = "{"token" if mode == "text" else "text"}" if they are meant otherwise'
-    return [Finding("special tokens", "WARN", found, fix=fix)]
+    return [Finding("special tokens", "WARN", text, fix=fix)]

@@ -81,14 +81,14 @@ def check_device_memory(config: Config, num_ranks: int, *, is_alone: bool) -> li
     Raises:
         ConfigError: the ranks can't be divided as ``[parallel]`` says, or there are too few devices.
     """
-    found = device_sizes()
-    if not found:
+    sizes_in_order = device_sizes()
+    if not sizes_in_order:
         each = available_memory(with_swap=True) / num_ranks
         where = "this machine" if num_ranks == 1 else f"its share of this machine, one of {num_ranks},"
         room = _Device(config, num_ranks, each, "cpu", where).room("device memory", ["learner"], is_training=True)
         return [Finding(room.check, "WARN" if room.state == "FAIL" else room.state, room.found, room.fix)]
-    visible = visible_devices(os.environ) or [str(index) for index in range(len(found))]
-    sizes = dict(zip(visible, found, strict=False))
+    visible = visible_devices(os.environ) or [str(index) for index in range(len(sizes_in_order))]
+    sizes = dict(zip(visible, sizes_in_order, strict=False))
     if is_alone:
         chosen = config.learner.devices or range(min(num_ranks, len(visible)))
         processes = {visible[index]: ["learner"] for index in chosen if index < len(visible)}
@@ -110,13 +110,13 @@ def check_device_memory(config: Config, num_ranks: int, *, is_alone: bool) -> li
 
 def _processes(config: Config, placement: Placement) -> dict[str, list[str]]:
     """Return the processes on each device: ``learner``, ``generator``, and scorers by the names of their tables."""
-    found: dict[str, list[str]] = {}
+    users: dict[str, list[str]] = {}
     launched = [f"scorer.{name}" for name, scorer in config.scorer.items() if scorer.launch]
     named = [("learner", device) for device in placement.learner or ()]
     named += [("generator", device) for own in placement.generators or () for device in own]
     for name, device in [*named, *zip(launched, placement.scorers, strict=False)]:
-        found.setdefault(device, []).append(name)
-    return found
+        users.setdefault(device, []).append(name)
+    return users
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +136,14 @@ class _Device:
         if not parts:
             return Finding(check, "OK", f"not predicted: {'; '.join(unknown)}")
         who = f"the {parts[0].name} takes" if len(parts) == 1 else "processes take"
-        found = f"on {self.name} {who} about {size_text(int(most))} of {size_text(int(self.size))}: "
+        text = f"on {self.name} {who} about {size_text(int(most))} of {size_text(int(self.size))}: "
         texts = [parts[0].text] if len(parts) == 1 else list(map(str, parts))
-        found += ", ".join([*texts, *(f"{text}, and is not counted" for text in unknown)])
+        text += ", ".join([*texts, *(f"{text}, and is not counted" for text in unknown)])
         too_small = [p for p in parts if p.key and p.weights >= p.most - ASLEEP_BYTES]
         if most <= self.size and not too_small:
-            return Finding(check, "OK", found)
+            return Finding(check, "OK", text)
         state = "FAIL" if least > self.size or too_small else "WARN"
-        return Finding(check, state, found, self._fix(parts, is_training=is_training))
+        return Finding(check, state, text, self._fix(parts, is_training=is_training))
 
     def _parts(self, processes: Sequence[str], *, is_training: bool) -> tuple[list[Part], list[str]]:
         parts: list[Part] = []

@@ -31,21 +31,21 @@ def run_in_thread(name: str, check: Callable[[], Iterable[Finding]], deadline_s:
     There is a FAIL among them if the check raises an exception. If it is still running at its time limit, that is all:
     its thread goes on in the background, because a thread can't be killed.
     """
-    found: list[Finding] = []
+    findings: list[Finding] = []
 
     def work() -> None:
         try:
-            found.extend(check())
+            findings.extend(check())
         except AsyncRLError as error:
-            found.append(Finding.of_message(name, error))
+            findings.append(Finding.of_message(name, error))
         except Exception as error:  # a check that fails is a finding too
             fix = "this is a bug in async-rl or in a package that it calls; please report it with this message"
-            found.append(Finding(name, "FAIL", f"{type(error).__name__}: {error}", fix=fix))
+            findings.append(Finding(name, "FAIL", f"{type(error).__name__}: {error}", fix=fix))
 
     thread = threading.Thread(target=work, name=f"doctor-{name}", daemon=True)
     thread.start()
     thread.join(deadline_s)
-    return [overdue_finding(name, deadline_s)] if thread.is_alive() else found
+    return [overdue_finding(name, deadline_s)] if thread.is_alive() else findings
 
 
 def run_checks(

@@ -68,17 +68,17 @@ def check_engines(start: Start) -> Iterator[Finding]:
     for name, capabilities in BACKENDS.items():
         if package := capabilities.package:
             version = versions.get(package)
-            found = "not installed" if version is None else version
+            text = "not installed" if version is None else version
             users = [(key, is_here) for key, engine, is_here in _engine_users(start) if engine == name]
             here = " and ".join(key for key, is_here in users if is_here)
             elsewhere = " and ".join(key for key, is_here in users if not is_here)
             if here and (version is None or not version.startswith(f"{capabilities.package_version}.")):
-                found = f'{found}, but {here} = "{name}" needs {capabilities.package_version}'
-                yield Finding(package, "FAIL", found, fix=f'{capabilities.install}, or set {here} = "{FALLBACK}"')
+                text = f'{text}, but {here} = "{name}" needs {capabilities.package_version}'
+                yield Finding(package, "FAIL", text, fix=f'{capabilities.install}, or set {here} = "{FALLBACK}"')
             elif elsewhere and not here:
-                yield Finding(package, "OK", f'{found} here; {elsewhere} = "{name}" needs it on other machines')
+                yield Finding(package, "OK", f'{text} here; {elsewhere} = "{name}" needs it on other machines')
             else:
-                yield Finding(package, "OK", found if version or here else f"{found}, and not needed by this config")
+                yield Finding(package, "OK", text if version or here else f"{text}, and not needed by this config")
 
 
 def _engine_users(start: Start) -> Iterator[tuple[str, str, bool]]:
@@ -158,10 +158,10 @@ def check_shared_memory(num_devices: int, directory: Path = Path("/dev/shm")) ->
     """Check the room of ``directory`` on a machine with several GPUs. Yield no finding if all is well."""
     size = shutil.disk_usage(directory).total if directory.is_dir() else 0
     if num_devices > 1 and size < _SHARED_BYTES:
-        found = f"{directory} has {size_text(size)}" if size else f"{directory} does not exist"
+        text = f"{directory} has {size_text(size)}" if size else f"{directory} does not exist"
         yield Finding(
             "shared memory", "WARN",
-            f"{found}; processes on several GPUs (NCCL's ranks, vLLM's workers) exchange data there",
+            f"{text}; processes on several GPUs (NCCL's ranks, vLLM's workers) exchange data there",
             fix="start the container with --ipc=host or --shm-size=8g; on Kubernetes mount an emptyDir of medium "
             "Memory at /dev/shm",
         )  # fmt: skip
@@ -188,14 +188,16 @@ def check_compiler(config: Config) -> Iterator[Finding]:
         return
     variable, language, names = ("CC", "C", ("gcc", "clang")) if has_gpu() else ("CXX", "C++", ("g++",))
     named = os.environ.get(variable)
-    wanted = (named,) if named else names
-    if not any(shutil.which(name) for name in wanted):
+    compilers = (named,) if named else names
+    if not any(shutil.which(name) for name in compilers):
         raise ConfigError(
-            f"learner.compile: expected a {language} compiler ({' or '.join(wanted)}), found none; install one, name "
-            f"it in the environment variable {variable}, or leave the key out"
+            f"learner.compile: expected a {language} compiler ({' or '.join(compilers)}), found none; install one, "
+            f"name it in the environment variable {variable}, or leave the key out"
         )
-    found = f"there is {' or '.join(wanted)} for learner.compile; only a start shows whether it finds Python's headers"
-    yield Finding("compiler", "OK", found)
+    text = (
+        f"there is {' or '.join(compilers)} for learner.compile; only a start shows whether it finds Python's headers"
+    )
+    yield Finding("compiler", "OK", text)
 
 
 def check_sandbox(config: Config) -> Iterator[Finding]:

@@ -76,16 +76,16 @@ def find_turn_ends(config: Config) -> Iterator[Finding]:
     tokenizer = load_tokenizer(directory, needs_template=is_chat)
     ends = turn_ends(tokenizer, directory, config.data.template_arguments)
     if not ends.ids:
-        found = "no token ends an answer, so each runs to sampling.max_new_tokens"
+        text = "no token ends an answer, so each runs to sampling.max_new_tokens"
         fix = "set eos_token in tokenizer_config.json, or eos_token_id in generation_config.json"
-        yield Finding("end of turn", "FAIL", found, fix=fix)
+        yield Finding("end of turn", "FAIL", text, fix=fix)
     elif is_chat and ends.of_template is None:
-        found = f"the chat template writes no end token after an answer; {ends.describe(tokenizer)}"
+        text = f"the chat template writes no end token after an answer; {ends.describe(tokenizer)}"
         fix = (
             "if the model was trained with another one (such as the mark of the next role), add it to eos_token_id in "
             "generation_config.json; sft, dpo and rm put eos_token after the answer"
         )
-        yield Finding("end of turn", "WARN", found, fix=fix)
+        yield Finding("end of turn", "WARN", text, fix=fix)
     else:
         yield Finding("end of turn", "OK", ends.describe(tokenizer))
 

@@ -74,16 +74,16 @@ def run_node_checks(
         report: gets what is checked, before the doctor waits for that check.
     """
     report("checking peer")
-    found = run_in_thread("peer", lambda: check_peer(address, keys_file, insecure=insecure), _PEER_S)
-    if exit_code(found):
-        return found
+    findings = run_in_thread("peer", lambda: check_peer(address, keys_file, insecure=insecure), _PEER_S)
+    if exit_code(findings):
+        return findings
     configs: list[Config] = []
     report("checking run")
-    found += run_in_thread("run", lambda: _check_run(address, overrides, keys_file, configs.append), 2 * _JOIN_S)
+    findings += run_in_thread("run", lambda: _check_run(address, overrides, keys_file, configs.append), 2 * _JOIN_S)
     if not configs:
-        return found
+        return findings
     start = Start(configs[0], "generator", insecure, connect=address)
-    found += run_table(start, checks_of(start, with_doctors=True), deadline_s=deadline_s, report=report)
+    findings += run_table(start, checks_of(start, with_doctors=True), deadline_s=deadline_s, report=report)
     arguments = {
         "address": address, "overrides": list(overrides), "keys_file": None if keys_file is None else str(keys_file),
         "insecure": insecure, "deadline_s": deadline_s,
@@ -92,7 +92,7 @@ def run_node_checks(
     report(f"checking {name}")
     limit_s = _JOIN_S + deadline_s
     with closing(CheckProcess(name, "async_rl.checks.node:check_generator", arguments, limit_s)) as process:
-        return found + process.findings()
+        return findings + process.findings()
 
 
 def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> Iterator[Finding]:
@@ -118,11 +118,11 @@ def check_peer(address: str, keys_file: Path | None, *, insecure: bool) -> Itera
 def clock_row(ahead_s: float, error_s: float) -> Finding:
     """Compare the clocks. The queue server's is ``ahead_s`` ahead of this machine's, plus or minus ``error_s``."""
     side = "ahead of" if ahead_s > 0 else "behind"
-    found = f"the queue server's clock is {abs(ahead_s):.2f} s {side} this one"
+    text = f"the queue server's clock is {abs(ahead_s):.2f} s {side} this one"
     if abs(ahead_s) <= _CLOCK_S + error_s:
-        return Finding("clock", "OK", found)
+        return Finding("clock", "OK", text)
     fix = "let both machines set their clocks by NTP (chrony, systemd-timesyncd)"
-    return Finding("clock", "WARN", f"{found}, so the times in the logs of both can't be compared", fix=fix)
+    return Finding("clock", "WARN", f"{text}, so the times in the logs of both can't be compared", fix=fix)
 
 
 def _versions_row(theirs: Mapping[str, str], ours: Mapping[str, str]) -> Finding:
@@ -147,8 +147,8 @@ def _check_run(
             return [Finding("run", "WARN", f"weights and engine can't be checked: {error}", fix=fix)]
     config = generator_config(welcome.config_toml, overrides)
     take_config(config)
-    found = f"{config.run.name or config.run.dir}: model {config.model.path}, backend {config.generator.backend}"
-    return [Finding("run", "OK", found)]
+    text = f"{config.run.name or config.run.dir}: model {config.model.path}, backend {config.generator.backend}"
+    return [Finding("run", "OK", text)]
 
 
 def _queue(address: str, keys_file: Path | None) -> GeneratorQueue:
@@ -238,8 +238,8 @@ def _check_transfer(
         if received is not None:
             take(received)
             size, seconds = sum(tensor.nbytes for tensor in received.tensors.values()), received.receive_s
-            found = f"received version {received.version}, {size_text(size)} in {seconds:.2g} s, and verified it"
-            return [Finding("weights", "OK", found)]
+            text = f"received version {received.version}, {size_text(size)} in {seconds:.2g} s, and verified it"
+            return [Finding("weights", "OK", text)]
     raise WeightsError(_why_no_weights(queue, receiver, followed))
 
 
@@ -262,18 +262,16 @@ def _check_engine(backend: Backend, config: Config, received: Sequence[ReceivedW
     version, tensors = received[0].version, received[0].tensors
     started = time.monotonic()
     backend.activate(version, tensors)
-    found = f"{name} is loaded and activated version {version} in {time.monotonic() - started:.2g} s"
-    return [Finding("engine", "OK", found), _memory_row(sum(tensor.nbytes for tensor in tensors.values()))]
+    text = f"{name} is loaded and activated version {version} in {time.monotonic() - started:.2g} s"
+    return [Finding("engine", "OK", text), _memory_row(sum(tensor.nbytes for tensor in tensors.values()))]
 
 
 def _memory_row(version_bytes: int) -> Finding:
     available = available_memory()
-    found = (
-        f"{size_text(available)} available with the engine loaded; the next version needs {size_text(version_bytes)}"
-    )
+    text = f"{size_text(available)} available with the engine loaded; the next version needs {size_text(version_bytes)}"
     if available < version_bytes:
-        return Finding("memory", "FAIL", found, fix="end other processes, or start fewer generators on this machine")
-    return Finding("memory", "OK", found)
+        return Finding("memory", "FAIL", text, fix="end other processes, or start fewer generators on this machine")
+    return Finding("memory", "OK", text)
 
 
 def _check_environment(

@@ -26,7 +26,7 @@ def tasks_of(config: Config) -> list[OfflineTask[Any]]:
 
 def check_offline_rows(config: Config) -> list[Finding]:
     """Check that each dataset of these commands can be read and trained on. Return one finding for each."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     tokenizer = load_tokenizer(config.model.path, needs_template=False)
     for task in tasks_of(config):
         for key, source in task.sources.items():
@@ -34,18 +34,18 @@ def check_offline_rows(config: Config) -> list[Finding]:
                 rows = task.load_rows(source, key)
                 task.check_tokens(rows, key)
             except (DataError, ModelError) as error:
-                found.append(Finding(key, "FAIL", str(error), fix="correct the file, or name another one"))
+                findings.append(Finding(key, "FAIL", str(error), fix="correct the file, or name another one"))
                 continue
             chats = ((where, _messages_of(row)) for where, row in read_rows(source, key, config.data.ignore))
-            found += spelling_rows(key, chats, config, tokenizer)
+            findings += spelling_rows(key, chats, config, tokenizer)
             longest = task.longest(rows)
             text = f"{len(rows)} rows, the longest sequence has {longest} tokens"
             if longest <= config.longest_sequence:
-                found.append(Finding(key, "OK", text))
+                findings.append(Finding(key, "OK", text))
                 continue
             fix = f"raise {config.longest_sequence_keys} to it, or lower {task.name}.max_length"
-            found.append(Finding(key, "FAIL", f"{text}, a micro-batch at most {config.longest_sequence}", fix=fix))
-    return found
+            findings.append(Finding(key, "FAIL", f"{text}, a micro-batch at most {config.longest_sequence}", fix=fix))
+    return findings
 
 
 def _messages_of(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:

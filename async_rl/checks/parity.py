@@ -41,11 +41,11 @@ def check_parity(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
     """
     if not has_model(config.generator.backend):
         backend = config.generator.backend
-        found = f'generator.backend = "{backend}" uses no model, so nothing can differ'
-        yield Finding("parity", "skip", found)
+        text = f'generator.backend = "{backend}" uses no model, so nothing can differ'
+        yield Finding("parity", "skip", text)
     elif config.lora.base_bits is not None and config.lora.publishes_adapters:
-        found = f"the learner's frozen weights have {config.lora.base_bits} bits, those of generators do not"
-        yield Finding("parity", "skip", f"{found}, so their log-probabilities differ")
+        text = f"the learner's frozen weights have {config.lora.base_bits} bits, those of generators do not"
+        yield Finding("parity", "skip", f"{text}, so their log-probabilities differ")
     else:
         quiet_progress_bars()
         with ExitStack() as stack:
@@ -75,17 +75,17 @@ def _compared(config: Config, prompts: Sequence[Any], stack: ExitStack) -> list[
     scored = joined(sequences, learner.score(sequences, of="policy"))
     engine_dtype = getattr(backend, "dtype", dtype)
     limit = parity_limit(config.experimental.parity_limit, (dtype, engine_dtype))
-    found = compare(behavior, scored)
+    difference = compare(behavior, scored)
     sides = f"{getattr(backend, 'name', 'engine')} ({engine_dtype}) and learner ({dtype})"
     rows: list[Finding] = []
-    if found.mean <= limit:
-        rows.append(Finding("parity, sampled", "OK", f"{sides}: {found}"))
+    if difference.mean <= limit:
+        rows.append(Finding("parity, sampled", "OK", f"{sides}: {difference}"))
     else:
         cause = (
-            cause_of_sampled(learner, sequences, behavior, found, limit)
+            cause_of_sampled(learner, sequences, behavior, difference, limit)
             or "unknown, because the sampled tokens alone do not show it"
         )
-        text = f"{sides}: {found}, limit {limit:g}. Likely cause: {cause}"
+        text = f"{sides}: {difference}, limit {limit:g}. Likely cause: {cause}"
         rows.append(Finding("parity, sampled", "FAIL", text, fix=_FIX))
     given = [probe_sequence_of(sequence) for sequence in sequences]
     trained = [to_train(index, sequence, 0, config.sampling.temperature) for index, sequence in enumerate(given)]
@@ -101,13 +101,13 @@ def _given_row(backend: Backend, probe: Probe, weights: Mapping[str, Any], sides
     answer = answer_probe(backend, probe, weights)
     if answer.logprobs is None:
         return Finding("parity, probe", "skip", f"{answer.backend} can't score tokens that it did not sample")
-    found = compare(answer.logprobs, np.concatenate(probe.logprobs))
-    if found.mean <= limit:
-        return Finding("parity, probe", "OK", f"{sides}: {found}")
+    difference = compare(answer.logprobs, np.concatenate(probe.logprobs))
+    if difference.mean <= limit:
+        return Finding("parity, probe", "OK", f"{sides}: {difference}")
     cause = answer.cause or "unknown, because the engine's experiments did not find it"
     excluded = f" Excluded: {'; '.join(answer.excluded)}." if answer.excluded else ""
     return Finding(
-        "parity, probe", "FAIL", f"{sides}: {found}, limit {limit:g}. Likely cause: {cause}.{excluded}", fix=_FIX
+        "parity, probe", "FAIL", f"{sides}: {difference}, limit {limit:g}. Likely cause: {cause}.{excluded}", fix=_FIX
     )
 
 

@@ -94,21 +94,21 @@ def _scorers(config: Config, visible: Sequence[str], taken: set[str], *, is_limi
     """
     if not visible:
         return ()
-    found: list[str] = []
+    chosen_devices: list[str] = []
     for name, scorer in config.scorer.items():
         if not scorer.launch:
             continue
         own = None if scorer.device is None else (scorer.device,)
         chosen = _chosen(f"scorer.{name}.device", own, visible, is_limited=is_limited) or [
-            device for device in visible if len(visible) == 1 or device not in (*taken, *found)
+            device for device in visible if len(visible) == 1 or device not in (*taken, *chosen_devices)
         ]
         if not chosen:
             raise ConfigError(
                 f"scorer.{name}: expected a GPU that no other process has, got {len(visible)} GPUs, all taken; set "
                 f"scorer.{name}.device to share one"
             )
-        found.append(chosen[0])
-    return tuple(found)
+        chosen_devices.append(chosen[0])
+    return tuple(chosen_devices)
 
 
 def _first(free: Sequence[str], number: int, config: Config, num_visible: int) -> list[str]:

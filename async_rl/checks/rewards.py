@@ -74,8 +74,8 @@ def try_own_environment(config: Config, rows: Sequence[Row]) -> Iterator[Finding
     if problem := (try_agent if config.has_agents else try_environment)(config, rows):
         yield from warnings("environment", problem)
         return
-    found = f"{config.environment.shown} was played on {min(NUM_ROWS, len(rows))} rows, with an answer that solves none"
-    yield Finding("environment", "OK", found)
+    text = f"{config.environment.shown} was played on {min(NUM_ROWS, len(rows))} rows, with an answer that solves none"
+    yield Finding("environment", "OK", text)
 
 
 def grade_first_rows(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
@@ -97,14 +97,14 @@ def grade_first_rows(config: Config, rows: Sequence[Row]) -> Iterator[Finding]:
         yield Finding("reward", "FAIL", f"can't grade: {error}", fix="correct the row or the reward function")
         return
     except Exception as error:  # the user's code raises what it likes
-        found = f"can't grade: {describe_error(error)[0]}"
-        yield Finding("reward", "FAIL", found, fix="correct the row or the reward function")
+        text = f"can't grade: {describe_error(error)[0]}"
+        yield Finding("reward", "FAIL", text, fix="correct the row or the reward function")
         return
     finally:
         reward.close()
     if not (judged := [grade for grade in graded if grade is not None]):
-        found = f"{name} judges no answer to the first {len(sample)} rows: it returned None"
-        yield Finding("reward", "WARN", found, fix="ignore this if it judges answers to other rows")
+        text = f"{name} judges no answer to the first {len(sample)} rows: it returned None"
+        yield Finding("reward", "WARN", text, fix="ignore this if it judges answers to other rows")
     else:
         yield _verdict(name, judged, is_user_code=judge.is_user_code)
 
@@ -134,27 +134,27 @@ def _grade(config: Config, reward: Any, row: Row) -> _Grade | None:
 
 
 def _verdict(name: str, graded: Sequence[_Grade], *, is_user_code: bool) -> Finding:
-    known = [(text, accuracy) for text, accuracy, *_ in graded if text is not None]
-    refused = [text for text, accuracy in known if accuracy < 1]
+    answered = [(text, accuracy) for text, accuracy, *_ in graded if text is not None]
+    refused = [text for text, accuracy in answered if accuracy < 1]
     accepted = [index for index, (_, _, wrong, _) in enumerate(graded) if wrong > 0]
     if accepted:
-        found = f"{name} accepts a wrong answer on row {accepted[0]}"
+        text = f"{name} accepts a wrong answer on row {accepted[0]}"
         if is_user_code and all(wrong < 1 for _, _, wrong, _ in graded):
-            found = f"{name} gives part of the points for a wrong answer on row {accepted[0]}"
+            text = f"{name} gives part of the points for a wrong answer on row {accepted[0]}"
             fix = "ignore this if it rewards something else; reward.accuracy can name what tells right from wrong"
-            return Finding("reward", "WARN", found, fix=fix)
+            return Finding("reward", "WARN", text, fix=fix)
         fix = "check the reward, and gt_answer or test_cases of this row, because any answer might be rewarded"
-        return Finding("reward", "FAIL", found, fix=fix)
+        return Finding("reward", "FAIL", text, fix=fix)
     if refused and is_user_code:
         fix = "ignore this if the reward expects another form of answer; otherwise check how it reads the answer"
-        found = f"{name} gave the right answer {refused[0]!r} an accuracy below 1"
-        return Finding("reward", "WARN", found, fix=fix)
+        text = f"{name} gave the right answer {refused[0]!r} an accuracy below 1"
+        return Finding("reward", "WARN", text, fix=fix)
     if refused:
         fix = "check gt_answer of this row, and reward.equality, because no answer could be right"
         return Finding("reward", "FAIL", f"{name} rejects the right answer {refused[0]!r}", fix=fix)
-    if not known:
-        found = f"{name} rejects a wrong answer on each of {len(graded)} rows; no right answer is known here"
-        return Finding("reward", "OK", found)
-    found = f"{name} accepts the right answer of {len(known)} rows and rejects a wrong one"
+    if not answered:
+        text = f"{name} rejects a wrong answer on each of {len(graded)} rows; no right answer is known here"
+        return Finding("reward", "OK", text)
+    text = f"{name} accepts the right answer of {len(answered)} rows and rejects a wrong one"
     read = ", ".join(repr(answer[:_SHOWN_ANSWER]) for *_, answer in graded if answer is not None)
-    return Finding("reward", "OK", f"{found}; it reads the rows' answers as {read}" if read else found)
+    return Finding("reward", "OK", f"{text}; it reads the rows' answers as {read}" if read else text)

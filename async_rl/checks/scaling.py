@@ -86,8 +86,8 @@ def markdown() -> str:
 
 def _layout(sizes: Layout) -> str:
     names = ("replicas", "shards", "sequence", "tensor", "pipeline", "experts")
-    found = [f"{name} {size}" for name in names if (size := getattr(sizes, name)) > 1]
-    return " x ".join(found) or "one rank"
+    dimensions = [f"{name} {size}" for name in names if (size := getattr(sizes, name)) > 1]
+    return " x ".join(dimensions) or "one rank"
 
 
 if __name__ == "__main__":

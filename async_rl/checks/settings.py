@@ -111,9 +111,9 @@ def check_fake_vocabulary(config: Config) -> None:
     """
     if config.own_vocab_size is None:
         return
-    known = vocabulary_size(config.model.path)
-    if known is not None and config.own_vocab_size > known:
+    vocabulary = vocabulary_size(config.model.path)
+    if vocabulary is not None and config.own_vocab_size > vocabulary:
         raise ConfigError(
-            f"experimental.fake.vocab_size: expected at most {known}, the model's vocab_size, got "
+            f"experimental.fake.vocab_size: expected at most {vocabulary}, the model's vocab_size, got "
             f"{config.experimental.fake.vocab_size}; lower it"
         )

@@ -50,9 +50,9 @@ def try_loss(config: Config) -> list[Finding]:
     if not config.loss.code_names:
         return []
     names = " and ".join(config.loss.code_names)
-    found = _try("compute_batch", config, _loss_key(config), names, f"{names} did not compute a small batch")
+    failures = _try("compute_batch", config, _loss_key(config), names, f"{names} did not compute a small batch")
     text = f"{names} gave a made-up batch a finite result that does not depend on its cut"
-    return found or [Finding(_loss_key(config), "OK", text)]
+    return failures or [Finding(_loss_key(config), "OK", text)]
 
 
 def _try(function: str, config: Config, key: str, names: str, what_is_late: str, **given: Any) -> list[Finding]:

@@ -89,8 +89,8 @@ def find_damage(directory: Path) -> str:
     if foreign := next((name for name in names if not is_inside(directory, directory / name)), None):
         return f"{path}: expected names of files of the checkpoint, got {foreign!r}, which leads elsewhere"
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="digests") as threads:
-        found = threads.map(lambda name: _damage_of(directory / name, entries[name]), names)
-        return next(filter(None, found), "")
+        damages = threads.map(lambda name: _damage_of(directory / name, entries[name]), names)
+        return next(filter(None, damages), "")
 
 
 def is_inside(directory: Path, path: Path) -> bool:
@@ -103,9 +103,9 @@ def is_inside(directory: Path, path: Path) -> bool:
 
 def _damage_of(path: Path, expected: Entry) -> str:
     try:
-        found = path.stat()
-        size = found.st_size
-        if not stat.S_ISREG(found.st_mode):  # to open a pipe would wait for ever
+        status = path.stat()
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for ever
             return f"{path}: expected a regular file"
         if size != expected[0]:
             return f"{path}: expected {expected[0]} bytes, got {size}"

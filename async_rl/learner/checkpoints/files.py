@@ -90,8 +90,8 @@ class TrainerState:
 
     def add_digest(self, version: int, digest: str) -> None:
         """Record that this run published ``version`` with this digest of its weights."""
-        known = self.digests.get(version, ())
-        self.digests[version] = known if digest in known else (*known, digest)
+        verified = self.digests.get(version, ())
+        self.digests[version] = verified if digest in verified else (*verified, digest)
 
     def fork(self) -> TrainerState:
         """Return the state, under a new lineage, of a new learner start that resumes from this one."""
@@ -108,8 +108,8 @@ class TrainerState:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        known = {f.name for f in fields(cls)}
-        values = {key: value for key, value in plain.items() if key in known}
+        names = {f.name for f in fields(cls)}
+        values = {key: value for key, value in plain.items() if key in names}
         values["digests"] = {int(version): tuple(digests) for version, digests in plain["digests"].items()}
         values["pending_evals"] = [(str(name), int(step)) for name, step in plain["pending_evals"]]
         return cls(**values)

@@ -54,10 +54,10 @@ def _storage_errors(action: str, directory: Path, remedy: str) -> Iterator[None]
     try:
         yield
     except (OSError, ValueError, SafetensorError, CheckpointException) as error:
-        found = error if not isinstance(error, CheckpointException) else next(iter(error.failures.values()))[0]
-        if isinstance(found, RunError):
-            raise found from error
-        text = f"can't {action} the checkpoint {directory}: {type(found).__name__}: {found}; {remedy}"
+        cause = error if not isinstance(error, CheckpointException) else next(iter(error.failures.values()))[0]
+        if isinstance(cause, RunError):
+            raise cause from error
+        text = f"can't {action} the checkpoint {directory}: {type(cause).__name__}: {cause}; {remedy}"
         raise RunError(text) from error
 
 
@@ -152,8 +152,8 @@ def write_training_state(directory: Path, state: TrainingState, ranks: Ranks) ->
             written = {"num_updates": state.num_updates, "world_size": ranks.world_size}
             (directory / _STATE).write_text(json.dumps(written))
         write_part(directory, ranks.rank, directory.glob(f"shard-{ranks.rank + 1:05d}-*"))
-    except OSError as found:
-        error = f"can't write the checkpoint {directory}: {type(found).__name__}: {found}; {CHECK_DISK}"
+    except OSError as cause:
+        error = f"can't write the checkpoint {directory}: {type(cause).__name__}: {cause}; {CHECK_DISK}"
     if error := next(filter(None, ranks.exchange_saved(error)), ""):
         raise RunError(error)
 
@@ -272,8 +272,8 @@ class _Reader(dcp.HuggingFaceStorageReader):
         self.tensors: dict[str, TensorStorageMetadata] = {}
         try:
             self._metadata = super().read_metadata()
-            found = cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata)
-            self.tensors = dict(sorted(found.items()))
+            metadata = cast(dict[str, TensorStorageMetadata], self._metadata.state_dict_metadata)
+            self.tensors = dict(sorted(metadata.items()))
             problem = _why_not_covered(self.tensors)
         except Exception as error:  # a foreign header makes torch's reader fail in any way
             problem = f"{type(error).__name__}: {error}"
@@ -307,32 +307,32 @@ def _tensors(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> di
 
 
 def _check_fits(
-    directory: Path, found: Mapping[str, TensorStorageMetadata], state: Mapping[str, Tensor], ranks: Ranks
+    directory: Path, entries: Mapping[str, TensorStorageMetadata], state: Mapping[str, Tensor], ranks: Ranks
 ) -> None:
-    stored = {name: tuple(entry.size) for name, entry in found.items()}
-    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    stored = {name: tuple(entry.size) for name, entry in entries.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
     if ranks.layout.pipeline > 1:  # other stages have other tensors
         of_ranks: list[dict[str, tuple[int, ...]]] = [{}] * ranks.world_size
-        dist.all_gather_object(of_ranks, wanted, group=ranks.host_group)
-        wanted = {name: shape for of_rank in of_ranks for name, shape in of_rank.items()}
-    differing = next((name for name in sorted(stored | wanted) if stored.get(name) != wanted.get(name)), None)
+        dist.all_gather_object(of_ranks, shapes, group=ranks.host_group)
+        shapes = {name: shape for of_rank in of_ranks for name, shape in of_rank.items()}
+    differing = next((name for name in sorted(stored | shapes) if stored.get(name) != shapes.get(name)), None)
     if differing is not None:
         if differing.startswith(OPTIMIZER):
             raise RunError(
                 f"the checkpoint {directory} is another optimizer's: {differing} has shape {stored.get(differing)} "
-                f"there and {wanted.get(differing)} here (None: it is missing); resume with the optimizer.name that "
+                f"there and {shapes.get(differing)} here (None: it is missing); resume with the optimizer.name that "
                 f"the run began with"
             )
         raise RunError(
             f"the checkpoint {directory} is another model's: {differing} has shape {stored.get(differing)} there and "
-            f"{wanted.get(differing)} in model.path (None: it is missing); resume with the model that the run "
+            f"{shapes.get(differing)} in model.path (None: it is missing); resume with the model that the run "
             f"began with"
         )
 
 
 def _read_num_updates(path: Path) -> int:
-    found = json.loads(path.read_text(encoding="utf-8"))
-    number = found.get("num_updates") if isinstance(found, dict) else None
+    state = json.loads(path.read_text(encoding="utf-8"))
+    number = state.get("num_updates") if isinstance(state, dict) else None
     if type(number) is not int or number < 0:
         raise RunError(f"{path}: expected a JSON object with num_updates, a number from 0 on, got none; {USE_ANOTHER}")
     return number

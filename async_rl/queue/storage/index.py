@@ -83,12 +83,12 @@ def open_index(directory: Path, identity: str) -> sqlite3.Connection:
         if not num_tables:
             index.executescript(_SCHEMA)
         _check(index, path)
-        found = read_meta(index, "identity")
-        if found is None and identity:
+        stored = read_meta(index, "identity")
+        if stored is None and identity:
             write_meta(index, "identity", identity)
-        if found and identity and found != identity:
+        if stored and identity and stored != identity:
             raise ConfigError(
-                f"{path}: expected the journal of run {identity!r}, got that of run {found!r}; {_START_OVER}"
+                f"{path}: expected the journal of run {identity!r}, got that of run {stored!r}; {_START_OVER}"
             )
     except BaseException:
         index.close()
@@ -106,15 +106,15 @@ def _check(index: sqlite3.Connection, path: Path) -> None:
     (structure,) = index.execute("PRAGMA quick_check(1)").fetchone()
     if structure != "ok":
         raise DamagedJournalError(structure)
-    (found,) = index.execute("PRAGMA user_version").fetchone()
+    (number,) = index.execute("PRAGMA user_version").fetchone()
     is_ours = index.execute("SELECT 1 FROM meta WHERE name = 'format'").fetchone() is not None
-    if found != _FORMAT and not is_ours:
+    if number != _FORMAT and not is_ours:
         raise ConfigError(
-            f"{path}: expected a journal of format {_FORMAT}, got format {found}, which another version of async-rl "
+            f"{path}: expected a journal of format {_FORMAT}, got format {number}, which another version of async-rl "
             f"wrote; {_START_OVER}"
         )
-    if found != _FORMAT or read_meta(index, "format") != str(_FORMAT):
-        raise DamagedJournalError(f"expected format {_FORMAT}, got {found}")
+    if number != _FORMAT or read_meta(index, "format") != str(_FORMAT):
+        raise DamagedJournalError(f"expected format {_FORMAT}, got {number}")
     for name in ("identity", "last_file"):
         read_meta(index, name)
     for _ in read_entries(index):

@@ -313,11 +313,11 @@ def _lock(directory: Path) -> int:
 
 def refuse_network_file_system(directory: Path) -> None:
     """Raise ConfigError if ``directory``, which need not exist, is on a network file system."""
-    found = file_system_at(directory)
-    if is_network_file_system(found):
+    file_system = file_system_at(directory)
+    if is_network_file_system(file_system):
         raise ConfigError(
             f"queue.journal_dir: expected a directory on this machine's own disk, got {directory} on a file system of "
-            f"type {found}, where locks and the order of writes can't be relied on; set it to a local directory"
+            f"type {file_system}, where locks and the order of writes can't be relied on; set it to a local directory"
         )
 
 
@@ -339,11 +339,11 @@ def file_system_of(path: Path, mountinfo: str) -> str:
 
     ``mountinfo`` is text in the format of mountinfo(5).
     """
-    best, found = -1, "unknown"
+    best, file_system = -1, "unknown"
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
         mount_point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), before.split()[4]))
         # The later of two mounts on one point hides the earlier.
         if path.is_relative_to(mount_point) and len(mount_point.parts) >= best:
-            best, found = len(mount_point.parts), after.split()[0]
-    return found
+            best, file_system = len(mount_point.parts), after.split()[0]
+    return file_system
