@@ -8,9 +8,10 @@ and checks it in C. This module uses neither torch nor sockets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NoReturn
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -172,7 +173,21 @@ class TeacherScores(msgspec.Struct, frozen=True, eq=False):
         return self.top_ids.shape[1]
 
 
-class TokenSequence(msgspec.Struct, frozen=True, eq=False):
+class EngineColumns(msgspec.Struct, frozen=True, eq=False, kw_only=True):
+    """What an inference engine may say of the tokens of a sequence besides ids, log-probabilities and versions.
+
+    Attributes:
+        sampling_mask: for each sampled token, the set of token ids that top-p and top-k left; the behavior
+            log-probability is normalised over this set. None if top-p and top-k left every token.
+        routes: uint8 or uint16 [P, L, K], the experts that computed the first P tokens (``async_rl.routes``). None
+            unless the lease wants routes.
+    """
+
+    sampling_mask: SamplingMask | None = None
+    routes: RouteArray | None = None
+
+
+class TokenSequence(EngineColumns, frozen=True, eq=False):
     """One contiguous sequence of tokens: the context that the policy saw and the tokens that it sampled.
 
     Attributes:
@@ -182,10 +197,6 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
             is False.
         versions: int32 [T], the weights version that sampled each token. It is ``NO_VERSION`` where ``loss_mask`` is
             False.
-        sampling_mask: for each sampled token, the set of token ids that top-p and top-k left; the behavior
-            log-probability is normalised over this set. None if top-p and top-k left every token.
-        routes: uint8 or uint16 [P, L, K], the experts that computed the first P tokens (``async_rl.routes``). None
-            unless the lease wants routes.
         teacher: what the run's teacher says of the sampled tokens. None without a teacher.
     """
 
@@ -193,40 +204,90 @@ class TokenSequence(msgspec.Struct, frozen=True, eq=False):
     loss_mask: BoolArray
     behavior_logprobs: Float32Array
     versions: Int32Array
-    sampling_mask: SamplingMask | None = None
-    routes: RouteArray | None = None
     teacher: TeacherScores | None = None
 
     def __post_init__(self) -> None:
-        if not len(self.token_ids) == len(self.loss_mask) == len(self.behavior_logprobs) == len(self.versions):
-            lengths = [len(a) for a in (self.token_ids, self.loss_mask, self.behavior_logprobs, self.versions)]
-            raise ValueError(
-                f"a token sequence: expected token_ids, loss_mask, behavior_logprobs and versions of one length, got "
-                f"lengths {lengths}; this is a bug in async-rl, please report it"
-            )
-        if self.sampling_mask is not None and len(self.sampling_mask) != (
-            num_sampled := np.count_nonzero(self.loss_mask)
-        ):
-            raise ValueError(
-                f"a token sequence: expected a sampling mask for {num_sampled} sampled tokens, got one for "
-                f"{len(self.sampling_mask)}; this is a bug in async-rl, please report it"
-            )
-        if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) > len(self.token_ids)):
-            raise ValueError(
-                f"a token sequence: expected routes [P, layers, top-k] of at most its {len(self.token_ids)} tokens, "
-                f"got {list(self.routes.shape)}; this is a bug in async-rl, please report it"
-            )
-        if self.teacher is not None:
-            _check_teacher(self.teacher, int(np.count_nonzero(self.loss_mask)))
+        if misfit := why_columns_misfit(self):
+            raise ValueError(f"a token sequence: {misfit}; this is a bug in async-rl, please report it")
 
 
-def _check_teacher(teacher: TeacherScores, num_sampled: int) -> None:
-    logprobs, ids = teacher.logprobs.shape, teacher.top_ids.shape
-    if len(logprobs) != 2 or len(ids) != 2 or logprobs != (num_sampled, 1 + ids[1]) or ids[0] != num_sampled:
-        raise ValueError(
-            f"a token sequence: expected a teacher's logprobs [{num_sampled}, 1 + K] and top_ids [{num_sampled}, K], "
-            f"got {list(logprobs)} and {list(ids)}; this is a bug in async-rl, please report it"
-        )
+class TokenColumn(NamedTuple):
+    """How an array of ``TokenSequence`` is sent, and how much room it needs.
+
+    Attributes:
+        dtypes: those that it may have.
+        per: what has a row of it: every token (then the array is [T]), every sampled token, every token that the engine
+            has computed (the first ones), or every word of a sampling mask.
+        when: the setting with which it is present. Empty if it always is.
+        given: its value for tokens that the policy did not sample, if every token has one.
+        num_axes: the number of its axes.
+    """
+
+    dtypes: tuple[np.dtype[Any], ...]
+    per: Literal["token", "sampled", "computed", "word"] = "token"
+    when: str = ""
+    given: float = 0
+    num_axes: int = 1
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The only dtype, or the first."""
+        return self.dtypes[0]
+
+
+_INT32, _FLOAT32 = (np.dtype("<i4"),), (np.dtype("<f4"),)
+_EXPERTS = (np.dtype("|u1"), np.dtype("<u2"))
+_LIMITS = "sampling.top_p, top_k or min_p"
+TOKEN_COLUMNS: Mapping[str, TokenColumn] = MappingProxyType({
+    "token_ids": TokenColumn(_INT32),
+    "loss_mask": TokenColumn((np.dtype("|b1"),)),
+    "behavior_logprobs": TokenColumn(_FLOAT32),
+    "versions": TokenColumn(_INT32, given=NO_VERSION),
+    "sampling_mask.sizes": TokenColumn(_INT32, "sampled", _LIMITS),
+    "sampling_mask.words": TokenColumn(_INT32, "word", _LIMITS),
+    "routes": TokenColumn(_EXPERTS, "computed", "model.routing_replay", num_axes=3),
+    "teacher.logprobs": TokenColumn(_FLOAT32, "sampled", "distill", num_axes=2),
+    "teacher.top_ids": TokenColumn(_INT32, "sampled", "distill", num_axes=2),
+})  # fmt: skip
+"""The arrays that a rollout carries from the sampler to the learner, by their names: attributes of ``TokenSequence``,
+which documents them, or of a record there. The codec, the generators' sequences and the queue's estimates of bytes read
+this table. Messages have the arrays in its order."""
+PER_TOKEN: Mapping[str, TokenColumn] = MappingProxyType({n: c for n, c in TOKEN_COLUMNS.items() if c.per == "token"})
+"""The columns with a value for every token."""
+BYTES_PER_TOKEN = sum(column.dtype.itemsize for column in PER_TOKEN.values())
+"""Size of these columns in a group's message, in bytes."""
+_ALIGNED = tuple(PER_TOKEN)
+_UNALIGNED = [(*n.partition(".")[::2], c) for n, c in TOKEN_COLUMNS.items() if c.per in ("sampled", "computed")]
+
+
+def column_of(sequences: Iterable[TokenSequence], name: str) -> list[np.ndarray]:
+    """Return the array with this name in ``TOKEN_COLUMNS`` of each sequence that has one."""
+    values: list[Any] = list(sequences)
+    for attribute in name.split("."):
+        values = [value for each in values if (value := getattr(each, attribute)) is not None]
+    return values
+
+
+def why_columns_misfit(sequence: TokenSequence) -> str:
+    """Return why the columns of ``sequence`` are not those of its tokens; empty if they are."""
+    shape = (len(sequence.token_ids),)
+    for name in _ALIGNED:
+        array = getattr(sequence, name)
+        if array is not None and array.shape != shape:
+            return f"expected {name} of {shape[0]} tokens, got {list(array.shape)}"
+    for field, part, column in _UNALIGNED:
+        value = getattr(sequence, field)
+        if value is None:
+            continue
+        array = getattr(value, part) if part else value
+        most = shape[0] if column.per == "computed" else int(np.count_nonzero(sequence.loss_mask))
+        if array.ndim != column.num_axes or len(array) > most or (column.per == "sampled" and len(array) < most):
+            limit = "at most " if column.per == "computed" else ""
+            return f"expected {field}{part and '.'}{part} of {limit}{most} {column.per} tokens, got {list(array.shape)}"
+    teacher = sequence.teacher
+    if teacher is not None and teacher.logprobs.shape[1] != 1 + teacher.top_k:
+        return f"expected teacher.logprobs of 1 + {teacher.top_k} tokens, got {list(teacher.logprobs.shape)}"
+    return ""
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -15,7 +15,6 @@ token's index. So they are the same on every generator, in every batch and in ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -24,9 +23,7 @@ import numpy.typing as npt
 
 from async_rl.config.config import Config
 from async_rl.config.generator import BackendCapabilities
-from async_rl.records import FinishReason, Lease
-from async_rl.routes import RouteArray
-from async_rl.sampling_mask import SamplingMask
+from async_rl.records import EngineColumns, FinishReason, Lease
 from async_rl.weights.channel.engine_ranks import EngineRanks
 
 UInt64Array = npt.NDArray[np.uint64]
@@ -37,9 +34,12 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _LOW_64_BITS = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sampled:
+class Sampled(EngineColumns, frozen=True, eq=False):
     """One finished sample of a lease, with ``N`` sampled tokens. The end-of-sequence token is one of them.
+
+    Of the columns of ``EngineColumns``, the sampling mask is there with ``lease.wants_sampling_mask`` only, and routes
+    with ``lease.wants_routes``: those of every token of the prompt and of the answer, but for the last one. If a token
+    was computed again, after new weights, its first routes count.
 
     Attributes:
         index: the sample's number in the lease's group, from 0.
@@ -49,10 +49,6 @@ class Sampled:
         versions: int32 [N], the version of the weights that sampled each token.
         finish_reason: ``stop`` (end of sequence or stop string) or ``length``.
         text: the sampled tokens decoded, without special tokens that end a turn or pad (``data.answer_text``).
-        sampling_mask: N sets of tokens, those that top-p and top-k kept; None unless ``lease.wants_sampling_mask``.
-        routes: uint8 or uint16 [P + N - 1, layers with experts, experts for each token], the experts that computed each
-            token of the prompt and of the answer, but for the last one (``async_rl.routes``); None unless
-            ``lease.wants_routes``. If a token was computed again, after new weights, its first routes count.
         prompt_opened: what the prompt's end opens for the answer, such as ``<think>`` (``answer_text.prompt_opened``).
     """
 
@@ -64,8 +60,6 @@ class Sampled:
     versions: np.ndarray
     finish_reason: FinishReason
     text: str
-    sampling_mask: SamplingMask | None = None
-    routes: RouteArray | None = None
     prompt_opened: str = ""
 
 

@@ -28,11 +28,11 @@ import numpy as np
 
 from async_rl.errors import RewardError
 from async_rl.generator.backend import Backend, Sampled
+from async_rl.generator.open_sequence import whole_sequence
 from async_rl.process.transient import is_transient
 from async_rl.process.user_code import describe_error
 from async_rl.queue.messages import Failure, FailureCause
 from async_rl.records import (
-    NO_VERSION,
     WITHOUT_REWARD,
     AgentSession,
     FinishReason,
@@ -323,19 +323,6 @@ def fitted_prompt(
         else:
             too_many = middle
     return best
-
-
-def whole_sequence(sample: Sampled) -> TokenSequence:
-    """Return a sample's prompt and answer as one sequence. The loss mask is True on the answer."""
-    num_prompt = len(sample.prompt_ids)
-    num_tokens = num_prompt + len(sample.token_ids)
-    token_ids, versions = np.empty(num_tokens, np.int32), np.empty(num_tokens, np.int32)
-    loss_mask, logprobs = np.empty(num_tokens, np.bool_), np.empty(num_tokens, np.float32)
-    token_ids[:num_prompt], token_ids[num_prompt:] = sample.prompt_ids, sample.token_ids
-    loss_mask[:num_prompt], loss_mask[num_prompt:] = False, True
-    logprobs[:num_prompt], logprobs[num_prompt:] = 0.0, sample.logprobs
-    versions[:num_prompt], versions[num_prompt:] = NO_VERSION, sample.versions
-    return TokenSequence(token_ids, loss_mask, logprobs, versions, sample.sampling_mask, sample.routes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

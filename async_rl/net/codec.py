@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice, repeat
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, islice, repeat
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -17,28 +16,28 @@ import numpy as np
 from async_rl.errors import WireError
 from async_rl.net.wire import DEFAULT_LIMITS, SAME_VERSION, Limits, Pieces, TypedReader, encode
 from async_rl.records import (
+    PER_TOKEN,
+    TOKEN_COLUMNS,
     AgentSession,
-    BoolArray,
     FinishReason,
-    Float32Array,
     Group,
-    Int32Array,
     LeaseKind,
     Rollout,
     Span,
     TeacherScores,
+    TokenColumn,
     TokenSequence,
     Turn,
+    column_of,
+    why_columns_misfit,
 )
-from async_rl.routes import RouteArray
-from async_rl.sampling_mask import SamplingMask, split, why_malformed
+from async_rl.sampling_mask import SamplingMask, why_malformed
 
 _T = TypeVar("_T")
-_ROUTE_DTYPES = tuple(np.dtype(name) for name in ("|u1", "<u2"))
-_COLUMN_DTYPES = tuple(np.dtype(name) for name in ("<i4", "|b1", "<f4", "<i4"))
 Count = Annotated[int, msgspec.Meta(ge=0)]
 """The type of a record's field that is an integer of at least 0."""
-_Axis = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+_RECORDS = {"sampling_mask": SamplingMask, "teacher": TeacherScores}
+"""The classes of records that columns of ``TOKEN_COLUMNS`` belong to, by the field of ``TokenSequence``."""
 
 
 def field(fields: Mapping[str, Any], key: str, kind: type[_T]) -> _T:
@@ -104,20 +103,6 @@ class SpanFields(msgspec.Struct, frozen=True, gc=False):
     rewards: list[float]
 
 
-class RouteFields(msgspec.Struct, frozen=True, gc=False):
-    """The shape of a group's routes in its message. S = token sequences.
-
-    Attributes:
-        counts: [S], the number of tokens of each sequence that have routes: its first ones.
-        num_layers: the number of layers with experts.
-        top_k: the number of experts for each token.
-    """
-
-    counts: list[Count]
-    num_layers: _Axis
-    top_k: _Axis
-
-
 class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A group's message without its arrays. The group has R rollouts, S token sequences and T tokens.
 
@@ -130,10 +115,9 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         finish_reason: [R], as in ``Rollout``.
         extracted: [R], as in ``Rollout``.
         turns: the turns of all rollouts. None if the group was sampled without an environment.
-        routes: the shape of the routes. None if the group has none.
         spans: the spans of all rollouts. None if there are none.
-        teacher_top_k: K of the teacher's scores, whose two arrays are the last of the message. None if the group has
-            none.
+        columns: the names of the message's arrays in ``TOKEN_COLUMNS``, in that order.
+        num_computed: [S], the rows that each sequence has in columns for computed tokens. None if there are none.
         sessions: [R], as in ``Rollout``. None if no rollout has one.
         example: as in ``Group``.
         metrics: for each name of an agent's metric a list [R]. None in the list means that the rollout has none.
@@ -149,14 +133,14 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     sampling_time_s: float
     num_sequences: list[Count]
     lengths: list[Count]
+    columns: list[str]
     reward_parts: dict[str, list[float | None]]
     accuracy: list[float]
     finish_reason: list[FinishReason]
     extracted: list[str | None]
     turns: TurnFields | None = None
-    routes: RouteFields | None = None
+    num_computed: list[Count] | None = None
     spans: SpanFields | None = None
-    teacher_top_k: Annotated[int, msgspec.Meta(ge=0, le=1024)] | None = None
     sessions: list[AgentSession | None] | None = None
     example: str = ""
     metrics: dict[str, list[float | None]] = {}
@@ -175,8 +159,8 @@ def encode_group(group: Group) -> bytes:
     turns = [turn for r in rollouts for turn in r.turns]
     spans = [span for r in rollouts for span in r.spans]
     sessions = [r.session for r in rollouts]
-    routes = _all_or_none("routes", [s.routes for s in sequences])
-    teachers = _all_or_none("a teacher's scores", [s.teacher for s in sequences])
+    columns = {name: _all_or_none(name, sequences) for name in TOKEN_COLUMNS}
+    columns = {name: arrays for name, arrays in columns.items() if arrays or not TOKEN_COLUMNS[name].when}
     fields = GroupFields(
         lease_id=group.lease_id,
         kind=group.kind,
@@ -188,6 +172,7 @@ def encode_group(group: Group) -> bytes:
         sampling_time_s=group.sampling_time_s,
         num_sequences=[len(r.sequences) for r in rollouts],
         lengths=[len(s.token_ids) for s in sequences],
+        columns=list(columns),
         reward_parts={name: [r.reward_parts.get(name) for r in rollouts] for name in names},
         accuracy=[r.accuracy for r in rollouts],
         finish_reason=[r.finish_reason for r in rollouts],
@@ -200,74 +185,53 @@ def encode_group(group: Group) -> bytes:
         )
         if turns
         else None,
-        routes=RouteFields([len(r) for r in routes], *routes[0].shape[1:]) if routes else None,
+        num_computed=[len(routes) for routes in columns["routes"]] if "routes" in columns else None,
         spans=SpanFields([len(r.spans) for r in rollouts], [s.end for s in spans], [s.reward for s in spans])
         if spans
         else None,
-        teacher_top_k=teachers[0].top_k if teachers else None,
         sessions=sessions if any(sessions) else None,
         metrics={name: [r.metrics.get(name) for r in rollouts] for name in metrics},
         example=group.example,
     )
-    arrays = [
-        _column("<i4", [s.token_ids for s in sequences]),
-        _column("|b1", [s.loss_mask for s in sequences]),
-        _column("<f4", [s.behavior_logprobs for s in sequences]),
-        _column("<i4", [s.versions for s in sequences]),
-    ]
-    if masks := _all_or_none("sampling masks", [s.sampling_mask for s in sequences]):
-        arrays += [_column("<i4", [mask.sizes for mask in masks]), _column("<i4", [mask.words for mask in masks])]
-    if routes:
-        arrays.append(_column(routes[0].dtype.str, routes))
-    if teachers:
-        arrays.append(_column("<f4", [teacher.logprobs for teacher in teachers]))
-        arrays.append(_column("<i4", [teacher.top_ids for teacher in teachers]))
-    return encode("group", fields, arrays)
+    return encode("group", fields, [_pieces(TOKEN_COLUMNS[name], arrays) for name, arrays in columns.items()])
 
 
-def _all_or_none(what: str, of_sequences: Sequence[_T | None]) -> list[_T]:
-    """Return what all sequences have; an empty list if none has it."""
-    found = [one for one in of_sequences if one is not None]
-    if len(found) not in (0, len(of_sequences)):
+def _all_or_none(name: str, sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    """Return the column of all sequences; an empty list if none has it."""
+    arrays = column_of(sequences, name)
+    if len(arrays) not in (0, len(sequences)) or len({array.shape[1:] for array in arrays}) > 1:
         raise ValueError(
-            f"expected {what} for all {len(of_sequences)} sequences of a group or for none, got {len(found)}; this is "
-            f"a bug in the generator's backend"
+            f"expected {name} of one shape for all {len(sequences)} sequences of a group or for none, got "
+            f"{len(arrays)} of shapes {sorted({array.shape[1:] for array in arrays})}; this is a bug in the "
+            f"generator's backend"
         )
-    return found
+    return arrays
 
 
-def _column(dtype: str, arrays: Iterable[np.ndarray]) -> Pieces:
+def _pieces(column: TokenColumn, arrays: Sequence[np.ndarray]) -> Pieces:
+    dtype = column.dtype if len(column.dtypes) == 1 else arrays[0].dtype
+    shape = [sum(map(len, arrays)), *(arrays[0].shape[1:] if arrays else ())]
     # The memory of an empty array can't be cast.
-    return Pieces(dtype, [np.ascontiguousarray(array, dtype).data.cast("B") for array in arrays if array.size])
+    return Pieces(
+        dtype.str, shape, [np.ascontiguousarray(array, dtype).data.cast("B") for array in arrays if array.size]
+    )
 
 
 _READER = TypedReader("group", GroupFields)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FlatGroup:
-    """A group's message after decoding and checking. Flat arrays, which are views of the message, have all tokens.
+class FlatGroup(TokenSequence, frozen=True, eq=False, kw_only=True):
+    """A group's message after decoding and checking: one sequence of all its tokens, whose arrays are views of it.
 
     Attributes:
         fields: the message without its arrays.
-        token_ids: int32 [T], one sequence after the other.
-        loss_mask: bool [T], True on tokens that the policy sampled.
-        behavior_logprobs: float32 [T], log-probabilities in nats.
-        versions: int32 [T], the weights version of each token.
-        sampling_mask: the token sets of all sampled tokens. None if top-p and top-k left every token.
-        routes: uint8 or uint16 [P, L, K], the routes of all sequences, one after the other; ``fields.routes`` counts
-            them. None if the group has none.
-        teacher: the teacher's scores of all sampled tokens. None if the group has none.
     """
 
     fields: GroupFields
-    token_ids: Int32Array
-    loss_mask: BoolArray
-    behavior_logprobs: Float32Array
-    versions: Int32Array
-    sampling_mask: SamplingMask | None
-    routes: RouteArray | None
-    teacher: TeacherScores | None = None
+
+    def __post_init__(self) -> None:
+        if misfit := why_columns_misfit(self):
+            raise WireError(f"malformed 'group' message: {misfit}; {SAME_VERSION}")
 
     @property
     def num_rollouts(self) -> int:
@@ -282,16 +246,7 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
     """
     flat = decode_flat_group(frame, limits)
     fields, rewards = flat.fields, flat.fields.reward_parts
-    token_ids, loss_mask, logprobs, versions = flat.token_ids, flat.loss_mask, flat.behavior_logprobs, flat.versions
-    sequences: list[TokenSequence] = []
-    start = 0
-    parts_by_sequence = zip(
-        fields.lengths, _masks_by_sequence(flat), _routes_by_sequence(flat), _teachers_by_sequence(flat), strict=True
-    )
-    for length, mask, routes, teacher in parts_by_sequence:
-        at = slice(start, start + length)
-        sequences.append(TokenSequence(token_ids[at], loss_mask[at], logprobs[at], versions[at], mask, routes, teacher))
-        start = at.stop
+    sequences = _sequences(flat)
     turns, spans = _turns_by_rollout(flat), _spans_by_rollout(flat)
     rollouts: list[Rollout] = []
     first = 0
@@ -328,32 +283,33 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
     )
 
 
-def _masks_by_sequence(flat: FlatGroup) -> Sequence[SamplingMask | None]:
-    if flat.sampling_mask is None or not flat.fields.lengths:
-        return [None] * len(flat.fields.lengths)
-    return split(flat.sampling_mask, np.diff(_sampled_ends(flat), prepend=0).tolist())
+def _sequences(flat: FlatGroup) -> list[TokenSequence]:
+    """Return the token sequences of a group, whose arrays are views of the flat ones."""
+    lengths = flat.fields.lengths
+    if not lengths:
+        return []
+    ends = {"token": list(accumulate(lengths)), "computed": list(accumulate(flat.fields.num_computed or ()))}
+    if len(flat.fields.columns) > len(PER_TOKEN):
+        sampled = np.concatenate([[0], np.cumsum(flat.loss_mask)])[ends["token"]]
+        ends["sampled"] = sampled.tolist()
+        if flat.sampling_mask is not None:
+            words = np.concatenate([[0], np.cumsum(np.abs(flat.sampling_mask.sizes))])
+            ends["word"] = words[sampled].tolist()
+    columns: dict[str, Sequence[np.ndarray]] = {}
+    for name in flat.fields.columns:
+        ((array,), bounds) = column_of([flat], name), ends[TOKEN_COLUMNS[name].per]
+        columns[name] = [array[start:end] for start, end in zip([0, *bounds], bounds, strict=False)]
+    parts = _parts_of_sequences(columns)
+    return [TokenSequence(**dict(zip(parts, values, strict=True))) for values in zip(*parts.values(), strict=True)]
 
 
-def _teachers_by_sequence(flat: FlatGroup) -> Sequence[TeacherScores | None]:
-    if flat.teacher is None or not flat.fields.lengths:
-        return [None] * len(flat.fields.lengths)
-    ends = _sampled_ends(flat).tolist()
-    return [
-        TeacherScores(flat.teacher.logprobs[start:end], flat.teacher.top_ids[start:end])
-        for start, end in zip([0, *ends], ends)
-    ]
-
-
-def _sampled_ends(flat: FlatGroup) -> np.ndarray:
-    """Return how many tokens are sampled up to the end of each sequence, int64 [S]."""
-    return np.concatenate([[0], np.cumsum(flat.loss_mask)])[np.cumsum(flat.fields.lengths)]
-
-
-def _routes_by_sequence(flat: FlatGroup) -> Sequence[RouteArray | None]:
-    if flat.routes is None or flat.fields.routes is None:
-        return [None] * len(flat.fields.lengths)
-    ends = np.cumsum(flat.fields.routes.counts, dtype=np.int64).tolist()
-    return [flat.routes[start:end] for start, end in zip([0, *ends], ends)]
+def _parts_of_sequences(columns: Mapping[str, Sequence[np.ndarray]]) -> dict[str, Sequence[Any]]:
+    """Return the fields of ``TokenSequence`` of S sequences, [S] each, that have these columns, [S] each."""
+    parts: dict[str, Sequence[Any]] = {name: arrays for name, arrays in columns.items() if "." not in name}
+    for name, record in _RECORDS.items():
+        if of_record := [arrays for column, arrays in columns.items() if column.startswith(f"{name}.")]:
+            parts[name] = list(map(record, *of_record))
+    return parts
 
 
 def _turns_by_rollout(flat: FlatGroup) -> Iterator[tuple[Turn, ...]]:
@@ -379,32 +335,17 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
         WireError: as for ``decode_group``.
     """
     fields, arrays = _READER.read(frame, limits)
-    num_taught = 0 if fields.teacher_top_k is None else 2
-    num_others = len(arrays) - (fields.routes is not None) - num_taught
-    if num_others not in (4, 6):
-        raise WireError(
-            f"expected a 'group' message with 4 or 6 arrays besides its routes and its teacher's scores, got "
-            f"{num_others}; {SAME_VERSION}"
-        )
-    arrays, taught = arrays[: len(arrays) - num_taught], arrays[len(arrays) - num_taught :]
-    token_ids, loss_mask, logprobs, versions = arrays[:4]
-    num_tokens = token_ids.size
-    for array, dtype in zip(arrays, _COLUMN_DTYPES):
-        if array.dtype != dtype or array.shape != (num_tokens,):
-            raise WireError(
-                f"expected four arrays of shape [{num_tokens}] in a 'group' message (dtypes <i4, |b1, <f4, <i4), got "
-                f"one of shape {list(array.shape)}, dtype {array.dtype.str}; {SAME_VERSION}"
-            )
+    columns = _named(fields.columns, arrays)
     # With other bytes, a sum over the mask would be larger than the number of masked tokens.
-    if np.greater(loss_mask.view(np.uint8), 1).tobytes().find(1) >= 0:
+    if np.greater(columns["loss_mask"].view(np.uint8), 1).tobytes().find(1) >= 0:
         raise WireError(
             f"expected only the bytes 0 and 1 in the loss mask of a 'group' message, got a byte above 1; {SAME_VERSION}"
         )
-    _check_sum("lengths", fields.lengths, num_tokens)
+    _check_sum("lengths", fields.lengths, columns["token_ids"].size)
     _check_sum("num_sequences", fields.num_sequences, len(fields.lengths))
     num_rollouts = len(fields.num_sequences)
-    for what, columns in (("reward_parts", fields.reward_parts), ("metrics", fields.metrics)):
-        for name, values in columns.items():
+    for what, lists in (("reward_parts", fields.reward_parts), ("metrics", fields.metrics)):
+        for name, values in lists.items():
             _check_length(f"{what}.{name}", values, num_rollouts)
     _check_length("accuracy", fields.accuracy, num_rollouts)
     _check_length("finish_reason", fields.finish_reason, num_rollouts)
@@ -415,22 +356,45 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
         _check_spans(fields.spans, num_rollouts)
     if fields.sessions is not None:
         _check_length("sessions", fields.sessions, num_rollouts)
-    mask = None if num_others == 4 else _sampling_mask(arrays[:6])
-    routes = None if fields.routes is None else _routes(fields.routes, fields.lengths, arrays[-1])
-    teacher = None if fields.teacher_top_k is None else _teacher(taught, fields.teacher_top_k, loss_mask)
-    return FlatGroup(fields, token_ids, loss_mask, logprobs, versions, mask, routes, teacher)
+    _check_computed(fields, columns.get("routes"))
+    whole = _parts_of_sequences({name: [array] for name, array in columns.items()})
+    group = FlatGroup(fields=fields, **{name: part for name, (part,) in whole.items()})
+    mask = group.sampling_mask
+    if mask is not None and (fault := why_malformed(mask.sizes, mask.words, len(mask))):
+        raise WireError(fault)
+    return group
 
 
-def _teacher(arrays: Sequence[np.ndarray], top_k: int, loss_mask: np.ndarray) -> TeacherScores:
-    num_sampled = int(np.count_nonzero(loss_mask))
-    sizes = ((num_sampled * (1 + top_k),), (num_sampled * top_k,))
-    found = [(array.dtype.str, array.shape) for array in arrays]
-    if found != [("<f4", sizes[0]), ("<i4", sizes[1])]:
+def _named(names: Sequence[str], arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of a message by the names of their columns, with dtypes and numbers of axes as in the table."""
+    present = {name.partition(".")[0] for name in names}
+    expected = [n for n, column in TOKEN_COLUMNS.items() if n.partition(".")[0] in present or not column.when]
+    if list(names) != expected or len(arrays) != len(names):
         raise WireError(
-            f"expected a teacher's scores of {num_sampled} tokens with top_k {top_k} in a 'group' message, got arrays "
-            f"{found}; {SAME_VERSION}"
+            f"expected a 'group' message with the columns {expected}, got {len(arrays)} arrays named "
+            f"{reprlib.repr(names)}; {SAME_VERSION}"
         )
-    return TeacherScores(arrays[0].reshape(num_sampled, 1 + top_k), arrays[1].reshape(num_sampled, top_k))
+    for name, array in zip(names, arrays, strict=True):
+        column = TOKEN_COLUMNS[name]
+        if array.dtype not in column.dtypes or array.ndim != column.num_axes:
+            raise WireError(
+                f"expected {name} of dtype {' or '.join(map(str, column.dtypes))} and {column.num_axes} axes in a "
+                f"'group' message, got {array.dtype} {list(array.shape)}; {SAME_VERSION}"
+            )
+    return dict(zip(names, arrays, strict=True))
+
+
+def _check_computed(fields: GroupFields, routes: np.ndarray | None) -> None:
+    """Check that the rows of ``routes`` are those of each sequence's first tokens."""
+    counts = fields.num_computed
+    if (counts is None) != (routes is None):
+        raise WireError(f"expected num_computed with routes, and only with them, in a 'group' message; {SAME_VERSION}")
+    if counts is None or routes is None:
+        return
+    _check_length("num_computed", counts, len(fields.lengths))
+    _check_sum("num_computed", counts, len(routes))
+    if any(count > length for count, length in zip(counts, fields.lengths, strict=True)):
+        raise WireError(f"expected routes of no more tokens than a sequence has in a 'group' message; {SAME_VERSION}")
 
 
 def _check_turns(turns: TurnFields, num_rollouts: int) -> None:
@@ -446,31 +410,6 @@ def _check_spans(spans: SpanFields, num_rollouts: int) -> None:
     _check_length("spans.counts", spans.counts, num_rollouts)
     _check_sum("spans.counts", spans.counts, num_spans)
     _check_length("spans.rewards", spans.rewards, num_spans)
-
-
-def _sampling_mask(arrays: Sequence[np.ndarray]) -> SamplingMask:
-    sizes, words = arrays[4:]
-    if sizes.dtype != _COLUMN_DTYPES[0] or words.dtype != _COLUMN_DTYPES[0]:
-        raise WireError(
-            f"expected sampling masks of dtype int32 in a 'group' message, got {sizes.dtype}, {words.dtype}; "
-            f"{SAME_VERSION}"
-        )
-    if fault := why_malformed(sizes, words, int(np.count_nonzero(arrays[1]))):
-        raise WireError(fault)
-    return SamplingMask(sizes, words)
-
-
-def _routes(shape: RouteFields, lengths: list[int], flat: np.ndarray) -> RouteArray:
-    _check_length("routes.counts", shape.counts, len(lengths))
-    if any(count > length for count, length in zip(shape.counts, lengths, strict=True)):
-        raise WireError(f"expected routes of no more tokens than a sequence has in a 'group' message; {SAME_VERSION}")
-    size = sum(shape.counts) * shape.num_layers * shape.top_k
-    if flat.dtype not in _ROUTE_DTYPES or flat.shape != (size,):
-        raise WireError(
-            f"expected routes of dtype uint8 or uint16 and shape [{size}] in a 'group' message, got {flat.dtype} "
-            f"{list(flat.shape)}; {SAME_VERSION}"
-        )
-    return flat.reshape(sum(shape.counts), shape.num_layers, shape.top_k)
 
 
 def _check_sum(name: str, counts: list[int], total: int) -> None:

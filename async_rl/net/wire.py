@@ -29,7 +29,7 @@ import numpy as np
 
 from async_rl.errors import WireError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ALIGNMENT = 16
 SAME_VERSION = "install the same version of async-rl on every machine"
 """The end of error messages about a message that has another form than expected. It says what the user should do."""
@@ -105,13 +105,14 @@ Piece = bytes | memoryview
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """A flat array for ``encode``, given as contiguous pieces of bytes that follow each other.
+    """An array for ``encode``, given as contiguous pieces of bytes that follow each other.
 
     ``encode`` copies the pieces into the frame. Joining them before would cost another copy. ``dtype`` is numpy's
     ``str`` of the dtype.
     """
 
     dtype: str
+    shape: Sequence[int]
     pieces: Sequence[Piece]
 
     @property
@@ -164,13 +165,13 @@ def encode(
     offset = 0
     for array in arrays:
         if isinstance(array, Pieces):
-            dtype, num_bytes = array.dtype, array.num_bytes
-            shape, pieces = [num_bytes // _itemsize(dtype, type_)], array.pieces
+            dtype, num_bytes, shape, pieces = array.dtype, array.num_bytes, array.shape, array.pieces
         else:
             body = np.ascontiguousarray(array)
-            dtype, num_bytes, shape = body.dtype.str, body.nbytes, list(array.shape)
-            _itemsize(dtype, type_)
+            dtype, num_bytes, shape = body.dtype.str, body.nbytes, array.shape
             pieces = (body.reshape(-1).view(np.uint8).data,)
+        if dtype not in _DTYPES:
+            raise WireError(f"array of a {type_!r} message: expected a dtype in {sorted(_DTYPES)}, got {dtype}")
         table.append([dtype, shape, offset])
         padded = _padded(num_bytes)
         bodies += (*pieces, bytes(padded - num_bytes))
@@ -182,12 +183,6 @@ def encode(
         raise WireError(f"a {type_!r} message can't be encoded: {error}") from error
     size = _PREFIX.size + len(header)
     return b"".join((_PREFIX.pack(_MAGIC, len(header)), header, bytes(_padded(size) - size), *bodies))
-
-
-def _itemsize(dtype: str, type_: str) -> int:
-    if dtype not in _DTYPES:
-        raise WireError(f"array of a {type_!r} message: expected a dtype in {sorted(_DTYPES)}, got {dtype}")
-    return _DTYPES[dtype].itemsize
 
 
 def decode(frame: Frame, limits: Limits = DEFAULT_LIMITS) -> Message:

@@ -10,6 +10,8 @@ from async_rl.checks.data import check_lengths
 from async_rl.config.config import Config
 from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError
+from async_rl.queue.storage.payloads import in_blocks
+from async_rl.records import BYTES_PER_TOKEN
 
 
 def config_of(*, max_tokens: int, sequence: int, max_bytes: int = 1 << 30, groups: int = 1) -> Config:
@@ -47,7 +49,8 @@ def test_a_rollout_of_one_token_more_is_refused_with_the_arithmetic(max_tokens: 
 
 
 def test_a_step_that_does_not_fit_the_queue_is_refused_before_anything_starts():
-    # 256 groups of 8 rollouts: 8 * (64 * 13 + 1024) + 4096 = 18,944 bytes, five blocks of a disk.
-    list(check_lengths(config_of(max_tokens=64, sequence=1, max_bytes=256 * 5 * 4096, groups=256), []))
-    with pytest.raises(ConfigError, match=r"queue\.max_bytes: expected at least 5242880, which one step of 256 groups"):
-        list(check_lengths(config_of(max_tokens=64, sequence=1, max_bytes=256 * 5 * 4096 - 1, groups=256), []))
+    # 256 groups of 8 rollouts, each in whole blocks of a disk.
+    needed = 256 * in_blocks(8 * (64 * BYTES_PER_TOKEN + 1024) + 4096)
+    list(check_lengths(config_of(max_tokens=64, sequence=1, max_bytes=needed, groups=256), []))
+    with pytest.raises(ConfigError, match=rf"queue\.max_bytes: expected at least {needed}, which one step of 256"):
+        list(check_lengths(config_of(max_tokens=64, sequence=1, max_bytes=needed - 1, groups=256), []))

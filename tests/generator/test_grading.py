@@ -4,10 +4,10 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from async_rl.generator.backend import Sampled
 from async_rl.generator.rollouts import ActiveLease, Graded, ThreadGrader

@@ -116,7 +116,7 @@ def test_a_teacher_that_cant_score_fails_the_lease_with_its_words():
     assert len(details) == 3
     assert "too long" in details[0]
     assert "finite" in details[1]
-    assert "expected a teacher's logprobs [2, 1 + K]" in details[2]
+    assert "expected teacher.logprobs of 2 sampled tokens" in details[2]
 
 
 def test_an_answer_that_no_teacher_gives_fails_the_lease():

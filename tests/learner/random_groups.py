@@ -32,7 +32,7 @@ class WireGroup:
     arrays: dict[str, np.ndarray]
 
     def encoded(self) -> bytes:
-        return bytes(encode("group", self.fields, list(self.arrays.values())))
+        return bytes(encode("group", {**self.fields, "columns": list(self.arrays)}, list(self.arrays.values())))
 
 
 def honest(lease: Lease, version: int, generator_id: str, vocab_size: int, seed: int) -> WireGroup:
@@ -52,7 +52,7 @@ def honest(lease: Lease, version: int, generator_id: str, vocab_size: int, seed:
         lineage=lease.lineage, temperature=sampling.temperature, weights_digest={version: f"digest-{version}"},
         sampling_time_s=1.0, num_sequences=num_sequences, lengths=(prompts + answers).tolist(),
         reward_parts={"correct": list(accuracy)}, accuracy=accuracy, finish_reason=["stop"] * lease.group_size,
-        extracted=["1"] * lease.group_size,
+        extracted=["1"] * lease.group_size, columns=[],
         turns=TurnFields(*turns, [0.5] * lease.group_size, [0.5] * lease.group_size) if seed % 3 == 0 else None,
     )  # fmt: skip
     arrays: dict[str, np.ndarray] = {
@@ -65,7 +65,7 @@ def honest(lease: Lease, version: int, generator_id: str, vocab_size: int, seed:
         # The sampled token and the one with the next id, so that one of the two can be changed.
         others = [sorted({token, (token + 1) % vocab_size}) for token in arrays["token_ids"][mask].tolist()]
         kept = pack_ids(np.full(num_sampled, 2), np.concatenate(others), vocab_size=vocab_size)
-        arrays |= {"sizes": kept.sizes, "words": kept.words}
+        arrays |= {"sampling_mask.sizes": kept.sizes, "sampling_mask.words": kept.words}
     return WireGroup(msgspec.to_builtins(fields), arrays)
 
 

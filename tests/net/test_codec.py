@@ -1,5 +1,7 @@
 """Leases and groups survive the wire; groups that don't fit together are refused."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,9 +11,21 @@ from msgspec.structs import replace
 
 from async_rl.errors import WireError
 from async_rl.net.codec import decode_group, encode_group, read_as
-from async_rl.net.wire import decode, encode
+from async_rl.net.wire import Message, decode, encode
 from async_rl.queue.messages import LeasesGranted
-from async_rl.records import AgentSession, Group, Lease, Prompt, Rollout, Sampling, TeacherScores, TokenSequence, Turn
+from async_rl.records import (
+    TOKEN_COLUMNS,
+    AgentSession,
+    Group,
+    Lease,
+    Prompt,
+    Rollout,
+    Sampling,
+    TeacherScores,
+    TokenSequence,
+    Turn,
+    column_of,
+)
 from async_rl.sampling_mask import SamplingMask, pack_ids
 
 
@@ -30,6 +44,11 @@ def group(lengths: list[list[int]]) -> Group:
         for each in lengths
     )
     return Group("lease", "train", 7, "generator", "lineage", 0.9, rollouts, {0: "abc"}, 1.5)
+
+
+def columns_of(message: Message) -> dict[str, np.ndarray]:
+    """The arrays of a group's message by the names of their columns."""
+    return dict(zip(message.fields["columns"], message.arrays, strict=True))
 
 
 PROMPT = Prompt(5, 3, 1, ({"role": "user", "content": "1+1"},), {"gt_answer": "2"})
@@ -137,7 +156,7 @@ def test_a_reward_part_that_only_some_rollouts_have_stays_with_them():
 def test_arrays_of_another_dtype_are_refused():
     message = decode(encode_group(group([[5]])))
     arrays = [message.arrays[0].astype(np.int64), *message.arrays[1:]]
-    with pytest.raises(WireError, match=r"expected four arrays of shape \[\d+\]"):
+    with pytest.raises(WireError, match=r"expected token_ids of dtype int32 .*, got int64 \[5\]"):
         decode_group(encode("group", message.fields, arrays))
 
 
@@ -207,62 +226,59 @@ def with_kept(sent: Group) -> Group:
     return structs.replace(sent, rollouts=rollouts)
 
 
-@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
-def test_sampling_masks_survive_the_wire_with_their_sequences(lengths: list[list[int]]):
-    sent = with_kept(group(lengths))
-    received = decode_group(encode_group(sent))
-    for before, after in zip(sent.rollouts, received.rollouts, strict=True):
-        for a, b in zip(before.sequences, after.sequences, strict=True):
-            assert a.sampling_mask is not None
-            assert b.sampling_mask is not None
-            assert b.sampling_mask.sizes.tolist() == a.sampling_mask.sizes.tolist()
-            assert b.sampling_mask.words.tolist() == a.sampling_mask.words.tolist()
-
-
-def test_a_group_that_leaves_nothing_out_has_four_columns_as_ever():
-    assert len(decode(encode_group(group([[5]]))).arrays) == 4
+def test_a_group_has_the_columns_that_its_message_names_and_no_others():
+    message = decode(encode_group(group([[5]])))
+    always = [name for name, column in TOKEN_COLUMNS.items() if not column.when]
+    assert (message.fields["columns"], len(message.arrays)) == (always, len(always))
     assert decode_group(encode_group(group([[5]]))).rollouts[0].sequences[0].sampling_mask is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda names: names[:-1],
+        lambda names: [*names, "sampling_mask.sizes"],
+        lambda names: [*names, "dreams"],
+        lambda names: [*names, names[0]],
+        lambda names: names[::-1],
+        lambda names: [],
+    ],
+)
+def test_other_names_of_columns_than_those_of_the_table_are_refused(change: Callable[[list[str]], list[str]]):
+    message = decode(encode_group(group([[5]])))
+    names = change(message.fields["columns"])
+    arrays = [*message.arrays, message.arrays[0]][: len(names)]
+    with pytest.raises(WireError, match="expected a 'group' message with the columns"):
+        decode_group(encode("group", {**message.fields, "columns": names}, arrays))
+    with pytest.raises(WireError, match="expected a 'group' message with the columns"):
+        decode_group(encode("group", message.fields, message.arrays[:-1]))
 
 
 def test_sampling_masks_cost_four_bytes_a_token_and_an_id():
     # Five tokens, four sampled, with 1, 2, 3 and, in 4 words of bits, 4 tokens kept: 4 + 10 words in all.
-    arrays = decode(encode_group(with_kept(group([[5]])))).arrays
-    assert [array.nbytes for array in arrays[4:]] == [16, 40]
-
-
-def test_sampling_masks_of_some_sequences_only_are_refused():
-    sent = group([[5, 5]])
-    some = (with_kept(sent).rollouts[0].sequences[0], sent.rollouts[0].sequences[1])
-    with pytest.raises(ValueError, match="for all 2 sequences of a group or for none, got 1"):
-        encode_group(structs.replace(sent, rollouts=(structs.replace(sent.rollouts[0], sequences=some),)))
+    found = columns_of(decode(encode_group(with_kept(group([[5]])))))
+    assert [found[f"sampling_mask.{part}"].nbytes for part in ("sizes", "words")] == [16, 40]
 
 
 @pytest.mark.parametrize(
     ("column", "array", "message"),
     [
-        (4, np.array([1, 2, 3], np.int32), "expected sizes of 4 sampling masks"),
-        (4, np.array([1, 2, 3, 4], np.int64), "expected sampling masks of dtype int32 in a 'group' message, got int64"),
-        (5, np.zeros(9, np.int32), "expected 10 words of sampling masks"),
-        (5, np.full(10, -1, np.int32), "token ids of 0 and above"),
-        (5, np.zeros((5, 2), np.int32), "expected 10 words"),
+        ("sizes", np.array([1, 2, 3], np.int32), r"sampling_mask.sizes of 4 sampled tokens, got \[3\]"),
+        ("sizes", np.array([1, 2, 3, 4], np.int64), r"sampling_mask.sizes of dtype int32 .*, got int64 \[4\]"),
+        ("words", np.zeros(9, np.int32), "expected 10 words of sampling masks"),
+        ("words", np.full(10, -1, np.int32), "token ids of 0 and above"),
+        ("words", np.zeros((5, 2), np.int32), r"sampling_mask.words of dtype int32 and 1 axes .*, got int32 \[5, 2\]"),
     ],
 )
-def test_sampling_masks_that_do_not_fit_their_tokens_are_refused(column: int, array: np.ndarray, message: str):
+def test_sampling_masks_that_do_not_fit_their_tokens_are_refused(column: str, array: np.ndarray, message: str):
     sent = decode(encode_group(with_kept(group([[5]]))))
-    arrays = list(sent.arrays)
-    arrays[column] = array
+    arrays = columns_of(sent) | {f"sampling_mask.{column}": array}
     with pytest.raises(WireError, match=message):
-        decode_group(encode("group", sent.fields, arrays))
-
-
-def test_half_of_the_sampling_masks_columns_are_refused():
-    sent = decode(encode_group(with_kept(group([[5]]))))
-    with pytest.raises(WireError, match="4 or 6 arrays besides its routes and its teacher's scores, got 5"):
-        decode_group(encode("group", sent.fields, sent.arrays[:5]))
+        decode_group(encode("group", sent.fields, list(arrays.values())))
 
 
 def test_sampling_masks_for_another_number_of_tokens_make_no_sequence():
-    with pytest.raises(ValueError, match="expected a sampling mask for 4 sampled tokens, got one for 3"):
+    with pytest.raises(ValueError, match=r"expected sampling_mask.sizes of 4 sampled tokens, got \[3\]"):
         structs.replace(sequence(5), sampling_mask=with_kept(group([[4]])).rollouts[0].sequences[0].sampling_mask)
 
 
@@ -279,60 +295,38 @@ def with_routes(sent: Group, dtype: type[np.generic] = np.uint8) -> Group:
     )
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-@given(lengths=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
-def test_routes_survive_the_wire_with_their_sequences(dtype: type[np.generic], lengths: list[list[int]]):
-    for sent in (with_routes(group(lengths), dtype), with_routes(with_kept(group(lengths)), dtype)):
-        received = decode_group(encode_group(sent))
-        for before, after in zip(sent.rollouts, received.rollouts, strict=True):
-            for a, b in zip(before.sequences, after.sequences, strict=True):
-                assert a.routes is not None
-                assert b.routes is not None
-                assert (b.routes.dtype, b.routes.tolist()) == (a.routes.dtype, a.routes.tolist())
-
-
 def test_routes_cost_a_byte_for_each_expert():
     # Four of five tokens, 3 layers, 2 experts.
-    assert decode(encode_group(with_routes(group([[5]])))).arrays[4].nbytes == 24
-
-
-def test_routes_of_some_sequences_only_are_refused():
-    sent = group([[5, 5]])
-    some = (with_routes(sent).rollouts[0].sequences[0], sent.rollouts[0].sequences[1])
-    with pytest.raises(ValueError, match="expected routes for all 2 sequences of a group or for none, got 1"):
-        encode_group(structs.replace(sent, rollouts=(structs.replace(sent.rollouts[0], sequences=some),)))
+    assert columns_of(decode(encode_group(with_routes(group([[5]])))))["routes"].nbytes == 24
 
 
 @pytest.mark.parametrize(
-    ("shape", "array", "message"),
+    ("counts", "array", "message"),
     [
-        ({}, np.zeros(24, np.int32), r"dtype uint8 or uint16 and shape \[24\] in a 'group' message, got int32 \[24\]"),
-        ({}, np.zeros(23, np.uint8), r"shape \[24\] in a 'group' message, got uint8 \[23\]"),
-        ({}, np.zeros((4, 6), np.uint8), r"got uint8 \[4, 6\]"),
-        ({"counts": [6]}, np.zeros(36, np.uint8), "routes of no more tokens than a sequence has"),
-        ({"counts": [4, 0]}, np.zeros(24, np.uint8), "'routes.counts' of a 'group' message: expected 1 values"),
-        ({"counts": [-1]}, np.zeros(24, np.uint8), "Expected `int` >= 0"),
-        ({"counts": [0], "num_layers": 1 << 62}, np.zeros(0, np.uint8), "Expected `int` <= 65536"),
-        ({"counts": [0], "top_k": 0}, np.zeros(0, np.uint8), "Expected `int` >= 1"),
+        ([4], np.zeros((4, 3, 2), np.int32), r"routes of dtype uint8 or uint16 .*, got int32 \[4, 3, 2\]"),
+        ([4], np.zeros((3, 3, 2), np.uint8), "'num_computed' of a 'group' message: expected counts that add up to 3"),
+        ([4], np.zeros((4, 6), np.uint8), r"routes of dtype .* and 3 axes .*, got uint8 \[4, 6\]"),
+        ([6], np.zeros((6, 3, 2), np.uint8), "routes of no more tokens than a sequence has"),
+        ([4, 0], np.zeros((4, 3, 2), np.uint8), "'num_computed' of a 'group' message: expected 1 values"),
+        ([-1], np.zeros((4, 3, 2), np.uint8), "Expected `int` >= 0"),
+        (None, np.zeros((4, 3, 2), np.uint8), "expected num_computed with routes, and only with them"),
     ],
 )
-def test_routes_that_do_not_fit_are_refused(shape: dict[str, object], array: np.ndarray, message: str):
+def test_routes_that_do_not_fit_are_refused(counts: list[int] | None, array: np.ndarray, message: str):
     sent = decode(encode_group(with_routes(group([[5]]))))
-    fields = {**sent.fields, "routes": {**sent.fields["routes"], **shape}}
+    arrays = columns_of(sent) | {"routes": array}
     with pytest.raises(WireError, match=message):
-        decode_group(encode("group", fields, [*sent.arrays[:4], array]))
+        decode_group(encode("group", {**sent.fields, "num_computed": counts}, list(arrays.values())))
 
 
-def test_routes_that_are_announced_or_sent_alone_are_refused():
-    sent = decode(encode_group(with_routes(group([[5]]))))
-    with pytest.raises(WireError, match="4 or 6 arrays besides its routes and its teacher's scores, got 3"):
-        decode_group(encode("group", sent.fields, sent.arrays[:4]))
-    with pytest.raises(WireError, match="4 or 6 arrays besides its routes and its teacher's scores, got 5"):
-        decode_group(encode("group", {**sent.fields, "routes": None}, sent.arrays))
+def test_routes_that_are_announced_alone_are_refused():
+    sent = decode(encode_group(group([[5]])))
+    with pytest.raises(WireError, match="expected num_computed with routes, and only with them"):
+        decode_group(encode("group", {**sent.fields, "num_computed": [4]}, sent.arrays))
 
 
 def test_routes_of_more_tokens_than_there_are_make_no_sequence():
-    with pytest.raises(ValueError, match=r"expected routes \[P, layers, top-k\] of at most its 5 tokens"):
+    with pytest.raises(ValueError, match=r"expected routes of at most 5 computed tokens, got \[6, 3, 2\]"):
         structs.replace(sequence(5), routes=np.zeros((6, 3, 2), np.uint8))
 
 
@@ -379,40 +373,51 @@ def taught(length: int, top_k: int) -> TokenSequence:
     return replace(sequence(length), teacher=scores)
 
 
-@pytest.mark.parametrize("top_k", [0, 3])
-@given(st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=3))
-def test_a_teachers_scores_survive_the_wire_with_their_sequences(top_k: int, lengths: list[list[int]]):
-    whole = group(lengths)
-    rollouts = tuple(
-        replace(r, sequences=tuple(taught(len(s.token_ids), top_k) for s in r.sequences)) for r in whole.rollouts
+def with_teacher(sent: Group, top_k: int) -> Group:
+    rollouts = (
+        replace(r, sequences=tuple(taught(len(s.token_ids), top_k) for s in r.sequences)) for r in sent.rollouts
     )
-    decoded = decode_group(encode_group(replace(whole, rollouts=rollouts)))
-    for sent, got in zip(rollouts, decoded.rollouts, strict=True):
-        for a, b in zip(sent.sequences, got.sequences, strict=True):
-            assert a.teacher is not None
-            assert b.teacher is not None
-            np.testing.assert_array_equal(a.teacher.logprobs, b.teacher.logprobs)
-            np.testing.assert_array_equal(a.teacher.top_ids, b.teacher.top_ids)
+    return replace(sent, rollouts=tuple(rollouts))
 
 
-def test_a_group_without_a_teacher_is_written_as_ever():
-    # So journals of older versions stay readable, and these can read ours.
-    message = decode(encode_group(group([[3]])))
-    assert "teacher_top_k" not in message.fields
-    assert len(message.arrays) == 4
+OPTIONAL = [
+    (with_kept, "sampling_mask.sizes"),
+    (with_routes, "routes"),
+    (lambda sent: with_routes(with_kept(sent), np.uint16), "sampling_mask.sizes"),
+    (lambda sent: with_teacher(sent, 0), "teacher.logprobs"),
+    (lambda sent: with_teacher(sent, 3), "teacher.logprobs"),
+]
+
+
+@pytest.mark.parametrize(("change", "name"), OPTIONAL)
+@given(lengths=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=4))
+def test_optional_columns_survive_the_wire_with_their_sequences(
+    change: Callable[[Group], Group], name: str, lengths: list[list[int]]
+):
+    sent = change(group(lengths))
+    received = decode_group(encode_group(sent))
+    for before, after in zip(sent.rollouts, received.rollouts, strict=True):
+        assert len(column_of(after.sequences, name)) == len(after.sequences)
+        for column in TOKEN_COLUMNS:
+            for a, b in zip(column_of(before.sequences, column), column_of(after.sequences, column), strict=True):
+                assert (a.dtype, a.shape, a.tolist()) == (b.dtype, b.shape, b.tolist())
+
+
+@pytest.mark.parametrize(("change", "name"), OPTIONAL)
+def test_a_column_of_some_sequences_only_is_refused(change: Callable[[Group], Group], name: str):
+    sent = group([[5, 5]])
+    some = (change(sent).rollouts[0].sequences[0], sent.rollouts[0].sequences[1])
+    with pytest.raises(ValueError, match=f"expected {name} of one shape for all 2 sequences of a group or for none"):
+        encode_group(replace(sent, rollouts=(replace(sent.rollouts[0], sequences=some),)))
 
 
 @pytest.mark.parametrize(
-    ("top_k", "logprobs"), [(0, np.zeros(1, np.float32)), (1, np.zeros(2, np.float32)), (0, np.zeros(2, np.float64))]
+    ("top_k", "logprobs"),
+    [(0, np.zeros((1, 1), np.float32)), (1, np.zeros((2, 1), np.float32)), (0, np.zeros((2, 1), np.float64))],
 )
 def test_a_teachers_scores_that_do_not_fit_their_tokens_are_refused(top_k: int, logprobs: np.ndarray):
     message = decode(encode_group(group([[3]])))  # two sampled tokens
-    arrays = (*message.arrays, logprobs, np.zeros(2 * top_k, np.int32))
-    with pytest.raises(WireError, match="a teacher's scores of 2 tokens"):
-        decode_group(encode("group", {**message.fields, "teacher_top_k": top_k}, arrays))
-
-
-def test_a_teachers_scores_of_some_sequences_only_are_refused():
-    rollout = replace(group([[3, 3]]).rollouts[0], sequences=(sequence(3), taught(3, 0)))
-    with pytest.raises(ValueError, match="a teacher's scores for all 2 sequences"):
-        encode_group(replace(group([]), rollouts=(rollout,)))
+    scores = {"teacher.logprobs": logprobs, "teacher.top_ids": np.zeros((2, top_k), np.int32)}
+    names = [*message.fields["columns"], *scores]
+    with pytest.raises(WireError, match=r"expected teacher.logprobs of"):
+        decode_group(encode("group", {**message.fields, "columns": names}, [*message.arrays, *scores.values()]))

@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import WireError
-from async_rl.net.wire import ALIGNMENT, Limits, decode, encode
+from async_rl.net.wire import ALIGNMENT, SCHEMA_VERSION, Limits, decode, encode
 from tests.examples import examples
+
+NOW = SCHEMA_VERSION
+HEAD = b"\x95" + bytes([NOW])
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -68,29 +71,35 @@ def frame_with(header: object, body: bytes = b"") -> bytes:
         (struct.pack("<4sI", b"ARL1", 1000), "got one of 1000 bytes"),
         (frame_with(b"\xc1"), "not msgpack"),
         (frame_with({"a": 1}), r"expected a header \[schema"),
-        (frame_with([2, "t", {}, [], 0]), "expected a message of schema 1, got schema 2"),
-        (frame_with([1, 5, {}, [], 0]), r"expected a header \[schema"),
-        (frame_with([1, "t", {}, [["<i4", [4], 0]], 0], bytes(8)), "got one that ends at"),
-        (frame_with([1, "t", {}, [["<i4", [-1], 0]], 0]), "expected a shape of lengths"),
-        (frame_with([1, "t", {}, [["<i4", [2**39, 2**39], 0]], 0]), "got one that ends at"),
+        (frame_with([NOW - 1, "t", {}, [], 0]), rf"of schema {NOW}, got schema {NOW - 1}; install the same version"),
+        (frame_with([NOW, 5, {}, [], 0]), r"expected a header \[schema"),
+        (frame_with([NOW, "t", {}, [["<i4", [4], 0]], 0], bytes(8)), "got one that ends at"),
+        (frame_with([NOW, "t", {}, [["<i4", [-1], 0]], 0]), "expected a shape of lengths"),
+        (frame_with([NOW, "t", {}, [["<i4", [2**39, 2**39], 0]], 0]), "got one that ends at"),
         (
-            frame_with([1, "t", {}, [["<i4", [0, 2**39, 2**39], 0]], 0]),
+            frame_with([NOW, "t", {}, [["<i4", [0, 2**39, 2**39], 0]], 0]),
             "expected a shape that numpy supports, got .* too big",
         ),
-        (frame_with([1, "t", {}, [["<i4", [0], 3]], 0]), "multiple of 16, got 3"),
-        (frame_with([1, "t", {}, [["<i4", [0], -16]], 0]), "multiple of 16, got -16"),
-        (frame_with([1, "t", {}, [["|O", [1], 0]], 0]), r"expected a dtype in .*, got '\|O'"),
-        (frame_with([1, "t", {}, [["<i4", [1] * 5, 0]], 0]), "expected an array entry"),
-        (frame_with([1, "t", {}, [["<i4", 1, 0]], 0]), "expected an array entry"),
-        (frame_with([1, "t", {}, [[["<i4"], [1], 0]], 0]), "expected an array entry"),
-        (frame_with([1, "t", {}, ["x"], 0]), "expected an array entry"),
-        (frame_with([1, "t", {}, []]), r"expected a header \[schema"),
-        (frame_with([1, "t", {}, [], True]), r"expected a header \[schema"),
-        (frame_with([1, "t", {}, [], -1]), "0 to 65536 parts in a message, got 0 arrays and -1 parts"),
-        (frame_with([1, "t", {}, [], 65_537]), "got 0 arrays and 65537 parts"),
-        (frame_with([1, "t", {1.5: 2}, [], 0]), "text or integer keys"),
-        (frame_with([1, "t", {"a": [msgpack.ExtType(5, b"x")]}, [], 0]), "expected plain data in a message, got a Ext"),
-        (frame_with([1, "t", {"a": msgpack.Timestamp(0)}, [], 0]), "expected plain data in a message, got a datetime"),
+        (frame_with([NOW, "t", {}, [["<i4", [0], 3]], 0]), "multiple of 16, got 3"),
+        (frame_with([NOW, "t", {}, [["<i4", [0], -16]], 0]), "multiple of 16, got -16"),
+        (frame_with([NOW, "t", {}, [["|O", [1], 0]], 0]), r"expected a dtype in .*, got '\|O'"),
+        (frame_with([NOW, "t", {}, [["<i4", [1] * 5, 0]], 0]), "expected an array entry"),
+        (frame_with([NOW, "t", {}, [["<i4", 1, 0]], 0]), "expected an array entry"),
+        (frame_with([NOW, "t", {}, [[["<i4"], [1], 0]], 0]), "expected an array entry"),
+        (frame_with([NOW, "t", {}, ["x"], 0]), "expected an array entry"),
+        (frame_with([NOW, "t", {}, []]), r"expected a header \[schema"),
+        (frame_with([NOW, "t", {}, [], True]), r"expected a header \[schema"),
+        (frame_with([NOW, "t", {}, [], -1]), "0 to 65536 parts in a message, got 0 arrays and -1 parts"),
+        (frame_with([NOW, "t", {}, [], 65_537]), "got 0 arrays and 65537 parts"),
+        (frame_with([NOW, "t", {1.5: 2}, [], 0]), "text or integer keys"),
+        (
+            frame_with([NOW, "t", {"a": [msgpack.ExtType(5, b"x")]}, [], 0]),
+            "expected plain data .*, got a Ext",
+        ),
+        (
+            frame_with([NOW, "t", {"a": msgpack.Timestamp(0)}, [], 0]),
+            "expected plain data .*, got a datetime",
+        ),
     ],
 )
 def test_a_malformed_frame_is_refused(frame: bytes, message: str):
@@ -113,7 +122,7 @@ def test_the_bytes_of_a_frame_are_fixed():
     frame = encode("t", {"a": [1, "b"]}, [np.array([[1, -2]], np.int32), np.array([True]), np.array(0.5)], num_parts=2)
     # 8 bytes of prefix and 43 of header end at 51, so array 0 begins at 64.
     header = (
-        b"\x95\x01\xa1t\x81\xa1a\x92\x01\xa1b\x93"  # [1, "t", {"a": [1, "b"]}, 3 arrays:
+        b"\x95\x02\xa1t\x81\xa1a\x92\x01\xa1b\x93"  # [2, "t", {"a": [1, "b"]}, 3 arrays:
         b"\x93\xa3<i4\x92\x01\x02\x00"  # ["<i4", [1, 2], 0]
         b"\x93\xa3|b1\x91\x01\x10"  # ["|b1", [1], 16]
         b"\x93\xa3<f8\x90\x20"  # ["<f8", [], 32]
@@ -134,18 +143,18 @@ def test_arrays_that_are_not_contiguous_are_sent_by_value():
 def test_deep_nesting_ends_in_a_refusal_not_in_the_stack():
     for one_deeper in (b"\x91", b"\x81\xa1a"):
         with pytest.raises(WireError, match="RecursionError"):
-            decode(frame_with(b"\x95\x01\xa1t" + one_deeper * 100_000 + b"\x90\x90\x00"))
+            decode(frame_with(HEAD + b"\xa1t" + one_deeper * 100_000 + b"\x90\x90\x00"))
         # 500 levels are within the reader's own limit.
         with pytest.raises(WireError, match="nested at most"):
-            decode(frame_with(b"\x95\x01\xa1t\x81\xa1a" + one_deeper * 500 + b"\x90\x90\x00"))
+            decode(frame_with(HEAD + b"\xa1t\x81\xa1a" + one_deeper * 500 + b"\x90\x90\x00"))
 
 
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (b"\x95", b"\xa1t\x80\x90\x00", "expected a message of schema 1"),
-        (b"\x95\x01\xa1t\x80\x91", b"\x00", "array entry"),
-        (b"\x95\x01\xa1t\x80\x91\x93\xa3<i4\x91", b"\x00\x00", "expected a shape of lengths"),
+        (b"\x95", b"\xa1t\x80\x90\x00", f"expected a message of schema {NOW}"),
+        (HEAD + b"\xa1t\x80\x91", b"\x00", "array entry"),
+        (HEAD + b"\xa1t\x80\x91\x93\xa3<i4\x91", b"\x00\x00", "expected a shape of lengths"),
     ],
 )
 def test_what_is_nested_deeper_than_repr_can_go_is_refused_too(before: bytes, after: bytes, message: str):
@@ -155,7 +164,7 @@ def test_what_is_nested_deeper_than_repr_can_go_is_refused_too(before: bytes, af
 
 def test_a_refusal_does_not_quote_megabytes():
     with pytest.raises(WireError) as refused:
-        decode(frame_with([1, "t", {}, [["<i4", ["x" * 1_000_000] * 3, 0]], 0]))
+        decode(frame_with([NOW, "t", {}, [["<i4", ["x" * 1_000_000] * 3, 0]], 0]))
     assert len(str(refused.value)) < 200
 
 

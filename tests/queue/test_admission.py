@@ -16,6 +16,7 @@ from async_rl.queue.core import generator_requests
 from async_rl.queue.core.diagnosis import notes
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady
+from async_rl.records import BYTES_PER_TOKEN
 from tests.queue.builders import (
     LINEAGE,
     ack,
@@ -90,8 +91,9 @@ def test_each_lease_names_the_oldest_version_that_its_batch_can_still_train():
 
 
 def test_a_lease_is_not_given_when_its_worst_case_does_not_fit():
-    # worst case of a group: 2 * ((8 + 8) * 13 + 1024) + 4096 = 6560 bytes, two blocks of a disk.
-    assert (settings().worst_case_bytes, settings().reserved_bytes) == (6560, 8192)
+    # Two rollouts of 8 + 8 tokens: two blocks of a disk.
+    worst_case = 2 * ((8 + 8) * BYTES_PER_TOKEN + 1024) + 4096
+    assert (settings().worst_case_bytes, settings().reserved_bytes) == (worst_case, 8192)
     state = make_state(max_staleness=9, max_bytes=3 * 8192)
     assert len(leases(state, 9)) == 3
     assert "queue.max_bytes" in generator_requests.lease(state, "g0", (LINEAGE, 0), 1, 0.0).reason

@@ -59,8 +59,8 @@ FAILURES = st.builds(
 COUNTS = st.sampled_from([0, 1, 2, 3, 2**53])
 FIELDS = (
     "lease_id", "kind", "position", "generator_id", "lineage", "temperature", "weights_digest", "sampling_time_s",
-    "num_sequences", "lengths", "reward_parts", "accuracy", "finish_reason", "extracted", "turns", "routes", "spans",
-    "teacher_top_k", "example", "metrics",
+    "num_sequences", "lengths", "reward_parts", "accuracy", "finish_reason", "extracted", "turns", "columns", "spans",
+    "num_computed", "example", "metrics",
 )  # fmt: skip
 VALUES = st.sampled_from(
     [None, True, 0, -1, 1, 2**31, 2**53, 0.5, 1e308, float("nan"), "", "x", [], {}, [0, 0], [1, 1], [1e308, 1e308],

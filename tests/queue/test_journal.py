@@ -18,7 +18,7 @@ from msgspec.structs import asdict
 
 from async_rl.errors import ConfigError, QueueError
 from async_rl.net.wire import pack_plain
-from async_rl.queue.storage.index import is_damage
+from async_rl.queue.storage.index import is_damage, write_meta
 from async_rl.queue.storage.journal import Change, Journal, Saved, file_system_of, is_network_file_system, unpack
 from async_rl.queue.storage.payloads import PayloadRef
 from tests.examples import examples
@@ -396,7 +396,7 @@ def test_a_record_that_another_program_changed_is_damage(tmp_path: Path):
     statements = (
         "UPDATE entries SET key = 'b'", "UPDATE entries SET kind = 'lease'", "UPDATE state SET value = X'00'",
         "UPDATE state SET name = 'other'", "UPDATE meta SET value = 3 WHERE name = 'format'",
-        "UPDATE meta SET value = X'01' WHERE name = 'last_file'", "PRAGMA user_version = 8",
+        "UPDATE meta SET value = X'01' WHERE name = 'last_file'", "PRAGMA user_version = 99",
         "DROP TABLE state",
     )  # fmt: skip
     for number, statement in enumerate(statements):
@@ -424,11 +424,14 @@ def test_only_a_damaged_header_makes_a_readonly_index_a_damaged_one(tmp_path: Pa
         assert "is damaged (attempt to write a readonly database)" in journal.damage
 
 
-def test_a_journal_of_another_format_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("has_row", [False, True])  # older formats have none
+def test_a_journal_of_another_format_is_refused(tmp_path: Path, has_row: bool):
     with closing(sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)) as index:
         index.execute("CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID")
-        index.execute("PRAGMA user_version = 2")
-    with pytest.raises(ConfigError, match=r"expected a journal of format \d+, got format 2.*rename that directory"):
+        if has_row:
+            write_meta(index, "format", "7")
+        index.execute("PRAGMA user_version = 7")
+    with pytest.raises(ConfigError, match=r"expected a journal of format \d+, got format 7.*rename that directory"):
         Journal(tmp_path)
 
 

@@ -15,7 +15,7 @@ from async_rl.net.codec import encode_group
 from async_rl.queue.core import persistence
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.state import QueueState
-from async_rl.records import Rollout, Span, TokenSequence
+from async_rl.records import BYTES_PER_TOKEN, Rollout, Span, TokenSequence
 from async_rl.routes import RoutingShape
 from tests.queue.builders import SAMPLING, ack, group, leases, make_config, make_state, put, settings, take
 
@@ -69,8 +69,8 @@ def test_a_restarted_queue_gives_its_leases_the_temperature_they_had():
         assert persistence.build_active_lease(state, lease.lease_id, held.record()).lease == lease
 
 
-# 2 rollouts a group, 8 + 8 tokens of 13 bytes each, 1024 bytes a rollout and 4096 a group: 6560 without sampling masks.
-PLAIN_BYTES = 2 * (16 * 13 + 1024) + 4096
+# 2 rollouts a group, 8 + 8 tokens each, 1024 bytes a rollout and 4096 a group.
+PLAIN_BYTES = 2 * (16 * BYTES_PER_TOKEN + 1024) + 4096
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_an_agents_lease_reserves_its_own_limit_instead_of_turns_times_length():
         return QueueSettings.from_config(config, vocab_size=None).worst_case_bytes
 
     # Two rollouts of 100,000 tokens, each with up to 100 answers.
-    assert reserved(max_rollout_tokens=100_000) == 2 * (100_000 * 13 + 100 * 64 + 1024) + 4096
-    assert reserved() == 2 * (1100 * 13 + 100 * 64 + 1024) + 4096
+    assert reserved(max_rollout_tokens=100_000) == 2 * (100_000 * BYTES_PER_TOKEN + 100 * 64 + 1024) + 4096
+    assert reserved() == 2 * (1100 * BYTES_PER_TOKEN + 100 * 64 + 1024) + 4096
 
 
 def test_a_lease_reserves_what_spans_may_take_if_a_reward_can_make_them():

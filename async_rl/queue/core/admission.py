@@ -24,13 +24,11 @@ from async_rl.errors import ConfigError, QueueError
 from async_rl.queue.core.run_ahead import RunAheadSetting
 from async_rl.queue.messages import Announcement, StepAck
 from async_rl.queue.storage.payloads import in_blocks
-from async_rl.records import LeaseKind, Sampling
+from async_rl.records import BYTES_PER_TOKEN, TOKEN_COLUMNS, LeaseKind, Sampling
 from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import words_at_most
 
-BYTES_PER_TOKEN = 13
-"""Size of a token in a group's message, in bytes: int32 id, bool mask, float32 log-probability, int32 version."""
-_BYTES_PER_WORD = 4
+_ITEM_BYTES = {name: column.dtype.itemsize for name, column in TOKEN_COLUMNS.items()}
 _BYTES_PER_SPAN = 14
 """Largest size of a span in a group's message, in bytes: its end (5 in MessagePack) and its reward (9)."""
 _BUG = "this is a bug in async-rl, please report it"
@@ -163,7 +161,10 @@ class QueueSettings:
             max_abs_reward=config.reward.max_abs,
             max_refused_share=config.queue.max_refused_share,
             routing=routing,
-            teacher_bytes=_BYTES_PER_WORD * (1 + 2 * config.distill.top_k) if config.distill.is_set else 0,
+            teacher_bytes=_ITEM_BYTES["teacher.logprobs"] * (1 + config.distill.top_k)
+            + _ITEM_BYTES["teacher.top_ids"] * config.distill.top_k
+            if config.distill.is_set
+            else 0,
             span_bytes=_BYTES_PER_SPAN if config.makes_spans else 0,
             mask_truncated=config.loss.mask_truncated,
             max_turn_tokens=config.environment.max_turn_tokens if config.environment.is_set else None,
@@ -183,8 +184,7 @@ class QueueSettings:
         answers = 0
         if self.rollout_tokens is not None:
             tokens, answers = self.rollout_tokens, min(sampling.max_new_tokens, MAX_SESSION_CALLS)
-        kept = 0 if sampling.keeps_all else sampling.max_new_tokens * _BYTES_PER_WORD * (1 + self._most_mask_words)
-        kept += sampling.max_new_tokens * (self.teacher_bytes + self.span_bytes)
+        kept = sampling.max_new_tokens * (self._mask_bytes + self.teacher_bytes + self.span_bytes)
         token_bytes = BYTES_PER_TOKEN + (0 if self.routing is None else self.routing.bytes_per_token)
         kept += answers * _BYTES_PER_ANSWER
         return self.group_size * (tokens * token_bytes + kept + _ROLLOUT_OVERHEAD) + _GROUP_OVERHEAD
@@ -201,13 +201,13 @@ class QueueSettings:
         return most * self.reserved_bytes
 
     @property
-    def _most_mask_words(self) -> int:
-        """The maximum size, in int32 values, of the sampling mask of one generated token.
-
-        The mask is the set of token ids that top-p and top-k allowed there.
-        """
+    def _mask_bytes(self) -> int:
+        """The maximum size of the sampling mask of one sampled token: the ids that top-p and top-k allowed there."""
+        if self.sampling.keeps_all:
+            return 0
         bounds = [self.sampling.top_k or None, None if self.vocab_size is None else words_at_most(self.vocab_size)]
-        return min(bound for bound in bounds if bound is not None)
+        most_words = min(bound for bound in bounds if bound is not None)
+        return _ITEM_BYTES["sampling_mask.sizes"] + _ITEM_BYTES["sampling_mask.words"] * most_words
 
     def sampling_at(self, version: int) -> Sampling:
         """Return the sampling settings of ``version``.

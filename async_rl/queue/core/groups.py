@@ -233,7 +233,7 @@ def _sequence_fault(group: FlatGroup, sampled: bytes) -> str:
     ``sampled`` is the loss mask as bytes.
     """
     start = 0
-    routed = group.fields.lengths if group.fields.routes is None else group.fields.routes.counts
+    routed = group.fields.num_computed or group.fields.lengths
     for index, (length, num_routed) in enumerate(zip(group.fields.lengths, routed, strict=True)):
         if not length:
             return f"lengths: expected at least one token in every sequence, got none in sequence {index}"

@@ -21,8 +21,9 @@ from async_rl.errors import ConfigError, DamagedJournalError
 
 INDEX = "index.sqlite"
 _START_OVER = "rename that directory, or start the queue with --fresh, which renames it and begins with an empty queue"
-_FORMAT = 7
-"""Format number of the index. Increase it with every change of the tables, or of the kinds and fields of records."""
+_FORMAT = 8
+"""Format number of the index. Increase it with every change of the tables, of the kinds and fields of records, or of
+the wire format, in which the payloads are."""
 _DIGEST_BYTES = 8
 _WRITE_VERSION_AT = 18
 _NO_DAMAGE = frozenset({
@@ -107,14 +108,16 @@ def _check(index: sqlite3.Connection, path: Path) -> None:
     if structure != "ok":
         raise DamagedJournalError(structure)
     (number,) = index.execute("PRAGMA user_version").fetchone()
-    is_ours = index.execute("SELECT 1 FROM meta WHERE name = 'format'").fetchone() is not None
-    if number != _FORMAT and not is_ours:
+    written = read_meta(index, "format")
+    if written is not None and written != str(number):
+        raise DamagedJournalError(f"expected format {written}, got {number}")
+    if number != _FORMAT:
         raise ConfigError(
             f"{path}: expected a journal of format {_FORMAT}, got format {number}, which another version of async-rl "
             f"wrote; {_START_OVER}"
         )
-    if number != _FORMAT or read_meta(index, "format") != str(_FORMAT):
-        raise DamagedJournalError(f"expected format {_FORMAT}, got {number}")
+    if written is None:
+        raise DamagedJournalError("its format is missing")
     for name in ("identity", "last_file"):
         read_meta(index, name)
     for _ in read_entries(index):
