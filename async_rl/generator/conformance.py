@@ -20,7 +20,7 @@ from async_rl.errors import AsyncRLError
 from async_rl.generator.backend import Backend, Sampled
 from async_rl.generator.parity import ScoringBackend
 from async_rl.queue.parity import ProbeSequence
-from async_rl.records import NO_VERSION, Lease, LeaseKind, Prompt, Sampling
+from async_rl.records import NO_VERSION, PER_TOKEN, Lease, LeaseKind, Prompt, Sampling
 from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import contains
 
@@ -140,10 +140,11 @@ class _Trial:
         limit, count = lease.sampling.max_new_tokens, len(sample.token_ids)
         self.expect(np.array_equal(sample.prompt_ids, prompt_ids), f"prompt_ids {prompt_ids}", sample.prompt_ids)
         self.expect(0 < count <= limit, f"1 to max_new_tokens = {limit} tokens", count)
-        for name, dtype in (("token_ids", np.int32), ("logprobs", np.float32), ("versions", np.int32)):
-            array = getattr(sample, name)
-            self.expect(array.dtype == dtype, f"{name} as {np.dtype(dtype)}", array.dtype)
-            self.expect(array.shape == (count,), f"{count} {name}, one for each token", array.shape)
+        for name in sample.__struct_fields__:
+            column, array = PER_TOKEN.get("behavior_logprobs" if name == "logprobs" else name), getattr(sample, name)
+            if column is not None and array is not None:
+                self.expect(array.dtype == column.dtype, f"{name} as {column.dtype}", array.dtype)
+                self.expect(array.shape == (count,), f"{count} {name}, one for each token", array.shape)
         is_logprob = bool(np.isfinite(sample.logprobs).all() and (sample.logprobs <= 1e-4).all())
         self.expect(is_logprob, "finite logprobs of at most 0", sample.logprobs)
         reason = sample.finish_reason

@@ -38,7 +38,8 @@ def test_every_sequence_keeps_its_own_tokens_wherever_it_is_moved(actions):
                 tokens = clock * MAX_RUNNING + np.arange(table.num_rows)
                 for sequence, token in zip(table.sequences, tokens.tolist(), strict=True):
                     expected[sequence.lease.lease_id, sequence.index].append(token)
-                table.record(tokens, -tokens.astype(np.float64), clock)
+                versions = np.full(len(tokens), clock, np.int32)
+                table.record({"token_ids": tokens, "logprobs": -tokens.astype(np.float64), "versions": versions})
                 clock += 1
         elif name == "leave":
             leaving = [row for row in sorted(value) if row < table.num_rows]
@@ -48,10 +49,12 @@ def test_every_sequence_keeps_its_own_tokens_wherever_it_is_moved(actions):
             assert not set(sources) & set(gaps)
         assert {(o.lease.lease_id, o.index) for o in table.sequences} == expected.keys()
         for row, sequence in enumerate(table.sequences):
-            tokens, logprobs, versions = table.sampled(row)
+            columns = table.sampled(row)
+            tokens = columns["token_ids"]
             assert tokens.tolist() == expected[sequence.lease.lease_id, sequence.index]
-            assert logprobs.tolist() == (-tokens).tolist()
-            assert versions.tolist() == (tokens // MAX_RUNNING).tolist()
+            if len(tokens):
+                assert columns["logprobs"].tolist() == (-tokens).tolist()
+                assert columns["versions"].tolist() == (tokens // MAX_RUNNING).tolist()
             length = prompts[sequence.lease.lease_id]
             assert table.position[row] == length - 1 + len(tokens)
             assert table.key[row] == rollout_keys(length, np.array([sequence.index]))[0]

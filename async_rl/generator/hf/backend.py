@@ -231,10 +231,10 @@ class TransformersBackend:
         if self._running.num_rows == 0:
             return []
         logits_RV = self._decode()
-        tokens_R, logprobs_R = self._sample(logits_RV)
-        self._running.record(tokens_R, logprobs_R, self._version)
+        columns = self._sample(logits_RV)
+        self._running.record(columns)
         self._num_tokens += self._running.num_rows
-        return self._finish(tokens_R)
+        return self._finish(columns["token_ids"])
 
     def progress(self) -> dict[str, int]:
         tokens = dict(self._sampled_by_finished)
@@ -341,9 +341,10 @@ class TransformersBackend:
         running = self._running
         rows = [row for row in range(running.num_rows) if running.position[row] > 0]
         # The next step feeds the newest token; everything before it is in the cache.
+        sampled = [running.last_tokens(row, int(running.num_sampled[row])) for row in rows]
         fed = [
-            np.concatenate([running.sequences[row].prompt_ids, running.sampled(row)[0]])[: int(running.position[row])]
-            for row in rows
+            np.concatenate([running.sequences[row].prompt_ids, tokens])[: int(running.position[row])]
+            for row, tokens in zip(rows, sampled, strict=True)
         ]
         self._rows.recompute(dict(zip(rows, fed, strict=True)))
 
@@ -357,11 +358,8 @@ class TransformersBackend:
         running.record_routes(routes_RLK)
         return logits_RV
 
-    def _sample(self, logits_RV: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Choose the next token of every running row.
-
-        Return token ids int64 [R] and logprobs float32 [R] as NumPy arrays.
-        """
+    def _sample(self, logits_RV: Tensor) -> dict[str, np.ndarray]:
+        """Choose the next token of every running row. Return its columns in ``Sampled``, [R] each."""
         running, rows = self._running, slice(0, self._running.num_rows)
         if self._plan is None:
             self._plan = make_plan(
@@ -373,17 +371,16 @@ class TransformersBackend:
                 device=self._device,
             )
         uniforms_R = torch.from_numpy(uniforms(running.key[rows], running.num_sampled[rows])).to(self._device)
-        tokens_R, logprobs_R, allowed_FV = sample(logits_RV, self._plan, uniforms_R)
+        columns_R, allowed_FV = sample(logits_RV, self._plan, uniforms_R)
         if allowed_FV is not None:
             running.record_masks(pack_masks(allowed_FV))
-        tokens, logprobs = _to_host(tokens_R, logprobs_R)
-        if np.isnan(logprobs).any():
+        columns = _to_host(columns_R)
+        if num_nan := int(np.isnan(columns["logprobs"]).sum()):
             raise WeightsError(
-                f"version {self._version} gives NaN logprobs for {int(np.isnan(logprobs).sum())} of {len(logprobs)} "
-                f"sequences; its weights are broken, so look for a non-finite loss in the learner's log, or lower "
-                f"optimizer.lr"
+                f"version {self._version} gives NaN logprobs for {num_nan} of {len(uniforms_R)} sequences; its weights "
+                f"are broken, so look for a non-finite loss in the learner's log, or lower optimizer.lr"
             )
-        return tokens, logprobs
+        return columns | {"versions": np.full(len(uniforms_R), self._version, np.int32)}
 
     def _finish(self, tokens_R: np.ndarray) -> list[Sampled]:
         """Remove the rows that ended with their newest tokens, ``tokens_R``. Return their samples."""
@@ -422,21 +419,19 @@ class TransformersBackend:
 
     def _sampled(self, row: int, finish_reason: FinishReason) -> Sampled:
         sequence = self._running.sequences[row]
-        token_ids, logprobs, versions = self._running.sampled(row)
+        columns = self._running.sampled(row)
         return Sampled(
             lease_id=sequence.lease.lease_id,
             index=sequence.index,
             prompt_ids=sequence.prompt_ids,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            versions=versions,
             finish_reason=finish_reason,
-            text=self._text_of(token_ids),
+            text=self._text_of(columns["token_ids"]),
             sampling_mask=join(sequence.sampling_mask)
             if sequence.sampling_mask and sequence.lease.wants_sampling_mask
             else None,
             routes=None if sequence.routes is None else np.concatenate(sequence.routes),
             prompt_opened=prompt_opened(sequence.prompt_ids, self._text_of),
+            **columns,
         )
 
     def _leave(self, rows: Sequence[int]) -> None:
@@ -446,12 +441,12 @@ class TransformersBackend:
             self._plan = None
 
 
-def _to_host(tokens_R: Tensor, logprobs_R: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids int64 [R] and logprobs float32 [R] as NumPy arrays.
+def _to_host(columns_R: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Return the columns, [R] each, as NumPy arrays.
 
-    From a GPU both take one transfer as float64, which holds every token id and every float32 exactly.
+    From a GPU all take one transfer as float64, which holds every int32 and every float32 exactly.
     """
-    if tokens_R.device.type == "cpu":
-        return tokens_R.numpy(), logprobs_R.numpy()
-    packed = torch.stack([tokens_R.double(), logprobs_R.double()]).cpu().numpy()
-    return packed[0].astype(np.int64), packed[1].astype(np.float32)
+    if all(column.device.type == "cpu" for column in columns_R.values()):
+        return {name: column.numpy() for name, column in columns_R.items()}
+    packed = torch.stack([column.double() for column in columns_R.values()]).cpu()
+    return {name: row.to(c.dtype).numpy() for (name, c), row in zip(columns_R.items(), packed, strict=True)}

@@ -85,7 +85,7 @@ def make_plan(
     )
 
 
-def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
     """Choose one token per row by inverse CDF.
 
     Args:
@@ -94,16 +94,18 @@ def sample(logits_RV: Tensor, plan: SamplingPlan, uniforms_R: Tensor) -> tuple[T
         uniforms_R: float64 [R] in [0, 1 - 2**-52], on the logits' device.
 
     Returns:
-        Tokens int64 [R]; logprobs float32 [R], in nats, of the sampled distribution (after temperature, min-p,
-        top-k and top-p, renormalised; NaN if a row's logits are not a distribution); and bool [F, V], the tokens that
-        these kept in the plan's filtered rows, or None without such rows.
+        The columns of the chosen tokens, [R] each, by their names in ``backend.Sampled``: token_ids int32; logprobs
+        float32, in nats, of the sampled distribution (after temperature, min-p, top-k and top-p, renormalised; NaN if a
+        row's logits are not a distribution). And bool [F, V], the tokens that these kept in the plan's filtered rows,
+        or None without such rows.
     """
     logits_RV, allowed_FV = _processed(logits_RV, plan)
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     tokens_R1 = _inverse_cdf(logprobs_RV, uniforms_R) if plan.samples else logits_RV.argmax(-1, keepdim=True)
     if plan.samples and plan.greedy is not None:
         tokens_R1 = torch.where(plan.greedy[:, None], logits_RV.argmax(-1, keepdim=True), tokens_R1)
-    return tokens_R1[:, 0], logprobs_RV.gather(1, tokens_R1)[:, 0], allowed_FV
+    columns = {"token_ids": tokens_R1[:, 0].int(), "logprobs": logprobs_RV.gather(1, tokens_R1)[:, 0]}
+    return columns, allowed_FV
 
 
 def logprobs_of(logits_RV: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor | None]:

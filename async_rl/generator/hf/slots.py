@@ -10,7 +10,7 @@ tokens, D = head dimension, P = prefix tokens, N = tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -70,9 +70,7 @@ class RunningSequences:
         self.min_p = np.zeros(max_running, np.float64)
         self.top_k = np.zeros(max_running, np.int64)
         self.has_stop = np.zeros(max_running, np.bool_)
-        self._tokens = np.zeros((max_running, 64), np.int32)
-        self._logprobs = np.zeros((max_running, 64), np.float32)
-        self._versions = np.zeros((max_running, 64), np.int32)
+        self._sampled = {"token_ids": np.zeros((max_running, 64), np.int32)}
         self._row_index = np.arange(max_running)
 
     @property
@@ -125,19 +123,16 @@ class RunningSequences:
         self.has_stop[rows] = bool(lease.sampling.stop or lease.sampling.stop_token_ids)
         return first_row
 
-    def record(self, tokens_R: np.ndarray, logprobs_R: np.ndarray, version: int) -> None:
-        """Append one sampled token to each row, with its logprob and the version of the weights that sampled it."""
+    def record(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Append one sampled token to each row: a value [R] in each of the columns of ``Sampled``, always the same."""
         rows = slice(0, self.num_rows)
-        column = self.num_sampled[rows]
-        if int(column.max()) >= self._tokens.shape[1]:
-            self._tokens, self._logprobs, self._versions = (
-                np.concatenate([a, np.zeros_like(a)], axis=1) for a in (self._tokens, self._logprobs, self._versions)
-            )
-        row = self._row_index[rows]
-        self._tokens[row, column] = tokens_R
-        self._logprobs[row, column] = logprobs_R
-        self._versions[row, column] = version
-        self.next_ids[rows] = tokens_R
+        place = self._row_index[rows], self.num_sampled[rows]
+        for name, values_R in columns.items():
+            stored = self._sampled.setdefault(name, np.zeros((len(self.position), 64), values_R.dtype))
+            if int(place[1].max()) >= stored.shape[1]:
+                stored = self._sampled[name] = np.concatenate([stored, np.zeros_like(stored)], axis=1)
+            stored[place] = values_R
+        self.next_ids[rows] = columns["token_ids"]
         self.position[rows] += 1
         self.num_sampled[rows] += 1
 
@@ -156,15 +151,14 @@ class RunningSequences:
             if sequence.routes is not None:
                 sequence.routes.append(routes_RLK[row : row + 1])
 
-    def sampled(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return copies of the row's token ids (int32 [N]), logprobs (float32 [N]) and versions (int32 [N])."""
-        count = self.num_sampled[row]
-        return self._tokens[row, :count].copy(), self._logprobs[row, :count].copy(), self._versions[row, :count].copy()
+    def sampled(self, row: int) -> dict[str, np.ndarray]:
+        """Return copies of the row's columns, [N] each, by their names in ``Sampled``."""
+        return {name: stored[row, : self.num_sampled[row]].copy() for name, stored in self._sampled.items()}
 
     def last_tokens(self, row: int, count: int) -> np.ndarray:
         """Return the newest ``count`` tokens of the row, or all if it has fewer."""
         end = int(self.num_sampled[row])
-        return self._tokens[row, max(0, end - count) : end]
+        return self._sampled["token_ids"][row, max(0, end - count) : end]
 
     def remove(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
         """Remove ``rows``, and move the last remaining rows into the gaps.
@@ -177,7 +171,7 @@ class RunningSequences:
         movers = [row for row in range(remaining, self.num_rows) if row not in leaving]
         for column in (
             self.next_ids, self.position, self.num_sampled, self.max_sampled, self.key, self.temperature, self.top_p,
-            self.min_p, self.top_k, self.has_stop, self._tokens, self._logprobs, self._versions,
+            self.min_p, self.top_k, self.has_stop, *self._sampled.values(),
         ):  # fmt: skip
             column[gaps] = column[movers]
         for source, destination in zip(movers, gaps, strict=True):
