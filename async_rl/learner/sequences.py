@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from async_rl.records import PER_TOKEN
 from async_rl.routes import RouteArray
 from async_rl.sampling_mask import SamplingMask
 
@@ -49,6 +50,12 @@ def _optional(dtype: type[np.generic], **how: bool) -> Any:
     return field(default_factory=partial(np.zeros, 0, dtype), metadata=_how(dtype, is_optional=True, **how))
 
 
+def _carried(name: str) -> Any:
+    """Return the field of a column that rollouts carry under the same name (``records.PER_TOKEN``)."""
+    dtype = PER_TOKEN[name].dtype.type
+    return _optional(dtype) if PER_TOKEN[name].when else field(metadata=_how(dtype))
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TokenColumns(Generic[A]):
     """The columns, as arrays of type A: [T] in a sequence, [N] elsewhere. An optional one is [0] if nothing needs it.
@@ -67,8 +74,8 @@ class TokenColumns(Generic[A]):
         slopes: the derivative of a loss over whole sequences by the token's value (``losses.slopes``).
     """
 
-    behavior_logprobs: A = field(metadata=_how(np.float32))
-    versions: A = field(metadata=_how(np.int32))
+    behavior_logprobs: A = _carried("behavior_logprobs")
+    versions: A = _carried("versions")
     advantages: A = field(metadata=_how(np.float32))
     reference_logprobs: A = _optional(np.float32)
     proximal_logprobs: A = _optional(np.float32)
@@ -88,6 +95,8 @@ class TokenColumns(Generic[A]):
 
 COLUMNS: Mapping[str, Column] = MappingProxyType({f.name: f.metadata["column"] for f in fields(TokenColumns)})
 """The table of columns, by name."""
+CARRIED = tuple(name for name in COLUMNS if name in PER_TOKEN)
+"""Those that rollouts carry."""
 
 
 def no_optional_columns() -> dict[str, np.ndarray]:

@@ -15,16 +15,15 @@ from pathlib import Path
 import numpy as np
 
 from async_rl.errors import RunError
+from async_rl.records import PER_TOKEN
 from async_rl.run.directory import replaced
 
 GIVEN = "given"
 """The outcome of a token that the policy did not sample. Others are ``trained``, ``clipped_low``, ``clipped_high``, or
 the cause for which the token was left out of the loss (``masked/<cause>``, and ``token_range``)."""
 PLACES = ("position", "index", "sequence", "learner_version")
-_NUMBERS = {
-    "token_ids": np.int32, "versions": np.int32, "behavior_logprobs": np.float32, "logprobs": np.float32,
-    "entropies": np.float32, "advantages": np.float32,
-}  # fmt: skip
+_CARRIED = {name: PER_TOKEN[name].dtype for name in ("token_ids", "versions", "behavior_logprobs")}
+_NUMBERS = _CARRIED | dict.fromkeys(("logprobs", "entropies", "advantages"), np.dtype(np.float32))
 _TEXTS = ("texts", "outcomes")
 
 

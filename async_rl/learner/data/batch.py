@@ -18,9 +18,9 @@ import numpy as np
 from async_rl.config.distill import DistillConfig
 from async_rl.config.loss import LossConfig
 from async_rl.learner.interface import Engine, PolicyScores
-from async_rl.learner.sequences import TrainSequence
+from async_rl.learner.sequences import CARRIED, TrainSequence
 from async_rl.queue.messages import TakenGroup
-from async_rl.records import WITHOUT_REWARD, Group, Rollout, TeacherScores, TokenSequence, why_parts_misfit
+from async_rl.records import WITHOUT_REWARD, Group, Rollout, TeacherScores, TokenSequence, column_of, why_parts_misfit
 from async_rl.routes import RoutingShape, why_misfit
 from async_rl.sampling_mask import SamplingMask, contains, largest_id, select
 
@@ -295,12 +295,11 @@ def _sequences(
                 sequence_id=builder.next_id,
                 token_ids=sequence.token_ids,
                 loss_mask=mask,
-                behavior_logprobs=sequence.behavior_logprobs,
-                versions=sequence.versions,
                 advantages=np.zeros(len(sequence.token_ids), dtype=np.float32),
                 temperature=item.group.temperature,
                 sampling_mask=_sampling_mask(sequence, mask),
                 routes=None if routing is None else sequence.routes,
+                **{name: values for name in CARRIED for values in column_of([sequence], name)},
                 **({} if distill is None or sequence.teacher is None else _taught(sequence, sequence.teacher, distill)),
             )
         )
