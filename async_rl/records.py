@@ -28,6 +28,8 @@ CutLimit = Literal["max_new_tokens", "max_turn_tokens", "context"]
 """What cut an answer: ``sampling.max_new_tokens``, ``environment.max_turn_tokens``, or the end of the context."""
 LeaseKind = Literal["train", "eval"]
 
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""The type of a record's field that is an integer of at least 0."""
 Int32Array = npt.NDArray[np.int32]
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
@@ -290,7 +292,7 @@ def why_columns_misfit(sequence: TokenSequence) -> str:
     return ""
 
 
-class Turn(msgspec.Struct, frozen=True):
+class Turn(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One answer of the policy in a rollout with an environment.
 
     Attributes:
@@ -299,12 +301,12 @@ class Turn(msgspec.Struct, frozen=True):
         score: a figure from the environment that is only logged.
     """
 
-    num_tokens: int
+    num_tokens: Count
     reward: float
     score: float
 
 
-class Span(msgspec.Struct, frozen=True):
+class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A part of an answer that a reward function has judged by itself (a process reward).
 
     Attributes:
@@ -312,12 +314,12 @@ class Span(msgspec.Struct, frozen=True):
         reward: the span's reward. It belongs to the last of these tokens.
     """
 
-    end: int
+    end: Count
     reward: float
 
 
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
-_Counts = Annotated[dict[_Name, Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
+_Counts = Annotated[dict[_Name, Count], msgspec.Meta(max_length=64)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, islice, repeat
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from async_rl.records import (
     PER_TOKEN,
     TOKEN_COLUMNS,
     AgentSession,
+    Count,
     FinishReason,
     Group,
     LeaseKind,
@@ -34,8 +35,6 @@ from async_rl.records import (
 from async_rl.sampling_mask import SamplingMask, why_malformed
 
 _T = TypeVar("_T")
-Count = Annotated[int, msgspec.Meta(ge=0)]
-"""The type of a record's field that is an integer of at least 0."""
 _RECORDS = {"sampling_mask": SamplingMask, "teacher": TeacherScores}
 """The classes of records that columns of ``TOKEN_COLUMNS`` belong to, by the field of ``TokenSequence``."""
 
@@ -73,36 +72,6 @@ def read_as(plain: Any, kind: type[_T]) -> _T:
         raise WireError(f"malformed {getattr(kind, '__name__', 'data')}: {error}; {SAME_VERSION}") from error
 
 
-class TurnFields(msgspec.Struct, frozen=True, gc=False):
-    """The turns of all rollouts of a group in its message, one rollout after the other. R = rollouts, U = turns.
-
-    Attributes:
-        counts: [R], the number of turns of each rollout. The sum is U.
-        num_tokens: [U], the number of tokens that the policy sampled in each turn.
-        rewards: [U], the reward of each turn.
-        scores: [U], the score of each turn, a figure that is only logged.
-    """
-
-    counts: list[Count]
-    num_tokens: list[Count]
-    rewards: list[float]
-    scores: list[float]
-
-
-class SpanFields(msgspec.Struct, frozen=True, gc=False):
-    """The spans of all rollouts of a group in its message, one rollout after the other. R = rollouts, U = spans.
-
-    Attributes:
-        counts: [R], the number of spans of each rollout. The sum is U.
-        ends: [U], as in ``Span``.
-        rewards: [U], as in ``Span``.
-    """
-
-    counts: list[Count]
-    ends: list[Count]
-    rewards: list[float]
-
-
 class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """A group's message without its arrays. The group has R rollouts, S token sequences and T tokens.
 
@@ -114,8 +83,8 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         accuracy: [R], as in ``Rollout``.
         finish_reason: [R], as in ``Rollout``.
         extracted: [R], as in ``Rollout``.
-        turns: the turns of all rollouts. None if the group was sampled without an environment.
-        spans: the spans of all rollouts. None if there are none.
+        turns: [R], as in ``Rollout``. None if no rollout has one.
+        spans: [R], as in ``Rollout``. None if no rollout has one.
         columns: the names of the message's arrays in ``TOKEN_COLUMNS``, in that order.
         num_computed: [S], the rows that each sequence has in columns for computed tokens. None if there are none.
         sessions: [R], as in ``Rollout``. None if no rollout has one.
@@ -138,9 +107,9 @@ class GroupFields(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     accuracy: list[float]
     finish_reason: list[FinishReason]
     extracted: list[str | None]
-    turns: TurnFields | None = None
+    turns: list[tuple[Turn, ...]] | None = None
     num_computed: list[Count] | None = None
-    spans: SpanFields | None = None
+    spans: list[tuple[Span, ...]] | None = None
     sessions: list[AgentSession | None] | None = None
     example: str = ""
     metrics: dict[str, list[float | None]] = {}
@@ -156,8 +125,7 @@ def encode_group(group: Group) -> bytes:
     sequences = [s for r in rollouts for s in r.sequences]
     names = dict.fromkeys(name for r in rollouts for name in r.reward_parts)
     metrics = dict.fromkeys(name for r in rollouts for name in r.metrics)
-    turns = [turn for r in rollouts for turn in r.turns]
-    spans = [span for r in rollouts for span in r.spans]
+    turns, spans = [r.turns for r in rollouts], [r.spans for r in rollouts]
     sessions = [r.session for r in rollouts]
     columns = {name: _all_or_none(name, sequences) for name in TOKEN_COLUMNS}
     columns = {name: arrays for name, arrays in columns.items() if arrays or not TOKEN_COLUMNS[name].when}
@@ -177,18 +145,9 @@ def encode_group(group: Group) -> bytes:
         accuracy=[r.accuracy for r in rollouts],
         finish_reason=[r.finish_reason for r in rollouts],
         extracted=[r.extracted for r in rollouts],
-        turns=TurnFields(
-            counts=[len(r.turns) for r in rollouts],
-            num_tokens=[turn.num_tokens for turn in turns],
-            rewards=[turn.reward for turn in turns],
-            scores=[turn.score for turn in turns],
-        )
-        if turns
-        else None,
+        turns=turns if any(turns) else None,
         num_computed=[len(routes) for routes in columns["routes"]] if "routes" in columns else None,
-        spans=SpanFields([len(r.spans) for r in rollouts], [s.end for s in spans], [s.reward for s in spans])
-        if spans
-        else None,
+        spans=spans if any(spans) else None,
         sessions=sessions if any(sessions) else None,
         metrics={name: [r.metrics.get(name) for r in rollouts] for name in metrics},
         example=group.example,
@@ -247,7 +206,6 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
     flat = decode_flat_group(frame, limits)
     fields, rewards = flat.fields, flat.fields.reward_parts
     sequences = _sequences(flat)
-    turns, spans = _turns_by_rollout(flat), _spans_by_rollout(flat)
     rollouts: list[Rollout] = []
     first = 0
     for index, count in enumerate(fields.num_sequences):
@@ -262,8 +220,8 @@ def decode_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT
                 accuracy=fields.accuracy[index],
                 finish_reason=fields.finish_reason[index],
                 extracted=fields.extracted[index],
-                turns=next(turns),
-                spans=next(spans),
+                turns=() if fields.turns is None else fields.turns[index],
+                spans=() if fields.spans is None else fields.spans[index],
                 session=None if fields.sessions is None else fields.sessions[index],
                 metrics=metrics,
             )
@@ -312,22 +270,6 @@ def _parts_of_sequences(columns: Mapping[str, Sequence[np.ndarray]]) -> dict[str
     return parts
 
 
-def _turns_by_rollout(flat: FlatGroup) -> Iterator[tuple[Turn, ...]]:
-    columns = flat.fields.turns
-    if columns is None:
-        return repeat((), flat.num_rollouts)
-    turns = map(Turn, columns.num_tokens, columns.rewards, columns.scores)
-    return (tuple(islice(turns, count)) for count in columns.counts)
-
-
-def _spans_by_rollout(flat: FlatGroup) -> Iterator[tuple[Span, ...]]:
-    columns = flat.fields.spans
-    if columns is None:
-        return repeat((), flat.num_rollouts)
-    spans = map(Span, columns.ends, columns.rewards)
-    return (tuple(islice(spans, count)) for count in columns.counts)
-
-
 def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DEFAULT_LIMITS) -> FlatGroup:
     """Decode a group's message ``frame`` to flat arrays, for callers that need only sums or checks over all tokens.
 
@@ -350,12 +292,9 @@ def decode_flat_group(frame: bytes | bytearray | memoryview, limits: Limits = DE
     _check_length("accuracy", fields.accuracy, num_rollouts)
     _check_length("finish_reason", fields.finish_reason, num_rollouts)
     _check_length("extracted", fields.extracted, num_rollouts)
-    if fields.turns is not None:
-        _check_turns(fields.turns, num_rollouts)
-    if fields.spans is not None:
-        _check_spans(fields.spans, num_rollouts)
-    if fields.sessions is not None:
-        _check_length("sessions", fields.sessions, num_rollouts)
+    for name, values in (("turns", fields.turns), ("spans", fields.spans), ("sessions", fields.sessions)):
+        if values is not None:
+            _check_length(name, values, num_rollouts)
     _check_computed(fields, columns.get("routes"))
     whole = _parts_of_sequences({name: [array] for name, array in columns.items()})
     group = FlatGroup(fields=fields, **{name: part for name, (part,) in whole.items()})
@@ -395,21 +334,6 @@ def _check_computed(fields: GroupFields, routes: np.ndarray | None) -> None:
     _check_sum("num_computed", counts, len(routes))
     if any(count > length for count, length in zip(counts, fields.lengths, strict=True)):
         raise WireError(f"expected routes of no more tokens than a sequence has in a 'group' message; {SAME_VERSION}")
-
-
-def _check_turns(turns: TurnFields, num_rollouts: int) -> None:
-    num_turns = len(turns.num_tokens)
-    _check_length("turns.counts", turns.counts, num_rollouts)
-    _check_sum("turns.counts", turns.counts, num_turns)
-    _check_length("turns.rewards", turns.rewards, num_turns)
-    _check_length("turns.scores", turns.scores, num_turns)
-
-
-def _check_spans(spans: SpanFields, num_rollouts: int) -> None:
-    num_spans = len(spans.ends)
-    _check_length("spans.counts", spans.counts, num_rollouts)
-    _check_sum("spans.counts", spans.counts, num_spans)
-    _check_length("spans.rewards", spans.rewards, num_spans)
 
 
 def _check_sum(name: str, counts: list[int], total: int) -> None:

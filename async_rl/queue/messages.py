@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
-from async_rl.net.codec import Count
-from async_rl.records import Group, Lease, Prompt
+from async_rl.records import Count, Group, Lease, Prompt
 
 RECEIVE_HIGH_WATER_MARK = 64
 """Maximum number of received messages of one peer that wait in the socket's memory."""

@@ -18,8 +18,9 @@ import msgspec
 import xxhash
 
 from async_rl.errors import WeightsError, WireError
-from async_rl.net.codec import Count, field, read_as
+from async_rl.net.codec import field, read_as
 from async_rl.net.wire import SAME_VERSION, pack_plain
+from async_rl.records import Count
 
 ALIGNMENT = 64
 _DIGEST_PIECE_BYTES = 4 << 20

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from async_rl.net.codec import GroupFields, TurnFields
+from async_rl.net.codec import GroupFields
 from async_rl.net.wire import encode
-from async_rl.records import NO_VERSION, Lease
+from async_rl.records import NO_VERSION, Lease, Turn
 from async_rl.sampling_mask import pack_ids
 
 FLOATS = st.sampled_from([
@@ -46,14 +46,14 @@ def honest(lease: Lease, version: int, generator_id: str, vocab_size: int, seed:
     mask = np.concatenate([np.arange(p + a) >= p for p, a in zip(prompts, answers, strict=True)])
     size, num_sampled = len(mask), int(mask.sum())
     accuracy = rng.integers(0, 2, lease.group_size).astype(float).tolist()
-    turns = [1] * lease.group_size, np.add.reduceat(answers, np.cumsum([0, *num_sequences[:-1]])).tolist()
+    turns = [(Turn(n, 0.5, 0.5),) for n in np.add.reduceat(answers, np.cumsum([0, *num_sequences[:-1]])).tolist()]
     fields = GroupFields(
         lease_id=lease.lease_id, kind=lease.kind, position=lease.prompt.position, generator_id=generator_id,
         lineage=lease.lineage, temperature=sampling.temperature, weights_digest={version: f"digest-{version}"},
         sampling_time_s=1.0, num_sequences=num_sequences, lengths=(prompts + answers).tolist(),
         reward_parts={"correct": list(accuracy)}, accuracy=accuracy, finish_reason=["stop"] * lease.group_size,
         extracted=["1"] * lease.group_size, columns=[],
-        turns=TurnFields(*turns, [0.5] * lease.group_size, [0.5] * lease.group_size) if seed % 3 == 0 else None,
+        turns=turns if seed % 3 == 0 else None,
     )  # fmt: skip
     arrays: dict[str, np.ndarray] = {
         "token_ids": rng.integers(0, vocab_size, size).astype(np.int32),
@@ -142,10 +142,11 @@ def _a_turn(group: WireGroup, data: st.DataObject) -> None:
     turns = group.fields.get("turns")
     if turns is None:
         return
-    name = data.draw(st.sampled_from(["counts", "num_tokens", "rewards", "scores"]))
-    turns[name][data.draw(st.integers(0, len(turns[name]) - 1))] = data.draw(
-        INTEGERS if name in ("counts", "num_tokens") else FLOATS
-    )
+    rollout, place = data.draw(st.integers(0, len(turns) - 1)), data.draw(st.integers(0, 3))
+    if place == 3:
+        turns[rollout] = [*turns[rollout], *turns[rollout]]
+    else:
+        turns[rollout][0][place] = data.draw(FLOATS if place else INTEGERS)
 
 
 def _a_field(group: WireGroup, data: st.DataObject) -> None:

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.errors import WireError
-from async_rl.net.wire import ALIGNMENT, SCHEMA_VERSION, Limits, decode, encode
+from async_rl.net.wire import ALIGNMENT, Limits, decode, encode
+from async_rl.net.wire import SCHEMA_VERSION as V
 from tests.examples import examples
 
-NOW = SCHEMA_VERSION
-HEAD = b"\x95" + bytes([NOW])
-
+HEAD = b"\x95" + bytes([V])
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
@@ -71,35 +70,29 @@ def frame_with(header: object, body: bytes = b"") -> bytes:
         (struct.pack("<4sI", b"ARL1", 1000), "got one of 1000 bytes"),
         (frame_with(b"\xc1"), "not msgpack"),
         (frame_with({"a": 1}), r"expected a header \[schema"),
-        (frame_with([NOW - 1, "t", {}, [], 0]), rf"of schema {NOW}, got schema {NOW - 1}; install the same version"),
-        (frame_with([NOW, 5, {}, [], 0]), r"expected a header \[schema"),
-        (frame_with([NOW, "t", {}, [["<i4", [4], 0]], 0], bytes(8)), "got one that ends at"),
-        (frame_with([NOW, "t", {}, [["<i4", [-1], 0]], 0]), "expected a shape of lengths"),
-        (frame_with([NOW, "t", {}, [["<i4", [2**39, 2**39], 0]], 0]), "got one that ends at"),
+        (frame_with([V - 1, "t", {}, [], 0]), rf"of schema {V}, got schema {V - 1}; install the same version"),
+        (frame_with([V, 5, {}, [], 0]), r"expected a header \[schema"),
+        (frame_with([V, "t", {}, [["<i4", [4], 0]], 0], bytes(8)), "got one that ends at"),
+        (frame_with([V, "t", {}, [["<i4", [-1], 0]], 0]), "expected a shape of lengths"),
+        (frame_with([V, "t", {}, [["<i4", [2**39, 2**39], 0]], 0]), "got one that ends at"),
         (
-            frame_with([NOW, "t", {}, [["<i4", [0, 2**39, 2**39], 0]], 0]),
+            frame_with([V, "t", {}, [["<i4", [0, 2**39, 2**39], 0]], 0]),
             "expected a shape that numpy supports, got .* too big",
         ),
-        (frame_with([NOW, "t", {}, [["<i4", [0], 3]], 0]), "multiple of 16, got 3"),
-        (frame_with([NOW, "t", {}, [["<i4", [0], -16]], 0]), "multiple of 16, got -16"),
-        (frame_with([NOW, "t", {}, [["|O", [1], 0]], 0]), r"expected a dtype in .*, got '\|O'"),
-        (frame_with([NOW, "t", {}, [["<i4", [1] * 5, 0]], 0]), "expected an array entry"),
-        (frame_with([NOW, "t", {}, [["<i4", 1, 0]], 0]), "expected an array entry"),
-        (frame_with([NOW, "t", {}, [[["<i4"], [1], 0]], 0]), "expected an array entry"),
-        (frame_with([NOW, "t", {}, ["x"], 0]), "expected an array entry"),
-        (frame_with([NOW, "t", {}, []]), r"expected a header \[schema"),
-        (frame_with([NOW, "t", {}, [], True]), r"expected a header \[schema"),
-        (frame_with([NOW, "t", {}, [], -1]), "0 to 65536 parts in a message, got 0 arrays and -1 parts"),
-        (frame_with([NOW, "t", {}, [], 65_537]), "got 0 arrays and 65537 parts"),
-        (frame_with([NOW, "t", {1.5: 2}, [], 0]), "text or integer keys"),
-        (
-            frame_with([NOW, "t", {"a": [msgpack.ExtType(5, b"x")]}, [], 0]),
-            "expected plain data .*, got a Ext",
-        ),
-        (
-            frame_with([NOW, "t", {"a": msgpack.Timestamp(0)}, [], 0]),
-            "expected plain data .*, got a datetime",
-        ),
+        (frame_with([V, "t", {}, [["<i4", [0], 3]], 0]), "multiple of 16, got 3"),
+        (frame_with([V, "t", {}, [["<i4", [0], -16]], 0]), "multiple of 16, got -16"),
+        (frame_with([V, "t", {}, [["|O", [1], 0]], 0]), r"expected a dtype in .*, got '\|O'"),
+        (frame_with([V, "t", {}, [["<i4", [1] * 5, 0]], 0]), "expected an array entry"),
+        (frame_with([V, "t", {}, [["<i4", 1, 0]], 0]), "expected an array entry"),
+        (frame_with([V, "t", {}, [[["<i4"], [1], 0]], 0]), "expected an array entry"),
+        (frame_with([V, "t", {}, ["x"], 0]), "expected an array entry"),
+        (frame_with([V, "t", {}, []]), r"expected a header \[schema"),
+        (frame_with([V, "t", {}, [], True]), r"expected a header \[schema"),
+        (frame_with([V, "t", {}, [], -1]), "0 to 65536 parts in a message, got 0 arrays and -1 parts"),
+        (frame_with([V, "t", {}, [], 65_537]), "got 0 arrays and 65537 parts"),
+        (frame_with([V, "t", {1.5: 2}, [], 0]), "text or integer keys"),
+        (frame_with([V, "t", {"a": [msgpack.ExtType(5, b"x")]}, [], 0]), "expected plain data in a message, got a Ext"),
+        (frame_with([V, "t", {"a": msgpack.Timestamp(0)}, [], 0]), "expected plain data in a message, got a datetime"),
     ],
 )
 def test_a_malformed_frame_is_refused(frame: bytes, message: str):
@@ -152,7 +145,7 @@ def test_deep_nesting_ends_in_a_refusal_not_in_the_stack():
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (b"\x95", b"\xa1t\x80\x90\x00", f"expected a message of schema {NOW}"),
+        (b"\x95", b"\xa1t\x80\x90\x00", f"expected a message of schema {V}"),
         (HEAD + b"\xa1t\x80\x91", b"\x00", "array entry"),
         (HEAD + b"\xa1t\x80\x91\x93\xa3<i4\x91", b"\x00\x00", "expected a shape of lengths"),
     ],
@@ -164,7 +157,7 @@ def test_what_is_nested_deeper_than_repr_can_go_is_refused_too(before: bytes, af
 
 def test_a_refusal_does_not_quote_megabytes():
     with pytest.raises(WireError) as refused:
-        decode(frame_with([NOW, "t", {}, [["<i4", ["x" * 1_000_000] * 3, 0]], 0]))
+        decode(frame_with([V, "t", {}, [["<i4", ["x" * 1_000_000] * 3, 0]], 0]))
     assert len(str(refused.value)) < 200
 
 

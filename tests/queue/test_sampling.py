@@ -130,9 +130,9 @@ def test_a_lease_reserves_what_spans_may_take_if_a_reward_can_make_them():
         )  # fmt: skip
         return QueueSettings.from_config(config, vocab_size=None).worst_case_bytes
 
-    # Each of 2 * 2000 sampled tokens may end a span of 14 bytes.
+    # Each of 2 * 2000 sampled tokens may end a span of 15 bytes.
     most = reserved({"type": "mine.py:reward"})
-    assert most - reserved({}) == 2 * tokens * 14
+    assert most - reserved({}) == 2 * tokens * 15
     assert reserved({"extra": {"mine.py:reward": 0.5}}) == most
     ids = np.arange(1 + tokens, dtype=np.int32)
     one = TokenSequence(ids, ids > 0, np.zeros(1 + tokens, np.float32), np.zeros(1 + tokens, np.int32))

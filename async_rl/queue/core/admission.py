@@ -29,8 +29,8 @@ from async_rl.routes import RoutingShape
 from async_rl.sampling_mask import words_at_most
 
 _ITEM_BYTES = {name: column.dtype.itemsize for name, column in TOKEN_COLUMNS.items()}
-_BYTES_PER_SPAN = 14
-"""Largest size of a span in a group's message, in bytes: its end (5 in MessagePack) and its reward (9)."""
+_BYTES_PER_SPAN = 15
+"""Largest size of a span in a group's message, in bytes: its list (1 in MessagePack), end (5) and reward (9)."""
 _BUG = "this is a bug in async-rl, please report it"
 _ROLLOUT_OVERHEAD = 1024
 _BYTES_PER_ANSWER = 64

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import accumulate, islice
+from itertools import islice, zip_longest
 from types import MappingProxyType
 
 import msgspec
@@ -163,8 +163,7 @@ def _cut(group: FlatGroup) -> tuple[tuple[int, int], ...]:
     num_sampled = _num_sampled(group)
     last_turns = num_sampled
     if turns is not None:
-        ends = accumulate(turns.counts)
-        last_turns = [turns.num_tokens[end - 1] if n else 0 for end, n in zip(ends, turns.counts, strict=True)]
+        last_turns = [of_rollout[-1].num_tokens if of_rollout else 0 for of_rollout in turns]
     rollouts = zip(reasons, num_sampled, last_turns, strict=True)
     return tuple((sampled, last_turn) for reason, sampled, last_turn in rollouts if reason == "length")
 
@@ -247,25 +246,16 @@ def _sequence_fault(group: FlatGroup, sampled: bytes) -> str:
 
 
 def _turn_fault(group: FlatGroup) -> str:
-    turns, spans = group.fields.turns, group.fields.spans
-    if turns is not None and not math.isfinite(sum(turns.rewards) + sum(turns.scores)):
+    turns, spans = group.fields.turns or (), group.fields.spans or ()
+    if not math.isfinite(sum(turn.reward + turn.score for of_rollout in turns for turn in of_rollout)):
         return "rewards: a turn's reward or score is not finite, or too large"
-    if spans is not None and not math.isfinite(sum(spans.rewards)):
+    if not math.isfinite(sum(span.reward for of_rollout in spans for span in of_rollout)):
         return "rewards: a span's reward is not finite, or too large"
-    if turns is None and spans is None:
+    if not turns and not spans:
         return ""
-    nothing = [0] * group.num_rollouts
-    of_turns = iter(() if turns is None else turns.num_tokens)
-    of_spans = iter(() if spans is None else spans.ends)
-    for index, (num_sampled, num_turns, num_spans) in enumerate(
-        zip(
-            _num_sampled(group),
-            nothing if turns is None else turns.counts,
-            nothing if spans is None else spans.counts,
-            strict=True,
-        )
-    ):
-        misfit = why_parts_misfit(num_sampled, list(islice(of_turns, num_turns)), list(islice(of_spans, num_spans)))
+    for index, (num_sampled, of_turns, of_spans) in enumerate(zip_longest(_num_sampled(group), turns, spans)):
+        turn_tokens, span_ends = [turn.num_tokens for turn in of_turns or ()], [span.end for span in of_spans or ()]
+        misfit = why_parts_misfit(num_sampled, turn_tokens, span_ends)
         if misfit:
             return f"turns: rollout {index}: {misfit}"
     return ""
@@ -290,10 +280,8 @@ def _num_sampled(group: FlatGroup) -> list[int]:
 def _largest_reward(group: FlatGroup) -> float:
     parts = group.fields.reward_parts.values()
     amounts = [abs(value) for values in parts for value in values if value]
-    if group.fields.turns is not None:
-        amounts += map(abs, group.fields.turns.rewards)
-    if group.fields.spans is not None:
-        amounts += map(abs, group.fields.spans.rewards)
+    for of_rollout in (*(group.fields.turns or ()), *(group.fields.spans or ())):
+        amounts += [abs(part.reward) for part in of_rollout]
     amounts += map(abs, group.fields.accuracy)  # they may be rewards
     return max(amounts, default=0.0)
 
