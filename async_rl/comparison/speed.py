@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Sequence
 from statistics import fmean, stdev
 
-from async_rl.run.metrics import Row
+from async_rl.run.step_log import Row
 
 NUM_BLOCKS = 8
 """Number of blocks of successive steps from whose spread the error of steps/s is computed."""

@@ -19,9 +19,8 @@ from async_rl.config.loading import load_run_config
 from async_rl.errors import RunError
 from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
-from async_rl.run.metrics import Row
 from async_rl.run.starts import Origin, first_steps, read_origin
-from async_rl.run.step_log import eval_figures, is_metrics_row, mean_of, read_rows
+from async_rl.run.step_log import Row, eval_figures, is_metrics_row, mean_of, read_rows
 
 WARM_UP = 0.1
 """Share of a run's steps, at its beginning, that means over steps leave out. At least one step remains."""

@@ -46,7 +46,7 @@ from async_rl.rewards.answers import vote_key_of
 from async_rl.run.directory import RunDir, check_writable, write_atomically
 from async_rl.run.eval_records import Decode, append_json_lines, eval_figures, row_records
 from async_rl.run.loggers import Loggers, check_loggers, start_loggers
-from async_rl.run.metrics import EVAL_FIGURES
+from async_rl.run.metric_table import EVAL_FIGURES
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Evaluated:
     Attributes:
         model: the name of the model, as the user gave it.
         dataset: the name of the dataset, a key of ``data.eval``.
-        figures: key -> value of the figures, with the keys of ``metrics.EVAL_FIGURES``.
+        figures: key -> value of the figures, with the keys of ``metric_table.EVAL_FIGURES``.
         causes: cause -> number of rows that have no answer for this cause. Empty if all rows have answers.
         first_failure: the error of the first row without an answer. Empty if all rows have answers.
     """

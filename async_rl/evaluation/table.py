@@ -37,7 +37,7 @@ class Entry:
     """One evaluation, which is one line of a table.
 
     ``labels`` has one label for each heading, such as the model's name. ``figures`` has the keys of
-    ``metrics.EVAL_FIGURES``.
+    ``metric_table.EVAL_FIGURES``.
     """
 
     labels: tuple[str, ...]

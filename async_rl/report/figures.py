@@ -21,10 +21,10 @@ from async_rl.launch.hints import Hints
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import holder_of
-from async_rl.run.metrics import METRIC_KEYS, Row
+from async_rl.run.metric_table import METRIC_KEYS
 from async_rl.run.progress import is_step_row, who_waits
 from async_rl.run.starts import first_steps, read_origin
-from async_rl.run.step_log import eval_figures, iter_metrics, mean_of
+from async_rl.run.step_log import Row, eval_figures, iter_metrics, mean_of
 from async_rl.run.thinning import thinned
 
 Plain = dict[str, Any]

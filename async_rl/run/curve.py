@@ -22,9 +22,8 @@ from async_rl.config.loading import load_run_config
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir, replaced
 from async_rl.run.lock import RunLock
-from async_rl.run.metrics import Row
 from async_rl.run.starts import first_steps
-from async_rl.run.step_log import eval_figures, iter_metrics, last_step
+from async_rl.run.step_log import Row, eval_figures, iter_metrics, last_step
 from async_rl.run.thinning import thinned
 from async_rl.terminal import visible
 

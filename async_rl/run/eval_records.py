@@ -54,7 +54,7 @@ def eval_metrics(
 
 
 def eval_figures(rows: Sequence[Sequence[Rollout]], *, vote_key: VoteKey | None = None) -> dict[str, float]:
-    """Return the figures of an evaluation set by name. ``metrics.EVAL_FIGURES`` describes each figure.
+    """Return the figures of an evaluation set by name. ``metric_table.EVAL_FIGURES`` describes each figure.
 
     Args:
         rows: the rollouts of each dataset row; empty for a row without an answer.

@@ -19,6 +19,7 @@ import msgspec
 
 from async_rl.config.config import Config
 from async_rl.errors import ConfigError
+from async_rl.run.metric_table import SHOWN, meaning
 
 logger = logging.getLogger(__name__)
 
@@ -50,28 +51,11 @@ METRICS: Mapping[Role, Mapping[str, Metric]] = {
         "async_rl_queue_tokens_total": Metric("ledger.tokens", "account", "Tokens by account of the ledger."),
     },
     "learner": {
-        "async_rl_learner_step": Metric("step", "", "Optimizer steps so far."),
-        "async_rl_learner_version": Metric("version", "", "Version of the weights."),
-        "async_rl_learner_reward": Metric("reward/mean", "", "Mean reward of the last step."),
-        "async_rl_learner_accuracy": Metric("accuracy/mean", "", "Mean accuracy of the last step."),
-        "async_rl_learner_eval_accuracy": Metric("eval/*/accuracy", "dataset", "Accuracy of the last evaluation."),
-        "async_rl_learner_length_tokens": Metric("length/mean", "", "Mean length of a rollout, in tokens."),
-        "async_rl_learner_entropy": Metric("entropy", "", "Mean entropy of the policy, in nats."),
-        "async_rl_learner_grad_norm": Metric("grad_norm", "", "Norm of the gradient before clipping."),
-        "async_rl_learner_staleness": Metric("staleness/mean", "", "Mean staleness of trained tokens, in versions."),
-        "async_rl_learner_ess": Metric("ratio/ess", "", "Effective sample size of a step, as a share of its tokens."),
-        "async_rl_learner_step_seconds": Metric("time/step_s", "", "Duration of the last step."),
-        "async_rl_learner_idle_ratio": Metric("idle/learner", "", "Share of the step in which the learner waited."),
-        "async_rl_learner_generators_idle_ratio": Metric("idle/generators", "", "The same of all generators."),
-        "async_rl_learner_run_ahead_limit_groups": Metric("queue/run_ahead_limit", "", "Limit of queue.run_ahead."),
-        "async_rl_learner_group_seconds": Metric("time/group_s", "", "Mean time from a lease to its group."),
-        "async_rl_learner_own_step_seconds": Metric("time/own_step_s", "", "Duration of a step without its waits."),
-        "async_rl_learner_trained_tokens_per_second": Metric(
-            "throughput/trained_tokens_per_s", "", "Trained tokens per second."
-        ),
-        "async_rl_learner_generated_tokens_per_second": Metric(
-            "throughput/generated_tokens_per_s", "", "Sampled tokens per second, over all generators."
-        ),
+        f"async_rl_learner_{shown.prometheus}": Metric(
+            key.replace("<dataset>", "*"), "dataset" if "<" in key else "", meaning(key)
+        )
+        for key, shown in SHOWN.items()
+        if shown.prometheus
     },
     "generator": {
         "async_rl_generator_max_running": Metric("max_running", "", "Sequences that it can sample at a time."),
@@ -82,7 +66,7 @@ METRICS: Mapping[Role, Mapping[str, Metric]] = {
         "async_rl_generator_pause_seconds_total": Metric("pause_s", "", "Time in which it activated versions."),
         "async_rl_generator_idle_seconds_total": Metric("idle_*_s", "cause", "Time without sampling, by cause."),
     },
-}  # fmt: skip
+}
 """Name of each metric of a role -> what it shows. Those that end in ``_total`` are counters, the others gauges."""
 
 
@@ -128,10 +112,12 @@ class Endpoint:
         figures = self._figures
         for name, metric in self._metrics.items():
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            one = family(name.removesuffix("_total"), metric.help, labels=[metric.label] if metric.label else None)
+            metric_family = family(
+                name.removesuffix("_total"), metric.help, labels=[metric.label] if metric.label else None
+            )
             for label, value in _values(figures, metric):
-                one.add_metric([label] if metric.label else [], value)
-            yield one
+                metric_family.add_metric([label] if metric.label else [], value)
+            yield metric_family
 
 
 def check_prometheus(port: int | None) -> None:
@@ -152,18 +138,18 @@ def _values(figures: Mapping[str, Any], metric: Metric) -> list[tuple[str, float
     if "*" in metric.figure:
         pattern = re.compile(re.escape(metric.figure).replace(r"\*", "(.+)"))
         matches = ((pattern.fullmatch(key), value) for key, value in figures.items())
-        return [(found[1], float(value)) for found, value in matches if found]
-    found: Any = figures
+        return [(match[1], float(value)) for match, value in matches if match]
+    value: Any = figures
     for key in metric.figure.split("."):
-        found = found.get(key) if isinstance(found, dict) else None
-    if found is None:
+        value = value.get(key) if isinstance(value, dict) else None
+    if value is None:
         return []
-    return _leaves(found, "") if metric.label else [("", float(found))]
+    return _leaves(value, "") if metric.label else [("", float(value))]
 
 
 def _leaves(table: Mapping[str, Any], prefix: str) -> list[tuple[str, float]]:
     """Return the numbers of a table of tables, with the keys that lead to each, such as ``dropped/stale``."""
-    found: list[tuple[str, float]] = []
+    numbers: list[tuple[str, float]] = []
     for key, value in table.items():
-        found += _leaves(value, f"{prefix}{key}/") if isinstance(value, dict) else [(prefix + key, float(value))]
-    return found
+        numbers += _leaves(value, f"{prefix}{key}/") if isinstance(value, dict) else [(prefix + key, float(value))]
+    return numbers

@@ -21,7 +21,7 @@ from async_rl.generator.rollouts import SingleTurnRollouts, ThreadGrader
 from async_rl.records import Lease, Prompt, Sampling
 from async_rl.rewards.records import RewardInput, RewardOutput
 from async_rl.run.eval_records import eval_figures
-from async_rl.run.metrics import EVAL_FIGURES
+from async_rl.run.metric_table import EVAL_FIGURES
 from tests.environments.pools import pool_of
 from tests.evaluation.options import eval_options
 from tests.generator.scripted import CharacterText

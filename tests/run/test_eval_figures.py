@@ -16,7 +16,7 @@ from async_rl.records import NO_VERSION, FinishReason, Group, Prompt, Rollout, T
 from async_rl.rewards.answers import majority, vote_key_of
 from async_rl.rewards.math.equality import canonical_form
 from async_rl.run.eval_records import eval_figures, eval_metrics, pass_at_k
-from async_rl.run.metrics import EVAL_FIGURES, METRIC_KEYS
+from async_rl.run.metric_table import EVAL_FIGURES, METRIC_KEYS
 
 
 def rollout(

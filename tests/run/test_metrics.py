@@ -16,7 +16,8 @@ from async_rl.config.loading import parse_config
 from async_rl.errors import ConfigError
 from async_rl.run import logger_child
 from async_rl.run.loggers import check_loggers
-from async_rl.run.metrics import MetricsWriter, markdown
+from async_rl.run.metric_table import markdown
+from async_rl.run.metrics import MetricsWriter
 from async_rl.run.step_log import read_rows
 from tests.run.metric_keys import undeclared
 
@@ -176,11 +177,11 @@ def test_every_metric_that_the_source_writes_is_declared():
     # no metrics.
     root = Path(__file__).resolve().parents[2] / "async_rl"
     outside = {"offline", "config"}
-    sources = [p for p in root.rglob("*.py") if not outside.intersection(p.parts) and p.name != "metrics.py"]
+    sources = [p for p in root.rglob("*.py") if not outside.intersection(p.parts) and p.name != "metric_table.py"]
     found = {
         path.name: set(undeclared(path.read_text(encoding="utf-8"))) - {"kept/tokens", "text/plain"} for path in sources
     }
-    assert {name: keys for name, keys in found.items() if keys} == {}, "declare them in async_rl/run/metrics.py"
+    assert {name: keys for name, keys in found.items() if keys} == {}, "declare them in async_rl/run/metric_table.py"
 
 
 @pytest.mark.parametrize(
@@ -199,4 +200,4 @@ def test_a_metric_that_nothing_declares_is_found(source: str, found: list[str]):
 
 def test_the_page_of_all_metrics_is_current():
     page = (Path(__file__).resolve().parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert page == markdown(), "write it again: python -m async_rl.run.metrics > docs/metrics.md"
+    assert page == markdown(), "write it again: python -m async_rl.run.metric_table > docs/metrics.md"

@@ -16,7 +16,8 @@ from async_rl.errors import ConfigError
 from async_rl.queue.core.ledger import Ledger
 from async_rl.queue.messages import GeneratorStats, QueueStats
 from async_rl.run.loggers import check_loggers
-from async_rl.run.metrics import METRIC_KEYS, MetricsWriter
+from async_rl.run.metric_table import METRIC_KEYS
+from async_rl.run.metrics import MetricsWriter
 from async_rl.run.prometheus import METRICS, Endpoint, Role, check_prometheus
 from tests.run.test_metrics import a_config
 

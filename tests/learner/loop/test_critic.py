@@ -21,7 +21,7 @@ from async_rl.learner.loop.critic import check_critic_skipped, critic_metrics, t
 from async_rl.learner.loop.step_result import trained_counts
 from async_rl.learner.losses.value import critic_sequences, value_loss
 from async_rl.learner.sequences import TrainSequence
-from async_rl.run.metrics import METRIC_KEYS
+from async_rl.run.metric_table import METRIC_KEYS
 from async_rl.run.step_log import read_rows
 from tests.learner.engine.test_value_model import classifier, plain_values
 from tests.learner.layouts import LORA, layout_model, layout_sequences

@@ -192,7 +192,7 @@ class Run:
         finally:
             written.close()
         keys = {key for row in read_rows(self.path / "metrics.jsonl") for key in row}
-        assert [key for key in keys if declared_key(key) is None] == [], "declare them in async_rl/run/metrics.py"
+        assert [key for key in keys if declared_key(key) is None] == [], "declare them in async_rl/run/metric_table.py"
         return state
 
     def dies(self, wanted: str, at_step: int) -> None:
