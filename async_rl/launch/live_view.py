@@ -33,9 +33,8 @@ from async_rl.run.progress import (
     RunProgress,
     duration,
     eval_lines,
-    idle_text,
     is_step_row,
-    number_text,
+    step_figures,
     step_line,
     who_waits,
 )
@@ -52,8 +51,6 @@ LINE_EVERY_S = 10.0
 _MAX_TROUBLES = 3
 _CELL_WIDTH = 110
 """Width of the table in a notebook, in letters."""
-_HEALTH_ROWS = {"ESS, KL": ("ratio/ess", "ratio/kl"), "entropy, gradient": ("entropy", "grad_norm")}
-"""Label -> metrics of a row of the table."""
 _LOG_BYTES = 8 << 10
 _LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \S+ (?:INFO|WARNING) [\w.]+: (.+)$")
 
@@ -92,8 +89,8 @@ def newest_messages(logs: Path) -> dict[str, str]:
 
     The messages say what these processes are doing. ``logs`` is the directory of the logs.
     """
-    found = {name: newest_message(logs / f"{name}.log") for name in ("learner-0", "generator-0")}
-    return {name: message for name, message in found.items() if message}
+    messages = {name: newest_message(logs / f"{name}.log") for name in ("learner-0", "generator-0")}
+    return {name: message for name, message in messages.items() if message}
 
 
 def newest_message(log: Path) -> str:
@@ -107,38 +104,54 @@ def newest_message(log: Path) -> str:
     for line in reversed(lines[:-1]):
         if line.startswith("--- "):  # the supervisor's line about the start
             return ""
-        if found := _LOG_LINE.match(line):
-            return found[1]
+        if match := _LOG_LINE.match(line):
+            return match[1]
     return ""
 
 
-class PlainView:
+class _View:
+    """What both views of a run's progress share: they show new notes and evaluations as lines of text."""
+
+    def __init__(self, console: Console, metrics: Path, num_steps: int) -> None:
+        self._console, self._tail, run_dir = console, StepLogTail(metrics), RunDir(metrics.parent)
+        self._progress = RunProgress(num_steps, self._tail.history)
+        self._hints = Hints(self._tail.history)
+        self._logs, self._notes, self._ledger_notes = run_dir.logs, NotesTail(run_dir.notes), LedgerNotes(run_dir)
+        self._started_at = time.monotonic()
+
+    def note(self, line: str) -> None:
+        self._console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
+
+    def watch_queue(self, address: str) -> None:
+        self.note(f"queue server at {address}")
+
+    def _show_news(self, *, has_steps: bool) -> None:
+        """Show what was written since the last call; a line for each step only if ``has_steps``."""
+        for line in self._notes.poll():
+            self.note(line)
+        for row in self._tail.poll():
+            self._progress.add(row)
+            lines = eval_lines(row)
+            if has_steps and is_step_row(row):
+                lines.append(step_line(self._progress.step_row, self._progress.num_steps, self._progress.eta_s))
+            for line in [*lines, *self._hints.add(row)]:
+                self.note(line)
+        for line in self._ledger_notes.poll():
+            self.note(line)
+
+
+class PlainView(_View):
     """Shows a run's progress as lines of text, for logs and pipes: one line per step, evaluation or event.
 
     Before the first step and after the last one, a line every few seconds says what the processes are doing.
     """
 
     def __init__(self, console: Console, metrics: Path, num_steps: int) -> None:
-        self._console, self._tail = console, StepLogTail(metrics)
-        self._progress = RunProgress(num_steps, self._tail.history)
-        self._hints = Hints(self._tail.history)
-        self._logs, self._notes = RunDir(metrics.parent).logs, NotesTail(RunDir(metrics.parent).notes)
-        self._ledger_notes = LedgerNotes(RunDir(metrics.parent))
-        self._started_at = self._noted_at = time.monotonic()
+        super().__init__(console, metrics, num_steps)
+        self._noted_at = self._started_at
 
     def refresh(self, processes: Sequence[ProcessStatus]) -> None:
-        for line in self._notes.poll():
-            self.note(line)
-        for row in self._tail.poll():
-            self._progress.add(row)
-            for line in eval_lines(row):
-                self.note(line)
-            if is_step_row(row):
-                self.note(step_line(self._progress.step_row, self._progress.num_steps, self._progress.eta_s))
-            for line in self._hints.add(row):
-                self.note(line)
-        for line in self._ledger_notes.poll():
-            self.note(line)
+        self._show_news(has_steps=True)
         now = time.monotonic()
         if processes and not self._progress.is_training and now - self._noted_at >= LINE_EVERY_S:
             doing = "; ".join(f"{name}: {message}" for name, message in newest_messages(self._logs).items())
@@ -146,10 +159,7 @@ class PlainView:
 
     def note(self, line: str) -> None:
         self._noted_at = time.monotonic()
-        self._console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
-
-    def watch_queue(self, address: str) -> None:
-        self.note(f"queue server at {address}")
+        super().note(line)
 
     def close(self) -> None:
         """Print the lines for the rows of ``metrics.jsonl`` that were written since the last refresh."""
@@ -182,7 +192,7 @@ class CellOutput:
             self._shown.update(bundle, raw=True)
 
 
-class LiveView:
+class LiveView(_View):
     """Shows a run's progress on a terminal, or in a notebook, as a table that is redrawn twice a second. Events scroll
     above the table, in a notebook below it.
 
@@ -190,14 +200,11 @@ class LiveView:
     """
 
     def __init__(self, console: Console, metrics: Path, num_steps: int, keys: ClientKeys | None = None) -> None:
-        self._console, self._tail, self._keys = console, StepLogTail(metrics), keys
-        self._progress = RunProgress(num_steps, self._tail.history)
-        self._hints = Hints(self._tail.history)
-        self._logs, self._notes = RunDir(metrics.parent).logs, NotesTail(RunDir(metrics.parent).notes)
-        self._ledger_notes = LedgerNotes(RunDir(metrics.parent))
+        super().__init__(console, metrics, num_steps)
+        self._keys = keys
         self._poller: StatusPoller | None = None
         self._has_queue_ended = False
-        self._drawn_at, self._started_at = 0.0, time.monotonic()
+        self._drawn_at = 0.0
         self._live = CellOutput() if in_notebook() else Live(console=console, auto_refresh=False, transient=False)
         self._live.start()
 
@@ -208,14 +215,11 @@ class LiveView:
         self._drawn_at = now
         # At the end of a run the queue server ends before the learner: that it answers no more is no problem then.
         self._has_queue_ended = ("queue", "done") in ((process.name, process.state) for process in processes)
-        self._show_rows()
+        self._show_news(has_steps=False)
         self._live.update(self._draw(processes), refresh=True)
 
-    def note(self, line: str) -> None:
-        self._console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
-
     def watch_queue(self, address: str) -> None:
-        self.note(f"queue server at {address}")
+        super().watch_queue(address)
         self._poller = StatusPoller(lambda: visible_values(ask_status(address, STATUS_TIMEOUT_S, self._keys)))
 
     def close(self) -> None:
@@ -223,19 +227,9 @@ class LiveView:
         if self._poller is not None:
             self._poller.close()
             self._has_queue_ended = True
-        self._show_rows()
+        self._show_news(has_steps=False)
         self._live.update(self._draw([]), refresh=True)
         self._live.stop()
-
-    def _show_rows(self) -> None:
-        for line in self._notes.poll():
-            self.note(line)
-        for row in self._tail.poll():
-            self._progress.add(row)
-            for line in [*eval_lines(row), *self._hints.add(row)]:
-                self.note(line)
-        for line in self._ledger_notes.poll():
-            self.note(line)
 
     def _draw(self, processes: Sequence[ProcessStatus]) -> RenderableType:
         progress, row = self._progress, self._progress.step_row
@@ -252,10 +246,13 @@ class LiveView:
         status = self._poller.latest if self._poller is not None and not self._has_queue_ended else {}
         if evaluations := status.get("evaluations", ()):
             table.add_row("evaluating", ", ".join(evaluations))
-        if row:
-            self._add_figures(table, row)
-        else:
-            table.add_row("queue", self._queue_text(row))
+        for figures in step_figures(row | self._queue_figures()):
+            labels, texts = zip(*figures, strict=True)
+            table.add_row(", ".join(labels), ", ".join(texts))
+        if self._poller is not None and self._poller.error and not self._has_queue_ended:
+            table.add_row("queue server", f"no answer: {self._poller.error.splitlines()[0]}")
+        if row and (text := who_waits(progress.rows)):
+            table.add_row("who waits for whom", text)
         troubles = by_trouble(generator_troubles(status.get("generators", ())))
         for generator_ids, trouble in list(troubles.items())[:_MAX_TROUBLES]:
             table.add_row("problem", f"generator {generator_ids}: {trouble}")
@@ -270,31 +267,11 @@ class LiveView:
             table.add_row(f"eval {dataset}", "  ".join(f"{accuracy:.3f} @{at}" for at, accuracy in shown))
         return Group(table, _processes_text(processes)) if processes else table
 
-    def _add_figures(self, table: Table, row: Row) -> None:
-        table.add_row(
-            "reward, accuracy", f"{number_text(row.get('reward/mean'))}, {number_text(row.get('accuracy/mean'))}"
-        )
-        if row.get("distill/kl") is not None:
-            table.add_row("KL to the teacher", f"{number_text(row['distill/kl'])} nats a token")
-        for label, keys in _HEALTH_ROWS.items():
-            table.add_row(label, ", ".join(number_text(row.get(key)) for key in keys))
-        table.add_row(
-            "staleness", f"{number_text(row.get('staleness/mean'))} (max {number_text(row.get('staleness/max'))})"
-        )
-        table.add_row("queue", self._queue_text(row))
-        trained, generated = (row.get(f"throughput/{side}_tokens_per_s") for side in ("trained", "generated"))
-        table.add_row("tokens/s", f"trained {number_text(trained)}, generated {number_text(generated)}")
-        table.add_row("idle", idle_text(row))
-        if text := who_waits(self._progress.rows):
-            table.add_row("who waits for whom", text)
-
-    def _queue_text(self, row: Row) -> str:
-        status = self._poller.latest if self._poller is not None else {}
-        depth = status.get("depth", row.get("queue/depth"))
-        in_flight = status["ledger"]["groups"]["in_flight"] if status else row.get("queue/in_flight")
-        text = f"{number_text(depth)} groups ready, {number_text(in_flight)} in flight"
-        error = self._poller.error if self._poller is not None and not self._has_queue_ended else ""
-        return f"{text} (no answer: {error.splitlines()[0]})" if error else text
+    def _queue_figures(self) -> Row:
+        """Return what the queue server says now about figures that the row of a step has, too."""
+        if self._poller is None or not (status := self._poller.latest):
+            return {}
+        return {"queue/depth": status.get("depth"), "queue/in_flight": status["ledger"]["groups"]["in_flight"]}
 
 
 def _processes_text(processes: Sequence[ProcessStatus]) -> RenderableType:

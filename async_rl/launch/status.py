@@ -25,7 +25,7 @@ from async_rl.queue.messages import DOCTOR
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import holder_of
-from async_rl.run.progress import ETA_STEPS, who_waits
+from async_rl.run.progress import ETA_STEPS, is_step_row, step_figures, who_waits
 from async_rl.run.queue_files import QueueRecord, read_record
 from async_rl.run.step_log import last_step, newest_metrics
 from async_rl.terminal import visible, visible_values
@@ -35,6 +35,7 @@ _LABELS = {
     "version": "version of the learner",
     "learner_alive": "learner is alive",
     "learner_trouble": "problem of the learner",
+    "newest_step": "figures of the newest step",
     "who_waits": "who waits for whom",
     "depth": "groups ready",
     "evaluations": "evaluations",
@@ -127,12 +128,14 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None, *, lift
     """
     run_dir = RunDir(path)
     changes = [line for change in read_changes(run_dir) for line in change.lines]
-    waits = who_waits(newest_metrics(run_dir.metrics)[-ETA_STEPS:])
-    of_files = {"mirror": mirror_line(run_dir), "changes": changes, "who_waits": waits}
-    known = {key: found for key, found in of_files.items() if found}
+    rows = [row for row in newest_metrics(run_dir.metrics) if is_step_row(row)]
+    figures = dict(figure for subject in step_figures(rows[-1]) for figure in subject) if rows else {}
+    waits = who_waits(rows[-ETA_STEPS:])
+    of_files = {"mirror": mirror_line(run_dir), "changes": changes, "newest_step": figures, "who_waits": waits}
+    from_files = {key: text for key, text in of_files.items() if text}
     if run_dir.is_finished and lift is None and (ledger := run_dir.read_ledger()):
         of_ledger = {key: ledger.pop(key) for key in _OF_THE_RUN if key in ledger}
-        return {**of_ledger, "finished": True, **known, "ledger": ledger}
+        return {**of_ledger, "finished": True, **from_files, "ledger": ledger}
     record = read_record(path)
     if record is None:
         raise RunError(
@@ -147,7 +150,7 @@ def status_of_run(path: Path, timeout_s: float, keys: ClientKeys | None, *, lift
     if keys is None and run_dir.config.exists():
         keys = client_keys_of(load_run_config(run_dir.config).queue.keys)
     try:
-        return {**ask_status(record.address, timeout_s, keys, lift=lift), **known}
+        return {**ask_status(record.address, timeout_s, keys, lift=lift), **from_files}
     except QueueError as error:
         raise AddressError(
             f"the queue server of the run in {path}, at {record.address}, did not answer within {timeout_s:g} s: it "
@@ -187,9 +190,9 @@ def why_not_alive(status: Mapping[str, Any], name: str) -> str:
         return f"the learner is not alive: {was}; read its log"
     generators = {generator["id"]: generator for generator in status.get("generators", ())}
     if name not in generators:
-        known = ", ".join(sorted(generators)[:_MAX_IDS]) or "none"
+        ids = ", ".join(sorted(generators)[:_MAX_IDS]) or "none"
         return (
-            f"generator {name} has not connected. The queue server knows {len(generators)}: {known}; read its log, and "
+            f"generator {name} has not connected. The queue server knows {len(generators)}: {ids}; read its log, and "
             f"give it this id with `async-rl generator --id`"
         )
     if generators[name]["alive"]:
@@ -272,9 +275,9 @@ def _run_rows(rest: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "note", text
     if "max_bytes" in rest:
         keys = ("bytes", "bytes_reserved", "bytes_pinned", "max_bytes")
-        stored, reserved, kept, most = (size_text(rest.pop(key, 0)) for key in keys)
+        stored, reserved, kept, limit = (size_text(rest.pop(key, 0)) for key in keys)
         kept_too = "" if kept == size_text(0) else f", {kept} kept for checkpoints"
-        yield "memory", f"{stored} of groups, {reserved} reserved by leases{kept_too}, limit {most}"
+        yield "memory", f"{stored} of groups, {reserved} reserved by leases{kept_too}, limit {limit}"
     for text in rest.pop("training_notes", None) or ():
         yield "note", text
     for text in rest.pop("changes", None) or ():
@@ -318,7 +321,7 @@ def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column("host", overflow="fold")
     for column in ("version", "busy", "tokens", "tokens/s", "last seen"):
         table.add_column(column, no_wrap=True)
-    shown, others = _most_telling(generators)
+    shown, unnamed = _most_telling(generators)
     for index in shown:
         generator, generator_host = generators[index], hosts[index]
         stats = generator.get("stats") or {}
@@ -336,8 +339,8 @@ def _generators_table(generators: Sequence[Mapping[str, Any]]) -> Table:
             f"{stats['num_tokens'] / wall_s:,.0f}" if wall_s else "-",
             "-" if seen_s is None else f"{gone}{seen_s:.1f} s ago",
         )
-    if others:
-        table.caption, table.caption_justify = _sum_of([generators[index] for index in others]), "left"
+    if unnamed:
+        table.caption, table.caption_justify = _sum_of([generators[index] for index in unnamed]), "left"
     return table
 
 
@@ -364,9 +367,9 @@ def _sum_of(generators: Sequence[Mapping[str, Any]]) -> str:
     if versions:
         lowest, highest = min(versions), max(versions)
         parts.append(f"version {lowest}" if lowest == highest else f"versions {lowest} to {highest}")
-    if room_s := sum(one.get("wall_s", 0.0) * one.get("max_running", 0) for one in stats):
-        parts.append(f"{sum(one.get('busy_sequence_s', 0.0) for one in stats) / room_s:.0%} busy")
-    parts.append(f"{sum(one.get('num_tokens', 0) for one in stats):,} tokens")
+    if room_s := sum(stat.get("wall_s", 0.0) * stat.get("max_running", 0) for stat in stats):
+        parts.append(f"{sum(stat.get('busy_sequence_s', 0.0) for stat in stats) / room_s:.0%} busy")
+    parts.append(f"{sum(stat.get('num_tokens', 0) for stat in stats):,} tokens")
     return f"{', '.join(parts)}; --json shows each"
 
 
@@ -376,25 +379,25 @@ def by_trouble(troubles: Mapping[str, str]) -> dict[str, str]:
     for generator_id, trouble in troubles.items():
         ids.setdefault(trouble, []).append(generator_id)
     named: dict[str, str] = {}
-    for trouble, found in ids.items():
-        named[_some_of(found)] = trouble
+    for trouble, same in ids.items():
+        named[_some_of(same)] = trouble
     return named
 
 
 def _some_of(ids: Sequence[str]) -> str:
     """Return the first ``_MAX_IDS`` of ``ids`` and the number of the others."""
-    others = f" and {len(ids) - _MAX_IDS} others" if len(ids) > _MAX_IDS else ""
-    return f"{', '.join(ids[:_MAX_IDS])}{others}"
+    more = f" and {len(ids) - _MAX_IDS} others" if len(ids) > _MAX_IDS else ""
+    return f"{', '.join(ids[:_MAX_IDS])}{more}"
 
 
 def generator_troubles(generators: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return by id what is wrong with each of ``generators`` with which something is wrong."""
-    found: dict[str, str] = {}
+    troubles: dict[str, str] = {}
     for generator in generators:
         quarantined, trouble = generator.get("quarantined"), generator.get("trouble") or generator.get("too_slow")
         if generator.get("alive", True) and (quarantined or trouble):
-            found[str(generator.get("id", ""))] = f"quarantined: {quarantined}" if quarantined else str(trouble)
-    return found
+            troubles[str(generator.get("id", ""))] = f"quarantined: {quarantined}" if quarantined else str(trouble)
+    return troubles
 
 
 def _troubles_table(troubles: Mapping[str, str]) -> Table:
@@ -437,11 +440,17 @@ def _accounts_table(title: str, accounts: Mapping[str, Mapping[str, Any]]) -> Ta
     table = Table(title=title, title_justify="left")
     for column in ("", *accounts):
         table.add_column(column, justify="right" if column else "left")
+    for row in ledger_rows(accounts):
+        table.add_row(*row)
+    return table
+
+
+def ledger_rows(accounts: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Yield the rows of a table of the queue's counts: the name of a count, and its number in each of ``accounts``."""
     flat = [_flat(account) for account in accounts.values()]
     for term in dict.fromkeys(term for account in flat for term in account):
         if any(account.get(term) for account in flat):
-            table.add_row(_words(term), *(f"{account[term]:,}" if term in account else "" for account in flat))
-    return table
+            yield [_words(term), *(f"{account[term]:,}" if term in account else "" for account in flat)]
 
 
 def _flat(account: Mapping[str, Any]) -> dict[str, int]:

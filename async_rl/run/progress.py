@@ -11,15 +11,13 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from async_rl.run.metric_table import SHOWN, SUBJECTS, curves
 from async_rl.run.step_log import Row, eval_figures, mean_of
 
 ETA_STEPS = 20
 
 logger = logging.getLogger(__name__)
 
-_WAITS = {"grading": "for grading", "environment": "for environments", "weights": "for weights", "leases": "for leases"}
-"""What generators wait for while they decode nothing, as text, by the metrics' names below ``idle/``."""
-_SHOWN_WAIT = 0.05
 MUCH_IDLE = 0.1
 """Share of the time from which a side counts as idle."""
 _GENERATOR_KEYS = ("throughput/generated_tokens_per_s", "idle/generators")
@@ -98,8 +96,8 @@ def idle_text(row: Row) -> str:
 
 def generator_waits(row: Row) -> str:
     """Return what the generators waited for while they were idle, as in "60% for grading, 5% for leases"."""
-    shares = {words: row.get(f"idle/{cause}") or 0.0 for cause, words in _WAITS.items()}
-    return ", ".join(f"{share:.0%} {words}" for words, share in shares.items() if share >= _SHOWN_WAIT)
+    waits = ((row.get(key) or 0.0, shown) for key, shown in curves("Idle").items())
+    return ", ".join(f"{share:.0%} {shown.label}" for share, shown in waits if shown.least and share >= shown.least)
 
 
 def who_waits(rows: Iterable[Row]) -> str:
@@ -153,6 +151,23 @@ def eval_lines(row: Row) -> list[str]:
     return lines
 
 
+def step_figures(row: Row) -> list[list[tuple[str, str]]]:
+    """Return label and text of the figures that ``SHOWN`` names and the row has, in a list for each subject."""
+    subjects: dict[str, list[tuple[str, str]]] = {}
+    for key, shown in SHOWN.items():
+        if not shown.figure or row.get(key) is None:
+            continue
+        figures = subjects.setdefault(SUBJECTS[key], [])
+        text = shown.figure.format(number_text(row[key]))
+        if shown.figure[0] != " ":
+            label = shown.figure.partition(" {")[0]
+            figures.append((label, text.removeprefix(label).lstrip()))
+        elif figures:
+            figures[-1] = (figures[-1][0], figures[-1][1] + text)
+    subjects["idle"] = [("idle", idle)] if (idle := idle_text(row)) else []
+    return [figures for figures in subjects.values() if figures]
+
+
 def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
     """Return one line of text with the figures of an optimizer step.
 
@@ -162,24 +177,7 @@ def step_line(row: Row, num_steps: int, eta_s: float | None) -> str:
         eta_s: estimated seconds until the run's last step; None if there is no estimate yet.
     """
     parts = [f"step {row['step']}/{num_steps}"]
-    parts += [
-        f"{label} {number_text(row.get(key))}{unit}"
-        for label, key, unit in (
-            ("reward", "reward/mean", ""),
-            ("accuracy", "accuracy/mean", ""),
-            ("KL to the teacher", "distill/kl", ""),
-            ("ESS", "ratio/ess", ""),
-            ("KL", "ratio/kl", ""),
-            ("entropy", "entropy", ""),
-            ("gradient", "grad_norm", ""),
-            ("staleness", "staleness/mean", f" (max {number_text(row.get('staleness/max'))})"),
-            ("queue", "queue/depth", f" + {number_text(row.get('queue/in_flight'))} in flight"),
-            ("trained", "throughput/trained_tokens_per_s", " tok/s"),
-            ("generated", "throughput/generated_tokens_per_s", " tok/s"),
-        )
-        if row.get(key) is not None
-    ]
-    parts += [f"idle {idle}"] if (idle := idle_text(row)) else []
+    parts += [f"{label} {text}" for subject in step_figures(row) for label, text in subject]
     parts += [f"ETA {duration(eta_s)}"] if eta_s is not None else []
     return " | ".join(parts)
 
