@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import logging
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from async_rl.config.loading import load_run_config
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir, replaced
 from async_rl.run.lock import RunLock
+from async_rl.run.metric_table import PANELS, SHOWN, curves, unit_of
 from async_rl.run.starts import first_steps
 from async_rl.run.step_log import Row, eval_figures, iter_metrics, last_step
 from async_rl.run.thinning import thinned
@@ -31,36 +34,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLORS = {"reward": "#0072b2", "accuracy": "#009e73", "staleness": "#d55e00", "speed": "#000000", "ess": "#e69f00"}
-_POLICY = {
-    "entropy": ("entropy (nats)", "#56b4e9"),
-    "grad_norm": ("gradient norm", "#0072b2"),
-    "ratio/kl": ("KL to the sampling\npolicy (nats)", "#d55e00"),
-    "ratio/clip_fraction": ("clipped share\nof the tokens", "#cc79a7"),
-}
-"""Metric -> label and colour of a panel of its own."""
-_IDLE = {"idle/learner": ("learner", "#0072b2"), "idle/generators": ("generators", "#cc79a7")}
-_WAITS = {"idle/grading": ("generators, for grading", "#e69f00"), "idle/environment": ("for environments", "#009e73")}
-_SHOWN_WAIT = 0.05
-_MEANS = ("reward/mean", "accuracy/mean", "staleness/mean", "ratio/ess", "time/step_s")
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_COLUMNS = 3
+_KEYS = ("version", *(key for key, shown in SHOWN.items() if shown.panel))
+"""The metrics that are drawn. Steps without them have no row, but every step has a version."""
+_LOG_KEYS = tuple(key for title, panel in PANELS.items() if panel.is_log for key in curves(title))
 _SLOWEST = "time/step_s/max"
-_NO_GRADIENT = "no_gradient/max"
-"""1 if the step's gradient was 0. Such a step has no norm in the picture: it would hide the scale of the others."""
-_KEYS = ("version", "staleness/max", _SLOWEST, _NO_GRADIENT, *_MEANS, *_POLICY, *_IDLE, *_WAITS)
-"""The figures that are drawn, besides those of evaluations."""
-_EVAL_COLORS = ("#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 _HIGH = 98.0
-"""Percentile of the seconds per step. Steps of more than twice as long are above the panel."""
+"""Percentile of a curve. Values of more than twice as much are above a panel that begins at 0."""
 _LOW = 1e-6
 """Lowest value of a panel with a logarithmic scale. Values below are rounding errors."""
 _FAR = 3.0
 """The bound is drawn if it is at most this many times the highest staleness."""
 _MAX_MARKS = 200
 """Evaluations are marked only if they are at most so many. More lines would fill the panel."""
-_LEGEND_WIDTH = 80
-"""Width of a panel's legend, in letters; the line before a label is as wide as six."""
 LOOK_S = 1.0
 """Seconds between two looks at the size of ``metrics.jsonl``."""
 FIRST_DRAWING_S = 10.0
@@ -172,56 +161,51 @@ def write_curve(run_dir: RunDir, lock: RunLock | None = None) -> bool:
 def picture_rows(run_dir: RunDir) -> list[Row]:
     """Return the figures of ``metrics.jsonl`` that are drawn, in no more rows than a picture can show."""
     starts = set(first_steps(run_dir))
-    return thinned((_timed(row, row["step"] in starts) for row in iter_metrics(run_dir.metrics)), _KEYS)
+    rows = (_drawable(row, row["step"] in starts) for row in iter_metrics(run_dir.metrics))
+    return thinned(rows, {*_KEYS, _SLOWEST, *map(_zeros_of, _LOG_KEYS)})
 
 
-def _timed(row: Row, is_start: bool) -> Row:
-    """Return ``row`` with its seconds as those of the slowest step; without any if it waited for the start-up."""
-    seconds, norm = None if is_start else row.get("time/step_s"), row.get("grad_norm")
-    no_gradient = {} if norm is None else {"grad_norm": norm or None, _NO_GRADIENT: int(norm == 0)}
-    return row | {"time/step_s": seconds, _SLOWEST: seconds, **no_gradient}
+def _zeros_of(key: str) -> str:
+    """Return the key, in rows that are drawn, that is 1 where a metric with a logarithmic axis is 0."""
+    return f"{key}/zero/max"
+
+
+def _drawable(row: Row, is_start: bool) -> Row:
+    """Return ``row`` with its seconds as those of the slowest step, without any if it waited for the start-up.
+
+    A 0 has no place on a logarithmic axis, and would hide the scale of the others. It becomes a mark.
+    """
+    seconds = None if is_start else row.get("time/step_s")
+    drawn = row | {"time/step_s": seconds, _SLOWEST: seconds}
+    for key in _LOG_KEYS:
+        if (value := row.get(key)) is not None:
+            drawn |= {key: value or None, _zeros_of(key): int(value == 0)}
+    return drawn
 
 
 def draw_figure(run_dir: RunDir, rows: Sequence[Row]) -> Figure:
-    """Return the picture of a run with these rows of metrics."""
-    figure = new_figure(13, 12)
-    panels = figure.subplots(5, 2, sharex=True)
-    (accuracy, speed), (reward, idle), (staleness, ess), *others = panels
-    figure.suptitle(plain_label(run_dir.path.resolve().name), fontsize=13)
-    _draw_accuracy(accuracy, rows)
-    _draw_mean(reward, rows, "reward/mean", _COLORS["reward"], "mean of the step's rollouts")
-    reward.set_ylabel("reward")
-    _draw_staleness(staleness, rows, run_dir)
+    """Return the picture of a run with these rows of metrics: the panels of ``PANELS`` that have a curve."""
+    titles = [title for title in PANELS if _curves(rows, title)]
+    num_rows = -(-len(titles) // _COLUMNS)
+    figure = new_figure(18, 0.5 + 2.6 * num_rows)
+    name = plain_label(run_dir.path.resolve().name)
+    figure.suptitle(f"{name} (thick lines are means over a twentieth of the run)", fontsize=13)
+    grid = figure.subplots(num_rows, _COLUMNS, sharex=True, squeeze=False).ravel()
     starts = first_steps(run_dir)
-    _draw_speed(speed, rows, starts)
-    _mark_evaluations(speed, rows)
-    for step in starts[1:]:
-        for axes in panels.flat:
+    for title, axes in zip(titles, grid, strict=False):
+        _draw_panel(axes, title, rows)
+        if title == "Staleness":
+            _draw_bound(axes, rows, run_dir)
+        for step in starts[1:]:
             axes.axvline(step - 0.5, color="0.4", linewidth=0.8, linestyle="--")
-    if starts[1:]:
-        speed.plot([], [], color="0.4", linewidth=0.8, linestyle="--", label="restart")
-    for key, (label, color) in _IDLE.items():
-        _draw_mean(idle, rows, key, color, label)
-    for key, (label, color) in _WAITS.items():
-        if max((row.get(key) or 0.0 for row in rows), default=0.0) >= _SHOWN_WAIT:
-            _draw_mean(idle, rows, key, color, label)
-    idle.set(ylabel="idle share of the time", ylim=(-0.02, 1.08))
-    _draw_mean(ess, rows, "ratio/ess", _COLORS["ess"], "of each step")
-    # The range begins at 0.98 or below, so that rounding errors of a healthy run don't look like changes.
-    ess.set(ylabel="effective sample size\n(share of the tokens)", ylim=(min(0.98, ess.get_ylim()[0]), 1.002))
-    for axes, (key, (label, color)) in zip(np.ravel(others), _POLICY.items(), strict=True):
-        _draw_mean(axes, rows, key, color, "of each step")
-        axes.set_ylabel(label)
-    others[1][1].set_ylim(0, max(0.01, others[1][1].get_ylim()[1]))
-    for axes, key in ((others[0][1], "grad_norm"), (others[1][0], "ratio/kl")):
-        if max(_series(rows, key)[1], default=0.0) > _LOW:
-            axes.set_yscale("log")
-            axes.set_ylim(bottom=max(_LOW, axes.get_ylim()[0]))
-    if steps := [row["step"] for row in rows if row.get(_NO_GRADIENT)]:
-        norms = others[0][1]
-        at_the_bottom = norms.get_xaxis_transform()  # x in steps, y as a share of the panel
-        norms.plot(steps, [0.02] * len(steps), "|", color="#d55e00", transform=at_the_bottom, label="no gradient")
-    for axes in panels[-1]:
+        if title == "Seconds per step":
+            _mark_evaluations(axes, rows)
+            if starts[1:]:
+                axes.plot([], [], color="0.4", linewidth=0.8, linestyle="--", label="restart")
+    for axes in grid[len(titles) :]:
+        axes.remove()
+    for axes in figure.axes[-_COLUMNS:]:
+        axes.tick_params(labelbottom=True)
         axes.set_xlabel("optimizer step")
     return figure
 
@@ -261,9 +245,9 @@ def save_picture(figure: Figure, path: Path, lock: RunLock | None = None) -> boo
     for axes in figure.axes:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-        if labels := axes.get_legend_handles_labels()[1]:
+        if axes.get_legend_handles_labels()[1]:
             axes.legend(
-                loc="lower left", bbox_to_anchor=(0, 1), ncols=_num_columns(labels), fontsize=9, frameon=False,
+                loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=9, frameon=False,
                 borderpad=0, columnspacing=1.2, handlelength=1.5,
             )  # fmt: skip
     picture = io.BytesIO()
@@ -275,17 +259,6 @@ def save_picture(figure: Figure, path: Path, lock: RunLock | None = None) -> boo
     return True
 
 
-def _num_columns(labels: Sequence[str]) -> int:
-    """Return how many columns of ``labels`` fit above a panel. A wider legend would make the panel narrow."""
-    fitting = (
-        columns
-        for columns in range(len(labels), 1, -1)
-        # matplotlib fills column after column.
-        if sum(max(map(len, part)) + 6 for part in np.array_split(labels, columns)) <= _LEGEND_WIDTH
-    )
-    return next(fitting, 1)
-
-
 def running_mean(values: Sequence[float]) -> list[float]:
     """Return the means over a twentieth of ``values``, each ending at one value. The first values have none."""
     window = max(1, len(values) // 20)
@@ -295,10 +268,10 @@ def running_mean(values: Sequence[float]) -> list[float]:
 def _size_of(path: Path) -> tuple[int, int] | None:
     """Return the inode and the size of a file; None if it does not exist."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
-    return found.st_ino, found.st_size
+    return status.st_ino, status.st_size
 
 
 def _series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
@@ -306,20 +279,58 @@ def _series(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _draw_accuracy(axes: Axes, rows: Sequence[Row]) -> None:
-    _draw_mean(axes, rows, "accuracy/mean", _COLORS["accuracy"], "rollouts trained on")
-    names = sorted({name for row in rows for name in eval_figures(row, "accuracy")})
-    for number, name in enumerate(names):
-        steps, values = _series(rows, f"eval/{name}/accuracy")
-        color = _EVAL_COLORS[number % len(_EVAL_COLORS)]
-        axes.plot(steps, values, "o-", color=color, markersize=6, linewidth=2, label=f"evaluation: {name}")
-        for at in {0, len(values) - 1}:
-            axes.annotate(
-                f"{values[at]:.3f}", (steps[at], values[at]), textcoords="offset points", xytext=(0, 7), ha="center",
-                fontsize=9, color=color,
-            )  # fmt: skip
-    axes.set_ylabel("accuracy")
-    axes.set_ylim(-0.02, 1.08)
+def _curves(rows: Sequence[Row], title: str) -> dict[str, str]:
+    """Return the metrics that have a curve in the panel of this title, with their labels."""
+    sets = sorted({name for row in rows for name in eval_figures(row, "accuracy")})
+    labels: dict[str, str] = {}
+    for key, shown in curves(title).items():
+        for name in sets if "<dataset>" in key else [""]:
+            own_key, label = (text.replace("<dataset>", name) for text in (key, shown.label))
+            values = _series(rows, own_key)[1]
+            if values and max(values) >= (-np.inf if shown.least is None else shown.least):
+                labels[own_key] = label
+    return labels
+
+
+def _draw_panel(axes: Axes, title: str, rows: Sequence[Row]) -> None:
+    """Draw the curves of a panel.
+
+    A few values that are far above the others may be above a panel that begins at 0, so that the others can be seen.
+    The legend then has the highest one.
+    """
+    panel, top = PANELS[title], 0.0
+    unit = textwrap.fill(unit_of(title), 28)
+    axes.set_ylabel(f"{textwrap.fill(title, 20)}\n({unit})" if unit else title)
+    for (key, label), color in zip(_curves(rows, title).items(), itertools.cycle(_COLORS)):
+        values = _series(rows, key)[1]
+        peak, limit = max(*values, *_series(rows, f"{key}/max")[1], 0.0), 2 * float(np.percentile(values, _HIGH))
+        is_cut = panel.low is not None and panel.high is None and peak > limit > 0
+        top = max(top, limit if is_cut else 1.05 * peak)
+        if key.startswith("eval/"):
+            _draw_evaluations(axes, rows, key, color, label)
+        else:
+            _draw_mean(axes, rows, key, color, f"{label}; highest {peak:.3g}" if is_cut else label)
+        if steps := [row["step"] for row in rows if row.get(_zeros_of(key))]:
+            at_the_bottom = axes.get_xaxis_transform()  # x in steps, y as a share of the panel
+            axes.plot(steps, [0.02] * len(steps), "|", color="#d55e00", transform=at_the_bottom, label="0")
+    bottom = axes.get_ylim()[0]
+    if panel.is_log and top > _LOW:
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=max(_LOW, bottom))
+    elif panel.low is not None:
+        axes.set_ylim(panel.low, (panel.high or top or 1.0) * 1.02)
+    elif panel.high is not None:  # rounding errors of a healthy run must not look like changes
+        axes.set_ylim(min(0.98 * panel.high, bottom), 1.002 * panel.high)
+
+
+def _draw_evaluations(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str) -> None:
+    steps, values = _series(rows, key)
+    axes.plot(steps, values, "o-", color=color, markersize=6, linewidth=2, label=label)
+    for at in {0, len(values) - 1}:
+        axes.annotate(
+            f"{values[at]:.3f}", (steps[at], values[at]), textcoords="offset points", xytext=(0, 7), ha="center",
+            fontsize=9, color=color,
+        )  # fmt: skip
 
 
 def _mark_evaluations(axes: Axes, rows: Sequence[Row]) -> None:
@@ -333,51 +344,22 @@ def _mark_evaluations(axes: Axes, rows: Sequence[Row]) -> None:
 def _draw_mean(axes: Axes, rows: Sequence[Row], key: str, color: str, label: str) -> None:
     """Draw the metric ``key`` in a pale colour, and its running mean over a twentieth of the run in full colour."""
     steps, values = _series(rows, key)
-    if not values:
-        return
     smooth = running_mean(values)
-    window = len(values) - len(smooth) + 1
-    # A point of a long run stands for several steps.
-    num_steps = round(window * (steps[-1] - steps[0]) / max(1, len(steps) - 1))
-    style: dict[str, Any] = {"color": color, "linewidth": 1.8}
-    if window == 1:
-        axes.plot(steps, values, label=label, **style)
-        return
-    axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-    axes.plot(steps[window - 1 :], smooth, label=f"{label} (mean over {num_steps} steps)", **style)
+    if len(smooth) < len(values):
+        axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
+    axes.plot(steps[-len(smooth) :], smooth, color=color, linewidth=1.8, label=label)
 
 
-def _draw_speed(axes: Axes, rows: Sequence[Row], starts: Sequence[int]) -> None:
-    """Draw the seconds of each step. The first step of a start is left out, because it waits for the start-up.
-
-    A few very slow steps may be above the panel, so that the others can be seen. The legend then has the slowest one.
-    """
-    rows = [row for row in rows if row["step"] not in starts]
-    times = _series(rows, "time/step_s")[1]
-    high = float(np.percentile(times, _HIGH)) if times else 0.0
-    slowest = max((*times, *_series(rows, _SLOWEST)[1]), default=0.0)
-    is_cut = slowest > 2 * high
-    note = f"of each step; slowest {slowest:.3g} s" if is_cut else "of each step"
-    _draw_mean(axes, rows, "time/step_s", _COLORS["speed"], note)
-    axes.set_ylabel("seconds per step")
-    axes.set_ylim(0, 2 * high if is_cut else None)
-
-
-def _draw_staleness(axes: Axes, rows: Sequence[Row], run_dir: RunDir) -> None:
-    highest = 0.0
-    for key, style in (("staleness/mean", "-"), ("staleness/max", ":")):
-        steps, values = _series(rows, key)
-        if values:
-            highest = max(highest, *values)
-            axes.plot(steps, values, style, color=_COLORS["staleness"], linewidth=1.5, label=key.split("/")[1])
+def _draw_bound(axes: Axes, rows: Sequence[Row], run_dir: RunDir) -> None:
+    """Draw ``queue.max_staleness``, unless it is so high that it would flatten the curves."""
     steps = sorted({row["step"] for row in rows if "version" in row})
+    highest = max(_series(rows, "staleness/max")[1], default=0.0)
     bounds = _bounds(run_dir, steps)
     if bounds and max(bounds) <= max(1.0, _FAR * highest):
         axes.plot(steps, bounds, color="0.4", linewidth=1.2, drawstyle="steps-pre", zorder=1, label="bound")
+        axes.set_ylim(top=1.05 * max(highest, *bounds))
     elif bounds:
         axes.plot([], [], color="0.4", linewidth=1.2, label=f"bound: {max(bounds)}, above the panel")
-    axes.set_ylabel("staleness (versions)")
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
 
 
 def _bounds(run_dir: RunDir, steps: Sequence[int]) -> list[int]:
