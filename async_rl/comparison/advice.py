@@ -44,15 +44,15 @@ class Advice:
 
 def advise(summaries: Sequence[RunSummary]) -> Advice:
     """Return what the runs say about ``queue.max_staleness``."""
-    if others := differing_keys(summaries):
+    if other_keys := differing_keys(summaries):
         return Advice(
             "No advice on queue.max_staleness: compare runs that differ in nothing else but run.seed.",
-            (f"The runs also differ in {', '.join(others)}.",),
+            (f"The runs also differ in {', '.join(other_keys)}.",),
         )
     if len({summary.bound for summary in summaries}) == 1:
         return _of_one_bound(summaries)
-    if (found := why_incomparable(summaries)) is not None:
-        remedy, reason = found
+    if (obstacle := why_incomparable(summaries)) is not None:
+        remedy, reason = obstacle
         return Advice(f"No advice on queue.max_staleness: {remedy}", (reason,))
     return recommend(points_of(summaries), has_enough=has_enough(summaries))
 
@@ -175,15 +175,11 @@ def _age(chosen: Point) -> Iterable[str]:
 
 def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
     bound = summaries[0].bound
-    overlap, learner, generators = (
-        mean_of_known(getattr(summary, name) for summary in summaries)
-        for name in ("overlap", "idle_learner", "idle_generators")
+    keys = ("overlap/efficiency", "idle/learner", "idle/generators", "staleness/mean", "ratio/ess")
+    overlap, learner, generators, staleness, ess = (
+        mean_of_known(summary.means[key] for summary in summaries) for key in keys
     )
-    staleness, ess, dropped, masked = (
-        mean_of_known(getattr(summary, name) for summary in summaries)
-        for name in ("staleness_mean", "ess", "dropped", "masked")
-    )
-    lost = (dropped or 0.0) + (masked or 0.0)
+    lost = sum(mean_of_known(getattr(summary, name) for summary in summaries) or 0.0 for name in ("dropped", "masked"))
     if lost > _LOST:
         return Advice(
             f"Raise queue.max_staleness above {bound}.", (f"{lost:.1%} of the data was lost because it was too old.",)
@@ -225,8 +221,8 @@ def _of_one_bound(summaries: Sequence[RunSummary]) -> Advice:
 
 def _slow_scores(summaries: Sequence[RunSummary]) -> Advice | None:
     """Return the advice for runs whose generators wait mostly for rewards or environments; None for others."""
-    grading = mean_of_known(summary.idle_grading for summary in summaries) or 0.0
-    environment = mean_of_known(summary.idle_environment for summary in summaries) or 0.0
+    grading = mean_of_known(summary.means["idle/grading"] for summary in summaries) or 0.0
+    environment = mean_of_known(summary.means["idle/environment"] for summary in summaries) or 0.0
     if max(grading, environment) <= MUCH_IDLE:
         return None
     if grading >= environment:

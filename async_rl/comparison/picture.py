@@ -19,6 +19,7 @@ from async_rl.comparison.summary import RunSummary
 from async_rl.comparison.table import short_names
 from async_rl.errors import RunError
 from async_rl.run.curve import new_figure, plain_label, running_mean, save_picture
+from async_rl.run.metric_table import columns
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -111,8 +112,12 @@ def _draw_learning(
 ) -> Artist:
     """Draw the accuracies on ``dataset``, or the mean rewards if it is empty. Return the line for the legend."""
     if dataset:
-        found = summary.evaluations.get(dataset, ())
-        steps, times, values = [e.step for e in found], [e.time_s for e in found], [e.accuracy for e in found]
+        evaluations = summary.evaluations.get(dataset, ())
+        steps, times, values = (
+            [e.step for e in evaluations],
+            [e.time_s for e in evaluations],
+            [e.accuracy for e in evaluations],
+        )
     else:
         steps, times, values = _smooth(summary)
         style = {**style, "markevery": max(1, len(values) // 8)}
@@ -129,14 +134,14 @@ def _smooth(summary: RunSummary) -> tuple[list[int], list[float], list[float]]:
 
 def _draw_shares(axes: Axes, groups: Mapping[str, Sequence[RunSummary]]) -> None:
     places = np.arange(len(groups))
-    for number, (label, name) in enumerate(
-        (("overlap", "overlap"), ("learner idle", "idle_learner"), ("generators idle", "idle_generators"))
-    ):
-        means = [mean_of_known(getattr(summary, name) for summary in group) for group in groups.values()]
+    bars = {key: column for key, column in columns("time/step_s").items() if key.startswith(("overlap/", "idle/"))}
+    for number, (key, (heading, _)) in enumerate(bars.items()):
+        means = [mean_of_known(summary.means[key] for summary in group) for group in groups.values()]
         heights = np.array(means, dtype=float)  # None becomes NaN, which is not drawn
-        axes.bar(places + 0.27 * (number - 1), heights, 0.25, color=_COLORS[number], label=label)
+        offset = 0.8 / len(bars) * (number - (len(bars) - 1) / 2)
+        axes.bar(places + offset, heights, 0.75 / len(bars), color=_COLORS[number % len(_COLORS)], label=heading)
     speeds = [fmean(summary.steps_per_s for summary in group) for group in groups.values()]
-    names = [re.sub(r"/| (?=\(bound)|(?<=,) ", lambda found: f"{found[0].strip()}\n", name) for name in groups]
+    names = [re.sub(r"/| (?=\(bound)|(?<=,) ", lambda gap: f"{gap[0].strip()}\n", name) for name in groups]
     labels = [f"{name}\n{speed:.3g} steps/s" for name, speed in zip(names, speeds, strict=True)]
     axes.set_xticks(places, labels, fontsize=8)
     axes.set_ylabel("share of the time")

@@ -76,19 +76,21 @@ def points_of(summaries: Sequence[RunSummary]) -> list[Point]:
     is_enough = has_enough(summaries)
     speeds = [[run.steps_per_s for run in runs] for runs in groups]
     spreads = _spreads([[speed / fmean(of_bound) for speed in of_bound] for of_bound in speeds])
-    found = [[run.evaluations[dataset] for run in runs if dataset in run.evaluations] for runs in groups]
-    accuracy_spreads = _spreads([[one[-1].accuracy for one in series] for series in found])
+    of_bounds = [[run.evaluations[dataset] for run in runs if dataset in run.evaluations] for runs in groups]
+    accuracy_spreads = _spreads([[history[-1].accuracy for history in histories] for histories in of_bounds])
     return [
         Point(
             bound=runs[0].bound,
             steps_per_s=fmean(speeds[number]),
             speed_error=fmean(speeds[number]) * _speed_error(runs, spreads[number], is_enough=is_enough),
-            accuracy=mean_of_known(one[-1].accuracy for one in found[number]),
-            error=_accuracy_error([one[-1] for one in found[number]], accuracy_spreads[number], is_enough=is_enough),
-            ess=mean_of_known(run.ess for run in runs),
-            staleness=mean_of_known(run.staleness_mean for run in runs),
-            first=mean_of_known(one[0].accuracy for one in found[number] if len(one) > 1),
-            reached_s=mean_of_known(_reached_s(one, target) for one in found[number]),
+            accuracy=mean_of_known(history[-1].accuracy for history in of_bounds[number]),
+            error=_accuracy_error(
+                [history[-1] for history in of_bounds[number]], accuracy_spreads[number], is_enough=is_enough
+            ),
+            ess=mean_of_known(run.means["ratio/ess"] for run in runs),
+            staleness=mean_of_known(run.means["staleness/mean"] for run in runs),
+            first=mean_of_known(history[0].accuracy for history in of_bounds[number] if len(history) > 1),
+            reached_s=mean_of_known(_reached_s(history, target) for history in of_bounds[number]),
         )
         for number, runs in enumerate(groups)
     ]
@@ -105,18 +107,18 @@ def has_enough(summaries: Sequence[RunSummary]) -> bool:
     return len(summaries) - len(by_bound(summaries)) >= ENOUGH
 
 
-def reached(found: Sequence[Evaluation], target: float) -> Evaluation | None:
+def reached(evaluations: Sequence[Evaluation], target: float) -> Evaluation | None:
     """Return the first evaluation with an accuracy of at least ``target``. None if there is none."""
-    return next((evaluation for evaluation in found if evaluation.accuracy >= target), None)
+    return next((evaluation for evaluation in evaluations if evaluation.accuracy >= target), None)
 
 
 def common_target(summaries: Iterable[RunSummary], dataset: str) -> float:
     """Return the highest accuracy that every run with evaluations on ``dataset`` has reached."""
-    return min(max(e.accuracy for e in found) for s in summaries if (found := s.evaluations.get(dataset)))
+    return min(max(e.accuracy for e in evaluations) for s in summaries if (evaluations := s.evaluations.get(dataset)))
 
 
-def _reached_s(found: Sequence[Evaluation], target: float) -> float | None:
-    first = reached(found, target)
+def _reached_s(evaluations: Sequence[Evaluation], target: float) -> float | None:
+    first = reached(evaluations, target)
     return None if first is None else first.time_s
 
 
@@ -132,19 +134,19 @@ def _accuracy_error(last: Sequence[Evaluation], spread: float | None, *, is_enou
     """Return the standard error of the mean accuracy. With few runs it is at least that of the rows."""
     if not last:
         return 0.0
-    of_rows = 0.0 if is_enough else fmean(one.error for one in last)
+    of_rows = 0.0 if is_enough else fmean(evaluation.error for evaluation in last)
     return max(spread or 0.0, of_rows) / math.sqrt(len(last))
 
 
 def _spreads(groups: Sequence[Sequence[float]]) -> list[float | None]:
     """Return the standard deviation in each group, but at least the median of all. None if no group has two values."""
-    known = [stdev(group) for group in groups if len(group) > 1]
-    if not known:
+    deviations = [stdev(group) for group in groups if len(group) > 1]
+    if not deviations:
         return [None] * len(groups)
-    return [max(median(known), stdev(group) if len(group) > 1 else 0.0) for group in groups]
+    return [max(median(deviations), stdev(group) if len(group) > 1 else 0.0) for group in groups]
 
 
 def mean_of_known(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are not None. None if there are none."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None

@@ -8,6 +8,7 @@ tokens by the trained tokens of each step. Seconds are seconds of training, with
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,14 @@ from async_rl.config.loading import load_run_config
 from async_rl.errors import RunError
 from async_rl.run.config_changes import ConfigChange, read_changes
 from async_rl.run.directory import RunDir
+from async_rl.run.metric_table import SHOWN, weight_of
 from async_rl.run.starts import Origin, first_steps, read_origin
 from async_rl.run.step_log import Row, eval_figures, is_metrics_row, mean_of, read_rows
 
 WARM_UP = 0.1
 """Share of a run's steps, at its beginning, that means over steps leave out. At least one step remains."""
 
-_LAG = re.compile(r"mismatch_kl/lag_(\d+)")
+_LAG = re.compile(r"lag_(\d+)/tokens")
 _LOST = ("stale", "cancelled", "too_slow")
 """Causes in the ledger for which groups are dropped because of their age."""
 
@@ -60,15 +62,7 @@ class RunSummary:
         steps_per_s: steps per second, without start-up.
         speed_error: standard error of ``steps_per_s`` from the spread of this run's steps. It does not tell how much
             another run of the same config would differ. None with too few steps.
-        overlap: mean of ``overlap/efficiency``, weighted by time.
-        idle_learner: share of time in which the learner waited for groups.
-        idle_generators: share of time in which generators decoded nothing.
-        idle_grading: share of time in which generators decoded nothing and waited for scores.
-        idle_environment: share of time in which they decoded nothing and waited for environments.
-        staleness_mean: mean staleness of trained tokens, in versions.
-        staleness_max: staleness of the oldest trained token, in versions.
-        ess: mean normalised effective sample size, in (0, 1].
-        clip_fraction: share of trained tokens whose ratio was clipped.
+        means: means over steps, by metric: of each that ``SHOWN`` has with a ``column``.
         mismatch_by_lag: for each staleness in versions, the mean k3 estimate of KL(mu || pi) of its tokens, nats.
         dropped: share of the groups that ended which were dropped because they were too old.
         masked: share of the tokens of ended groups that were masked as stale.
@@ -86,15 +80,7 @@ class RunSummary:
     is_finished: bool
     steps_per_s: float
     speed_error: float | None
-    overlap: float | None
-    idle_learner: float | None
-    idle_generators: float | None
-    idle_grading: float | None
-    idle_environment: float | None
-    staleness_mean: float | None
-    staleness_max: float | None
-    ess: float | None
-    clip_fraction: float | None
+    means: Mapping[str, float | None]
     mismatch_by_lag: Mapping[int, float]
     dropped: float | None
     masked: float | None
@@ -144,16 +130,8 @@ def summarise(path: Path) -> RunSummary:
         is_finished=run_dir.is_finished,
         steps_per_s=steps_per_s,
         speed_error=None if error is None else error * steps_per_s,
-        overlap=mean_of(warm, "overlap/efficiency", "time/step_s"),
-        idle_learner=mean_of(warm, "idle/learner", "time/step_s"),
-        idle_generators=mean_of(warm, "idle/generators", "time/step_s"),
-        idle_grading=mean_of(warm, "idle/grading", "time/step_s"),
-        idle_environment=mean_of(warm, "idle/environment", "time/step_s"),
-        staleness_mean=mean_of(warm, "staleness/mean", "tokens/trained"),
-        staleness_max=max((row["staleness/max"] for row in warm if row.get("staleness/max") is not None), default=None),
-        ess=mean_of(warm, "ratio/ess", "tokens/trained"),
-        clip_fraction=mean_of(warm, "ratio/clip_fraction", "tokens/trained"),
-        mismatch_by_lag=_by_lag(warm),
+        means=means_of(warm),
+        mismatch_by_lag={lag["lag"]: lag["kl"] for lag in lags(warm) if lag["kl"] is not None},
         dropped=_dropped(ledger),
         masked=_masked(ledger),
         reward=mean_of(steps[-max(1, len(steps) // 10) :], "reward/mean", None),
@@ -168,14 +146,28 @@ def summarise(path: Path) -> RunSummary:
     )
 
 
+def means_of(rows: Sequence[Row]) -> dict[str, float | None]:
+    """Return the mean over ``rows`` of each metric with a ``column``, or its maximum if the key ends in ``/max``."""
+    keys = [key for key, shown in SHOWN.items() if shown.column]
+    highest = {key: max((row[key] for row in rows if row.get(key) is not None), default=None) for key in keys}
+    return {key: highest[key] if key.endswith("/max") else mean_of(rows, key, weight_of(key)) for key in keys}
+
+
 def _is_whole(row: Row) -> bool:
     return is_metrics_row(row, needed=("time_s", "time/step_s")) and (row.get("time/step_s") or 1) > 0
 
 
-def _by_lag(rows: Sequence[Row]) -> dict[int, float]:
-    lags = sorted({int(found[1]) for row in rows for key in row if (found := _LAG.fullmatch(key))})
-    means = {lag: mean_of(rows, f"mismatch_kl/lag_{lag}", f"lag_{lag}/tokens") for lag in lags}
-    return {lag: mean for lag, mean in means.items() if mean is not None}
+def lags(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return for each staleness its trained tokens, and the means over them of their KL (k3, nats) and ESS."""
+    tokens: Counter[int] = Counter()
+    for row in rows:
+        tokens.update({int(lag[1]): count for key, count in row.items() if count and (lag := _LAG.fullmatch(key))})
+    keys = {"kl": "mismatch_kl/lag_{}", "ess": "lag_{}/ess"}
+    return [
+        {"lag": n, "tokens": tokens[n]}
+        | {name: mean_of(rows, key.format(n), f"lag_{n}/tokens") for name, key in keys.items()}
+        for n in sorted(tokens)
+    ]
 
 
 def _dropped(ledger: Mapping[str, Any]) -> float | None:
@@ -196,10 +188,10 @@ def _masked(ledger: Mapping[str, Any]) -> float | None:
 
 
 def _evaluations(rows: Sequence[Row], startups: Startups) -> dict[str, list[Evaluation]]:
-    found: dict[str, list[Evaluation]] = {}
+    evaluations: dict[str, list[Evaluation]] = {}
     for row in rows:
         for dataset, figures in eval_figures(row, "accuracy").items():
             time_s, error = training_s(row["time_s"], startups), figures.get("accuracy_se", 0.0)
             evaluation = Evaluation(row["step"], time_s, figures["accuracy"], error)
-            found.setdefault(dataset, []).append(evaluation)
-    return dict(sorted(found.items()))
+            evaluations.setdefault(dataset, []).append(evaluation)
+    return dict(sorted(evaluations.items()))

@@ -4,41 +4,18 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from async_rl.comparison.advice import Advice
 from async_rl.comparison.points import common_target, reached
 from async_rl.comparison.summary import Evaluation, RunSummary
 from async_rl.evaluation.table import aligned, cell
+from async_rl.run.metric_table import columns
 
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    heading: str
-    value: Callable[[RunSummary], float | None]
-    form: str
-    error: Callable[[RunSummary], float | None] = lambda run: None
-
-
-_SPEED = (
-    _Column("bound", lambda run: run.bound, "d"),
-    _Column("steps", lambda run: run.num_steps, "d"),
-    _Column("steps/s", lambda run: run.steps_per_s, ".3g", lambda run: run.speed_error),
-    _Column("overlap", lambda run: run.overlap, ".2f"),
-    _Column("learner idle", lambda run: run.idle_learner, ".0%"),
-    _Column("generators idle", lambda run: run.idle_generators, ".0%"),
-)
-_STALENESS = (
-    _Column("bound", lambda run: run.bound, "d"),
-    _Column("staleness", lambda run: run.staleness_mean, ".2f"),
-    _Column("oldest", lambda run: run.staleness_max, ".0f"),
-    _Column("ESS", lambda run: run.ess, ".3f"),
-    _Column("clipped", lambda run: run.clip_fraction, ".2%"),
-    _Column("dropped", lambda run: run.dropped, ".1%"),
-    _Column("masked", lambda run: run.masked, ".1%"),
-)
+_OLD_NAMES = {"overlap/efficiency": "overlap", "ratio/ess": "ess", "ratio/clip_fraction": "clip_fraction"}
+"""Names in the JSON object of metrics that are not called by their keys there."""
 _WIDTH = 80
 _WRAP = textwrap.TextWrapper(_WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 MAX_LAGS = 8
@@ -48,8 +25,12 @@ MAX_LAGS = 8
 def comparison_lines(summaries: Sequence[RunSummary], advice: Advice) -> list[str]:
     """Return the lines that ``async-rl compare`` prints: tables of speed, staleness and learning, then the advice."""
     names = short_names([summary.name for summary in summaries])
-    lines = ["Speed", *_table(names, summaries, _SPEED), *_origins(names, summaries), *_changes(names, summaries), ""]
-    lines += ["Age of the data, in versions, and what it costs", *_table(names, summaries, _STALENESS), ""]
+    steps = [[str(run.num_steps), cell(run.steps_per_s, ".3g", run.speed_error)] for run in summaries]
+    lost = [[cell(run.dropped, ".1%"), cell(run.masked, ".1%")] for run in summaries]
+    speed = _table(names, summaries, "time/step_s", ["steps", "steps/s"], steps)
+    age = _table(names, summaries, "tokens/trained", ["dropped", "masked"], lost)
+    lines = ["Speed", *speed, *_origins(names, summaries), *_changes(names, summaries), ""]
+    lines += ["Age of the data, in versions, and what it costs", *age, ""]
     lags = sorted({lag for summary in summaries for lag in summary.mismatch_by_lag})[:MAX_LAGS]
     if lags:
         lines += ["KL(behavior policy || policy) by age of a token, in nats"]
@@ -65,6 +46,7 @@ def comparison_json(summaries: Sequence[RunSummary], advice: Advice) -> dict[str
     runs = []
     for summary in summaries:
         figures = {name: getattr(summary, name) for name in RunSummary.__dataclass_fields__ if name != "config"}
+        figures |= {_OLD_NAMES.get(key, key.replace("/", "_")): mean for key, mean in figures.pop("means").items()}
         figures["origin"] = None if summary.origin is None else asdict(summary.origin)
         figures["changes"] = [asdict(change) for change in summary.changes]
         figures["evaluations"] = {name: [asdict(one) for one in found] for name, found in summary.evaluations.items()}
@@ -100,8 +82,8 @@ def _learning(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str
     return lines
 
 
-def _learning_row(summary: RunSummary, found: Sequence[Evaluation], target: float) -> list[str]:
-    first, last = reached(found, target), found[-1] if found else None
+def _learning_row(summary: RunSummary, evaluations: Sequence[Evaluation], target: float) -> list[str]:
+    first, last = reached(evaluations, target), evaluations[-1] if evaluations else None
     return [
         cell(summary.reward, ".3f"),
         "-" if last is None else cell(last.accuracy, ".3f", last.error, error_form=".3f"),
@@ -135,11 +117,17 @@ def _changes(names: Sequence[str], summaries: Sequence[RunSummary]) -> list[str]
     ]
 
 
-def _table(names: Sequence[str], summaries: Sequence[RunSummary], columns: Sequence[_Column]) -> list[str]:
+def _table(
+    names: Sequence[str], summaries: Sequence[RunSummary], weight: str, headings: Sequence[str],
+    cells: Sequence[Sequence[str]],
+) -> list[str]:  # fmt: skip
+    """Return a table of the bounds, of further columns (``headings``, ``cells``), and of the means with ``weight``."""
+    means = columns(weight)
     rows = [
-        [cell(column.value(summary), column.form, column.error(summary)) for column in columns] for summary in summaries
+        [str(run.bound), *own, *(cell(run.means[key], form) for key, (_, form) in means.items())]
+        for run, own in zip(summaries, cells, strict=True)
     ]
-    return _aligned(["run", *(column.heading for column in columns)], names, rows)
+    return _aligned(["run", "bound", *headings, *(heading for heading, _ in means.values())], names, rows)
 
 
 def _aligned(headings: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

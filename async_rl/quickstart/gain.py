@@ -20,15 +20,16 @@ def estimated_gain(run: RunSummary) -> list[str]:
     """
     if not run.bound:
         return ["what asynchrony gained: nothing, because queue.max_staleness = 0: learner and generators took turns"]
-    if run.idle_learner is None or run.idle_generators is None:
+    learner, generators = run.means["idle/learner"], run.means["idle/generators"]
+    if learner is None or generators is None:
         return ["what asynchrony gained: unknown, because the run is too short for idle/learner and idle/generators"]
-    together = max(0.0, 1.0 - run.idle_learner - run.idle_generators)
+    together = max(0.0, 1.0 - learner - generators)
     return [
         f"what asynchrony gained (estimate): {run.steps_per_s:.3g} steps/s instead of "
         f"{run.steps_per_s / (1 + together):.3g} or less at queue.max_staleness = 0, {1 + together:.2f} times as many "
         f"or more",
-        f"  both sides worked in {together:.0%} of the time or more (1 - idle/learner {run.idle_learner:.2f} - "
-        f"idle/generators {run.idle_generators:.2f}); at 0 they take turns",
+        f"  both sides worked in {together:.0%} of the time or more (1 - idle/learner {learner:.2f} - "
+        f"idle/generators {generators:.2f}); at 0 they take turns",
     ]
 
 

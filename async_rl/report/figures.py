@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from async_rl.comparison.summary import lags, means_of
 from async_rl.config.config import Config
 from async_rl.config.document import tables
 from async_rl.config.loading import load_run_config, plain_values
@@ -21,7 +22,7 @@ from async_rl.launch.hints import Hints
 from async_rl.run.config_changes import read_changes
 from async_rl.run.directory import RunDir
 from async_rl.run.lock import holder_of
-from async_rl.run.metric_table import METRIC_KEYS
+from async_rl.run.metric_table import METRIC_KEYS, PANELS, SHOWN, curves, meaning, unit_of
 from async_rl.run.progress import is_step_row, who_waits
 from async_rl.run.starts import first_steps, read_origin
 from async_rl.run.step_log import Row, eval_figures, iter_metrics, mean_of
@@ -34,9 +35,12 @@ MAX_POINTS = 600
 MAX_BARS = 240
 """Bars of the timeline; each stands for some steps that follow each other."""
 _MAX_NOTES = 200
-_LAG = re.compile(r"lag_(\d+)/tokens")
-_LAG_FIGURES = {"kl": "mismatch_kl/lag_{}", "ess": "lag_{}/ess", "high": "lag_{}/clip_high", "low": "lag_{}/clip_low"}
-_LEARNER_PARTS = {"train": "time/train_s", "wait": "time/wait_s", "publish": "time/publish_s"}
+_LEARNER_PARTS = {
+    "train": "time/train_s",
+    "wait": "time/wait_s",
+    "publish": "time/publish_s",
+    "checkpoint": "time/checkpoint_s",
+}
 _GENERATOR_WAITS = ("grading", "environment", "weights", "leases")
 _LANES = {"grading": "time/grading_s", "environment": "time/environment_s", "transfer": "time/transfer_s"}
 """Lane of the timeline -> seconds of a step in which it was busy, at the same time as everything else."""
@@ -68,19 +72,18 @@ def read_run(path: Path) -> Plain:
         "step": last.get("step", 0),
         "steps": config.learner.steps if config else None,
         "elapsed_s": last.get("time_s", 0.0),
-        "bound": config.queue.max_staleness if config else None,
         "starts": first_steps(run_dir)[1:],
         "origin": origin.label if origin else "",
         "columns": _columns(run_dir),
         "evals": evals,
         "timeline": timeline(rows),
         "who_waits": who_waits(rows),
-        "lags": lags(rows),
+        "lags": [{**lag, "kl": short(lag["kl"]), "ess": short(lag["ess"])} for lag in lags(rows)],
         "ledger": {unit: ledger[unit] for unit in ("groups", "rollouts", "tokens") if unit in ledger},
         "outcomes": ledger.get("outcomes", {}),
         "settings": _settings(config) if config else [],
         "config_text": "" if config else run_dir.config.read_text(encoding="utf-8", errors="replace"),
-        "changes": [{"step": one.step, "changed": one.changed} for one in read_changes(run_dir)],
+        "changes": [{"step": change.step, "changed": change.changed} for change in read_changes(run_dir)],
         "notes": _notes(run_dir),
         "headline": _headline(rows, evals),
     }
@@ -114,16 +117,15 @@ def _columns(run_dir: RunDir) -> dict[str, list[float | None]]:
 
 
 def _evaluations(rows: Iterable[Row]) -> dict[str, Plain]:
-    """Return the accuracy of every evaluation, by data set, and the first and last value of its other figures."""
-    found: dict[str, Plain] = {}
+    """Return step, seconds, accuracy and standard error of every evaluation, by data set."""
+    evaluations: dict[str, Plain] = {}
     for row in rows:
         for name, figures in eval_figures(row, "accuracy").items():
-            of_set = found.setdefault(name, {"step": [], "time_s": [], "accuracy": [], "se": []})
-            of_set["step"].append(row["step"])
-            of_set["time_s"].append(short(row.get("time_s")))
-            of_set["accuracy"].append(short(figures["accuracy"]))
-            of_set["se"].append(short(figures.get("accuracy_se")))
-    return found
+            of_set = evaluations.setdefault(name, {"step": [], "time_s": [], "accuracy": [], "se": []})
+            values = row["step"], row.get("time_s"), figures["accuracy"], figures.get("accuracy_se")
+            for column, value in zip(of_set.values(), values, strict=True):
+                column.append(short(value))
+    return evaluations
 
 
 def timeline(rows: Sequence[Row]) -> Plain:
@@ -135,14 +137,10 @@ def timeline(rows: Sequence[Row]) -> Plain:
     rows = _with_readings(rows)
     each = max(1, math.ceil(len(rows) / MAX_BARS))
     bars = [_bar(rows[at : at + each]) for at in range(0, len(rows), each)]
-    return {
-        "begin": [bar["begin"] for bar in bars],
-        "end": [bar["end"] for bar in bars],
-        "steps": [bar["steps"] for bar in bars],
-        "learner": _by_name([bar["learner"] for bar in bars]),
-        "generators": _by_name([bar["generators"] for bar in bars]),
-        **{lane: [bar[lane] for bar in bars] for lane in _LANES},
-    }
+    columns: Plain = {key: [bar[key] for bar in bars] for key in ("begin", "end", "steps", *_LANES)}
+    for side in ("learner", "generators"):
+        columns[side] = {name: [bar[side][name] for bar in bars] for name in (bars[0][side] if bars else ())}
+    return columns
 
 
 def _with_readings(rows: Sequence[Row]) -> list[Row]:
@@ -150,15 +148,15 @@ def _with_readings(rows: Sequence[Row]) -> list[Row]:
 
     Generators report with their heartbeats. What they report is about the time since the heartbeat before.
     """
-    found: list[Row] = []
+    filled: list[Row] = []
     reading: Row = {}
     for row in reversed(rows):
         if row.get("idle/generators") is not None:
             reading = {key: row[key] for key in _READINGS if row.get(key) is not None}
             reading |= {key: row[key] / (row.get("time/step_s") or 1e-9) for key in _LANES_READ if key in reading}
         own_s = row.get("time/step_s") or 0.0
-        found.append({**reading, **{key: reading[key] * own_s for key in _LANES_READ if key in reading}, **row})
-    return found[::-1]
+        filled.append({**reading, **{key: reading[key] * own_s for key in _LANES_READ if key in reading}, **row})
+    return filled[::-1]
 
 
 def _bar(rows: Sequence[Row]) -> Plain:
@@ -167,20 +165,14 @@ def _bar(rows: Sequence[Row]) -> Plain:
     def share(key: str) -> float:
         return min(1.0, sum(row.get(key) or 0.0 for row in rows) / wall)
 
-    learner = {name: share(key) for name, key in _LEARNER_PARTS.items()}
-    learner["checkpoint"] = share("time/checkpoint_s")
     measured = [row for row in rows if row.get("idle/generators") is not None]
-    measured_s = sum(row.get("time/step_s") or 0.0 for row in measured) or 1e-9
-
-    def idle(key: str) -> float:
-        return sum((row.get(key) or 0.0) * (row.get("time/step_s") or 0.0) for row in measured) / measured_s
-
-    generators = {"decode": 1.0 - idle("idle/generators")} | {n: idle(f"idle/{n}") for n in _GENERATOR_WAITS}
+    idle = {name: mean_of(measured, f"idle/{name}", "time/step_s") or 0.0 for name in ("generators", *_GENERATOR_WAITS)}
+    generators = {"decode": 1.0 - idle.pop("generators"), **idle}
     return {
         "begin": short(rows[0]["time_s"] - (rows[0].get("time/step_s") or 0.0)),
         "end": short(rows[-1]["time_s"]),
         "steps": [rows[0]["step"], rows[-1]["step"]],
-        "learner": _with_rest(learner),
+        "learner": _with_rest({name: share(key) for name, key in _LEARNER_PARTS.items()}),
         "generators": _with_rest(generators) if measured else dict.fromkeys((*generators, "other")),
         **{lane: short(share(key)) for lane, key in _LANES.items()},
     }
@@ -193,49 +185,21 @@ def _with_rest(shares: Mapping[str, float]) -> dict[str, float | None]:
     return {name: short(value) for name, value in {**scaled, "other": max(0.0, 1.0 - total)}.items()}
 
 
-def _by_name(bars: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [bar[name] for bar in bars] for name in (bars[0] if bars else ())}
-
-
-def lags(rows: Iterable[Row]) -> list[Plain]:
-    """Return for each staleness the trained tokens of the run, and token-weighted means of figures of mismatch."""
-    tokens: dict[int, float] = {}
-    sums: dict[tuple[int, str], tuple[float, float]] = {}
-    for row in rows:
-        for key, count in row.items():
-            if not count or not (found := _LAG.fullmatch(key)):
-                continue
-            lag = int(found[1])
-            tokens[lag] = tokens.get(lag, 0) + count
-            for name, pattern in _LAG_FIGURES.items():
-                if (value := row.get(pattern.format(lag))) is not None:
-                    total, weight = sums.get((lag, name), (0.0, 0.0))
-                    sums[lag, name] = total + value * count, weight + count
-    means = {key: total / weight for key, (total, weight) in sums.items()}
-    return [
-        {"lag": lag, "tokens": tokens[lag], **{name: short(means.get((lag, name))) for name in _LAG_FIGURES}}
-        for lag in sorted(tokens)
-    ]
-
-
 def _settings(config: Config) -> list[Plain]:
     """Return every key of the config with value, default and description; first those that differ from the default."""
     values = plain_values(config)
     keys = {key.name: key for table in tables() for key in table.keys}
-    found: list[Plain] = []
-    for name, value in values.items():
-        key = keys.get(name)
-        default = None if key is None else _plain(key.default)
-        found.append(
-            {
-                "key": name,
-                "value": _shown(value),
-                "default": _shown(default),
-                "changed": key is None or value != default,
-                "description": "" if key is None else key.description,
-            }
-        )
-    return found
+    default = {name: _plain(key.default) for name, key in keys.items()}
+    return [
+        {
+            "key": name,
+            "value": _shown(value),
+            "default": _shown(default.get(name)),
+            "changed": name not in keys or value != default[name],
+            "description": keys[name].description if name in keys else "",
+        }
+        for name, value in values.items()
+    ]
 
 
 def _plain(value: Any) -> Any:
@@ -248,57 +212,37 @@ def _shown(value: Any) -> str:
 
 def _notes(run_dir: RunDir) -> list[Plain]:
     """Return the notes on the metrics and on the queue's groups, and the newest lines of ``notes.log``."""
-    hints, found = Hints(), list[Plain]()
+    hints, notes = Hints(), list[Plain]()
     for row in iter_metrics(run_dir.metrics):
         step = row["step"]
         texts = (line.removeprefix("note: ").removeprefix(f"step {step}: ") for line in hints.add(row))
-        found += [{"step": step, "text": text} for text in texts]
+        notes += [{"step": step, "text": text} for text in texts]
     if run_dir.ledger.exists():
-        found += [{"step": None, "text": text} for text in run_dir.read_ledger().get("group_notes", {}).values()]
+        notes += [{"step": None, "text": text} for text in run_dir.read_ledger().get("group_notes", {}).values()]
     if run_dir.notes.is_file():
         lines = run_dir.notes.read_text(encoding="utf-8", errors="replace").splitlines()
-        found += [{"step": None, "text": line} for line in lines[-_MAX_NOTES:]]
-    return found
+        notes += [{"step": None, "text": line} for line in lines[-_MAX_NOTES:]]
+    return notes
 
 
 def _headline(rows: Sequence[Row], evals: Mapping[str, Plain]) -> list[Plain]:
     """Return the figures at the top of the page, each with label, value and what it says."""
-    found: list[Plain] = []
-    for name, of_set in evals.items():
-        first, last = of_set["accuracy"][0], of_set["accuracy"][-1]
-        found.append({"label": f"accuracy on {name}", "value": f"{last:.3g}", "detail": f"from {first:.3g}"})
-    if not rows:
-        return found
-    seconds = sum(row.get("time/step_s") or 0.0 for row in rows) or 1e-9
-    trained = sum(row["tokens/trained"] for row in rows)
-
-    if not evals:
-        count = max(1, len(rows) // 10)
-        rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
-        if rewards:
-            first, last = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
-            found.append({"label": "mean reward", "value": f"{last:.3g}", "detail": f"from {first:.3g}"})
-    found.append(
-        {"label": "trained tokens", "value": compact(trained), "detail": f"{compact(trained / seconds)} per s"}
-    )
-    found.append({"label": "seconds per step", "value": f"{seconds / len(rows):.3g}", "detail": f"{len(rows)} steps"})
-    staleness = [(row.get("staleness/mean") or 0.0) * row["tokens/trained"] for row in rows]
-    oldest = max((row.get("staleness/max") or 0) for row in rows)
-    if trained:
-        found.append(
-            {
-                "label": "staleness",
-                "value": f"{sum(staleness) / trained:.3g}",
-                "detail": f"versions; at most {oldest:g}",
-            }
-        )
-    for key, label, detail in (
-        ("idle/learner", "learner waits", "of the time"),
-        ("idle/generators", "generators idle", "of the time, mean"),
-    ):
-        if (value := mean_of(rows, key, "time/step_s")) is not None:
-            found.append({"label": label, "value": f"{100 * value:.0f} %", "detail": detail})
-    return found
+    firsts_and_lasts = {f"accuracy on {n}": (of["accuracy"][0], of["accuracy"][-1]) for n, of in evals.items()}
+    rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+    if rewards and not evals:
+        count = max(1, len(rewards) // 10)
+        firsts_and_lasts["mean reward"] = fmean(rewards[:count]), fmean(rewards[-count:])
+    figures = [(label, f"{last:.3g}", f"from {first:.3g}") for label, (first, last) in firsts_and_lasts.items()]
+    if rows:
+        seconds = sum(row.get("time/step_s") or 0.0 for row in rows) or 1e-9
+        trained = sum(row["tokens/trained"] for row in rows)
+        figures.append(("trained tokens", compact(trained), f"{compact(trained / seconds)} per s"))
+        figures.append(("seconds per step", f"{seconds / len(rows):.3g}", f"{len(rows)} steps"))
+    for key, mean in means_of(rows).items():
+        heading, form = SHOWN[key].column or ("", "")
+        if heading and mean is not None:
+            figures.append((heading, format(mean, form), PANELS[SHOWN[key].panel].unit if SHOWN[key].panel else ""))
+    return [{"label": label, "value": value, "detail": detail} for label, value, detail in figures]
 
 
 def short(value: Any) -> Any:
@@ -317,4 +261,16 @@ def compact(value: float) -> str:
 
 def descriptions(keys: Iterable[str]) -> dict[str, str]:
     """Return the meaning of those metrics that are documented under their own name."""
-    return {key: METRIC_KEYS[key] for key in keys if key in METRIC_KEYS}
+    return {key: meaning(key) for key in keys if key in METRIC_KEYS}
+
+
+def panels() -> list[Plain]:
+    """Return what the page's script draws: the panels of ``PANELS`` with their curves, without those of evaluations."""
+    return [
+        {
+            "section": panel.section, "title": title, "unit": unit_of(title), "from": panel.low, "to": panel.high,
+            "log": panel.is_log, "evals": "eval/<dataset>/accuracy" in curves(title),
+            "curves": [{"key": key, "label": own.label, "least": own.least} for key, own in curves(title).items()],
+        }
+        for title, panel in PANELS.items()
+    ]  # fmt: skip

@@ -18,7 +18,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from async_rl import __version__
-from async_rl.report.figures import Plain, descriptions
+from async_rl.launch.status import ledger_rows
+from async_rl.report.figures import Plain, descriptions, panels
 from async_rl.run.progress import duration
 from async_rl.terminal import visible_values
 
@@ -37,7 +38,7 @@ _IN_TEMPLATE = (
     "name", "path", "state", "step", "steps", "origin", "starts", "headline", "notes", "changes", "settings",
     "config_text", "who_waits",
 )  # fmt: skip
-_IN_SCRIPT = ("name", "bound", "starts", "columns", "evals", "timeline", "lags", "ledger")
+_IN_SCRIPT = ("name", "starts", "columns", "evals", "timeline", "lags", "ledger")
 """What the template shows of a run, and what the page's script gets."""
 
 
@@ -68,7 +69,8 @@ def render(
     keys = {key for run in runs for key in run["columns"]}
     shown = visible_values([{**{key: run[key] for key in _IN_TEMPLATE}, **_static(run)} for run in runs])
     of_script = {
-        "runs": [{key: run[key] for key in _IN_SCRIPT} for run in runs], "descriptions": descriptions(keys),
+        "runs": [{key: run[key] for key in _IN_SCRIPT} for run in runs], "panels": panels(),
+        "descriptions": descriptions(keys),
         "rollouts": list(rollouts), "served": is_served,
     }  # fmt: skip
     settings = _settings(shown)
@@ -116,22 +118,9 @@ def _static(run: Plain) -> Plain:
     """Return what the template shows of a run without its script."""
     return {
         "elapsed": duration(run["elapsed_s"]),
-        "ledger_rows": list(_ledger_rows(run["ledger"])),
+        "ledger_rows": [[label, *(count or "–" for count in counts)] for label, *counts in ledger_rows(run["ledger"])],
         "outcome_rows": list(_outcome_rows(run["outcomes"])),
     }
-
-
-def _ledger_rows(ledger: Mapping[str, Mapping[str, Any]]) -> Iterable[list[str]]:
-    """Yield the rows of the ledger's table: an end, and its groups, rollouts and tokens. Empty ends are left out."""
-    flat: dict[str, dict[str, int]] = {}
-    for unit, account in ledger.items():
-        for name, value in account.items():
-            for cause, count in value.items() if isinstance(value, dict) else [("", value)]:
-                label = f"{name.replace('_', ' ')}: {cause.replace('_', ' ')}" if cause else name.replace("_", " ")
-                flat.setdefault("issued" if name == "received" else label, {})[unit] = count
-    for label, counts in flat.items():
-        if any(counts.values()):
-            yield [label, *(f"{counts[u]:,}" if u in counts else "–" for u in ("groups", "rollouts", "tokens"))]
 
 
 def _outcome_rows(outcomes: Mapping[str, Mapping[str, float]]) -> Iterable[list[str]]:
@@ -145,10 +134,10 @@ def _settings(runs: Sequence[Plain]) -> list[Plain]:
     """Return the keys of all runs, each with its value in every run."""
     by_key = [{row["key"]: row for row in run["settings"]} for run in runs]
     names = dict.fromkeys(name for rows in by_key for name in rows)
-    found: list[Plain] = []
+    settings: list[Plain] = []
     for name in names:
         rows = [of_run.get(name) for of_run in by_key]
         first = next(row for row in rows if row is not None)
         values = ["–" if row is None else row["value"] for row in rows]
-        found.append({**first, "values_of": values, "changed": any(row is None or row["changed"] for row in rows)})
-    return found
+        settings.append({**first, "values_of": values, "changed": any(row is None or row["changed"] for row in rows)})
+    return settings

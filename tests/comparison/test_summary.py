@@ -24,11 +24,11 @@ def test_means_are_weighted_by_time_and_by_tokens_and_leave_the_warm_up_out(tmp_
     found = summarise(write_run(tmp_path / "run", rows))
     assert (found.num_steps, found.bound, found.is_finished) == (10, 4, False)
     assert found.steps_per_s == pytest.approx(9 / 10)
-    assert found.overlap == pytest.approx((8 * 0.5 + 2 * 1.0) / 10)
-    assert found.idle_learner == 0.0
-    assert found.idle_generators is None
-    assert found.ess == pytest.approx((800 * 1.0 + 300 * 0.5) / 1100)
-    assert found.staleness_max == 4
+    assert found.means["overlap/efficiency"] == pytest.approx((8 * 0.5 + 2 * 1.0) / 10)
+    assert found.means["idle/learner"] == 0.0
+    assert found.means["idle/generators"] is None
+    assert found.means["ratio/ess"] == pytest.approx((800 * 1.0 + 300 * 0.5) / 1100)
+    assert found.means["staleness/max"] == 4
 
 
 def test_keys_that_changed_during_a_run_are_named(tmp_path: Path):

@@ -2,43 +2,16 @@
 "use strict";
 
 const letter = (run) => String.fromCharCode(65 + run);
-/** Sections -> panels: title, unit, metrics with their labels, and how the axis is. */
-const PANELS = {
-  learning: [
-    { title: "Accuracy", keys: { "accuracy/mean": "trained rollouts" }, evals: true },
-    { title: "Reward", keys: { "reward/mean": "mean" }, unit: "per rollout" },
-    { title: "Length", keys: { "length/mean": "mean" }, unit: "sampled tokens" },
-    { title: "Entropy", keys: { entropy: "policy" }, unit: "nats" },
-    { title: "Gradient norm", keys: { grad_norm: "before clipping" }, log: true },
-    { title: "Cut answers", keys: { "length/truncated": "at a token limit" }, unit: "share", from: 0, ifAny: true },
-    { title: "Turns", keys: { "turns/mean": "mean" }, unit: "per rollout" },
-    { title: "Any metric", any: true },
-  ],
-  waits: [
-    { title: "Seconds per step", keys: { "time/step_s": "step", "time/train_s": "training" }, from: 0 },
-    { title: "Tokens per second", keys: { "throughput/generated_tokens_per_s": "sampled",
-      "throughput/trained_tokens_per_s": "trained" }, from: 0 },
-    { title: "Groups in the queue", keys: { "queue/depth": "ready", "queue/in_flight": "being sampled" }, from: 0 },
-  ],
-  staleness: [
-    { title: "Staleness", keys: { "staleness/mean": "mean", "staleness/max": "oldest token" },
-      unit: "versions", from: 0 },
-    { title: "Effective sample size", keys: { "ratio/ess": "tokens" }, unit: "share", to: 1 },
-    { title: "KL to the sampling policy", keys: { "ratio/kl": "trained tokens" }, unit: "nats", log: true },
-    { title: "Clipped tokens", keys: { "ratio/clip_low": "at a lower bound", "ratio/clip_high": "at an upper bound" },
-      unit: "share", from: 0, ifAny: true },
-  ],
-};
 const WORDS = { train: "trains", wait: "waits for groups", publish: "stages weights", checkpoint: "writes a checkpoint",
   other: "other", decode: "decode", grading: "wait for scores", environment: "wait for environments",
   weights: "wait for weights", leases: "wait for leases (queue full)" };
 
 function drawPanels(runs) {
   const axis = $("#axis").value, xLabel = axis === "step" ? "step" : "second";
-  for (const [section, panels] of Object.entries(PANELS)) {
-    const box = $(`[data-panels=${section}]`);
-    const figures = panels.map((panel) => panel.any ? anyMetric(runs, axis, xLabel) : figureOf(runs, panel, axis,
-      xLabel));
+  for (const box of document.querySelectorAll("[data-panels]")) {
+    const section = box.dataset.panels, panels = DATA.panels.filter((panel) => panel.section === section);
+    const figures = panels.map((panel) => figureOf(runs, panel, axis, xLabel));
+    if (section === "learning") figures.push(anyMetric(runs, axis, xLabel));
     if (section === "staleness") figures.push(...lagCharts(runs));
     box.replaceChildren(...figures.filter(Boolean));
   }
@@ -51,9 +24,9 @@ function figureOf(runs, panel, axis, xLabel) {
     evals.forEach(([name, one], i) => series.push({ label: many ? `${letter(r)} ${name}` : name, x: one[axis],
       y: one.accuracy,
       color: `c${many ? r : i}`, dots: true, error: one.se }));
-    Object.entries(panel.keys).forEach(([key, label], i) => {
+    panel.curves.forEach(({ key, label, least }, i) => {
       const y = run.columns[key];
-      if (!y || (panel.ifAny && !y.some((value) => value))) return;
+      if (!y || (least !== null && !y.some((value) => value >= least))) return;
       series.push({ label: many ? `${letter(r)} ${label}` : label, x: run.columns[axis], y, dashed: many ? i > 0 ||
         evals.length : i > 1,
         color: many ? `c${r}` : `c${evals.length + i}` });
@@ -71,7 +44,8 @@ function anyMetric(runs, axis, xLabel) {
   }
   const place = h("div"), about = h("p", { class: "who" });
   const draw = () => {
-    const figure = figureOf(runs, { title: chosenMetric, keys: { [chosenMetric]: chosenMetric } }, axis, xLabel);
+    const curves = [{ key: chosenMetric, label: chosenMetric, least: null }];
+    const figure = figureOf(runs, { title: chosenMetric, curves }, axis, xLabel);
     place.replaceChildren(figure ? figure.lastElementChild : h("p", { class: "empty" }, "No value."));
     about.textContent = DATA.descriptions[chosenMetric] || "";
   };
