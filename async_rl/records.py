@@ -282,10 +282,11 @@ def why_columns_misfit(sequence: TokenSequence) -> str:
         if value is None:
             continue
         array = getattr(value, part) if part else value
-        most = shape[0] if column.per == "computed" else int(np.count_nonzero(sequence.loss_mask))
-        if array.ndim != column.num_axes or len(array) > most or (column.per == "sampled" and len(array) < most):
-            limit = "at most " if column.per == "computed" else ""
-            return f"expected {field}{part and '.'}{part} of {limit}{most} {column.per} tokens, got {list(array.shape)}"
+        is_computed = column.per == "computed"
+        limit = shape[0] if is_computed else int(np.count_nonzero(sequence.loss_mask))
+        if array.ndim != column.num_axes or len(array) > limit or (not is_computed and len(array) < limit):
+            name, rows = f"{field}.{part}".rstrip("."), f"{'at most ' if is_computed else ''}{limit}"
+            return f"expected {name} of {rows} {column.per} tokens, got {list(array.shape)}"
     teacher = sequence.teacher
     if teacher is not None and teacher.logprobs.shape[1] != 1 + teacher.top_k:
         return f"expected teacher.logprobs of 1 + {teacher.top_k} tokens, got {list(teacher.logprobs.shape)}"
