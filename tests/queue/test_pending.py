@@ -123,9 +123,7 @@ def test_a_request_replaces_the_earlier_one_of_its_peer_and_type_only():
     queue.ask(0.1, peer=b"another")
     queue.ask(0.2)
     queue.is_done, queue.revision = True, 1
-    queue.pending.answer_only("take")
-    assert queue.sent == []
-    queue.pending.answer_only("await_eval")
+    queue.pending.answer(0.2)
     assert len(queue.sent) == 2
     assert queue.pending.waits(0.2) == []
 

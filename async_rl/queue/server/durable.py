@@ -23,7 +23,7 @@ from async_rl.queue.core.prompts import PromptStream, Row
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.server.handlers import Handlers, WelcomePack
 from async_rl.queue.storage.journal import Change, Changes, Journal, unpack
-from async_rl.queue.storage.payloads import MemoryPayloads, RecentPayloads
+from async_rl.queue.storage.payloads import MemoryPayloads
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,6 @@ LOG_EVERY_S = 30.0
 """Seconds between two log messages about a full disk."""
 _NOTIFY_EVERY_S = 5.0
 """Seconds between two notices to the clients that the disk is full. Without them the clients would give up."""
-_RECENT_BYTES = 256 << 20
-"""Maximum size of the groups that are kept in memory in addition to the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +120,7 @@ class DurableState:
         self._changes = Changes(is_wanted=journal is not None)
         self.state = QueueState(
             self._settings, data.train, stream, data_digest=data.digest, instance=secrets.token_hex(16),
-            payloads=MemoryPayloads() if journal is None else RecentPayloads(journal, _RECENT_BYTES),
+            payloads=MemoryPayloads() if journal is None else journal,
             changes=self._changes,
         )  # fmt: skip
         self.handlers = Handlers(self.state, config, data.evals, run_id)

@@ -7,8 +7,7 @@ queue. ``HeldMessages`` has what arrives while the disk is full. The server hand
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +76,6 @@ class PendingRequests:
     ) -> None:  # fmt: skip
         self._revision, self._send, self._attempt = revision, send, attempt
         self._pending: dict[_Key, _Pending] = {}
-        self._of_type: dict[str, set[_Key]] = {}
         self._all_tried_at: int | None = None
         """The revision at which all requests were tried."""
         self._due_at = math.inf
@@ -89,15 +87,14 @@ class PendingRequests:
     def add(self, request: Request, message: Message, deferred: Deferred, now: float) -> None:
         """Add a request and try all requests. It replaces an earlier request of the same type from the same peer."""
         same = (request.peer, request.type)
-        self._remove([same])
+        self._pending.pop(same, None)
         deadline = now + (deferred.wait_s if len(self._pending) < _MAX_PENDING else 0.0)
         since, answered_at = self._in_vain.pop(same, (now, now))
         is_same_wait = now - answered_at <= _SAME_WAIT_S
         self._pending[same] = _Pending(request, message, deferred, deadline, since if is_same_wait else now)
         self._due_at = min(self._due_at, deadline)
-        self._of_type.setdefault(request.type, set()).add(same)
         if self._all_tried_at == self._revision() and self._is_answered(self._pending[same], now):
-            self._remove([same])
+            del self._pending[same]
         if self._all_tried_at != self._revision():
             self.answer(now)
 
@@ -108,23 +105,15 @@ class PendingRequests:
         revision = None
         while revision != self._revision():
             revision = self._revision()
-            self._remove(
-                [key for key, p in self._pending.items() if not p.must_wait(now) and self._is_answered(p, now)]
-            )
+            tried = (key for key, pending in self._pending.items() if not pending.must_wait(now))
+            for key in [key for key in tried if self._is_answered(self._pending[key], now)]:
+                del self._pending[key]
         self._all_tried_at = revision
         self._due_at = min((pending.deadline for pending in self._pending.values()), default=math.inf)
-
-    def answer_only(self, type_: str) -> None:
-        """Try all requests of the type ``type_`` once."""
-        for key in list(self._of_type.get(type_, ())):
-            pending = self._pending[key]
-            if pending.tried_at_revision != self._revision() and self._is_answered(pending, time.monotonic()):
-                self._remove([key])
 
     def pop_all(self) -> list[tuple[Request, Message]]:
         """Remove all requests. Return each with its message."""
         popped, self._pending = self._pending, {}
-        self._of_type.clear()
         return [(pending.request, pending.message) for pending in popped.values()]
 
     @property
@@ -141,11 +130,6 @@ class PendingRequests:
             {"who": p.request.generator_id or "learner", "for": p.request.type, "since_s": now - p.since}
             for p in self._pending.values()
         ]
-
-    def _remove(self, keys: Iterable[_Key]) -> None:
-        for key in keys:
-            self._pending.pop(key, None)
-            self._of_type.get(key[1], set()).discard(key)
 
     def _is_answered(self, pending: _Pending, now: float) -> bool:
         reply = None

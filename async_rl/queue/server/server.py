@@ -51,7 +51,6 @@ from async_rl.queue.messages import (
     LEARNER_REQUESTS,
     WIRE_TYPES,
     Announcement,
-    BatchPart,
     Envelope,
     ErrorReply,
     HeartbeatReply,
@@ -71,10 +70,9 @@ from async_rl.run.queue_files import LEDGER_EVERY_S, RunFiles, last_port
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_S = 0.003
-"""Seconds for which messages are handled before their replies are sent. If it were longer, the learner would wait for
-generators' groups to be handled. If it were shorter, each message would need its own commit."""
-_MAX_DRAIN = 256
+_MAX_DRAIN = 64
+"""Maximum number of messages that are handled before their replies are sent. If it were higher, the learner would wait
+for generators' groups to be handled. If it were 1, each message would need its own commit."""
 _LOOK_AGAIN_S = 0.5
 """Seconds between two tries of a commit on a full disk."""
 _LATE_S = 2.0
@@ -144,7 +142,6 @@ class QueueServer:
         self._full_disk, self._held, self._is_stalled = FullDisk(), HeldMessages(), False
         self._learner_peer: bytes | None = None
         self._files_logged_at = float("-inf")
-        self._has_batch = False
         self._last_news: tuple[Announcement | None, bool] = None, False
         self._lifetime = Lifetime(
             linger_s=config.experimental.linger_s,
@@ -247,11 +244,11 @@ class QueueServer:
 
     def _serve(self) -> None:
         """Handle the messages that have arrived and the requests that waited, commit the changes, send the replies."""
-        self._drain()
-        if self._has_batch:
-            # The learner waits for the batch, and answering the other requests takes a while.
-            self._commit()
-            self._flush()
+        now = time.monotonic()
+        for peer, key, frames in self._held.pop_all():
+            self._receive(peer, key, frames)
+        for peer, key, frames in self._endpoint.receive(_MAX_DRAIN, now):
+            self._receive(peer, key, frames)
         now = time.monotonic()
         self._state.expire(now)
         self._pending.answer(now)
@@ -259,21 +256,11 @@ class QueueServer:
         self._log_failures()
         self._push_notices()
         self._commit()
-        self._flush()
+        self._endpoint.flush()
         self._write_files(now)
         if self._metrics.port is not None and now >= self._metrics_at + LEDGER_EVERY_S:
             self._metrics_at = now
             self._metrics.update(self._state.stats())
-
-    def _drain(self) -> None:
-        now = time.monotonic()
-        for peer, key, frames in self._held.pop_all():
-            self._receive(peer, key, frames)
-        for peer, key, frames in self._endpoint.receive(_MAX_DRAIN, now):
-            self._receive(peer, key, frames)
-            self._pending.answer_only("take")
-            if self._has_batch or time.monotonic() - now >= _DRAIN_S:
-                break
 
     def _receive(self, peer: bytes, key: str, frames: list[memoryview]) -> None:
         """Handle one multipart message, which has one or several messages, each followed by its parts."""
@@ -386,9 +373,7 @@ class QueueServer:
                 self._learner_peer = peer
 
     def _send(self, request: Request, reply: Reply) -> None:
-        if isinstance(reply.record, BatchPart):
-            self._has_batch = True
-        elif isinstance(reply.record, Status):
+        if isinstance(reply.record, Status):
             reply = Reply(self._whole_status(reply.record))
         notice = {} if request.generator_id is None else self._notice(request.generator_id, reply)
         for message in (reply, *reply.further):
@@ -412,10 +397,6 @@ class QueueServer:
         if isinstance(reply.record, HeartbeatReply) and reply.record.cancelled:
             notice["cancelled"] = [*reply.record.cancelled, *notice.get("cancelled", [])]
         return notice
-
-    def _flush(self) -> None:
-        self._has_batch = False
-        self._endpoint.flush()
 
     # Durability.
 
@@ -498,7 +479,6 @@ class QueueServer:
         logger.error("a %r request failed because of a bug in async-rl; please report it", request.type, exc_info=cause)
         # The collected replies report changes that are undone here. The clients repeat their requests.
         self._endpoint.discard()
-        self._has_batch = False
         text = (
             f"a {request.type!r} request failed because of a bug in async-rl, please report it: "
             f"{type(cause).__name__}: {cause}"

@@ -2,7 +2,7 @@
 
 The queue's core itself keeps only summaries of groups. ``MemoryPayloads`` keeps payloads in the memory of this process.
 ``Files`` keeps each in a file, so that they outlive the process. Only ``journal.Journal`` calls ``Files``, and decides
-when files may be deleted. ``RecentPayloads`` keeps the newest payloads of another store in memory, too.
+when files may be deleted.
 """
 
 from __future__ import annotations
@@ -116,34 +116,6 @@ class MemoryPayloads:
 
     def release(self, ref: PayloadRef) -> None:
         del self._payloads[ref.number]
-
-
-class RecentPayloads:
-    """A payload store that also keeps up to ``max_bytes`` of the payloads of ``store`` in memory.
-
-    This saves reading files, because most payloads are read once, and soon.
-    """
-
-    def __init__(self, store: PayloadStore, max_bytes: int) -> None:
-        self._store, self._max_bytes = store, max_bytes
-        self._recent: dict[PayloadRef, Payload] = {}
-        self.num_bytes = 0
-
-    def keep(self, payload: Payload) -> PayloadRef:
-        ref = self._store.keep(payload)
-        if self.num_bytes + ref.length <= self._max_bytes:
-            self._recent[ref] = owned(payload)
-            self.num_bytes += ref.length
-        return ref
-
-    def read(self, ref: PayloadRef) -> Payload:
-        payload = self._recent.get(ref)
-        return self._store.read(ref) if payload is None else payload
-
-    def release(self, ref: PayloadRef) -> None:
-        self._store.release(ref)
-        if self._recent.pop(ref, None) is not None:
-            self.num_bytes -= ref.length
 
 
 class Files:
