@@ -25,10 +25,10 @@ from async_rl.plan.simulated_generator import SimulatedGenerator, SimulatedGroup
 from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.groups import GroupSummary
-from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
-from async_rl.queue.messages import Announcement, NotReady, StepAck, TrainedCounts
+from async_rl.queue.messages import Announcement, NotReady, StepAck, Taken, TrainedCounts
+from async_rl.queue.storage.payloads import Payload
 from async_rl.records import Lease
 
 _LINEAGE = "plan"
@@ -271,13 +271,13 @@ class Simulation:
         self._state.expire(self._now)
         self._tried_at = -1
 
-    def _train(self, taken: Sequence[TakenPayload]) -> tuple[TrainedCounts, int]:
+    def _train(self, groups: Sequence[Taken[Payload]]) -> tuple[TrainedCounts, int]:
         """Return what is trained of a batch, and all its tokens. The groups are spread over the step's updates."""
         oldest = self._settings.oldest_trainable(self._version)
         rollouts, tokens = Counter[bool](), Counter[bool]()
-        for number, payload in enumerate(taken):
-            at_version = self._version + number * self._settings.updates_per_batch // len(taken)
-            for by_version in self._returned.pop(bytes(payload.payload).decode()):
+        for number, taken in enumerate(groups):
+            at_version = self._version + number * self._settings.updates_per_batch // len(groups)
+            for by_version in self._returned.pop(bytes(taken.group).decode()):
                 rollouts[max(by_version) >= oldest] += 1
                 for version, count in by_version.items():
                     tokens[version >= oldest] += count

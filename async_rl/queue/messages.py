@@ -13,7 +13,7 @@ multipart message.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -215,10 +215,16 @@ class Finished(msgspec.Struct, frozen=True):
 GeneratorEvent = LeasesGranted | Cancelled | Returned | Announced | Finished
 
 
-class TakenGroup(msgspec.Struct, frozen=True, eq=False):
+Body = TypeVar("Body")
+NewBody = TypeVar("NewBody")
+
+
+class Taken(msgspec.Struct, Generic[Body], frozen=True):
     """A group that the learner took, with its prompt.
 
     Attributes:
+        group: the encoded group in the queue; None in a message, whose parts have the encoded groups; the group itself
+            at the learner (``TakenGroup``).
         queued_s: the seconds that the group was in the queue.
         arrival_version: the newest announced version when the group arrived. It splits the staleness of a token into a
             part before the arrival (arrival_version - version of the token) and a part in the queue (trained version -
@@ -227,11 +233,17 @@ class TakenGroup(msgspec.Struct, frozen=True, eq=False):
             group stays in the batch.
     """
 
-    group: Group
+    group: Body
     prompt: Prompt
     queued_s: float
     arrival_version: int
     masked: bool = False
+
+    def with_group(self, group: NewBody) -> Taken[NewBody]:
+        return Taken(group, self.prompt, self.queued_s, self.arrival_version, self.masked)
+
+
+TakenGroup = Taken[Group]
 
 
 class QueueStats(msgspec.Struct, frozen=True):
@@ -308,12 +320,19 @@ class Acked(msgspec.Struct, frozen=True):
     snapshot: bytes | None = None
 
 
-class EvalResult(msgspec.Struct, frozen=True, eq=False):
-    """A finished evaluation: the prompt and the group of every row, in the order of the rows."""
+class Evaluated(msgspec.Struct, Generic[Body], frozen=True, eq=False):
+    """A finished evaluation: the prompt and the group of every row, in the order of the rows.
+
+    In the queue a group is encoded, or None if its row could not be sampled. In a message it says whether a part has
+    the encoded group. At the learner it is the group itself (``EvalResult``).
+    """
 
     dataset: str
     step: int
-    groups: tuple[tuple[Prompt, Group], ...]
+    groups: tuple[tuple[Prompt, Body], ...]
+
+
+EvalResult = Evaluated[Group]
 
 
 class Envelope(msgspec.Struct, frozen=True):
@@ -551,46 +570,16 @@ class Attached(msgspec.Struct, frozen=True):
     shared: dict[str, Any]
 
 
-class TakenEntry(msgspec.Struct, frozen=True):
-    """What a batch says about one taken group. The encoded group itself is a part of the message.
-
-    The fields mean the same as in ``TakenGroup``.
-    """
-
-    prompt: Prompt
-    queued_s: float
-    arrival_version: int
-    masked: bool
-
-
 class BatchPart(msgspec.Struct, frozen=True):
     """Some groups of a batch: number ``first`` and the following of ``num_groups`` groups.
 
     The parts are the encoded groups. If ``more`` is true, further messages with groups of the same batch follow.
     """
 
-    groups: tuple[TakenEntry, ...]
+    groups: tuple[Taken[None], ...]
     first: int
     num_groups: int
     more: bool
-
-
-class EvalRow(msgspec.Struct, frozen=True):
-    """A row of a finished evaluation. If ``answered``, a part of the message has its group.
-
-    A row is not answered if it could not be sampled.
-    """
-
-    prompt: Prompt
-    answered: bool
-
-
-class EvalEntry(msgspec.Struct, frozen=True):
-    """The prompts of a finished evaluation, in the order of the rows. The groups are parts of the message."""
-
-    dataset: str
-    step: int
-    prompts: tuple[EvalRow, ...]
 
 
 class EvalResults(msgspec.Struct, frozen=True):
@@ -599,7 +588,7 @@ class EvalResults(msgspec.Struct, frozen=True):
     The parts are the encoded groups of their answered rows.
     """
 
-    results: tuple[EvalEntry, ...]
+    results: tuple[Evaluated[bool], ...]
 
 
 class EvalWait(msgspec.Struct, frozen=True):

@@ -138,9 +138,7 @@ def through_the_queue(learner: Learner, state: QueueState, data: st.DataObject) 
         return
     answer = learner_requests.take(state, LINEAGE, step, version, 0.0)
     assert isinstance(answer, tuple)
-    taken = [
-        TakenGroup(decode_group(bytes(g.payload)), g.prompt, g.queued_s, g.arrival_version, g.masked) for g in answer
-    ]
+    taken = [taken.with_group(decode_group(bytes(taken.group))) for taken in answer]
     result = learner.train(taken, version)
     # The queue's checks leave nothing to the learner's.
     assert "invalid" not in result.prepared.masked.values()

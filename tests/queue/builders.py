@@ -15,7 +15,6 @@ from async_rl.net.codec import encode_group
 from async_rl.queue.core import generator_requests, learner_requests
 from async_rl.queue.core.admission import QueueSettings
 from async_rl.queue.core.groups import read_summary
-from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
@@ -24,9 +23,11 @@ from async_rl.queue.messages import (
     FailureCause,
     NotReady,
     StepAck,
+    Taken,
     TrainedCounts,
     Verdict,
 )
+from async_rl.queue.storage.payloads import Payload
 from async_rl.records import NO_VERSION, Group, Lease, Rollout, Sampling, TokenSequence
 
 LINEAGE = "line-a"
@@ -157,13 +158,13 @@ def fail_until_excluded(state: QueueState, position: int, *, generator: str = "g
     return num_failed
 
 
-def take(state: QueueState, *, now: float = 0.0) -> tuple[TakenPayload, ...] | NotReady:
+def take(state: QueueState, *, now: float = 0.0) -> tuple[Taken[Payload], ...] | NotReady:
     learner = state.learner
     assert learner is not None
     return learner_requests.take(state, learner.lineage, learner.step, learner.version, now)
 
 
-def positions(taken: tuple[TakenPayload, ...] | NotReady) -> list[int]:
+def positions(taken: tuple[Taken[Payload], ...] | NotReady) -> list[int]:
     assert not isinstance(taken, NotReady), taken.reason
     return [item.prompt.position for item in taken]
 

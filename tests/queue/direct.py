@@ -236,7 +236,7 @@ class Run:
         for _ in range(_MAX_REPEATS):
             reply = self.learner(messages.GetEvalResults(self.lineage, ()))
             if results := read_as(reply.fields, messages.EvalResults).results:
-                self.num_answers = sum(row.answered for result in results for row in result.prompts)
+                self.num_answers = sum(is_answered for result in results for _, is_answered in result.groups)
                 self.learner(messages.GetEvalResults(self.lineage, (("test", 0),)))
                 return
             self.sample(self.num_steps)

@@ -152,7 +152,7 @@ def staleness_of_steps(state: QueueState) -> Iterator[list[int]]:
         learner = state.learner
         assert learner is not None
         fill(state)
-        yield [learner.version - decode_group(bytes(item.payload)).oldest_version for item in answer]
+        yield [learner.version - decode_group(bytes(item.group)).oldest_version for item in answer]
         ack(state)
 
 

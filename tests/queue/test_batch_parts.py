@@ -14,9 +14,9 @@ from msgspec.structs import asdict
 from async_rl.net.codec import encode_group
 from async_rl.net.wire import decode, encode
 from async_rl.queue.client.clients import LearnerQueue
-from async_rl.queue.core.learner_requests import TakenPayload
-from async_rl.queue.messages import Batch, BatchPart
+from async_rl.queue.messages import Batch, BatchPart, Taken
 from async_rl.queue.server.handlers import Reply, batch_reply
+from async_rl.queue.storage.payloads import Payload
 from async_rl.records import Lease, Prompt
 from tests.queue.builders import LINEAGE, SAMPLING, group
 
@@ -24,8 +24,8 @@ DEADLINE_S = 20.0
 KIB = 1 << 10
 
 
-def taken(position: int, payload: bytes) -> TakenPayload:
-    return TakenPayload(Prompt(position, position, 0, ({"role": "user", "content": "?"},), {}), 0.5, 3, False, payload)
+def taken(position: int, payload: bytes) -> Taken[Payload]:
+    return Taken(payload, Prompt(position, position, 0, ({"role": "user", "content": "?"},), {}), 0.5, 3, False)
 
 
 def parts_of(sizes: Sequence[int]) -> list[Reply]:

@@ -8,10 +8,9 @@ import pytest
 from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.net.codec import decode_group
 from async_rl.queue.core import generator_requests, learner_requests, persistence
-from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.core.prompts import PromptStream
 from async_rl.queue.core.state import QueueState
-from async_rl.queue.messages import Decoded, GeneratorStats, NotReady, StepAck, TrainedCounts
+from async_rl.queue.messages import Decoded, GeneratorStats, NotReady, StepAck, Taken, TrainedCounts
 from async_rl.queue.storage.payloads import MemoryPayloads, Payload, PayloadRef
 from async_rl.records import Lease
 from tests.queue.builders import (
@@ -39,7 +38,7 @@ from tests.queue.builders import (
 pytestmark = pytest.mark.usefixtures("fixed_admission")
 
 
-def put_and_take(state: QueueState, held: list[Lease]) -> tuple[TakenPayload, ...]:
+def put_and_take(state: QueueState, held: list[Lease]) -> tuple[Taken[Payload], ...]:
     for lease in held:
         put(state, group(lease))
     taken = take(state)
@@ -604,7 +603,7 @@ def test_results_come_in_row_order_until_they_are_confirmed():
     assert learner_requests.eval_wait(state, LINEAGE).reason == ""
     for _ in range(2):
         (result,) = learner_requests.eval_results(state, LINEAGE)
-        assert [(prompt.row, payload is None) for prompt, payload in result.answers] == [(0, True), (1, False)]
+        assert [(prompt.row, payload is None) for prompt, payload in result.groups] == [(0, True), (1, False)]
     assert learner_requests.eval_results(state, LINEAGE, [("test", 0)]) == []
     ledger = state.stats().ledger["eval"]
     assert (ledger["groups"]["delivered"], ledger["groups"]["dropped"]["refused"]) == (1, 1)
@@ -755,7 +754,7 @@ def test_without_the_bodies_of_a_snapshot_its_prompts_come_again():
     assert [(lease.prompt.position, lease.attempt) for lease in next_leases] == [(2, 1), (3, 1), (5, 1), (6, 1)]
     # One in flight at the snapshot, and one whose payload is gone.
     assert dropped(other) == {"failed": 1, "rolled_back": 2}
-    assert decode_group(bytes(put_and_take(other, next_leases)[0].payload)).lineage == "line-b"
+    assert decode_group(bytes(put_and_take(other, next_leases)[0].group)).lineage == "line-b"
 
 
 def test_without_a_snapshot_the_stream_starts_over():

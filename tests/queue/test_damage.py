@@ -226,7 +226,7 @@ def test_a_damaged_answer_of_an_evaluation_is_sampled_again(tmp_path: Path, monk
     while not state.evals.finished:
         run.sample(0)
     (result,) = run.learner(messages.GetEvalResults(LINEAGE, ())).fields["results"]
-    assert len(result["prompts"]) == 2
+    assert len(result["groups"]) == 2
     run.close()
 
 

@@ -16,8 +16,17 @@ import pytest
 from async_rl.errors import LineageError
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.groups import GroupSummary
-from async_rl.queue.core.learner_requests import TakenPayload
-from async_rl.queue.messages import Failure, GeneratorStats, LeasesGranted, NotReady, StepAck, TrainedCounts, Verdict
+from async_rl.queue.messages import (
+    Failure,
+    GeneratorStats,
+    LeasesGranted,
+    NotReady,
+    StepAck,
+    Taken,
+    TrainedCounts,
+    Verdict,
+)
+from async_rl.queue.storage.payloads import Payload
 from async_rl.records import Lease
 from tests.queue import builders
 from tests.queue.builders import SAMPLING
@@ -205,7 +214,7 @@ class World(Witness):
         builders.announce(self.state, self.learner.version, self.lineage)
         self.settle()
 
-    def take(self) -> tuple[TakenPayload, ...] | NotReady:
+    def take(self) -> tuple[Taken[Payload], ...] | NotReady:
         learner, settings = self.learner, self.settings
         answer = learner_requests.take(self.state, self.lineage, learner.step, learner.version, self.now)
         if isinstance(answer, NotReady):
@@ -213,10 +222,10 @@ class World(Witness):
             assert self.taken is None
             self.settle()
             return answer
-        lease_ids = [bytes(item.payload).rstrip(b".").decode() for item in answer]
+        lease_ids = [bytes(item.group).rstrip(b".").decode() for item in answer]
         for item, lease_id in zip(answer, lease_ids, strict=True):
             facts, payload = self.sent[lease_id]
-            assert item.payload == payload
+            assert item.group == payload
             assert item.prompt.position == facts.position
             bound = facts.newest_version if settings.on_stale == "mask" else facts.oldest_version
             last_trained_at = learner.version + settings.updates_per_batch - 1
@@ -230,7 +239,7 @@ class World(Witness):
             assert all(version >= doomed for version in self.lease_versions)
         return answer
 
-    def expect_batch(self) -> tuple[TakenPayload, ...]:
+    def expect_batch(self) -> tuple[Taken[Payload], ...]:
         answer = self.take()
         assert not isinstance(answer, NotReady), answer.reason
         return answer
@@ -300,8 +309,8 @@ class World(Witness):
         """What is finished is handed over until the learner says that it has it."""
         results = learner_requests.eval_results(self.state, self.lineage)
         for result in results:
-            assert [prompt.row for prompt, _ in result.answers] == [0, 1]
-            for _, payload in result.answers:
+            assert [prompt.row for prompt, _ in result.groups] == [0, 1]
+            for _, payload in result.groups:
                 assert payload is None or payload == self.sent[bytes(payload).rstrip(b".").decode()][1]
         received = [(result.dataset, result.step) for result in results]
         learner_requests.eval_results(self.state, self.lineage, received)

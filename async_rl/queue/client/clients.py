@@ -33,6 +33,7 @@ from async_rl.queue.messages import (
     BatchPart,
     Cancelled,
     EvalResult,
+    Evaluated,
     FailedRollouts,
     Failure,
     Finished,
@@ -222,7 +223,7 @@ class LearnerQueue:
         reply = self._call(messages.GetEvalResults(lineage, tuple(received)))
         payloads = iter(reply.parts)
         results = read_as(reply.fields, messages.EvalResults).results
-        return [_eval_result(entry, payloads, lineage) for entry in results]
+        return [_eval_result(header, payloads, lineage) for header in results]
 
     def await_eval(self, lineage: str, wait_s: float) -> messages.EvalWait:
         """Wait up to ``wait_s`` for a finished evaluation that was not returned yet.
@@ -387,10 +388,8 @@ class LearnerQueue:
             # A batch that was requested twice may arrive twice. Both copies are equal.
             del arrived[part.first :]
             if part.first == len(arrived):
-                arrived += [
-                    TakenGroup(decode_group(payload), entry.prompt, entry.queued_s, entry.arrival_version, entry.masked)
-                    for entry, payload in zip(part.groups, answer.parts, strict=True)
-                ]
+                pairs = zip(part.groups, answer.parts, strict=True)
+                arrived += [header.with_group(decode_group(payload)) for header, payload in pairs]
             if part.more:
                 return
         self._answers[request_id] = answer
@@ -417,15 +416,12 @@ def _acked(reply: Message) -> Acked:
     return Acked(acked.stats, bytes(reply.parts[0]) if reply.parts else None)
 
 
-def _eval_result(entry: messages.EvalEntry, payloads: Iterator[Frame], lineage: str) -> EvalResult:
+def _eval_result(header: Evaluated[bool], payloads: Iterator[Frame], lineage: str) -> EvalResult:
     groups: list[tuple[Prompt, Group]] = []
-    for row in entry.prompts:
-        if row.answered:
-            group = decode_group(next(payloads))
-        else:
-            group = Group("", "eval", row.prompt.position, "", lineage, 0.0, ())
-        groups.append((row.prompt, group))
-    return EvalResult(entry.dataset, entry.step, tuple(groups))
+    for prompt, is_answered in header.groups:
+        no_group = Group("", "eval", prompt.position, "", lineage, 0.0, ())
+        groups.append((prompt, decode_group(next(payloads)) if is_answered else no_group))
+    return EvalResult(header.dataset, header.step, tuple(groups))
 
 
 # Generators.

@@ -13,7 +13,6 @@ or of an evaluation's answer are damaged, it is dropped as ``rolled_back``, and 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from async_rl.errors import DamagedPayloadError, LineageError, QueueError
 from async_rl.queue.core import diagnosis, persistence
@@ -21,7 +20,17 @@ from async_rl.queue.core.admission import LearnerSide
 from async_rl.queue.core.groups import StoredGroup, snapshot_key
 from async_rl.queue.core.prompts import EvalKey, Evaluation, EvaluationRecord, Row
 from async_rl.queue.core.state import QueueState
-from async_rl.queue.messages import Acked, Announcement, DropCause, EvalWait, NotReady, StepAck, TrainedCounts
+from async_rl.queue.messages import (
+    Acked,
+    Announcement,
+    DropCause,
+    Evaluated,
+    EvalWait,
+    NotReady,
+    StepAck,
+    Taken,
+    TrainedCounts,
+)
 from async_rl.queue.storage.payloads import Payload
 from async_rl.records import Prompt, Sampling
 
@@ -29,29 +38,6 @@ _RESTART = (
     "if the queue server was restarted, its journal has lost its end (index.sqlite-wal in queue.journal_dir): start "
     "the run again with the same command, it goes on from its last checkpoint"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TakenPayload:
-    """A group that the learner took, still encoded. The other fields mean the same as in ``messages.TakenGroup``."""
-
-    prompt: Prompt
-    queued_s: float
-    arrival_version: int
-    masked: bool
-    payload: Payload
-
-
-@dataclass(frozen=True, slots=True)
-class EvalPayloads:
-    """A finished evaluation, its groups still encoded.
-
-    ``answers`` has the prompt and the group's bytes of every row. The bytes are None if the row could not be sampled.
-    """
-
-    dataset: str
-    step: int
-    answers: tuple[tuple[Prompt, Payload | None], ...]
 
 
 def attach(
@@ -154,7 +140,9 @@ def evaluate(
         state.revision += 1
 
 
-def eval_results(state: QueueState, lineage: str, received: Collection[EvalKey] = ()) -> list[EvalPayloads]:
+def eval_results(
+    state: QueueState, lineage: str, received: Collection[EvalKey] = ()
+) -> list[Evaluated[Payload | None]]:
     """Return the finished evaluations. Delete those in ``received`` first.
 
     An evaluation with a damaged answer is not returned; its damaged rows are sampled again.
@@ -169,10 +157,10 @@ def eval_results(state: QueueState, lineage: str, received: Collection[EvalKey] 
             if answer.ref is not None:
                 state.eval_ledger.deliver(answer.rollouts, answer.tokens)
         state.revision += 1
-    found = [payloads for e in state.evals.finished if (payloads := _payloads(state, e)) is not None]
+    results = [result for e in state.evals.finished if (result := _result(state, e)) is not None]
     for evaluation in state.evals.finished:
         evaluation.delivered = True
-    return found
+    return results
 
 
 def eval_wait(state: QueueState, lineage: str) -> EvalWait:
@@ -190,7 +178,7 @@ def eval_wait(state: QueueState, lineage: str) -> EvalWait:
     return EvalWait(reason, answered, rows, diagnosis.outage_reason(state))
 
 
-def take(state: QueueState, lineage: str, step: int, version: int, now: float) -> tuple[TakenPayload, ...] | NotReady:
+def take(state: QueueState, lineage: str, step: int, version: int, now: float) -> tuple[Taken[Payload], ...] | NotReady:
     """Return the groups of the learner's next step, or why they are not ready.
 
     They are exactly ``groups_per_step``, or fewer in the last step of data that has ended. The learner has done
@@ -230,7 +218,7 @@ def take(state: QueueState, lineage: str, step: int, version: int, now: float) -
         state.revision += 1
         state.cancel_left_behind(learner)
     return tuple(
-        TakenPayload(state.prompt(g.position), state.now - g.arrived_at, g.arrival_version, g.masked, payload)
+        Taken(payload, state.prompt(g.position), state.now - g.arrived_at, g.arrival_version, g.masked)
         for g, payload in zip(state.taken, payloads, strict=True)
     )
 
@@ -450,7 +438,7 @@ def _settle(state: QueueState, learner: LearnerSide, counts: TrainedCounts) -> N
             state.drop_group(group, "taken", unused)
 
 
-def _payloads(state: QueueState, evaluation: Evaluation) -> EvalPayloads | None:
+def _result(state: QueueState, evaluation: Evaluation) -> Evaluated[Payload | None] | None:
     """Return the evaluation's prompts and answers. If answers are damaged, drop these and return None.
 
     The evaluation is then no longer finished.
@@ -464,4 +452,4 @@ def _payloads(state: QueueState, evaluation: Evaluation) -> EvalPayloads | None:
             lost = state.evals.lose_answer(evaluation, row)
             state.eval_ledger.drop("queued", "rolled_back", lost.rollouts, lost.tokens)
             state.note_damage(error)
-    return EvalPayloads(*evaluation.key, tuple(pairs)) if evaluation.done else None
+    return Evaluated(*evaluation.key, tuple(pairs)) if evaluation.done else None

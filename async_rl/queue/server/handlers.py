@@ -30,7 +30,6 @@ from async_rl.queue import messages
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import eval_sampling
 from async_rl.queue.core.groups import read_summary
-from async_rl.queue.core.learner_requests import TakenPayload
 from async_rl.queue.core.leases import Owner
 from async_rl.queue.core.prompts import Row
 from async_rl.queue.core.state import QueueState
@@ -41,13 +40,12 @@ from async_rl.queue.messages import (
     Acked,
     Announcement,
     BatchPart,
-    EvalEntry,
-    EvalRow,
+    Evaluated,
     FailedRollouts,
     LeasesGranted,
     NotReady,
     Ok,
-    TakenEntry,
+    Taken,
     Verdict,
 )
 from async_rl.queue.parity import decode_answer
@@ -263,13 +261,13 @@ class Handlers:
         return Reply(Ok())
 
     def _on_eval_results(self, request: messages.GetEvalResults, message: Message, now: float) -> Reply:
-        entries: list[EvalEntry] = []
+        results: list[Evaluated[bool]] = []
         parts: list[Payload] = []
         for result in learner_requests.eval_results(self.state, request.lineage, request.received):
-            rows = tuple(EvalRow(prompt, payload is not None) for prompt, payload in result.answers)
-            entries.append(EvalEntry(result.dataset, result.step, rows))
-            parts += [payload for _, payload in result.answers if payload is not None]
-        return Reply(messages.EvalResults(tuple(entries)), parts)
+            rows = tuple((prompt, payload is not None) for prompt, payload in result.groups)
+            results.append(Evaluated(result.dataset, result.step, rows))
+            parts += [payload for _, payload in result.groups if payload is not None]
+        return Reply(messages.EvalResults(tuple(results)), parts)
 
     def _on_await_eval(self, request: messages.AwaitEval, message: Message, now: float) -> Deferred:
         def attempt(now: float, last: bool) -> Reply | None:
@@ -518,26 +516,26 @@ def _acked(acked: Acked) -> Reply:
     return Reply(Acked(acked.stats), [] if acked.snapshot is None else [acked.snapshot])
 
 
-def batch_reply(groups: Sequence[TakenPayload]) -> Reply:
+def batch_reply(groups: Sequence[Taken[Payload]]) -> Reply:
     """Return the reply with the groups of one step.
 
     It has several messages, so that the learner can decode the first early.
     """
-    enough = max(_MESSAGE_BYTES, sum(len(g.payload) for g in groups) // _MAX_MESSAGES)
+    enough = max(_MESSAGE_BYTES, sum(len(taken.group) for taken in groups) // _MAX_MESSAGES)
     replies: list[Reply] = []
     first = num_bytes = 0
-    for end, group in enumerate(groups, start=1):
-        num_bytes += len(group.payload)
+    for end, taken in enumerate(groups, start=1):
+        num_bytes += len(taken.group)
         if num_bytes >= enough or end == len(groups):
             replies.append(_batch_part(groups[first:end], first, len(groups)))
             first, num_bytes = end, 0
     return replace(replies[0], further=replies[1:])
 
 
-def _batch_part(groups: Sequence[TakenPayload], first: int, num_groups: int) -> Reply:
-    entries = tuple(TakenEntry(g.prompt, g.queued_s, g.arrival_version, g.masked) for g in groups)
+def _batch_part(groups: Sequence[Taken[Payload]], first: int, num_groups: int) -> Reply:
     more = first + len(groups) < num_groups
-    return Reply(BatchPart(entries, first, num_groups, more), [g.payload for g in groups])
+    headers = tuple(taken.with_group(None) for taken in groups)
+    return Reply(BatchPart(headers, first, num_groups, more), [taken.group for taken in groups])
 
 
 # The known generators.

@@ -20,7 +20,6 @@ from async_rl.queue.messages import (
     LeasesGranted,
     NotReady,
     StepAck,
-    TakenGroup,
 )
 from async_rl.records import Group, Lease
 from tests.queue.builders import put, rows, settings
@@ -76,7 +75,7 @@ class DirectQueue:
             EvalResult(
                 e.dataset,
                 e.step,
-                tuple((p, decode_group(bytes(payload))) for p, payload in e.answers if payload is not None),
+                tuple((p, decode_group(bytes(payload))) for p, payload in e.groups if payload is not None),
             )
             for e in found
         ]
@@ -95,11 +94,7 @@ class DirectQueue:
         answer = learner_requests.take(self.queue_state, lineage, step, version, 0.0)
         if isinstance(answer, NotReady):
             return answer
-        groups = [
-            TakenGroup(decode_group(bytes(g.payload)), g.prompt, g.queued_s, g.arrival_version, g.masked)
-            for g in answer
-        ]
-        return Batch(tuple(groups))
+        return Batch(tuple(taken.with_group(decode_group(bytes(taken.group))) for taken in answer))
 
     def ack(self, ack: StepAck, *, next_take_s: float | None = None) -> Acked:
         self._told("ack")
