@@ -204,7 +204,7 @@ class Simulation:
         """Send notices of cancelled leases, and try the requests that wait, until nothing changes any more."""
         state = self._state
         while True:
-            for name in state.generators.to_notify():
+            for name in [entry.generator_id for entry in state.generators.to_notify()]:
                 self._generators[name].cancel(state.generators.pop_cancelled(name), self._now)
                 self._go_on(self._generators[name])
             self._grant()

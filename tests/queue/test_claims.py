@@ -14,8 +14,8 @@ from async_rl.errors import QueueError
 from async_rl.net.codec import encode_group
 from async_rl.queue import messages
 from async_rl.queue.core import diagnosis, generator_requests, learner_requests, persistence
+from async_rl.queue.core.generators import QUARANTINE_OF
 from async_rl.queue.core.groups import read_summary
-from async_rl.queue.core.leases import QUARANTINE_OF
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import NotReady, Verdict
 from async_rl.records import Group, Lease, Span, TokenSequence, Turn
@@ -281,7 +281,7 @@ def test_an_answer_to_a_probe_that_the_learner_could_not_read_is_refused(tmp_pat
     run.learner(messages.Attach("run", LINEAGE, "", 0, 0, 3, "[run]", (), has_snapshot=False))
     with pytest.raises(RefusedError):
         run.call(b"peer", messages.AnswerProbe("g0", LINEAGE, 0, b"no answer"))
-    assert run.server._handlers.registry.answers_since(LINEAGE, 0) == {}
+    assert run.server._state.generators.probe_answers(LINEAGE, 0) == {}
     run.close()
 
 

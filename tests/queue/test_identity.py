@@ -18,8 +18,8 @@ from async_rl.queue.client.clients import GeneratorQueue, LearnerQueue
 from async_rl.queue.client.connection import Connection
 from async_rl.queue.core import generator_requests
 from async_rl.queue.core.generator_requests import claim, hello
+from async_rl.queue.core.generators import Owner
 from async_rl.queue.core.groups import read_summary
-from async_rl.queue.core.leases import Owner
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import GeneratorStats, LeasesGranted
 from async_rl.queue.parity import Answer, encode_answer
@@ -149,7 +149,7 @@ def test_owners_and_refusals_outlive_the_server(tmp_path, monkeypatch):
     assert entry is not None
     assert (entry.refused, list(entry.returned)) == ({"malformed": 1}, [True])
     # It counts as silent until it is heard, so a restarted generator with a new secret is not shut out.
-    assert run.server._state.alive_clients(0.0) == ()
+    assert not any(run.server._state.generators.alive_clients(run.server._state.now))
     run.call(b"peer", messages.Goodbye("g0"))
     run.server._durable.revert()
     assert run.server._state.generators.get("g0") is None

@@ -14,7 +14,7 @@ from async_rl.config.run import ExperimentalConfig
 from async_rl.errors import QueueError, WireError
 from async_rl.net import connections
 from async_rl.net.wire import Message, decode, encode
-from async_rl.queue.server.handlers import FORGET_S, GeneratorRegistry
+from async_rl.queue.core.generators import GeneratorTable
 from async_rl.queue.server.sockets import BLOCKED_S, MAX_PEERS, Endpoint, MessageLimits, RateLimiter
 from async_rl.queue.storage.journal import Changes
 from tests.queue.conftest import wait_until
@@ -106,23 +106,23 @@ def test_numbers_that_no_sum_can_carry_are_refused(number: float):
             sizes.check(Message("heartbeat", fields), 100)
 
 
-def test_a_full_registry_refuses_another_generator_until_one_left_or_fell_silent():
-    registry = GeneratorRegistry(Changes(), max_generators=2)
-    registry.seen("a", 0.0)
-    registry.bind("a", b"peer-a")
-    registry.seen("b", 0.0)
+def test_a_full_table_refuses_another_generator_until_one_left_or_fell_silent():
+    table = GeneratorTable(30.0, Changes(), max_generators=2)
+    table.bind(table.seen("a", 0.0), b"peer-a")
+    table.seen("b", 0.0)
     with pytest.raises(QueueError, match="at most 2 generators"):
-        registry.seen("c", 1.0)
+        table.seen("c", 1.0)
     with pytest.raises(WireError, match="of generator 'a' on this connection"):
-        registry.seen("b", 1.0, from_peer=b"peer-a")
-    assert registry.seen("a", FORGET_S).peer == b"peer-a"
-    registry.seen("c", FORGET_S + 1)
-    assert (len(registry), registry.peer_of("a"), registry.peer_of("b")) == (2, b"peer-a", None)
-    registry.leave("a")
-    assert registry.has_left("a")
-    registry.seen("d", FORGET_S + 1, from_peer=b"peer-a")
-    registry.bind("d", b"peer-a")
-    assert (len(registry), registry.peer_of("d")) == (2, b"peer-a")
+        table.check_peer(b"peer-a", "b")
+    assert table.seen("a", 300.0).peer == b"peer-a"
+    # "b" was silent for more than 10 * 30 s.
+    assert table.forget_silent(301.0) == 1
+    table.seen("c", 301.0)
+    assert (len(table), table.get("b")) == (2, None)
+    table.remove("a")
+    table.check_peer(b"peer-a", "d")
+    table.bind(table.seen("d", 301.0), b"peer-a")
+    assert (len(table), table.using(b"peer-a")) == (2, table.get("d"))
 
 
 def test_a_client_above_the_limit_on_open_files_is_named_as_such(

@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.config.queue import OnStale
 from async_rl.queue.core import generator_requests, learner_requests
-from async_rl.queue.core.leases import TROUBLE_LOG_S
+from async_rl.queue.core.generators import TROUBLE_LOG_S
 from async_rl.queue.core.run_ahead import RunAhead
 from async_rl.queue.messages import DOCTOR, GeneratorStats, NotReady
 from tests.queue.events import starve
@@ -190,7 +190,8 @@ def test_a_doctor_is_no_generator():
     assert world.expect_no_batch() == nobody
     stats = world.state.stats()
     assert (stats.num_generators, stats.alive_generators) == (0, ())
-    assert world.state.alive_clients(world.now) == ("doctor-1",), "it gets notices"
+    clients = world.state.generators.alive_clients(world.now)
+    assert [entry.generator_id for entry in clients] == ["doctor-1"], "it gets notices"
     report(world, "g0", "")
     assert world.expect_no_batch() == "groups (0 of 2 are queued, 0 in flight)"
 

@@ -20,9 +20,10 @@ from async_rl.errors import IdInUseError, QueueError
 from async_rl.queue.core import diagnosis
 from async_rl.queue.core.admission import LearnerSide, lease_seed
 from async_rl.queue.core.failures import Attempts, Failing, add_failed, describe, one_line
+from async_rl.queue.core.generators import QUARANTINE_OF, GeneratorEntry, Owner
 from async_rl.queue.core.groups import GroupSummary, StoredGroup, fits_filter, refusal_cause, why_unfit
 from async_rl.queue.core.learning_signal import flaw_of
-from async_rl.queue.core.leases import QUARANTINE_OF, ActiveLease, GeneratorEntry, Owner
+from async_rl.queue.core.leases import ActiveLease
 from async_rl.queue.core.pace import Window
 from async_rl.queue.core.prompts import Answer, Evaluation
 from async_rl.queue.core.state import QueueState
@@ -35,13 +36,13 @@ _RETURNED = "returned"
 _MAX_QUARANTINES = 16
 
 
-def claim(state: QueueState, generator_id: str, owner: Owner, now: float) -> None:
-    """Check that ``owner`` may use this generator id.
+def claim(state: QueueState, generator_id: str, owner: Owner, now: float) -> GeneratorEntry:
+    """Check that ``owner`` may use this generator id, and return the generator.
 
     An id that is new, or whose generator is dead, now belongs to ``owner``.
 
     Raises:
-        QueueError: the id belongs to another owner.
+        QueueError: the id belongs to another owner, or there are too many generators.
     """
     state.at(now)
     entry = state.generators.get(generator_id)
@@ -54,6 +55,13 @@ def claim(state: QueueState, generator_id: str, owner: Owner, now: float) -> Non
         entry = state.generators.seen(generator_id, state.now)
         entry.owner = owner
         state.generators.save(entry)
+    return entry
+
+
+def note_seen(state: QueueState, generator_id: str, now: float) -> GeneratorEntry:
+    """Return a generator that has sent a message at the time ``now``."""
+    state.at(now)
+    return state.generators.seen(generator_id, state.now)
 
 
 def _check_owner(state: QueueState, entry: GeneratorEntry, owner: Owner, remedy: str) -> None:
@@ -78,7 +86,7 @@ def hello(
     Raises:
         QueueError: the generator to replace belongs to another owner, and is alive or has a key.
     """
-    entry = _seen(state, generator_id, now)
+    entry = note_seen(state, generator_id, now)
     if replaces is not None and replaces != generator_id:
         replaced = state.generators.get(replaces)
         if replaced is not None:
@@ -105,7 +113,7 @@ def lease(state: QueueState, generator_id: str, active: tuple[str, int], max_lea
     If none is granted, the answer's ``reason`` says why, and its ``activate`` may name a version that the generator
     must activate first.
     """
-    entry = _seen(state, generator_id, now)
+    entry = note_seen(state, generator_id, now)
     entry.active = active
     state.expire(now)
     if entry.quarantined:
@@ -164,7 +172,7 @@ def heartbeat(
 
     Return the ids of the leases that it must stop sampling.
     """
-    entry = _seen(state, generator_id, now)
+    entry = note_seen(state, generator_id, now)
     entry.stats, entry.trouble = stats, one_line(trouble)
     void = state.generators.pop_cancelled(generator_id)
     for lease_id, tokens in progress.items():
@@ -188,7 +196,7 @@ def receive(
     Raises:
         QueueError: the payload can't be stored. The generator may return the group again.
     """
-    entry = _seen(state, generator_id, now)
+    entry = note_seen(state, generator_id, now)
     active, learner = state.leases.get(group.lease_id), state.learner
     if active is None or learner is None:
         return _receive_late(state, group), ""
@@ -344,7 +352,7 @@ def renew(state: QueueState, generator_id: str, lease_ids: Sequence[str], now: f
 
 def fail(state: QueueState, generator_id: str, lease_id: str, failure: Failure, now: float) -> Verdict:
     """End a lease that a generator returned without a group, because of ``failure``."""
-    entry = _seen(state, generator_id, now)
+    entry = note_seen(state, generator_id, now)
     active = state.leases.get(lease_id)
     if active is None:
         return "duplicate" if state.leases.status_of(lease_id) is not None else "unknown_lease"
@@ -412,11 +420,6 @@ def _give_back(state: QueueState, active: ActiveLease) -> None:
         state.ledger.drop("in_flight", "cancelled", rollouts, 0)
         state.stream.requeue(active.lease.prompt.position)
     state.revision += 1
-
-
-def _seen(state: QueueState, generator_id: str, now: float) -> GeneratorEntry:
-    state.at(now)
-    return state.generators.seen(generator_id, state.now)
 
 
 # Granting leases.

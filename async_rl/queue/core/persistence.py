@@ -25,8 +25,9 @@ from async_rl.queue.core import diagnosis
 from async_rl.queue.core.admission import LEARNER_STATUS, LearnerSide
 from async_rl.queue.core.curriculum import PassRate, Place
 from async_rl.queue.core.generator_requests import build_lease
+from async_rl.queue.core.generators import GeneratorRecord
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRecord, StoredGroup, snapshot_key
-from async_rl.queue.core.leases import ActiveLease, ClosedLease, GeneratorRecord, LeaseRecord
+from async_rl.queue.core.leases import ActiveLease, ClosedLease, LeaseRecord
 from async_rl.queue.core.prompts import Answer, Evaluation, EvaluationRecord, Row
 from async_rl.queue.core.state import PersistedState, QueueState
 from async_rl.queue.messages import DropCause

@@ -20,9 +20,10 @@ from async_rl.queue.core import ledger as ledgers
 from async_rl.queue.core.admission import LearnerSide, QueueSettings
 from async_rl.queue.core.curriculum import rows_by_source
 from async_rl.queue.core.failures import Attempts, FailedPlace, Outage, counts_against_prompt, failures_dict
+from async_rl.queue.core.generators import GeneratorEntry, GeneratorTable
 from async_rl.queue.core.groups import GroupRecord, ReadyGroups, SnapshotRefs, StoredGroup
 from async_rl.queue.core.learning_signal import SignalWatch
-from async_rl.queue.core.leases import ActiveLease, GeneratorEntry, GeneratorTable, LeaseTable
+from async_rl.queue.core.leases import ActiveLease, LeaseTable
 from async_rl.queue.core.ledger import Ledger, Outcomes
 from async_rl.queue.core.prompts import Answer, EvalBook, EvalKey, PromptStream, Row, StreamCursor
 from async_rl.queue.core.run_ahead import RunAhead
@@ -233,11 +234,6 @@ class QueueState(PersistedState):
                 f"taken over; stop this learner"
             )
         return self.learner
-
-    def alive_clients(self, now: float) -> tuple[str, ...]:
-        """Return the ids of the generators and doctors that count as alive at the time ``now``."""
-        self.at(now)
-        return tuple(entry.generator_id for entry in self.generators.alive_clients(self.now))
 
     @property
     def group_bytes(self) -> int:

@@ -164,7 +164,7 @@ class DurableState:
             raise DamagedJournalError(f"its records are of different commits: {error}") from error
         if lost := journal.adopt(refs):
             logger.warning("%d payloads are lost: their files are missing or too short, first %s", len(lost), lost[0])
-        self.handlers.load(unpack(found.state["handlers"]), found.entries["granted"], welcome, now)
+        self.handlers.load(unpack(found.state["handlers"]), found.entries["granted"], welcome)
         self._saved_welcome = self.handlers.welcome
         # Loading must not count as a change.
         self._changes.drain()

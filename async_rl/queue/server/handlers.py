@@ -4,8 +4,7 @@ A handler gets the request as its record. It returns a ``Reply``, or a ``Deferre
 reply. The server tries a ``Deferred`` again after every change of the queue, until the request's time is over. For a
 malformed or refused message the handler raises ``WireError`` or ``QueueError``, which the server sends as the reply.
 
-Clients choose generator ids themselves. So all data that is stored by generator id is in ``GeneratorRegistry``, which
-limits the number of ids. This module uses no sockets.
+This module uses no sockets.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from async_rl.process.user_code import DIGESTS_FILE
 from async_rl.queue import messages
 from async_rl.queue.core import generator_requests, learner_requests, persistence
 from async_rl.queue.core.admission import eval_sampling
+from async_rl.queue.core.generators import GrantedRecord, Owner
 from async_rl.queue.core.groups import read_summary
-from async_rl.queue.core.leases import Owner
 from async_rl.queue.core.prompts import Row
 from async_rl.queue.core.state import QueueState
 from async_rl.queue.messages import (
@@ -49,7 +48,6 @@ from async_rl.queue.messages import (
     Verdict,
 )
 from async_rl.queue.parity import decode_answer
-from async_rl.queue.storage.journal import Changes
 from async_rl.queue.storage.payloads import Payload
 from async_rl.run.reuse import shared_values
 
@@ -63,9 +61,6 @@ _MAX_MESSAGES = 64
 before it drops messages."""
 
 
-MAX_GENERATORS = 4096
-FORGET_S = 300.0
-"""If the registry is full, generators that left or were silent for this many seconds are removed."""
 MAX_ANSWER_BYTES = 32 << 10
 
 
@@ -112,7 +107,6 @@ class Handlers:
         self.state, self.run_id = state, run_id
         self._config, self.eval_rows = config, eval_rows
         self.welcome: WelcomePack | None = None
-        self.registry = GeneratorRegistry(state.changes)
         self.learner_gone, self.learner_trouble = False, ""
         self._has_heard_learner = False
         """Whether the attached learner has sent a request to this process. Until then ``welcome`` may be that of a
@@ -149,20 +143,20 @@ class Handlers:
 
         Raises:
             WireError: the id is malformed, or the connection belongs to another generator.
-            QueueError: the registry of generators is full, or the id belongs to another owner.
+            QueueError: there are too many generators, or the id belongs to another owner.
         """
         if message.type not in GENERATOR_REQUESTS:
             return None
         generator_id = read_as(message.fields, messages.OfGenerator).generator_id
         secret = read_as(message.fields, messages.Envelope).secret
-        self.registry.seen(generator_id, now, from_peer=peer)
+        self.state.generators.check_peer(peer, generator_id)
         try:
-            generator_requests.claim(self.state, generator_id, owner_of(key, secret), now)
+            entry = generator_requests.claim(self.state, generator_id, owner_of(key, secret), now)
         except QueueError as error:
             if (entry := self.state.generators.get(generator_id)) is not None and entry.num_foreign == 1:
                 logger.warning("refused a %r request: %s", message.type, error)
             raise
-        self.registry.bind(generator_id, peer)
+        self.state.generators.bind(entry, peer)
         return generator_id
 
     # Any client.
@@ -206,8 +200,7 @@ class Handlers:
             now=now,
         )
         if self.state.learner is not before:
-            # Lease answers given under another learner may name versions that this one does not have.
-            self.registry.forget_answers()
+            self.state.generators.forget_granted()
         self.run_id, self.learner_gone = request.run_id, False
         self.welcome = pack
         self.state.vocab_size = vocab_size
@@ -314,17 +307,15 @@ class Handlers:
 
     def _on_parity_answers(self, request: messages.GetProbeAnswers, message: Message, now: float) -> Reply:
         self.state.attached(request.lineage)
-        found = self.registry.answers_since(request.lineage, request.since)
-        return Reply(messages.ProbeAnswers(tuple(found)), list(found.values()))
+        answers = self.state.generators.probe_answers(request.lineage, request.since)
+        return Reply(messages.ProbeAnswers(tuple(answers)), list(answers.values()))
 
     # Generators.
 
     def _on_hello(self, request: messages.Hello, message: Message, now: float) -> Deferred:
-        generator_id, replaces = request.generator_id, request.replaces
-        generator_requests.hello(self.state, generator_id, request.host, request.backend, now, replaces=replaces)
-        if replaces is not None:
-            self.registry.leave(replaces)
-        self.registry.seen(generator_id, now).has_left = False
+        generator_requests.hello(
+            self.state, request.generator_id, request.host, request.backend, now, replaces=request.replaces
+        )
 
         def attempt(now: float, last: bool) -> Reply | None:
             pack = self.welcome
@@ -337,16 +328,15 @@ class Handlers:
     def _on_lease(self, request: messages.LeaseRequest, message: Message, now: float) -> Reply | Deferred:
         generator_id, request_id = request.generator_id, str(message.fields.get("request_id"))
         active = (request.lineage, request.version)
-        generator = self.registry.seen(generator_id, now)
-        known = generator.granted
+        entry = generator_requests.note_seen(self.state, generator_id, now)
         # A repeated request, whose reply was lost: its leases are granted already.
-        if known is not None and known[0] == request_id:
-            return Reply(known[1])
-        if (entry := self.state.generators.get(generator_id)) is not None:
-            entry.active = active  # also if it is not tried now, because nothing is left
+        if entry.granted is not None and entry.granted[0] == request_id:
+            return Reply(entry.granted[1])
+        entry.active = active  # also if it is not tried now, because nothing is left
 
         def attempt(now: float, last: bool) -> Reply | None:
             granted = generator_requests.lease(self.state, generator_id, active, request.max_leases, now)
+            generator = generator_requests.note_seen(self.state, generator_id, now)
             sent = (active, granted.activate)
             # A generator that has not yet activated the requested version must wait; else it would ask in a loop.
             is_news = granted.activate is not None and generator.sent != sent
@@ -356,7 +346,7 @@ class Handlers:
                     self._note_no_lease(active)
                 return None
             generator.sent = sent
-            self.registry.grant(generator_id, request_id, granted)
+            self.state.generators.grant(generator, request_id, granted)
             return Reply(granted)
 
         # A thousand generators may wait. After each change only the first of them looks whether a lease is left.
@@ -434,12 +424,11 @@ class Handlers:
             )
         # The learner must be able to read it.
         decode_answer(data)
-        self.registry.seen(request.generator_id, now).answer = ProbeAnswer(request.lineage, request.version, data)
+        generator_requests.note_seen(self.state, request.generator_id, now).probe_answer = request
         return Reply(Ok())
 
     def _on_bye(self, request: messages.Goodbye, message: Message, now: float) -> Reply:
         generator_requests.goodbye(self.state, request.generator_id, now)
-        self.registry.leave(request.generator_id)
         return Reply(Ok())
 
     # The part that outlives the server, so that a restarted one can answer repeated requests.
@@ -457,9 +446,8 @@ class Handlers:
         return {"run_id": self.run_id, "learner_gone": self.learner_gone}
 
     def load(
-        self, plain: Mapping[str, Any], granted: Mapping[str, Mapping[str, Any]], welcome: Mapping[str, Any] | None,
-        now: float,
-    ) -> None:  # fmt: skip
+        self, plain: Mapping[str, Any], granted: Mapping[str, Mapping[str, Any]], welcome: Mapping[str, Any] | None
+    ) -> None:
         """Restore the result of ``save``, the replies ``granted``, by generator id, and ``welcome``.
 
         Call it after the queue's state is loaded.
@@ -467,11 +455,11 @@ class Handlers:
         self.run_id, self.learner_gone = plain["run_id"] or self.run_id, plain["learner_gone"]
         for generator_id, fields in granted.items():
             reply = msgspec.convert(fields, GrantedRecord)
-            found = (self.state.leases.get(lease_id) for lease_id in reply.lease_ids)
-            leases = tuple(active.lease for active in found if active is not None)
-            if leases:
-                self.registry.seen(generator_id, now)
-                self.registry.grant(generator_id, reply.request_id, LeasesGranted(leases))
+            held = (self.state.leases.get(lease_id) for lease_id in reply.lease_ids)
+            leases = tuple(active.lease for active in held if active is not None)
+            entry = self.state.generators.get(generator_id)
+            if leases and entry is not None:
+                self.state.generators.grant(entry, reply.request_id, LeasesGranted(leases))
         if welcome is not None:
             self.welcome = msgspec.convert(welcome, WelcomePack)
             self.state.vocab_size = self._vocab_size(self.welcome)
@@ -536,160 +524,3 @@ def _batch_part(groups: Sequence[Taken[Payload]], first: int, num_groups: int) -
     more = first + len(groups) < num_groups
     headers = tuple(taken.with_group(None) for taken in groups)
     return Reply(BatchPart(headers, first, num_groups, more), [taken.group for taken in groups])
-
-
-# The known generators.
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeAnswer:
-    """A generator's log-probabilities for the tokens that the learner sent with a version, to compare the two.
-
-    ``data`` is the encoded ``parity.Answer``.
-    """
-
-    lineage: str
-    version: int
-    data: bytes
-
-
-@dataclass(slots=True)
-class Generator:
-    """What the server remembers about one generator.
-
-    Attributes:
-        seen_at: the time of its last message, in seconds.
-        peer: the routing id of its connection; None if unknown.
-        has_left: whether it has said goodbye or was replaced.
-        granted: the id of its last lease request, and the reply; None if there is none.
-        sent: a pair: its (lineage, version) at its last lease request, and the version that the reply asked it to
-            activate, or None.
-        answer: its newest answer to a probe. It is not in the journal, because after a restart of the server the
-            learner sends a new probe with a later version.
-    """
-
-    seen_at: float
-    peer: bytes | None = None
-    has_left: bool = False
-    granted: tuple[str, LeasesGranted] | None = None
-    sent: tuple[Any, ...] | None = None
-    answer: ProbeAnswer | None = None
-
-
-class GrantedRecord(msgspec.Struct, frozen=True, gc=False):
-    """A reply with leases as the journal stores it, so that a restarted server can repeat it."""
-
-    request_id: str
-    lease_ids: list[str]
-
-
-class GeneratorRegistry:
-    """The generators that the server knows, by id. There are at most ``max_generators``.
-
-    ``changes`` gets the replies with leases: each by itself, because all of a thousand generators would be too much to
-    write at every commit.
-    """
-
-    def __init__(self, changes: Changes, max_generators: int = MAX_GENERATORS) -> None:
-        self._changes, self._max_generators = changes, max_generators
-        self._generators: dict[str, Generator] = {}
-        self._by_peer: dict[bytes, str] = {}
-
-    def __len__(self) -> int:
-        return len(self._generators)
-
-    def seen(self, generator_id: str, now: float, *, from_peer: bytes | None = None) -> Generator:
-        """Return the generator with this id, which has sent a message over the connection ``from_peer``.
-
-        Add it if it is new.
-
-        Raises:
-            WireError: the connection belongs to another generator.
-            QueueError: the registry is full.
-        """
-        if from_peer is not None and (known := self._by_peer.get(from_peer, generator_id)) != generator_id:
-            # Otherwise one peer could fill the registry, and get every notice once for each of its ids.
-            raise WireError(
-                f"expected messages of generator {known!r} on this connection, got one of {generator_id!r}; open one "
-                f"connection for each generator"
-            )
-        generator = self._generators.get(generator_id)
-        if generator is None:
-            self._make_room(now)
-            generator = self._generators[generator_id] = Generator(now)
-        generator.seen_at = max(now, generator.seen_at)
-        return generator
-
-    def bind(self, generator_id: str, peer: bytes) -> None:
-        """Make ``peer`` the connection to which this generator's notices are sent."""
-        generator = self._generators[generator_id]
-        if generator.peer != peer:
-            self._unbind(generator)
-            generator.peer = peer
-            self._by_peer[peer] = generator_id
-
-    def peer_of(self, generator_id: str) -> bytes | None:
-        """Return the routing id of this generator's connection; None if it is unknown."""
-        generator = self._generators.get(generator_id)
-        return None if generator is None else generator.peer
-
-    def id_of(self, peer: bytes) -> str | None:
-        """Return the id of the generator that uses the connection ``peer``; None if unknown."""
-        return self._by_peer.get(peer)
-
-    @property
-    def peers(self) -> list[bytes]:
-        """The routing ids of the connections of all generators."""
-        return list(self._by_peer)
-
-    def grant(self, generator_id: str, request_id: str, answer: LeasesGranted) -> None:
-        """Keep the reply to the generator's last lease request, in case the request is repeated."""
-        self._generators[generator_id].granted = request_id, answer
-        lease_ids = [lease.lease_id for lease in answer.leases]
-        self._changes.put("granted", generator_id, GrantedRecord(request_id, lease_ids))
-
-    def answers_since(self, lineage: str, version: int) -> dict[str, bytes]:
-        """Return each generator's newest ``ProbeAnswer`` of ``version`` or later, encoded, by generator id."""
-        answers = {name: g.answer for name, g in self._generators.items() if g.answer is not None}
-        return {name: a.data for name, a in answers.items() if a.lineage == lineage and a.version >= version}
-
-    def leave(self, generator_id: str) -> None:
-        """Record that a generator has said goodbye or was replaced."""
-        generator = self._generators.get(generator_id)
-        if generator is not None:
-            self._unbind(generator)
-            generator.has_left = True
-            self._forget_answer(generator_id, generator)
-
-    def has_left(self, generator_id: str) -> bool:
-        generator = self._generators.get(generator_id)
-        return generator is not None and generator.has_left
-
-    def forget_answers(self) -> None:
-        """Delete the kept replies to lease requests, because a new learner has attached."""
-        for generator_id, generator in self._generators.items():
-            self._forget_answer(generator_id, generator)
-
-    def _forget_answer(self, generator_id: str, generator: Generator) -> None:
-        if generator.granted is not None:
-            self._changes.delete("granted", generator_id)
-        generator.granted = generator.sent = None
-
-    def _unbind(self, generator: Generator) -> None:
-        if generator.peer is not None:
-            self._by_peer.pop(generator.peer, None)
-        generator.peer = None
-
-    def _make_room(self, now: float) -> None:
-        if len(self._generators) < self._max_generators:
-            return
-        for name, generator in list(self._generators.items()):
-            if generator.has_left or now - generator.seen_at > FORGET_S:
-                self._forget_answer(name, generator)
-                self._unbind(self._generators.pop(name))
-        if len(self._generators) >= self._max_generators:
-            raise QueueError(
-                f"expected at most {self._max_generators} generators, got one more: {len(self._generators)} are "
-                f"registered already (`async-rl status` lists them). A generator that is silent for {FORGET_S:.0f} s "
-                f"is removed; try again later"
-            )

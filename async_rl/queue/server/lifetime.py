@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 
 from async_rl.net.streams import is_readable
+from async_rl.queue.core.generators import GeneratorEntry
 from async_rl.queue.core.state import QueueState
 
 LEARNER_SILENCE_S = 20.0
@@ -74,7 +75,9 @@ class Lifetime:
         """Return whether a learner is attached, has not said that it ends, and is not silent."""
         return state.learner is not None and not learner_left and now - self._learner_seen < LEARNER_SILENCE_S
 
-    def reason_to_end(self, state: QueueState, unaware: Iterable[str], now: float, *, learner_left: bool) -> str:
+    def reason_to_end(
+        self, state: QueueState, unaware: Iterable[GeneratorEntry], now: float, *, learner_left: bool
+    ) -> str:
         """Return why the server must end now; empty if it must not.
 
         Args:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_rl.net.wire import Message
-from async_rl.queue.server.handlers import MAX_GENERATORS, Deferred, Reply
+from async_rl.queue.core.generators import MAX_GENERATORS
+from async_rl.queue.server.handlers import Deferred, Reply
 
 _Key = tuple[bytes, str]
 """Peer and type of a request. A peer has at most one of each type."""

@@ -20,7 +20,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -440,7 +440,7 @@ class QueueServer:
         now = time.monotonic()
         if self._full_disk.must_notify(now):
             frame = encode("notice", {"storage_full": self._full_disk.reason})
-            for peer in {*self._handlers.registry.peers, *filter(None, [self._learner_peer])}:
+            for peer in {*self._state.generators.peers, *filter(None, [self._learner_peer])}:
                 self._endpoint.send_now(peer, [frame])
         self._lifetime.wait(_LOOK_AGAIN_S)
         # With 0, too, because that closes the connections of removed keys.
@@ -486,7 +486,8 @@ class QueueServer:
         if request.type not in GENERATOR_REQUESTS or self._journal is None:
             self._tell_learner(f"the queue stops the run: {text}; see logs/queue.log in the run directory", request)
             raise QueueError(f"the queue stops the run: {text}") from cause
-        generator_id = self._handlers.registry.id_of(request.peer)
+        entry = self._state.generators.using(request.peer)
+        generator_id = None if entry is None else entry.generator_id
         waiting = self._pending.pop_all()
         self._durable.revert()
         logger.warning("the queue went back to its last commit and disconnected generator %r", generator_id)
@@ -540,11 +541,9 @@ class QueueServer:
         everyone = news != self._last_news and news != (None, False)
         self._last_news = news
         state = self._state
-        to_notify = state.alive_clients(time.monotonic()) if everyone else state.generators.to_notify()
-        for generator_id in to_notify:
-            peer = self._handlers.registry.peer_of(generator_id)
-            if peer is not None:
-                self._endpoint.send(peer, [encode("notice", self._handlers.notice(generator_id))])
+        for entry in state.generators.alive_clients(state.now) if everyone else state.generators.to_notify():
+            if entry.peer is not None:
+                self._endpoint.send(entry.peer, [encode("notice", self._handlers.notice(entry.generator_id))])
 
     def _write_files(self, now: float) -> None:
         state = self._state
@@ -564,12 +563,10 @@ class QueueServer:
                 )
 
     def _why_end(self, now: float) -> str:
-        registry = self._handlers.registry
-
-        def unaware() -> Iterator[str]:  # looks at all generators, but only at the end of the run
-            yield from (g for g in self._state.alive_clients(now) if not registry.has_left(g))
-
-        return self._lifetime.reason_to_end(self._state, unaware(), now, learner_left=self._handlers.learner_gone)
+        self._state.at(now)
+        # A generator that knows of the end has left.
+        unaware = self._state.generators.alive_clients(self._state.now)
+        return self._lifetime.reason_to_end(self._state, unaware, now, learner_left=self._handlers.learner_gone)
 
 
 def _request_id(message: Message) -> str | None:
